@@ -1,0 +1,6 @@
+"""``python -m stocache`` is the command ``stocache``."""
+
+from stocache.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Every exception of stocache. Each also is the built-in a caller would catch.
+
+StocacheError
+├── LimitError        (ValueError)                  a size limit that is no size, or holds not one slot
+├── SampleError       (ValueError, RuntimeError)    a sample, shape or dtype the slots cannot hold unchanged
+├── SampleIndexError  (IndexError)                  an index that is no integer, or outside the dataset or the cache
+├── SlotError         (RuntimeError)                an empty slot was to be read, or a set one to be overwritten
+├── SegmentError      (OSError)                     shared memory that cannot be had, or not be attached to
+└── ClosedError       (ValueError)                  the cache was used after close()
+"""
+
+
+class StocacheError(Exception):
+    """Base of all stocache errors."""
+
+
+class LimitError(StocacheError, ValueError):
+    """A size limit is not a size, or is too small for one slot."""
+
+
+class SampleError(StocacheError, ValueError, RuntimeError):
+    """A sample, shape or dtype that slots cannot hold unchanged.
+
+    A RuntimeError too because torch raises that for the shapes that stocaching hands on to it.
+    """
+
+
+class SampleIndexError(StocacheError, IndexError):
+    """An index is not an integer, or lies outside the dataset or (when asked for) the cache."""
+
+
+class SlotError(StocacheError, RuntimeError):
+    """An empty slot was to be read, or a set slot to be overwritten, without permission."""
+
+
+class SegmentError(StocacheError, OSError):
+    """Shared memory cannot be had or not be attached to."""
+
+
+class ClosedError(StocacheError, ValueError):
+    """The cache was used after ``close()``."""

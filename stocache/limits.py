@@ -1,0 +1,314 @@
+"""What this machine can give to a cache: shared memory, memory, cgroup limits, huge pages; and sizes as people write them.
+
+All amounts are bytes unless the name says GiB. Every figure is read afresh: containers are resized, other jobs come and go.
+"""
+
+import errno
+import functools
+import logging
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from stocache.errors import LimitError
+
+logger = logging.getLogger("stocache")
+
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
+
+SHM_DIR = "/dev/shm"
+PROC = Path("/proc/self")
+SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+# Kernels of 6.3 and later log a complaint unless a memfd says whether it may be executed; older ones do not know the flag.
+_MFD_NOEXEC_SEAL = 0x8
+
+_UNITS = {"": GIB, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS[f"{_letter}B"] = 1000**_power
+    _UNITS[f"{_letter}IB"] = 1024**_power
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:E[+-]?[0-9]+)?)\s*([KMGT]I?B|B|)\s*", re.IGNORECASE)
+
+
+def parse_size(size: float | str) -> int:
+    """Return the bytes in ``size``: a number or bare numeral of GiB, or a string such as "32GiB" or "500MB".
+
+    Raises:
+        LimitError: ``size`` is negative, NaN, infinite, or not a size at all.
+    """
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        if not match:
+            raise LimitError(f"size_limit_gib={size!r} is not a size. Write 32, 0.5, '32GiB', '500MB' or 'auto'.")
+        number, unit = float(match[1]), _UNITS[match[2].upper()]
+    elif isinstance(size, Real) and not isinstance(size, bool):
+        number, unit = float(size), GIB
+    else:
+        raise LimitError(f"size_limit_gib={size!r} is a {type(size).__name__}. Write 32, 0.5, '32GiB', '500MB' or 'auto'.")
+    if not math.isfinite(number) or number < 0:
+        raise LimitError(f"size_limit_gib={size!r} must be finite and not negative; 0 switches the cache off.")
+    return int(number * unit)
+
+
+def format_size(n: float) -> str:
+    """Return ``n`` bytes as a person writes them: "1.5 GiB"."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(n) >= unit:
+            return f"{n / unit:.1f} {name}"
+    return f"{int(n)} B"
+
+
+# ---------------------------------------------------------------------------------------------------- shared memory
+
+
+def shm_total() -> int:
+    """Size of /dev/shm in bytes; 0 where there is none."""
+    return _statvfs_bytes("f_blocks")
+
+
+def shm_free() -> int:
+    """Bytes of /dev/shm that this process may still write; 0 where there is none or it is read-only."""
+    return _statvfs_bytes("f_bavail") if os.access(SHM_DIR, os.W_OK) else 0
+
+
+def get_shm_size() -> int:
+    """Size of /dev/shm in whole GiB, rounded down.
+
+    Change it for now with ``mount -o remount,size=128G /dev/shm``; in Docker with ``--shm-size=128g``.
+    Source: the API of stocaching 0.2 (C. Jones, MIT).
+    """
+    return shm_total() // GIB
+
+
+def _statvfs_bytes(field: Literal["f_blocks", "f_bavail"]) -> int:
+    try:
+        status = os.statvfs(SHM_DIR)
+    except OSError:
+        return 0
+    return int(getattr(status, field)) * status.f_frsize
+
+
+def open_memfd() -> int | None:
+    """Return the descriptor of a new anonymous file in memory, not bounded by /dev/shm; None where that is forbidden."""
+    for flags in (os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL, os.MFD_CLOEXEC):
+        try:
+            return os.memfd_create("stocache", flags)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                return None
+    return None
+
+
+def has_memfd() -> bool:
+    """Whether this process may create files in memory (a seccomp filter may forbid it)."""
+    fd = open_memfd()
+    if fd is None:
+        return False
+    os.close(fd)
+    return True
+
+
+def memfd_huge_policy() -> str:
+    """The kernel's huge-page policy for memfd: always, within_size, advise, never, deny or force.
+
+    It does not hold for /dev/shm, whose policy is its own mount option ``huge=``, by default never.
+    Source: Documentation/admin-guide/mm/transhuge.rst of Linux; both measured.
+    """
+    try:
+        match = re.search(r"\[(\w+)\]", SHMEM_HUGE.read_text())
+    except OSError:
+        return "never"
+    return match[1] if match else "never"
+
+
+# ---------------------------------------------------------------------------------------------------- memory
+
+
+@dataclass(frozen=True)
+class CgroupMemory:
+    """The tightest memory limit of this process's cgroup and all its ancestors.
+
+    Attributes:
+        limit: bytes the group may use.
+        available: bytes it may still take; the page cache it would drop first (inactive_file) counts as free.
+        path: the directory whose files say so.
+    """
+
+    limit: int
+    available: int
+    path: str
+
+
+def cgroup_memory(proc: Path = PROC) -> CgroupMemory | None:
+    """Return the level of this process's cgroup (v1 or v2) that leaves least memory; None where nothing limits it."""
+    levels = [level for path in _cgroup_dirs(proc) if (level := _cgroup_level(path))]
+    return min(levels, key=lambda level: level.available, default=None)
+
+
+@functools.lru_cache(maxsize=8)
+def _cgroup_dirs(proc: Path) -> tuple[Path, ...]:
+    """Directories with the memory files of this process's cgroup and its ancestors, innermost first.
+
+    Kept per process: a process is hardly ever moved to another cgroup, and this is asked before each reservation.
+    """
+    try:
+        memberships = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
+        mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
+    except OSError:
+        return ()
+    dirs: list[Path] = []
+    for _, controllers, path in memberships:
+        unified = controllers == ""
+        if not unified and "memory" not in controllers.split(","):
+            continue
+        for fields in mounts:
+            dash = fields.index("-")
+            kind, options = fields[dash + 1], fields[dash + 3].split(",")
+            if kind == "cgroup2" if unified else kind == "cgroup" and "memory" in options:
+                dirs += _ancestry(Path(_unescape(fields[4])), _unescape(fields[3]), path)
+                break
+    return tuple(dirs)
+
+
+def _ancestry(mount: Path, root: str, path: str) -> Iterator[Path]:
+    """Yield the directories from cgroup ``path`` up to ``mount``, which shows the hierarchy from ``root`` down."""
+    relative = os.path.relpath(path, root)
+    if relative.startswith(".."):  # a cgroup namespace: what lies above the mount cannot be seen
+        relative = "."
+    directory = mount / relative
+    yield from (directory, *(parent for parent in directory.parents if parent.is_relative_to(mount)))
+
+
+def _unescape(field: str) -> str:
+    r"""Undo mountinfo's octal escapes (a space is written \040)."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def _cgroup_level(path: Path) -> CgroupMemory | None:
+    limits = [_read_int(path / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
+    # v1 writes "no limit" as the largest multiple of a page below 2**63
+    limit = min((n for n in limits if n is not None and n < 2**60), default=None)
+    if limit is None:
+        return None
+    used = _read_int(path / "memory.current") or _read_int(path / "memory.usage_in_bytes") or 0
+    try:
+        stat = dict(line.split() for line in (path / "memory.stat").read_text().splitlines())
+    except OSError:
+        stat = {}
+    droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+    return CgroupMemory(limit, max(0, limit - max(0, used - droppable)), str(path))
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory this process and its relatives may use: the machine's, or the cgroup's where that is less.
+
+    Attributes:
+        total: bytes in all.
+        available: bytes that can be taken before the machine swaps or the cgroup kills.
+    """
+
+    total: int
+    available: int
+
+    @property
+    def floor(self) -> int:
+        """Bytes that caches leave free, whatever their limit: 5 % of the total, at least 64 MiB, at most 2 GiB."""
+        return min(max(self.total // 20, 64 * MIB), 2 * GIB)
+
+    @property
+    def spare(self) -> int:
+        """Bytes that caches may still take: what is available above the floor."""
+        return max(0, self.available - self.floor)
+
+
+def memory() -> Memory:
+    """Return this process's memory of now."""
+    machine, cgroup = psutil.virtual_memory(), cgroup_memory()
+    if cgroup is None:
+        return Memory(machine.total, machine.available)
+    return Memory(min(machine.total, cgroup.limit), min(machine.available, cgroup.available))
+
+
+# ---------------------------------------------------------------------------------------------------- limits
+
+
+def shared_memory_room() -> int:
+    """Bytes the largest cache could hold now: by memory less the floor, and by /dev/shm where memfd is forbidden."""
+    spare = memory().spare
+    return spare if has_memfd() else min(spare, shm_free())
+
+
+def recommended_limit() -> int:
+    """Bytes that ``size_limit_gib="auto"`` stands for.
+
+    Head-room stays for the model, the workers and their batches: a fifth of the available memory, at least 2 GiB, at
+    most half of it. A cache may also be held in by /dev/shm (`shared_memory_room`).
+    """
+    available = memory().available
+    head_room = max(available // 5, min(2 * GIB, available // 2))
+    return min(available - head_room, shared_memory_room())
+
+
+def affordable_slots(size_limit_gib: float | str, dataset_len: int, slot_bytes: int) -> int:
+    """Return how many samples a cache of that limit holds: as many as stocaching, or what the machine can give if less.
+
+    The limit covers one state byte per sample of the dataset and ``slot_bytes`` per slot.
+
+    Raises:
+        LimitError: the limit is no size, or is not 0 and leaves no room for one slot.
+    """
+    auto = size_limit_gib == "auto"
+    limit = recommended_limit() if auto else parse_size(size_limit_gib)
+    slots = _slots_within(limit, dataset_len, slot_bytes)
+    if slots == 0 and limit > 0 and dataset_len > 0 and not auto:
+        raise LimitError(
+            f"cache holds 0 slots: size_limit_gib={size_limit_gib} leaves {max(0, limit - dataset_len)} bytes after the "
+            f"{dataset_len}-byte state array; one slot needs {slot_bytes} bytes. Raise size_limit_gib, or pass 0 for no cache."
+        )
+    fitting = min(slots, _slots_within(shared_memory_room(), dataset_len, slot_bytes))
+    if fitting < slots:
+        _warn_short(limit, f"{fitting} of {dataset_len} samples")
+    elif auto and dataset_len and not slots:
+        logger.warning("size_limit_gib='auto' leaves no room for one sample of %s. Nothing is cached.", format_size(slot_bytes))
+    return fitting
+
+
+def _warn_short(limit: int, fitting: str) -> None:
+    gib = -(-limit // GIB) + 1
+    if has_memfd():
+        have = f"{format_size(memory().available)} of memory are available, of which {format_size(memory().floor)} stay free"
+        remedy = "free memory or raise the container's limit"
+    elif shm_free():
+        have = f"{SHM_DIR} has {format_size(shm_free())} free"
+        remedy = f"in Docker --shm-size={gib}g, on a host mount -o remount,size={gib}G {SHM_DIR}"
+    else:
+        have = f"no shared memory: {SHM_DIR} cannot be written and memfd_create is forbidden"
+        remedy = f"in Docker --shm-size={gib}g, on a host mount -t tmpfs -o size={gib}G tmpfs {SHM_DIR}"
+    logger.warning(
+        "%s; the cache was given %s. Caching what fits: %s. Lower size_limit_gib, or %s.",
+        have,
+        format_size(limit),
+        fitting,
+        remedy,
+    )
+
+
+def _slots_within(limit: int, dataset_len: int, slot_bytes: int) -> int:
+    if slot_bytes == 0:
+        return dataset_len if limit >= dataset_len else 0
+    return max(0, min(dataset_len, (limit - dataset_len) // slot_bytes))

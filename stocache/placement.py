@@ -1,0 +1,98 @@
+"""Which samples are resident, and in which slot: pure arithmetic, the same in every process without a table or a message.
+
+Under per-epoch shuffling every sample is read once an epoch, so no policy serves more than never evicting; what remains to
+choose is *which* share is kept. `Placement` is that choice, `Residency` the choice applied to one dataset and one cache.
+"""
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from stocache.errors import LimitError
+
+OUTSIDE = -1
+"""The slot of a sample that is not resident."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How the resident samples are chosen.
+
+    Attributes:
+        order: "prefix" keeps the first samples, slot = index, as stocaching does. "scattered" spreads the residents evenly
+            over the index space, so that every class and every stretch of the data holds its share.
+        unit: samples are admitted in whole blocks of this many, for data that is read by the block.
+        node, nodes: this machine's number among ``nodes``; each holds a window of its own, so that the caches add up.
+
+    Raises:
+        LimitError: an unknown order, a unit or number of nodes below 1, or a node outside ``[0, nodes)``.
+    """
+
+    order: Literal["prefix", "scattered"] = "prefix"
+    unit: int = 1
+    node: int = 0
+    nodes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.order not in ("prefix", "scattered"):
+            raise LimitError(f"placement {self.order!r} is unknown. Use 'prefix' or 'scattered'.")
+        if self.unit < 1 or self.nodes < 1 or not 0 <= self.node < self.nodes:
+            raise LimitError(
+                f"placement needs unit >= 1, nodes >= 1 and 0 <= node < nodes, got unit={self.unit}, "
+                f"node={self.node}, nodes={self.nodes}."
+            )
+
+
+class Residency:
+    """A placement applied: ``dataset_len`` samples, of which up to ``slots`` are resident.
+
+    Blocks of ``unit`` samples are permuted (scattered: block b goes to position a·b mod F, a coprime to F next to F/golden
+    ratio, so that any window of positions is evenly spread over the blocks: the three-distance theorem), the positions are
+    rotated by this node's window, and the blocks at the first positions are resident. A last block that is not full keeps
+    the last position, which makes positions and slots meet without gaps.
+    """
+
+    def __init__(self, placement: Placement, dataset_len: int, slots: int) -> None:
+        unit = placement.unit
+        self.dataset_len = dataset_len
+        self._unit = unit
+        self._full = dataset_len // unit
+        self._blocks = -(-dataset_len // unit)
+        self._resident = self._blocks if slots >= dataset_len else slots // unit
+        partial = self._resident < self._blocks
+        self._factor = _spread(self._full) if partial and placement.order == "scattered" else 1
+        self._shift = placement.node * self._resident % self._blocks if partial else 0
+        if self._factor * self._full >= 2**63:
+            raise LimitError(f"scattered placement of {self._full} blocks exceeds 64-bit arithmetic. Raise unit.")
+        self.identity = self._factor == 1 and self._shift == 0
+        """Whether the slot of a resident sample is its index."""
+
+    def slot(self, idx: int) -> int:
+        """Return the slot of a sample known to be resident."""
+        block, offset = divmod(operator.index(idx), self._unit)
+        if block < self._full:
+            block = block * self._factor % self._full
+        return (block - self._shift) % self._blocks * self._unit + offset
+
+    def slots(self, indices: Tensor) -> Tensor:
+        """Return the slot of each sample of an int64 tensor, `OUTSIDE` for those that are not resident."""
+        block, offset = indices, torch.zeros((), dtype=torch.int64)
+        if self._unit > 1:
+            block, offset = indices // self._unit, indices % self._unit
+        if self._factor != 1:
+            block = torch.where(block < self._full, block * self._factor % self._full, block)
+        if self._shift:
+            block = (block - self._shift) % self._blocks
+        return torch.where(block < self._resident, block * self._unit + offset, OUTSIDE)
+
+
+def _spread(n: int) -> int:
+    """Return the number nearest above n / golden ratio that is coprime to n; 1 for the smallest n."""
+    a = max(1, round(n * (math.sqrt(5) - 1) / 2))
+    while math.gcd(a, n) > 1:
+        a += 1
+    return a % n if n > 1 else 1

@@ -1,0 +1,72 @@
+"""Every test leaves /dev/shm, the descriptor table, the mappings and the process table as it found them."""
+
+import gc
+import multiprocessing
+import os
+from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("seeded", derandomize=True, deadline=None)
+settings.load_profile("seeded")
+
+START_METHODS = ("fork", "spawn", "forkserver")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _servers():
+    """Multiprocessing starts these once and keeps them; here before the first look at the descriptor table."""
+    forkserver.ensure_running()
+    resource_tracker.ensure_running()
+
+
+def _holdings() -> dict[str, object]:
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "/dev/shm": sorted(os.listdir("/dev/shm")),
+        "descriptors": {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)},
+        "segments mapped": [line for line in maps if "memfd:stocache" in line or "/dev/shm/#" in line],
+        "children": [child.pid for child in multiprocessing.active_children()],
+    }
+
+
+def _is_open(fd: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{fd}")  # the directory's own descriptor is gone after listing it
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_trace(request: pytest.FixtureRequest):
+    before = _holdings()
+    yield
+    request.node.funcargs.clear()  # pytest would keep the fixtures' values until later
+    assert _holdings() == before
+
+
+@pytest.fixture(params=START_METHODS)
+def start_method(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def run_processes(start_method: str) -> Callable[..., None]:
+    """Run ``target(number, *args)`` in ``count`` processes of the start method, and demand that each ends well."""
+
+    def run(count: int, target: Callable[..., None], *args: object) -> None:
+        context = multiprocessing.get_context(start_method)
+        processes = [context.Process(target=target, args=(number, *args)) for number in range(count)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(25)
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+            process.join()
+            process.close()
+        assert codes == [0] * count
+
+    return run

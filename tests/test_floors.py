@@ -1,0 +1,58 @@
+"""The architecture: a module imports only from floors below its own."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import stocache
+
+PACKAGE = Path(stocache.__file__).parent
+FLOORS = [
+    {"errors", "limits", "placement", "structure", "stats"},
+    {"segment"},
+    {"columns", "cache"},
+    {"__init__"},
+    {"bench", "cli", "__main__"},
+]
+WITHIN = {("limits", "errors"), ("placement", "errors"), ("structure", "errors"), ("cache", "columns")}
+WITHIN |= {("__main__", "cli"), ("cli", "bench")}
+
+
+def floor_of(module: str) -> int:
+    return next(number for number, modules in enumerate(FLOORS) if module in modules)
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of stocache that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "stocache":
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stocache."):
+            found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("stocache.")}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
+def test_module_imports_only_from_floors_below(path):
+    for target in imports(path):
+        below = floor_of(target) < floor_of(path.stem)
+        assert below or (path.stem, target) in WITHIN, f"{path.stem} imports {target}"
+
+
+def test_face_exports_a_sorted_all_that_exists():
+    assert stocache.__all__ == sorted(stocache.__all__, key=lambda name: (name.islower(), name))
+    assert all(hasattr(stocache, name) for name in stocache.__all__)
+
+
+def test_every_error_is_a_stocache_error_and_drawn_in_the_docstring():
+    from stocache import errors
+
+    classes = [item for item in vars(errors).values() if isinstance(item, type)]
+    assert len(classes) == 7
+    for item in classes:
+        assert issubclass(item, errors.StocacheError)
+        assert item.__name__ in errors.__doc__

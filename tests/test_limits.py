@@ -1,0 +1,214 @@
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stocache import LimitError, get_shm_size, limits
+from stocache.limits import GIB, MIB, Memory
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (32, 32 * GIB),
+        (0.5, GIB // 2),
+        (0, 0),
+        ("32", 32 * GIB),
+        ("32GiB", 32 * GIB),
+        (" 1.5 gib ", 3 * GIB // 2),
+        ("500MB", 500_000_000),
+        ("64KiB", 65536),
+        ("2TB", 2_000_000_000_000),
+        ("7B", 7),
+        ("1e3 B", 1000),
+    ],
+)
+def test_parse_size_takes_numbers_and_units(size, expected):
+    assert limits.parse_size(size) == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (-1, "finite and not negative"),
+        (float("nan"), "finite and not negative"),
+        (float("inf"), "finite and not negative"),
+        ("-3GiB", "is not a size"),
+        ("much", "is not a size"),
+        ("", "is not a size"),
+        ("3 gallons", "is not a size"),
+        (None, "is a NoneType"),
+        (True, "is a bool"),
+        ([1], "is a list"),
+    ],
+)
+def test_parse_size_refuses_what_is_no_size(size, message):
+    with pytest.raises(LimitError, match=message):
+        limits.parse_size(size)
+
+
+def test_format_size_uses_binary_units():
+    assert [limits.format_size(n) for n in (0, 1023, 1024, 3 * MIB // 2, 5 * GIB)] == [
+        "0 B", "1023 B", "1.0 KiB", "1.5 MiB", "5.0 GiB",
+    ]  # fmt: skip
+
+
+def test_get_shm_size_is_whole_gib_of_the_file_system():
+    status = os.statvfs("/dev/shm")
+    assert get_shm_size() == status.f_blocks * status.f_frsize // GIB
+
+
+def test_shm_is_nothing_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(limits, "SHM_DIR", "/nonexistent")
+    assert (limits.shm_total(), limits.shm_free()) == (0, 0)
+
+
+def test_memory_is_within_the_machine():
+    memory = limits.memory()
+    assert 0 < memory.available <= memory.total
+    assert 64 * MIB <= memory.floor <= 2 * GIB
+
+
+def test_floor_is_a_twentieth_between_bounds():
+    assert Memory(256 * MIB, 0).floor == 64 * MIB
+    assert Memory(20 * GIB, 0).floor == GIB
+    assert Memory(1024 * GIB, 0).floor == 2 * GIB
+    assert Memory(256 * MIB, 10 * MIB).spare == 0
+
+
+# ------------------------------------------------------------------------------------------------ cgroups
+
+
+def fake_proc(root: Path, cgroup: str, mountinfo: str) -> Path:
+    proc = root / "proc"
+    proc.mkdir()
+    (proc / "cgroup").write_text(cgroup)
+    (proc / "mountinfo").write_text(mountinfo)
+    return proc
+
+
+def write_files(folder: Path, **values: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in values.items():
+        (folder / name.replace("__", ".")).write_text(f"{value}\n")
+
+
+def test_cgroup_v2_takes_the_tightest_of_all_ancestors(tmp_path):
+    mount = tmp_path / "cgroup"
+    proc = fake_proc(tmp_path, "0::/a/b\n", f"30 20 0:26 / {mount} rw - cgroup2 cgroup2 rw\n")
+    write_files(mount / "a/b", memory__max="max", memory__current=GIB)
+    write_files(mount / "a", memory__max=8 * GIB, memory__current=5 * GIB, memory__stat=f"anon 1\ninactive_file {GIB}")
+    write_files(mount, cgroup__procs="")
+    level = limits.cgroup_memory(proc)
+    assert level == limits.CgroupMemory(8 * GIB, 4 * GIB, str(mount / "a"))
+
+
+def test_cgroup_v2_memory_high_is_a_limit_too(tmp_path):
+    mount = tmp_path / "cgroup"
+    proc = fake_proc(tmp_path, "0::/a\n", f"30 20 0:26 / {mount} rw - cgroup2 cgroup2 rw\n")
+    write_files(mount / "a", memory__max=8 * GIB, memory__high=2 * GIB, memory__current=GIB)
+    assert limits.cgroup_memory(proc).available == GIB
+
+
+def test_cgroup_v1_reads_limit_in_bytes_and_ignores_no_limit(tmp_path):
+    mount = tmp_path / "memory"
+    proc = fake_proc(
+        tmp_path,
+        "5:cpu:/x\n4:cpuset,memory:/docker/abc\n0::/x\n",
+        f"31 20 0:27 / {tmp_path}/cpu rw - cgroup cgroup rw,cpu\n32 20 0:28 / {mount} rw - cgroup cgroup rw,cpuset,memory\n",
+    )
+    inner = mount / "docker" / "abc"
+    write_files(inner, memory__limit_in_bytes=3 * GIB, memory__usage_in_bytes=2 * GIB, memory__stat="total_inactive_file 0")
+    write_files(mount, memory__limit_in_bytes=9223372036854771712, memory__usage_in_bytes=20 * GIB)
+    assert limits.cgroup_memory(proc) == limits.CgroupMemory(3 * GIB, GIB, str(inner))
+
+
+def test_cgroup_path_is_taken_relative_to_the_mounted_root(tmp_path):
+    """A container without a cgroup namespace sees the host's path, but has its own group mounted at the root."""
+    mount = tmp_path / "my cgroup"
+    escaped = str(mount).replace(" ", "\\040")
+    proc = fake_proc(tmp_path, "0::/docker/abc\n", f"30 20 0:26 /docker/abc {escaped} ro - cgroup2 cgroup2 rw\n")
+    write_files(mount, memory__max=GIB, memory__current=0)
+    assert limits.cgroup_memory(proc).path == str(mount)
+
+
+def test_cgroup_path_above_the_mount_falls_back_to_the_mount(tmp_path):
+    mount = tmp_path / "cgroup"
+    proc = fake_proc(tmp_path, "0::/../other\n", f"30 20 0:26 / {mount} rw - cgroup2 cgroup2 rw\n")
+    write_files(mount, memory__max=GIB, memory__current=0)
+    assert limits.cgroup_memory(proc).limit == GIB
+
+
+def test_no_cgroup_files_mean_no_limit(tmp_path):
+    assert limits.cgroup_memory(tmp_path / "nothing") is None
+
+
+# ------------------------------------------------------------------------------------------------ limits
+
+
+def test_auto_leaves_head_room(monkeypatch):
+    for available, expected in ((100 * GIB, 80 * GIB), (4 * GIB, 2 * GIB), (GIB, GIB // 2)):
+        monkeypatch.setattr(limits, "memory", lambda available=available: Memory(2 * available, available))
+        assert limits.recommended_limit() == expected
+
+
+def test_auto_is_bounded_by_shm_where_memfd_is_forbidden(monkeypatch):
+    monkeypatch.setattr(limits, "memory", lambda: Memory(100 * GIB, 100 * GIB))
+    monkeypatch.setattr(limits, "has_memfd", lambda: False)
+    monkeypatch.setattr(limits, "shm_free", lambda: 64 * MIB)
+    assert limits.recommended_limit() == 64 * MIB
+
+
+@given(st.integers(1, 2**40), st.integers(1, 10**7), st.integers(1, 10**7))
+def test_as_many_slots_fit_as_in_stocaching(limit, dataset_len, slot_bytes):
+    """The formula of stocaching 0.2.1, in whole numbers."""
+    expected = dataset_len if slot_bytes * dataset_len + dataset_len <= limit else (limit - dataset_len) // slot_bytes
+    if expected > 0:
+        assert limits._slots_within(limit, dataset_len, slot_bytes) == expected
+    else:
+        assert limits._slots_within(limit, dataset_len, slot_bytes) == 0
+
+
+def test_a_limit_for_exactly_one_slot_is_enough():
+    assert limits.affordable_slots("110B", 10, 100) == 1
+    message = (
+        "size_limit_gib=109B leaves 99 bytes after the 10-byte state array; one slot needs 100 bytes. Raise size_limit_gib"
+    )
+    with pytest.raises(LimitError, match=message):
+        limits.affordable_slots("109B", 10, 100)
+
+
+def test_a_limit_above_the_machine_caches_what_fits_and_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(limits, "memory", lambda: Memory(4 * GIB, 2 * GIB))
+    slots = limits.affordable_slots(32, 10**6, 10**6)
+    assert slots == (2 * GIB - 4 * GIB // 20 - 10**6) // 10**6
+    assert f"the cache was given 32.0 GiB. Caching what fits: {slots} of 1000000 samples" in caplog.text
+    assert "Lower size_limit_gib" in caplog.text
+
+
+def test_the_warning_names_the_remedy_for_a_small_shm(monkeypatch, caplog):
+    monkeypatch.setattr(limits, "has_memfd", lambda: False)
+    monkeypatch.setattr(limits, "shm_free", lambda: 64 * MIB)
+    assert limits.affordable_slots(1, 1000, MIB) == 63
+    assert "/dev/shm has 64.0 MiB free, the cache was given 1.0 GiB" in caplog.text.replace(";", ",")
+    assert "--shm-size=2g" in caplog.text
+    monkeypatch.setattr(limits, "shm_free", lambda: 0)
+    assert limits.affordable_slots(1, 1000, MIB) == 0
+    assert "memfd_create is forbidden" in caplog.text
+
+
+def test_auto_without_room_for_one_sample_warns_instead_of_raising(monkeypatch, caplog):
+    monkeypatch.setattr(limits, "memory", lambda: Memory(GIB, 100))
+    assert limits.affordable_slots("auto", 10, GIB) == 0
+    assert "no room for one sample of 1.0 GiB" in caplog.text
+
+
+def test_zero_switches_the_cache_off_in_silence(caplog):
+    assert limits.affordable_slots(0, 10, 10) == 0
+    assert not caplog.records
+
+
+def test_samples_of_no_bytes_fit_whenever_their_states_do():
+    assert limits.affordable_slots("10B", 10, 0) == 10

@@ -1,0 +1,244 @@
+import errno
+import fcntl
+import multiprocessing
+import os
+import pickle
+
+import pytest
+import torch
+
+from stocache import SegmentError, limits
+from stocache import segment as segment_module
+from stocache.limits import GIB, MIB, Memory
+from stocache.segment import Segment
+
+
+@pytest.fixture(params=["/dev/shm", "memfd"])
+def segment(request, monkeypatch):
+    monkeypatch.setattr(segment_module, "_backings", lambda nbytes: [request.param])
+    segment = Segment.create(100, 5 * MIB)
+    assert segment.backing == request.param
+    return segment
+
+
+def free_lock(fd: int, offset: int) -> bool:
+    """Whether another process could take the record lock on ``offset``; asked in a child, since locks are per process."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def test_memory_is_taken_extent_by_extent(segment):
+    def used():
+        return os.fstat(segment._fds[0]).st_blocks * 512
+
+    before = used()
+    assert before < 256 * 1024
+    assert segment.reserved_bytes == 0
+    with segment.guard:
+        assert segment.reserve(3 * MIB, 3 * MIB + 1)
+    assert used() - before == segment.reserved_bytes == segment.extent_bytes == 2 * MIB
+    with segment.guard:
+        assert segment.reserve(0, 5 * MIB)
+    assert used() - before == segment.reserved_bytes == 5 * MIB
+
+
+def test_what_is_written_is_what_the_mapping_shows(segment):
+    with segment.guard:
+        segment.reserve(MIB, 3 * MIB)
+    segment.write(2 * MIB - 2, b"abcd")
+    assert bytes(segment.tensor(2 * MIB - 2, 4).tolist()) == b"abcd"
+    assert segment.tensor(0, 0).shape == (0,)
+    segment.control[99] = 7
+    segment.forget()
+    assert segment.tensor(2 * MIB - 2, 4).sum() == 0
+    assert segment.control[99] == 7
+
+
+def test_a_tensor_keeps_the_memory_when_the_segment_is_gone(segment):
+    with segment.guard:
+        segment.reserve(0, 4)
+    segment.write(0, b"abcd")
+    tensor = segment.tensor(0, 4)
+    segment.__del__()
+    segment._fds.clear()
+    del segment
+    assert bytes(tensor.tolist()) == b"abcd"
+
+
+def test_no_memory_refuses_the_extent_and_gives_back_what_it_got(segment, monkeypatch, caplog):
+    def full(fd, offset, length):
+        os.pwrite(fd, b"x" * 4096, offset)  # as glibc may leave it behind
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    blocks = os.fstat(segment._fds[0]).st_blocks
+    with monkeypatch.context() as patched, segment.guard:
+        patched.setattr(os, "posix_fallocate", full)
+        assert not segment.reserve(0, 10)
+        assert not segment.reserve(3 * MIB, 5 * MIB)
+    assert os.fstat(segment._fds[0]).st_blocks == blocks
+    with segment.guard:
+        assert not segment.reserve(0, 10)  # refused is refused, until forget()
+    assert len(caplog.records) == 1
+    assert "No space left on device. Samples beyond stay uncached, training goes on." in caplog.text
+    segment.forget()
+    with segment.guard:
+        assert segment.reserve(0, 10)
+
+
+def test_low_memory_refuses_before_the_kernel_has_to(segment, monkeypatch, caplog):
+    monkeypatch.setattr(limits, "memory", lambda: Memory(GIB, 65 * MIB))
+    with segment.guard:
+        assert not segment.reserve(0, 10)
+    assert "65.0 MiB of memory are available, of which 64.0 MiB stay free" in caplog.text
+
+
+def test_huge_page_populating_is_only_a_wish(monkeypatch):
+    """Under the policy "advise" a memfd is populated through its mapping; where the kernel cannot, fallocate does it all."""
+    monkeypatch.setattr(limits, "memfd_huge_policy", lambda: "advise")
+    segment = Segment.create(0, 4 * MIB)
+    assert segment.backing == "memfd"
+    assert segment.huge_pages
+    with segment.guard:
+        assert segment.reserve(0, 4 * MIB)
+    monkeypatch.setattr(segment_module, "_MADV_POPULATE_WRITE", 9999)
+    other = Segment.create(0, 4 * MIB)
+    with other.guard:
+        assert other.reserve(0, 4 * MIB)
+    assert segment.reserved_bytes == other.reserved_bytes == 4 * MIB
+
+
+def test_locks_exclude_other_processes_and_go_with_unlock(segment):
+    fd, lock = segment._fds[0], segment_module._OWNER_LOCKS
+    with segment.guard:
+        assert segment.try_lock(5)
+    assert not free_lock(fd, lock + 5)
+    assert free_lock(fd, lock + 6)
+    segment.unlock(5)
+    assert free_lock(fd, lock + 5)
+    segment.lock_all(10)
+    assert not free_lock(fd, lock + 9)
+    assert free_lock(fd, lock + 10)
+    segment.unlock(0, 10)
+    assert free_lock(fd, lock)
+
+
+def test_each_process_counts_in_a_row_of_its_own(segment):
+    segment.counters[0] += 1
+    for _ in range(3):
+        pid = os.fork()
+        if pid == 0:
+            segment.counters[0] += 10
+            segment.counters[7] += 1
+            os._exit(0)
+        os.waitpid(pid, 0)
+    assert segment.totals() == [31, 0, 0, 0, 0, 0, 0, 3]
+    assert segment.counters[0] == 1
+
+
+def test_rows_of_ended_processes_are_taken_over(segment):
+    before = len(segment_rows(segment))
+    for _ in range(5):
+        pid = os.fork()
+        if pid == 0:
+            segment.counters[0] += 1
+            os._exit(0)
+        os.waitpid(pid, 0)
+    assert len(segment_rows(segment)) == before + 1
+
+
+def segment_rows(segment):
+    start, words = segment_module._ROWS_AT, segment_module._ROW_WORDS
+    rows = torch.frombuffer(segment._mmap, dtype=torch.int64, offset=start, count=segment_module._ROWS * words).view(-1, words)
+    return rows[rows.any(dim=1)]
+
+
+def test_an_unpickled_copy_in_the_same_process_is_the_segment_itself(segment):
+    assert pickle.loads(pickle.dumps(segment)) is segment
+
+
+def attach(connection):
+    segment = connection.recv()
+    with segment.guard:
+        segment.reserve(0, 4)
+    segment.write(0, b"abcd")
+    segment.control[0] = 1
+    connection.send(True)
+    connection.recv()
+
+
+def test_a_running_process_attaches_through_proc(segment, start_method):
+    context = multiprocessing.get_context(start_method)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=attach, args=(theirs,))
+    process.start()
+    ours.send(segment)
+    assert ours.recv()
+    assert bytes(segment.tensor(0, 4).tolist()) == b"abcd"
+    assert segment.control[0] == 1
+    ours.send(True)
+    process.join()
+    process.close()
+    ours.close()
+    theirs.close()
+
+
+def test_attaching_after_the_owner_let_go_is_a_clear_error(segment):
+    function, (key, path, backing) = segment.__reduce__()
+    with pytest.raises(SegmentError, match=r"its process has closed it"):
+        function((key[0], key[1] + 1), path, backing)
+    with pytest.raises(SegmentError, match="The process that pickled it must be alive, on this machine"):
+        function((0, 0), "/proc/self/fd/99999", backing)
+
+
+def test_a_file_of_another_format_is_refused(segment):
+    function, (key, path, backing) = segment.__reduce__()
+    os.pwrite(segment._fds[0], b"stocache\x63", 0)
+    del segment_module._attached[key]
+    with pytest.raises(SegmentError, match="version 99, this stocache reads b'stocache' 1"):
+        function(key, path, backing)
+
+
+def test_without_shared_memory_there_is_control_but_no_data(monkeypatch):
+    monkeypatch.setattr(limits, "open_memfd", lambda: None)
+    monkeypatch.setattr(limits, "SHM_DIR", "/nonexistent")
+    segment = Segment.create(10, 5 * MIB)
+    assert (segment.backing, segment.data_bytes, len(segment.control)) == ("none", 0, 10)
+    copy = pickle.loads(pickle.dumps(segment))
+    assert (copy.backing, len(copy.control)) == ("none", 10)
+    segment.counters[0] += 1
+    assert segment.totals()[0] == 1
+
+
+def test_a_segment_that_does_not_fit_its_control_goes_to_the_next_backing(monkeypatch):
+    monkeypatch.setattr(segment_module, "_backings", lambda nbytes: ["/dev/shm", "memfd"])
+    real = os.posix_fallocate
+    calls = []
+
+    def full_at_first(fd, offset, length):
+        calls.append(fd)
+        if len(calls) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", full_at_first)
+    assert Segment.create(10, MIB).backing == "memfd"
+
+
+def test_shm_comes_first_when_it_has_the_room(monkeypatch):
+    monkeypatch.setattr(limits, "memfd_huge_policy", lambda: "never")
+    monkeypatch.setattr(limits, "shm_free", lambda: 10 * MIB)
+    assert segment_module._backings(10 * MIB) == ["/dev/shm", "memfd"]
+    assert segment_module._backings(10 * MIB + 1) == ["memfd", "/dev/shm"]
+    monkeypatch.setattr(limits, "memfd_huge_policy", lambda: "within_size")
+    assert segment_module._backings(1) == ["memfd", "/dev/shm"]
+
+
+@pytest.mark.parametrize(("data", "extent"), [(0, 2), (1, 2), (128, 2), (129, 4), (1024, 16), (4096, 64), (65536, 64)])
+def test_extents_are_a_64th_of_the_data_within_bounds(data, extent):
+    assert segment_module._extent_bytes(data * MIB) == extent * MIB

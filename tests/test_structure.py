@@ -1,0 +1,150 @@
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stocache import SampleError, Structure
+from stocache.structure import check_dtype
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclass(frozen=True)
+class Box:
+    corner: object
+    label: int
+
+
+def same(a, b):
+    """Equality in type, structure, dtype, shape and value."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Box):
+        return same((a.corner, a.label), (b.corner, b.label))
+    return a == b or (a != a and b != b)
+
+
+leaves = st.one_of(
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(),
+    st.booleans(),
+    st.complex_numbers(),
+    st.sampled_from([torch.zeros(2, 3), torch.tensor(7, dtype=torch.int16), torch.ones(0), np.arange(3.0), np.float32(0.5)]),
+    st.none(),
+)
+samples = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3).map(OrderedDict),
+        st.tuples(inner, inner),
+        st.builds(Point, inner, inner),
+        st.builds(Box, inner, st.integers(0, 9)),
+    ),
+    max_leaves=8,
+)
+
+
+@given(samples)
+def test_a_sample_comes_apart_and_together_again(sample):
+    structure = Structure.of(sample)
+    values = structure.flatten(sample)
+    assert len(values) == len(structure.leaves)
+    assert same(structure.unflatten(values), sample)
+    assert structure == Structure.of(sample)
+
+
+def test_dict_entries_may_come_in_another_order():
+    structure = Structure.of({"a": 1, "b": 2.0})
+    assert structure.flatten({"b": 4.0, "a": 3}) == [3, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("example", "sample", "message"),
+    [
+        ({"a": 1}, {"b": 1}, r"sample: value has the entries \['b'\], the cache holds \['a'\]"),
+        ((1, 2), (1, 2, 3), r"has the entries \[0, 1, 2\]"),
+        ((1, 2), [1, 2], "value is a list, the cache holds tuple"),
+        (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1), r"has the entries \['b', 'a'\]"),
+        (Point(1, 2), (1, 2), "value is a tuple, the cache holds Point"),
+        ({"a": [1, 2.0]}, {"a": [1, 2]}, r"sample\['a'\]\[1\]: value 2 is a int, the cache holds float"),
+        ({"a": None}, {"a": 1}, r"sample\['a'\]: value is a int, the cache holds NoneType"),
+        (1, True, "True is a bool, the cache holds int"),
+        (1, 2**63, "9223372036854775808 exceeds 64 bits"),
+        (np.zeros(3), torch.zeros(3), "value is a Tensor, the cache holds numpy <f8"),
+        (np.zeros(3), np.zeros(4), r"value is numpy <f8\[4\], the cache holds numpy <f8\[3\]"),
+        (np.float32(1), np.ones(()), "value is a ndarray, the cache holds numpy <f4"),
+    ],
+)
+def test_flatten_names_the_place_and_the_difference(example, sample, message):
+    with pytest.raises(SampleError, match=message):
+        Structure.of(example).flatten(sample)
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ({"text": "hello"}, r"sample\['text'\]: a str has no fixed size"),
+        ([b"x"], r"sample\[0\]: a bytes has no fixed size"),
+        (np.array([object()]), "numpy array of Python objects"),
+        (object(), "a object has no fixed size"),
+        (torch.zeros(2).to_sparse(), "sparse_coo tensor"),
+        (torch.zeros(2, device="meta"), "on meta"),
+        (2**70, "exceeds 64 bits"),
+    ],
+)
+def test_of_refuses_what_has_no_fixed_size(sample, message):
+    with pytest.raises(SampleError, match=message):
+        Structure.of(sample)
+
+
+def test_from_dims_builds_the_structure_of_tensors():
+    assert Structure.from_dims((3, 4), torch.uint8) == Structure.of(torch.zeros(3, 4, dtype=torch.uint8))
+    assert Structure.from_dims([2], torch.int8) == Structure.of(torch.zeros(2, dtype=torch.int8))
+    assert Structure.from_dims(torch.Size([2]), torch.int8).nbytes == 2
+    assert Structure.from_dims((), torch.float64) == Structure.of(torch.tensor(1.0, dtype=torch.float64))
+    example = {"image": torch.zeros(2, dtype=torch.uint8), "label": torch.tensor(1)}
+    dims, dtypes = {"image": (2,), "label": ()}, {"label": torch.int64, "image": torch.uint8}
+    assert Structure.from_dims(dims, dtypes) == Structure.of(example)
+    assert Structure.from_dims(((2,), (3, 1)), torch.float32) == Structure.of((torch.zeros(2), torch.zeros(3, 1)))
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype", "message"),
+    [
+        (3, torch.uint8, "data_dims=3 is not a shape"),
+        ("abc", torch.uint8, "data_dims='abc' is not a shape"),
+        ((3, -1), torch.uint8, r"data_dims=\(3, -1\) has a negative size"),
+        ((3, 1.5), torch.uint8, "is not a shape"),
+        ((3,), "uint8", "dtype 'uint8' is not a torch dtype"),
+        ((3,), np.uint8, "is not a torch dtype"),
+        ({"a": (3,)}, {"b": torch.uint8}, "does not match data_dims"),
+        (((3,), ()), (torch.uint8,), "does not match data_dims"),
+    ],
+)
+def test_from_dims_refuses_what_is_no_shape_or_dtype(dims, dtype, message):
+    with pytest.raises(SampleError, match=message):
+        Structure.from_dims(dims, dtype)
+
+
+def test_quantized_dtypes_are_refused():
+    with pytest.raises(SampleError, match=r"torch.quint8 cannot be cached"):
+        check_dtype(torch.quint8)
+
+
+def test_structure_prints_as_people_read():
+    text = str(Structure.of({"image": torch.zeros(3, 2, dtype=torch.uint8), "label": 1, "point": Point(np.zeros(2), 0.5)}))
+    assert text == "dict('image': uint8[3, 2], 'label': int, 'point': Point('x': numpy <f8[2], 'y': float))"
