@@ -103,9 +103,8 @@ def main() -> None:
     outcomes = [trial(arguments.seed + number) for number in bar]
     after = _holdings()
     killed = [filled for died, filled in outcomes if died]
-    print(
-        f"{len(outcomes)} trials, {len(killed)} killed while filling, {sum(0 < n < N for n in killed)} with part of the slots set"
-    )
+    partly = sum(0 < filled < N for filled in killed)
+    print(f"{len(outcomes)} trials, {len(killed)} killed while filling, {partly} with part of the slots set")
     print("wrong slots 0, locks left 0, hangs 0: a trial that finds one raises")
     print(f"before {before}\nafter  {after}")
     sys.exit(before != after)

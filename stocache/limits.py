@@ -30,6 +30,8 @@ SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 # Kernels of 6.3 and later log a complaint unless a memfd says whether it may be executed; older ones do not know the flag.
 _MFD_NOEXEC_SEAL = 0x8
 
+_SEGMENT_OVERHEAD = 80 * KIB  # header, counters and page rounding of a segment
+
 _UNITS = {"": GIB, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[f"{_letter}B"] = 1000**_power
@@ -76,6 +78,11 @@ def shm_total() -> int:
 def shm_free() -> int:
     """Bytes of /dev/shm that this process may still write; 0 where there is none or it is read-only."""
     return _statvfs_bytes("f_bavail") if os.access(SHM_DIR, os.W_OK) else 0
+
+
+def shm_room() -> int:
+    """Bytes of /dev/shm for a cache: three quarters of what is free, since DataLoader workers send their batches through it."""
+    return max(0, shm_free() * 3 // 4 - _SEGMENT_OVERHEAD)
 
 
 def get_shm_size() -> int:
@@ -250,7 +257,7 @@ def memory() -> Memory:
 def shared_memory_room() -> int:
     """Bytes the largest cache could hold now: by memory less the floor, and by /dev/shm where memfd is forbidden."""
     spare = memory().spare
-    return spare if has_memfd() else min(spare, shm_free())
+    return spare if has_memfd() else min(spare, shm_room())
 
 
 def recommended_limit() -> int:
@@ -294,7 +301,7 @@ def _warn_short(limit: int, fitting: str) -> None:
         have = f"{format_size(memory().available)} of memory are available, of which {format_size(memory().floor)} stay free"
         remedy = "free memory or raise the container's limit"
     elif shm_free():
-        have = f"{SHM_DIR} has {format_size(shm_free())} free"
+        have = f"{SHM_DIR} has {format_size(shm_free())} free, of which a quarter is left to the batches"
         remedy = f"in Docker --shm-size={gib}g, on a host mount -o remount,size={gib}G {SHM_DIR}"
     else:
         have = f"no shared memory: {SHM_DIR} cannot be written and memfd_create is forbidden"

@@ -14,9 +14,6 @@ from torch import Tensor
 
 from stocache.errors import LimitError
 
-OUTSIDE = -1
-"""The slot of a sample that is not resident."""
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -79,15 +76,23 @@ class Residency:
         return (block - self._shift) % self._blocks * self._unit + offset
 
     def slots(self, indices: Tensor) -> Tensor:
-        """Return the slot of each sample of an int64 tensor, `OUTSIDE` for those that are not resident."""
-        block, offset = indices, torch.zeros((), dtype=torch.int64)
-        if self._unit > 1:
-            block, offset = indices // self._unit, indices % self._unit
+        """Return the slots of samples known to be resident, an int64 tensor as ``indices``."""
+        if self.identity:
+            return indices
+        block, offset = self._positions(indices)
+        return block * self._unit + offset
+
+    def resident(self, indices: Tensor) -> Tensor:
+        """Return which samples of an int64 tensor are resident, as a bool tensor."""
+        return self._positions(indices)[0] < self._resident
+
+    def _positions(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        block, offset = indices // self._unit, indices % self._unit
         if self._factor != 1:
             block = torch.where(block < self._full, block * self._factor % self._full, block)
         if self._shift:
             block = (block - self._shift) % self._blocks
-        return torch.where(block < self._resident, block * self._unit + offset, OUTSIDE)
+        return block, offset
 
 
 def _spread(n: int) -> int:

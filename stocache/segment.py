@@ -113,7 +113,7 @@ class Segment:
         """
         extent_bytes = _extent_bytes(data_bytes)
         control_at, _, size = _layout(control_bytes, data_bytes, extent_bytes)
-        for backing in _backings(control_at + control_bytes + data_bytes):
+        for backing in _backings(control_bytes + data_bytes):
             fd = _open_anonymous(backing)
             if fd is None:
                 continue
@@ -306,7 +306,7 @@ def _backings(nbytes: int) -> list[str]:
     comes first: /dev/shm gets none unless it was mounted with huge=.
     """
     huge = limits.memfd_huge_policy() in _HUGE_POLICIES
-    return ["memfd", limits.SHM_DIR] if huge or limits.shm_free() < nbytes else [limits.SHM_DIR, "memfd"]
+    return ["memfd", limits.SHM_DIR] if huge or limits.shm_room() < nbytes else [limits.SHM_DIR, "memfd"]
 
 
 def _open_anonymous(backing: str) -> int | None:

@@ -43,7 +43,8 @@ def _leaves_no_trace(request: pytest.FixtureRequest):
     before = _holdings()
     yield
     request.node.funcargs.clear()  # pytest would keep the fixtures' values until later
-    assert _holdings() == before
+    if not request.node.get_closest_marker("leaves_descriptors"):
+        assert _holdings() == before
 
 
 @pytest.fixture(params=START_METHODS)

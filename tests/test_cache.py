@@ -528,12 +528,14 @@ def test_get_slots_takes_indices_of_any_kind(indices):
     [
         ([0, 4], "indices from 0 to 4 reach outside the dataset of 4 samples"),
         ([-1], "indices from -1 to -1"),
-        ([0.5], "indices are torch.float32"),
-        ([True], "indices are torch.bool"),
-        ([[0, 1]], r"indices are torch.int64\[1, 2\]"),
-        (3, r"indices are torch.int64\[\]"),
-        ("01", "indices are a str"),
-        (["a"], "indices are a list"),
+        ([0.5], "indices are float64"),
+        ([True], "indices are bool"),
+        ([[0, 1]], r"indices are int64\[1, 2\]"),
+        (3, r"indices are int64\[\]"),
+        ("01", r"indices are <U2\[\]"),
+        (["a"], "indices are <U1"),
+        ([[0], [0, 1]], "indices are a list of no integers"),
+        ([0, 2**64], "indices are object"),
     ],
 )
 def test_get_slots_refuses_what_are_no_indices(indices, message):

@@ -4,7 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stocache import LimitError, Placement
-from stocache.placement import OUTSIDE, Residency
+from stocache.placement import Residency
+
+OUTSIDE = -1
 
 
 @st.composite
@@ -17,7 +19,8 @@ def residencies(draw):
 
 
 def slots_of(residency, dataset_len):
-    return residency.slots(torch.arange(dataset_len)).tolist()
+    indices = torch.arange(dataset_len)
+    return torch.where(residency.resident(indices), residency.slots(indices), OUTSIDE).tolist()
 
 
 @given(residencies(), st.data())
@@ -47,7 +50,7 @@ def test_prefix_keeps_the_first_samples_in_their_own_slots():
 def test_scattered_gives_every_stretch_its_share(share):
     n, stretch = 100_000, 1000
     residency = Residency(Placement("scattered"), n, int(share * n))
-    resident = (residency.slots(torch.arange(n)) != OUTSIDE).view(-1, stretch).sum(dim=1)
+    resident = residency.resident(torch.arange(n)).view(-1, stretch).sum(dim=1)
     assert resident.min() >= share * stretch - 5
     assert resident.max() <= share * stretch + 5
 
@@ -55,7 +58,7 @@ def test_scattered_gives_every_stretch_its_share(share):
 @pytest.mark.parametrize("order", ["prefix", "scattered"])
 def test_blocks_are_resident_as_a_whole(order):
     residency = Residency(Placement(order, unit=64), 1000, 500)
-    resident = (residency.slots(torch.arange(1000)) != OUTSIDE).tolist()
+    resident = residency.resident(torch.arange(1000)).tolist()
     blocks = [resident[start : start + 64] for start in range(0, 1000, 64)]
     assert all(all(block) or not any(block) for block in blocks)
     assert sum(map(all, blocks)) == 500 // 64
@@ -65,7 +68,7 @@ def test_blocks_are_resident_as_a_whole(order):
 @pytest.mark.parametrize(("nodes", "slots"), [(4, 25), (3, 50), (2, 40)])
 def test_nodes_add_up(order, nodes, slots):
     windows = [Residency(Placement(order, node=node, nodes=nodes), 100, slots) for node in range(nodes)]
-    held = torch.stack([window.slots(torch.arange(100)) != OUTSIDE for window in windows])
+    held = torch.stack([window.resident(torch.arange(100)) for window in windows])
     assert (held.sum(dim=1) == slots).all()
     assert held.any(dim=0).sum() == min(100, nodes * slots)
 

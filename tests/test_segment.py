@@ -232,7 +232,7 @@ def test_a_segment_that_does_not_fit_its_control_goes_to_the_next_backing(monkey
 
 def test_shm_comes_first_when_it_has_the_room(monkeypatch):
     monkeypatch.setattr(limits, "memfd_huge_policy", lambda: "never")
-    monkeypatch.setattr(limits, "shm_free", lambda: 10 * MIB)
+    monkeypatch.setattr(limits, "shm_room", lambda: 10 * MIB)
     assert segment_module._backings(10 * MIB) == ["/dev/shm", "memfd"]
     assert segment_module._backings(10 * MIB + 1) == ["memfd", "/dev/shm"]
     monkeypatch.setattr(limits, "memfd_huge_policy", lambda: "within_size")

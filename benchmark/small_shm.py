@@ -1,0 +1,149 @@
+"""Training over a DataLoader on a /dev/shm that is tiny, small, full or read-only: it completes, and caches where memfd can.
+
+    sudo python -m benchmark.small_shm
+
+Each case runs in a private mount namespace (``unshare -m``) with a tmpfs of its own over /dev/shm; the machine's stays
+untouched. Needs root.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from stocache import SharedCache, limits
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job on one /dev/shm.
+
+    Attributes:
+        mount: options of its tmpfs; "ro" is applied after mounting.
+        free: bytes another program's file leaves free, before the cache is made or (``late``) after; None for no such file.
+        workers: of the DataLoader. Torch's own batches and semaphores need some of /dev/shm, so 0 where there is none.
+        numpy: batches go to the parent through a pipe instead of /dev/shm.
+        memfd: whether memfd_create is allowed.
+        samples: of 3 x 128 x 128 uint8, 48 KiB each.
+    """
+
+    name: str
+    mount: str = "size=1m"
+    free: int | None = None
+    late: bool = False
+    workers: int = 2
+    numpy: bool = False
+    memfd: bool = True
+    samples: int = 256
+
+
+CASES = [
+    Case("1 MiB"),
+    Case("64 MiB", "size=64m", samples=2048),
+    Case("full but for 64 KiB", free=65536, numpy=True),
+    Case("full", free=0, workers=0),
+    Case("read-only", "size=64m,ro", workers=0),
+    Case("1 MiB, no memfd", memfd=False, workers=0),
+    Case("read-only, no memfd", "size=64m,ro", workers=0, memfd=False),
+    Case("fills up while caching, no memfd", "size=64m", free=5 << 20, late=True, memfd=False, workers=0, samples=1024),
+]
+
+DIMS = (3, 128, 128)
+
+
+class Noise(Dataset[tuple[int, torch.Tensor]]):
+    """Samples that are a function of their index, cached; each with its index."""
+
+    def __init__(self, samples: int, cache: SharedCache) -> None:
+        self.samples, self.cache = samples, cache
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, idx: int) -> tuple[int, torch.Tensor]:
+        value = self.cache.get_slot(idx)
+        if value is None:
+            value = noise(idx)
+            self.cache.set_slot(idx, value)
+        return idx, value
+
+
+def noise(idx: int) -> torch.Tensor:
+    """Return sample ``idx``."""
+    return (torch.arange(3 * 128 * 128) * (idx + 1) // 7 % 256).to(torch.uint8).view(DIMS)
+
+
+def to_numpy(batch: list[tuple[int, torch.Tensor]]) -> list[np.ndarray]:
+    """Collate to arrays, which travel through a pipe."""
+    return [np.stack([np.asarray(value) for value in part]) for part in zip(*batch, strict=True)]
+
+
+def job(case: Case) -> None:
+    """Train two epochs in this process's /dev/shm; print what was cached and read, as JSON."""
+    if not case.memfd:
+        limits.open_memfd = lambda: None
+    if case.free is not None and not case.late:
+        _occupy(case.free)
+    cache = SharedCache(1, case.samples, DIMS)
+    if case.free is not None and case.late:
+        _occupy(case.free)
+    loader = DataLoader(
+        Noise(case.samples, cache),
+        batch_size=2,
+        shuffle=True,
+        num_workers=case.workers,
+        collate_fn=to_numpy if case.numpy else None,
+    )
+    for _ in range(2):
+        for indices, values in loader:
+            for idx, value in zip(indices.tolist(), values, strict=True):
+                assert torch.equal(torch.as_tensor(value), noise(idx)), f"sample {idx} is wrong"
+    stats = cache.stats()
+    print(json.dumps({"backing": cache._segment.backing, **asdict(stats)}))
+
+
+def _occupy(free: int) -> None:
+    """Fill /dev/shm with another program's file until ``free`` bytes are left."""
+    with open("/dev/shm/other", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, limits.shm_free() - free)
+
+
+def run(case: Case) -> dict[str, object]:
+    """Run a case in a mount namespace of its own; return what its job printed.
+
+    Raises:
+        subprocess.CalledProcessError: the job failed, or was killed by a signal (a negative return code).
+    """
+    options, read_only = case.mount.removesuffix(",ro"), case.mount.endswith(",ro")
+    script = f"mount -t tmpfs -o {options} tmpfs /dev/shm"
+    script += " && mount -o remount,ro /dev/shm" if read_only else ""
+    command = f"{script} && exec '{sys.executable}' -m benchmark.small_shm '{case.name}'"
+    result = subprocess.run(
+        ["unshare", "--mount", "--propagation", "private", "sh", "-c", command],
+        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1], timeout=120,
+    )  # fmt: skip
+    return {**json.loads(result.stdout.splitlines()[-1]), "warnings": result.stderr.strip()}
+
+
+def main() -> None:
+    """Run all cases and print a table; or, given a name, that case's job."""
+    if len(sys.argv) > 1:
+        job(next(case for case in CASES if case.name == sys.argv[1]))
+        return
+    print(
+        "| /dev/shm | workers | completes | cached in | cached of samples | refused |\n| --- | ---: | --- | --- | ---: | ---: |"
+    )
+    for case in CASES:
+        result = run(case)
+        cached = f"{result['filled']} of {case.samples}"
+        print(f"| {case.name} | {case.workers} | yes | {result['backing']} | {cached} | {result['refused']} |")
+
+
+if __name__ == "__main__":
+    main()

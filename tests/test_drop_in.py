@@ -1,0 +1,105 @@
+"""``import stocache as stocaching``: the same names, results and exceptions as stocaching 0.2.1."""
+
+import inspect
+import random
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import stocache as stocaching
+from stocache import SharedCache
+
+
+def test_names_and_positions_of_arguments_are_those_of_stocaching():
+    def names(function):
+        return [
+            (name, p.default) for name, p in inspect.signature(function).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD
+        ]
+
+    empty = inspect.Parameter.empty
+    assert names(SharedCache) == [
+        ("size_limit_gib", empty), ("dataset_len", empty), ("data_dims", empty), ("dtype", torch.uint8),
+    ]  # fmt: skip
+    assert names(SharedCache.get_slot) == [
+        ("self", empty), ("idx", empty), ("allow_oob_idx", True), ("allow_empty_slot", True),
+    ]  # fmt: skip
+    assert names(SharedCache.set_slot) == [
+        ("self", empty), ("idx", empty), ("value", empty), ("allow_oob_idx", True), ("allow_overwrite", False),
+    ]  # fmt: skip
+    assert isinstance(stocaching.get_shm_size(), int)
+    assert [(state.name, state.value) for state in stocaching.SlotState] == [("EMPTY", 0), ("SET", 1), ("OOB", 2)]
+
+
+class MyDataset(Dataset):
+    """The use that stocaching's article shows."""
+
+    def __init__(self, n):
+        self.n = n
+        self.cache = stocaching.SharedCache(size_limit_gib=1, dataset_len=n, data_dims=(3, 8, 8), dtype=torch.uint8)
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, idx):
+        x = self.cache.get_slot(idx)
+        if x is None:
+            x = torch.full((3, 8, 8), idx, dtype=torch.uint8)
+            self.cache.set_slot(idx, x)
+        return x
+
+
+def test_the_articles_dataset_runs_unchanged():
+    dataset = MyDataset(40)
+    for _ in range(2):
+        for batch in DataLoader(dataset, batch_size=8, num_workers=2, multiprocessing_context="fork"):
+            assert (batch == batch[:, :1, :1, :1]).all()
+    assert dataset.cache.stats().filled == 40
+    dataset.cache.close()
+
+
+def act(cache, action, idx, value, flags):
+    if action == "get":
+        return cache.get_slot(idx, *flags)
+    if action == "set":
+        return cache.set_slot(idx, value, *flags)
+    if action == "item":
+        return cache[idx]
+    if action == "store":
+        return cache.__setitem__(idx, value)
+    return cache.clear()
+
+
+@pytest.mark.leaves_descriptors
+@pytest.mark.parametrize("seed", range(20))
+def test_random_calls_end_as_in_stocaching(seed, capsys):
+    """Differs only where stocaching's behaviour is a race (a second set after a miss) or damage (values that do not fit)."""
+    peer = pytest.importorskip("stocaching", reason="pip install --no-deps stocaching==0.2.1")
+    rng = random.Random(seed)
+    n, dims = rng.randint(1, 12), rng.choice([(), (3,), (2, 3)])
+    dtype = rng.choice([torch.uint8, torch.int16, torch.float32, torch.int64])
+    nbytes = dtype.itemsize * torch.Size(dims).numel()
+    limit = (n + rng.randint(1, n) * nbytes) / 2**30
+    ours, theirs = SharedCache(limit, n, dims, dtype), peer.SharedCache(limit, n, dims, dtype)
+    assert len(ours) == len(theirs)
+    set_after_miss = set()
+    for _ in range(200):
+        idx, value = rng.randint(-1, n), torch.randint(0, 2, dims).to(dtype)
+        flags = rng.random() < 0.5, rng.random() < 0.5
+        action = rng.choice(["get", "get", "set", "set", "item", "store", "clear" if rng.random() < 0.1 else "get"])
+        if action == "set" and idx in set_after_miss and not flags[1] and 0 <= idx < n and theirs.aux_array[idx] == 1:
+            continue  # a lost race, as far as we can tell; stocaching raises
+        outcomes = []
+        for cache in (ours, theirs):
+            try:
+                result = act(cache, action, idx, value, flags)
+                outcomes.append(None if result is None else (result.dtype, result.tolist()))
+            except Exception as error:
+                outcomes.append(error)
+        if action == "get" and outcomes[0] is None:
+            set_after_miss.add(idx)
+        mine, peers = outcomes
+        assert isinstance(mine, type(peers)) if isinstance(peers, Exception) else mine == peers, (action, idx, flags)
+        assert torch.equal(ours.aux_array, theirs.aux_array)
+        assert torch.equal(ours.array, theirs.array)
+    ours.close()
