@@ -1,4 +1,4 @@
-"""What single calls cost: construction, get_slot, set_slot, get_slots, page tables; beside stocaching and memcpy in the same run.
+"""What single calls cost: construction, get_slot, set_slot, get_slots, page tables; stocaching and memcpy in the same run.
 
     python -m benchmark.micro
 
@@ -16,6 +16,7 @@ from ctypes import memmove
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
@@ -104,9 +105,8 @@ def single_calls(rounds: int) -> None:
         calls,
     )
     peer, memcpy = medians["stocaching get_slot (a view)"], medians["memcpy of one row"] - medians["empty loop"]
-    print(
-        "\n### One sample, 3x64x64 uint8\n\n| call | µs | of stocaching's | of stocaching's + memcpy |\n| --- | ---: | ---: | ---: |"
-    )
+    print("\n### One sample, 3x64x64 uint8\n")
+    print("| call | µs | of stocaching's | of stocaching's + memcpy |\n| --- | ---: | ---: | ---: |")
     for name, seconds in medians.items():
         print(f"| {name} | {seconds * 1e6:.2f} | {seconds / peer:.2f} | {seconds / (peer + memcpy):.2f} |")
 
@@ -123,46 +123,49 @@ def single_calls(rounds: int) -> None:
 
 
 def batches(rounds: int) -> None:
-    """get_slots of 256 rows into a reused buffer, beside one memcpy of as many bytes and beside stocaching."""
+    """get_slots of 256 random rows into a reused buffer, beside memcpy of as many bytes and beside stocaching."""
     count = 256
-    print(f"\n### {count} rows into a reused buffer, GB/s")
-    print(
-        "\n| row | threads | memcpy | get_slots | of memcpy | stocaching + torch.stack |\n| ---: | ---: | ---: | ---: | ---: | ---: |"
-    )
-    for threads in (1, torch.get_num_threads()):
+    print(f"\n### {count} random rows into a reused buffer, GB/s\n")
+    print("| row bytes | threads | one memcpy | memcpy row by row | get_slots | of one memcpy | of row by row | stocaching |")
+    print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for threads in sorted({1, torch.get_num_threads()}):
         torch.set_num_threads(threads)
         for row in (3 * 64 * 64, 4 * 64 * 192, 3 * 224 * 224):
-            samples = 768 * MIB // row
-            ours, theirs = SharedCache(1, samples, (row,)), stocaching(GIB, samples, (row,))
-            value = torch.randint(0, 256, (row,), dtype=torch.uint8)
-            for idx in range(samples):
-                ours.set_slot(idx, value)
-                theirs.set_slot(idx, value)
-            array, rng = ours.array, random.Random(0)
-            buffer = torch.empty(count, row, dtype=torch.uint8)
+            speeds = {name: count * row / seconds / 1e9 for name, seconds in _time_batches(row, count, rounds).items()}
+            ours, one, by_row, theirs = speeds["ours"], speeds["memcpy"], speeds["rows"], speeds["stocaching"]
+            print(
+                f"| {row} | {threads} | {one:.1f} | {by_row:.1f} | {ours:.1f} | {ours / one:.0%} | {ours / by_row:.0%} "
+                f"| {theirs:.1f} |"
+            )
 
-            def contiguous(array=array, rng=rng, buffer=buffer, samples=samples) -> None:  # type: ignore[no-untyped-def]
-                start = rng.randrange(samples - count)
-                buffer.copy_(array[start : start + count])
 
-            def gather(cache=ours, rng=rng, buffer=buffer, samples=samples) -> None:  # type: ignore[no-untyped-def]
-                cache.get_slots(rng.sample(range(samples), count), out=buffer)
-
-            def stack(cache=theirs, rng=rng, buffer=buffer, samples=samples) -> None:  # type: ignore[no-untyped-def]
-                torch.stack([cache.get_slot(idx) for idx in rng.sample(range(samples), count)], out=buffer)
-
-            def draw(rng=rng, samples=samples) -> None:  # type: ignore[no-untyped-def]
-                rng.sample(range(samples), count)
-
-            medians = alternate({"memcpy": contiguous, "ours": gather, "theirs": stack, "draw": draw}, 10 * rounds)
-            drawing = medians.pop("draw")  # the indices are the caller's
-            memcpy = medians.pop("memcpy")
-            speed = {name: count * row / (seconds - drawing) / 1e9 for name, seconds in medians.items()}
-            reference = count * row / memcpy / 1e9
-            share = speed["ours"] / reference
-            print(f"| {row} | {threads} | {reference:.1f} | {speed['ours']:.1f} | {share:.0%} | {speed['theirs']:.1f} |")
-            ours.close()
-            del theirs, array
+def _time_batches(row: int, count: int, rounds: int) -> dict[str, float]:
+    """Return the median seconds of each contender for ``count`` rows of ``row`` bytes out of 768 MiB."""
+    samples = 768 * MIB // row
+    theirs = stocaching(GIB, samples, (row,))
+    value = torch.randint(0, 256, (row,), dtype=torch.uint8)
+    with SharedCache(1, samples, (row,)) as cache:
+        for idx in range(samples):
+            cache.set_slot(idx, value)
+            theirs.set_slot(idx, value)
+        rng, array = random.Random(0), cache.array
+        rows = array.numpy()
+        buffer = torch.empty(count, row, dtype=torch.uint8)
+        into = buffer.numpy()
+        contenders: dict[str, Callable[[list[int]], object]] = {
+            "memcpy": lambda order: buffer.copy_(array[order[0] % (samples - count) :][:count]),
+            "rows": lambda order: np.take(rows, order, axis=0, out=into, mode="clip"),  # numpy's loop of memcpy
+            "ours": lambda order: cache.get_slots(order, out=buffer),
+            "stocaching": lambda order: torch.stack([theirs.get_slot(idx) for idx in order], out=buffer),
+        }
+        orders = [rng.sample(range(samples), count) for _ in range(10 * rounds)]
+        seconds: dict[str, list[float]] = {name: [] for name in contenders}
+        for order in orders:
+            for name, contender in contenders.items():
+                start = time.perf_counter()
+                contender(order)
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def page_tables(gib: float) -> None:

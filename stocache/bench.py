@@ -91,7 +91,7 @@ def photo_folder(count: int, size: int = 512) -> Path:
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
         unfinished.mkdir(parents=True)
         for number in tqdm(range(count), desc=f"generating photos in {folder}", unit="photo"):
-            photo_like(number, size).save(unfinished / f"{number:06d}.jpg", quality=90)
+            photo_like(number, size).save(unfinished / f"{number:06d}.jpg", quality=95)
         os.sync()  # pages not yet written could not be dropped from the page cache
         unfinished.rename(folder)
     return folder
@@ -110,7 +110,7 @@ def photo_like(seed: int, size: int) -> Any:
     pixels = np.asarray(shapes, np.float32)
     for octave in range(1, size.bit_length()):
         noise = Image.fromarray(rng.integers(0, 256, (2**octave, 2**octave, 3), np.uint8))
-        pixels = pixels + np.asarray(noise.resize((size, size), Image.Resampling.BILINEAR), np.float32) * 0.8**octave
+        pixels = pixels + np.asarray(noise.resize((size, size), Image.Resampling.BILINEAR), np.float32) * 0.88**octave
     return Image.fromarray((pixels * (255 / pixels.max())).astype(np.uint8))
 
 
@@ -126,8 +126,9 @@ def drop_pages(paths: Iterable[Path]) -> None:
 
 def sweep(
     paths: Sequence[Path],
-    *,
     fractions: Sequence[float] = (0, 0.25, 0.5, 0.75, 1),
+    *,
+    phases: Sequence[str] = ("cold", "warm"),
     size: int = 256,
     workers: int = 2,
     batch_size: int = 32,
@@ -136,11 +137,12 @@ def sweep(
     make_cache: CacheMaker = our_cache,
     seed: int = 0,
 ) -> list[Epoch]:
-    """Run a cold and a warm epoch at each fraction, the whole sweep ``repeats`` times; return all epochs.
+    """Run a cold and a warm epoch at each fraction, all of it ``repeats`` times; return all epochs.
 
     Args:
         paths: JPEG files.
         fractions: shares of the dataset to cache, in [0, 1]; 0 runs without a cache.
+        phases: names of the epochs over each cache.
         size: edge length of the cached images.
         workers, batch_size: as of torch's DataLoader.
         repeats: sweeps; every other one runs backwards, so that a drift of the machine's speed falls on all fractions.
@@ -151,7 +153,7 @@ def sweep(
     before_epoch = before_epoch or (lambda: drop_pages(paths))
     load_jpeg(paths[0], size)  # what is imported on first use is not the first epoch's cost
     epochs = []
-    with tqdm(total=repeats * len(fractions) * 2 * len(paths), unit="photo", smoothing=0.05) as bar:
+    with tqdm(total=repeats * len(fractions) * len(phases) * len(paths), unit="photo", smoothing=0.05) as bar:
         for repeat in range(repeats):
             for fraction in fractions if repeat % 2 == 0 else reversed(fractions):
                 slots = round(fraction * len(paths))
@@ -165,7 +167,7 @@ def sweep(
                     persistent_workers=workers > 0,
                     generator=torch.Generator().manual_seed(seed + repeat),
                 )
-                for phase in ("cold", "warm"):
+                for phase in phases:
                     bar.set_description(f"{fraction:.0%} cached, {phase} epoch")
                     before_epoch()
                     epochs.append(_run_epoch(loader, fraction, phase, bar))

@@ -198,7 +198,7 @@ class SharedCache:
             if not allow_oob_idx:
                 self._outside(idx, "set_slot")
             return
-        values = self._structure.flatten(value, f"set_slot({idx})")
+        buffers = self._structure.encode(value, f"set_slot({idx})")
         segment = self._segment
         with segment.guard:
             if not self._forget_miss(idx) and self._states[idx] == SET and not allow_overwrite:
@@ -207,12 +207,12 @@ class SharedCache:
                 segment.counters[RACES] += 1
                 return
             try:
-                segment.counters[self._publish(idx, values, allow_overwrite)] += 1
+                segment.counters[self._publish(idx, buffers, allow_overwrite)] += 1
             finally:
                 segment.unlock(idx)
 
-    def _publish(self, idx: int, values: list[Any], overwrite: bool) -> int:
-        """Store the leaf values of sample ``idx``, whose lock is held; return what became of it: the counter to raise."""
+    def _publish(self, idx: int, buffers: list[Any], overwrite: bool) -> int:
+        """Store the bytes of sample ``idx``, whose lock is held; return what became of it: the counter to raise."""
         # see NOTE [ Publishing a slot ]
         if self._states[idx] == SET and not overwrite:
             return RACES
@@ -221,7 +221,7 @@ class SharedCache:
             return REFUSED
         self._states[idx] = EMPTY
         with self._segment.fence:
-            self._write(slot, values)
+            self._write(slot, buffers)
         with self._segment.fence:
             self._states[idx] = SET
         return FILLS
@@ -320,7 +320,7 @@ class SharedCache:
             self.array[slot] = value
             return
         slot = self._raw_slot(slot)
-        self._write(slot, self._structure.flatten(value, f"cache[{slot}]"))
+        self._write(slot, self._structure.encode(value, f"cache[{slot}]"))
 
     def clear(self) -> None:
         """Empty and zero all slots; their memory stays reserved. Waits for writers; nobody should be reading meanwhile."""
@@ -413,7 +413,7 @@ class SharedCache:
 
     def _indices(self, indices: Any, call: str) -> np.ndarray[Any, np.dtype[np.int64]]:
         try:
-            index = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
+            index = indices.cpu().numpy() if isinstance(indices, Tensor) else np.asarray(indices)
         except (TypeError, ValueError, RuntimeError) as error:
             raise SampleIndexError(f"{call}: indices are a {type(indices).__name__} of no integers: {error}") from None
         if index.size == 0:
@@ -421,7 +421,7 @@ class SharedCache:
         if index.ndim != 1 or index.dtype.kind not in "iu":
             raise SampleIndexError(f"{call}: indices are {index.dtype}{list(index.shape)}, expected a list of integers.")
         index = index.astype(np.int64, copy=False)
-        if index.min() < 0 or index.max() >= self._dataset_len:
+        if index.view(np.uint64).max() >= self._dataset_len:  # a negative index is a huge one
             raise SampleIndexError(
                 f"{call}: indices from {index.min()} to {index.max()} reach outside the dataset of {self._dataset_len} samples."
             )
@@ -453,14 +453,14 @@ class SharedCache:
 
     def _reserve(self, start: int, stop: int) -> bool:
         """Make the memory of slots ``[start, stop)`` safe to touch. Call with the guard held."""
-        return all(
-            self._segment.reserve(offset + start * column.nbytes, offset + stop * column.nbytes)
-            for column, offset in zip(self._columns, self._offsets, strict=False)
-        )
+        for column, offset in zip(self._columns, self._offsets, strict=False):
+            if not self._segment.reserve(offset + start * column.nbytes, offset + stop * column.nbytes):
+                return False
+        return True
 
-    def _write(self, slot: int, values: list[Any]) -> None:
-        for column, offset, value in zip(self._columns, self._offsets, values, strict=False):
-            self._segment.write(offset + slot * column.nbytes, column.encode(value))
+    def _write(self, slot: int, buffers: list[Any]) -> None:
+        for column, offset, buffer in zip(self._columns, self._offsets, buffers, strict=False):
+            self._segment.write(offset + slot * column.nbytes, buffer)
 
     def _reserve_raw(self, start: int, stop: int) -> None:
         with self._segment.guard:

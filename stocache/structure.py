@@ -1,7 +1,7 @@
 """The structure of a sample: a tree of containers whose leaves each have one fixed dtype and shape.
 
-A cache keeps one column of memory per leaf. `Structure` takes samples apart into leaf values, checking every one against
-the leaf it must fit, and puts values together again into the same containers.
+A cache keeps one column of memory per leaf. `Structure` takes samples apart into the bytes of their leaves, checking every
+value against the leaf it must fit, and puts values together again into the same containers.
 
 Containers: dict (also OrderedDict), list, tuple, namedtuple, dataclass, None. Leaves: tensors, numpy arrays and scalars,
 Python int, float, bool and complex. Nothing is converted unless the value survives it unchanged.
@@ -9,6 +9,7 @@ Python int, float, bool and complex. Nothing is converted unless the value survi
 
 import dataclasses
 import math
+import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ class TensorLeaf:
         """Bytes of one value."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def fit(self, value: Any, where: str) -> Tensor:
-        """Return ``value`` as a contiguous CPU tensor of this dtype and shape.
+    def encode(self, value: Any, where: str) -> Any:
+        """Return the bytes of ``value``, a buffer; of any strides, on any device, with or without gradient.
 
         Numpy arrays of the same dtype and shape are taken too, and numbers where the shape is ``()``.
 
@@ -55,10 +56,14 @@ class TensorLeaf:
                 f"{where}: value has shape {tuple(value.shape)}, the cache holds {self.shape}; nothing is broadcast. "
                 f"Reshape it first, or build the cache with data_dims={tuple(value.shape)}."
             )
+        try:
+            return np.ascontiguousarray(value.numpy())
+        except (TypeError, RuntimeError):  # what numpy cannot show: bfloat16, a GPU's memory, gradients, lazy conjugates
+            pass
         if value.layout != torch.strided or value.is_meta:
             raise SampleError(f"{where}: value is a {value.layout} tensor on {value.device}. Give a dense tensor with data.")
-        plain: Tensor = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return plain
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        return plain.view(-1).view(torch.uint8).numpy()
 
     def _tensor(self, value: Any, where: str) -> Tensor:
         problem: object = f"the cache holds {self}"
@@ -93,8 +98,8 @@ class ArrayLeaf:
         """Bytes of one value."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def fit(self, value: Any, where: str) -> Any:
-        """Return ``value``, checked.
+    def encode(self, value: Any, where: str) -> Any:
+        """Return the bytes of ``value``, a buffer; of any strides.
 
         Raises:
             SampleError: it is no array (no scalar), or has another dtype or shape.
@@ -103,7 +108,7 @@ class ArrayLeaf:
             raise SampleError(f"{where}: value is a {type(value).__name__}, the cache holds {self}.")
         if value.dtype != self.dtype or value.shape != self.shape:
             raise SampleError(f"{where}: value is numpy {value.dtype.str}{list(value.shape)}, the cache holds {self}.")
-        return value
+        return np.asarray(value, order="C").reshape(-1).view(np.uint8)
 
     def __str__(self) -> str:
         return f"numpy {self.dtype.str}{list(self.shape)}" + " scalar" * self.scalar
@@ -125,8 +130,13 @@ class NumberLeaf:
         """Bytes of one value."""
         return self.dtype.itemsize
 
-    def fit(self, value: Any, where: str) -> Any:
-        """Return ``value``, checked.
+    @property
+    def codec(self) -> struct.Struct:
+        """The layout of one value."""
+        return _CODECS[self.type]
+
+    def encode(self, value: Any, where: str) -> Any:
+        """Return the bytes of ``value``.
 
         Raises:
             SampleError: it has another type, or is an int beyond 64 bits.
@@ -135,11 +145,13 @@ class NumberLeaf:
             raise SampleError(f"{where}: value {value!r:.100} is a {type(value).__name__}, the cache holds {self}.")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise SampleError(f"{where}: {value!r:.100} exceeds 64 bits. Give such numbers as arrays or str.")
-        return value
+        return self.codec.pack(value.real, value.imag) if self.type is complex else self.codec.pack(value)
 
     def __str__(self) -> str:
         return self.type.__name__
 
+
+_CODECS = {int: struct.Struct("q"), float: struct.Struct("d"), bool: struct.Struct("?"), complex: struct.Struct("dd")}
 
 Leaf: TypeAlias = TensorLeaf | ArrayLeaf | NumberLeaf
 
@@ -160,7 +172,7 @@ def _leaf(value: Any, where: str) -> Leaf:
             f"{where}: a {type(value).__name__} has no fixed size. A sample is made of tensors, numpy arrays and "
             f"numbers in dicts, lists, tuples and dataclasses."
         )
-    leaf.fit(value, where)  # what cannot be stored is refused now, not in epoch 1
+    leaf.encode(value, where)  # what cannot be stored is refused now, not in epoch 1
     return leaf
 
 
@@ -279,7 +291,7 @@ class Structure:
 
     @property
     def leaves(self) -> list[Leaf]:
-        """The leaves, in the order in which `flatten` gives and `unflatten` takes their values."""
+        """The leaves, in the order in which `encode` gives and `unflatten` takes them."""
         return list(_walk(self.root))
 
     @property
@@ -292,15 +304,17 @@ class Structure:
         """Bytes of one sample."""
         return sum(leaf.nbytes for leaf in self.leaves)
 
-    def flatten(self, sample: Any, where: str = "sample") -> list[Any]:
-        """Return the leaf values of ``sample``, each fit for its leaf; ``where`` names the sample in errors.
+    def encode(self, sample: Any, where: str = "sample") -> list[Any]:
+        """Return the bytes of each leaf of ``sample``, as buffers; ``where`` names the sample in errors.
 
         Raises:
             SampleError: a container or a leaf differs from this structure.
         """
-        values: list[Any] = []
-        _flatten(self.root, sample, where, lambda leaf, value, at: values.append(leaf.fit(value, at)))
-        return values
+        if not isinstance(self.root, _Container):
+            return [self.root.encode(sample, where)]
+        buffers: list[Any] = []
+        _flatten(self.root, sample, where, lambda leaf, value, at: buffers.append(leaf.encode(value, at)))
+        return buffers
 
     def columns(self, batch: Any, where: str = "batch") -> list[Any]:
         """Return the leaf values of a batch, whose containers are this structure's, unchecked."""

@@ -239,6 +239,6 @@ def test_shm_comes_first_when_it_has_the_room(monkeypatch):
     assert segment_module._backings(1) == ["memfd", "/dev/shm"]
 
 
-@pytest.mark.parametrize(("data", "extent"), [(0, 2), (1, 2), (128, 2), (129, 4), (1024, 16), (4096, 64), (65536, 64)])
-def test_extents_are_a_64th_of_the_data_within_bounds(data, extent):
+@pytest.mark.parametrize(("data", "extent"), [(0, 2), (1, 2), (32, 2), (33, 4), (512, 32), (1024, 64), (65536, 64)])
+def test_extents_are_a_16th_of_the_data_within_bounds(data, extent):
     assert segment_module._extent_bytes(data * MIB) == extent * MIB

@@ -61,15 +61,15 @@ samples = st.recursive(
 @given(samples)
 def test_a_sample_comes_apart_and_together_again(sample):
     structure = Structure.of(sample)
-    values = structure.flatten(sample)
-    assert len(values) == len(structure.leaves)
-    assert same(structure.unflatten(values), sample)
     assert structure == Structure.of(sample)
+    buffers = structure.encode(sample)
+    assert [memoryview(buffer).nbytes for buffer in buffers] == [leaf.nbytes for leaf in structure.leaves]
+    assert same(structure.unflatten(structure.columns(sample)), sample)
 
 
 def test_dict_entries_may_come_in_another_order():
     structure = Structure.of({"a": 1, "b": 2.0})
-    assert structure.flatten({"b": 4.0, "a": 3}) == [3, 4.0]
+    assert structure.encode({"b": 4.0, "a": 3}) == structure.encode({"a": 3, "b": 4.0})
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_dict_entries_may_come_in_another_order():
         (np.float32(1), np.ones(()), "value is a ndarray, the cache holds numpy <f4"),
     ],
 )
-def test_flatten_names_the_place_and_the_difference(example, sample, message):
+def test_encode_names_the_place_and_the_difference(example, sample, message):
     with pytest.raises(SampleError, match=message):
-        Structure.of(example).flatten(sample)
+        Structure.of(example).encode(sample)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,103 @@
+"""The experiment of ``stocache bench`` beside stocaching in the same run: overhead of the first epoch, linearity, exact reads.
+
+    python -m benchmark.jpeg_folder overhead --rounds 15
+    python -m benchmark.jpeg_folder linearity
+
+``overhead``: each round runs the cold epoch without a cache, over an empty stocache and over an empty stocaching, one after the
+other, the first place going round; the figure is the median over the rounds of the ratio to the epoch without a cache in the
+same round. ``linearity``: the sweep over cached fractions, cold and warm.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from benchmark.micro import settle
+from benchmark.peers import stocaching
+from stocache import bench
+
+SIZE = 256
+SAMPLE_BYTES = 3 * SIZE * SIZE
+
+
+def prepare(paths: list[Path]) -> None:
+    """Drop the files from the page cache, and make sure that memory for the cache is there before the clock starts."""
+    bench.drop_pages(paths)
+    settle(len(paths) * SAMPLE_BYTES * 3 // 2)
+
+
+def overhead(paths: list[Path], workers: int, rounds: int) -> None:
+    """Print how much longer the first epoch takes when it fills a cache, for ours and for stocaching."""
+    making: dict[str, list[float]] = {"stocache": [], "stocaching": []}
+    makers = {"stocache": bench.our_cache, "stocaching": stocaching}
+
+    def cold_epoch(name: str, seed: int) -> float:
+        def make(*measures: object) -> object:
+            start = time.perf_counter()
+            cache = makers[name](*measures)  # type: ignore[arg-type]
+            making[name].append(time.perf_counter() - start)
+            return cache
+
+        fraction = 0.0 if name == "none" else 1.0
+        epochs = bench.sweep(
+            paths,
+            [fraction],
+            phases=("cold",),
+            workers=workers,
+            make_cache=make,
+            before_epoch=lambda: prepare(paths),
+            seed=seed,
+        )
+        assert epochs[0].reads == len(paths)
+        return epochs[0].seconds
+
+    names = ["none", "stocache", "stocaching"]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        for name in names[number % 3 :] + names[: number % 3]:
+            seconds[name].append(cold_epoch(name, number))
+    for name in names[1:]:
+        ratios = [mine / base - 1 for mine, base in zip(seconds[name], seconds["none"], strict=True)]
+        with_making = [ratio + made / base for ratio, made, base in zip(ratios, making[name], seconds["none"], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        print(
+            f"| {workers} | {name} | {statistics.median(seconds['none']):.2f} | {statistics.median(seconds[name]):.2f} "
+            f"| {middle:+.1%} | {low:+.1%} to {high:+.1%} | {statistics.median(with_making):+.1%} |",
+            flush=True,
+        )
+
+
+def linearity(paths: list[Path], workers: int, repeats: int) -> None:
+    """Print the sweep over cached fractions."""
+    epochs = bench.sweep(paths, workers=workers, repeats=repeats, before_epoch=lambda: prepare(paths))
+    rows = bench.summarize(epochs)
+    print(f"\n### {workers} workers\n\n{bench.format_table(rows)}\n")
+    print(f"Warm seconds over cached share: R² {bench.linearity(rows):.4f}.", flush=True)
+    for row in rows:
+        assert row.warm_reads == len(paths) - round(row.fraction * len(paths)), row
+
+
+def main() -> None:
+    """Run the experiment that is named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiment", choices=("overhead", "linearity"))
+    parser.add_argument("folder", type=Path, nargs="?", help="JPEGs; by default generated photos of 512 x 512")
+    parser.add_argument("--repeat-folder", type=int, default=1)
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # what a DataLoader worker has
+    paths = bench.find_jpegs(arguments.folder or bench.photo_folder(1000)) * arguments.repeat_folder
+    print(f"{len(paths)} photos, cold pages, 3x256x256 uint8, batches of 32, {arguments.rounds} rounds\n")
+    if arguments.experiment == "overhead":
+        print("| workers | cache | epoch without, s | first epoch, s | overhead | quartiles | with making the cache |")
+        print("| ---: | --- | ---: | ---: | ---: | ---: | ---: |")
+    for workers in arguments.workers:
+        (overhead if arguments.experiment == "overhead" else linearity)(paths, workers, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
