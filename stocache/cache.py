@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from stocache import limits
-from stocache.columns import Column, make_column
-from stocache.errors import ClosedError, LimitError, SampleError, SampleIndexError, SegmentError, SlotError
+from stocache.columns import Columns, column_offsets
+from stocache.errors import ClosedError, LimitError, SampleIndexError, SegmentError, SlotError
 from stocache.limits import format_size
 from stocache.placement import Placement, Residency
 from stocache.segment import Segment
@@ -46,7 +46,6 @@ class SlotState(IntEnum):
 
 EMPTY, SET, OOB = 0, 1, 2  # plain ints: an enum look-up costs as much as the state byte itself
 
-_COLUMN_ALIGNMENT = 64  # a cache line, and more than any dtype asks for
 _CHUNK = 1 << 16  # samples marked at a time: half a MiB of indices
 _RELEASED = ("_segment", "_states", "_aux", "_columns", "_load")  # attributes that hold memory: what close() lets go
 
@@ -97,7 +96,7 @@ class SharedCache:
         dataset_len = _check_len(dataset_len)
         placement = placement if isinstance(placement, Placement) else Placement(placement)
         slots = limits.affordable_slots(size_limit_gib, dataset_len, structure.nbytes)
-        segment = Segment.create(dataset_len, _column_offsets(structure, slots)[-1])
+        segment = Segment.create(dataset_len, column_offsets(structure, slots)[-1])
         if segment.backing == "none":
             slots = 0
         self._assemble(structure, placement, dataset_len, slots, segment)
@@ -122,13 +121,8 @@ class SharedCache:
         self._aux = torch.frombuffer(segment.control, dtype=torch.uint8) if dataset_len else torch.empty(0, dtype=torch.uint8)
         self._residency = Residency(placement, dataset_len, slots)
         self._slot = operator.index if self._residency.identity else self._residency.slot
-        self._offsets = _column_offsets(structure, slots)
-        self._columns = [
-            make_column(leaf, segment.tensor(offset, slots * leaf.nbytes), slots)
-            for leaf, offset in zip(structure.leaves, self._offsets, strict=False)
-        ]
-        # One part, no container around it: the column's own method, a call less on every hit
-        self._load = self._columns[0].load if structure.is_leaf else _Rows(structure, self._columns).load
+        self._columns = Columns(structure, segment, slots)
+        self._load = self._columns.load
         self._missed: dict[int, int] = {}  # see NOTE [ Races and errors ]
 
     def _mark_outsiders(self) -> None:
@@ -201,7 +195,10 @@ class SharedCache:
         buffers = self._structure.encode(value, f"set_slot({idx})")
         segment = self._segment
         with segment.guard:
-            if not self._forget_miss(idx) and self._states[idx] == SET and not allow_overwrite:
+            missed = self._missed.pop(idx, 0)
+            if missed > 1:
+                self._missed[idx] = missed - 1
+            if not missed and self._states[idx] == SET and not allow_overwrite:
                 raise SlotError(f"set_slot({idx}): the slot is set. Ask get_slot first, or pass allow_overwrite=True.")
             if not segment.try_lock(idx):
                 segment.counters[RACES] += 1
@@ -217,13 +214,13 @@ class SharedCache:
         if self._states[idx] == SET and not overwrite:
             return RACES
         slot = self._slot(idx)
-        if not self._reserve(slot, slot + 1):
+        if not self._columns.reserve(slot, slot + 1):
             return REFUSED
         self._states[idx] = EMPTY
-        with self._segment.fence:
-            self._write(slot, buffers)
-        with self._segment.fence:
-            self._states[idx] = SET
+        self._columns.write(slot, buffers)
+        self._segment.fence.release()
+        self._segment.fence.acquire()
+        self._states[idx] = SET
         return FILLS
 
     # ------------------------------------------------------------------------------------------------ many samples
@@ -247,24 +244,22 @@ class SharedCache:
         Safe from any process and thread, takes no lock.
         """
         index = self._indices(indices, "get_slots")
-        batches = [column.batch(len(index)) for column in self._columns] if out is None else self._check_out(out, len(index))
+        columns, count = self._columns, len(index)
+        items = columns.new_batch(count) if out is None else columns.split_batch(out, count, "get_slots: out", contiguous=True)
         states = self._aux.numpy()[index]  # numpy: its calls cost a third of torch's, which at 12 KB a row is felt
         mask = states == SET
         hits = int(np.count_nonzero(mask))
         if hits:
             # a hit's row is gathered in place of each that is missing: its memory is safe to touch
-            there = index if hits == len(index) else np.where(mask, index, index[mask.argmax()])
-            slots = self._residency.slots(torch.from_numpy(there))
-            for column, batch in zip(self._columns, batches, strict=True):
-                column.gather(slots, batch)
+            there = index if hits == count else np.where(mask, index, index[mask.argmax()])
+            columns.gather(self._residency.slots(torch.from_numpy(there)), items)
         self._segment.counters[HITS] += hits
-        if hits < len(index):
-            self._segment.counters[MISSES] += len(index) - hits
-            for column, batch in zip(self._columns, batches, strict=True):
-                column.erase(torch.from_numpy(~mask), batch)
+        if hits < count:
+            self._segment.counters[MISSES] += count - hits
+            columns.erase(torch.from_numpy(~mask), items)
             for idx in index[states == EMPTY].tolist():
                 self._remember_miss(idx)
-        return self._structure.unflatten(batches), torch.from_numpy(mask)
+        return self._structure.unflatten(items), torch.from_numpy(mask)
 
     def set_slots(
         self, indices: Sequence[int] | Tensor, values: Any, allow_oob_idx: bool = True, allow_overwrite: bool = False
@@ -276,12 +271,9 @@ class SharedCache:
             SampleIndexError, SlotError: as `set_slot`; samples before the one at fault are stored.
         """
         index = self._indices(indices, "set_slots")
-        batches = self._structure.columns(values, "values")
-        for column, batch in zip(self._columns, batches, strict=True):
-            column.check_batch(batch, len(index), "set_slots: values")
+        items = self._columns.split_batch(values, len(index), "set_slots: values")
         for position, idx in enumerate(index.tolist()):
-            row = [column.row(batch, position) for column, batch in zip(self._columns, batches, strict=True)]
-            self.set_slot(idx, self._structure.unflatten(row), allow_oob_idx, allow_overwrite)
+            self.set_slot(idx, self._columns.sample(items, position), allow_oob_idx, allow_overwrite)
 
     # ------------------------------------------------------------------------------------------------ the memory itself
 
@@ -296,7 +288,7 @@ class SharedCache:
             SegmentError: the machine does not give that memory.
         """
         self._reserve_raw(0, self._slots)
-        return self._structure.unflatten([column.array for column in self._columns])
+        return self._columns.array
 
     @property
     def aux_array(self) -> Tensor:
@@ -312,7 +304,7 @@ class SharedCache:
         if not isinstance(slot, int):
             return self.array[slot]
         slot = self._raw_slot(slot)
-        return self._structure.unflatten([column.array[slot] for column in self._columns])
+        return self._columns.rows(slot)
 
     def __setitem__(self, slot: Any, value: Any) -> None:
         """Write to the memory of a slot without marking it as set; an integer slot takes only what fits unchanged."""
@@ -320,7 +312,7 @@ class SharedCache:
             self.array[slot] = value
             return
         slot = self._raw_slot(slot)
-        self._write(slot, self._structure.encode(value, f"cache[{slot}]"))
+        self._columns.write(slot, self._structure.encode(value, f"cache[{slot}]"))
 
     def clear(self) -> None:
         """Empty and zero all slots; their memory stays reserved. Waits for writers; nobody should be reading meanwhile."""
@@ -433,38 +425,13 @@ class SharedCache:
             f"Raise size_limit_gib, or pass allow_oob_idx=True."
         )
 
-    def _check_out(self, out: Any, count: int) -> list[Any]:
-        batches = self._structure.columns(out, "out")
-        for column, batch in zip(self._columns, batches, strict=True):
-            column.check_batch(batch, count, "get_slots: out")
-            if not (batch.is_contiguous() if isinstance(batch, Tensor) else batch.flags.c_contiguous):
-                raise SampleError("get_slots: out is not contiguous. Give memory as get_slots itself returns it.")
-        return batches
-
     def _remember_miss(self, idx: int) -> None:
         with self._segment.guard:
             self._missed[idx] = self._missed.get(idx, 0) + 1
 
-    def _forget_miss(self, idx: int) -> bool:
-        times = self._missed.pop(idx, 0)
-        if times > 1:
-            self._missed[idx] = times - 1
-        return times > 0
-
-    def _reserve(self, start: int, stop: int) -> bool:
-        """Make the memory of slots ``[start, stop)`` safe to touch. Call with the guard held."""
-        for column, offset in zip(self._columns, self._offsets, strict=False):
-            if not self._segment.reserve(offset + start * column.nbytes, offset + stop * column.nbytes):
-                return False
-        return True
-
-    def _write(self, slot: int, buffers: list[Any]) -> None:
-        for column, offset, buffer in zip(self._columns, self._offsets, buffers, strict=False):
-            self._segment.write(offset + slot * column.nbytes, buffer)
-
     def _reserve_raw(self, start: int, stop: int) -> None:
         with self._segment.guard:
-            if not self._reserve(start, stop):
+            if not self._columns.reserve(start, stop):
                 raise SegmentError(
                     f"slots {start} to {stop - 1} need {format_size((stop - start) * self.slot_bytes)}, which the machine does "
                     f"not give. Use get_slot and set_slot, which pass such slots by, or lower size_limit_gib."
@@ -476,26 +443,6 @@ class SharedCache:
         slot %= self._slots
         self._reserve_raw(slot, slot + 1)
         return slot
-
-
-class _Rows:
-    """Reads the row of one slot through all columns, into the containers of the sample."""
-
-    def __init__(self, structure: Structure, columns: list[Column]) -> None:
-        self._structure = structure
-        self._loads = [column.load for column in columns]
-
-    def load(self, slot: int, copy: bool) -> Any:
-        return self._structure.unflatten([load(slot, copy) for load in self._loads])
-
-
-def _column_offsets(structure: Structure, slots: int) -> list[int]:
-    """Return where each column begins in the data of the segment, and at last where the data ends."""
-    offsets = [0]
-    for leaf in structure.leaves:
-        end = offsets[-1] + slots * leaf.nbytes
-        offsets.append(-(-end // _COLUMN_ALIGNMENT) * _COLUMN_ALIGNMENT)
-    return offsets
 
 
 def _check_len(dataset_len: Any) -> int:

@@ -1,11 +1,14 @@
 """The columns of a cache: for each leaf of a sample, an array of slots in shared memory.
 
-A column neither writes nor locks nor knows which slots are set; that is the cache's part. Single values are read by memmove,
+`Columns` is all of them, a sample's row running through; `Column` is one. Neither locks, nor knows which slots are set: that is
+the cache's part. Single values are read by memmove,
 at half the cost of a torch copy of 12 KB; batches by one index_select over the widest words that a row divides into, at 1.1
 to 1.3 times the speed of bytes (both measured). Either way it is bytes that move, so every dtype is alike.
 """
 
+from collections.abc import Callable, Sequence
 from ctypes import memmove
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +16,10 @@ import torch
 from torch import Tensor
 
 from stocache.errors import SampleError
-from stocache.structure import ArrayLeaf, Leaf, NumberLeaf, TensorLeaf
+from stocache.segment import Segment
+from stocache.structure import ArrayLeaf, Leaf, NumberLeaf, Structure, TensorLeaf
 
+_ALIGNMENT = 64  # of a column: a cache line, and more than any dtype asks for
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -129,10 +134,99 @@ class _NumberColumn(Column):
         return batch[position].item()
 
 
-def make_column(leaf: Leaf, memory: Tensor, slots: int) -> Column:
-    """Return the column of ``slots`` values of ``leaf`` over ``memory``, a uint8 tensor of exactly their bytes."""
+def _make_column(leaf: Leaf, memory: Tensor, slots: int) -> Column:
     if isinstance(leaf, TensorLeaf):
         return _TensorColumn(leaf, memory, slots)
     if isinstance(leaf, ArrayLeaf):
         return _ArrayColumn(leaf, memory, slots)
     return _NumberColumn(leaf, memory, slots)
+
+
+# ---------------------------------------------------------------------------------------------------- all columns
+
+
+class Columns:
+    """The columns for ``slots`` samples of a structure, one after the other in the data of a segment.
+
+    Attributes:
+        load: returns the sample in a slot: ``load(slot, copy)``; a private copy, or views of the live memory.
+    """
+
+    load: Callable[[int, bool], Any]
+
+    def __init__(self, structure: Structure, segment: Segment, slots: int) -> None:
+        self._structure, self._segment = structure, segment
+        leaves = structure.leaves
+        # where each column begins, and how many bytes a row of it has
+        self._places = list(zip(column_offsets(structure, slots), (leaf.nbytes for leaf in leaves), strict=False))
+        self._columns = [
+            _make_column(leaf, segment.tensor(offset, slots * nbytes), slots)
+            for leaf, (offset, nbytes) in zip(leaves, self._places, strict=True)
+        ]
+        # One part, no container around it: the column's own method, a call less on every hit
+        loads = [column.load for column in self._columns]
+        self.load = loads[0] if structure.is_leaf else partial(_load_row, structure, loads)
+
+    def reserve(self, start: int, stop: int) -> bool:
+        """Make the memory of slots ``[start, stop)`` safe to touch; see `Segment.reserve`."""
+        return all(self._segment.reserve(at + start * nbytes, at + stop * nbytes) for at, nbytes in self._places)
+
+    def write(self, slot: int, buffers: list[Any]) -> None:
+        """Write the bytes of a sample, as its structure encodes them, into a reserved slot."""
+        for (offset, nbytes), buffer in zip(self._places, buffers, strict=True):
+            self._segment.write(offset + slot * nbytes, buffer, nbytes)
+
+    @property
+    def array(self) -> Any:
+        """The live arrays of all columns, in the containers of the sample."""
+        return self._structure.unflatten([column.array for column in self._columns])
+
+    def rows(self, slot: int) -> Any:
+        """Return the live rows of a slot, in the containers of the sample."""
+        return self._structure.unflatten([column.array[slot] for column in self._columns])
+
+    def new_batch(self, count: int) -> list[Any]:
+        """Return uninitialised memory for ``count`` samples, an item per column."""
+        return [column.batch(count) for column in self._columns]
+
+    def split_batch(self, batch: Any, count: int, where: str, contiguous: bool = False) -> list[Any]:
+        """Return the items of a batch in its containers, checked to hold ``count`` samples.
+
+        Raises:
+            SampleError: it does not, or is not ``contiguous``.
+        """
+        items = self._structure.columns(batch, where)
+        for column, item in zip(self._columns, items, strict=True):
+            column.check_batch(item, count, where)
+            if contiguous and not (item.is_contiguous() if isinstance(item, Tensor) else item.flags.c_contiguous):
+                raise SampleError(f"{where} is not contiguous. Give memory as get_slots itself returns it.")
+        return items
+
+    def gather(self, slots: Tensor, items: list[Any]) -> None:
+        """Copy the samples in ``slots`` (int64, 1-D) into a contiguous batch of as many."""
+        for column, item in zip(self._columns, items, strict=True):
+            column.gather(slots, item)
+
+    def erase(self, mask: Tensor, items: list[Any]) -> None:
+        """Zero the samples of a contiguous batch where ``mask`` (bool, 1-D) is True."""
+        for column, item in zip(self._columns, items, strict=True):
+            column.erase(mask, item)
+
+    def sample(self, items: list[Any], position: int) -> Any:
+        """Return one sample of a batch."""
+        return self._structure.unflatten(
+            [column.row(item, position) for column, item in zip(self._columns, items, strict=True)]
+        )
+
+
+def _load_row(structure: Structure, loads: Sequence[Callable[[int, bool], Any]], slot: int, copy: bool) -> Any:
+    return structure.unflatten([load(slot, copy) for load in loads])
+
+
+def column_offsets(structure: Structure, slots: int) -> list[int]:
+    """Return where each column begins in the data of the segment, and at last how many bytes of data there are."""
+    offsets = [0]
+    for leaf in structure.leaves:
+        end = offsets[-1] + slots * leaf.nbytes
+        offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+    return offsets

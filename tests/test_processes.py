@@ -159,10 +159,10 @@ def epochs(cache, workers, method, persistent, count=3):
     return result
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("start_method", "persistent"), [("fork", False), ("fork", True), ("spawn", True), ("forkserver", True)]
+)
 def test_dataloader_reads_exactly_what_is_not_resident(start_method, persistent):
-    if start_method != "fork" and not persistent:
-        pytest.skip("three times the same start-up, and nothing new in it")
     plain = epochs(None, 2, "fork", persistent)
     with SharedCache(HALF, N, DIMS, placement="scattered") as cache:
         cached = epochs(cache, 2, start_method, persistent)
@@ -182,7 +182,7 @@ def test_reads_do_not_depend_on_the_number_of_workers(workers):
 
 def test_a_child_forked_while_a_thread_holds_the_guard_goes_on():
     with SharedCache(1, N, DIMS) as cache:
-        with cache._segment.guard, cache._segment.fence:
+        with cache._segment.guard:
             process = multiprocessing.get_context("fork").Process(target=fill_share, args=(0, cache, 1))
             process.start()
             process.join(20)

@@ -51,7 +51,7 @@ def test_memory_is_taken_extent_by_extent(segment):
 def test_what_is_written_is_what_the_mapping_shows(segment):
     with segment.guard:
         segment.reserve(MIB, 3 * MIB)
-    segment.write(2 * MIB - 2, b"abcd")
+    segment.write(2 * MIB - 2, b"abcd", 4)
     assert bytes(segment.tensor(2 * MIB - 2, 4).tolist()) == b"abcd"
     assert segment.tensor(0, 0).shape == (0,)
     segment.control[99] = 7
@@ -63,7 +63,7 @@ def test_what_is_written_is_what_the_mapping_shows(segment):
 def test_a_tensor_keeps_the_memory_when_the_segment_is_gone(segment):
     with segment.guard:
         segment.reserve(0, 4)
-    segment.write(0, b"abcd")
+    segment.write(0, b"abcd", 4)
     tensor = segment.tensor(0, 4)
     segment.__del__()
     segment._fds.clear()
@@ -166,7 +166,7 @@ def attach(connection):
     segment = connection.recv()
     with segment.guard:
         segment.reserve(0, 4)
-    segment.write(0, b"abcd")
+    segment.write(0, b"abcd", 4)
     segment.control[0] = 1
     connection.send(True)
     connection.recv()
