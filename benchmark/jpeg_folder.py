@@ -1,23 +1,31 @@
 """The experiment of ``stocache bench`` beside stocaching in the same run: overhead of the first epoch, linearity, exact reads.
 
     python -m benchmark.jpeg_folder overhead --rounds 15
+    python -m benchmark.jpeg_folder profile
     python -m benchmark.jpeg_folder linearity
 
 ``overhead``: each round runs the cold epoch without a cache, over an empty stocache and over an empty stocaching, one after the
 other, the first place going round; the figure is the median over the rounds of the ratio to the epoch without a cache in the
-same round. ``linearity``: the sweep over cached fractions, cold and warm.
+same round. ``profile``: where the time goes, in one process: loading a photo, and each step of caching it. ``linearity``: the
+sweep over cached fractions, cold and warm.
 """
 
 import argparse
+import contextlib
+import random
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 from benchmark.micro import settle
 from benchmark.peers import stocaching
 from stocache import bench
+from stocache.segment import Segment
+from stocache.structure import Structure
 
 SIZE = 256
 SAMPLE_BYTES = 3 * SIZE * SIZE
@@ -70,6 +78,50 @@ def overhead(paths: list[Path], workers: int, rounds: int) -> None:
         )
 
 
+def profile(paths: list[Path], rounds: int) -> None:
+    """Print the time of loading a photo and of caching it, step by step, in one process without a DataLoader."""
+    steps = {"encode": Structure, "try_lock": Segment, "_reserve_extent": Segment, "write": Segment, "unlock": Segment}
+    spent: dict[str, list[float]] = {}
+    for number in range(rounds):
+        for name, make in (
+            ("stocache", bench.our_cache),
+            ("stocaching", stocaching),
+            ("stocache, step by step", bench.our_cache),
+        ):
+            prepare(paths)
+            cache = make(len(paths) * (SAMPLE_BYTES + 1), len(paths), (3, SIZE, SIZE))
+            with contextlib.ExitStack() as patches:
+                if "step" in name:
+                    for step, owner in steps.items():
+                        timer = _timed(getattr(owner, step), spent.setdefault(f"of which {step}", []))
+                        patches.enter_context(mock.patch.object(owner, step, timer))
+                for idx in random.Random(number).sample(range(len(paths)), len(paths)):
+                    start = time.perf_counter()
+                    image = bench.load_jpeg(paths[idx], SIZE)
+                    loaded = time.perf_counter()
+                    cache.get_slot(idx)
+                    cache.set_slot(idx, image)
+                    spent.setdefault("loading", []).append(loaded - start)
+                    spent.setdefault(name, []).append(time.perf_counter() - loaded)
+    loading = statistics.fmean(spent["loading"])
+    print("| | µs per sample | of loading |\n| --- | ---: | ---: |")
+    for name, seconds in spent.items():
+        # a step that is not taken for each sample counts by its share
+        mean = sum(seconds) / (rounds * len(paths) * (3 if name == "loading" else 1))
+        print(f"| {name} | {mean * 1e6:.0f} | {mean / loading:.1%} |")
+
+
+def _timed(function: Callable[..., object], seconds: list[float]) -> Callable[..., object]:
+    def timed(*arguments: object) -> object:
+        start = time.perf_counter()
+        try:
+            return function(*arguments)
+        finally:
+            seconds.append(time.perf_counter() - start)
+
+    return timed
+
+
 def linearity(paths: list[Path], workers: int, repeats: int) -> None:
     """Print the sweep over cached fractions."""
     epochs = bench.sweep(paths, workers=workers, repeats=repeats, before_epoch=lambda: prepare(paths))
@@ -83,7 +135,7 @@ def linearity(paths: list[Path], workers: int, repeats: int) -> None:
 def main() -> None:
     """Run the experiment that is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", choices=("overhead", "linearity"))
+    parser.add_argument("experiment", choices=("overhead", "profile", "linearity"))
     parser.add_argument("folder", type=Path, nargs="?", help="JPEGs; by default generated photos of 512 x 512")
     parser.add_argument("--repeat-folder", type=int, default=1)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2, 4])
@@ -92,6 +144,9 @@ def main() -> None:
     torch.set_num_threads(1)  # what a DataLoader worker has
     paths = bench.find_jpegs(arguments.folder or bench.photo_folder(1000)) * arguments.repeat_folder
     print(f"{len(paths)} photos, cold pages, 3x256x256 uint8, batches of 32, {arguments.rounds} rounds\n")
+    if arguments.experiment == "profile":
+        profile(paths, arguments.rounds)
+        return
     if arguments.experiment == "overhead":
         print("| workers | cache | epoch without, s | first epoch, s | overhead | quartiles | with making the cache |")
         print("| ---: | --- | ---: | ---: | ---: | ---: | ---: |")

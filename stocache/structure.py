@@ -73,7 +73,7 @@ class TensorLeaf:
                 return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("="), order="C"))
             if isinstance(value, bool | int | float | complex):
                 tensor = torch.tensor(value, dtype=self.dtype)
-                if tensor.item() == value:
+                if tensor.item() == value or value != value:  # NaN is no other value
                     return tensor
                 problem = f"it would become {tensor.item()!r} in the cache's {self.dtype}"
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:

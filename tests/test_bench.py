@@ -101,6 +101,7 @@ def test_linearity_is_one_for_a_line_and_less_for_a_bend():
     assert np.isnan(bench.linearity(rows([3, 2])))
 
 
+@pytest.mark.leaves_descriptors
 def test_results_are_written_as_table_csv_and_plot(tmp_path):
     rows = [Row(0.0, 2.0, 2.0, 5.0, 5.0, 10, 10, 0.0, 0.0), Row(1.0, 2.2, 0.5, 4.5, 20.0, 10, 0, 1.0, 0.1)]
     lines = bench.format_table(rows).splitlines()

@@ -440,6 +440,14 @@ def test_scalar_slots_take_numbers_that_survive(dtype, value, ok):
             assert cache.get_slot(0) is None
 
 
+def test_nan_is_a_value_of_a_float_slot_and_of_no_other():
+    with SharedCache(1, 3, (), torch.float16) as cache:
+        cache.set_slot(0, float("nan"))
+        assert cache.get_slot(0).isnan()
+    with SharedCache(1, 3, (), torch.int64) as cache, pytest.raises(SampleError, match="value is nan"):
+        cache.set_slot(0, float("nan"))
+
+
 # ------------------------------------------------------------------------------------------------ samples of several parts
 
 

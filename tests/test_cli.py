@@ -16,6 +16,7 @@ def run():
     return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
 
 
+@pytest.mark.leaves_descriptors
 def test_bench_prints_a_table_and_writes_csv_and_plot(run, tmp_path):
     pytest.importorskip("PIL", reason="needs the extra bench")
     from stocache.bench import photo_like
