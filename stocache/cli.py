@@ -62,7 +62,8 @@ def bench(
     rows = experiment.summarize(epochs)
     typer.echo(experiment.format_table(rows))
     typer.echo(
-        f"reads: samples read from their files. 1st epoch: how much longer the cold epoch took than without a cache. "
+        f"reads: samples read from their files. 1st epoch: how much longer the cold epoch took than without a cache; "
+        f"below --repeats 9 that is mostly noise. "
         f"Warm seconds over cached share: R² of a straight line {experiment.linearity(rows):.4f}."
     )
     csv_path, png_path = out / "stocache-bench.csv", out / "stocache-bench.png"

@@ -299,7 +299,7 @@ def _warn_short(limit: int, fitting: str) -> None:
     gib = -(-limit // GIB) + 1
     if has_memfd():
         have = f"{format_size(memory().available)} of memory are available, of which {format_size(memory().floor)} stay free"
-        remedy = "free memory or raise the container's limit"
+        remedy = "give this process more memory"
     elif shm_free():
         have = f"{SHM_DIR} has {format_size(shm_free())} free, of which a quarter is left to the batches"
         remedy = f"in Docker --shm-size={gib}g, on a host mount -o remount,size={gib}G {SHM_DIR}"

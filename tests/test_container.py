@@ -1,0 +1,69 @@
+"""In a container smaller than the cache it is given, a job fills what the container allows and is not killed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from stocache import limits
+from stocache.limits import MIB
+
+LIMIT = 700 * MIB
+
+JOB = """
+import json, os, sys
+open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+import torch
+from stocache import SharedCache, limits
+
+samples = 4000
+cache = SharedCache(sys.argv[2], samples, (3, 256, 256))
+image = torch.ones(3, 256, 256, dtype=torch.uint8)
+child = os.fork()
+for idx in range(child == 0, samples, 2):
+    if cache.get_slot(idx) is None:
+        cache.set_slot(idx, image)
+if child == 0:
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+stats = cache.stats()
+print(json.dumps({"status": status, "cached": stats.filled_bytes, "reserved": stats.reserved_bytes,
+                  "available": limits.memory().available, "limit": limits.cgroup_memory().limit}))
+"""
+
+
+@pytest.fixture
+def container():
+    """A memory cgroup below this process's own, v1 or v2, as a container has one."""
+    dirs = limits._cgroup_dirs(limits.PROC)
+    if not dirs or os.geteuid() != 0:
+        pytest.skip("needs root and a memory cgroup")
+    group = dirs[0] / f"stocache-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"cannot make a cgroup: {error}")
+    try:
+        names = [name for name in ("memory.max", "memory.limit_in_bytes") if (group / name).exists()]
+        if not names:
+            pytest.skip("the memory controller is not delegated")
+        (group / names[0]).write_text(str(LIMIT))
+        yield group
+    finally:
+        group.rmdir()
+
+
+@pytest.mark.parametrize("size_limit", ["auto", "700MB"])
+def test_a_job_is_not_killed_by_its_container(container, size_limit):
+    job = subprocess.run(
+        [sys.executable, "-c", JOB, container, size_limit], capture_output=True, text=True, timeout=25, check=False
+    )
+    assert job.returncode == 0, job.stderr
+    result = json.loads(job.stdout.splitlines()[-1])
+    assert result["status"] == 0
+    assert result["limit"] == LIMIT
+    assert 50 * MIB < result["cached"] <= result["reserved"] < LIMIT
+    assert result["available"] > (limits.Memory(LIMIT, 0).floor if size_limit == "auto" else 0)
+    assert ("Caching what fits" in job.stderr) == (size_limit != "auto")  # "auto" asks for no more than there is
