@@ -217,7 +217,11 @@ class SharedCache:
         if not self._columns.reserve(slot, slot + 1):
             return REFUSED
         self._states[idx] = EMPTY
-        self._columns.write(slot, buffers)
+        try:
+            self._columns.write(slot, buffers)
+        except OSError as error:  # reserved memory does not run out; if it ever does, the sample is uncached, not the job dead
+            logger.warning("sample %d stays uncached: %s", idx, str(error))
+            return REFUSED
         self._segment.fence.release()
         self._segment.fence.acquire()
         self._states[idx] = SET

@@ -690,6 +690,26 @@ def test_a_full_dev_shm_is_an_error_we_handle(monkeypatch, caplog):
         assert "/dev/shm gave no more: No space left on device" in caplog.text
 
 
+@pytest.mark.parametrize("short", [True, False])
+def test_a_write_that_fails_leaves_an_empty_slot(monkeypatch, caplog, short):
+    real = os.pwrite
+
+    def broken(fd, buffer, offset):
+        if short:
+            return real(fd, memoryview(buffer).cast("B")[:7], offset)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with SharedCache(1, 4, (10,)) as cache:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "pwrite", broken)
+            cache.set_slot(2, sample(2, (10,)))
+        assert cache.get_slot(2) is None
+        assert cache.stats().refused == 1
+        assert "sample 2 stays uncached" in caplog.text
+        cache.set_slot(2, sample(2, (10,)))
+        assert same(cache.get_slot(2), sample(2, (10,)))
+
+
 def test_a_pickle_is_small_however_large_the_cache():
     with SharedCache.like(parts(0), 15, 10**6) as cache:
         assert len(pickle.dumps(cache)) < 4096
