@@ -150,7 +150,7 @@ class SharedCache:
             SampleIndexError: ``idx`` is no integer or outside the dataset; or outside the cache, when not allowed.
             SlotError: the slot is empty, when not allowed.
 
-        Safe from any process and thread, takes no lock. Copies ``slot_bytes`` bytes.
+        Safe from any process and thread; a hit takes no lock. Copies ``slot_bytes`` bytes.
         Source: the API of stocaching 0.2 (C. Jones, MIT).
         """
         try:
@@ -214,14 +214,15 @@ class SharedCache:
         if self._states[idx] == SET and not overwrite:
             return RACES
         slot = self._slot(idx)
-        if not self._columns.reserve(slot, slot + 1):
-            return REFUSED
-        self._states[idx] = EMPTY
         try:
+            if not self._columns.reserve(slot, slot + 1):
+                return REFUSED
+            self._states[idx] = EMPTY
             self._columns.write(slot, buffers)
         except OSError as error:  # reserved memory does not run out; if it ever does, the sample is uncached, not the job dead
             logger.warning("sample %d stays uncached: %s", idx, str(error))
             return REFUSED
+        self._segment.fence.acquire(blocking=False)  # held already, unless an interrupt came between the next two
         self._segment.fence.release()
         self._segment.fence.acquire()
         self._states[idx] = SET
@@ -245,7 +246,7 @@ class SharedCache:
             SampleIndexError: an index is no integer or outside the dataset.
             SampleError: ``out`` does not fit.
 
-        Safe from any process and thread, takes no lock.
+        Safe from any process and thread; hits take no lock.
         """
         index = self._indices(indices, "get_slots")
         columns, count = self._columns, len(index)
@@ -381,6 +382,8 @@ class SharedCache:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._assemble(*state)
+        if self._segment.backing == "none":  # nothing is shared then, the states neither
+            self._mark_outsiders()
 
     def __repr__(self) -> str:
         name = type(self).__name__
@@ -416,7 +419,7 @@ class SharedCache:
             return np.empty(0, np.int64)
         if index.ndim != 1 or index.dtype.kind not in "iu":
             raise SampleIndexError(f"{call}: indices are {index.dtype}{list(index.shape)}, expected a list of integers.")
-        index = index.astype(np.int64, copy=False)
+        index = np.ascontiguousarray(index, dtype=np.int64)
         if index.view(np.uint64).max() >= self._dataset_len:  # a negative index is a huge one
             raise SampleIndexError(
                 f"{call}: indices from {index.min()} to {index.max()} reach outside the dataset of {self._dataset_len} samples."

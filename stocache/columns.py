@@ -106,7 +106,8 @@ class _ArrayColumn(Column):
 
     def load(self, slot: int, copy: bool) -> Any:
         if self._scalar:
-            return self.array[slot]
+            value = self.array[slot]
+            return value.copy() if copy and isinstance(value, np.void) else value  # records are views, others are not
         view = self.array[slot, ...]  # the dots keep an array of no dimensions an array
         return view.copy() if copy else view
 

@@ -12,7 +12,8 @@ NOTE [ Kernel record locks ]
     All locks are fcntl record locks on byte ranges far beyond the end of the file. The kernel drops them when their process
     ends, however it ends, so a SIGKILL leaves no lock behind. They belong to the process, hence `Segment.guard` for its
     threads; a forked child owns none of its parent's; and closing *any* descriptor of the file drops all of them. So a
-    process has one `Segment` per file (`_attached`), and every descriptor it comes by lives exactly as long as that.
+    process has one `Segment` per file (`_attached`), and every descriptor it comes by lives as long as that; the duplicate
+    inside Python's mmap (until 3.13) as long as the last view, which can outlive it.
 """
 
 import errno
@@ -23,6 +24,7 @@ import os
 import struct
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from multiprocessing.context import get_spawning_popen
@@ -49,7 +51,7 @@ _HUGE_PAGE = 2 * MIB
 _UNRESERVED, _RESERVED, _REFUSED = range(3)
 
 # Lock space: record locks need no bytes behind them, so each kind has a stretch of offsets of its own.
-_ROW_LOCKS, _EXTENT_LOCKS, _OWNER_LOCKS = 1 << 40, 1 << 41, 1 << 42
+_ROW_LOCKS, _EXTENTS_LOCK, _OWNER_LOCKS = 1 << 40, 1 << 41, 1 << 42
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named in the mmap module
 
@@ -151,8 +153,11 @@ class Segment:
         cost of filling (measured: 35 against 70 µs for 192 KiB); and should memory be gone after all, it is an error.
         """
         written = os.pwrite(self._fds[0], buffer, self._data_at + offset)
+        while 0 < written < nbytes:  # Linux writes at most 2 GiB at once
+            more = os.pwrite(self._fds[0], memoryview(buffer).cast("B")[written:], self._data_at + offset + written)
+            written = written + more if more else 0
         if written != nbytes:
-            raise SegmentError(f"only {written} of {nbytes} bytes could be written to {self.backing}.")
+            raise SegmentError(f"{self.backing} takes no more bytes.")
 
     def reserve(self, start: int, stop: int) -> bool:
         """Make data bytes ``[start, stop)`` safe to touch; False when the machine will not give them, now or before.
@@ -165,7 +170,7 @@ class Segment:
         return True
 
     def _reserve_extent(self, extent: int) -> bool:
-        self._lock(_EXTENT_LOCKS + extent, wait=True)
+        self._lock(_EXTENTS_LOCK, wait=True)  # one for all extents: together they must not take more than is spare
         try:
             if self._extents[extent] == _UNRESERVED:
                 problem = self._allocate(*self._span(extent))
@@ -174,7 +179,7 @@ class Segment:
                     self._warn_refused(problem)
             return self._extents[extent] == _RESERVED
         finally:
-            fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, _EXTENT_LOCKS + extent)
+            fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, _EXTENTS_LOCK)
 
     def _span(self, extent: int) -> tuple[int, int]:
         """Return where an extent begins in the file and how many bytes it has."""
@@ -260,11 +265,17 @@ class Segment:
         fcntl.lockf(self._fds[0], fcntl.LOCK_UN, count, _OWNER_LOCKS + number)
 
     def _lock(self, offset: int, length: int = 1, wait: bool = False) -> bool:
-        try:
-            fcntl.lockf(self._fds[0], fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), length, offset)
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
+        while True:
+            try:
+                fcntl.lockf(self._fds[0], fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), length, offset)
+                return True
+            except (BlockingIOError, PermissionError):
+                return False
+            except OSError as error:
+                # The kernel looks for circles by process, so threads waiting for different caches may look like one
+                if error.errno != errno.EDEADLK:
+                    raise
+                time.sleep(0.001)
 
     def totals(self) -> list[int]:
         """Return the sums of the `counters` of all processes that are or were attached."""
@@ -335,8 +346,8 @@ def _attach(key: tuple[int, int], handle: Any, backing: str) -> Segment:
     with _attaching:  # two threads must not make two segments of one file
         segment = _attached.get(key)
         if segment is not None:
-            if not isinstance(handle, str):
-                segment._fds.append(handle.detach())  # closing it would drop this process's locks
+            if not isinstance(handle, str) and (fd := handle.detach()) not in segment._fds:
+                segment._fds.append(fd)  # closing it would drop this process's locks
             return segment
         fd = _open_path(key, handle) if isinstance(handle, str) else handle.detach()
         os.set_inheritable(fd, False)
@@ -349,17 +360,17 @@ def _attach(key: tuple[int, int], handle: Any, backing: str) -> Segment:
 
 def _open_path(key: tuple[int, int], path: str) -> int:
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        status = os.stat(path)  # before opening: closing what turns out to be another segment would drop its locks
+        if (status.st_dev, status.st_ino) != key:
+            raise SegmentError(f"cannot attach to the cache through {path}: its process has closed it.")
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except SegmentError:
+        raise
     except OSError as error:
         raise SegmentError(
             f"cannot attach to the cache through {path}: {error.strerror}. The process that pickled it must be alive, on this "
             f"machine, and of the same user."
         ) from error
-    status = os.fstat(fd)
-    if (status.st_dev, status.st_ino) != key:
-        os.close(fd)
-        raise SegmentError(f"cannot attach to the cache through {path}: its process has closed it.")
-    return fd
 
 
 _watching_forks = False

@@ -106,6 +106,8 @@ class ArrayLeaf:
         """
         if not isinstance(value, np.generic if self.scalar else np.ndarray):
             raise SampleError(f"{where}: value is a {type(value).__name__}, the cache holds {self}.")
+        if isinstance(value, np.ma.MaskedArray):
+            raise SampleError(f"{where}: a masked array would lose its mask. Give the data and the mask as two arrays.")
         if value.dtype != self.dtype or value.shape != self.shape:
             raise SampleError(f"{where}: value is numpy {value.dtype.str}{list(value.shape)}, the cache holds {self}.")
         return np.asarray(value, order="C").reshape(-1).view(np.uint8)
@@ -273,17 +275,17 @@ class Structure:
         """
         if _is_shape(data_dims):
             return cls(TensorLeaf(check_dtype(dtype), _shape(data_dims)))
-        if isinstance(data_dims, dict):
+        if type(data_dims) in (dict, OrderedDict):
             keys, dims = tuple(data_dims), list(data_dims.values())
         elif isinstance(data_dims, tuple | list) and not any(isinstance(n, int) for n in data_dims):
-            keys, dims = tuple(range(len(data_dims))), list(data_dims)
+            keys, dims = getattr(data_dims, "_fields", tuple(range(len(data_dims)))), list(data_dims)
         else:
             raise SampleError(f"data_dims={data_dims!r} is not a shape such as (3, 64, 64), nor a dict or tuple of shapes.")
         if isinstance(dtype, dict | tuple | list):
-            given = tuple(dtype) if isinstance(dtype, dict) else tuple(range(len(dtype)))
+            given = tuple(dtype) if isinstance(dtype, dict) else getattr(dtype, "_fields", tuple(range(len(dtype))))
             if type(dtype) is not type(data_dims) or set(given) != set(keys):
                 raise SampleError(f"dtype={dtype!r} does not match data_dims={data_dims!r}. Give one dtype per shape.")
-            dtypes = [dtype[key] for key in keys]
+            dtypes = [dtype[key] for key in keys] if isinstance(dtype, dict) else list(dtype)
         else:
             dtypes = [dtype] * len(dims)
         children = tuple(cls.from_dims(d, t).root for d, t in zip(dims, dtypes, strict=True))

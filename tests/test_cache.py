@@ -509,6 +509,27 @@ def test_dict_and_tuple_of_shapes():
         assert same(cache.get_slot(0), (torch.ones(2), torch.tensor(3.0)))
 
 
+def test_a_namedtuple_of_shapes_and_a_record_are_samples():
+    with SharedCache(1, 4, Point((2,), ()), torch.float32) as cache:
+        cache.set_slot(0, Point(torch.ones(2), torch.tensor(3.0)))
+        assert same(cache.get_slot(0), Point(torch.ones(2), torch.tensor(3.0)))
+    record = np.zeros(1, dtype=[("x", "i4"), ("y", "f4")])[0]
+    with SharedCache.like(record, 1, 4) as cache:
+        cache.set_slot(0, record)
+        cache.get_slot(0)["x"] = 99
+        assert cache.get_slot(0)["x"] == 0
+    with pytest.raises(SampleError, match="would lose its mask"):
+        SharedCache.like(np.ma.masked_array([1.0, 2.0], [True, False]), 1, 4)
+
+
+def test_a_write_in_pieces_is_whole(monkeypatch):
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, buffer, offset: real(fd, memoryview(buffer).cast("B")[:7], offset))
+    with SharedCache(1, N, DIMS) as cache:
+        fill(cache)
+        assert same(cache.get_slot(7), sample(7))
+
+
 def test_zero_byte_samples_are_samples():
     with SharedCache(1, 3, (0, 4)) as cache:
         cache.set_slot(1, torch.zeros(0, 4, dtype=torch.uint8))
@@ -522,7 +543,16 @@ def test_zero_byte_samples_are_samples():
 
 
 @pytest.mark.parametrize(
-    "indices", [[2, 0], range(2, -1, -2), np.array([2, 0]), np.array([2, 0], np.int32), torch.tensor([2, 0]), (2, 0)]
+    "indices",
+    [
+        [2, 0],
+        range(2, -1, -2),
+        np.array([2, 0]),
+        np.array([2, 0], np.int32),
+        np.array([0, 2])[::-1],
+        torch.tensor([2, 0]),
+        (2, 0),
+    ],
 )
 def test_get_slots_takes_indices_of_any_kind(indices):
     with SharedCache(1, 4, (3,)) as cache:
@@ -646,6 +676,8 @@ def test_no_shared_memory_disables_the_cache_with_one_warning(monkeypatch, caplo
         assert not cache.get_slots(range(N))[1].any()
         copy = pickle.loads(pickle.dumps(cache))
         assert copy.get_slot(0) is None
+        copy.set_slot(0, sample(0))
+        assert (copy.aux_array == 2).all()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "no shared memory" in caplog.text
     assert "--shm-size=2g" in caplog.text
@@ -696,7 +728,7 @@ def test_a_write_that_fails_leaves_an_empty_slot(monkeypatch, caplog, short):
 
     def broken(fd, buffer, offset):
         if short:
-            return real(fd, memoryview(buffer).cast("B")[:7], offset)
+            return real(fd, memoryview(buffer).cast("B")[:7], offset) if len(buffer) > 3 else 0
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with SharedCache(1, 4, (10,)) as cache:
