@@ -152,12 +152,13 @@ class Segment:
         By pwrite, not through the mapping: a page written whole is neither faulted in nor zeroed first, which halves the
         cost of filling (measured: 35 against 70 µs for 192 KiB); and should memory be gone after all, it is an error.
         """
-        written = os.pwrite(self._fds[0], buffer, self._data_at + offset)
-        while 0 < written < nbytes:  # Linux writes at most 2 GiB at once
-            more = os.pwrite(self._fds[0], memoryview(buffer).cast("B")[written:], self._data_at + offset + written)
-            written = written + more if more else 0
-        if written != nbytes:
-            raise SegmentError(f"{self.backing} takes no more bytes.")
+        done = 0
+        while done < nbytes:  # Linux writes at most 2 GiB at once
+            rest = memoryview(buffer).cast("B")[done:] if done else buffer
+            written = os.pwrite(self._fds[0], rest, self._data_at + offset + done)
+            if written == 0:
+                raise SegmentError(f"{self.backing} takes no more bytes.")
+            done += written
 
     def reserve(self, start: int, stop: int) -> bool:
         """Make data bytes ``[start, stop)`` safe to touch; False when the machine will not give them, now or before.
@@ -361,16 +362,14 @@ def _attach(key: tuple[int, int], handle: Any, backing: str) -> Segment:
 def _open_path(key: tuple[int, int], path: str) -> int:
     try:
         status = os.stat(path)  # before opening: closing what turns out to be another segment would drop its locks
-        if (status.st_dev, status.st_ino) != key:
-            raise SegmentError(f"cannot attach to the cache through {path}: its process has closed it.")
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except SegmentError:
-        raise
+        if (status.st_dev, status.st_ino) == key:
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise SegmentError(
             f"cannot attach to the cache through {path}: {error.strerror}. The process that pickled it must be alive, on this "
             f"machine, and of the same user."
         ) from error
+    raise SegmentError(f"cannot attach to the cache through {path}: its process has closed it.")
 
 
 _watching_forks = False
