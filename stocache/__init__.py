@@ -1,9 +1,11 @@
 """stocache: cache any PyTorch dataset in shared memory, one copy per machine."""
 
-from stocache.cache import SharedCache, SlotState
+from stocache.cache import SharedCache, SharedCacheDDP, SlotState
 from stocache.errors import (
+    CacheNameError,
     ClosedError,
     LimitError,
+    MismatchError,
     SampleError,
     SampleIndexError,
     SegmentError,
@@ -18,14 +20,17 @@ from stocache.structure import Structure
 __version__ = "0.1.0"
 
 __all__ = [
+    "CacheNameError",
     "CacheStats",
     "ClosedError",
     "LimitError",
+    "MismatchError",
     "Placement",
     "SampleError",
     "SampleIndexError",
     "SegmentError",
     "SharedCache",
+    "SharedCacheDDP",
     "SlotError",
     "SlotState",
     "StocacheError",

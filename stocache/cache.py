@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache import limits
-from stocache.columns import Columns, column_offsets
-from stocache.errors import ClosedError, LimitError, SampleIndexError, SegmentError, SlotError
+from stocache.columns import Columns
+from stocache.errors import CacheNameError, ClosedError, LimitError, SampleIndexError, SegmentError, SlotError
 from stocache.limits import format_size
+from stocache.opening import EMPTY, OOB, SET, mark_outsiders, open_named, open_own
 from stocache.placement import Placement, Residency
 from stocache.segment import Segment
 from stocache.stats import FILLS, HITS, MISSES, RACES, REFUSED, CacheStats
@@ -44,9 +44,6 @@ class SlotState(IntEnum):
     """Out of bounds of the cache: in the dataset, but not resident."""
 
 
-EMPTY, SET, OOB = 0, 1, 2  # plain ints: an enum look-up costs as much as the state byte itself
-
-_CHUNK = 1 << 16  # samples marked at a time: half a MiB of indices
 _RELEASED = ("_segment", "_states", "_aux", "_columns", "_load")  # attributes that hold memory: what close() lets go
 
 
@@ -73,10 +70,19 @@ class SharedCache:
             samples of several parts, which `get_slot` then returns as a dict or tuple.
         dtype: torch dtype of the sample; or the same containers as ``data_dims`` with a dtype each.
         placement: which samples are resident: "prefix", the first ones; "scattered", evenly spread; or a `Placement`.
+        name: a name to find the cache by. Every process of this user on this machine that asks for the same name, with the
+            same other arguments, gets the same cache: DDP ranks, other jobs, notebooks. The first one makes it. It goes
+            with the last one; what is left behind by processes that were killed is taken over, filled as it is.
+        persist: have a named cache stay without processes, so that the next run starts warm; ``stocache rm`` removes it.
+        fingerprint: a string that says which data a named cache holds, and in which form: whatever changes the samples must
+            change it. What was left behind with another fingerprint is not used.
 
     Raises:
         LimitError: the limit is no size, or leaves no room for one slot.
         SampleError: ``data_dims`` or ``dtype`` do not describe samples of a fixed size.
+        CacheNameError: ``name`` has characters a name cannot have; or there is none, and ``persist`` or ``fingerprint``.
+        MismatchError: the name is in use for a cache of other arguments.
+        SegmentError: under that name is something of another user, a link, or a damaged file.
 
     A limit above what the machine can give is lowered to that, with a warning on the logger "stocache". Where no shared
     memory can be had at all, the cache holds nothing, with a warning.
@@ -91,16 +97,20 @@ class SharedCache:
         dtype: Any = torch.uint8,
         *,
         placement: Literal["prefix", "scattered"] | Placement = "prefix",
+        name: str | None = None,
+        persist: bool = False,
+        fingerprint: str | None = None,
     ) -> None:
         structure = data_dims if isinstance(data_dims, Structure) else Structure.from_dims(data_dims, dtype)
         dataset_len = _check_len(dataset_len)
         placement = placement if isinstance(placement, Placement) else Placement(placement)
-        slots = limits.affordable_slots(size_limit_gib, dataset_len, structure.nbytes)
-        segment = Segment.create(dataset_len, column_offsets(structure, slots)[-1])
-        if segment.backing == "none":
-            slots = 0
+        if name is not None:
+            slots, segment = open_named(name, persist, fingerprint, size_limit_gib, dataset_len, structure, placement)
+        elif persist or fingerprint is not None:
+            raise CacheNameError("persist and fingerprint are for caches with a name. Give one.")
+        else:
+            slots, segment = open_own(size_limit_gib, dataset_len, structure, placement)
         self._assemble(structure, placement, dataset_len, slots, segment)
-        self._mark_outsiders()
         logger.info("%r", self)
 
     @classmethod
@@ -124,13 +134,6 @@ class SharedCache:
         self._columns = Columns(structure, segment, slots)
         self._load = self._columns.load
         self._missed: dict[int, int] = {}  # see NOTE [ Races and errors ]
-
-    def _mark_outsiders(self) -> None:
-        if self._slots == self._dataset_len:
-            return
-        for start in range(0, self._dataset_len, _CHUNK):
-            indices = torch.arange(start, min(start + _CHUNK, self._dataset_len))
-            self._aux[start : start + _CHUNK].masked_fill_(~self._residency.resident(indices), OOB)
 
     # ------------------------------------------------------------------------------------------------ one sample
 
@@ -383,7 +386,7 @@ class SharedCache:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._assemble(*state)
         if self._segment.backing == "none":  # nothing is shared then, the states neither
-            self._mark_outsiders()
+            mark_outsiders(self._segment.control, self._residency)
 
     def __repr__(self) -> str:
         name = type(self).__name__
@@ -393,7 +396,7 @@ class SharedCache:
         capacity = format_size(self._slots * self.slot_bytes)
         return (
             f"<{name} of {self._structure}: {stats.filled} of {self._dataset_len} samples cached, room for {self._slots} "
-            f"({capacity} in {self._segment.backing}), hit rate {stats.hit_rate:.0%}>"
+            f"({capacity} in {self._segment.path or self._segment.backing}), hit rate {stats.hit_rate:.0%}>"
         )
 
     # ------------------------------------------------------------------------------------------------ inside
@@ -450,6 +453,44 @@ class SharedCache:
         slot %= self._slots
         self._reserve_raw(slot, slot + 1)
         return slot
+
+
+class SharedCacheDDP(SharedCache):
+    """A `SharedCache` that is found by its name: one copy for all DDP ranks, and all jobs, of this user on this machine.
+
+        cache = SharedCacheDDP(32, len(dataset), (3, 224, 224), name="imagenet-224", fingerprint="resize 224, v1")
+
+    Each rank makes it so, whether started by torchrun, `torch.multiprocessing.spawn` or by hand, before or after a process
+    group exists; none is needed.
+
+    Args, errors: those of `SharedCache`; ``name`` is required.
+    Source: announced as a plan by the article on stocaching (C. Jones).
+    """
+
+    def __init__(
+        self,
+        size_limit_gib: float | str,
+        dataset_len: int,
+        data_dims: Any,
+        dtype: Any = torch.uint8,
+        *,
+        name: str,
+        persist: bool = False,
+        fingerprint: str | None = None,
+        placement: Literal["prefix", "scattered"] | Placement = "prefix",
+    ) -> None:
+        if name is None:
+            raise CacheNameError("SharedCacheDDP needs a name that all ranks give. For a cache without, use SharedCache.")
+        super().__init__(
+            size_limit_gib,
+            dataset_len,
+            data_dims,
+            dtype,
+            placement=placement,
+            name=name,
+            persist=persist,
+            fingerprint=fingerprint,
+        )
 
 
 def _check_len(dataset_len: Any) -> int:

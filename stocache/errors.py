@@ -5,7 +5,9 @@ StocacheError
 ├── SampleError       (ValueError, RuntimeError)    a sample, shape or dtype the slots cannot hold unchanged
 ├── SampleIndexError  (IndexError)                  an index that is no integer, or outside the dataset or the cache
 ├── SlotError         (RuntimeError)                an empty slot was to be read, or a set one to be overwritten
+├── CacheNameError    (ValueError)                  a name that cannot name a cache, or options that need one
 ├── SegmentError      (OSError)                     shared memory that cannot be had, or not be attached to
+│   └── MismatchError (ValueError)                  the named cache is in use for other data
 └── ClosedError       (ValueError)                  the cache was used after close()
 """
 
@@ -35,6 +37,14 @@ class SlotError(StocacheError, RuntimeError):
 
 class SegmentError(StocacheError, OSError):
     """Shared memory cannot be had or not be attached to."""
+
+
+class CacheNameError(StocacheError, ValueError):
+    """A name that cannot name a cache, or options that need one."""
+
+
+class MismatchError(SegmentError, ValueError):
+    """A named cache is in use with another geometry or fingerprint."""
 
 
 class ClosedError(StocacheError, ValueError):

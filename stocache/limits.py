@@ -254,13 +254,16 @@ def memory() -> Memory:
 # ---------------------------------------------------------------------------------------------------- limits
 
 
-def shared_memory_room() -> int:
-    """Bytes the largest cache could hold now: by memory less the floor, and by /dev/shm where memfd is forbidden."""
+def shared_memory_room(named: bool = False) -> int:
+    """Bytes the largest cache could hold now: by memory less the floor; by /dev/shm too where memfd is forbidden or no help.
+
+    A cache with a name is a file, and files are in /dev/shm.
+    """
     spare = memory().spare
-    return spare if has_memfd() else min(spare, shm_room())
+    return spare if has_memfd() and not named else min(spare, shm_room())
 
 
-def recommended_limit() -> int:
+def recommended_limit(named: bool = False) -> int:
     """Bytes that ``size_limit_gib="auto"`` stands for.
 
     Head-room stays for the model, the workers and their batches: a fifth of the available memory, at least 2 GiB, at
@@ -268,43 +271,59 @@ def recommended_limit() -> int:
     """
     available = memory().available
     head_room = max(available // 5, min(2 * GIB, available // 2))
-    return min(available - head_room, shared_memory_room())
+    return min(available - head_room, shared_memory_room(named))
 
 
-def affordable_slots(size_limit_gib: float | str, dataset_len: int, slot_bytes: int) -> int:
-    """Return how many samples a cache of that limit holds: as many as stocaching, or what the machine can give if less.
+def asked_slots(size_limit_gib: float | str, dataset_len: int, slot_bytes: int) -> int | None:
+    """Return how many samples a cache of that limit holds, whatever the machine can give: as many as stocaching.
 
-    The limit covers one state byte per sample of the dataset and ``slot_bytes`` per slot.
+    The limit covers one state byte per sample of the dataset and ``slot_bytes`` per slot. None for "auto".
 
     Raises:
         LimitError: the limit is no size, or is not 0 and leaves no room for one slot.
     """
-    auto = size_limit_gib == "auto"
-    limit = recommended_limit() if auto else parse_size(size_limit_gib)
+    if size_limit_gib == "auto":
+        return None
+    limit = parse_size(size_limit_gib)
     slots = _slots_within(limit, dataset_len, slot_bytes)
-    if slots == 0 and limit > 0 and dataset_len > 0 and not auto:
+    if slots == 0 and limit > 0 and dataset_len > 0:
         raise LimitError(
             f"cache holds 0 slots: size_limit_gib={size_limit_gib} leaves {max(0, limit - dataset_len)} bytes after the "
             f"{dataset_len}-byte state array; one slot needs {slot_bytes} bytes. Raise size_limit_gib, or pass 0 for no cache."
         )
-    fitting = min(slots, _slots_within(shared_memory_room(), dataset_len, slot_bytes))
+    return slots
+
+
+def affordable_slots(size_limit_gib: float | str, dataset_len: int, slot_bytes: int, named: bool = False) -> int:
+    """Return `asked_slots`, or as many as the machine can give if that is less, with a warning.
+
+    Raises:
+        LimitError: as `asked_slots`.
+    """
+    slots = asked_slots(size_limit_gib, dataset_len, slot_bytes)
+    limit = recommended_limit(named) if slots is None else parse_size(size_limit_gib)
+    if slots is None:
+        slots = _slots_within(limit, dataset_len, slot_bytes)
+        if dataset_len and not slots:
+            logger.warning(
+                "size_limit_gib='auto' leaves no room for one sample of %s. Nothing is cached.", format_size(slot_bytes)
+            )
+    fitting = min(slots, _slots_within(shared_memory_room(named), dataset_len, slot_bytes))
     if fitting < slots:
-        _warn_short(limit, f"{fitting} of {dataset_len} samples")
-    elif auto and dataset_len and not slots:
-        logger.warning("size_limit_gib='auto' leaves no room for one sample of %s. Nothing is cached.", format_size(slot_bytes))
+        _warn_short(limit, f"{fitting} of {dataset_len} samples", named)
     return fitting
 
 
-def _warn_short(limit: int, fitting: str) -> None:
+def _warn_short(limit: int, fitting: str, named: bool) -> None:
     gib = -(-limit // GIB) + 1
-    if has_memfd():
+    if has_memfd() and not (named and shm_room() < memory().spare):
         have = f"{format_size(memory().available)} of memory are available, of which {format_size(memory().floor)} stay free"
         remedy = "give this process more memory"
     elif shm_free():
         have = f"{SHM_DIR} has {format_size(shm_free())} free, of which a quarter is left to the batches"
         remedy = f"in Docker --shm-size={gib}g, on a host mount -o remount,size={gib}G {SHM_DIR}"
     else:
-        have = f"no shared memory: {SHM_DIR} cannot be written and memfd_create is forbidden"
+        have = f"no shared memory: {SHM_DIR} cannot be written" + (" and memfd_create is forbidden" if not named else "")
         remedy = f"in Docker --shm-size={gib}g, on a host mount -t tmpfs -o size={gib}G tmpfs {SHM_DIR}"
     logger.warning(
         "%s; the cache was given %s. Caching what fits: %s. Lower size_limit_gib, or %s.",

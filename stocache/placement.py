@@ -56,6 +56,7 @@ class Residency:
     def __init__(self, placement: Placement, dataset_len: int, slots: int) -> None:
         unit = placement.unit
         self.dataset_len = dataset_len
+        self.slot_count = slots
         self._unit = unit
         self._full = dataset_len // unit
         self._blocks = -(-dataset_len // unit)

@@ -1,12 +1,4 @@
-"""One segment of shared memory: created without a name, reserved before it is written, locked by the kernel, counted.
-
-Layout of the file, all of it sparse until used:
-
-    0            header: magic, format version, sizes; whether the user has been warned
-    4096         counter rows, one for each process that is attached now
-    + 64 KiB     extent states, one byte for each extent of the data
-    control      the owner's bytes, reserved from the start (a cache keeps one state byte per sample here)
-    data         the owner's data, a multiple of 2 MiB into the file, reserved extent by extent
+"""One segment of shared memory: with or without a name, reserved before it is written, locked by the kernel, counted.
 
 NOTE [ Kernel record locks ]
     All locks are fcntl record locks on byte ranges far beyond the end of the file. The kernel drops them when their process
@@ -21,12 +13,12 @@ import fcntl
 import logging
 import mmap
 import os
-import struct
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from multiprocessing import util
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
 from typing import Any
@@ -35,28 +27,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache import limits
+from stocache import directory, limits
+from stocache.directory import Key
 from stocache.errors import SegmentError
-from stocache.limits import MIB, format_size
+from stocache.layout import (
+    EXTENTS_AT,
+    HUGE_PAGE,
+    PERSISTS_AT,
+    REFUSED,
+    RESERVED,
+    ROW_WORDS,
+    ROWS,
+    ROWS_AT,
+    UNRESERVED,
+    WARNED_AT,
+    Layout,
+)
+from stocache.limits import format_size
 
 logger = logging.getLogger("stocache")
 
-_HEADER = struct.Struct("<8sQQQQ")  # magic, version, control bytes, data bytes, extent bytes
-_MAGIC, _VERSION = b"stocache", 1
-_WARNED_AT = 4095  # set once somebody has warned that the machine gives no more
-_ROWS_AT, _ROWS, _ROW_WORDS = 4096, 1024, 8
-_EXTENTS_AT = _ROWS_AT + _ROWS * _ROW_WORDS * 8
-_HUGE_PAGE = 2 * MIB
-
-_UNRESERVED, _RESERVED, _REFUSED = range(3)
-
 # Lock space: record locks need no bytes behind them, so each kind has a stretch of offsets of its own.
-_ROW_LOCKS, _EXTENTS_LOCK, _OWNER_LOCKS = 1 << 40, 1 << 41, 1 << 42
+ROW_LOCKS, _EXTENTS_LOCK, _OWNER_LOCKS = 1 << 40, 1 << 41, 1 << 42
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named in the mmap module
 
-_attached: "weakref.WeakValueDictionary[tuple[int, int], Segment]" = weakref.WeakValueDictionary()
-_attaching = threading.Lock()
+_attached: "weakref.WeakValueDictionary[Key, Segment]" = weakref.WeakValueDictionary()
+_mapped: "weakref.WeakValueDictionary[Key, mmap.mmap]" = weakref.WeakValueDictionary()
 
 
 class Segment:
@@ -75,26 +72,38 @@ class Segment:
     guard: threading.Lock
     fence: threading.Lock
 
-    def __init__(self, fd: int, control_bytes: int, data_bytes: int, extent_bytes: int, backing: str) -> None:
-        self.backing = backing
-        self.data_bytes = data_bytes
-        self.extent_bytes = extent_bytes
+    def __init__(self, fd: int, layout: Layout, backing: str, path: str | None = None) -> None:
+        self.layout, self.backing, self.path = layout, backing, path
+        self.data_bytes, self.extent_bytes = layout.data_bytes, layout.extent_bytes
+        self._data_at = layout.data_at
         self._fds = [fd] if fd >= 0 else []  # ours from here on, whatever happens
-        self._control_bytes = control_bytes
-        self._control_at, self._data_at, size = _layout(control_bytes, data_bytes, extent_bytes)
-        # A private duplicate of fd lives in the mmap object until Python 3.13 and its trackfd
-        options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) and fd >= 0 else {}
-        self._mmap = mmap.mmap(fd, size, **options)
-        self._huge = data_bytes >= _HUGE_PAGE and self._ask_for_huge_pages()
-        self._bytes = memoryview(self._mmap)
-        self._extents = self._bytes[_EXTENTS_AT : self._control_at]
-        self.control = self._bytes[self._control_at : self._control_at + control_bytes]
-        self._enter_process()
         if self._fds:
-            status = os.fstat(fd)
-            self._key = (status.st_dev, status.st_ino)
+            self._key = _key_of(fd)
+            weakref.finalize(self, _leave, self._key, self._fds, path).atexit = False  # see _leave_at_exit
+        self._mmap = self._map()
+        self._huge = self.data_bytes >= HUGE_PAGE and self._ask_for_huge_pages()
+        self._bytes = memoryview(self._mmap)
+        self._extents = self._bytes[EXTENTS_AT : layout.control_at]
+        self.control = self._bytes[layout.control_at : layout.control_at + layout.control_bytes]
+        if self._fds:
             _attached[self._key] = self
-            _watch_forks()
+            _watch_processes()
+        self._enter_process()
+
+    def _map(self) -> mmap.mmap:
+        if not self._fds:
+            return mmap.mmap(-1, self.layout.size)
+        mapping = _mapped.get(self._key)  # views may have kept it from an earlier attachment
+        if mapping is None:
+            if sys.version_info >= (3, 13):
+                mapping = mmap.mmap(self._fds[0], self.layout.size, trackfd=False)
+            elif self.path is None:
+                mapping = mmap.mmap(self._fds[0], self.layout.size)
+            else:  # the duplicate in it must not hold the file, and so is of another open file description
+                with open(f"/proc/self/fd/{self._fds[0]}", "r+b", buffering=0) as file:
+                    mapping = mmap.mmap(file.fileno(), self.layout.size)
+            _mapped[self._key] = mapping
+        return mapping
 
     def _enter_process(self) -> None:
         """Take a counter row and fresh locks: when attaching, and again in each forked child."""
@@ -103,11 +112,11 @@ class Segment:
         # A row goes from a process that ended to the next that comes, which counts on from there: no count is lost. The
         # last row is for whoever finds the others taken; its counts may lose some to races.
         if self._fds:
-            row = next((row for row in range(_ROWS - 1) if self._lock(_ROW_LOCKS + row)), _ROWS - 1)
+            row = next((row for row in range(ROWS - 1) if self._lock(ROW_LOCKS + row)), ROWS - 1)
         else:
-            row = os.getpid() % _ROWS
-        at = _ROWS_AT + row * _ROW_WORDS * 8
-        self.counters = self._bytes[at : at + _ROW_WORDS * 8].cast("Q")
+            row = os.getpid() % ROWS
+        at = ROWS_AT + row * ROW_WORDS * 8
+        self.counters = self._bytes[at : at + ROW_WORDS * 8].cast("Q")
 
     @classmethod
     def create(cls, control_bytes: int, data_bytes: int) -> "Segment":
@@ -115,25 +124,22 @@ class Segment:
 
         Where no shared memory can be had, its backing is "none" and its data has 0 bytes.
         """
-        extent_bytes = _extent_bytes(data_bytes)
-        control_at, _, size = _layout(control_bytes, data_bytes, extent_bytes)
+        layout = Layout.plan(control_bytes, data_bytes)
         for backing in _backings(control_bytes + data_bytes):
             fd = _open_anonymous(backing)
             if fd is None:
                 continue
             try:
-                os.ftruncate(fd, size)
-                os.posix_fallocate(fd, 0, control_at + control_bytes)
-                os.pwrite(fd, _HEADER.pack(_MAGIC, _VERSION, control_bytes, data_bytes, extent_bytes), 0)
+                layout.allocate(fd)
             except OSError as error:
                 os.close(fd)
                 logger.debug("no segment in %s: %s", backing, error)
                 continue
             try:
-                return cls(fd, control_bytes, data_bytes, extent_bytes, backing)
+                return cls(fd, layout, backing)
             except OSError as error:  # no address space to map it, say under ulimit -v
                 logger.debug("cannot map the segment in %s: %s", backing, error)
-        return cls(-1, control_bytes, 0, extent_bytes, "none")
+        return _blank(control_bytes)
 
     # ------------------------------------------------------------------------------------------------ memory
 
@@ -166,26 +172,21 @@ class Segment:
         Whole extents are reserved, each once. Call with `guard` held.
         """
         for extent in range(start // self.extent_bytes, -(-stop // self.extent_bytes)):
-            if self._extents[extent] != _RESERVED and not self._reserve_extent(extent):
+            if self._extents[extent] != RESERVED and not self._reserve_extent(extent):
                 return False
         return True
 
     def _reserve_extent(self, extent: int) -> bool:
         self._lock(_EXTENTS_LOCK, wait=True)  # one for all extents: together they must not take more than is spare
         try:
-            if self._extents[extent] == _UNRESERVED:
-                problem = self._allocate(*self._span(extent))
-                self._extents[extent] = _REFUSED if problem else _RESERVED
+            if self._extents[extent] == UNRESERVED:
+                problem = self._allocate(*self.layout.span(extent))
+                self._extents[extent] = REFUSED if problem else RESERVED
                 if problem:
                     self._warn_refused(problem)
-            return self._extents[extent] == _RESERVED
+            return self._extents[extent] == RESERVED
         finally:
             fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, _EXTENTS_LOCK)
-
-    def _span(self, extent: int) -> tuple[int, int]:
-        """Return where an extent begins in the file and how many bytes it has."""
-        start = extent * self.extent_bytes
-        return self._data_at + start, min(self.extent_bytes, self.data_bytes - start)
 
     def _allocate(self, at: int, nbytes: int) -> str:
         """Reserve memory behind part of the file; return why not, or ""."""
@@ -207,9 +208,9 @@ class Segment:
         return ""
 
     def _warn_refused(self, problem: str) -> None:
-        if self._bytes[_WARNED_AT]:  # by whichever process met the first refusal
+        if self._bytes[WARNED_AT]:  # by whichever process met the first refusal
             return
-        self._bytes[_WARNED_AT] = True
+        self._bytes[WARNED_AT] = True
         logger.warning(
             "cache stops growing at %s of %s: %s. Samples beyond stay uncached, training goes on. "
             "Lower size_limit_gib, or free memory; in Docker raise --memory or --shm-size.",
@@ -218,21 +219,17 @@ class Segment:
 
     def forget(self) -> None:
         """Zero all reserved data and give refused extents another chance. The owner sees to it that nobody writes."""
-        for extent in range(self._extent_count):
-            if self._extents[extent] == _RESERVED:
-                at, nbytes = self._span(extent)
+        for extent in range(self.layout.extent_count):
+            if self._extents[extent] == RESERVED:
+                at, nbytes = self.layout.span(extent)
                 self.tensor(at - self._data_at, nbytes).zero_()
             else:
-                self._extents[extent] = _UNRESERVED
-
-    @property
-    def _extent_count(self) -> int:
-        return -(-self.data_bytes // self.extent_bytes)
+                self._extents[extent] = UNRESERVED
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes of data that are backed by memory now."""
-        return sum(self._span(e)[1] for e in range(self._extent_count) if self._extents[e] == _RESERVED)
+        return self.layout.reserved_bytes(self._extents)
 
     @property
     def huge_pages(self) -> bool:
@@ -280,38 +277,55 @@ class Segment:
 
     def totals(self) -> list[int]:
         """Return the sums of the `counters` of all processes that are or were attached."""
-        rows = np.frombuffer(self._mmap, dtype=np.uint64, offset=_ROWS_AT, count=_ROWS * _ROW_WORDS)
-        return [int(total) for total in rows.reshape(_ROWS, _ROW_WORDS).sum(axis=0)]
+        rows = np.frombuffer(self._mmap, dtype=np.uint64, offset=ROWS_AT, count=ROWS * ROW_WORDS)
+        return [int(total) for total in rows.reshape(ROWS, ROW_WORDS).sum(axis=0)]
 
     # ------------------------------------------------------------------------------------------------ crossing processes
 
     def __reduce__(self) -> tuple[Callable[..., "Segment"], tuple[Any, ...]]:
         """Pickle as a handle: a descriptor for a process being spawned, the path of ours for one already running."""
         if not self._fds:
-            return _blank, (self._control_bytes, self.extent_bytes)
+            return _blank, (self.layout.control_bytes,)
         spawning = get_spawning_popen() is not None
         handle = DupFd(self._fds[0]) if spawning else f"/proc/{os.getpid()}/fd/{self._fds[0]}"
-        return _attach, (self._key, handle, self.backing)
+        return _attach, (self._key, handle, self.backing, self.path)
 
-    def __del__(self) -> None:
-        for fd in getattr(self, "_fds", ()):
-            os.close(fd)
+    # ------------------------------------------------------------------------------------------------ names
 
+    @property
+    def deleted(self) -> bool:
+        """Whether the file of a named segment was deleted: this process may go on, but nobody can find it any more."""
+        return self.path is not None and os.fstat(self._fds[0]).st_nlink == 0
 
-def _layout(control_bytes: int, data_bytes: int, extent_bytes: int) -> tuple[int, int, int]:
-    """Return where control begins, where data begins, and the size of the whole file."""
-    control_at = _round_up(_EXTENTS_AT + -(-data_bytes // extent_bytes), 4096)
-    data_at = _round_up(control_at + control_bytes, _HUGE_PAGE) if data_bytes else control_at + control_bytes
-    return control_at, data_at, data_at + data_bytes
-
-
-def _round_up(n: int, step: int) -> int:
-    return -(-n // step) * step
+    def persist(self) -> None:
+        """Have the file of a named segment stay when its last holder leaves."""
+        self._bytes[PERSISTS_AT] = True
 
 
-def _extent_bytes(data_bytes: int) -> int:
-    """Return the grain of reservation: 64 MiB, and less for small data, so that a refusal costs at most a 16th of it."""
-    return min(max(_round_up(data_bytes // 16, _HUGE_PAGE), _HUGE_PAGE), 64 * MIB)
+def _key_of(fd: int) -> Key:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+def attached(key: Key) -> Segment | None:
+    """Return the segment this process has of a file. With `directory.attaching` held."""
+    return _attached.get(key)
+
+
+def _leave(key: Key, fds: list[int], path: str | None) -> None:
+    """Let the descriptors of a segment that is gone go, and the file of a named one with its last holder."""
+    with directory.attaching:
+        successor = _attached.get(key)
+        if successor is not None:  # attached again meanwhile: closing these would drop its locks
+            successor._fds += fds
+            return
+        while fds:
+            os.close(fds.pop())
+        if path is not None:
+            try:
+                directory.remove_unheld(path, key)
+            except OSError as error:
+                logger.debug("cannot remove %s: %s", path, error)
 
 
 _HUGE_POLICIES = ("always", "within_size", "advise", "force")
@@ -338,13 +352,13 @@ def _open_anonymous(backing: str) -> int | None:
         return None
 
 
-def _blank(control_bytes: int, extent_bytes: int) -> Segment:
-    return Segment(-1, control_bytes, 0, extent_bytes, "none")
+def _blank(control_bytes: int) -> Segment:
+    return Segment(-1, Layout.plan(control_bytes, 0), "none")
 
 
-def _attach(key: tuple[int, int], handle: Any, backing: str) -> Segment:
+def _attach(key: Key, handle: Any, backing: str, path: str | None) -> Segment:
     """Return the segment behind a pickled handle: the one this process has, or a new attachment."""
-    with _attaching:  # two threads must not make two segments of one file
+    with directory.attaching:  # two threads must not make two segments of one file
         segment = _attached.get(key)
         if segment is not None:
             if not isinstance(handle, str) and (fd := handle.detach()) not in segment._fds:
@@ -352,11 +366,14 @@ def _attach(key: tuple[int, int], handle: Any, backing: str) -> Segment:
             return segment
         fd = _open_path(key, handle) if isinstance(handle, str) else handle.detach()
         os.set_inheritable(fd, False)
-        magic, version, control_bytes, data_bytes, extent_bytes = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
-        if (magic, version) != (_MAGIC, _VERSION):
+        try:
+            layout = Layout.read(fd)
+            if path is not None:
+                directory.hold(fd)
+        except OSError as error:
             os.close(fd)
-            raise SegmentError(f"segment has format {magic!r} version {version}, this stocache reads {_MAGIC!r} {_VERSION}.")
-        return Segment(fd, control_bytes, data_bytes, extent_bytes, backing)
+            raise SegmentError(f"cannot attach to the cache: its segment {error}") from None
+        return Segment(fd, layout, backing, path)
 
 
 def _open_path(key: tuple[int, int], path: str) -> int:
@@ -372,19 +389,33 @@ def _open_path(key: tuple[int, int], path: str) -> int:
     raise SegmentError(f"cannot attach to the cache through {path}: its process has closed it.")
 
 
-_watching_forks = False
+_watching = False
 
 
-def _watch_forks() -> None:
-    """Have forked children enter each segment; registered with the first segment, not on import."""
-    global _watching_forks
-    if not _watching_forks:
-        _watching_forks = True
+def _watch_processes() -> None:
+    """Have forked children enter each segment, and segments left at exit; set up with the first one, not on import."""
+    global _watching
+    if not _watching:
+        _watching = True
         os.register_at_fork(after_in_child=_enter_child)
+        util.register_after_fork(Segment, lambda _: _leave_at_exit())  # multiprocessing forgets its finalizers in a child
+        _leave_at_exit()
 
 
 def _enter_child() -> None:
-    global _attaching
-    _attaching = threading.Lock()
+    directory.enter_child()
     for segment in list(_attached.values()):
         segment._enter_process()
+    _leave_at_exit()
+
+
+def _leave_at_exit() -> None:
+    # Below 0: after multiprocessing has ended the daemons among its children, such as DataLoader workers, which hold it too
+    util.Finalize(None, _leave_all, exitpriority=-100)
+
+
+def _leave_all() -> None:
+    for segment in list(_attached.values()):
+        if segment.path is not None:
+            del _attached[segment._key]
+            _leave(segment._key, segment._fds, segment.path)

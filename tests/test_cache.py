@@ -18,8 +18,10 @@ from stocache import (
     SampleIndexError,
     SegmentError,
     SharedCache,
+    SharedCacheDDP,
     SlotError,
     SlotState,
+    layout,
     limits,
 )
 from stocache import segment as segment_module
@@ -56,7 +58,32 @@ def unpickled():
     return pickle.loads(pickle.dumps(cache))
 
 
-@pytest.fixture(params=[in_shm, scattered, in_blocks, unpickled, "memfd"], ids=lambda p: getattr(p, "__name__", p))
+def named():
+    return SharedCache(LIMIT, N, DIMS, name="contract", fingerprint="1")
+
+
+def ddp():
+    return SharedCacheDDP(LIMIT, N, DIMS, name="contract")
+
+
+def attached():
+    """A cache that another process made and filled, and left for us."""
+    pid = os.fork()
+    if pid == 0:
+        with SharedCacheDDP(LIMIT, N, DIMS, name="contract", persist=True, fingerprint="1") as cache:
+            fill(cache)
+            cache.clear()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    cache = SharedCacheDDP(LIMIT, N, DIMS, name="contract", fingerprint="1")
+    os.pwrite(cache._segment._fds[0], b"\0", layout.PERSISTS_AT)  # let it go with this test
+    return cache
+
+
+MAKERS = [in_shm, scattered, in_blocks, unpickled, named, ddp, attached]
+
+
+@pytest.fixture(params=[*MAKERS, "memfd"], ids=lambda p: getattr(p, "__name__", p))
 def cache(request, monkeypatch):
     if request.param == "memfd":
         monkeypatch.setattr(limits, "shm_free", lambda: 0)

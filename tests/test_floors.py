@@ -10,12 +10,15 @@ import stocache
 PACKAGE = Path(stocache.__file__).parent
 FLOORS = [
     {"errors", "limits", "placement", "structure", "stats"},
-    {"segment"},
-    {"columns", "cache"},
+    {"layout", "directory", "segment", "named"},
+    {"columns", "opening", "cache"},
     {"__init__"},
     {"bench", "cli", "__main__"},
 ]
-WITHIN = {("limits", "errors"), ("placement", "errors"), ("structure", "errors"), ("cache", "columns")}
+WITHIN = {("limits", "errors"), ("placement", "errors"), ("structure", "errors")}
+WITHIN |= {("directory", "layout"), ("segment", "layout"), ("segment", "directory")}
+WITHIN |= {("named", "layout"), ("named", "directory"), ("named", "segment")}
+WITHIN |= {("opening", "columns"), ("cache", "columns"), ("cache", "opening")}
 WITHIN |= {("__main__", "cli"), ("cli", "bench")}
 
 
@@ -52,7 +55,7 @@ def test_every_error_is_a_stocache_error_and_drawn_in_the_docstring():
     from stocache import errors
 
     classes = [item for item in vars(errors).values() if isinstance(item, type)]
-    assert len(classes) == 7
+    assert len(classes) == 9
     for item in classes:
         assert issubclass(item, errors.StocacheError)
         assert item.__name__ in errors.__doc__

@@ -7,8 +7,9 @@ import pickle
 import pytest
 import torch
 
-from stocache import SegmentError, limits
+from stocache import SegmentError, layout, limits
 from stocache import segment as segment_module
+from stocache.layout import Layout
 from stocache.limits import GIB, MIB, Memory
 from stocache.segment import Segment
 
@@ -60,13 +61,12 @@ def test_what_is_written_is_what_the_mapping_shows(segment):
     assert segment.control[99] == 7
 
 
-def test_a_tensor_keeps_the_memory_when_the_segment_is_gone(segment):
+def test_a_tensor_keeps_the_memory_when_the_segment_is_gone():
+    segment = Segment.create(100, 5 * MIB)
     with segment.guard:
         segment.reserve(0, 4)
     segment.write(0, b"abcd", 4)
     tensor = segment.tensor(0, 4)
-    segment.__del__()
-    segment._fds.clear()
     del segment
     assert bytes(tensor.tolist()) == b"abcd"
 
@@ -153,8 +153,8 @@ def test_rows_of_ended_processes_are_taken_over(segment):
 
 
 def segment_rows(segment):
-    start, words = segment_module._ROWS_AT, segment_module._ROW_WORDS
-    rows = torch.frombuffer(segment._mmap, dtype=torch.int64, offset=start, count=segment_module._ROWS * words).view(-1, words)
+    count = layout.ROWS * layout.ROW_WORDS
+    rows = torch.frombuffer(segment._mmap, dtype=torch.int64, offset=layout.ROWS_AT, count=count).view(-1, layout.ROW_WORDS)
     return rows[rows.any(dim=1)]
 
 
@@ -189,19 +189,19 @@ def test_a_running_process_attaches_through_proc(segment, start_method):
 
 
 def test_attaching_after_the_owner_let_go_is_a_clear_error(segment):
-    function, (key, path, backing) = segment.__reduce__()
+    function, (key, handle, backing, path) = segment.__reduce__()
     with pytest.raises(SegmentError, match=r"its process has closed it"):
-        function((key[0], key[1] + 1), path, backing)
+        function((key[0], key[1] + 1), handle, backing, path)
     with pytest.raises(SegmentError, match="The process that pickled it must be alive, on this machine"):
-        function((0, 0), "/proc/self/fd/99999", backing)
+        function((0, 0), "/proc/self/fd/99999", backing, path)
 
 
 def test_a_file_of_another_format_is_refused(segment):
-    function, (key, path, backing) = segment.__reduce__()
+    function, (key, *handle) = segment.__reduce__()
     os.pwrite(segment._fds[0], b"stocache\x63", 0)
     del segment_module._attached[key]
-    with pytest.raises(SegmentError, match="version 99, this stocache reads b'stocache' 1"):
-        function(key, path, backing)
+    with pytest.raises(SegmentError, match="format version 99, this stocache reads version 1"):
+        function(key, *handle)
 
 
 def test_without_shared_memory_there_is_control_but_no_data(monkeypatch):
@@ -241,4 +241,4 @@ def test_shm_comes_first_when_it_has_the_room(monkeypatch):
 
 @pytest.mark.parametrize(("data", "extent"), [(0, 2), (1, 2), (32, 2), (33, 4), (512, 32), (1024, 64), (65536, 64)])
 def test_extents_are_a_16th_of_the_data_within_bounds(data, extent):
-    assert segment_module._extent_bytes(data * MIB) == extent * MIB
+    assert Layout.plan(0, data * MIB).extent_bytes == extent * MIB

@@ -1,0 +1,131 @@
+"""Where things are in the file of a segment, and the header that says so.
+
+    0            header: magic, format version, sizes, checksum; a descriptor in JSON; two flags
+    4096         counter rows, one for each process that is attached now
+    + 64 KiB     extent states, one byte for each extent of the data
+    control      the owner's bytes, reserved from the start (a cache keeps one state byte per sample here)
+    data         the owner's data, a multiple of 2 MiB into the file, reserved extent by extent
+
+All of it is sparse until used. The header never changes once the file can be found; the flags may.
+"""
+
+import mmap
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+
+from stocache.errors import SegmentError
+from stocache.limits import MIB, format_size
+
+_HEADER = struct.Struct("<8sQQQQII")  # magic, version, control, data and extent bytes; bytes of the descriptor; CRC-32
+_MAGIC, _VERSION = b"stocache", 1
+PERSISTS_AT = 4094  # set when the file is to stay after its last holder
+WARNED_AT = 4095  # set once somebody has warned that the machine gives no more
+DESCRIPTOR_MAX = PERSISTS_AT - _HEADER.size
+
+ROWS_AT, ROWS, ROW_WORDS = 4096, 1024, 8
+EXTENTS_AT = ROWS_AT + ROWS * ROW_WORDS * 8
+
+UNRESERVED, RESERVED, REFUSED = range(3)  # the states of an extent
+
+HUGE_PAGE = 2 * MIB
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes that fix every offset in the file.
+
+    Attributes:
+        descriptor: what the owner says of the data, up to `DESCRIPTOR_MAX` bytes; empty where nobody needs to know.
+    """
+
+    control_bytes: int
+    data_bytes: int
+    extent_bytes: int
+    descriptor: bytes = b""
+
+    @classmethod
+    def plan(cls, control_bytes: int, data_bytes: int, descriptor: bytes = b"") -> "Layout":
+        """Return the layout for new data: extents of 64 MiB, and less for small data, so that a refusal costs a 16th of it."""
+        extent_bytes = min(max(_round_up(data_bytes // 16, HUGE_PAGE), HUGE_PAGE), 64 * MIB)
+        return cls(control_bytes, data_bytes, extent_bytes, descriptor)
+
+    @property
+    def extent_count(self) -> int:
+        """How many extents the data has."""
+        return -(-self.data_bytes // self.extent_bytes)
+
+    @property
+    def control_at(self) -> int:
+        """Where control begins."""
+        return _round_up(EXTENTS_AT + self.extent_count, 4096)
+
+    @property
+    def data_at(self) -> int:
+        """Where the data begins."""
+        control_end = self.control_at + self.control_bytes
+        return _round_up(control_end, HUGE_PAGE) if self.data_bytes else control_end
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return self.data_at + self.data_bytes
+
+    def span(self, extent: int) -> tuple[int, int]:
+        """Return where an extent begins in the file and how many bytes it has."""
+        start = extent * self.extent_bytes
+        return self.data_at + start, min(self.extent_bytes, self.data_bytes - start)
+
+    def reserved_bytes(self, states: bytes | memoryview) -> int:
+        """Return the bytes of data that are backed by memory, given the states of the extents."""
+        return sum(self.span(extent)[1] for extent in range(self.extent_count) if states[extent] == RESERVED)
+
+    def allocate(self, fd: int) -> None:
+        """Give a new, empty file its size, its header, and memory for all but the data.
+
+        Raises:
+            OSError: there is none.
+        """
+        os.ftruncate(fd, self.size)
+        os.posix_fallocate(fd, 0, self.control_at + self.control_bytes)
+        os.pwrite(fd, self._pack(self._checksum()) + self.descriptor, 0)
+
+    @classmethod
+    def read(cls, fd: int) -> "Layout":
+        """Return the layout of a file, checked against the file.
+
+        Raises:
+            SegmentError: it is no segment, of another format, damaged, or cut.
+        """
+        header = os.pread(fd, _HEADER.size, 0)
+        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+            raise SegmentError(f"is no segment of stocache: begins with {header[:8]!r}, expected {_MAGIC!r}.")
+        _, version, control_bytes, data_bytes, extent_bytes, descriptor_bytes, checksum = _HEADER.unpack(header)
+        if version != _VERSION:
+            raise SegmentError(f"has format version {version}, this stocache reads version {_VERSION}.")
+        layout = cls(control_bytes, data_bytes, extent_bytes, os.pread(fd, min(descriptor_bytes, DESCRIPTOR_MAX), _HEADER.size))
+        if layout._checksum() != checksum:
+            raise SegmentError(f"has a damaged header (crc32 {layout._checksum():08x}, expected {checksum:08x}).")
+        status = os.fstat(fd)
+        if status.st_size != layout.size:
+            raise SegmentError(f"is damaged: it has {status.st_size} bytes, its header says {layout.size}.")
+        states = os.pread(fd, layout.extent_count, EXTENTS_AT)
+        backed = _round_up(layout.control_at + control_bytes, mmap.PAGESIZE)
+        backed += _round_up(layout.reserved_bytes(states), mmap.PAGESIZE)
+        if status.st_blocks * 512 < backed:  # somebody cut the file and stretched it again
+            raise SegmentError(
+                f"is damaged: {format_size(status.st_blocks * 512)} of memory are behind it, of {format_size(backed)}."
+            )
+        return layout
+
+    def _pack(self, checksum: int) -> bytes:
+        sizes = self.control_bytes, self.data_bytes, self.extent_bytes, len(self.descriptor)
+        return _HEADER.pack(_MAGIC, _VERSION, *sizes, checksum)
+
+    def _checksum(self) -> int:
+        return zlib.crc32(self._pack(0) + self.descriptor)
+
+
+def _round_up(n: int, step: int) -> int:
+    return -(-n // step) * step
