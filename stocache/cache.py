@@ -15,7 +15,8 @@ NOTE [ Races and errors ]
 
 import logging
 import operator
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -24,7 +25,8 @@ import torch
 from torch import Tensor
 
 from stocache.columns import Columns
-from stocache.errors import CacheNameError, ClosedError, LimitError, SampleIndexError, SegmentError, SlotError
+from stocache.errors import CacheNameError, ClosedError, SampleIndexError, SegmentError, SlotError
+from stocache.indices import check_index, check_indices, check_len
 from stocache.limits import format_size
 from stocache.opening import EMPTY, OOB, SET, mark_outsiders, open_named, open_own
 from stocache.placement import Placement, Residency
@@ -102,7 +104,7 @@ class SharedCache:
         fingerprint: str | None = None,
     ) -> None:
         structure = data_dims if isinstance(data_dims, Structure) else Structure.from_dims(data_dims, dtype)
-        dataset_len = _check_len(dataset_len)
+        dataset_len = check_len(dataset_len)
         placement = placement if isinstance(placement, Placement) else Placement(placement)
         if name is not None:
             slots, segment = open_named(name, persist, fingerprint, size_limit_gib, dataset_len, structure, placement)
@@ -231,6 +233,47 @@ class SharedCache:
         self._states[idx] = SET
         return FILLS
 
+    def get_or_load(self, idx: int, load: Callable[[int], Any], *, timeout_s: float = 10.0) -> Any:
+        """Return sample ``idx`` from the cache, or else from ``load(idx)``, which is then cached.
+
+        Of all threads, processes and jobs that want an empty sample at one time, one loads it and the others wait. So jobs that
+        read in the same order (the same seed, a sweep) do not all read the source.
+
+        Args:
+            idx: sample index in ``[0, dataset_len)``; where it lies outside the cache, everyone loads for himself.
+            load: called with ``idx``; what it raises passes through, and the next one to want the sample loads it.
+            timeout_s: seconds to wait for the load of another, who may be paused, before loading too. The dead never hold it.
+
+        Returns:
+            A private copy, or what ``load`` returned.
+
+        Raises:
+            SampleIndexError: ``idx`` is no integer or outside the dataset.
+            SampleError: what ``load`` returned does not fit the cache.
+        """
+        idx = self._index(idx, "get_or_load")
+        may_fill = self._states[idx] == EMPTY and not self._columns.refused(self._slot(idx))
+        claimed = may_fill and self._claim(idx, timeout_s)
+        try:
+            value = self.get_slot(idx)
+            if value is None:
+                value = load(idx)
+                self.set_slot(idx, value)
+            return value
+        finally:
+            if claimed:
+                self._segment.release_claim(idx)
+
+    def _claim(self, idx: int, timeout_s: float) -> bool:
+        """Wait until sample ``idx`` is ours to load (True), or has been set, or the time is over."""
+        pause_s, deadline = 0.0002, time.monotonic() + timeout_s
+        while not self._segment.try_claim(idx):
+            if self._states[idx] == SET or time.monotonic() > deadline:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.01)
+        return True
+
     # ------------------------------------------------------------------------------------------------ many samples
 
     def get_slots(self, indices: Sequence[int] | Tensor, *, out: Any = None) -> tuple[Any, Tensor]:
@@ -251,7 +294,7 @@ class SharedCache:
 
         Safe from any process and thread; hits take no lock.
         """
-        index = self._indices(indices, "get_slots")
+        index = check_indices(indices, self._dataset_len, "get_slots")
         columns, count = self._columns, len(index)
         items = columns.new_batch(count) if out is None else columns.split_batch(out, count, "get_slots: out", contiguous=True)
         states = self._aux.numpy()[index]  # numpy: its calls cost a third of torch's, which at 12 KB a row is felt
@@ -278,7 +321,7 @@ class SharedCache:
             SampleError: ``values`` does not hold B rows of the cache's dtype and shape. Nothing has been stored.
             SampleIndexError, SlotError: as `set_slot`; samples before the one at fault are stored.
         """
-        index = self._indices(indices, "set_slots")
+        index = check_indices(indices, self._dataset_len, "set_slots")
         items = self._columns.split_batch(values, len(index), "set_slots: values")
         for position, idx in enumerate(index.tolist()):
             self.set_slot(idx, self._columns.sample(items, position), allow_oob_idx, allow_overwrite)
@@ -344,13 +387,8 @@ class SharedCache:
 
     def stats(self) -> CacheStats:
         """Return the counts and amounts of now, summed over all processes. Reads one byte per sample."""
-        counts = self._segment.totals()
-        return CacheStats(
-            hits=counts[HITS],
-            misses=counts[MISSES],
-            fills=counts[FILLS],
-            races=counts[RACES],
-            refused=counts[REFUSED],
+        return CacheStats.of(
+            self._segment.totals(),
             dataset_len=self._dataset_len,
             slots=self._slots,
             filled=int((self._aux == SET).count_nonzero()),
@@ -403,31 +441,7 @@ class SharedCache:
 
     def _index(self, idx: Any, call: str) -> int:
         self._segment  # noqa: B018  raises when closed
-        try:
-            index = operator.index(idx)
-        except TypeError:
-            raise SampleIndexError(
-                f"{call}({idx!r:.100}): a sample index is one integer, not a {type(idx).__name__}."
-            ) from None
-        if not 0 <= index < self._dataset_len:
-            raise SampleIndexError(f"{call}({index}): outside the dataset of {self._dataset_len} samples.")
-        return index
-
-    def _indices(self, indices: Any, call: str) -> np.ndarray[Any, np.dtype[np.int64]]:
-        try:
-            index = indices.cpu().numpy() if isinstance(indices, Tensor) else np.asarray(indices)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise SampleIndexError(f"{call}: indices are a {type(indices).__name__} of no integers: {error}") from None
-        if index.size == 0:
-            return np.empty(0, np.int64)
-        if index.ndim != 1 or index.dtype.kind not in "iu":
-            raise SampleIndexError(f"{call}: indices are {index.dtype}{list(index.shape)}, expected a list of integers.")
-        index = np.ascontiguousarray(index, dtype=np.int64)
-        if index.view(np.uint64).max() >= self._dataset_len:  # a negative index is a huge one
-            raise SampleIndexError(
-                f"{call}: indices from {index.min()} to {index.max()} reach outside the dataset of {self._dataset_len} samples."
-            )
-        return index
+        return check_index(idx, self._dataset_len, call)
 
     def _outside(self, idx: int, call: str) -> NoReturn:
         raise SampleIndexError(
@@ -491,13 +505,3 @@ class SharedCacheDDP(SharedCache):
             persist=persist,
             fingerprint=fingerprint,
         )
-
-
-def _check_len(dataset_len: Any) -> int:
-    try:
-        length = operator.index(dataset_len)
-    except TypeError:
-        raise LimitError(f"dataset_len={dataset_len!r:.100} is not an integer.") from None
-    if length < 0:
-        raise LimitError(f"dataset_len={length} is negative.")
-    return length

@@ -1,9 +1,9 @@
-"""The command line: ``stocache bench``, ``stocache info``. Heavy modules are imported by the command that needs them."""
+"""The command line: bench, info, ls, stat, rm, top, doctor. Heavy modules are imported by the command that needs them."""
 
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -83,7 +83,7 @@ def _parse_percentages(text: str) -> list[float]:
 
 
 @app.command()
-def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, all amounts in bytes.")] = False) -> None:
+def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False) -> None:
     """Show what this machine can give to a cache, and what size_limit_gib="auto" would take."""
     from stocache import limits
 
@@ -124,6 +124,164 @@ def _huge_advice(policy: str) -> str:
     if policy not in ("never", "deny"):
         return f"yes ({policy})"
     return f"no ({policy}): each process pays 2 MiB of page tables per GiB cached. As root: echo advise > {limits.SHMEM_HUGE}"
+
+
+# ---------------------------------------------------------------------------------------------------- named caches
+
+_User = Annotated[str | None, typer.Option("--user", help="Caches of this user (name or number), or of 'all'. Default: yours.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")]
+
+
+@app.command()
+def ls(user: _User = None, as_json: _Json = False) -> None:
+    """List named caches: memory, fill, hit rate, who holds them.
+
+    States: live, somebody holds it; kept, nobody does, but it is to stay; dead, left behind by killed processes; bad, no cache.
+    """
+    from stocache import listing, top
+
+    caches = listing.find(_uid(user))
+    if as_json:
+        typer.echo(json.dumps([cache.as_dict() for cache in caches], indent=2))
+    elif caches:
+        _print(top.table(caches, users=user is not None))
+    else:
+        typer.echo("no named caches")
+
+
+@app.command()
+def stat(name: str, user: _User = None, as_json: _Json = False) -> None:
+    """Show everything about one named cache."""
+    from stocache import listing, top
+    from stocache.limits import format_size
+
+    cache = next((cache for cache in listing.find(_uid(user)) if cache.name == name), None)
+    if cache is None:
+        _fail(f"there is no cache {name!r}. stocache ls lists those there are.")
+    if as_json:
+        typer.echo(json.dumps(cache.as_dict(), indent=2))
+        return
+    rows = {"name": cache.name, "user": cache.user, "file": cache.path, "state": cache.problem or cache.state}
+    if cache.stats:
+        stats = cache.stats
+        rows |= {
+            "persistent": "yes" if cache.persistent else "no",
+            "age": top.age(cache),
+            "samples": f"{stats.dataset_len} of {cache.samples}, {format_size(stats.slot_bytes)} each",
+            "fingerprint": "none" if cache.fingerprint is None else cache.fingerprint,
+            "memory": f"{format_size(cache.memory_bytes)}, at most {format_size(stats.slots * stats.slot_bytes)}",
+            "filled": f"{stats.filled} of {stats.slots} slots, {stats.fill_fraction:.1%} of the dataset",
+            "hits": f"{stats.hits}, rate {top.hit_rate(cache)}",
+            "misses": str(stats.misses),
+            "fills": f"{stats.fills}, late {stats.races}, refused {stats.refused}",
+        }
+    for key, value in rows.items():
+        typer.echo(f"{key:<12} {value}")
+    for number, holder in enumerate(cache.holders):
+        typer.echo(f"{'held by' if number == 0 else '':<12} {holder.pid} {holder.command}")
+
+
+@app.command()
+def rm(
+    names: Annotated[list[str] | None, typer.Argument(help="Caches to remove.")] = None,
+    dead: Annotated[bool, typer.Option("--dead", help="Remove what killed processes left behind, but nothing kept.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also what is in use, damaged, or another user's.")] = False,
+    user: _User = None,
+) -> None:
+    """Remove named caches that nobody holds. With --force, those who hold one go on, but nobody finds it any more."""
+    from stocache import directory, limits, listing, named
+    from stocache.errors import StocacheError
+
+    if bool(names) == dead:
+        raise typer.BadParameter("say which: stocache rm NAME..., or stocache rm --dead")
+    uid = _uid(user)
+    if dead:
+        doomed = [cache for cache in listing.find(uid) if cache.state == "dead"]
+        paths, size = [cache.path for cache in doomed], sum(cache.memory_bytes for cache in doomed)
+        typer.echo(f"{len(paths)} dead caches, {limits.format_size(size)}")
+    else:
+        if uid == -1:
+            raise typer.BadParameter("--user all goes with --dead; name one user.")
+        paths = []
+        for name in names or ():
+            try:
+                paths.append(directory.path_of(name, uid))
+            except StocacheError as error:
+                _fail(str(error))
+    failed = False
+    for path in paths:
+        try:
+            named.remove(path, force or (dead and user is not None))
+            typer.echo(f"removed {path}")
+        except OSError as error:
+            failed = True
+            typer.echo(str(error), err=True)
+    raise typer.Exit(failed)
+
+
+@app.command()
+def top(interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0, user: _User = None) -> None:
+    """Watch named caches live: fill, hit rate, hits per second. q leaves."""
+    import sys
+
+    from stocache import listing
+    from stocache.top import watch
+
+    uid = _uid(user)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        _fail("top needs a terminal. In scripts: stocache ls --json")
+    watch(lambda: listing.find(uid), interval)
+
+
+@app.command()
+def doctor(
+    size_limit_gib: Annotated[str | None, typer.Option(help="The limit you mean to give a cache, such as 32 or 500MB.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Look for what stands in a cache's way on this machine, and say what to do. Exits with 1 if there is a problem."""
+    from stocache import doctor, limits
+    from stocache.errors import LimitError
+
+    try:
+        size_limit = limits.parse_size(size_limit_gib) if size_limit_gib not in (None, "auto") else None
+    except LimitError as error:
+        raise typer.BadParameter(str(error)) from None
+    findings = doctor.examine(size_limit)
+    if as_json:
+        typer.echo(json.dumps([vars(finding) for finding in findings], indent=2))
+    else:
+        for finding in findings:
+            typer.echo(f"{finding.kind}: {finding.what}\n    do: {finding.remedy}")
+        typer.echo(f"{sum(finding.kind == 'problem' for finding in findings)} problems found")
+    raise typer.Exit(any(finding.kind == "problem" for finding in findings))
+
+
+def _uid(user: str | None) -> int | None:
+    """Return the number of a user, -1 for "all", None for none given."""
+    import pwd
+
+    if user is None or user == "all":
+        return -1 if user else None
+    if user.isdecimal():
+        return int(user)
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except KeyError:
+        raise typer.BadParameter(f"there is no user {user!r} here.") from None
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(1)
+
+
+def _print(table: Any) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=240)  # a file or a pipe has room
+    console.print(table)
 
 
 def main() -> None:

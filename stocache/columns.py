@@ -172,6 +172,10 @@ class Columns:
         """Make the memory of slots ``[start, stop)`` safe to touch; see `Segment.reserve`."""
         return all(self._segment.reserve(at + start * nbytes, at + stop * nbytes) for at, nbytes in self._places)
 
+    def refused(self, slot: int) -> bool:
+        """Whether the machine has refused the memory of a slot; see `Segment.refused`."""
+        return any(self._segment.refused(at + slot * nbytes, at + (slot + 1) * nbytes) for at, nbytes in self._places)
+
     def write(self, slot: int, buffers: list[Any]) -> None:
         """Write the bytes of a sample, as its structure encodes them, into a reserved slot."""
         for (offset, nbytes), buffer in zip(self._places, buffers, strict=True):

@@ -138,6 +138,12 @@ def key_of(at: int, path: str) -> Key | None:
     return status.st_dev, status.st_ino
 
 
+def identify(fd: int) -> Key:
+    """Return what the file of a descriptor is."""
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
 def open_file(at: int, path: str) -> int | None:
     """Open what `key_of` has found good; None where it went meanwhile. To be given to `hold` or `close`."""
     try:
@@ -220,10 +226,11 @@ def lock_owners(first: int, count: int) -> dict[Key, list[int]]:
     return {key: sorted(pids) for key, pids in owners.items()}
 
 
-def has_deleted(pid: int, path: str) -> bool:
-    """Whether a process has the file open that once was at ``path`` and was deleted."""
-    links = Path(f"/proc/{pid}/fd")
-    try:
-        return any(os.readlink(link) == f"{path} (deleted)" for link in links.iterdir())
-    except OSError:  # it ended, or is not ours to look into
-        return False
+def deleted_files(pid: int) -> list[str]:
+    """Return the former paths of the deleted files a process has open; none when it ended or is not ours to look into."""
+    paths = []
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                paths.append(os.readlink(link))
+    return [path.removesuffix(" (deleted)") for path in paths if path.endswith(" (deleted)")]

@@ -15,6 +15,8 @@ import struct
 import zlib
 from dataclasses import dataclass
 
+import numpy as np
+
 from stocache.errors import SegmentError
 from stocache.limits import MIB, format_size
 
@@ -107,10 +109,10 @@ class Layout:
         layout = cls(control_bytes, data_bytes, extent_bytes, os.pread(fd, min(descriptor_bytes, DESCRIPTOR_MAX), _HEADER.size))
         if layout._checksum() != checksum:
             raise SegmentError(f"has a damaged header (crc32 {layout._checksum():08x}, expected {checksum:08x}).")
+        states = os.pread(fd, layout.extent_count, EXTENTS_AT)  # before the look at the blocks, for others may be filling
         status = os.fstat(fd)
         if status.st_size != layout.size:
             raise SegmentError(f"is damaged: it has {status.st_size} bytes, its header says {layout.size}.")
-        states = os.pread(fd, layout.extent_count, EXTENTS_AT)
         backed = _round_up(layout.control_at + control_bytes, mmap.PAGESIZE)
         backed += _round_up(layout.reserved_bytes(states), mmap.PAGESIZE)
         if status.st_blocks * 512 < backed:  # somebody cut the file and stretched it again
@@ -125,6 +127,11 @@ class Layout:
 
     def _checksum(self) -> int:
         return zlib.crc32(self._pack(0) + self.descriptor)
+
+
+def sum_rows(rows: bytes | memoryview) -> list[int]:
+    """Return the sums of the counter rows."""
+    return [int(total) for total in np.frombuffer(rows, dtype=np.uint64).reshape(ROWS, ROW_WORDS).sum(axis=0)]
 
 
 def _round_up(n: int, step: int) -> int:

@@ -12,7 +12,7 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,14 +110,63 @@ def join(name: str, wanted: Identity, persist: bool, plan: Callable[[], Plan | N
             if new is None:
                 return None
             _make(at, path, new)
-            found = _attach(at, path, wanted)
+            found = _attach(at, path, wanted, new=True)
             assert found is not None
         if persist:
             found[0].persist()
         return found
 
 
-def _attach(at: int, path: str, wanted: Identity) -> tuple[Segment, Descriptor] | None:
+@contextlib.contextmanager
+def peek(at: int, path: str) -> Iterator[tuple[int, bool]]:
+    """Give a descriptor to read the file at ``path`` by, without attaching, and whether anybody holds it.
+
+    Raises:
+        SegmentError: there is no file, or not one of a segment.
+    """
+    key = directory.key_of(at, path)
+    segment = attached(key) if key else None
+    if segment is not None:  # whose descriptor it must be: closing another would drop the locks of this process
+        yield segment.fd, True
+        return
+    fd = directory.open_file(at, path) if key else None
+    if fd is None:
+        raise SegmentError(f"there is no cache {os.path.basename(path)!r}.")
+    try:
+        yield fd, directory.is_held(fd)
+    finally:
+        directory.close(fd)
+
+
+def remove(path: str, force: bool = False) -> None:
+    """Remove a named segment. Those who hold it go on with it, but nobody can find it any more.
+
+    Raises:
+        SegmentError: there is none; or, without ``force``, somebody holds it, or it is no segment, or another user's.
+    """
+    name = os.path.basename(path)
+    with directory.locked(os.path.dirname(path)) as at:
+        if at is None:
+            raise SegmentError(f"there is no cache {name!r}.")
+        if not force:
+            if os.fstat(at).st_uid != os.geteuid():
+                raise SegmentError(f"cache {name!r} belongs to user {os.fstat(at).st_uid}. Nevertheless: --force")
+            with peek(at, path) as (fd, held):
+                Layout.read(fd)
+                if held:
+                    raise SegmentError(f"cache {name!r} is in use by {_users(directory.identify(fd))}. Nevertheless: --force")
+        try:
+            os.unlink(name, dir_fd=at)
+        except FileNotFoundError:
+            raise SegmentError(f"there is no cache {name!r}.") from None
+
+
+def holders() -> dict[directory.Key, list[int]]:
+    """Return the processes attached to each segment that has any, as far as this process can see them."""
+    return directory.lock_owners(ROW_LOCKS, ROWS)
+
+
+def _attach(at: int, path: str, wanted: Identity, new: bool = False) -> tuple[Segment, Descriptor] | None:
     """Return the segment that is there; None where there is none, or one that nobody holds and that does not fit."""
     key = directory.key_of(at, path)
     if key is None:
@@ -141,7 +190,7 @@ def _attach(at: int, path: str, wanted: Identity) -> tuple[Segment, Descriptor] 
             logger.warning("cache %r was left behind for other data: %s. Starting afresh.", os.path.basename(path), difference)
             os.unlink(os.path.basename(path), dir_fd=at)
             return None
-        else:
+        elif not new:
             _take_over(fd, path, layout, descriptor)
         directory.hold(fd)
         stack.pop_all()
@@ -151,12 +200,16 @@ def _attach(at: int, path: str, wanted: Identity) -> tuple[Segment, Descriptor] 
 def _check(path: str, key: directory.Key, layout: Layout, wanted: Identity) -> Descriptor:
     descriptor = Descriptor.read(layout)
     if difference := descriptor.differences(wanted):
-        pids = ", ".join(map(str, directory.lock_owners(ROW_LOCKS, ROWS).get(key, []))) or "of another container"
         raise MismatchError(
-            f"cache {os.path.basename(path)!r} is in use (by processes {pids}) for other data: {difference}. "
+            f"cache {os.path.basename(path)!r} is in use by {_users(key)} for other data: {difference}. "
             f"Use another name, or wait for them to end."
         )
     return descriptor
+
+
+def _users(key: directory.Key) -> str:
+    """Return who has a segment attached, in words."""
+    return "processes " + (", ".join(map(str, holders().get(key, []))) or "of another container")
 
 
 def _take_over(fd: int, path: str, layout: Layout, descriptor: Descriptor) -> None:
@@ -193,8 +246,7 @@ def _make(at: int, path: str, plan: Plan) -> None:
 def _warn_of_deleted(path: str) -> None:
     """Say so when a segment of this name was deleted while processes use it."""
     device = os.stat(limits.SHM_DIR).st_dev
-    owners = directory.lock_owners(ROW_LOCKS, ROWS)
-    pids = {pid for key, pids in owners.items() if key[0] == device for pid in pids if directory.has_deleted(pid, path)}
+    pids = [pid for key, pids in holders().items() if key[0] == device for pid in pids if path in directory.deleted_files(pid)]
     if pids:
         logger.warning(
             "the file of cache %r was deleted while processes %s use it. They go on; this is a second copy. If it was systemd, "

@@ -23,7 +23,6 @@ from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,13 +41,14 @@ from stocache.layout import (
     UNRESERVED,
     WARNED_AT,
     Layout,
+    sum_rows,
 )
 from stocache.limits import format_size
 
 logger = logging.getLogger("stocache")
 
 # Lock space: record locks need no bytes behind them, so each kind has a stretch of offsets of its own.
-ROW_LOCKS, _EXTENTS_LOCK, _OWNER_LOCKS = 1 << 40, 1 << 41, 1 << 42
+ROW_LOCKS, _EXTENTS_LOCK, _OWNER_LOCKS, _CLAIM_LOCKS = 1 << 40, 1 << 41, 1 << 42, 1 << 43
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named in the mmap module
 
@@ -78,7 +78,7 @@ class Segment:
         self._data_at = layout.data_at
         self._fds = [fd] if fd >= 0 else []  # ours from here on, whatever happens
         if self._fds:
-            self._key = _key_of(fd)
+            self._key = directory.identify(fd)
             weakref.finalize(self, _leave, self._key, self._fds, path).atexit = False  # see _leave_at_exit
         self._mmap = self._map()
         self._huge = self.data_bytes >= HUGE_PAGE and self._ask_for_huge_pages()
@@ -109,6 +109,7 @@ class Segment:
         """Take a counter row and fresh locks: when attaching, and again in each forked child."""
         self.guard, self.fence = threading.Lock(), threading.Lock()
         self.fence.acquire()
+        self._claims: set[int] = set()
         # A row goes from a process that ended to the next that comes, which counts on from there: no count is lost. The
         # last row is for whoever finds the others taken; its counts may lose some to races.
         if self._fds:
@@ -175,6 +176,11 @@ class Segment:
             if self._extents[extent] != RESERVED and not self._reserve_extent(extent):
                 return False
         return True
+
+    def refused(self, start: int, stop: int) -> bool:
+        """Whether the machine has refused memory for some of the data bytes ``[start, stop)``."""
+        first, last = start // self.extent_bytes, -(-stop // self.extent_bytes)
+        return any(self._extents[extent] == REFUSED for extent in range(first, last))
 
     def _reserve_extent(self, extent: int) -> bool:
         self._lock(_EXTENTS_LOCK, wait=True)  # one for all extents: together they must not take more than is spare
@@ -262,6 +268,20 @@ class Segment:
         """Give the owner's lock ``number``, and the ``count - 1`` after it, back."""
         fcntl.lockf(self._fds[0], fcntl.LOCK_UN, count, _OWNER_LOCKS + number)
 
+    def try_claim(self, number: int) -> bool:
+        """Claim ``number`` for this thread; False when another thread or process has it. Ends with its process, too."""
+        with self.guard:
+            if number in self._claims or not self._lock(_CLAIM_LOCKS + number):
+                return False
+            self._claims.add(number)
+            return True
+
+    def release_claim(self, number: int) -> None:
+        """Give up a claim."""
+        with self.guard:
+            fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, _CLAIM_LOCKS + number)
+            self._claims.remove(number)
+
     def _lock(self, offset: int, length: int = 1, wait: bool = False) -> bool:
         while True:
             try:
@@ -277,8 +297,7 @@ class Segment:
 
     def totals(self) -> list[int]:
         """Return the sums of the `counters` of all processes that are or were attached."""
-        rows = np.frombuffer(self._mmap, dtype=np.uint64, offset=ROWS_AT, count=ROWS * ROW_WORDS)
-        return [int(total) for total in rows.reshape(ROWS, ROW_WORDS).sum(axis=0)]
+        return sum_rows(self._bytes[ROWS_AT:EXTENTS_AT])
 
     # ------------------------------------------------------------------------------------------------ crossing processes
 
@@ -293,6 +312,11 @@ class Segment:
     # ------------------------------------------------------------------------------------------------ names
 
     @property
+    def fd(self) -> int:
+        """The descriptor of the file. Nobody else may close it."""
+        return self._fds[0]
+
+    @property
     def deleted(self) -> bool:
         """Whether the file of a named segment was deleted: this process may go on, but nobody can find it any more."""
         return self.path is not None and os.fstat(self._fds[0]).st_nlink == 0
@@ -300,11 +324,6 @@ class Segment:
     def persist(self) -> None:
         """Have the file of a named segment stay when its last holder leaves."""
         self._bytes[PERSISTS_AT] = True
-
-
-def _key_of(fd: int) -> Key:
-    status = os.fstat(fd)
-    return status.st_dev, status.st_ino
 
 
 def attached(key: Key) -> Segment | None:

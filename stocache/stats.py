@@ -1,5 +1,6 @@
 """What a cache has done and holds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # The words of Segment.counters, one row of them per process
@@ -35,6 +36,11 @@ class CacheStats:
     filled: int
     slot_bytes: int
     reserved_bytes: int
+
+    @classmethod
+    def of(cls, counts: Sequence[int], **amounts: int) -> "CacheStats":
+        """Return the statistics for the sums of the counters and the other attributes."""
+        return cls(counts[HITS], counts[MISSES], counts[FILLS], counts[RACES], counts[REFUSED], **amounts)
 
     @property
     def hit_rate(self) -> float:

@@ -781,3 +781,94 @@ def test_repr_says_what_a_person_wants_to_know():
         assert repr(cache) == (
             "<SharedCache of uint8[3, 4, 5]: 12 of 20 samples cached, room for 12 (720 B in /dev/shm), hit rate 100%>"
         )
+
+
+# ---------------------------------------------------------------------------------------------------- get_or_load
+
+
+def test_get_or_load_loads_once_what_may_be_cached(cache, resident, outside):
+    loads = []
+
+    def load(idx):
+        loads.append(idx)
+        return sample(idx)
+
+    for _ in range(2):
+        for idx in range(N):
+            assert torch.equal(cache.get_or_load(idx, load), sample(idx))
+    assert sorted(loads) == sorted([*resident, *outside, *outside])
+    stats = cache.stats()
+    assert (stats.misses, stats.hits, stats.fills) == (len(loads), len(resident), len(resident))
+
+
+def test_get_or_load_gives_up_its_claim_when_the_load_fails(cache, resident):
+    def fail(idx):
+        raise OSError("the disk is gone")
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="the disk is gone"):
+            cache.get_or_load(resident[0], fail)
+    with pytest.raises(SampleError, match="value is"):
+        cache.get_or_load(resident[0], lambda idx: sample(idx, dtype=torch.float32))
+    assert torch.equal(cache.get_or_load(resident[0], sample, timeout_s=0), sample(resident[0]))
+    with pytest.raises(SampleIndexError, match=r"get_or_load\(20\): outside the dataset"):
+        cache.get_or_load(N, sample)
+
+
+def test_threads_that_want_one_sample_load_it_once(cache, resident):
+    loads, barrier, loading = [], threading.Barrier(8), threading.Event()
+
+    def load(idx):
+        loads.append(idx)
+        loading.wait(0.2)  # nobody sets it: time for the others to come
+        return sample(idx)
+
+    def want():
+        barrier.wait(10)
+        got.append(cache.get_or_load(resident[0], load))
+
+    got = []
+    threads = [threading.Thread(target=want) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert loads == [resident[0]]
+    assert all(torch.equal(value, sample(resident[0])) for value in got)
+
+
+def test_a_process_waits_for_the_load_of_another_but_not_for_the_dead_or_for_ever(cache, resident):
+    idx, come, tell = resident[0], *os.pipe()
+    die, kill = os.pipe()
+
+    def load_until_killed(idx):
+        os.write(tell, b"x")
+        os.read(die, 1)
+        os._exit(9)
+
+    for action in ("outlast", "kill"):
+        pid = os.fork()
+        if pid == 0:
+            cache.get_or_load(idx, load_until_killed)
+        assert os.read(come, 1) == b"x"
+        if action == "outlast":
+            assert torch.equal(cache.get_or_load(idx, sample, timeout_s=0.01), sample(idx))
+            cache.clear()
+            os.kill(pid, 9)
+        else:
+            timer = threading.Timer(0.05, os.write, (kill, b"x"))
+            timer.start()
+            assert torch.equal(cache.get_or_load(idx, sample, timeout_s=1000), sample(idx))
+            timer.join()
+        os.waitpid(pid, 0)
+    for fd in (come, tell, die, kill):
+        os.close(fd)
+
+
+def test_refused_samples_are_not_waited_for(monkeypatch, caplog):
+    with in_shm() as cache, monkeypatch.context() as patched:
+        patched.setattr(limits, "memory", lambda: Memory(GIB, 0))
+        assert torch.equal(cache.get_or_load(0, sample), sample(0))
+        assert cache._segment.try_claim(1)  # as if another were loading it
+        assert torch.equal(cache.get_or_load(1, sample, timeout_s=1000), sample(1))
+        assert cache.stats().refused == 2

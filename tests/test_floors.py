@@ -9,17 +9,18 @@ import stocache
 
 PACKAGE = Path(stocache.__file__).parent
 FLOORS = [
-    {"errors", "limits", "placement", "structure", "stats"},
+    {"errors", "limits", "placement", "structure", "stats", "indices"},
     {"layout", "directory", "segment", "named"},
     {"columns", "opening", "cache"},
     {"__init__"},
-    {"bench", "cli", "__main__"},
+    {"bench", "listing", "doctor", "top", "cli", "__main__"},
 ]
-WITHIN = {("limits", "errors"), ("placement", "errors"), ("structure", "errors")}
+WITHIN = {("limits", "errors"), ("placement", "errors"), ("structure", "errors"), ("indices", "errors")}
 WITHIN |= {("directory", "layout"), ("segment", "layout"), ("segment", "directory")}
 WITHIN |= {("named", "layout"), ("named", "directory"), ("named", "segment")}
 WITHIN |= {("opening", "columns"), ("cache", "columns"), ("cache", "opening")}
-WITHIN |= {("__main__", "cli"), ("cli", "bench")}
+WITHIN |= {("__main__", "cli"), ("cli", "bench"), ("cli", "listing"), ("cli", "doctor"), ("cli", "top")}
+WITHIN |= {("doctor", "listing"), ("top", "listing")}
 
 
 def floor_of(module: str) -> int:

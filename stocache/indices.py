@@ -1,0 +1,61 @@
+"""What users pass as sample indices, checked: one, many, and how many there are."""
+
+import operator
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from stocache.errors import LimitError, SampleIndexError
+
+
+def check_len(dataset_len: Any) -> int:
+    """Return ``dataset_len`` as an int.
+
+    Raises:
+        LimitError: it is no integer, or negative.
+    """
+    try:
+        length = operator.index(dataset_len)
+    except TypeError:
+        raise LimitError(f"dataset_len={dataset_len!r:.100} is not an integer.") from None
+    if length < 0:
+        raise LimitError(f"dataset_len={length} is negative.")
+    return length
+
+
+def check_index(idx: Any, dataset_len: int, call: str) -> int:
+    """Return ``idx`` as an int in ``[0, dataset_len)``; ``call`` names the method in errors.
+
+    Raises:
+        SampleIndexError: it is none.
+    """
+    try:
+        index = operator.index(idx)
+    except TypeError:
+        raise SampleIndexError(f"{call}({idx!r:.100}): a sample index is one integer, not a {type(idx).__name__}.") from None
+    if not 0 <= index < dataset_len:
+        raise SampleIndexError(f"{call}({index}): outside the dataset of {dataset_len} samples.")
+    return index
+
+
+def check_indices(indices: Any, dataset_len: int, call: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return ``indices`` as a contiguous array of numbers in ``[0, dataset_len)``; ``call`` names the method in errors.
+
+    Raises:
+        SampleIndexError: they are none.
+    """
+    try:
+        index = indices.cpu().numpy() if isinstance(indices, Tensor) else np.asarray(indices)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise SampleIndexError(f"{call}: indices are a {type(indices).__name__} of no integers: {error}") from None
+    if index.size == 0:
+        return np.empty(0, np.int64)
+    if index.ndim != 1 or index.dtype.kind not in "iu":
+        raise SampleIndexError(f"{call}: indices are {index.dtype}{list(index.shape)}, expected a list of integers.")
+    index = np.ascontiguousarray(index, dtype=np.int64)
+    if index.view(np.uint64).max() >= dataset_len:  # a negative index is a huge one
+        raise SampleIndexError(
+            f"{call}: indices from {index.min()} to {index.max()} reach outside the dataset of {dataset_len} samples."
+        )
+    return index
