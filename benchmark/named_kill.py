@@ -4,8 +4,8 @@
 
 Each trial forks five to eight processes over one name. Users open the cache again and again, fill part of it and compare all
 hits; their samples depend on the fingerprint they ask for, so that a stale one shows. Removers take the cache away, by force or
-not. At random moments one to three of them are killed, or all at once. The survivors must end by themselves, in time; then a
-new run takes over or replaces what is left and must find it whole; and after "rm --dead" no file, directory or page may be left.
+not. At random moments one to three are killed, or all at once. The survivors must end by themselves, in time; then a
+new run takes over or replaces what is left and must find it whole; after "rm --dead" no file, directory or page may be left.
 """
 
 import argparse
