@@ -477,7 +477,7 @@ class SharedCacheDDP(SharedCache):
     Each rank makes it so, whether started by torchrun, `torch.multiprocessing.spawn` or by hand, before or after a process
     group exists; none is needed.
 
-    Args, errors: those of `SharedCache`; ``name`` is required.
+    ``name`` is required; all else, ``options`` included, is as in `SharedCache`.
     Source: announced as a plan by the article on stocaching (C. Jones).
     """
 
@@ -489,19 +489,8 @@ class SharedCacheDDP(SharedCache):
         dtype: Any = torch.uint8,
         *,
         name: str,
-        persist: bool = False,
-        fingerprint: str | None = None,
-        placement: Literal["prefix", "scattered"] | Placement = "prefix",
+        **options: Any,
     ) -> None:
         if name is None:
             raise CacheNameError("SharedCacheDDP needs a name that all ranks give. For a cache without, use SharedCache.")
-        super().__init__(
-            size_limit_gib,
-            dataset_len,
-            data_dims,
-            dtype,
-            placement=placement,
-            name=name,
-            persist=persist,
-            fingerprint=fingerprint,
-        )
+        super().__init__(size_limit_gib, dataset_len, data_dims, dtype, name=name, **options)

@@ -9,6 +9,8 @@ import typer
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")]
+
 
 @app.callback()
 def _about() -> None:
@@ -83,7 +85,7 @@ def _parse_percentages(text: str) -> list[float]:
 
 
 @app.command()
-def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False) -> None:
+def info(as_json: _Json = False) -> None:
     """Show what this machine can give to a cache, and what size_limit_gib="auto" would take."""
     from stocache import limits
 
@@ -129,7 +131,6 @@ def _huge_advice(policy: str) -> str:
 # ---------------------------------------------------------------------------------------------------- named caches
 
 _User = Annotated[str | None, typer.Option("--user", help="Caches of this user (name or number), or of 'all'. Default: yours.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")]
 
 
 @app.command()

@@ -23,8 +23,9 @@ from pathlib import Path
 
 from stocache import limits
 from stocache.errors import CacheNameError, SegmentError
-from stocache.layout import PERSISTS_AT
+from stocache.layout import persists
 
+_PREFIX = "stocache-"  # and the number of the user
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 attaching = threading.RLock()
@@ -52,7 +53,13 @@ def path_of(name: str, uid: int | None = None) -> str:
 
 def directory_of(uid: int | None = None) -> str:
     """Return the directory of a user's named segments."""
-    return f"{limits.SHM_DIR}/stocache-{os.geteuid() if uid is None else uid}"
+    return f"{limits.SHM_DIR}/{_PREFIX}{os.geteuid() if uid is None else uid}"
+
+
+def users() -> list[int]:
+    """Return the users that have such a directory."""
+    numbers = (path.name.removeprefix(_PREFIX) for path in Path(limits.SHM_DIR).glob(f"{_PREFIX}*"))
+    return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 @contextlib.contextmanager
@@ -95,7 +102,7 @@ def _open_locked(path: str, create: bool) -> int | None:
             if create:
                 continue  # somebody's last segment went, and the directory with it
             return None
-        uid = int(path.rpartition("-")[2])
+        uid = int(os.path.basename(path).removeprefix(_PREFIX))
         if not stat.S_ISDIR(status.st_mode):
             raise SegmentError(f"{path} is not a directory. Whoever put it there must remove it.")
         _check_owner(path, status, uid, "chmod 700")
@@ -185,7 +192,7 @@ def remove_unheld(path: str, key: Key) -> bool:
         if fd is None:
             return False
         try:
-            if is_held(fd) or os.pread(fd, 1, PERSISTS_AT) != b"\0":
+            if is_held(fd) or persists(fd):
                 return False
             os.unlink(os.path.basename(path), dir_fd=at)
             return True

@@ -129,6 +129,11 @@ class Layout:
         return zlib.crc32(self._pack(0) + self.descriptor)
 
 
+def persists(fd: int) -> bool:
+    """Whether a file is to stay after its last holder."""
+    return os.pread(fd, 1, PERSISTS_AT) != b"\0"
+
+
 def sum_rows(rows: bytes | memoryview) -> list[int]:
     """Return the sums of the counter rows."""
     return [int(total) for total in np.frombuffer(rows, dtype=np.uint64).reshape(ROWS, ROW_WORDS).sum(axis=0)]

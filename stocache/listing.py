@@ -4,15 +4,14 @@ import os
 import pwd
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
-from stocache import directory, limits, named
+from stocache import directory, named
 from stocache.errors import SegmentError, StocacheError
-from stocache.layout import EXTENTS_AT, PERSISTS_AT, ROWS_AT, Layout, sum_rows
+from stocache.layout import EXTENTS_AT, ROWS_AT, Layout, persists, sum_rows
 from stocache.named import Descriptor
 from stocache.opening import SET
 from stocache.stats import CacheStats
@@ -67,10 +66,7 @@ class NamedCache:
 
 def find(uid: int | None = None) -> list[NamedCache]:
     """Return the named caches of one user, by default this process's, or (-1) of all users."""
-    if uid == -1:
-        uids = sorted(int(path.name[9:]) for path in Path(limits.SHM_DIR).glob("stocache-*") if path.name[9:].isdecimal())
-    else:
-        uids = [os.geteuid() if uid is None else uid]
+    uids = directory.users() if uid == -1 else [os.geteuid() if uid is None else uid]
     pids = named.holders()
     return [cache for each in uids for cache in _find(each, pids)]
 
@@ -111,7 +107,7 @@ def _read(at: int, path: str, user: str, pids: dict[directory.Key, list[int]]) -
             path,
             memory_bytes=os.fstat(fd).st_blocks * 512,
             alive=held,
-            persistent=os.pread(fd, 1, PERSISTS_AT) != b"\0",
+            persistent=persists(fd),
             holders=[holder for pid in pids.get(directory.identify(fd), []) if (holder := _holder(pid))],
             created=descriptor.created,
             samples=str(identity["samples"]),

@@ -25,7 +25,10 @@ def open_own(size_limit_gib: float | str, dataset_len: int, structure: Structure
     Raises:
         LimitError: the limit is no size, or leaves no room for one slot.
     """
-    slots = limits.affordable_slots(size_limit_gib, dataset_len, structure.nbytes)
+    return _own(limits.affordable_slots(size_limit_gib, dataset_len, structure.nbytes), dataset_len, structure, placement)
+
+
+def _own(slots: int, dataset_len: int, structure: Structure, placement: Placement) -> tuple[int, Segment]:
     segment = Segment.create(dataset_len, column_offsets(structure, slots)[-1])
     if segment.backing == "none":
         slots = 0
@@ -86,9 +89,7 @@ def open_named(
             name, limits.SHM_DIR, os.strerror(error.errno or 0), limits.SHM_DIR,
         )  # fmt: skip
     if found is None:  # not a cache of its own instead: each process would take the limit, which is one machine's
-        segment = Segment.create(dataset_len, 0)
-        mark_outsiders(segment.control, Residency(placement, dataset_len, 0))
-        return 0, segment
+        return _own(0, dataset_len, structure, placement)
     segment, descriptor = found
     slots = int(descriptor.facts["slots"])
     layout = segment.layout

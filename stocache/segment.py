@@ -395,7 +395,7 @@ def _attach(key: Key, handle: Any, backing: str, path: str | None) -> Segment:
         return Segment(fd, layout, backing, path)
 
 
-def _open_path(key: tuple[int, int], path: str) -> int:
+def _open_path(key: Key, path: str) -> int:
     try:
         status = os.stat(path)  # before opening: closing what turns out to be another segment would drop its locks
         if (status.st_dev, status.st_ino) == key:
