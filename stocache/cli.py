@@ -212,7 +212,7 @@ def rm(
     failed = False
     for path in paths:
         try:
-            named.remove(path, force or (dead and user is not None))
+            named.remove(path, force, dead)
             typer.echo(f"removed {path}")
         except OSError as error:
             failed = True

@@ -138,23 +138,25 @@ def peek(at: int, path: str) -> Iterator[tuple[int, bool]]:
         directory.close(fd)
 
 
-def remove(path: str, force: bool = False) -> None:
+def remove(path: str, force: bool = False, dead: bool = False) -> None:
     """Remove a named segment. Those who hold it go on with it, but nobody can find it any more.
 
     Raises:
-        SegmentError: there is none; or, without ``force``, somebody holds it, or it is no segment, or another user's.
+        SegmentError: there is none; or, without ``force``, somebody holds it, or it is no segment, or another user's. With
+            ``dead``, ``force`` is for another user's alone.
     """
     name = os.path.basename(path)
     with directory.locked(os.path.dirname(path)) as at:
         if at is None:
             raise SegmentError(f"there is no cache {name!r}.")
-        if not force:
-            if os.fstat(at).st_uid != os.geteuid():
-                raise SegmentError(f"cache {name!r} belongs to user {os.fstat(at).st_uid}. Nevertheless: --force")
+        if not force and os.fstat(at).st_uid != os.geteuid():
+            raise SegmentError(f"cache {name!r} belongs to user {os.fstat(at).st_uid}. Nevertheless: --force")
+        if dead or not force:
             with peek(at, path) as (fd, held):
                 Layout.read(fd)
                 if held:
-                    raise SegmentError(f"cache {name!r} is in use by {_users(directory.identify(fd))}. Nevertheless: --force")
+                    users = _users(directory.identify(fd))
+                    raise SegmentError(f"cache {name!r} is in use by {users}. Nevertheless: stocache rm --force {name}")
         try:
             os.unlink(name, dir_fd=at)
         except FileNotFoundError:

@@ -1,5 +1,6 @@
 """The commands over named caches: ls, stat, rm, top and doctor."""
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -139,10 +140,20 @@ def test_rm_dead_removes_leftovers_only(run, four):
     assert names() == ["a-live", "b-kept", "d-bad"]
 
 
+def test_rm_dead_spares_what_came_into_use_since_it_looked(run, four, monkeypatch):
+    """Also with --force, which is for those of other users."""
+    found = [dataclasses.replace(cache, alive=False) for cache in listing.find()]
+    monkeypatch.setattr(listing, "find", lambda uid: found)
+    result = run("rm", "--dead", "--force")
+    assert result.exit_code == 1
+    assert "cache 'a-live' is in use by processes" in result.output
+    assert names() == ["a-live", "b-kept", "d-bad"]
+
+
 def test_rm_spares_what_is_in_use_without_force(run, four):
     result = run("rm", "a-live", "b-kept", "e")
     assert result.exit_code == 1
-    assert f"cache 'a-live' is in use by processes {os.getpid()}. Nevertheless: --force" in result.output
+    assert f"cache 'a-live' is in use by processes {os.getpid()}. Nevertheless: stocache rm --force a-live" in result.output
     assert "there is no cache 'e'" in result.output
     assert names() == ["a-live", "c-dead", "d-bad"]
     assert "is a symbolic link" in run("rm", "d-bad").output
@@ -199,7 +210,11 @@ def test_the_caches_of_another_user(run):
     refused = run("rm", "theirs", "--user", "12345")
     assert refused.exit_code == 1
     assert "cache 'theirs' belongs to user 12345. Nevertheless: --force" in refused.output
-    assert run("rm", "theirs", "--user", "12345", "--force").exit_code == 0
+    for user in ("12345", "all"):
+        refused = run("rm", "--dead", "--user", user)
+        assert refused.exit_code == 1
+        assert "belongs to user 12345. Nevertheless: --force" in refused.output
+    assert run("rm", "--dead", "--user", "12345", "--force").exit_code == 0
     assert not Path(directory.directory_of(12345)).exists()
 
 

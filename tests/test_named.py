@@ -361,7 +361,7 @@ def test_another_cache_is_replaced_when_dead_and_refused_when_alive(options, dif
     options = {"fingerprint": "v1", **options}
     leave_behind(fingerprint="v1")
     with make(fingerprint="v1") as cache:
-        with pytest.raises(MismatchError) as caught:
+        with pytest.raises(MismatchError, match="is in use by processes") as caught:
             make(**options)
         assert difference in str(caught.value)
         assert f"in use by processes {os.getpid()} for" in str(caught.value)
@@ -599,7 +599,7 @@ def test_users_do_not_meet():
             os.setgroups([])
             os.setgid(12345)
             os.setuid(12345)
-            with pytest.raises(PermissionError):
+            with pytest.raises(PermissionError, match="Permission denied"):
                 os.open(path().parent.parent / "stocache-0" / NAME, os.O_RDWR)
             with make() as own:  # the same name, a file of its own
                 assert own._segment._key != cache._segment._key
