@@ -17,7 +17,6 @@ import sys
 import time
 import traceback
 from collections import Counter
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -112,11 +111,9 @@ def trial(seed: int) -> Counter[str]:
             assert status == 0, f"seed {seed}: process {number} failed"
     _wait_for_orphans(deadline)
 
-    path = Path(directory.path_of(NAME))
-    if path.exists():
+    for cache in listing.find():  # none, or one, which a worker may be about to remove
         happened["caches left behind"] += 1
-        filled = listing.find()[0].stats.filled
-        happened["of them with samples"] += filled > 0
+        happened["of them with samples"] += cache.stats.filled > 0
     kill = rng.random() < 0.5
     pid = _fork(lambda _: _next_run(kill), 0)
     status = _wait(pid, deadline, f"seed {seed}: the next run hangs")
