@@ -3,22 +3,22 @@
 A cache keeps one column of memory per leaf. `Structure` takes samples apart into the bytes of their leaves, checking every
 value against the leaf it must fit, and puts values together again into the same containers.
 
-Containers: dict (also OrderedDict), list, tuple, namedtuple, dataclass, None. Leaves: tensors, numpy arrays and scalars,
-Python int, float, bool and complex. Nothing is converted unless the value survives it unchanged.
+Leaves: tensors, numpy arrays and scalars, Python int, float, bool and complex. Nothing is converted unless the value survives
+it unchanged.
 """
 
-import dataclasses
 import math
 import struct
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from stocache.containers import Container, split
 from stocache.errors import SampleError
 
 # ---------------------------------------------------------------------------------------------------- leaves
@@ -26,10 +26,11 @@ from stocache.errors import SampleError
 
 @dataclass(frozen=True)
 class TensorLeaf:
-    """A tensor of a fixed dtype and shape, held in its own bytes."""
+    """A tensor of a fixed dtype and shape, held in its own bytes; ``exact`` when it takes only what comes back the same."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    exact: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +45,9 @@ class TensorLeaf:
         Raises:
             SampleError: it has another dtype, shape or layout, or no data.
         """
-        if not isinstance(value, Tensor):
+        if self.exact:
+            check_exact(value, Tensor, where)
+        elif not isinstance(value, Tensor):
             value = self._tensor(value, where)
         if value.dtype != self.dtype:
             raise SampleError(
@@ -56,14 +59,7 @@ class TensorLeaf:
                 f"{where}: value has shape {tuple(value.shape)}, the cache holds {self.shape}; nothing is broadcast. "
                 f"Reshape it first, or build the cache with data_dims={tuple(value.shape)}."
             )
-        try:
-            return np.ascontiguousarray(value.numpy())
-        except (TypeError, RuntimeError):  # what numpy cannot show: bfloat16, a GPU's memory, gradients, lazy conjugates
-            pass
-        if value.layout != torch.strided or value.is_meta:
-            raise SampleError(f"{where}: value is a {value.layout} tensor on {value.device}. Give a dense tensor with data.")
-        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return plain.view(-1).view(torch.uint8).numpy()
+        return tensor_bytes(value, where)
 
     def _tensor(self, value: Any, where: str) -> Tensor:
         problem: object = f"the cache holds {self}"
@@ -87,11 +83,12 @@ class TensorLeaf:
 
 @dataclass(frozen=True)
 class ArrayLeaf:
-    """A numpy array of a fixed dtype and shape, or (``scalar``) a numpy scalar."""
+    """A numpy array of a fixed dtype and shape, or (``scalar``) a numpy scalar; ``exact`` as in `TensorLeaf`."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     scalar: bool = False
+    exact: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -106,11 +103,13 @@ class ArrayLeaf:
         """
         if not isinstance(value, np.generic if self.scalar else np.ndarray):
             raise SampleError(f"{where}: value is a {type(value).__name__}, the cache holds {self}.")
+        if self.exact and not self.scalar:
+            check_exact(value, np.ndarray, where)
         if isinstance(value, np.ma.MaskedArray):
             raise SampleError(f"{where}: a masked array would lose its mask. Give the data and the mask as two arrays.")
         if value.dtype != self.dtype or value.shape != self.shape:
             raise SampleError(f"{where}: value is numpy {value.dtype.str}{list(value.shape)}, the cache holds {self}.")
-        return np.asarray(value, order="C").reshape(-1).view(np.uint8)
+        return array_bytes(value)
 
     def __str__(self) -> str:
         return f"numpy {self.dtype.str}{list(self.shape)}" + " scalar" * self.scalar
@@ -158,24 +157,58 @@ _CODECS = {int: struct.Struct("q"), float: struct.Struct("d"), bool: struct.Stru
 Leaf: TypeAlias = TensorLeaf | ArrayLeaf | NumberLeaf
 
 
-def _leaf(value: Any, where: str) -> Leaf:
+def _leaf(value: Any, where: str, exact: bool = False) -> Leaf:
     """Return the leaf that holds ``value`` and its like."""
     leaf: Leaf
     if isinstance(value, Tensor):
-        leaf = TensorLeaf(check_dtype(value.dtype), tuple(value.shape))
+        leaf = TensorLeaf(check_dtype(value.dtype), tuple(value.shape), exact)
     elif isinstance(value, np.ndarray | np.generic):
         if value.dtype.hasobject:
             raise SampleError(f"{where}: a numpy array of Python objects has no fixed size. Give numbers, or a list.")
-        leaf = ArrayLeaf(value.dtype, value.shape, isinstance(value, np.generic))
+        leaf = ArrayLeaf(value.dtype, value.shape, isinstance(value, np.generic), exact)
     elif type(value) in (int, float, bool, complex):
         leaf = NumberLeaf(type(value))
     else:
         raise SampleError(
             f"{where}: a {type(value).__name__} has no fixed size. A sample is made of tensors, numpy arrays and "
-            f"numbers in dicts, lists, tuples and dataclasses."
+            f"numbers in dicts, lists, tuples and dataclasses; RaggedCache also holds str and bytes."
         )
     leaf.encode(value, where)  # what cannot be stored is refused now, not in epoch 1
     return leaf
+
+
+def tensor_bytes(value: Tensor, where: str) -> np.ndarray[Any, Any]:
+    """Return the values of a tensor, of any strides and on any device, as one contiguous buffer.
+
+    Raises:
+        SampleError: it has another layout, or no data.
+    """
+    try:
+        return np.ascontiguousarray(value.numpy())
+    except (TypeError, RuntimeError):  # what numpy cannot show: bfloat16, a GPU's memory, gradients, lazy conjugates
+        pass
+    if value.layout != torch.strided or value.is_meta:
+        raise SampleError(f"{where}: value is a {value.layout} tensor on {value.device}. Give a dense tensor with data.")
+    plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1).view(torch.uint8).numpy()
+
+
+def array_bytes(value: Any) -> np.ndarray[Any, Any]:
+    """Return the values of a numpy array or scalar, of any strides, as one buffer."""
+    return np.asarray(value, order="C").reshape(-1).view(np.uint8)
+
+
+def check_exact(value: Any, cls: type, where: str) -> None:
+    """Raise SampleError unless ``value`` is a plain ``cls`` and would come back with all it has: device, gradient, mask."""
+    if type(value) is not cls and type(value) is not np.memmap:  # whose part comes back as an array: it was read
+        raise SampleError(
+            f"{where}: value is a {type(value).__name__}, the cache gives {cls.__name__}s back. Convert it first."
+        )
+    if isinstance(value, Tensor) and (value.device.type != "cpu" or value.requires_grad):
+        raise SampleError(
+            f"{where}: value is on {value.device}{' and requires a gradient' * value.requires_grad}, the cache gives plain CPU "
+            f"tensors back. Leave that to the transform, which runs after the cache."
+        )
 
 
 def check_dtype(dtype: Any) -> torch.dtype:
@@ -191,62 +224,33 @@ def check_dtype(dtype: Any) -> torch.dtype:
     return dtype
 
 
-# ---------------------------------------------------------------------------------------------------- containers
+# ---------------------------------------------------------------------------------------------------- structure
 
 
 @dataclass(frozen=True)
-class _Container:
-    cls: type
-    keys: tuple[Any, ...]
+class _Inner:
+    """A container in the tree."""
+
+    container: Container
     children: "tuple[Node, ...]"
 
     def __str__(self) -> str:
-        inner = ", ".join(f"{key!r}: {child}" for key, child in zip(self.keys, self.children, strict=True))
-        return f"{self.cls.__name__}({inner})"
+        inner = ", ".join(f"{key!r}: {child}" for key, child in zip(self.container.keys, self.children, strict=True))
+        return f"{self.container}({inner})"
 
 
-Node: TypeAlias = _Container | Leaf
-
-
-def _split(sample: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
-    """Return the keys and parts of a container; None for a leaf."""
-    if sample is None:
-        return (), []
-    if type(sample) in (dict, OrderedDict):
-        return tuple(sample), list(sample.values())
-    if isinstance(sample, tuple):
-        return getattr(sample, "_fields", tuple(range(len(sample)))), list(sample)
-    if type(sample) is list:
-        return tuple(range(len(sample))), sample
-    if dataclasses.is_dataclass(sample) and not isinstance(sample, type):
-        names = tuple(field.name for field in dataclasses.fields(sample))
-        return names, [getattr(sample, name) for name in names]
-    return None
-
-
-def _join(cls: type, keys: tuple[Any, ...], parts: list[Any]) -> Any:
-    """Undo `_split`."""
-    if cls is type(None):
-        return None
-    if issubclass(cls, dict):
-        return cls(zip(keys, parts, strict=True))
-    if issubclass(cls, tuple):
-        return cls(*parts) if hasattr(cls, "_fields") else cls(parts)
-    if cls is list:
-        return parts
-    sample = object.__new__(cls)  # a dataclass: its fields as they were, without running __post_init__ on them again
-    for name, part in zip(keys, parts, strict=True):
-        object.__setattr__(sample, name, part)
-    return sample
+Node: TypeAlias = _Inner | Leaf
 
 
 def _build(sample: Any, where: str, leaf: Callable[[Any, str], Leaf]) -> Node:
-    split = _split(sample)
-    if split is None:
+    parted = split(sample)
+    if parted is None:
         return leaf(sample, where)
-    keys, parts = split
-    children = tuple(_build(part, f"{where}[{key!r}]", leaf) for key, part in zip(keys, parts, strict=True))
-    return _Container(type(sample), keys, children)
+    container, parts = parted
+    return _Inner(
+        container,
+        tuple(_build(part, f"{where}[{key!r}]", leaf) for key, part in zip(container.keys, parts, strict=True)),
+    )
 
 
 @dataclass(frozen=True)
@@ -256,13 +260,14 @@ class Structure:
     root: Node
 
     @classmethod
-    def of(cls, sample: Any) -> "Structure":
-        """Return the structure of ``sample``.
+    def of(cls, sample: Any, *, exact: bool = False) -> "Structure":
+        """Return the structure of ``sample``; an ``exact`` one takes only samples that come back the same in every respect:
+        no numpy array for a tensor, no GPU, no gradient.
 
         Raises:
-            SampleError: it has a leaf of no fixed size.
+            SampleError: it has a leaf of no fixed size, or (``exact``) one that would not come back the same.
         """
-        return cls(_build(sample, "sample", _leaf))
+        return cls(_build(sample, "sample", partial(_leaf, exact=exact)))
 
     @classmethod
     def from_dims(cls, data_dims: Any, dtype: Any) -> "Structure":
@@ -275,21 +280,18 @@ class Structure:
         """
         if _is_shape(data_dims):
             return cls(TensorLeaf(check_dtype(dtype), _shape(data_dims)))
-        if type(data_dims) in (dict, OrderedDict):
-            keys, dims = tuple(data_dims), list(data_dims.values())
-        elif isinstance(data_dims, tuple | list) and not any(isinstance(n, int) for n in data_dims):
-            keys, dims = getattr(data_dims, "_fields", tuple(range(len(data_dims)))), list(data_dims)
-        else:
+        parted = split(data_dims)
+        if parted is None or not parted[1] or any(isinstance(part, int) for part in parted[1]):
             raise SampleError(f"data_dims={data_dims!r} is not a shape such as (3, 64, 64), nor a dict or tuple of shapes.")
+        container, dims = parted
+        dtypes = [dtype] * len(dims)
         if isinstance(dtype, dict | tuple | list):
-            given = tuple(dtype) if isinstance(dtype, dict) else getattr(dtype, "_fields", tuple(range(len(dtype))))
-            if type(dtype) is not type(data_dims) or set(given) != set(keys):
+            given = split(dtype)
+            if given is None or given[0].cls is not container.cls or set(given[0].keys) != set(container.keys):
                 raise SampleError(f"dtype={dtype!r} does not match data_dims={data_dims!r}. Give one dtype per shape.")
-            dtypes = [dtype[key] for key in keys] if isinstance(dtype, dict) else list(dtype)
-        else:
-            dtypes = [dtype] * len(dims)
-        children = tuple(cls.from_dims(d, t).root for d, t in zip(dims, dtypes, strict=True))
-        return cls(_Container(type(data_dims), keys, children))
+            by_key = dict(zip(given[0].keys, given[1], strict=True))
+            dtypes = [by_key[key] for key in container.keys]
+        return cls(_Inner(container, tuple(cls.from_dims(d, t).root for d, t in zip(dims, dtypes, strict=True))))
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -299,7 +301,7 @@ class Structure:
     @property
     def is_leaf(self) -> bool:
         """Whether a sample is one value, with no container around it."""
-        return not isinstance(self.root, _Container)
+        return not isinstance(self.root, _Inner)
 
     @property
     def nbytes(self) -> int:
@@ -312,7 +314,7 @@ class Structure:
         Raises:
             SampleError: a container or a leaf differs from this structure.
         """
-        if not isinstance(self.root, _Container):
+        if not isinstance(self.root, _Inner):
             return [self.root.encode(sample, where)]
         buffers: list[Any] = []
         _flatten(self.root, sample, where, lambda leaf, value, at: buffers.append(leaf.encode(value, at)))
@@ -326,14 +328,18 @@ class Structure:
 
     def unflatten(self, values: Sequence[Any]) -> Any:
         """Return the containers of this structure around ``values``, one per leaf."""
-        return _unflatten(self.root, iter(values))
+        return self.maker([partial(_itself, value) for value in values])()
+
+    def maker(self, leaf_makers: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+        """Return the function that makes a sample: it calls the maker of each leaf with its own arguments."""
+        return _maker(self.root, iter(leaf_makers))
 
     def __str__(self) -> str:
         return str(self.root)
 
 
 def _walk(node: Node) -> Iterator[Leaf]:
-    if isinstance(node, _Container):
+    if isinstance(node, _Inner):
         for child in node.children:
             yield from _walk(child)
     else:
@@ -341,25 +347,34 @@ def _walk(node: Node) -> Iterator[Leaf]:
 
 
 def _flatten(node: Node, sample: Any, where: str, take: Callable[[Leaf, Any, str], None]) -> None:
-    if not isinstance(node, _Container):
+    if not isinstance(node, _Inner):
         take(node, sample, where)
         return
-    split = _split(sample) if type(sample) is node.cls else None
-    if split is None:
+    wanted, parted = node.container, split(sample)
+    if parted is None or parted[0].cls is not wanted.cls:
         raise SampleError(f"{where}: value is a {type(sample).__name__}, the cache holds {node}.")
-    keys, parts = split
-    if keys != node.keys:
-        if node.cls is not dict or set(keys) != set(node.keys):
-            raise SampleError(f"{where}: value has the entries {list(keys)}, the cache holds {list(node.keys)}.")
-        parts = [sample[key] for key in node.keys]
-    for key, child, part in zip(node.keys, node.children, parts, strict=True):
+    container, parts = parted
+    if container != wanted:
+        if container.cls is not dict or set(container.keys) != set(wanted.keys):
+            raise SampleError(f"{where}: value has {_contents(container)}, the cache holds {_contents(wanted)}.")
+        parts = [sample[key] for key in wanted.keys]
+    for key, child, part in zip(wanted.keys, node.children, parts, strict=True):
         _flatten(child, part, f"{where}[{key!r}]", take)
 
 
-def _unflatten(node: Node, values: Iterator[Any]) -> Any:
-    if not isinstance(node, _Container):
-        return next(values)
-    return _join(node.cls, node.keys, [_unflatten(child, values) for child in node.children])
+def _contents(container: Container) -> str:
+    return f"the entries {list(container.keys)}" + (f" and batch size {list(container.extra)}" if container.extra else "")
+
+
+def _maker(node: Node, leaf_makers: Iterator[Callable[..., Any]]) -> Callable[..., Any]:
+    if not isinstance(node, _Inner):
+        return next(leaf_makers)
+    join, makers = node.container.joiner(), [_maker(child, leaf_makers) for child in node.children]
+    return lambda *arguments: join([maker(*arguments) for maker in makers])
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _is_shape(dims: Any) -> bool:

@@ -9,13 +9,19 @@ import stocache
 
 PACKAGE = Path(stocache.__file__).parent
 FLOORS = [
-    {"errors", "limits", "placement", "structure", "stats", "indices"},
+    {"errors", "limits", "placement", "containers", "structure", "stats", "indices"},
     {"layout", "directory", "segment", "named"},
     {"columns", "opening", "cache"},
     {"__init__"},
     {"bench", "listing", "doctor", "top", "cli", "__main__"},
 ]
-WITHIN = {("limits", "errors"), ("placement", "errors"), ("structure", "errors"), ("indices", "errors")}
+WITHIN = {
+    ("limits", "errors"),
+    ("placement", "errors"),
+    ("structure", "errors"),
+    ("structure", "containers"),
+    ("indices", "errors"),
+}
 WITHIN |= {("directory", "layout"), ("segment", "layout"), ("segment", "directory")}
 WITHIN |= {("named", "layout"), ("named", "directory"), ("named", "segment")}
 WITHIN |= {("opening", "columns"), ("cache", "columns"), ("cache", "opening")}

@@ -75,7 +75,7 @@ def test_dict_entries_may_come_in_another_order():
 @pytest.mark.parametrize(
     ("example", "sample", "message"),
     [
-        ({"a": 1}, {"b": 1}, r"sample: value has the entries \['b'\], the cache holds \['a'\]"),
+        ({"a": 1}, {"b": 1}, r"sample: value has the entries \['b'\], the cache holds the entries \['a'\]"),
         ((1, 2), (1, 2, 3), r"has the entries \[0, 1, 2\]"),
         ((1, 2), [1, 2], "value is a list, the cache holds tuple"),
         (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1), r"has the entries \['b', 'a'\]"),
