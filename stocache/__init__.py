@@ -1,9 +1,11 @@
 """stocache: cache any PyTorch dataset in shared memory, one copy per machine."""
 
-from stocache.cache import SharedCache, SharedCacheDDP, SlotState
+from stocache.cache import SharedCache, SharedCacheDDP
 from stocache.errors import (
     CacheNameError,
     ClosedError,
+    CodecError,
+    DatasetError,
     LimitError,
     MismatchError,
     SampleError,
@@ -14,6 +16,8 @@ from stocache.errors import (
 )
 from stocache.limits import get_shm_size, recommended_limit
 from stocache.placement import Placement
+from stocache.protocol import SlotState
+from stocache.ragged import RaggedCache
 from stocache.stats import CacheStats
 from stocache.structure import Structure
 
@@ -23,9 +27,12 @@ __all__ = [
     "CacheNameError",
     "CacheStats",
     "ClosedError",
+    "CodecError",
+    "DatasetError",
     "LimitError",
     "MismatchError",
     "Placement",
+    "RaggedCache",
     "SampleError",
     "SampleIndexError",
     "SegmentError",

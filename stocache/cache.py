@@ -1,55 +1,30 @@
-"""SharedCache: slots of a fixed shape in shared memory, one per resident sample, written once, read without a lock.
-
-NOTE [ Publishing a slot ]
-    Writers of one slot exclude each other: threads by the segment's guard, processes by the slot's record lock. The one who
-    has both looks at the state byte again, copies the sample in, lets the fence lock go and takes it again, and only then
-    sets the byte to SET. Releasing a lock and then taking one keeps the two stores in that order on every processor, also
-    on ARM. Killed before the byte is set, a writer leaves an empty slot and a lock the kernel drops; the next one to miss
-    fills it. Since a set slot never changes again, a reader needs no lock: the byte, then the row.
-
-NOTE [ Races and errors ]
-    Whoever missed a slot will set it, and may find that somebody else was faster: that is no error, the samples are equal.
-    Setting a slot that is set *without* having missed it is one, for then two samples claim one index. So each process
-    remembers what it has missed and not yet set, and how often (threads may miss one slot together).
-"""
+"""SharedCache: slots of a fixed shape in shared memory, one per resident sample."""
 
 import logging
 import operator
-import time
-from collections.abc import Callable, Sequence
-from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.columns import Columns
-from stocache.errors import CacheNameError, ClosedError, SampleIndexError, SegmentError, SlotError
-from stocache.indices import check_index, check_indices, check_len
-from stocache.limits import format_size
-from stocache.opening import EMPTY, OOB, SET, mark_outsiders, open_named, open_own
+from stocache.columns import Columns, column_offsets
+from stocache.errors import CacheNameError, SampleIndexError, SegmentError
+from stocache.indices import check_indices, check_len
+from stocache.limits import affordable_slots, asked_slots, format_size
+from stocache.named import Plan
+from stocache.opening import EMPTY, SET, Blueprint, mark_outsiders, open_memory
 from stocache.placement import Placement, Residency
+from stocache.protocol import SampleCache
 from stocache.segment import Segment
-from stocache.stats import FILLS, HITS, MISSES, RACES, REFUSED, CacheStats
+from stocache.stats import FILLS, HITS, REFUSED
 from stocache.structure import Structure
 
 logger = logging.getLogger("stocache")
 
 
-class SlotState(IntEnum):
-    """The state of a sample, as `SharedCache.aux_array` holds it."""
-
-    EMPTY = 0
-    SET = 1
-    OOB = 2
-    """Out of bounds of the cache: in the dataset, but not resident."""
-
-
-_RELEASED = ("_segment", "_states", "_aux", "_columns", "_load")  # attributes that hold memory: what close() lets go
-
-
-class SharedCache:
+class SharedCache(SampleCache):
     """A cache of samples in shared memory, one copy for all processes of a training job.
 
     Make it in the parent process, keep it in your dataset, and ask it before you load:
@@ -91,6 +66,8 @@ class SharedCache:
     Source: the API and the idea of stocaching 0.2 (C. Jones, MIT).
     """
 
+    _RELEASED = (*SampleCache._RELEASED, "_columns", "_load")
+
     def __init__(
         self,
         size_limit_gib: float | str,
@@ -106,12 +83,8 @@ class SharedCache:
         structure = data_dims if isinstance(data_dims, Structure) else Structure.from_dims(data_dims, dtype)
         dataset_len = check_len(dataset_len)
         placement = placement if isinstance(placement, Placement) else Placement(placement)
-        if name is not None:
-            slots, segment = open_named(name, persist, fingerprint, size_limit_gib, dataset_len, structure, placement)
-        elif persist or fingerprint is not None:
-            raise CacheNameError("persist and fingerprint are for caches with a name. Give one.")
-        else:
-            slots, segment = open_own(size_limit_gib, dataset_len, structure, placement)
+        blueprint = _Blueprint(size_limit_gib, dataset_len, structure, placement)
+        segment, slots = open_memory(blueprint, name, persist, fingerprint)
         self._assemble(structure, placement, dataset_len, slots, segment)
         logger.info("%r", self)
 
@@ -127,152 +100,40 @@ class SharedCache:
 
     def _assemble(self, structure: Structure, placement: Placement, dataset_len: int, slots: int, segment: Segment) -> None:
         """Set every attribute; what follows from the arguments is rebuilt in each process rather than pickled."""
-        self._structure, self._placement, self._dataset_len, self._slots = structure, placement, dataset_len, slots
-        self._segment = segment
-        self._states = segment.control
-        self._aux = torch.frombuffer(segment.control, dtype=torch.uint8) if dataset_len else torch.empty(0, dtype=torch.uint8)
+        self._share(segment, dataset_len)
+        self._structure, self._placement, self._slots = structure, placement, slots
         self._residency = Residency(placement, dataset_len, slots)
         self._slot = operator.index if self._residency.identity else self._residency.slot
         self._columns = Columns(structure, segment, slots)
         self._load = self._columns.load
-        self._missed: dict[int, int] = {}  # see NOTE [ Races and errors ]
+        self._samples, self._room = str(structure), f"{slots} ({format_size(slots * structure.nbytes)})"
 
-    # ------------------------------------------------------------------------------------------------ one sample
+    # ------------------------------------------------------------------------------------------------ how samples are held
 
-    def get_slot(self, idx: int, allow_oob_idx: bool = True, allow_empty_slot: bool = True, *, copy: bool = True) -> Any | None:
-        """Return sample ``idx``, or None when it is not cached.
+    def _encode(self, value: Any, where: str) -> list[Any]:
+        return self._structure.encode(value, where)
 
-        Args:
-            idx: sample index in ``[0, dataset_len)``; it may lie outside the cache.
-            allow_oob_idx: False raises when the sample lies outside the cache, instead of returning None.
-            allow_empty_slot: False raises when the slot is empty, instead of returning None.
-            copy: False returns a view of the shared memory itself: writing to it changes every later epoch.
-
-        Returns:
-            A tensor of shape ``data_dims`` in the cache's dtype, or the containers the cache was made for.
-
-        Raises:
-            SampleIndexError: ``idx`` is no integer or outside the dataset; or outside the cache, when not allowed.
-            SlotError: the slot is empty, when not allowed.
-
-        Safe from any process and thread; a hit takes no lock. Copies ``slot_bytes`` bytes.
-        Source: the API of stocaching 0.2 (C. Jones, MIT).
-        """
-        try:
-            state = self._states[idx] if 0 <= idx < self._dataset_len else None
-        except (TypeError, ValueError, RuntimeError):  # not an integer; _index says so
-            state = None
-        if state == SET:
-            self._segment.counters[HITS] += 1
-            return self._load(self._slot(idx), copy)
-        idx = self._index(idx, "get_slot")
-        if state == OOB:
-            if not allow_oob_idx:
-                self._outside(idx, "get_slot")
-        elif not allow_empty_slot:
-            raise SlotError(f"get_slot({idx}): the slot is empty. Set it first, or pass allow_empty_slot=True.")
-        else:
-            self._remember_miss(idx)
-        self._segment.counters[MISSES] += 1
-        return None
-
-    def set_slot(self, idx: int, value: Any, allow_oob_idx: bool = True, allow_overwrite: bool = False) -> None:
-        """Cache ``value`` as sample ``idx``; does nothing when the sample lies outside the cache.
-
-        Args:
-            idx: sample index in ``[0, dataset_len)``.
-            value: the sample, of exactly the cache's dtype and shape; any strides, device and requires_grad. Copied.
-            allow_oob_idx: False raises when the sample lies outside the cache.
-            allow_overwrite: True replaces a sample that is cached already. Readers at that moment may get a mixture.
-
-        Raises:
-            SampleIndexError: ``idx`` is no integer or outside the dataset; or outside the cache, when not allowed.
-            SampleError: ``value`` would not come back as it is. Nothing has been stored.
-            SlotError: the slot is set already, and this process did not find it empty before.
-
-        Safe from any process and thread: of several that set one slot, the first wins and the others do nothing.
-        """
-        idx = self._index(idx, "set_slot")
-        if self._states[idx] == OOB:
-            if not allow_oob_idx:
-                self._outside(idx, "set_slot")
-            return
-        buffers = self._structure.encode(value, f"set_slot({idx})")
-        segment = self._segment
-        with segment.guard:
-            missed = self._missed.pop(idx, 0)
-            if missed > 1:
-                self._missed[idx] = missed - 1
-            if not missed and self._states[idx] == SET and not allow_overwrite:
-                raise SlotError(f"set_slot({idx}): the slot is set. Ask get_slot first, or pass allow_overwrite=True.")
-            if not segment.try_lock(idx):
-                segment.counters[RACES] += 1
-                return
-            try:
-                segment.counters[self._publish(idx, buffers, allow_overwrite)] += 1
-            finally:
-                segment.unlock(idx)
-
-    def _publish(self, idx: int, buffers: list[Any], overwrite: bool) -> int:
-        """Store the bytes of sample ``idx``, whose lock is held; return what became of it: the counter to raise."""
-        # see NOTE [ Publishing a slot ]
-        if self._states[idx] == SET and not overwrite:
-            return RACES
+    def _store(self, idx: int, encoded: list[Any], cost_s: float | None) -> int:
         slot = self._slot(idx)
-        try:
-            if not self._columns.reserve(slot, slot + 1):
-                return REFUSED
-            self._states[idx] = EMPTY
-            self._columns.write(slot, buffers)
-        except OSError as error:  # reserved memory does not run out; if it ever does, the sample is uncached, not the job dead
-            logger.warning("sample %d stays uncached: %s", idx, str(error))
+        if not self._columns.reserve(slot, slot + 1):
             return REFUSED
-        self._segment.fence.acquire(blocking=False)  # held already, unless an interrupt came between the next two
-        self._segment.fence.release()
-        self._segment.fence.acquire()
-        self._states[idx] = SET
+        self._states[idx] = EMPTY
+        self._columns.write(slot, encoded)
         return FILLS
 
-    def get_or_load(self, idx: int, load: Callable[[int], Any], *, timeout_s: float = 10.0) -> Any:
-        """Return sample ``idx`` from the cache, or else from ``load(idx)``, which is then cached.
+    def _refused(self, idx: int) -> bool:
+        return self._columns.refused(self._slot(idx))
 
-        Of all threads, processes and jobs that want an empty sample at one time, one loads it and the others wait. So jobs that
-        read in the same order (the same seed, a sweep) do not all read the source.
+    def _load_many(self, index: np.ndarray[Any, np.dtype[np.int64]]) -> list[Any]:
+        items = self._columns.new_batch(len(index))
+        self._columns.gather(self._residency.slots(torch.from_numpy(index)), items)
+        return self._columns.samples(items)
 
-        Args:
-            idx: sample index in ``[0, dataset_len)``; where it lies outside the cache, everyone loads for himself.
-            load: called with ``idx``; what it raises passes through, and the next one to want the sample loads it.
-            timeout_s: seconds to wait for the load of another, who may be paused, before loading too. The dead never hold it.
+    def _forget(self) -> None:
+        self._segment.forget()
 
-        Returns:
-            A private copy, or what ``load`` returned.
-
-        Raises:
-            SampleIndexError: ``idx`` is no integer or outside the dataset.
-            SampleError: what ``load`` returned does not fit the cache.
-        """
-        idx = self._index(idx, "get_or_load")
-        may_fill = self._states[idx] == EMPTY and not self._columns.refused(self._slot(idx))
-        claimed = may_fill and self._claim(idx, timeout_s)
-        try:
-            value = self.get_slot(idx)
-            if value is None:
-                value = load(idx)
-                self.set_slot(idx, value)
-            return value
-        finally:
-            if claimed:
-                self._segment.release_claim(idx)
-
-    def _claim(self, idx: int, timeout_s: float) -> bool:
-        """Wait until sample ``idx`` is ours to load (True), or has been set, or the time is over."""
-        pause_s, deadline = 0.0002, time.monotonic() + timeout_s
-        while not self._segment.try_claim(idx):
-            if self._states[idx] == SET or time.monotonic() > deadline:
-                return False
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.01)
-        return True
+    def _amounts(self, filled: int) -> dict[str, int]:
+        return {"slots": self._slots, "slot_bytes": self.slot_bytes, "capacity_bytes": self._slots * self.slot_bytes}
 
     # ------------------------------------------------------------------------------------------------ many samples
 
@@ -306,10 +167,8 @@ class SharedCache:
             columns.gather(self._residency.slots(torch.from_numpy(there)), items)
         self._segment.counters[HITS] += hits
         if hits < count:
-            self._segment.counters[MISSES] += count - hits
             columns.erase(torch.from_numpy(~mask), items)
-            for idx in index[states == EMPTY].tolist():
-                self._remember_miss(idx)
+            self._miss_many(index[~mask])
         return self._structure.unflatten(items), torch.from_numpy(mask)
 
     def set_slots(
@@ -323,8 +182,8 @@ class SharedCache:
         """
         index = check_indices(indices, self._dataset_len, "set_slots")
         items = self._columns.split_batch(values, len(index), "set_slots: values")
-        for position, idx in enumerate(index.tolist()):
-            self.set_slot(idx, self._columns.sample(items, position), allow_oob_idx, allow_overwrite)
+        for idx, value in zip(index.tolist(), self._columns.samples(items), strict=True):
+            self.set_slot(idx, value, allow_oob_idx, allow_overwrite)
 
     # ------------------------------------------------------------------------------------------------ the memory itself
 
@@ -340,11 +199,6 @@ class SharedCache:
         """
         self._reserve_raw(0, self._slots)
         return self._columns.array
-
-    @property
-    def aux_array(self) -> Tensor:
-        """The live state of every sample, uint8 of shape (dataset_len,): 0 empty, 1 set, 2 outside the cache."""
-        return self._aux
 
     def __len__(self) -> int:
         """Return the number of slots, at most ``dataset_len``."""
@@ -365,58 +219,10 @@ class SharedCache:
         slot = self._raw_slot(slot)
         self._columns.write(slot, self._structure.encode(value, f"cache[{slot}]"))
 
-    def clear(self) -> None:
-        """Empty and zero all slots; their memory stays reserved. Waits for writers; nobody should be reading meanwhile."""
-        segment = self._segment
-        if not self._slots:
-            return
-        with segment.guard:
-            segment.lock_all(self._dataset_len)
-            try:
-                self._aux.masked_fill_(self._aux == SET, EMPTY)
-                segment.forget()
-            finally:
-                segment.unlock(0, self._dataset_len)
-
-    # ------------------------------------------------------------------------------------------------ life
-
     @property
     def slot_bytes(self) -> int:
         """Bytes of one sample."""
         return self._structure.nbytes
-
-    def stats(self) -> CacheStats:
-        """Return the counts and amounts of now, summed over all processes. Reads one byte per sample."""
-        return CacheStats.of(
-            self._segment.totals(),
-            dataset_len=self._dataset_len,
-            slots=self._slots,
-            filled=int((self._aux == SET).count_nonzero()),
-            slot_bytes=self.slot_bytes,
-            reserved_bytes=self._segment.reserved_bytes,
-        )
-
-    def close(self) -> None:
-        """Let this process's hold of the memory go; it returns to the machine with the last holder. Twice is fine.
-
-        Views from ``copy=False``, ``cache[i]`` and ``array`` stay valid, and hold the memory.
-        """
-        for name in _RELEASED:
-            self.__dict__.pop(name, None)
-
-    def __enter__(self) -> "SharedCache":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    if not TYPE_CHECKING:  # else every misspelt attribute would pass
-
-        def __getattr__(self, name: str) -> NoReturn:
-            # Costs nothing while the attributes are there, which a check in each method would
-            if name in _RELEASED:
-                raise ClosedError("the cache is closed. Make a new one, or close it later.")
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self._structure, self._placement, self._dataset_len, self._slots, self._segment
@@ -425,33 +231,6 @@ class SharedCache:
         self._assemble(*state)
         if self._segment.backing == "none":  # nothing is shared then, the states neither
             mark_outsiders(self._segment.control, self._residency)
-
-    def __repr__(self) -> str:
-        name = type(self).__name__
-        if "_segment" not in self.__dict__:
-            return f"<{name}, closed>"
-        stats = self.stats()
-        capacity = format_size(self._slots * self.slot_bytes)
-        return (
-            f"<{name} of {self._structure}: {stats.filled} of {self._dataset_len} samples cached, room for {self._slots} "
-            f"({capacity} in {self._segment.path or self._segment.backing}), hit rate {stats.hit_rate:.0%}>"
-        )
-
-    # ------------------------------------------------------------------------------------------------ inside
-
-    def _index(self, idx: Any, call: str) -> int:
-        self._segment  # noqa: B018  raises when closed
-        return check_index(idx, self._dataset_len, call)
-
-    def _outside(self, idx: int, call: str) -> NoReturn:
-        raise SampleIndexError(
-            f"{call}({idx}): the sample lies outside the cache, which holds {self._slots} of {self._dataset_len}. "
-            f"Raise size_limit_gib, or pass allow_oob_idx=True."
-        )
-
-    def _remember_miss(self, idx: int) -> None:
-        with self._segment.guard:
-            self._missed[idx] = self._missed.get(idx, 0) + 1
 
     def _reserve_raw(self, start: int, stop: int) -> None:
         with self._segment.guard:
@@ -494,3 +273,27 @@ class SharedCacheDDP(SharedCache):
         if name is None:
             raise CacheNameError("SharedCacheDDP needs a name that all ranks give. For a cache without, use SharedCache.")
         super().__init__(size_limit_gib, dataset_len, data_dims, dtype, name=name, **options)
+
+
+class _Blueprint(Blueprint):
+    """The memory of a `SharedCache`: a state byte per sample, and columns."""
+
+    def __init__(self, limit: float | str, dataset_len: int, structure: Structure, placement: Placement) -> None:
+        self._limit, self._dataset_len, self._structure, self._placement = limit, dataset_len, structure, placement
+        asked = asked_slots(limit, dataset_len, structure.nbytes)
+        self.wanted = {"dataset_len": dataset_len, "samples": str(structure), "placement": str(placement)}
+        if asked is not None:  # "auto" takes what is there, else ranks that look at different moments would not agree
+            self.wanted["slots"] = asked
+
+    def afford(self, named: bool) -> int:
+        return affordable_slots(self._limit, self._dataset_len, self._structure.nbytes, named)
+
+    def plan(self, capacity: int) -> Plan:
+        residency = Residency(self._placement, self._dataset_len, capacity)
+        return Plan(
+            control_bytes=self._dataset_len,
+            data_bytes=column_offsets(self._structure, capacity)[-1],
+            identity={"slots": capacity} | self.wanted,
+            facts={"dataset_len": self._dataset_len, "capacity": capacity, "slot_bytes": self._structure.nbytes},
+            initialise=lambda control: mark_outsiders(control, residency),
+        )

@@ -170,7 +170,7 @@ def stat(name: str, user: _User = None, as_json: _Json = False) -> None:
             "age": top.age(cache),
             "samples": f"{stats.dataset_len} of {cache.samples}, {format_size(stats.slot_bytes)} each",
             "fingerprint": "none" if cache.fingerprint is None else cache.fingerprint,
-            "memory": f"{format_size(cache.memory_bytes)}, at most {format_size(stats.slots * stats.slot_bytes)}",
+            "memory": f"{format_size(cache.memory_bytes)}, at most {format_size(stats.capacity_bytes)}",
             "filled": f"{stats.filled} of {stats.slots} slots, {stats.fill_fraction:.1%} of the dataset",
             "hits": f"{stats.hits}, rate {top.hit_rate(cache)}",
             "misses": str(stats.misses),

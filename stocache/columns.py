@@ -55,9 +55,9 @@ class Column:
         given = f"{getattr(batch, 'dtype', type(batch).__name__)}{list(getattr(batch, 'shape', ()))}"
         raise SampleError(f"{where} is {given}, expected {like.dtype}{[count, *like.shape]} ({type(like).__name__}).")
 
-    def row(self, batch: Any, position: int) -> Any:
-        """Return one value of a batch, as the leaf encodes it."""
-        return batch[position]
+    def values(self, batch: Any) -> list[Any]:
+        """Return the values of a batch, as the leaf encodes them; tensors and arrays as views of the batch."""
+        return list(batch)
 
     def gather(self, slots: Tensor, out: Any) -> None:
         """Copy the values of ``slots`` (int64, 1-D) into ``out``, a contiguous batch of as many."""
@@ -113,8 +113,8 @@ class _ArrayColumn(Column):
     def batch(self, count: int) -> np.ndarray[Any, Any]:
         return np.empty((count, *self._like.shape), self._like.dtype)
 
-    def row(self, batch: np.ndarray[Any, Any], position: int) -> Any:
-        return batch[position] if self._scalar else batch[position, ...]
+    def values(self, batch: np.ndarray[Any, Any]) -> list[Any]:
+        return list(batch) if self._scalar or batch.ndim > 1 else [batch[position, ...] for position in range(len(batch))]
 
 
 class _NumberColumn(Column):
@@ -130,8 +130,8 @@ class _NumberColumn(Column):
         numbers = self._codec.unpack_from(self._memory, slot * self.nbytes)
         return complex(*numbers) if self._type is complex else numbers[0]
 
-    def row(self, batch: Tensor, position: int) -> Any:
-        return batch[position].item()
+    def values(self, batch: Tensor) -> list[Any]:
+        return batch.tolist()
 
 
 def _make_column(leaf: Leaf, memory: Tensor, slots: int) -> Column:
@@ -214,11 +214,10 @@ class Columns:
         for column, item in zip(self._columns, items, strict=True):
             column.erase(mask, item)
 
-    def sample(self, items: list[Any], position: int) -> Any:
-        """Return one sample of a batch."""
-        return self._structure.unflatten(
-            [column.row(item, position) for column, item in zip(self._columns, items, strict=True)]
-        )
+    def samples(self, items: list[Any]) -> list[Any]:
+        """Return the samples of a batch; their tensors and arrays are views of it."""
+        values = [column.values(item) for column, item in zip(self._columns, items, strict=True)]
+        return [self._structure.unflatten(row) for row in zip(*values, strict=True)]
 
 
 def column_offsets(structure: Structure, slots: int) -> list[int]:

@@ -28,7 +28,7 @@ class Container:
     """
 
     kind: str
-    cls: type
+    cls: Any
     keys: tuple[Any, ...]
     extra: tuple[Any, ...] = ()
 
@@ -37,7 +37,7 @@ class Container:
         return _JOINERS[self.kind](self)
 
     def __str__(self) -> str:
-        return self.cls.__name__
+        return str(self.cls.__name__)
 
 
 def split(value: Any) -> tuple[Container, list[Any]] | None:

@@ -6,6 +6,8 @@ StocacheError
 ├── SampleIndexError  (IndexError)                  an index that is no integer, or outside the dataset or the cache
 ├── SlotError         (RuntimeError)                an empty slot was to be read, or a set one to be overwritten
 ├── CacheNameError    (ValueError)                  a name that cannot name a cache, or options that need one
+├── CodecError        (ValueError)                  a codec that does not exist, or is not installed
+├── DatasetError      (TypeError)                   a dataset that cannot be cached by index
 ├── SegmentError      (OSError)                     shared memory that cannot be had, or not be attached to
 │   └── MismatchError (ValueError)                  the named cache is in use for other data
 └── ClosedError       (ValueError)                  the cache was used after close()
@@ -41,6 +43,14 @@ class SegmentError(StocacheError, OSError):
 
 class CacheNameError(StocacheError, ValueError):
     """A name that cannot name a cache, or options that need one."""
+
+
+class CodecError(StocacheError, ValueError):
+    """A codec does not exist, or is not installed."""
+
+
+class DatasetError(StocacheError, TypeError):
+    """A dataset cannot be cached by index: it is iterable, or has no length."""
 
 
 class MismatchError(SegmentError, ValueError):

@@ -23,7 +23,7 @@ from stocache.limits import MIB, format_size
 _HEADER = struct.Struct("<8sQQQQII")  # magic, version, control, data and extent bytes; bytes of the descriptor; CRC-32
 _MAGIC, _VERSION = b"stocache", 1
 PERSISTS_AT = 4094  # set when the file is to stay after its last holder
-WARNED_AT = 4095  # set once somebody has warned that the machine gives no more
+WARNED_AT = 4095  # bits: what somebody has warned of
 DESCRIPTOR_MAX = PERSISTS_AT - _HEADER.size
 
 ROWS_AT, ROWS, ROW_WORDS = 4096, 1024, 8

@@ -314,6 +314,38 @@ def affordable_slots(size_limit_gib: float | str, dataset_len: int, slot_bytes: 
     return fitting
 
 
+def asked_bytes(size_limit_gib: float | str, control_bytes: int) -> int | None:
+    """Return the bytes a cache of that limit has for samples, whatever the machine can give. None for "auto".
+
+    Raises:
+        LimitError: the limit is no size, or is not 0 and leaves no bytes after the cache's own.
+    """
+    if size_limit_gib == "auto":
+        return None
+    limit = parse_size(size_limit_gib)
+    if 0 < limit <= control_bytes:
+        raise LimitError(
+            f"cache has no room for samples: size_limit_gib={size_limit_gib} are {limit} bytes, of which {control_bytes} go to "
+            f"the table of samples. Raise size_limit_gib, or pass 0 for no cache."
+        )
+    return max(0, limit - control_bytes)
+
+
+def affordable_bytes(size_limit_gib: float | str, control_bytes: int, named: bool = False) -> int:
+    """Return `asked_bytes`, or as many as the machine can give if that is less, with a warning.
+
+    Raises:
+        LimitError: as `asked_bytes`.
+    """
+    asked = asked_bytes(size_limit_gib, control_bytes)
+    if asked is None:
+        asked = max(0, recommended_limit(named) - control_bytes)
+    fitting = max(0, min(asked, shared_memory_room(named) - control_bytes))
+    if fitting < asked:
+        _warn_short(asked + control_bytes, format_size(fitting), named)
+    return fitting
+
+
 def _warn_short(limit: int, fitting: str, named: bool) -> None:
     gib = -(-limit // GIB) + 1
     if has_memfd() and not (named and shm_room() < memory().spare):

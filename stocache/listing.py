@@ -2,14 +2,13 @@
 
 import os
 import pwd
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
 import psutil
 
-from stocache import directory, named
+from stocache import arena, directory, named
 from stocache.errors import SegmentError, StocacheError
 from stocache.layout import EXTENTS_AT, ROWS_AT, Layout, persists, sum_rows
 from stocache.named import Descriptor
@@ -91,15 +90,15 @@ def _read(at: int, path: str, user: str, pids: dict[directory.Key, list[int]]) -
     with named.peek(at, path) as (fd, held):
         layout = Layout.read(fd)
         descriptor = Descriptor.read(layout)
-        control = np.frombuffer(os.pread(fd, layout.control_bytes, layout.control_at), np.uint8)
+        control = os.pread(fd, layout.control_bytes, layout.control_at)
         facts, identity = descriptor.facts, descriptor.identity
+        filled = control.count(SET, 0, facts["dataset_len"])
         stats = CacheStats.of(
             sum_rows(os.pread(fd, EXTENTS_AT - ROWS_AT, ROWS_AT)),
             dataset_len=facts["dataset_len"],
-            slots=facts["slots"],
-            filled=int(np.count_nonzero(control == SET)),
-            slot_bytes=facts["slot_bytes"],
+            filled=filled,
             reserved_bytes=layout.reserved_bytes(os.pread(fd, layout.extent_count, EXTENTS_AT)),
+            **_amounts(facts, control, filled),
         )
         return NamedCache(
             os.path.basename(path),
@@ -114,6 +113,13 @@ def _read(at: int, path: str, user: str, pids: dict[directory.Key, list[int]]) -
             fingerprint=None if identity["fingerprint"] is None else str(identity["fingerprint"]),
             stats=stats,
         )
+
+
+def _amounts(facts: Mapping[str, Any], control: bytes, filled: int) -> dict[str, int]:
+    capacity = facts["capacity"]
+    if "slot_bytes" in facts:  # a SharedCache, whose capacity is in slots
+        return {"slots": capacity, "slot_bytes": facts["slot_bytes"], "capacity_bytes": capacity * facts["slot_bytes"]}
+    return arena.amounts(control, facts["dataset_len"], capacity, filled)
 
 
 def _holder(pid: int) -> Holder | None:

@@ -1,4 +1,4 @@
-"""The memory a cache lives in: how many slots it may have, and the segment for them, its own or one found by name."""
+"""The memory a cache lives in: planned by the kind of cache, then made, or found by name."""
 
 import logging
 import os
@@ -6,11 +6,10 @@ import os
 import torch
 
 from stocache import limits, named
-from stocache.columns import column_offsets
 from stocache.errors import CacheNameError, SegmentError
-from stocache.placement import Placement, Residency
+from stocache.named import Plan
+from stocache.placement import Residency
 from stocache.segment import Segment
-from stocache.structure import Structure
 
 logger = logging.getLogger("stocache")
 
@@ -19,68 +18,49 @@ EMPTY, SET, OOB = 0, 1, 2  # the state byte of a sample; plain ints, for an enum
 _CHUNK = 1 << 16  # samples marked at a time: half a MiB of indices
 
 
-def open_own(size_limit_gib: float | str, dataset_len: int, structure: Structure, placement: Placement) -> tuple[int, Segment]:
-    """Return a number of slots and a new anonymous segment for them, its states marked.
+class Blueprint:
+    """What memory a cache wants. Its capacity is counted in what the kind of cache counts in: slots, or bytes.
 
-    Raises:
-        LimitError: the limit is no size, or leaves no room for one slot.
+    Attributes:
+        wanted: what must agree before another process may attach under the same name.
     """
-    return _own(limits.affordable_slots(size_limit_gib, dataset_len, structure.nbytes), dataset_len, structure, placement)
+
+    wanted: dict[str, str | int | None]
+
+    def afford(self, named: bool) -> int:
+        """Return the capacity the limit pays for and the machine can give; warn where that is less."""
+        raise NotImplementedError
+
+    def plan(self, capacity: int) -> Plan:
+        """Return the plan of a segment for that capacity, which is its fact "capacity"."""
+        raise NotImplementedError
 
 
-def _own(slots: int, dataset_len: int, structure: Structure, placement: Placement) -> tuple[int, Segment]:
-    segment = Segment.create(dataset_len, column_offsets(structure, slots)[-1])
-    if segment.backing == "none":
-        slots = 0
-    mark_outsiders(segment.control, Residency(placement, dataset_len, slots))
-    return slots, segment
+def open_memory(blueprint: Blueprint, name: str | None, persist: bool, fingerprint: str | None) -> tuple[Segment, int]:
+    """Return a segment and its capacity: a new anonymous one, or the one of that name, attached to or new.
 
-
-def open_named(
-    name: str,
-    persist: bool,
-    fingerprint: str | None,
-    size_limit_gib: float | str,
-    dataset_len: int,
-    structure: Structure,
-    placement: Placement,
-) -> tuple[int, Segment]:
-    """Return the named segment, attached to or new, and its number of slots; where none can be made, 0 slots of its own.
+    Where there is no shared memory, its backing is "none", and its capacity 0.
 
     Raises:
-        LimitError: the limit is no size, or leaves no room for one slot.
-        CacheNameError: the name or the fingerprint is none.
+        CacheNameError: the name or the fingerprint is none, or options are given that need a name.
         SegmentError: what is there under that name is no segment of this user's, or damaged.
         MismatchError: it is in use for other data.
     """
+    if name is None:
+        if persist or fingerprint is not None:
+            raise CacheNameError("persist and fingerprint are for caches with a name. Give one.")
+        return _open_own(blueprint, blueprint.afford(False))
     if not isinstance(fingerprint, str | None):
         raise CacheNameError(f"fingerprint={fingerprint!r:.100} is a {type(fingerprint).__name__}. Give a str, or None.")
-    wanted: dict[str, str | int | None] = {
-        "dataset_len": dataset_len,
-        "samples": str(structure),
-        "placement": str(placement),
-        "fingerprint": fingerprint,
-    }
-    asked = limits.asked_slots(size_limit_gib, dataset_len, structure.nbytes)
-    if asked is not None:  # "auto" takes what is there, else ranks that look at different moments would not agree
-        wanted["slots"] = asked
+    blueprint.wanted["fingerprint"] = fingerprint
 
-    def plan() -> named.Plan | None:
-        slots = limits.affordable_slots(size_limit_gib, dataset_len, structure.nbytes, named=True)
-        if not slots:
-            return None
-        residency = Residency(placement, dataset_len, slots)
-        return named.Plan(
-            control_bytes=dataset_len,
-            data_bytes=column_offsets(structure, slots)[-1],
-            identity={"slots": slots} | wanted,
-            facts={"dataset_len": dataset_len, "slots": slots, "slot_bytes": structure.nbytes},
-            initialise=lambda control: mark_outsiders(control, residency),
-        )
+    def plan() -> Plan | None:
+        capacity = blueprint.afford(True)
+        return blueprint.plan(capacity) if capacity else None
 
     found = None
     try:
-        found = named.join(name, wanted, persist, plan)
+        found = named.join(name, blueprint.wanted, persist, plan)
     except SegmentError:
         raise
     except OSError as error:
@@ -89,13 +69,22 @@ def open_named(
             name, limits.SHM_DIR, os.strerror(error.errno or 0), limits.SHM_DIR,
         )  # fmt: skip
     if found is None:  # not a cache of its own instead: each process would take the limit, which is one machine's
-        return _own(0, dataset_len, structure, placement)
+        return _open_own(blueprint, 0)
     segment, descriptor = found
-    slots = int(descriptor.facts["slots"])
-    layout = segment.layout
-    if (layout.control_bytes, layout.data_bytes) != (dataset_len, column_offsets(structure, slots)[-1]):
-        raise SegmentError(f"{segment.path} is damaged: its sizes do not belong to {slots} slots of {structure}.")
-    return slots, segment
+    capacity = int(descriptor.facts["capacity"])
+    its = blueprint.plan(capacity)
+    if (segment.layout.control_bytes, segment.data_bytes) != (its.control_bytes, its.data_bytes):
+        raise SegmentError(f"{segment.path} is damaged: its sizes do not belong to a capacity of {capacity}.")
+    return segment, capacity
+
+
+def _open_own(blueprint: Blueprint, capacity: int) -> tuple[Segment, int]:
+    plan = blueprint.plan(capacity)
+    segment = Segment.create(plan.control_bytes, plan.data_bytes)
+    if segment.backing == "none":
+        plan = blueprint.plan(capacity := 0)
+    plan.initialise(segment.control)
+    return segment, capacity
 
 
 def mark_outsiders(control: memoryview, residency: Residency) -> None:

@@ -50,6 +50,8 @@ logger = logging.getLogger("stocache")
 # Lock space: record locks need no bytes behind them, so each kind has a stretch of offsets of its own.
 ROW_LOCKS, _EXTENTS_LOCK, _OWNER_LOCKS, _CLAIM_LOCKS = 1 << 40, 1 << 41, 1 << 42, 1 << 43
 
+_REFUSAL_WARNING, MISFIT_WARNING = 1, 2  # bits of the byte that says what has been warned of
+
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named in the mmap module
 
 _attached: "weakref.WeakValueDictionary[Key, Segment]" = weakref.WeakValueDictionary()
@@ -153,6 +155,10 @@ class Segment:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._mmap, dtype=torch.uint8, offset=self._data_at + offset, count=nbytes)
 
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Return ``nbytes`` of data from ``offset`` as `tensor` does."""
+        return memoryview(self._mmap)[self._data_at + offset : self._data_at + offset + nbytes]
+
     def write(self, offset: int, buffer: Any, nbytes: int) -> None:
         """Write a buffer of ``nbytes`` to reserved data.
 
@@ -213,10 +219,22 @@ class Segment:
             return f"{self.backing} gave no more: {os.strerror(error.errno or errno.ENOSPC)}"
         return ""
 
+    def first_to_warn(self, warning: int) -> bool:
+        """Whether no process has given this warning yet; from now on one has. Call with `guard` held."""
+        self._lock(_EXTENTS_LOCK, wait=True)
+        try:
+            return self._first_to_warn(warning)
+        finally:
+            fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, _EXTENTS_LOCK)
+
+    def _first_to_warn(self, warning: int) -> bool:
+        given = self._bytes[WARNED_AT]
+        self._bytes[WARNED_AT] = given | warning
+        return not given & warning
+
     def _warn_refused(self, problem: str) -> None:
-        if self._bytes[WARNED_AT]:  # by whichever process met the first refusal
+        if not self._first_to_warn(_REFUSAL_WARNING):
             return
-        self._bytes[WARNED_AT] = True
         logger.warning(
             "cache stops growing at %s of %s: %s. Samples beyond stay uncached, training goes on. "
             "Lower size_limit_gib, or free memory; in Docker raise --memory or --shm-size.",
@@ -260,9 +278,9 @@ class Segment:
             return False
         return True
 
-    def lock_all(self, count: int) -> None:
-        """Take the owner's locks ``[0, count)``, waiting for those that others have. Call with `guard` held."""
-        self._lock(_OWNER_LOCKS, length=count, wait=True)
+    def lock(self, number: int, count: int = 1) -> None:
+        """Take the owner's lock ``number``, and the ``count - 1`` after it; wait for who has them. Call with `guard` held."""
+        self._lock(_OWNER_LOCKS + number, length=count, wait=True)
 
     def unlock(self, number: int, count: int = 1) -> None:
         """Give the owner's lock ``number``, and the ``count - 1`` after it, back."""

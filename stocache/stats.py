@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # The words of Segment.counters, one row of them per process
-HITS, MISSES, FILLS, RACES, REFUSED = range(5)
+HITS, MISSES, FILLS, RACES, REFUSED, MISFITS = range(6)
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,13 @@ class CacheStats:
         fills: slots set.
         races: sets that came too late, because another process or thread was faster. They changed nothing.
         refused: sets that were dropped because the machine gave no memory for their slots.
+        misfits: samples that were loaded and did not fit, of another structure than the cache holds.
         dataset_len: samples in the dataset.
-        slots: samples that may become resident.
+        slots: samples that may become resident, at most.
         filled: samples that are resident now.
-        slot_bytes: bytes of one sample.
-        reserved_bytes: memory the slots take now.
+        slot_bytes: bytes of one sample; where sizes vary, of the average resident one, as it is stored.
+        capacity_bytes: bytes of samples the cache may hold.
+        reserved_bytes: memory they take now.
 
     Free-threaded Python may lose counts where threads share a cache; elsewhere they are exact.
     """
@@ -31,16 +33,18 @@ class CacheStats:
     fills: int
     races: int
     refused: int
+    misfits: int
     dataset_len: int
     slots: int
     filled: int
     slot_bytes: int
+    capacity_bytes: int
     reserved_bytes: int
 
     @classmethod
     def of(cls, counts: Sequence[int], **amounts: int) -> "CacheStats":
         """Return the statistics for the sums of the counters and the other attributes."""
-        return cls(counts[HITS], counts[MISSES], counts[FILLS], counts[RACES], counts[REFUSED], **amounts)
+        return cls(*counts[: MISFITS + 1], **amounts)
 
     @property
     def hit_rate(self) -> float:

@@ -24,10 +24,10 @@ def table(caches: list[NamedCache], users: bool = False) -> Table:
     for column in ["user"] * users + ["name"]:
         view.add_column(column, overflow="fold")
     for column in ("memory", "filled", "hit rate"):
-        view.add_column(column, justify="right")
+        view.add_column(column, justify="right", no_wrap=True)
     for column in ("state", "keep", "age"):
-        view.add_column(column)
-    view.add_column("held by", overflow="ellipsis", no_wrap=True)
+        view.add_column(column, no_wrap=True)
+    view.add_column("held by", overflow="fold")
     for cache in caches:
         stats = cache.stats
         view.add_row(

@@ -137,7 +137,7 @@ def test_samples_outside_the_cache_miss_for_ever(cache, outside):
         cache.set_slot(idx, sample(idx))
         assert cache.get_slot(idx) is None
         with pytest.raises(
-            SampleIndexError, match=rf"get_slot\({idx}\): the sample lies outside the cache, which holds 12 of 20"
+            SampleIndexError, match=rf"get_slot\({idx}\): the sample lies outside the cache, which has room for 12 "
         ):
             cache.get_slot(idx, allow_oob_idx=False)
         with pytest.raises(SampleIndexError, match=rf"set_slot\({idx}\): the sample lies outside the cache"):
@@ -779,7 +779,7 @@ def test_repr_says_what_a_person_wants_to_know():
         fill(cache)
         cache.get_slot(0)
         assert repr(cache) == (
-            "<SharedCache of uint8[3, 4, 5]: 12 of 20 samples cached, room for 12 (720 B in /dev/shm), hit rate 100%>"
+            "<SharedCache of uint8[3, 4, 5]: 12 of 20 samples cached, room for 12 (720 B) in /dev/shm, hit rate 100%>"
         )
 
 

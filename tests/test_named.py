@@ -506,7 +506,7 @@ def forge(descriptor):
 def forge_slots(target):
     with target.open("rb") as file:
         descriptor = json.loads(layout.Layout.read(file.fileno()).descriptor)
-    descriptor["facts"]["slots"] = N - 1
+    descriptor["facts"]["capacity"] = N - 1
     forge(json.dumps(descriptor).encode())(target)
 
 
@@ -525,7 +525,7 @@ def forge_slots(target):
         (forge(b"{}"), "has a header without a descriptor"),
         (forge(b"\xff"), "has a header without a descriptor"),
         (forge(b'{"identity": 1, "facts": 2}'), "has a header with another descriptor"),
-        (forge_slots, "is damaged: its sizes do not belong to 39 slots"),
+        (forge_slots, "is damaged: its sizes do not belong to a capacity of 39"),
         (lambda target: target.chmod(0o644), r"is open to others \(mode 644\). If it is yours: chmod 600"),
     ],
 )
@@ -661,4 +661,4 @@ def test_logging_names_the_cache(caplog):
     caplog.set_level(logging.INFO, "stocache")
     with make():
         pass
-    assert f"in {path()})" in caplog.text
+    assert f"in {path()}, hit" in caplog.text

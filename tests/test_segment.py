@@ -121,7 +121,7 @@ def test_locks_exclude_other_processes_and_go_with_unlock(segment):
     assert free_lock(fd, lock + 6)
     segment.unlock(5)
     assert free_lock(fd, lock + 5)
-    segment.lock_all(10)
+    segment.lock(0, 10)
     assert not free_lock(fd, lock + 9)
     assert free_lock(fd, lock + 10)
     segment.unlock(0, 10)

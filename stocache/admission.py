@@ -1,0 +1,61 @@
+"""Admission by cost: of samples of different sizes, keep those that cost most to load per byte.
+
+What a cache of limited bytes saves is the sum of what its samples cost to load, so the best content is that with the highest
+cost per byte (Dantzig's rule for the knapsack, whose error is less than one sample). With equal costs these are the smallest
+samples: of log-normal sizes (sigma 1) the smallest 56 % of samples fit into 20 % of the bytes.
+
+NOTE [ Measuring and admitting ]
+    The first load of each sample is timed, and its bytes are added to a histogram over cost per byte, in shared memory: 255
+    bins of 15 % each. From the top down, the bins whose bytes (scaled up from the samples measured to all samples) fit into the
+    capacity are admitted. So most of what is to be kept is kept in the first epoch already, when its order is random; what came
+    too early for a verdict, and the bin that fits in part, are decided when they are asked for again.
+"""
+
+import math
+
+import numpy as np
+
+_BINS = 256  # bin 0: not measured yet
+_PER_OCTAVE = 5
+_LOWEST = -40  # log2 of seconds per byte: a picosecond
+_ENOUGH = 32  # samples measured before any is admitted
+_NEARLY_ALL = 0.95  # of the samples measured, before any is refused for good
+
+YES, LATER, NEVER = "yes", "later", "never"
+
+
+def control_bytes(dataset_len: int) -> int:
+    """Return the bytes of control it needs: 1 per sample, and 2 KiB."""
+    return -(-dataset_len // 8) * 8 + 8 * _BINS
+
+
+class CostAdmission:
+    """Says which samples are worth their bytes. Call it with the arena's lock held.
+
+    Args:
+        control: `control_bytes` bytes of shared memory, zero at first.
+        capacity: bytes for all samples.
+    """
+
+    def __init__(self, control: memoryview, dataset_len: int, capacity: int) -> None:
+        self._bins = control[:dataset_len]
+        self._bytes = np.frombuffer(control, np.uint64, _BINS, -(-dataset_len // 8) * 8)  # of bin 0: how many are measured
+        self._dataset_len, self._capacity = dataset_len, capacity
+
+    def judge(self, idx: int, cost_s: float, nbytes: int) -> str:
+        """Return whether to keep a sample that took so long to load: YES, or not LATER either: NEVER."""
+        again = self._bins[idx] != 0
+        if not again:
+            cost_per_byte = max(cost_s, 1e-9) / max(1, nbytes)
+            number = round(_PER_OCTAVE * (math.log2(cost_per_byte) - _LOWEST))
+            self._bins[idx] = number = min(max(number, 1), _BINS - 1)
+            self._bytes[number] += np.uint64(nbytes)
+            self._bytes[0] += np.uint64(1)
+        measured = int(self._bytes[0])
+        if measured < min(_ENOUGH, self._dataset_len):
+            return LATER
+        from_top = np.cumsum(self._bytes[:0:-1]) * (self._dataset_len / measured)
+        partial = _BINS - 1 - int(np.searchsorted(from_top, self._capacity, side="right"))  # 0: everything fits
+        if self._bins[idx] > partial or (again and self._bins[idx] == partial):
+            return YES
+        return NEVER if again and measured >= _NEARLY_ALL * self._dataset_len else LATER

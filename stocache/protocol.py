@@ -1,0 +1,414 @@
+"""The protocol of every cache: one state byte per sample, set once and read without a lock; misses loaded by one of all.
+
+How the samples themselves are held is the part of the subclasses: `SharedCache`, `RaggedCache`.
+
+NOTE [ Publishing a slot ]
+    Writers of one slot exclude each other: threads by the segment's guard, processes by the slot's record lock. The one who
+    has both looks at the state byte again, copies the sample in, lets the fence lock go and takes it again, and only then
+    sets the byte to SET. Releasing a lock and then taking one keeps the two stores in that order on every processor, also
+    on ARM. Killed before the byte is set, a writer leaves an empty slot and a lock the kernel drops; the next one to miss
+    fills it. Since a set slot never changes again, a reader needs no lock: the byte, then the row.
+
+NOTE [ Races and errors ]
+    Whoever missed a slot will set it, and may find that somebody else was faster: that is no error, the samples are equal.
+    Setting a slot that is set *without* having missed it is one, for then two samples claim one index. So each process
+    remembers what it has missed and not yet set, and how often (threads may miss one slot together).
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stocache.errors import ClosedError, SampleError, SampleIndexError, SlotError
+from stocache.indices import check_index, check_indices
+from stocache.opening import EMPTY, OOB, SET
+from stocache.segment import MISFIT_WARNING, Segment
+from stocache.stats import FILLS, HITS, MISFITS, MISSES, RACES, REFUSED, CacheStats
+
+logger = logging.getLogger("stocache")
+
+_Self = TypeVar("_Self", bound="SampleCache")
+_Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+_MISSING = object()
+
+
+class SlotState(IntEnum):
+    """The state of a sample, as ``cache.aux_array`` holds it."""
+
+    EMPTY = 0
+    SET = 1
+    OOB = 2
+    """Out of bounds of the cache: in the dataset, but not to be resident."""
+
+
+class SampleCache:
+    """What `SharedCache` and `RaggedCache` have in common."""
+
+    _RELEASED: ClassVar[tuple[str, ...]] = ("_segment", "_states", "_aux")
+    """Attributes that hold memory: what close() lets go."""
+
+    # Of the subclass: where a sample is, what is there, how to put it there, and what of this to tell a person
+    _slot: Any  # Callable[[int], int]
+    _load: Any  # Callable[[int, bool], Any]
+    _samples: str
+    _room: str
+
+    def _encode(self, value: Any, where: str) -> Any:
+        """Return what `_store` is to write. Raises SampleError."""
+        raise NotImplementedError
+
+    def _store(self, idx: int, encoded: Any, cost_s: float | None) -> int | None:
+        """Write an encoded sample where `_load` finds it; return the counter to raise: FILLS, unless it was not stored.
+
+        ``cost_s``: seconds since this process missed the sample; None when it did not.
+        """
+        raise NotImplementedError
+
+    def _refused(self, idx: int) -> bool:
+        """Whether a sample that is not set cannot be, as things stand."""
+        raise NotImplementedError
+
+    def _load_many(self, index: _Indices) -> list[Any]:
+        """Return private copies of samples, all set."""
+        raise NotImplementedError
+
+    def _forget(self) -> None:
+        """Drop all that is stored; every slot is locked, none is set."""
+        raise NotImplementedError
+
+    def _amounts(self, filled: int) -> dict[str, int]:
+        """Return those attributes of the statistics that are the subclass's."""
+        raise NotImplementedError
+
+    def _share(self, segment: Segment, dataset_len: int) -> None:
+        """Set what all caches have over their shared memory; in each process anew, rather than pickled."""
+        self._segment, self._dataset_len = segment, dataset_len
+        self._states = segment.control[:dataset_len]
+        self._aux = torch.frombuffer(self._states, dtype=torch.uint8) if dataset_len else torch.empty(0, dtype=torch.uint8)
+        self._missed: dict[int, tuple[int, float]] = {}  # how often, and since when; see NOTE [ Races and errors ]
+
+    # ------------------------------------------------------------------------------------------------ one sample
+
+    def get_slot(self, idx: int, allow_oob_idx: bool = True, allow_empty_slot: bool = True, *, copy: bool = True) -> Any | None:
+        """Return sample ``idx``, or None when it is not cached.
+
+        Args:
+            idx: sample index in ``[0, dataset_len)``; it may lie outside the cache.
+            allow_oob_idx: False raises when the sample lies outside the cache, instead of returning None.
+            allow_empty_slot: False raises when the slot is empty, instead of returning None.
+            copy: False returns a view of the shared memory itself: writing to it changes every later epoch.
+
+        Returns:
+            The sample as it was set.
+
+        Raises:
+            SampleIndexError: ``idx`` is no integer or outside the dataset; or outside the cache, when not allowed.
+            SlotError: the slot is empty, when not allowed.
+
+        Safe from any process and thread; a hit takes no lock. Copies the bytes of the sample.
+        Source: the API of stocaching 0.2 (C. Jones, MIT).
+        """
+        value = self._hit(idx, copy)
+        if value is not _MISSING:
+            return value
+        idx = self._index(idx, "get_slot")
+        outside = self._states[idx] == OOB
+        if outside and not allow_oob_idx:
+            self._outside(idx, "get_slot")
+        if not outside and not allow_empty_slot:
+            raise SlotError(f"get_slot({idx}): the slot is empty. Set it first, or pass allow_empty_slot=True.")
+        self._miss(idx, time.perf_counter())
+        return None
+
+    def _hit(self, idx: int, copy: bool) -> Any:
+        """Return sample ``idx`` if it is set; else, or where ``idx`` is no index, _MISSING."""
+        try:
+            if not 0 <= idx < self._dataset_len or self._states[idx] != SET:
+                return _MISSING
+        except (TypeError, ValueError, RuntimeError):  # not an integer; _index says so
+            return _MISSING
+        self._segment.counters[HITS] += 1
+        return self._load(self._slot(idx), copy)
+
+    def set_slot(self, idx: int, value: Any, allow_oob_idx: bool = True, allow_overwrite: bool = False) -> None:
+        """Cache ``value`` as sample ``idx``; does nothing when the sample lies outside the cache.
+
+        Args:
+            idx: sample index in ``[0, dataset_len)``.
+            value: the sample, which must be of exactly the dtypes and shapes the cache holds. Copied.
+            allow_oob_idx: False raises when the sample lies outside the cache.
+            allow_overwrite: True replaces a sample that is cached already. Readers at that moment may get a mixture.
+
+        Raises:
+            SampleIndexError: ``idx`` is no integer or outside the dataset; or outside the cache, when not allowed.
+            SampleError: ``value`` would not come back as it is. Nothing has been stored.
+            SlotError: the slot is set already, and this process did not find it empty before.
+
+        Safe from any process and thread: of several that set one slot, the first wins and the others do nothing.
+        """
+        idx = self._index(idx, "set_slot")
+        if self._states[idx] == OOB:
+            if not allow_oob_idx:
+                self._outside(idx, "set_slot")
+            return
+        encoded = self._encode(value, f"set_slot({idx})")
+        segment = self._segment
+        with segment.guard:
+            missed, since = self._missed.pop(idx, (0, 0.0))
+            if missed > 1:
+                self._missed[idx] = missed - 1, since
+            cost_s = time.perf_counter() - since if missed else None
+            if not missed and self._states[idx] == SET and not allow_overwrite:
+                raise SlotError(f"set_slot({idx}): the slot is set. Ask get_slot first, or pass allow_overwrite=True.")
+            if not segment.try_lock(idx):
+                segment.counters[RACES] += 1
+                return
+            try:
+                counter = self._publish(idx, encoded, allow_overwrite, cost_s)
+                if counter is not None:
+                    segment.counters[counter] += 1
+            finally:
+                segment.unlock(idx)
+
+    def _publish(self, idx: int, encoded: Any, overwrite: bool, cost_s: float | None) -> int | None:
+        """Store sample ``idx``, whose lock is held; return what became of it: the counter to raise, if any."""
+        # see NOTE [ Publishing a slot ]
+        if self._states[idx] == SET and not overwrite:
+            return RACES
+        try:
+            counter = self._store(idx, encoded, cost_s)
+        except OSError as error:  # reserved memory does not run out; if it ever does, the sample is uncached, not the job dead
+            logger.warning("sample %d stays uncached: %s", idx, str(error))
+            return REFUSED
+        if counter != FILLS:
+            return counter
+        self._segment.fence.acquire(blocking=False)  # held already, unless an interrupt came between the next two
+        self._segment.fence.release()
+        self._segment.fence.acquire()
+        self._states[idx] = SET
+        return FILLS
+
+    # ------------------------------------------------------------------------------------------------ loading what misses
+
+    def get_or_load(
+        self, idx: int, load: Callable[[int], Any], *, copy: bool = True, strict: bool = True, timeout_s: float = 10.0
+    ) -> Any:
+        """Return sample ``idx`` from the cache, or else from ``load(idx)``, which is then cached.
+
+        Of all threads, processes and jobs that want an empty sample at one time, one loads it and the others wait. So jobs that
+        read in the same order (the same seed, a sweep) do not all read the source.
+
+        Args:
+            idx: sample index in ``[0, dataset_len)``; where it lies outside the cache, everyone loads for himself.
+            load: called with ``idx``; what it raises passes through, and the next one to want the sample loads it.
+            copy: as in `get_slot`.
+            strict: False for what does not fit the cache to be returned all the same: uncached, counted (``misfits``), with one
+                warning.
+            timeout_s: seconds to wait for the load of another, who may be paused, before loading too. The dead never hold it.
+
+        Returns:
+            The sample: a private copy, or what ``load`` returned.
+
+        Raises:
+            SampleIndexError: ``idx`` is no integer or outside the dataset.
+            SampleError: what ``load`` returned does not fit the cache.
+        """
+        value = self._hit(idx, copy)
+        if value is not _MISSING:
+            return value
+        idx = self._index(idx, "get_or_load")
+        claimed = self._may_fill(idx) and self._claim(idx, timeout_s)
+        try:
+            value = self._hit(idx, copy)
+            if value is _MISSING:
+                self._miss(idx, time.perf_counter())
+                value = load(idx)
+                self._keep(idx, value, strict)
+            return value
+        finally:
+            if claimed:
+                self._segment.release_claim(idx)
+
+    def get_or_load_many(
+        self,
+        indices: Sequence[int] | Tensor,
+        load: Callable[[list[int]], Iterable[Any]],
+        *,
+        copy: bool = True,
+        strict: bool = True,
+        timeout_s: float = 10.0,
+    ) -> list[Any]:
+        """Return the samples ``indices``: those that are cached, and the others from one call of ``load``, then cached.
+
+        Args:
+            indices: sample indices, in any order, repeats allowed.
+            load: called with a list of indices; returns, or yields, their samples. Samples that another process is just loading
+                are waited for after that, and if need be loaded with further calls.
+            copy, strict, timeout_s: as in `get_or_load`.
+
+        Raises:
+            SampleIndexError, SampleError: as `get_or_load`.
+        """
+        index = check_indices(indices, self._dataset_len, "get_or_load_many")
+        hit = self._aux.numpy()[index] == SET
+        there = index[hit]
+        found = iter(self._load_many(there) if copy else [self._load(self._slot(idx), False) for idx in there.tolist()])
+        self._segment.counters[HITS] += len(there)
+        samples = [next(found) if is_hit else _MISSING for is_hit in hit.tolist()]
+        if len(there) == len(index):
+            return samples
+        missing = {idx: position for position, idx in reversed(list(enumerate(index.tolist()))) if not hit[position]}
+        claims = {idx for idx in missing if self._may_fill(idx) and self._segment.try_claim(idx)}
+        try:
+            wanted = [idx for idx in missing if self._states[idx] != SET and (idx in claims or not self._may_fill(idx))]
+            for idx, value in zip(wanted, self._timed(wanted, load), strict=True):
+                self._keep(idx, value, strict)
+                samples[missing[idx]] = value
+                if idx in claims:
+                    claims.remove(idx)
+                    self._segment.release_claim(idx)
+        finally:
+            for idx in claims:
+                self._segment.release_claim(idx)
+        for position, idx in enumerate(index.tolist()):  # claimed by others, or asked for twice
+            if samples[position] is _MISSING:
+                samples[position] = self.get_or_load(
+                    idx, lambda idx: next(iter(load([idx]))), copy=copy, strict=strict, timeout_s=timeout_s
+                )
+        return samples
+
+    def _timed(self, wanted: list[int], load: Callable[[list[int]], Iterable[Any]]) -> Iterator[Any]:
+        """Yield what is loaded, noting for each sample since when it was missed: its share of the call, and its own time."""
+        began = time.perf_counter()
+        values = load(wanted) if wanted else ()
+        share_s, began = (time.perf_counter() - began) / max(1, len(wanted)), time.perf_counter()
+        for idx, value in zip(wanted, values, strict=True):
+            self._miss(idx, began - share_s)
+            yield value
+            began = time.perf_counter()
+
+    def _may_fill(self, idx: int) -> bool:
+        return self._states[idx] == EMPTY and not self._refused(idx)
+
+    def _claim(self, idx: int, timeout_s: float) -> bool:
+        """Wait until sample ``idx`` is ours to load (True), or has been set, or the time is over."""
+        pause_s, deadline = 0.0002, time.monotonic() + timeout_s
+        while not self._segment.try_claim(idx):
+            if self._states[idx] == SET or time.monotonic() > deadline:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.01)
+        return True
+
+    def _miss(self, idx: int, since: float) -> None:
+        """Count a miss, and remember it where the sample may be set."""
+        self._segment.counters[MISSES] += 1
+        if self._states[idx] != OOB:
+            with self._segment.guard:
+                self._missed[idx] = self._missed.get(idx, (0, since))[0] + 1, since
+
+    def _miss_many(self, index: _Indices) -> None:
+        now = time.perf_counter()
+        for idx in index.tolist():
+            self._miss(idx, now)
+
+    def _keep(self, idx: int, value: Any, strict: bool) -> None:
+        """Cache a loaded sample; what does not fit raises SampleError, or if not ``strict`` is passed by from now on."""
+        try:
+            self.set_slot(idx, value)
+        except SampleError as error:
+            if strict:
+                raise
+            segment = self._segment
+            with segment.guard:
+                self._missed.pop(idx, None)
+                segment.counters[MISFITS] += 1
+                if segment.try_lock(idx):
+                    if self._states[idx] == EMPTY:
+                        self._states[idx] = OOB
+                    segment.unlock(idx)
+                first = segment.first_to_warn(MISFIT_WARNING)
+            if first:
+                logger.warning("sample %d does not fit and stays uncached; so will others like it, unmentioned: %s", idx, error)
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    @property
+    def aux_array(self) -> Tensor:
+        """The live state of every sample, uint8 of shape (dataset_len,): 0 empty, 1 set, 2 outside the cache."""
+        return self._aux
+
+    def clear(self) -> None:
+        """Empty the cache; its memory stays reserved. Waits for writers; nobody should be reading meanwhile."""
+        segment = self._segment
+        if segment.backing == "none":
+            return
+        with segment.guard:
+            segment.lock(0, self._dataset_len)
+            try:
+                self._aux.masked_fill_(self._aux == SET, EMPTY)
+                self._forget()
+            finally:
+                segment.unlock(0, self._dataset_len)
+
+    def stats(self) -> CacheStats:
+        """Return the counts and amounts of now, summed over all processes. Reads one byte per sample."""
+        filled = int((self._aux == SET).count_nonzero())
+        return CacheStats.of(
+            self._segment.totals(),
+            dataset_len=self._dataset_len,
+            filled=filled,
+            reserved_bytes=self._segment.reserved_bytes,
+            **self._amounts(filled),
+        )
+
+    def close(self) -> None:
+        """Let this process's hold of the memory go; it returns to the machine with the last holder. Twice is fine.
+
+        Views of the memory (``copy=False``) stay valid, and hold it.
+        """
+        for name in self._RELEASED:
+            self.__dict__.pop(name, None)
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    if not TYPE_CHECKING:  # else every misspelt attribute would pass
+
+        def __getattr__(self, name: str) -> NoReturn:
+            # Costs nothing while the attributes are there, which a check in each method would
+            if name in self._RELEASED:
+                raise ClosedError("the cache is closed. Make a new one, or close it later.")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        if "_segment" not in self.__dict__:
+            return f"<{name}, closed>"
+        stats = self.stats()
+        return (
+            f"<{name} of {self._samples}: {stats.filled} of {stats.dataset_len} samples cached, room for {self._room} in "
+            f"{self._segment.path or self._segment.backing}, hit rate {stats.hit_rate:.0%}>"
+        )
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    def _index(self, idx: Any, call: str) -> int:
+        self._segment  # noqa: B018  raises when closed
+        return check_index(idx, self._dataset_len, call)
+
+    def _outside(self, idx: int, call: str) -> NoReturn:
+        raise SampleIndexError(
+            f"{call}({idx}): the sample lies outside the cache, which has room for {self._room}; the dataset has "
+            f"{self._dataset_len} samples. Raise size_limit_gib, or pass allow_oob_idx=True."
+        )

@@ -1,0 +1,234 @@
+"""RaggedCache: samples of any size in shared memory, under the protocol and the byte limit of all caches."""
+
+import logging
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stocache import admission, arena
+from stocache.admission import LATER, NEVER, CostAdmission
+from stocache.arena import NO_MEMORY, Arena
+from stocache.compression import Codec
+from stocache.errors import LimitError, SampleError
+from stocache.indices import check_indices, check_len
+from stocache.limits import affordable_bytes, asked_bytes, format_size
+from stocache.named import Plan
+from stocache.opening import EMPTY, OOB, Blueprint, open_memory
+from stocache.protocol import SampleCache
+from stocache.records import HEAD, Record, pack_integers, reader_of, unpack_integers, write_skeleton
+from stocache.segment import Segment
+from stocache.stats import FILLS, REFUSED
+
+logger = logging.getLogger("stocache")
+
+_COMPRESSED = 4  # a bit of the head's last number, between the width of the integers and their count
+_READERS = 4096  # kinds of samples a process remembers how to read
+
+
+class RaggedCache(SampleCache):
+    """A cache of samples whose sizes vary: images as they are, detection targets, text, token lists, point clouds.
+
+        cache = RaggedCache(size_limit_gib=32, dataset_len=len(dataset))
+        sample = cache.get_or_load(idx, load)       # or get_slot and set_slot, as with SharedCache
+
+    A sample is any tree of dicts, lists, tuples, namedtuples, dataclasses and other mappings, with tensors, numpy arrays,
+    Python numbers, str, bytes and None at its ends; each may differ from the others. It comes back equal in type, structure,
+    dtype, shape and value. Nothing is pickled unless allowed.
+
+    Samples are kept in the order in which they come until the limit is reached, and then stay: under shuffling a random share.
+
+    Args:
+        size_limit_gib: GiB for the cache on this machine, as for `SharedCache`. Covers all: besides its own bytes a sample
+            takes 9 bytes for its place, 16 for a head, 1, 2 or 4 for each size in it, and up to 7 to the next multiple of 8.
+        dataset_len: samples in the whole dataset.
+        admit: "all", or "cost": the time each sample takes to load is measured when it is first loaded, and those with the
+            highest cost per byte are kept. Most of them in the first epoch, if its order is random; all in the second.
+        codec: compress samples without loss: "zstd" (smaller) or "lz4" (faster); needs ``pip install 'stocache[codecs]'``.
+        allow_pickle: True to pickle what has no bytes of its own (other objects, enum members, sets). Reading such a cache
+            runs what the pickles say: never give it a name that others of your user use for other things.
+        name, persist, fingerprint: as for `SharedCache`.
+
+    Raises:
+        LimitError: the limit is no size, or leaves no room for samples; or ``admit`` is unknown.
+        CodecError: the codec is unknown, or not installed.
+        CacheNameError, MismatchError, SegmentError: as for `SharedCache`.
+    """
+
+    _RELEASED = (*SampleCache._RELEASED, "_arena", "_memory", "_admission")
+
+    def __init__(
+        self,
+        size_limit_gib: float | str,
+        dataset_len: int,
+        *,
+        admit: Literal["all", "cost"] = "all",
+        codec: Literal["zstd", "lz4"] | None = None,
+        allow_pickle: bool = False,
+        name: str | None = None,
+        persist: bool = False,
+        fingerprint: str | None = None,
+    ) -> None:
+        if admit not in ("all", "cost"):
+            raise LimitError(f"admit={admit!r} is unknown. Use 'all' or 'cost'.")
+        if codec is not None:
+            Codec(codec)  # raises
+        dataset_len = check_len(dataset_len)
+        blueprint = _Blueprint(size_limit_gib, dataset_len, admit, codec, allow_pickle)
+        segment, _ = open_memory(blueprint, name, persist, fingerprint)
+        self._assemble(dataset_len, admit, codec, allow_pickle, segment)
+        logger.info("%r", self)
+
+    def _assemble(self, dataset_len: int, admit: str, codec: str | None, allow_pickle: bool, segment: Segment) -> None:
+        """Set every attribute; what follows from the arguments is rebuilt in each process rather than pickled."""
+        self._share(segment, dataset_len)
+        self._admit, self._codec_name, self._allow_pickle = admit, codec, allow_pickle
+        self._codec = Codec(codec) if codec is not None else None
+        self._arena = Arena(segment, dataset_len)
+        self._memory = segment.view(0, segment.data_bytes)
+        self._address = segment.tensor(0, segment.data_bytes).data_ptr()
+        self._readers: dict[int, Any] = {}
+        self._admission = None
+        if admit == "cost":
+            control = segment.control[arena.control_bytes(dataset_len) :]
+            self._admission = CostAdmission(control, dataset_len, segment.data_bytes)
+        self._samples, self._room = "samples of any size", format_size(segment.data_bytes)
+
+    # ------------------------------------------------------------------------------------------------ how samples are held
+
+    def _encode(self, value: Any, where: str) -> tuple[bytes, bytes]:
+        """Return the skeleton and the record of a sample, whose head still lacks the number of the skeleton."""
+        record = Record(value, where, self._allow_pickle)
+        data, integers = record.pack()
+        tail, packed = pack_integers(integers)
+        if self._codec is not None and (smaller := self._codec.compress(data)) is not None:
+            data, packed = smaller, packed | _COMPRESSED
+        return write_skeleton(record.skeleton), HEAD.pack(len(data), 0, packed) + data + tail
+
+    def _store(self, idx: int, encoded: tuple[bytes, bytes], cost_s: float | None) -> int | None:
+        skeleton, record = encoded
+        if self._admission is not None and cost_s is not None:
+            with self._arena.locked():
+                verdict = self._admission.judge(idx, cost_s, len(record))
+            if verdict in (LATER, NEVER):
+                if verdict == NEVER:
+                    self._states[idx] = OOB
+                return None
+        at = number = self._arena.number_of(skeleton)
+        if number >= 0:
+            nbytes, _, packed = HEAD.unpack_from(record)
+            at = self._arena.append(HEAD.pack(nbytes, number, packed) + record[HEAD.size :])
+        if at == NO_MEMORY:
+            return REFUSED
+        if at < 0:
+            if self._states[idx] == EMPTY:
+                self._states[idx] = OOB  # room is never given back
+            return None
+        self._arena.offsets[idx] = at
+        return FILLS
+
+    _slot = staticmethod(operator.index)
+
+    def _load(self, idx: int, copy: bool) -> Any:
+        memory, at = self._memory, self._arena.offsets[idx]
+        nbytes, number, packed = HEAD.unpack_from(memory, at)
+        read = self._readers.get(number)
+        if read is None:
+            if len(self._readers) >= _READERS:
+                self._readers.clear()
+            read = self._readers[number] = reader_of(self._arena.skeleton(number), self._allow_pickle)
+        at += HEAD.size
+        integers = unpack_integers(memory, at + nbytes, packed)
+        if packed & _COMPRESSED and self._codec is not None:
+            data = self._codec.decompress(memory[at : at + nbytes])
+            address = np.frombuffer(data, np.uint8).ctypes.data if data else 0
+            return read(data, address, 0, len(data), integers, True)
+        return read(memory, self._address, at, nbytes, integers, copy)
+
+    def _refused(self, idx: int) -> bool:
+        return self._arena.refused
+
+    def _load_many(self, index: np.ndarray[Any, np.dtype[np.int64]]) -> list[Any]:
+        return [self._load(idx, True) for idx in index.tolist()]
+
+    def _forget(self) -> None:
+        self._segment.forget()
+        self._arena.forget()
+        self._aux.fill_(EMPTY if self._segment.data_bytes else OOB)
+
+    def _amounts(self, filled: int) -> dict[str, int]:
+        return arena.amounts(self._segment.control, self._dataset_len, self._segment.data_bytes, filled)
+
+    # ------------------------------------------------------------------------------------------------ many samples
+
+    def get_slots(self, indices: Sequence[int] | Tensor) -> tuple[list[Any], Tensor]:
+        """Return the samples ``indices``, None where one is not cached, and which of them were there.
+
+        Returns:
+            ``(samples, mask)``: a list of B samples, and a bool tensor of shape (B,).
+
+        Raises:
+            SampleIndexError: an index is no integer or outside the dataset.
+        """
+        index = check_indices(indices, self._dataset_len, "get_slots")
+        mask = self._aux.numpy()[index] == 1
+        return [self.get_slot(idx) for idx in index.tolist()], torch.from_numpy(mask)
+
+    def set_slots(
+        self, indices: Sequence[int] | Tensor, values: Sequence[Any], allow_oob_idx: bool = True, allow_overwrite: bool = False
+    ) -> None:
+        """Cache B samples: `set_slot` for each of ``indices`` with its item of ``values``.
+
+        Raises:
+            SampleError: there are not B values; or as `set_slot`, when samples before the one at fault are stored.
+            SampleIndexError, SlotError: as `set_slot`.
+        """
+        index = check_indices(indices, self._dataset_len, "set_slots")
+        if len(values) != len(index):
+            raise SampleError(f"set_slots: {len(values)} values for {len(index)} indices.")
+        for idx, value in zip(index.tolist(), values, strict=True):
+            self.set_slot(idx, value, allow_oob_idx, allow_overwrite)
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._dataset_len, self._admit, self._codec_name, self._allow_pickle, self._segment
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._assemble(*state)
+        if self._segment.backing == "none":  # nothing is shared then, the states neither
+            self._aux.fill_(OOB)
+
+
+class _Blueprint(Blueprint):
+    """The memory of a `RaggedCache`: control and an arena, whose bytes are the capacity."""
+
+    def __init__(self, limit: float | str, dataset_len: int, admit: str, codec: str | None, allow_pickle: bool) -> None:
+        self._limit, self._dataset_len = limit, dataset_len
+        self._control_bytes = arena.control_bytes(dataset_len)
+        if admit == "cost":
+            self._control_bytes += admission.control_bytes(dataset_len)
+        asked = asked_bytes(limit, self._control_bytes)
+        self.wanted = {"dataset_len": dataset_len, "samples": "of any size", "admit": admit, "codec": codec}
+        self.wanted["allow_pickle"] = allow_pickle
+        if asked is not None:
+            self.wanted["bytes"] = asked
+
+    def afford(self, named: bool) -> int:
+        return affordable_bytes(self._limit, self._control_bytes, named)
+
+    def plan(self, capacity: int) -> Plan:
+        def initialise(control: memoryview) -> None:
+            if not capacity and self._dataset_len:
+                control[: self._dataset_len] = bytes([OOB]) * self._dataset_len
+
+        return Plan(
+            control_bytes=self._control_bytes,
+            data_bytes=capacity,
+            identity={"bytes": capacity} | self.wanted,
+            facts={"dataset_len": self._dataset_len, "capacity": capacity},
+            initialise=initialise,
+        )
