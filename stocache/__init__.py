@@ -1,6 +1,7 @@
 """stocache: cache any PyTorch dataset in shared memory, one copy per machine."""
 
 from stocache.cache import SharedCache, SharedCacheDDP
+from stocache.dataset import CachedDataset, DatasetStats, EpochStats
 from stocache.errors import (
     CacheNameError,
     ClosedError,
@@ -26,9 +27,12 @@ __version__ = "0.1.0"
 __all__ = [
     "CacheNameError",
     "CacheStats",
+    "CachedDataset",
     "ClosedError",
     "CodecError",
     "DatasetError",
+    "DatasetStats",
+    "EpochStats",
     "LimitError",
     "MismatchError",
     "Placement",

@@ -54,6 +54,9 @@ class SampleCache:
     _RELEASED: ClassVar[tuple[str, ...]] = ("_segment", "_states", "_aux")
     """Attributes that hold memory: what close() lets go."""
 
+    revises: bool = False
+    """Whether a sample that was not kept when it was set may be kept when it is set again."""
+
     # Of the subclass: where a sample is, what is there, how to put it there, and what of this to tell a person
     _slot: Any  # Callable[[int], int]
     _load: Any  # Callable[[int, bool], Any]
@@ -257,14 +260,20 @@ class SampleCache:
             SampleIndexError, SampleError: as `get_or_load`.
         """
         index = check_indices(indices, self._dataset_len, "get_or_load_many")
-        hit = self._aux.numpy()[index] == SET
+        hit = (self._aux.numpy()[index] == SET).tolist()
         there = index[hit]
-        found = iter(self._load_many(there) if copy else [self._load(self._slot(idx), False) for idx in there.tolist()])
+        if copy and len(there):
+            found = iter(self._load_many(there))
+        else:
+            found = (self._load(self._slot(idx), copy) for idx in there.tolist())
         self._segment.counters[HITS] += len(there)
-        samples = [next(found) if is_hit else _MISSING for is_hit in hit.tolist()]
+        samples = [next(found) if is_hit else _MISSING for is_hit in hit]
         if len(there) == len(index):
             return samples
-        missing = {idx: position for position, idx in reversed(list(enumerate(index.tolist()))) if not hit[position]}
+        missing: dict[int, int] = {}  # and where they are wanted first
+        for position, idx in enumerate(index.tolist()):
+            if not hit[position]:
+                missing.setdefault(idx, position)
         claims = {idx for idx in missing if self._may_fill(idx) and self._segment.try_claim(idx)}
         try:
             wanted = [idx for idx in missing if self._states[idx] != SET and (idx in claims or not self._may_fill(idx))]
@@ -335,8 +344,10 @@ class SampleCache:
                         self._states[idx] = OOB
                     segment.unlock(idx)
                 first = segment.first_to_warn(MISFIT_WARNING)
-            if first:
-                logger.warning("sample %d does not fit and stays uncached; so will others like it, unmentioned: %s", idx, error)
+            if first:  # as a str, for a handler that keeps the error would keep its traceback, and with it the memory
+                logger.warning(
+                    "sample %d does not fit and stays uncached; so will others like it, unmentioned: %s", idx, str(error)
+                )
 
     # ------------------------------------------------------------------------------------------------ life
 
@@ -368,6 +379,11 @@ class SampleCache:
             reserved_bytes=self._segment.reserved_bytes,
             **self._amounts(filled),
         )
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return the hits, misses and fills so far, over all processes: a cheap part of `stats`."""
+        totals = self._segment.totals()
+        return totals[HITS], totals[MISSES], totals[FILLS]
 
     def close(self) -> None:
         """Let this process's hold of the memory go; it returns to the machine with the last holder. Twice is fine.

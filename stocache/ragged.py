@@ -92,7 +92,8 @@ class RaggedCache(SampleCache):
         self._address = segment.tensor(0, segment.data_bytes).data_ptr()
         self._readers: dict[int, Any] = {}
         self._admission = None
-        if admit == "cost":
+        self.revises = admit == "cost"
+        if self.revises:
             control = segment.control[arena.control_bytes(dataset_len) :]
             self._admission = CostAdmission(control, dataset_len, segment.data_bytes)
         self._samples, self._room = "samples of any size", format_size(segment.data_bytes)

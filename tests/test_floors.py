@@ -12,6 +12,7 @@ FLOORS = [
     {"errors", "limits", "placement", "containers", "structure", "stats", "indices", "compression", "records"},
     {"layout", "directory", "segment", "named"},
     {"opening", "columns", "arena", "admission", "protocol", "cache", "ragged"},
+    {"dataset"},
     {"__init__"},
     {"bench", "listing", "doctor", "top", "cli", "__main__"},
 ]
