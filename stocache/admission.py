@@ -7,8 +7,8 @@ samples: of log-normal sizes (sigma 1) the smallest 56 % of samples fit into 20 
 NOTE [ Measuring and admitting ]
     The first load of each sample is timed, and its bytes are added to a histogram over cost per byte, in shared memory: 255
     bins of 15 % each. From the top down, the bins whose bytes (scaled up from the samples measured to all samples) fit into the
-    capacity are admitted. So most of what is to be kept is kept in the first epoch already, when its order is random; what came
-    too early for a verdict, and the bin that fits in part, are decided when they are asked for again.
+    capacity are admitted, and of the next one as many samples as fit into the rest. So most of what is to be kept is kept in
+    the first epoch already, when its order is random; what came too early for a verdict is decided when it is asked for again.
 """
 
 import math
@@ -25,8 +25,8 @@ YES, LATER, NEVER = "yes", "later", "never"
 
 
 def control_bytes(dataset_len: int) -> int:
-    """Return the bytes of control it needs: 1 per sample, and 2 KiB."""
-    return -(-dataset_len // 8) * 8 + 8 * _BINS
+    """Return the bytes of control it needs: 1 per sample, and 4 KiB."""
+    return -(-dataset_len // 8) * 8 + 2 * 8 * _BINS
 
 
 class CostAdmission:
@@ -38,8 +38,10 @@ class CostAdmission:
     """
 
     def __init__(self, control: memoryview, dataset_len: int, capacity: int) -> None:
-        self._bins = control[:dataset_len]
-        self._bytes = np.frombuffer(control, np.uint64, _BINS, -(-dataset_len // 8) * 8)  # of bin 0: how many are measured
+        self._bins = control[:dataset_len]  # of each sample
+        at = -(-dataset_len // 8) * 8
+        self._bytes = np.frombuffer(control, np.uint64, _BINS, at)  # of the samples in each bin; in bin 0: how many they are
+        self._kept = np.frombuffer(control, np.uint64, _BINS, at + 8 * _BINS)  # of those that were admitted
         self._dataset_len, self._capacity = dataset_len, capacity
 
     def judge(self, idx: int, cost_s: float, nbytes: int) -> str:
@@ -54,8 +56,11 @@ class CostAdmission:
         measured = int(self._bytes[0])
         if measured < min(_ENOUGH, self._dataset_len):
             return LATER
-        from_top = np.cumsum(self._bytes[:0:-1]) * (self._dataset_len / measured)
-        partial = _BINS - 1 - int(np.searchsorted(from_top, self._capacity, side="right"))  # 0: everything fits
-        if self._bins[idx] > partial or (again and self._bins[idx] == partial):
+        number = self._bins[idx]
+        rest = self._capacity - float(self._bytes[number + 1 :].sum()) * self._dataset_len / measured
+        if not again:
+            rest *= measured / self._dataset_len  # which is still a guess
+        if float(self._kept[1 : number + 1].sum()) + nbytes <= rest:
+            self._kept[number] += np.uint64(nbytes)
             return YES
         return NEVER if again and measured >= _NEARLY_ALL * self._dataset_len else LATER

@@ -364,14 +364,15 @@ class SampleCache:
         with segment.guard:
             segment.lock(0, self._dataset_len)
             try:
-                self._aux.masked_fill_(self._aux == SET, EMPTY)
+                states = self._aux.numpy()
+                states[states == SET] = EMPTY
                 self._forget()
             finally:
                 segment.unlock(0, self._dataset_len)
 
     def stats(self) -> CacheStats:
         """Return the counts and amounts of now, summed over all processes. Reads one byte per sample."""
-        filled = int((self._aux == SET).count_nonzero())
+        filled = int(np.count_nonzero(self._aux.numpy() == SET))
         return CacheStats.of(
             self._segment.totals(),
             dataset_len=self._dataset_len,

@@ -2,6 +2,7 @@
 
 import logging
 import operator
+import struct
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from stocache import admission, arena
 from stocache.admission import LATER, NEVER, CostAdmission
 from stocache.arena import NO_MEMORY, Arena
 from stocache.compression import Codec
-from stocache.errors import LimitError, SampleError
+from stocache.errors import LimitError, SampleError, SegmentError
 from stocache.indices import check_indices, check_len
 from stocache.limits import affordable_bytes, asked_bytes, format_size
 from stocache.named import Plan
@@ -135,14 +136,17 @@ class RaggedCache(SampleCache):
 
     def _load(self, idx: int, copy: bool) -> Any:
         memory, at = self._memory, self._arena.offsets[idx]
-        nbytes, number, packed = HEAD.unpack_from(memory, at)
+        try:
+            nbytes, number, packed = HEAD.unpack_from(memory, at)
+            integers = unpack_integers(memory, at + HEAD.size + nbytes, packed)
+        except struct.error:
+            raise SegmentError(f"the cache is damaged: the record of sample {idx} reaches beyond it.") from None
         read = self._readers.get(number)
         if read is None:
             if len(self._readers) >= _READERS:
                 self._readers.clear()
             read = self._readers[number] = reader_of(self._arena.skeleton(number), self._allow_pickle)
         at += HEAD.size
-        integers = unpack_integers(memory, at + nbytes, packed)
         if packed & _COMPRESSED and self._codec is not None:
             data = self._codec.decompress(memory[at : at + nbytes])
             address = np.frombuffer(data, np.uint8).ctypes.data if data else 0
@@ -158,7 +162,7 @@ class RaggedCache(SampleCache):
     def _forget(self) -> None:
         self._segment.forget()
         self._arena.forget()
-        self._aux.fill_(EMPTY if self._segment.data_bytes else OOB)
+        self._aux.numpy().fill(EMPTY if self._segment.data_bytes else OOB)
 
     def _amounts(self, filled: int) -> dict[str, int]:
         return arena.amounts(self._segment.control, self._dataset_len, self._segment.data_bytes, filled)
@@ -201,7 +205,7 @@ class RaggedCache(SampleCache):
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._assemble(*state)
         if self._segment.backing == "none":  # nothing is shared then, the states neither
-            self._aux.fill_(OOB)
+            self._aux.numpy().fill(OOB)
 
 
 class _Blueprint(Blueprint):
@@ -213,7 +217,7 @@ class _Blueprint(Blueprint):
         if admit == "cost":
             self._control_bytes += admission.control_bytes(dataset_len)
         asked = asked_bytes(limit, self._control_bytes)
-        self.wanted = {"dataset_len": dataset_len, "samples": "of any size", "admit": admit, "codec": codec}
+        self.wanted = {"dataset_len": dataset_len, "samples": "any size", "admit": admit, "codec": codec}
         self.wanted["allow_pickle"] = allow_pickle
         if asked is not None:
             self.wanted["bytes"] = asked

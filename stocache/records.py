@@ -15,6 +15,7 @@ NOTE [ Records ]
 """
 
 import ast
+import functools
 import importlib
 import pickle
 import struct
@@ -417,23 +418,36 @@ def _lists(descr: Any) -> Any:
 
 # ---------------------------------------------------------------------------------------------------- classes
 
-_classes: dict[str, type] = {}
+_classes: dict[str, Any] = {}
 
 
-def _name(cls: type, where: str) -> str:
-    """Return the name of a class by which `_class` finds it again."""
-    name = f"{cls.__module__}:{cls.__qualname__}"
-    if _classes.setdefault(name, cls) is not cls:
-        _classes[name] = cls  # defined anew, say in a notebook
+def _name(cls: Any, where: str) -> str:
+    """Return the name by which every process finds a class.
+
+    Raises:
+        SampleError: there is none: it was defined within a function, or replaced.
+    """
+    module = "__main__" if cls.__module__ == "__mp_main__" else cls.__module__  # what spawn calls the script in a child
+    name = f"{module}:{cls.__qualname__}"
+    if _classes.get(name) is not cls:
+        try:
+            found = _find(name)
+        except (ImportError, AttributeError):
+            found = None
+        if found is not cls:
+            raise SampleError(f"{where}: other processes do not find {name}. Define it at the top of a module.")
+        _classes[name] = cls
     return name
 
 
 def _class(name: str) -> Any:
-    found: Any = _classes.get(name)
-    if found is None:
-        module, _, path = name.partition(":")
-        found = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-        _classes[name] = found
-    return found
+    if name not in _classes:
+        _classes[name] = _find(name)
+    return _classes[name]
+
+
+def _find(name: str) -> Any:
+    if name == "builtins:NoneType":
+        return type(None)
+    module, _, path = name.partition(":")
+    return functools.reduce(getattr, path.split("."), importlib.import_module(module))

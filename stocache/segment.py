@@ -23,6 +23,7 @@ from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -246,7 +247,8 @@ class Segment:
         for extent in range(self.layout.extent_count):
             if self._extents[extent] == RESERVED:
                 at, nbytes = self.layout.span(extent)
-                self.tensor(at - self._data_at, nbytes).zero_()
+                # numpy, for torch would do it with threads, which a forked child does not have, and wait for them for ever
+                np.frombuffer(self.view(at - self._data_at, nbytes), np.uint8).fill(0)
             else:
                 self._extents[extent] = UNRESERVED
 

@@ -1,0 +1,394 @@
+"""RaggedCache: what it does beyond the contract of all caches."""
+
+import json
+import math
+import os
+import random
+import signal
+import sys
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from stocache import (
+    CodecError,
+    LimitError,
+    MismatchError,
+    RaggedCache,
+    SampleError,
+    SampleIndexError,
+    SegmentError,
+    SlotState,
+    limits,
+    listing,
+)
+from stocache.admission import LATER, NEVER, YES, CostAdmission, control_bytes
+from stocache.cli import app
+from stocache.limits import GIB, Memory
+from tests.test_structure import same
+
+N = 60
+
+
+def sample(idx):
+    """Samples of several kinds and sizes."""
+    generator = torch.Generator().manual_seed(idx)
+    image = torch.randint(0, 256, (3, 4 + idx % 7, 5 + idx % 3), generator=generator, dtype=torch.uint8)
+    if idx % 3 == 0:
+        return image, idx
+    if idx % 3 == 1:
+        return {
+            "image": image,
+            "boxes": torch.rand(idx % 5, 4, generator=generator),
+            "caption": "x" * idx,
+            "tokens": [idx] * idx,
+        }
+    return [image.numpy(), None, (str(idx), float(idx))]
+
+
+def fill(cache, indices=range(N)):
+    for idx in indices:
+        assert same(cache.get_or_load(idx, sample), sample(idx))
+
+
+# ------------------------------------------------------------------------------------------------ the byte limit
+
+
+@pytest.mark.parametrize("limit", [1000, 2000, 5000, 10_000, 100_000])
+def test_the_limit_is_kept_and_what_found_no_room_is_outside(limit):
+    with RaggedCache(f"{limit}B", N) as cache:
+        fill(cache)
+        stats = cache.stats()
+        assert stats.filled == stats.fills == int((cache.aux_array == SlotState.SET).sum())
+        assert (cache.aux_array != SlotState.EMPTY).all()
+        assert stats.capacity_bytes + cache._segment.layout.control_bytes == limit
+        assert stats.filled_bytes <= cache._arena.used <= stats.capacity_bytes
+        assert cache._segment.layout.size <= cache._segment.layout.data_at + limit
+        reads = cache.counts()[1]
+        fill(cache)
+        assert cache.counts()[1] - reads == N - stats.filled  # exactly
+        assert (stats.filled == N) == (limit == 100_000)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (torch.zeros(3, 80, 80, dtype=torch.uint8), 7),
+        {"image": torch.zeros(3, 480, 640, dtype=torch.uint8), "boxes": torch.zeros(7, 4), "labels": torch.zeros(7).long(),
+         "area": torch.zeros(7), "iscrowd": torch.zeros(7).long(), "image_id": 3},
+        {"input_ids": list(range(300)), "attention_mask": [1] * 300, "label": 1},
+        ("a sentence of some words", 3),
+        b"x",
+        7,
+    ],
+)  # fmt: skip
+def test_a_sample_takes_at_most_64_bytes_and_1_percent_more_than_its_own(value):
+    own = sum(map(nbytes, torch.utils._pytree.tree_leaves(value)))
+    with RaggedCache("1GiB", 1000) as cache:
+        for idx in range(1000):
+            cache.set_slot(idx, value)
+        layout = cache._segment.layout
+        taken = cache._arena.used + layout.control_bytes
+        assert taken <= 1000 * (own + 64 + own / 100)
+
+
+def nbytes(leaf):
+    return len(leaf) if isinstance(leaf, str | bytes) else 8 if isinstance(leaf, int) else leaf.nbytes
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"size_limit_gib": "500B"},
+            LimitError,
+            "size_limit_gib=500B are 500 bytes, of which 608 go to the table",
+        ),
+        ({"size_limit_gib": "much"}, LimitError, "size_limit_gib='much' is not a size"),
+        ({"dataset_len": -1}, LimitError, "dataset_len=-1 is negative"),
+        ({"admit": "lru"}, LimitError, "admit='lru' is unknown. Use 'all' or 'cost'"),
+        ({"codec": "rar"}, CodecError, "codec='rar' is unknown. Use 'zstd' or 'lz4', or None"),
+        ({"persist": True}, ValueError, "persist and fingerprint are for caches with a name"),
+    ],
+)
+def test_wrong_arguments_say_what_to_do(options, error, message):
+    with pytest.raises(error, match=message):
+        RaggedCache(**{"size_limit_gib": 1, "dataset_len": N} | options)
+
+
+def test_a_codec_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(CodecError, match=r"needs a package that is not installed: pip install 'stocache\[codecs\]'"):
+        RaggedCache(1, N, codec="zstd")
+
+
+def test_limit_zero_and_no_samples_are_caches_that_hold_nothing():
+    with RaggedCache(0, N) as cache:
+        fill(cache)
+        cache.clear()
+        fill(cache)
+        assert cache.stats().filled == 0
+        assert cache.counts() == (0, 2 * N, 0)
+    with RaggedCache(1, 0) as cache:
+        assert cache.get_slots([]) == ([], pytest.approx(torch.empty(0)))
+        with pytest.raises(SampleIndexError, match="outside the dataset of 0 samples"):
+            cache.get_slot(0)
+
+
+def test_no_shared_memory_disables_the_cache(monkeypatch, caplog):
+    monkeypatch.setattr(limits, "open_memfd", lambda: None)
+    monkeypatch.setattr(limits, "SHM_DIR", "/no/such/dir")
+    with RaggedCache(1, N) as cache:
+        fill(cache)
+        assert (cache.aux_array == SlotState.OOB).all()
+    assert "no shared memory: /no/such/dir cannot be written" in caplog.text
+
+
+def test_samples_stay_uncached_when_memory_runs_low_and_get_another_chance(monkeypatch, caplog):
+    with RaggedCache("40MB", N) as cache:  # extents of 4 MB
+        with monkeypatch.context() as patched:
+            patched.setattr(limits, "memory", lambda: Memory(GIB, 0))
+            fill(cache)
+            assert cache.stats().refused == N
+            assert cache._segment.try_claim(1)  # as if another were loading it: nobody waits for what cannot be kept
+            cache.get_or_load(1, sample, timeout_s=1000)
+            cache._segment.release_claim(1)
+        assert len(caplog.records) == 1
+        assert "cache stops growing at 0 B of 38." in caplog.text
+        cache.clear()
+        fill(cache)
+        assert cache.stats().filled == N
+
+
+def test_overwriting_keeps_the_old_sample_where_there_is_no_room_for_the_new():
+    with RaggedCache("3000B", N) as cache:
+        cache.set_slot(0, "old")
+        cache.set_slot(0, "new", allow_overwrite=True)
+        assert cache.get_slot(0) == "new"
+        cache.set_slot(0, "x" * 3000, allow_overwrite=True)
+        assert cache.get_slot(0) == "new"
+
+
+def test_many_at_once():
+    with RaggedCache(1, N) as cache:
+        samples, mask = cache.get_slots(range(4))
+        assert samples == [None] * 4
+        assert mask.tolist() == [False] * 4
+        cache.set_slots(torch.arange(3), [sample(idx) for idx in range(3)])
+        samples, mask = cache.get_slots([2, 3, 0])
+        assert mask.tolist() == [True, False, True]
+        assert same(samples, [sample(2), None, sample(0)])
+        with pytest.raises(SampleError, match="set_slots: 1 values for 2 indices"):
+            cache.set_slots([3, 4], ["x"])
+        with pytest.raises(SampleIndexError, match="set_slots: indices"):
+            cache.set_slots([N], ["x"])
+
+
+# ------------------------------------------------------------------------------------------------ several processes
+
+
+def share_work(number, cache, count):
+    fill(cache, [(idx + number * N // count) % N for idx in range(N)])
+    fill(cache)
+
+
+@pytest.mark.parametrize("options", [{}, {"codec": "lz4"}, {"admit": "cost"}, {"name": "ragged"}], ids=str)
+def test_processes_share_what_each_has_loaded(run_processes, options):
+    with RaggedCache(1, N, **options) as cache:
+        run_processes(4, share_work, cache, 4)
+        fill(cache)
+        stats = cache.stats()
+        assert stats.filled == N
+        assert stats.fills == N
+        assert cache._arena._words[3] == 3  # kinds of samples, each stored once
+
+
+def clear_and_refill(number, cache):
+    cache.get_or_load(0, lambda idx: {"a": 1})
+    cache.clear()
+    cache.get_or_load(1, lambda idx: [2, "x"])
+    cache.get_or_load(0, lambda idx: (3.0, 4))
+
+
+def test_kinds_of_samples_survive_a_clear_by_another_process(run_processes):
+    with RaggedCache(1, N) as cache:
+        cache.get_or_load(0, lambda idx: {"a": 1})
+        cache.get_or_load(1, lambda idx: "text")
+        run_processes(1, clear_and_refill, cache)
+        assert cache.get_slot(0) == (3.0, 4)
+        assert cache.get_slot(1) == [2, "x"]
+        for idx, value in ((2, {"a": 1}), (3, "text"), (4, (3.0, 4))):
+            cache.set_slot(idx, value)
+            assert cache.get_slot(idx) == value
+
+
+def test_writers_that_are_killed_cost_only_their_bytes():
+    rng = random.Random(0)
+    with RaggedCache(1, N) as cache:
+        for _ in range(20):
+            pid = os.fork()
+            if pid == 0:
+                for idx in range(N):
+                    cache.get_or_load(idx, sample)
+                os._exit(0)
+            signal.sigtimedwait([signal.SIGUSR1], rng.random() * 0.003)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        fill(cache)
+        fill(cache)
+        assert cache.stats().filled == N
+
+
+def test_the_next_run_finds_them_and_others_are_refused():
+    pid = os.fork()
+    if pid == 0:
+        cache = RaggedCache(1, N, name="ragged", fingerprint="1")
+        fill(cache)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    with RaggedCache(1, N, name="ragged", fingerprint="1") as cache:
+        assert cache.stats().filled == N
+        fill(cache)
+        assert cache.counts() == (N, 0, 0)
+        for options, difference in [
+            ({"codec": "zstd"}, "codec None, now 'zstd'"),
+            ({"admit": "cost"}, "admit 'all', now 'cost'"),
+            ({"allow_pickle": True}, "allow_pickle False, now True"),
+            ({"fingerprint": "2"}, "fingerprint '1', now '2'"),
+        ]:
+            with pytest.raises(MismatchError, match=difference):
+                RaggedCache(1, N, name="ragged", **{"fingerprint": "1"} | options)
+        with pytest.raises(MismatchError, match="bytes 1073741216, now 2147483040"):
+            RaggedCache(2, N, name="ragged", fingerprint="1")
+        RaggedCache("auto", N, name="ragged", fingerprint="1").close()  # takes what is there
+    assert not os.path.exists("/dev/shm/stocache-0/ragged")
+
+
+def test_the_commands_show_it():
+    with RaggedCache(1, N, name="ragged") as cache:
+        fill(cache, range(30))
+        (found,) = listing.find()
+        assert found.stats == cache.stats()
+        shown = CliRunner().invoke(app, ["stat", "ragged"]).stdout
+        assert "60 of any size" in " ".join(shown.split())
+        assert json.loads(CliRunner().invoke(app, ["stat", "ragged", "--json"]).stdout)["stats"]["filled"] == 30
+
+
+def test_a_damaged_entry_is_an_error(monkeypatch):
+    with RaggedCache(1, N) as cache:
+        cache.set_slot(0, "text")
+        cache._arena.offsets[0] = 2**40
+        with pytest.raises(SegmentError, match="the cache is damaged: the record of sample 0") as caught:
+            cache.get_slot(0)
+        del caught  # whose traceback would hold the memory
+
+
+# ------------------------------------------------------------------------------------------------ codecs
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_compressed_samples_take_less_and_what_does_not_shrink_takes_no_more(codec):
+    generator = torch.Generator().manual_seed(0)
+    flat = torch.arange(50_000) // 100
+    noise = torch.randint(0, 256, (50_000,), generator=generator, dtype=torch.uint8)
+    with RaggedCache(1, 2, codec=codec) as cache:
+        cache.set_slot(0, flat)
+        assert cache._arena.used < flat.nbytes / 10
+        before = cache._arena.used
+        cache.set_slot(1, noise)
+        assert cache._arena.used - before <= noise.nbytes + 64
+        assert same(cache.get_slot(0), flat)
+        assert same(cache.get_slot(1), noise)
+        cache.get_slot(0).zero_()
+        cache.get_slot(0, copy=False).zero_()  # which what is compressed does not have: a copy
+        assert same(cache.get_slot(0), flat)
+
+
+# ------------------------------------------------------------------------------------------------ admission by cost
+
+
+def simulate(sizes, costs, capacity, order, epochs=3):
+    """Return the share of requests served in each epoch, were each sample stored in as many bytes as it has."""
+    n = len(sizes)
+    admission, kept, used = CostAdmission(memoryview(bytearray(control_bytes(n))), n, capacity), set(), 0
+    shares = []
+    for epoch in range(epochs):
+        hits = 0
+        for idx in order(epoch):
+            if idx in kept:
+                hits += 1
+            elif admission.judge(idx, costs[idx], sizes[idx]) == YES and used + sizes[idx] <= capacity:
+                kept.add(idx)
+                used += sizes[idx]
+        shares.append(hits / n)
+    return shares
+
+
+def shuffled(n):
+    return lambda epoch: np.random.default_rng(epoch).permutation(n).tolist()
+
+
+@pytest.mark.parametrize("n", [200, 5000])
+def test_of_log_normal_sizes_the_smallest_are_kept(n):
+    sizes = (np.random.default_rng(7).lognormal(0, 1, n) * 1000).astype(int)
+    capacity = int(sizes.sum() * 0.2)
+    best = np.searchsorted(np.cumsum(np.sort(sizes)), capacity) / n  # Phi(1 + Phi^-1(0.2)) = 0.563 of an endless dataset
+    _, second, third = simulate(sizes, [0.01] * n, capacity, shuffled(n))
+    assert third > best - 0.02
+    assert second > 0.8 * best * (1 - 32 / n)  # what came before the first verdict is missing
+
+
+def test_with_costs_in_proportion_to_size_any_choice_is_as_good_and_none_is_refused_room():
+    sizes = (np.random.default_rng(7).lognormal(0, 1, 1000) * 1000).astype(int)
+    shares = simulate(sizes, sizes * 1e-6, sizes.sum() // 2, shuffled(1000))
+    assert shares[2] > 0.4
+
+
+def test_everything_is_admitted_when_everything_fits():
+    n = 500
+    assert simulate([1000] * n, [1e-3] * n, 1000 * n, shuffled(n)) == [0, 1 - 31 / n, 1.0]
+
+
+def test_what_is_not_worth_it_is_refused_for_good_once_all_is_measured():
+    n = 100
+    admission = CostAdmission(memoryview(bytearray(control_bytes(n))), n, 10_000)
+    costs = [1.0 if idx < 5 else 1e-3 for idx in range(n)]
+    first = [admission.judge(idx, costs[idx], 1000) for idx in range(n)]
+    assert set(first[:31]) == {LATER}
+    second = [admission.judge(idx, costs[idx], 1000) for idx in range(n)]
+    assert second[:5] == [YES] * 5
+    assert (first + second).count(YES) == 10
+    assert set(second) == {YES, NEVER}
+
+
+@pytest.mark.parametrize("cost", [0.0, 1e-12, 1e9, math.inf])
+def test_any_cost_has_a_bin(cost):
+    admission = CostAdmission(memoryview(bytearray(control_bytes(1))), 1, 10)
+    admission.judge(0, min(cost, 1e300), 10**12 if cost else 1)
+    assert admission.judge(0, 1.0, 1) in (YES, NEVER)
+
+
+def test_the_cache_measures_loads_and_keeps_the_costly(monkeypatch):
+    """With a clock that only loading moves: 40 of 200 samples take 1000 times as long as the others."""
+    now = [0.0]
+    monkeypatch.setattr("stocache.protocol.time.perf_counter", lambda: now[0])
+    n, costly = 200, set(range(0, 200, 5))
+
+    def load(idx):
+        now[0] += 1.0 if idx in costly else 1e-3
+        return torch.full((1000,), idx % 256, dtype=torch.uint8)
+
+    with RaggedCache("55KB", n, admit="cost") as cache:
+        for epoch in range(3):
+            order = np.random.default_rng(epoch).permutation(n).tolist()
+            if epoch == 1:
+                cache.get_or_load_many(order, lambda indices: map(load, indices))
+            else:
+                for idx in order:
+                    assert same(cache.get_or_load(idx, load), torch.full((1000,), idx % 256, dtype=torch.uint8))
+        kept = set(torch.nonzero(cache.aux_array == SlotState.SET).flatten().tolist())
+        assert costly <= kept
+        assert len(kept) < n / 3
+        assert (cache.aux_array != SlotState.EMPTY).all()
