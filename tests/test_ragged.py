@@ -380,7 +380,7 @@ def test_the_cache_measures_loads_and_keeps_the_costly(monkeypatch):
         now[0] += 1.0 if idx in costly else 1e-3
         return torch.full((1000,), idx % 256, dtype=torch.uint8)
 
-    with RaggedCache("55KB", n, admit="cost") as cache:
+    with RaggedCache("60KB", n, admit="cost") as cache:
         for epoch in range(3):
             order = np.random.default_rng(epoch).permutation(n).tolist()
             if epoch == 1:
