@@ -1,5 +1,5 @@
 from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 
 import numpy as np
 import pytest
@@ -31,8 +31,8 @@ def same(a, b):
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, Box):
-        return same((a.corner, a.label), (b.corner, b.label))
+    if is_dataclass(a):
+        return same(vars(a), vars(b))
     return a == b or (a != a and b != b)
 
 
