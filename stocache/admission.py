@@ -44,8 +44,11 @@ class CostAdmission:
         self._kept = np.frombuffer(control, np.uint64, _BINS, at + 8 * _BINS)  # of those that were admitted
         self._dataset_len, self._capacity = dataset_len, capacity
 
-    def judge(self, idx: int, cost_s: float, nbytes: int) -> str:
-        """Return whether to keep a sample that took so long to load: YES, or not LATER either: NEVER."""
+    def judge(self, idx: int, cost_s: float, nbytes: int, used: int = 0) -> str:
+        """Return whether to keep a sample that took so long to load: YES, or not LATER either: NEVER.
+
+        ``used``: bytes taken by now, which may be more than what was admitted.
+        """
         again = self._bins[idx] != 0
         if not again:
             cost_per_byte = max(cost_s, 1e-9) / max(1, nbytes)
@@ -57,7 +60,8 @@ class CostAdmission:
         if measured < min(_ENOUGH, self._dataset_len):
             return LATER
         number = self._bins[idx]
-        rest = self._capacity - float(self._bytes[number + 1 :].sum()) * self._dataset_len / measured
+        capacity = self._capacity - max(0, used - int(self._kept.sum()))
+        rest = capacity - float(self._bytes[number + 1 :].sum()) * self._dataset_len / measured
         if not again:
             rest *= measured / self._dataset_len  # which is still a guess
         if float(self._kept[1 : number + 1].sum()) + nbytes <= rest:

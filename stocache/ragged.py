@@ -114,7 +114,7 @@ class RaggedCache(SampleCache):
         skeleton, record = encoded
         if self._admission is not None and cost_s is not None:
             with self._arena.locked():
-                verdict = self._admission.judge(idx, cost_s, len(record))
+                verdict = self._admission.judge(idx, cost_s, len(record) + 7 & ~7, self._arena.used)
             if verdict in (LATER, NEVER):
                 if verdict == NEVER:
                     self._states[idx] = OOB

@@ -23,6 +23,8 @@ def _servers():
     forkserver.ensure_running()
     resource_tracker.ensure_running()
     multiprocessing.Barrier(1)  # whose memory comes from a file it keeps
+    gc.collect()
+    gc.freeze()  # the modules imported so far, or each look at what is left would walk through all of them
 
 
 def _holdings() -> dict[str, object]:
