@@ -28,7 +28,7 @@ from stocache.errors import ClosedError, DatasetError, LimitError, SampleError
 from stocache.indices import check_index, check_len
 from stocache.limits import parse_size
 from stocache.placement import Placement
-from stocache.protocol import SlotState
+from stocache.protocol import MISSING, SlotState
 from stocache.ragged import RaggedCache
 from stocache.records import Record
 from stocache.stats import CacheStats
@@ -172,7 +172,9 @@ class CachedDataset(Dataset[Any]):
         """
         if not (type(idx) is int and idx >= 0):
             idx = self._from_end(idx)
-        sample = self.cache.get_or_load(idx, self._load, copy=self._copy, strict=False)
+        sample = self.cache.hit(idx, self._copy)
+        if sample is MISSING:
+            sample = self.cache.get_or_load(idx, self._load, copy=self._copy, strict=False)
         return sample if self.transform is None else self.transform(sample)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:

@@ -36,7 +36,8 @@ logger = logging.getLogger("stocache")
 _Self = TypeVar("_Self", bound="SampleCache")
 _Indices = np.ndarray[Any, np.dtype[np.int64]]
 
-_MISSING = object()
+MISSING: Any = object()
+"""What `SampleCache.hit` returns instead of a sample, which may be None."""
 
 
 class SlotState(IntEnum):
@@ -118,8 +119,8 @@ class SampleCache:
         Safe from any process and thread; a hit takes no lock. Copies the bytes of the sample.
         Source: the API of stocaching 0.2 (C. Jones, MIT).
         """
-        value = self._hit(idx, copy)
-        if value is not _MISSING:
+        value = self.hit(idx, copy)
+        if value is not MISSING:
             return value
         idx = self._index(idx, "get_slot")
         outside = self._states[idx] == OOB
@@ -130,13 +131,13 @@ class SampleCache:
         self._miss(idx, time.perf_counter())
         return None
 
-    def _hit(self, idx: int, copy: bool) -> Any:
-        """Return sample ``idx`` if it is set; else, or where ``idx`` is no index, _MISSING."""
+    def hit(self, idx: int, copy: bool) -> Any:
+        """Return sample ``idx`` if it is set; else, or where ``idx`` is no index, MISSING. The quick part of all other ways."""
         try:
             if not 0 <= idx < self._dataset_len or self._states[idx] != SET:
-                return _MISSING
+                return MISSING
         except (TypeError, ValueError, RuntimeError):  # not an integer; _index says so
-            return _MISSING
+            return MISSING
         self._segment.counters[HITS] += 1
         return self._load(self._slot(idx), copy)
 
@@ -223,14 +224,14 @@ class SampleCache:
             SampleIndexError: ``idx`` is no integer or outside the dataset.
             SampleError: what ``load`` returned does not fit the cache.
         """
-        value = self._hit(idx, copy)
-        if value is not _MISSING:
+        value = self.hit(idx, copy)
+        if value is not MISSING:
             return value
         idx = self._index(idx, "get_or_load")
         claimed = self._may_fill(idx) and self._claim(idx, timeout_s)
         try:
-            value = self._hit(idx, copy)
-            if value is _MISSING:
+            value = self.hit(idx, copy)
+            if value is MISSING:
                 self._miss(idx, time.perf_counter())
                 value = load(idx)
                 self._keep(idx, value, strict)
@@ -267,7 +268,7 @@ class SampleCache:
         else:
             found = (self._load(self._slot(idx), copy) for idx in there.tolist())
         self._segment.counters[HITS] += len(there)
-        samples = [next(found) if is_hit else _MISSING for is_hit in hit]
+        samples = [next(found) if is_hit else MISSING for is_hit in hit]
         if len(there) == len(index):
             return samples
         missing: dict[int, int] = {}  # and where they are wanted first
@@ -287,7 +288,7 @@ class SampleCache:
             for idx in claims:
                 self._segment.release_claim(idx)
         for position, idx in enumerate(index.tolist()):  # claimed by others, or asked for twice
-            if samples[position] is _MISSING:
+            if samples[position] is MISSING:
                 samples[position] = self.get_or_load(
                     idx, lambda idx: next(iter(load([idx]))), copy=copy, strict=strict, timeout_s=timeout_s
                 )

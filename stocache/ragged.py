@@ -20,12 +20,13 @@ from stocache.limits import affordable_bytes, asked_bytes, format_size
 from stocache.named import Plan
 from stocache.opening import EMPTY, OOB, Blueprint, open_memory
 from stocache.protocol import SampleCache
-from stocache.records import HEAD, Record, pack_integers, reader_of, unpack_integers, write_skeleton
+from stocache.records import HEAD, Record, integers_codec, pack_integers, reader_of, write_skeleton
 from stocache.segment import Segment
 from stocache.stats import FILLS, REFUSED
 
 logger = logging.getLogger("stocache")
 
+_unpack_head = HEAD.unpack_from
 _COMPRESSED = 4  # a bit of the head's last number, between the width of the integers and their count
 _READERS = 4096  # kinds of samples a process remembers how to read
 
@@ -59,7 +60,7 @@ class RaggedCache(SampleCache):
         CacheNameError, MismatchError, SegmentError: as for `SharedCache`.
     """
 
-    _RELEASED = (*SampleCache._RELEASED, "_arena", "_memory", "_admission")
+    _RELEASED = (*SampleCache._RELEASED, "_arena", "_offsets", "_memory", "_admission")
 
     def __init__(
         self,
@@ -89,6 +90,7 @@ class RaggedCache(SampleCache):
         self._admit, self._codec_name, self._allow_pickle = admit, codec, allow_pickle
         self._codec = Codec(codec) if codec is not None else None
         self._arena = Arena(segment, dataset_len)
+        self._offsets = self._arena.offsets
         self._memory = segment.view(0, segment.data_bytes)
         self._address = segment.tensor(0, segment.data_bytes).data_ptr()
         self._readers: dict[int, Any] = {}
@@ -129,16 +131,17 @@ class RaggedCache(SampleCache):
             if self._states[idx] == EMPTY:
                 self._states[idx] = OOB  # room is never given back
             return None
-        self._arena.offsets[idx] = at
+        self._offsets[idx] = at
         return FILLS
 
     _slot = staticmethod(operator.index)
 
     def _load(self, idx: int, copy: bool) -> Any:
-        memory, at = self._memory, self._arena.offsets[idx]
+        memory, at = self._memory, self._offsets[idx]
         try:
-            nbytes, number, packed = HEAD.unpack_from(memory, at)
-            integers = unpack_integers(memory, at + HEAD.size + nbytes, packed)
+            nbytes, number, packed = _unpack_head(memory, at)
+            at += HEAD.size
+            integers = integers_codec(packed).unpack_from(memory, at + nbytes)
         except struct.error:
             raise SegmentError(f"the cache is damaged: the record of sample {idx} reaches beyond it.") from None
         read = self._readers.get(number)
@@ -146,7 +149,6 @@ class RaggedCache(SampleCache):
             if len(self._readers) >= _READERS:
                 self._readers.clear()
             read = self._readers[number] = reader_of(self._arena.skeleton(number), self._allow_pickle)
-        at += HEAD.size
         if packed & _COMPRESSED and self._codec is not None:
             data = self._codec.decompress(memory[at : at + nbytes])
             address = np.frombuffer(data, np.uint8).ctypes.data if data else 0

@@ -17,10 +17,12 @@ NOTE [ Records ]
 import ast
 import functools
 import importlib
+import math
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ctypes import memmove
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -160,24 +162,14 @@ def pack_integers(integers: list[int]) -> tuple[bytes, int]:
     """Return integers in bytes, and for the head how many there are and how wide."""
     largest = max(integers, default=0)
     code = next(code for code, width in enumerate(_WIDTHS) if largest < 1 << 8 * width)
-    return _integers(len(integers), code).pack(*integers), len(integers) << 3 | code
+    packed = len(integers) << 3 | code
+    return integers_codec(packed).pack(*integers), packed
 
 
-def unpack_integers(memory: Any, at: int, packed: int) -> tuple[int, ...]:
-    """Return the integers that `pack_integers` wrote."""
-    return _integers(packed >> 3, packed & 3).unpack_from(memory, at)
-
-
-_structs: dict[tuple[int, int], struct.Struct] = {}
-
-
-def _integers(count: int, code: int) -> struct.Struct:
-    codec = _structs.get((count, code))
-    if codec is None:
-        codec = struct.Struct(f"<{count}{list(_WIDTHS.values())[code]}")
-        if len(_structs) < 10_000:
-            _structs[count, code] = codec
-    return codec
+@functools.lru_cache(maxsize=4096)
+def integers_codec(packed: int) -> struct.Struct:
+    """Return the layout of integers, given what the head says of them."""
+    return struct.Struct(f"<{packed >> 3}{list(_WIDTHS.values())[packed & 3]}")
 
 
 def _stream(alignment: int) -> int:
@@ -211,32 +203,32 @@ def write_skeleton(skeleton: Skeleton) -> bytes:
 # ---------------------------------------------------------------------------------------------------- reading
 
 
+_DAMAGED = "the cache is damaged: a sample reaches beyond its record."
+
+
 class Reader:
     """Where reading a record stands.
 
     Attributes:
         memory: the buffer the leaves are in.
         address: where it begins in memory.
-        integer: returns the next integer.
         at: where each stream stands.
         end: where the leaves end.
+        integers: the iterator over those that are left.
         copy: whether tensors and arrays are to be private copies; else views of ``memory``.
     """
 
-    __slots__ = ("address", "at", "copy", "end", "integer", "memory")
+    __slots__ = ("address", "at", "copy", "end", "integers", "memory")
 
-    def __init__(self, memory: Any, address: int, copy: bool) -> None:
-        self.memory, self.address, self.copy = memory, address, copy
-        self.at = [0, 0, 0, 0]
-        self.end = 0
-        self.integer: Callable[[], int]
+    def __init__(self, memory: Any, address: int, at: list[int], end: int, integers: Iterator[int], copy: bool) -> None:
+        self.memory, self.address, self.at, self.end, self.integers, self.copy = memory, address, at, end, integers, copy
 
     def take(self, stream: int, nbytes: int) -> int:
         """Return where the next ``nbytes`` of a stream are."""
         at = self.at[stream]
         after = self.at[stream] = at + nbytes
         if after > self.end:
-            raise SegmentError("the cache is damaged: a sample reaches beyond its record.")
+            raise SegmentError(_DAMAGED)
         return at
 
 
@@ -256,22 +248,55 @@ def reader_of(text: bytes, allow_pickle: bool) -> Callable[[Any, int, int, int, 
         read = _compile(skeleton, allow_pickle)
     except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, IndexError, ImportError) as error:
         raise SegmentError(f"the cache holds samples that cannot be read here: {error}. Skeleton: {text[:200]!r}") from error
-    inner, last = streams[:-1], streams[-1:]
+    inner, last = streams[:-1], streams[-1] if streams else 0
+    plan, join = _plan(skeleton)
 
     def read_record(memory: Any, address: int, start: int, nbytes: int, integers: tuple[int, ...], copy: bool) -> Any:
-        reader = Reader(memory, address, copy)
-        numbers = iter(integers)
-        reader.integer = numbers.__next__
-        reader.end = start + nbytes
-        at = reader.at
-        for stream in inner:
+        at, end = [start] * len(_ALIGNMENTS), start + nbytes
+        for length, stream in zip(integers, inner):  # noqa: B905  integers has more than these
             at[stream] = start
-            start += next(numbers)
-        for stream in last:
-            at[stream] = start
-        return read(reader)
+            start += length
+        at[last] = start
+        if not copy or not plan:
+            return read(Reader(memory, address, at, end, iter(integers[len(inner) :]), copy))
+        values, used = [], len(inner)
+        for stream, new, dims, unpack, size in plan:
+            here = at[stream]
+            if unpack is None:
+                value = new(*integers[used : used + dims]) if dims else new(())
+                used += dims
+                size = value.nbytes
+                if here + size > end:
+                    raise SegmentError(_DAMAGED)
+                memmove(value.data_ptr(), address + here, size)
+            else:
+                (value,) = unpack(memory, here)
+            at[stream] = here + size
+            values.append(value)
+        return join(values)
 
     return read_record
+
+
+def _plan(skeleton: Skeleton) -> tuple[list[tuple[int, Any, int, Any, int]], Callable[[list[Any]], Any]]:
+    """Return the leaves of one container of tensors and numbers, and what puts them together; no leaves for all else.
+
+    Such samples, (image, label) and the like, are most there are, and reading them in one loop takes two thirds of the time.
+    """
+    if skeleton[0] != "in":
+        return [], list
+    _, kind, name, keys, extra, children = skeleton
+    plan: list[tuple[int, Any, int, Any, int]] = []
+    for child in children:
+        if child[0] == "tensor":
+            dtype = getattr(torch, child[1])
+            plan.append((_stream(dtype.itemsize), torch.empty(0, dtype=dtype).new_empty, child[2], None, 0))
+        elif child[0] == "number" and child[1] != "complex":
+            codec = _NUMBER_CODECS[_NUMBER_TYPES[child[1]]]
+            plan.append((_NUMBERS[_NUMBER_TYPES[child[1]]][1], None, 0, codec.unpack_from, codec.size))
+        else:
+            return [], list
+    return plan, Container(kind, _class(name), keys, extra).joiner()
 
 
 def _streams(skeleton: Skeleton) -> set[int]:
@@ -330,28 +355,24 @@ def _read_container(skeleton: Skeleton, allow_pickle: bool) -> _Read:
 def _read_items(cls: type, reads: list[_Read]) -> _Read:
     if len(reads) == 1:
         (read,) = reads
-        return lambda reader: cls([read(reader) for _ in range(reader.integer())])
-    return lambda reader: cls([reads[reader.integer()](reader) for _ in range(reader.integer())])
+        return lambda reader: cls([read(reader) for _ in range(next(reader.integers))])
+    return lambda reader: cls([reads[next(reader.integers)](reader) for _ in range(next(reader.integers))])
 
 
 def _read_tensor(dtype: torch.dtype, dims: int) -> _Read:
     stream, size = _stream(dtype.itemsize), dtype.itemsize
-    template = torch.empty(0, dtype=dtype)
-    new = template.new_empty
-    every = range(dims)
+    new = torch.empty(0, dtype=dtype).new_empty
 
     def read(reader: Reader) -> Tensor:
-        integer = reader.integer
-        shape = [integer() for _ in every]
-        if reader.copy:
-            value = new(shape)
-            nbytes = value.nbytes
-            memmove(value.data_ptr(), reader.address + reader.take(stream, nbytes), nbytes)
-            return value
-        count = torch.Size(shape).numel()
+        shape = list(islice(reader.integers, dims))
+        count = math.prod(shape)
         at = reader.take(stream, count * size)
         if not count:
             return new(shape)
+        if reader.copy:
+            value = new(shape)
+            memmove(value.data_ptr(), reader.address + at, count * size)
+            return value
         return torch.frombuffer(reader.memory, dtype=dtype, count=count, offset=at).view(shape)
 
     return read
@@ -361,8 +382,8 @@ def _read_array(dtype: np.dtype[Any], dims: int, scalar: bool) -> _Read:
     stream = _array_stream(dtype)
 
     def read(reader: Reader) -> Any:
-        shape = [reader.integer() for _ in range(dims)]
-        count = int(np.prod(shape, dtype=np.int64))
+        shape = list(islice(reader.integers, dims))
+        count = math.prod(shape)
         at = reader.take(stream, count * dtype.itemsize)
         value: Any = np.ndarray(shape, dtype, reader.memory, at) if count * dtype.itemsize else np.empty(shape, dtype)
         if scalar:
@@ -377,19 +398,17 @@ def _read_number(cls: type) -> _Read:
     unpack, size = codec.unpack_from, codec.size
 
     def read(reader: Reader) -> Any:
-        return unpack(reader.memory, reader.take(stream, size))[0]
+        numbers = unpack(reader.memory, reader.take(stream, size))
+        return complex(*numbers) if cls is complex else numbers[0]
 
-    def read_complex(reader: Reader) -> complex:
-        return complex(*unpack(reader.memory, reader.take(stream, size)))
-
-    return read_complex if cls is complex else read
+    return read
 
 
 def _read_numbers(cls: type, dtype: str, stream: int) -> _Read:
     size = np.dtype(dtype).itemsize
 
     def read(reader: Reader) -> Any:
-        count = reader.integer()
+        count = next(reader.integers)
         values = np.frombuffer(reader.memory, dtype, count, reader.take(stream, count * size)).tolist()
         return values if cls is list else tuple(values)
 
@@ -398,7 +417,7 @@ def _read_numbers(cls: type, dtype: str, stream: int) -> _Read:
 
 def _read_bytes(make: Callable[[memoryview], Any]) -> _Read:
     def read(reader: Reader) -> Any:
-        nbytes = reader.integer()
+        nbytes = next(reader.integers)
         at = reader.take(_BYTES, nbytes)
         return make(memoryview(reader.memory)[at : at + nbytes])
 

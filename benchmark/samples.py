@@ -1,0 +1,126 @@
+"""What one sample costs from a filled cache: CachedDataset, RaggedCache, and key-value stores with pickles beside them.
+
+    pip install -e ".[bench]" && python -m benchmark.samples
+
+All stores are in memory (/dev/shm), filled with the same samples, and asked for them in the same random order, by one process.
+Contenders take turns, round by round, each with one pass over all samples before the clock starts; figures are medians.
+"""
+
+import argparse
+import contextlib
+import dbm.dumb
+import pickle
+import random
+import shelve
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diskcache
+import lmdb
+import torch
+
+from benchmark.micro import settle
+from stocache import CachedDataset
+from stocache.limits import GIB
+
+COUNT, PASSES = 1000, 5
+
+
+def fixed(idx: int) -> Any:
+    """A sample of one shape."""
+    return torch.randint(0, 256, (3, 64, 64), dtype=torch.uint8), idx
+
+
+def ragged(idx: int) -> Any:
+    """A sample of about 20 KB, of varying shape."""
+    return torch.randint(0, 256, (3, 70 + idx % 21, 85), dtype=torch.uint8), idx
+
+
+def stores(samples: list[Any], folder: Path, stack: contextlib.ExitStack) -> dict[str, Callable[[int], Any]]:
+    """Return a function for each contender that gets a sample by number."""
+    gets: dict[str, Callable[[int], Any]] = {}
+    for name, options in {
+        "CachedDataset": {},
+        "CachedDataset, copy=False": {"copy": False},
+        "CachedDataset, variable=True": {"variable": True},
+        "CachedDataset, codec='lz4'": {"codec": "lz4"},
+        "CachedDataset, codec='zstd'": {"codec": "zstd"},
+    }.items():
+        cached = stack.enter_context(CachedDataset(samples, 1, **options))
+        cached.warm(progress=False)
+        gets[name] = cached.__getitem__
+
+    pickles = [pickle.dumps(sample, protocol=5) for sample in samples]
+    for idx, data in enumerate(pickles):
+        (folder / f"{idx}.pickle").write_bytes(data)
+    gets["a pickle per file in tmpfs"] = lambda idx: pickle.loads((folder / f"{idx}.pickle").read_bytes())
+
+    environment = stack.enter_context(lmdb.open(str(folder / "lmdb"), map_size=GIB))
+    with environment.begin(write=True) as transaction:
+        for idx, data in enumerate(pickles):
+            transaction.put(b"%d" % idx, data)
+
+    def get_lmdb(idx: int) -> Any:
+        with environment.begin(buffers=True) as reading:
+            return pickle.loads(reading.get(b"%d" % idx))
+
+    gets["LMDB + pickle"] = get_lmdb
+
+    cache = stack.enter_context(diskcache.Cache(str(folder / "diskcache"), eviction_policy="none", size_limit=GIB))
+    for idx, sample in enumerate(samples):
+        cache[idx] = sample
+    gets["diskcache"] = cache.__getitem__
+
+    shelf = shelve.Shelf(dbm.dumb.open(str(folder / "shelve")), protocol=5)  # noqa: SIM115  closed by the stack
+    stack.callback(shelf.close)
+    for idx, sample in enumerate(samples):
+        shelf[str(idx)] = sample
+    gets["shelve (dbm.dumb)"] = lambda idx: shelf[str(idx)]
+    return gets
+
+
+def measure(samples: list[Any], rounds: int) -> dict[str, float]:
+    """Return the median seconds per get of each contender; each turn is ``PASSES`` over all samples."""
+    order = random.Random(0).sample(range(COUNT), COUNT)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm", prefix="samples-")))
+        gets = stores(samples, folder, stack)
+        for name, get in gets.items():
+            for idx in order[:50]:
+                got = get(idx)
+                assert torch.equal(got[0], samples[idx][0]), name
+                assert got[1] == idx, name
+        settle(GIB)
+
+        seconds: dict[str, list[float]] = {name: [] for name in gets}
+        for _ in range(rounds):
+            for name, get in gets.items():
+                for idx in order:  # the one before has filled the processor's caches with its own
+                    get(idx)
+                start = time.perf_counter()
+                for _ in range(PASSES):
+                    for idx in order:
+                        get(idx)
+                seconds[name].append((time.perf_counter() - start) / PASSES / COUNT)
+        return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def main() -> None:
+    """Print a table for each kind of sample."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    rounds = parser.parse_args().rounds
+    torch.manual_seed(0)
+    for make, title in ((fixed, "(uint8 3x64x64, int)"), (ragged, "(uint8 of about 20 KB, of varying shape, int)")):
+        seconds = measure([make(idx) for idx in range(COUNT)], rounds)
+        print(f"\n### A hit of {title}\n\n| store | µs | of CachedDataset's |\n| --- | ---: | ---: |")
+        for name, time_s in seconds.items():
+            print(f"| {name} | {time_s * 1e6:.1f} | {time_s / seconds['CachedDataset']:.1f} |")
+
+
+if __name__ == "__main__":
+    main()
