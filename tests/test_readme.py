@@ -1,6 +1,8 @@
 """The README's code runs as pasted, and its commands are the ones that exist."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,10 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_first_example_caches_a_dataset():
+def test_the_example_of_a_cache_of_ones_own_caches_a_dataset():
+    (block,) = [block for block in BLOCKS if "class Photos" in block]
     namespace = {}
-    exec(BLOCKS[0], namespace)
+    exec(block, namespace)
     reads = []
 
     def load(path):
@@ -29,15 +32,25 @@ def test_the_first_example_caches_a_dataset():
     dataset.cache.close()
 
 
-@pytest.mark.parametrize("block", BLOCKS[1:], ids=range(1, len(BLOCKS)))
-def test_later_examples_run(block):
-    exec(block, {})
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_every_example_runs_as_a_script(block, tmp_path):
+    (tmp_path / "example.py").write_text(block)
+    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+
+
+def test_there_is_a_recipe_for_each():
+    recipes = README[README.index("## Recipes") : README.index("## The cache itself")]
+    names = ["image folder", "two-phase transform", "Detection", "Tokenised text", "Hugging Face", "MONAI"]
+    names += ["DDP", "sweep", "warm restarts"]
+    assert all(f"**{name}**" in recipes for name in names)
 
 
 def test_the_first_screen_shows_the_main_job():
     first_screen = README.splitlines()[:25]
     assert any("stocache bench" in line for line in first_screen)
-    assert any("SharedCache(" in line for line in first_screen)
+    assert any("CachedDataset(" in line for line in first_screen)
 
 
 def test_the_table_of_floors_names_every_module():
