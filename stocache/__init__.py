@@ -1,7 +1,8 @@
 """stocache: cache any PyTorch dataset in shared memory, one copy per machine."""
 
 from stocache.cache import SharedCache, SharedCacheDDP
-from stocache.dataset import CachedDataset, DatasetStats, EpochStats
+from stocache.dataset import CachedDataset
+from stocache.epochs import DatasetStats, EpochStats
 from stocache.errors import (
     CacheNameError,
     ClosedError,

@@ -1,21 +1,11 @@
-"""CachedDataset: one line around any map-style dataset, and its samples are read from their source once.
-
-NOTE [ Epochs ]
-    Samples are asked for in worker processes, which know nothing of epochs. The counters in shared memory know how many were
-    asked for by all processes together, and an epoch is as many as the dataset has samples. They are looked at in the main
-    process whenever it touches the dataset: samplers ask for its length when an epoch begins, and the one before is complete.
-    Up to 5 % may be missing (a last batch that is dropped) if two looks in a row find the same, as RandomSampler takes them. So
-    `stats` has an entry for each epoch, and it is logged, without a call in the training loop; `set_epoch` says it outright.
-"""
+"""CachedDataset: one line around any map-style dataset, and its samples are read from their source once."""
 
 import contextlib
 import logging
 import operator
 import os
 import random
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -24,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tqdm import tqdm
 
 from stocache.cache import SharedCache
+from stocache.epochs import DatasetStats, Epochs, is_first_rank
 from stocache.errors import ClosedError, DatasetError, LimitError, SampleError
 from stocache.indices import check_index, check_len
 from stocache.limits import parse_size
@@ -31,47 +22,11 @@ from stocache.placement import Placement
 from stocache.protocol import MISSING, SlotState
 from stocache.ragged import RaggedCache
 from stocache.records import Record
-from stocache.stats import CacheStats
 from stocache.structure import Structure
 
 logger = logging.getLogger("stocache")
 
 _Self = TypeVar("_Self", bound="CachedDataset")
-
-
-@dataclass(frozen=True)
-class EpochStats:
-    """What happened in one epoch: in as many requests as the dataset has samples, by all processes that share the cache.
-
-    Attributes:
-        hits: samples served from the cache.
-        misses: samples read from the source.
-        fills: samples newly cached.
-        seconds: how long it took.
-    """
-
-    hits: int
-    misses: int
-    fills: int
-    seconds: float
-
-    @property
-    def hit_rate(self) -> float:
-        """Hits among all requests; 0 before the first."""
-        return self.hits / max(1, self.hits + self.misses)
-
-
-@dataclass(frozen=True)
-class DatasetStats:
-    """What a `CachedDataset` has done.
-
-    Attributes:
-        total: since the cache was made, and what it holds.
-        epochs: one after the other; the last one is still running.
-    """
-
-    total: CacheStats
-    epochs: tuple[EpochStats, ...]
 
 
 class CachedDataset(Dataset[Any]):
@@ -94,7 +49,8 @@ class CachedDataset(Dataset[Any]):
             first; or a `Placement`. Samples of varying size are kept in the order in which they come.
         variable: whether samples vary in size. None finds out. True keeps them in a `RaggedCache`, whatever they look like;
             False in a `SharedCache`, which is faster, and needs one structure, dtypes and shapes.
-        probe: how many samples, evenly spread, to load for finding that out. They are kept.
+        probe: how many samples, evenly spread, to load for finding that out. They are kept, unless
+            they have to be timed for ``admit="cost"``.
         copy: False to return views of the cache itself where nothing is done to them afterwards: writing to one changes all
             later epochs. With a ``transform`` samples are copied all the same.
         admit, codec, allow_pickle: as for `RaggedCache`, where "cost" and a codec lead to.
@@ -155,7 +111,7 @@ class CachedDataset(Dataset[Any]):
             )
         if admit == "all":  # else their cost would have to be known
             self.cache.get_or_load_many(list(probed), lambda indices: [probed[idx] for idx in indices], strict=False)
-        self._epochs = _Epochs(length, self.cache)
+        self._epochs = Epochs(length, self.cache)
 
     # ------------------------------------------------------------------------------------------------ samples
 
@@ -219,7 +175,7 @@ class CachedDataset(Dataset[Any]):
 
         Ranks and jobs that share the cache may all call it: each begins at another place, and none loads what another does.
         """
-        with tqdm(unit="sample", desc="warming the cache", disable=not (progress and _first_rank())) as bar:
+        with tqdm(unit="sample", desc="warming the cache", disable=not (progress and is_first_rank())) as bar:
             for _ in range(2):  # of samples admitted by cost, some are decided when they are asked for again
                 wanted = torch.nonzero(self.cache.aux_array == SlotState.EMPTY).flatten().tolist()
                 if bar.n and not self.cache.revises:
@@ -370,45 +326,3 @@ class _Filling(Dataset[None]):
         idx = self._indices[position]
         if self._cache.aux_array[idx] == SlotState.EMPTY:
             self._cache.get_or_load(idx, self._dataset.__getitem__, copy=False, strict=False)
-
-
-class _Epochs:
-    """Where one epoch ends and the next begins; see NOTE [ Epochs ]."""
-
-    def __init__(self, dataset_len: int, cache: SharedCache | RaggedCache) -> None:
-        self._dataset_len, self._seen = dataset_len, -1
-        self._pid = os.getpid()
-        self._over: list[EpochStats] = []
-        self._began_at, self._began_with = time.monotonic(), cache.counts()
-
-    def look(self, cache: SharedCache | RaggedCache, begins: bool = False) -> None:
-        """Close the running epoch if it is complete, or another one ``begins``."""
-        if os.getpid() != self._pid:  # a worker
-            return
-        epoch = self._running(cache)
-        asked = epoch.hits + epoch.misses
-        complete = asked >= self._dataset_len or (asked >= 0.95 * self._dataset_len and asked == self._seen)
-        self._seen = asked
-        if asked and (complete or begins):
-            self._over.append(epoch)
-            self._began_at, self._began_with = time.monotonic(), cache.counts()
-            if _first_rank():
-                logger.info(
-                    "epoch %d: %d samples asked for, %.1f %% from the cache, %d read from the dataset, %d newly cached, %.1f s",
-                    len(self._over), asked, 100 * epoch.hit_rate, epoch.misses, epoch.fills, epoch.seconds,
-                )  # fmt: skip
-
-    def stats(self, cache: SharedCache | RaggedCache) -> tuple[EpochStats, ...]:
-        """Return all epochs, also the running one."""
-        return (*self._over, self._running(cache))
-
-    def _running(self, cache: SharedCache | RaggedCache) -> EpochStats:
-        hits, misses, fills = (now - then for now, then in zip(cache.counts(), self._began_with, strict=True))
-        return EpochStats(hits, misses, fills, time.monotonic() - self._began_at)
-
-
-def _first_rank() -> bool:
-    """Whether this is the process that speaks for all ranks."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank() == 0
-    return os.environ.get("RANK", "0") == "0"

@@ -20,7 +20,8 @@ from stocache.limits import affordable_bytes, asked_bytes, format_size
 from stocache.named import Plan
 from stocache.opening import EMPTY, OOB, Blueprint, open_memory
 from stocache.protocol import SampleCache
-from stocache.records import HEAD, Record, integers_codec, pack_integers, reader_of, write_skeleton
+from stocache.readers import reader_of
+from stocache.records import HEAD, Record, integers_codec, pack_integers, write_skeleton
 from stocache.segment import Segment
 from stocache.stats import FILLS, REFUSED
 

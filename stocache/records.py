@@ -17,33 +17,28 @@ NOTE [ Records ]
 import ast
 import functools
 import importlib
-import math
 import pickle
 import struct
-from collections.abc import Callable, Iterator
-from ctypes import memmove
-from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 from numpy.lib.format import descr_to_dtype, dtype_to_descr
 from torch import Tensor
 
-from stocache.containers import Container, split
-from stocache.errors import SampleError, SegmentError
+from stocache.containers import split
+from stocache.errors import SampleError
 from stocache.structure import array_bytes, check_dtype, check_exact, tensor_bytes
 
 Skeleton: TypeAlias = tuple[Any, ...]
 
 HEAD = struct.Struct("<QII")
 _WIDTHS = {1: "B", 2: "H", 4: "I", 8: "Q"}
-_ALIGNMENTS = (8, 4, 2, 1)  # of the streams, by number
-_BYTES = 3  # the stream of what needs no alignment
+ALIGNMENTS = (8, 4, 2, 1)  # of the streams, by number
+BYTES = 3  # the stream of what needs no alignment
 
-_NUMBERS: dict[type, tuple[str, int]] = {int: ("<i8", 0), float: ("<f8", 0), complex: ("<c16", 0), bool: ("?", _BYTES)}
-_NUMBER_CODECS = {int: struct.Struct("<q"), float: struct.Struct("<d"), complex: struct.Struct("<dd"), bool: struct.Struct("?")}
-_NUMBER_TYPES = {cls.__name__: cls for cls in _NUMBERS}
+NUMBERS: dict[type, tuple[str, int]] = {int: ("<i8", 0), float: ("<f8", 0), complex: ("<c16", 0), bool: ("?", BYTES)}
+NUMBER_CODECS = {int: struct.Struct("<q"), float: struct.Struct("<d"), complex: struct.Struct("<dd"), bool: struct.Struct("?")}
+NUMBER_TYPES = {cls.__name__: cls for cls in NUMBERS}
 
 # ---------------------------------------------------------------------------------------------------- writing
 
@@ -75,7 +70,7 @@ class Record:
     def _take(self, value: Any, where: str) -> Skeleton:
         """Add a value, and return its skeleton."""
         cls = type(value)
-        if cls in _NUMBERS:
+        if cls in NUMBERS:
             return self._take_number(value)
         if cls is str:
             return self._take_bytes("str", value.encode("utf-8", "surrogatepass"))
@@ -88,13 +83,13 @@ class Record:
             return self._take_leaf(value, where)
         container, parts = parted
         children = tuple(self._take(part, f"{where}[{key!r}]") for key, part in zip(container.keys, parts, strict=True))
-        return "in", container.kind, _name(container.cls, where), container.keys, container.extra, children
+        return "in", container.kind, name_of(container.cls, where), container.keys, container.extra, children
 
     def _take_leaf(self, value: Any, where: str) -> Skeleton:
         if isinstance(value, Tensor):
             check_exact(value, Tensor, where)
             dtype = check_dtype(value.dtype)
-            self._add(_stream(dtype.itemsize), tensor_bytes(value, where))
+            self._add(stream_of(dtype.itemsize), tensor_bytes(value, where))
             self.integers += value.shape
             return "tensor", str(dtype).removeprefix("torch."), value.dim()
         if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
@@ -102,9 +97,9 @@ class Record:
             if not scalar:
                 check_exact(value, np.ndarray, where)
             descr = _freeze(dtype_to_descr(value.dtype))
-            if _thaw(descr) != value.dtype:
+            if thaw(descr) != value.dtype:
                 raise SampleError(f"{where}: the dtype {value.dtype} cannot be written down. Use a plain one.")
-            self._add(_array_stream(value.dtype), array_bytes(value))
+            self._add(array_stream(value.dtype), array_bytes(value))
             self.integers += value.shape
             return "scalar" if scalar else "array", descr, value.ndim
         if not self._allow_pickle:
@@ -121,37 +116,39 @@ class Record:
         cls = type(value)
         if cls is int and not -(2**63) <= value < 2**63:
             return self._take_bytes("long", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
-        codec = _NUMBER_CODECS[cls]
-        self._add(_NUMBERS[cls][1], codec.pack(value.real, value.imag) if cls is complex else codec.pack(value))
+        codec = NUMBER_CODECS[cls]
+        self._add(NUMBERS[cls][1], codec.pack(value.real, value.imag) if cls is complex else codec.pack(value))
         return ("number", cls.__name__)
 
     def _take_bytes(self, kind: str, data: bytes) -> Skeleton:
-        self._add(_BYTES, data)
+        self._add(BYTES, data)
         self.integers.append(len(data))
         return (kind,)
 
     def _take_sequence(self, values: Any, where: str) -> Skeleton:
         cls, types = type(values), set(map(type, values))
-        if len(types) == 1 and (kind := types.pop()) in _NUMBERS:
-            dtype, stream = _NUMBERS[kind]
+        if len(types) == 1 and (kind := types.pop()) in NUMBERS:
+            dtype, stream = NUMBERS[kind]
             try:
                 self._add(stream, np.array(values, dtype=dtype).view(np.uint8))
                 self.integers.append(len(values))
                 return "numbers", cls.__name__, kind.__name__
             except OverflowError:  # an int beyond 64 bits
                 pass
-        start = len(self.integers)
-        children, ends = [], []
+        outer, items = self.integers, []
         for position, value in enumerate(values):
-            children.append(self._take(value, f"{where}[{position}]"))
-            ends.append(len(self.integers))
-        kinds = sorted(set(children), key=repr)
+            self.integers = []
+            items.append((self._take(value, f"{where}[{position}]"), self.integers))
+        self.integers = outer
+        kinds = sorted({skeleton for skeleton, _ in items}, key=repr)
         if cls is tuple and len(kinds) > 1:
-            return "in", "tuple", "builtins:tuple", tuple(range(len(values))), (), tuple(children)
-        if len(kinds) > 1:  # say before each item's integers of which kind it is
-            for end, child in zip([start, *ends[:-1]][::-1], children[::-1], strict=True):
-                self.integers.insert(end, kinds.index(child))
-        self.integers.insert(start, len(values))
+            for _, own in items:
+                self.integers += own
+            children = tuple(skeleton for skeleton, _ in items)
+            return "in", "tuple", "builtins:tuple", tuple(range(len(values))), (), children
+        self.integers.append(len(values))
+        for skeleton, own in items:  # of several kinds, each item says of which it is
+            self.integers += own if len(kinds) == 1 else [kinds.index(skeleton), *own]
         return "items", cls.__name__, tuple(kinds)
 
     def _add(self, stream: int, buffer: Any) -> None:
@@ -172,12 +169,14 @@ def integers_codec(packed: int) -> struct.Struct:
     return struct.Struct(f"<{packed >> 3}{list(_WIDTHS.values())[packed & 3]}")
 
 
-def _stream(alignment: int) -> int:
-    return _ALIGNMENTS.index(min(alignment, 8)) if alignment in (1, 2, 4, 8, 16) else _BYTES
+def stream_of(alignment: int) -> int:
+    """Return the stream of values that want to begin at a multiple of so many bytes."""
+    return ALIGNMENTS.index(min(alignment, 8)) if alignment in (1, 2, 4, 8, 16) else BYTES
 
 
-def _array_stream(dtype: np.dtype[Any]) -> int:
-    return _BYTES if dtype.kind == "V" else _stream(dtype.alignment)  # records may have lost their alignment on the way
+def array_stream(dtype: np.dtype[Any]) -> int:
+    """Return the stream of the values of a numpy array."""
+    return BYTES if dtype.kind == "V" else stream_of(dtype.alignment)  # records may have lost their alignment on the way
 
 
 def _freeze(descr: Any) -> Any:
@@ -200,231 +199,8 @@ def write_skeleton(skeleton: Skeleton) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-# ---------------------------------------------------------------------------------------------------- reading
-
-
-_DAMAGED = "the cache is damaged: a sample reaches beyond its record."
-
-
-class Reader:
-    """Where reading a record stands.
-
-    Attributes:
-        memory: the buffer the leaves are in.
-        address: where it begins in memory.
-        at: where each stream stands.
-        end: where the leaves end.
-        integers: the iterator over those that are left.
-        copy: whether tensors and arrays are to be private copies; else views of ``memory``.
-    """
-
-    __slots__ = ("address", "at", "copy", "end", "integers", "memory")
-
-    def __init__(self, memory: Any, address: int, at: list[int], end: int, integers: Iterator[int], copy: bool) -> None:
-        self.memory, self.address, self.at, self.end, self.integers, self.copy = memory, address, at, end, integers, copy
-
-    def take(self, stream: int, nbytes: int) -> int:
-        """Return where the next ``nbytes`` of a stream are."""
-        at = self.at[stream]
-        after = self.at[stream] = at + nbytes
-        if after > self.end:
-            raise SegmentError(_DAMAGED)
-        return at
-
-
-_Read: TypeAlias = Callable[[Reader], Any]
-
-
-def reader_of(text: bytes, allow_pickle: bool) -> Callable[[Any, int, int, int, tuple[int, ...], bool], Any]:
-    """Return the function that reads samples of a skeleton: ``read(memory, address, start, nbytes, integers, copy)``.
-
-    Raises:
-        SegmentError: the text is no skeleton, or of classes that are not here or have changed; or something was pickled, and
-            ``allow_pickle`` is False.
-    """
-    try:
-        skeleton = ast.literal_eval(text.decode("utf-8", "surrogatepass"))
-        streams = sorted(_streams(skeleton))
-        read = _compile(skeleton, allow_pickle)
-    except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, IndexError, ImportError) as error:
-        raise SegmentError(f"the cache holds samples that cannot be read here: {error}. Skeleton: {text[:200]!r}") from error
-    inner, last = streams[:-1], streams[-1] if streams else 0
-    plan, join = _plan(skeleton)
-
-    def read_record(memory: Any, address: int, start: int, nbytes: int, integers: tuple[int, ...], copy: bool) -> Any:
-        at, end = [start] * len(_ALIGNMENTS), start + nbytes
-        for length, stream in zip(integers, inner):  # noqa: B905  integers has more than these
-            at[stream] = start
-            start += length
-        at[last] = start
-        if not copy or not plan:
-            return read(Reader(memory, address, at, end, iter(integers[len(inner) :]), copy))
-        values, used = [], len(inner)
-        for stream, new, dims, unpack, size in plan:
-            here = at[stream]
-            if unpack is None:
-                value = new(*integers[used : used + dims]) if dims else new(())
-                used += dims
-                size = value.nbytes
-                if here + size > end:
-                    raise SegmentError(_DAMAGED)
-                memmove(value.data_ptr(), address + here, size)
-            else:
-                (value,) = unpack(memory, here)
-            at[stream] = here + size
-            values.append(value)
-        return join(values)
-
-    return read_record
-
-
-def _plan(skeleton: Skeleton) -> tuple[list[tuple[int, Any, int, Any, int]], Callable[[list[Any]], Any]]:
-    """Return the leaves of one container of tensors and numbers, and what puts them together; no leaves for all else.
-
-    Such samples, (image, label) and the like, are most there are, and reading them in one loop takes two thirds of the time.
-    """
-    if skeleton[0] != "in":
-        return [], list
-    _, kind, name, keys, extra, children = skeleton
-    plan: list[tuple[int, Any, int, Any, int]] = []
-    for child in children:
-        if child[0] == "tensor":
-            dtype = getattr(torch, child[1])
-            plan.append((_stream(dtype.itemsize), torch.empty(0, dtype=dtype).new_empty, child[2], None, 0))
-        elif child[0] == "number" and child[1] != "complex":
-            codec = _NUMBER_CODECS[_NUMBER_TYPES[child[1]]]
-            plan.append((_NUMBERS[_NUMBER_TYPES[child[1]]][1], None, 0, codec.unpack_from, codec.size))
-        else:
-            return [], list
-    return plan, Container(kind, _class(name), keys, extra).joiner()
-
-
-def _streams(skeleton: Skeleton) -> set[int]:
-    """Return the streams that a skeleton has leaves in."""
-    kind = skeleton[0]
-    if kind == "in":
-        return set().union(*map(_streams, skeleton[5]))
-    if kind == "items":
-        return set().union(*map(_streams, skeleton[2]))
-    if kind == "tensor":
-        return {_stream(getattr(torch, skeleton[1]).itemsize)}
-    if kind in ("array", "scalar"):
-        return {_array_stream(_thaw(skeleton[1]))}
-    if kind in ("number", "numbers"):
-        return {_NUMBERS[_NUMBER_TYPES[skeleton[-1]]][1]}
-    return {_BYTES}
-
-
-def _compile(skeleton: Skeleton, allow_pickle: bool) -> _Read:
-    """Return the function that reads what a skeleton describes."""
-    kind, *rest = skeleton
-    if kind == "in":
-        return _read_container(skeleton, allow_pickle)
-    if kind == "items":
-        return _read_items(list if rest[0] == "list" else tuple, [_compile(item, allow_pickle) for item in rest[1]])
-    if kind == "tensor":
-        return _read_tensor(getattr(torch, rest[0]), rest[1])
-    if kind in ("array", "scalar"):
-        return _read_array(_thaw(rest[0]), rest[1], kind == "scalar")
-    if kind == "number":
-        return _read_number(_NUMBER_TYPES[rest[0]])
-    if kind == "numbers":
-        return _read_numbers(list if rest[0] == "list" else tuple, *_NUMBERS[_NUMBER_TYPES[rest[1]]])
-    if kind == "pickle" and not allow_pickle:
-        raise ValueError("something in them was pickled, which needs allow_pickle=True")
-    return _read_bytes(_FROM_BYTES[kind])
-
-
-_FROM_BYTES: dict[str, Callable[[memoryview], Any]] = {
-    "str": lambda data: str(data, "utf-8", "surrogatepass"),
-    "bytes": bytes,
-    "long": lambda data: int.from_bytes(data, "little", signed=True),
-    "pickle": pickle.loads,
-}
-
-
-def _read_container(skeleton: Skeleton, allow_pickle: bool) -> _Read:
-    _, kind, name, keys, extra, children = skeleton
-    cls = _class(name)
-    if kind == "namedtuple" and cls._fields != keys:
-        raise ValueError(f"{name} had the fields {list(keys)}, it has {list(cls._fields)}")
-    join, reads = Container(kind, cls, keys, extra).joiner(), [_compile(child, allow_pickle) for child in children]
-    return lambda reader: join([read(reader) for read in reads])
-
-
-def _read_items(cls: type, reads: list[_Read]) -> _Read:
-    if len(reads) == 1:
-        (read,) = reads
-        return lambda reader: cls([read(reader) for _ in range(next(reader.integers))])
-    return lambda reader: cls([reads[next(reader.integers)](reader) for _ in range(next(reader.integers))])
-
-
-def _read_tensor(dtype: torch.dtype, dims: int) -> _Read:
-    stream, size = _stream(dtype.itemsize), dtype.itemsize
-    new = torch.empty(0, dtype=dtype).new_empty
-
-    def read(reader: Reader) -> Tensor:
-        shape = list(islice(reader.integers, dims))
-        count = math.prod(shape)
-        at = reader.take(stream, count * size)
-        if not count:
-            return new(shape)
-        if reader.copy:
-            value = new(shape)
-            memmove(value.data_ptr(), reader.address + at, count * size)
-            return value
-        return torch.frombuffer(reader.memory, dtype=dtype, count=count, offset=at).view(shape)
-
-    return read
-
-
-def _read_array(dtype: np.dtype[Any], dims: int, scalar: bool) -> _Read:
-    stream = _array_stream(dtype)
-
-    def read(reader: Reader) -> Any:
-        shape = list(islice(reader.integers, dims))
-        count = math.prod(shape)
-        at = reader.take(stream, count * dtype.itemsize)
-        value: Any = np.ndarray(shape, dtype, reader.memory, at) if count * dtype.itemsize else np.empty(shape, dtype)
-        if scalar:
-            return value.copy()[()]
-        return value.copy() if reader.copy else value
-
-    return read
-
-
-def _read_number(cls: type) -> _Read:
-    codec, stream = _NUMBER_CODECS[cls], _NUMBERS[cls][1]
-    unpack, size = codec.unpack_from, codec.size
-
-    def read(reader: Reader) -> Any:
-        numbers = unpack(reader.memory, reader.take(stream, size))
-        return complex(*numbers) if cls is complex else numbers[0]
-
-    return read
-
-
-def _read_numbers(cls: type, dtype: str, stream: int) -> _Read:
-    size = np.dtype(dtype).itemsize
-
-    def read(reader: Reader) -> Any:
-        count = next(reader.integers)
-        values = np.frombuffer(reader.memory, dtype, count, reader.take(stream, count * size)).tolist()
-        return values if cls is list else tuple(values)
-
-    return read
-
-
-def _read_bytes(make: Callable[[memoryview], Any]) -> _Read:
-    def read(reader: Reader) -> Any:
-        nbytes = next(reader.integers)
-        at = reader.take(_BYTES, nbytes)
-        return make(memoryview(reader.memory)[at : at + nbytes])
-
-    return read
-
-
-def _thaw(descr: Any) -> np.dtype[Any]:
+def thaw(descr: Any) -> np.dtype[Any]:
+    """Return the numpy dtype that a skeleton names."""
     return descr_to_dtype(_lists(descr) if isinstance(descr, tuple) else descr)
 
 
@@ -440,7 +216,7 @@ def _lists(descr: Any) -> Any:
 _classes: dict[str, Any] = {}
 
 
-def _name(cls: Any, where: str) -> str:
+def name_of(cls: Any, where: str) -> str:
     """Return the name by which every process finds a class.
 
     Raises:
@@ -459,7 +235,8 @@ def _name(cls: Any, where: str) -> str:
     return name
 
 
-def _class(name: str) -> Any:
+def class_of(name: str) -> Any:
+    """Return the class that a skeleton names; imports its module, as pickle would, but calls nothing in it."""
     if name not in _classes:
         _classes[name] = _find(name)
     return _classes[name]

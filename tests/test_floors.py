@@ -9,15 +9,16 @@ import stocache
 
 PACKAGE = Path(stocache.__file__).parent
 FLOORS = [
-    {"errors", "limits", "placement", "containers", "structure", "stats", "indices", "compression", "records"},
+    {"errors", "limits", "placement", "containers", "structure", "stats", "indices", "compression", "records", "readers"},
     {"layout", "directory", "segment", "named"},
     {"opening", "columns", "arena", "admission", "protocol", "cache", "ragged"},
-    {"dataset"},
+    {"epochs", "dataset"},
     {"__init__"},
     {"bench", "listing", "doctor", "top", "cli", "__main__"},
 ]
 WITHIN = {(module, "errors") for module in FLOORS[0]}
 WITHIN |= {("structure", "containers"), ("records", "containers"), ("records", "structure")}
+WITHIN |= {("readers", "containers"), ("readers", "records"), ("dataset", "epochs")}
 WITHIN |= {("directory", "layout"), ("segment", "layout"), ("segment", "directory")}
 WITHIN |= {("named", "layout"), ("named", "directory"), ("named", "segment")}
 WITHIN |= {("protocol", "opening"), ("cache", "columns"), ("cache", "opening"), ("cache", "protocol")}

@@ -18,7 +18,8 @@ from PIL import Image
 from tensordict import TensorDict
 
 from stocache import RaggedCache, SampleError, SegmentError
-from stocache.records import Record, reader_of, write_skeleton
+from stocache.readers import reader_of
+from stocache.records import Record, write_skeleton
 from tests.test_structure import Box, Point, same
 
 DTYPES = [

@@ -1,0 +1,248 @@
+"""Records read back into samples; see NOTE [ Records ]."""
+
+import ast
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from ctypes import memmove
+from itertools import islice
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stocache.containers import Container
+from stocache.errors import SegmentError
+from stocache.records import (
+    ALIGNMENTS,
+    BYTES,
+    NUMBER_CODECS,
+    NUMBER_TYPES,
+    NUMBERS,
+    Skeleton,
+    array_stream,
+    class_of,
+    stream_of,
+    thaw,
+)
+
+_DAMAGED = "the cache is damaged: a sample reaches beyond its record."
+
+
+class Reader:
+    """Where reading a record stands.
+
+    Attributes:
+        memory: the buffer the leaves are in.
+        address: where it begins in memory.
+        at: where each stream stands.
+        end: where the leaves end.
+        integers: the iterator over those that are left.
+        copy: whether tensors and arrays are to be private copies; else views of ``memory``.
+    """
+
+    __slots__ = ("address", "at", "copy", "end", "integers", "memory")
+
+    def __init__(self, memory: Any, address: int, at: list[int], end: int, integers: Iterator[int], copy: bool) -> None:
+        self.memory, self.address, self.at, self.end, self.integers, self.copy = memory, address, at, end, integers, copy
+
+    def take(self, stream: int, nbytes: int) -> int:
+        """Return where the next ``nbytes`` of a stream are."""
+        at = self.at[stream]
+        after = self.at[stream] = at + nbytes
+        if after > self.end:
+            raise SegmentError(_DAMAGED)
+        return at
+
+
+_Read: TypeAlias = Callable[[Reader], Any]
+
+
+def reader_of(text: bytes, allow_pickle: bool) -> Callable[[Any, int, int, int, tuple[int, ...], bool], Any]:
+    """Return the function that reads samples of a skeleton: ``read(memory, address, start, nbytes, integers, copy)``.
+
+    Raises:
+        SegmentError: the text is no skeleton, or of classes that are not here or have changed; or something was pickled, and
+            ``allow_pickle`` is False.
+    """
+    try:
+        skeleton = ast.literal_eval(text.decode("utf-8", "surrogatepass"))
+        streams = sorted(_streams(skeleton))
+        read = _compile(skeleton, allow_pickle)
+    except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, IndexError, ImportError) as error:
+        raise SegmentError(f"the cache holds samples that cannot be read here: {error}. Skeleton: {text[:200]!r}") from error
+    inner, last = streams[:-1], streams[-1] if streams else 0
+    plan, join = _plan(skeleton)
+
+    def read_record(memory: Any, address: int, start: int, nbytes: int, integers: tuple[int, ...], copy: bool) -> Any:
+        at, end = [start] * len(ALIGNMENTS), start + nbytes
+        for length, stream in zip(integers, inner):  # noqa: B905  integers has more than these
+            at[stream] = start
+            start += length
+        at[last] = start
+        if not copy or not plan:
+            return read(Reader(memory, address, at, end, iter(integers[len(inner) :]), copy))
+        values, used = [], len(inner)
+        for stream, new, dims, unpack, size in plan:
+            here = at[stream]
+            if unpack is None:
+                value = new(*integers[used : used + dims]) if dims else new(())
+                used += dims
+                size = value.nbytes
+                if here + size > end:
+                    raise SegmentError(_DAMAGED)
+                memmove(value.data_ptr(), address + here, size)
+            else:
+                (value,) = unpack(memory, here)
+            at[stream] = here + size
+            values.append(value)
+        return join(values)
+
+    return read_record
+
+
+def _plan(skeleton: Skeleton) -> tuple[list[tuple[int, Any, int, Any, int]], Callable[[list[Any]], Any]]:
+    """Return the leaves of one container of tensors and numbers, and what puts them together; no leaves for all else.
+
+    Such samples, (image, label) and the like, are most there are, and reading them in one loop takes two thirds of the time.
+    """
+    if skeleton[0] != "in":
+        return [], list
+    _, kind, name, keys, extra, children = skeleton
+    plan: list[tuple[int, Any, int, Any, int]] = []
+    for child in children:
+        if child[0] == "tensor":
+            dtype = getattr(torch, child[1])
+            plan.append((stream_of(dtype.itemsize), torch.empty(0, dtype=dtype).new_empty, child[2], None, 0))
+        elif child[0] == "number" and child[1] != "complex":
+            codec = NUMBER_CODECS[NUMBER_TYPES[child[1]]]
+            plan.append((NUMBERS[NUMBER_TYPES[child[1]]][1], None, 0, codec.unpack_from, codec.size))
+        else:
+            return [], list
+    return plan, Container(kind, class_of(name), keys, extra).joiner()
+
+
+def _streams(skeleton: Skeleton) -> set[int]:
+    """Return the streams that a skeleton has leaves in."""
+    kind = skeleton[0]
+    if kind == "in":
+        return set().union(*map(_streams, skeleton[5]))
+    if kind == "items":
+        return set().union(*map(_streams, skeleton[2]))
+    if kind == "tensor":
+        return {stream_of(getattr(torch, skeleton[1]).itemsize)}
+    if kind in ("array", "scalar"):
+        return {array_stream(thaw(skeleton[1]))}
+    if kind in ("number", "numbers"):
+        return {NUMBERS[NUMBER_TYPES[skeleton[-1]]][1]}
+    return {BYTES}
+
+
+def _compile(skeleton: Skeleton, allow_pickle: bool) -> _Read:
+    """Return the function that reads what a skeleton describes."""
+    kind, *rest = skeleton
+    if kind == "in":
+        return _read_container(skeleton, allow_pickle)
+    if kind == "items":
+        return _read_items(list if rest[0] == "list" else tuple, [_compile(item, allow_pickle) for item in rest[1]])
+    if kind == "tensor":
+        return _read_tensor(getattr(torch, rest[0]), rest[1])
+    if kind in ("array", "scalar"):
+        return _read_array(thaw(rest[0]), rest[1], kind == "scalar")
+    if kind == "number":
+        return _read_number(NUMBER_TYPES[rest[0]])
+    if kind == "numbers":
+        return _read_numbers(list if rest[0] == "list" else tuple, *NUMBERS[NUMBER_TYPES[rest[1]]])
+    if kind == "pickle" and not allow_pickle:
+        raise ValueError("something in them was pickled, which needs allow_pickle=True")
+    return _read_bytes(_FROM_BYTES[kind])
+
+
+_FROM_BYTES: dict[str, Callable[[memoryview], Any]] = {
+    "str": lambda data: str(data, "utf-8", "surrogatepass"),
+    "bytes": bytes,
+    "long": lambda data: int.from_bytes(data, "little", signed=True),
+    "pickle": pickle.loads,
+}
+
+
+def _read_container(skeleton: Skeleton, allow_pickle: bool) -> _Read:
+    _, kind, name, keys, extra, children = skeleton
+    cls = class_of(name)
+    if kind == "namedtuple" and cls._fields != keys:
+        raise ValueError(f"{name} had the fields {list(keys)}, it has {list(cls._fields)}")
+    join, reads = Container(kind, cls, keys, extra).joiner(), [_compile(child, allow_pickle) for child in children]
+    return lambda reader: join([read(reader) for read in reads])
+
+
+def _read_items(cls: type, reads: list[_Read]) -> _Read:
+    if len(reads) == 1:
+        (read,) = reads
+        return lambda reader: cls([read(reader) for _ in range(next(reader.integers))])
+    return lambda reader: cls([reads[next(reader.integers)](reader) for _ in range(next(reader.integers))])
+
+
+def _read_tensor(dtype: torch.dtype, dims: int) -> _Read:
+    stream, size = stream_of(dtype.itemsize), dtype.itemsize
+    new = torch.empty(0, dtype=dtype).new_empty
+
+    def read(reader: Reader) -> Tensor:
+        shape = list(islice(reader.integers, dims))
+        count = math.prod(shape)
+        at = reader.take(stream, count * size)
+        if not count:
+            return new(shape)
+        if reader.copy:
+            value = new(shape)
+            memmove(value.data_ptr(), reader.address + at, count * size)
+            return value
+        return torch.frombuffer(reader.memory, dtype=dtype, count=count, offset=at).view(shape)
+
+    return read
+
+
+def _read_array(dtype: np.dtype[Any], dims: int, scalar: bool) -> _Read:
+    stream = array_stream(dtype)
+
+    def read(reader: Reader) -> Any:
+        shape = list(islice(reader.integers, dims))
+        count = math.prod(shape)
+        at = reader.take(stream, count * dtype.itemsize)
+        value: Any = np.ndarray(shape, dtype, reader.memory, at) if count * dtype.itemsize else np.empty(shape, dtype)
+        if scalar:
+            return value.copy()[()]
+        return value.copy() if reader.copy else value
+
+    return read
+
+
+def _read_number(cls: type) -> _Read:
+    codec, stream = NUMBER_CODECS[cls], NUMBERS[cls][1]
+    unpack, size = codec.unpack_from, codec.size
+
+    def read(reader: Reader) -> Any:
+        numbers = unpack(reader.memory, reader.take(stream, size))
+        return complex(*numbers) if cls is complex else numbers[0]
+
+    return read
+
+
+def _read_numbers(cls: type, dtype: str, stream: int) -> _Read:
+    size = np.dtype(dtype).itemsize
+
+    def read(reader: Reader) -> Any:
+        count = next(reader.integers)
+        values = np.frombuffer(reader.memory, dtype, count, reader.take(stream, count * size)).tolist()
+        return values if cls is list else tuple(values)
+
+    return read
+
+
+def _read_bytes(make: Callable[[memoryview], Any]) -> _Read:
+    def read(reader: Reader) -> Any:
+        nbytes = next(reader.integers)
+        at = reader.take(BYTES, nbytes)
+        return make(memoryview(reader.memory)[at : at + nbytes])
+
+    return read
