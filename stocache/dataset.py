@@ -191,6 +191,7 @@ class CachedDataset(Dataset[Any]):
                 )
                 for count in loader:
                     bar.update(count)
+        self._epochs.begin(self.cache)  # this was none
         return self.stats()
 
     # ------------------------------------------------------------------------------------------------ life

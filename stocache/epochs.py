@@ -49,7 +49,7 @@ class DatasetStats:
 
     Attributes:
         total: since the cache was made, and what it holds.
-        epochs: one after the other; the last one is still running.
+        epochs: one after the other; the last one may still be running.
     """
 
     total: CacheStats
@@ -60,10 +60,14 @@ class Epochs:
     """Where one epoch ends and the next begins, for the process that makes it; see NOTE [ Epochs ]."""
 
     def __init__(self, dataset_len: int, cache: SampleCache) -> None:
-        self._dataset_len, self._seen = dataset_len, -1
-        self._pid = os.getpid()
+        self._dataset_len, self._pid = dataset_len, os.getpid()
         self._over: list[EpochStats] = []
+        self.begin(cache)
+
+    def begin(self, cache: SampleCache) -> None:
+        """Begin an epoch; what came since the last one belongs to none."""
         self._began_at, self._began_with = time.monotonic(), cache.counts()
+        self._seen = -1  # requests at the last look
 
     def look(self, cache: SampleCache, begins: bool = False) -> None:
         """Close the running epoch if it is complete, or another one ``begins``."""
@@ -75,7 +79,7 @@ class Epochs:
         self._seen = asked
         if asked and (complete or begins):
             self._over.append(epoch)
-            self._began_at, self._began_with = time.monotonic(), cache.counts()
+            self.begin(cache)
             if is_first_rank():
                 logger.info(
                     "epoch %d: %d samples asked for, %.1f %% from the cache, %d read from the dataset, %d newly cached, %.1f s",
@@ -83,8 +87,9 @@ class Epochs:
                 )  # fmt: skip
 
     def stats(self, cache: SampleCache) -> tuple[EpochStats, ...]:
-        """Return all epochs, also the running one."""
-        return (*self._over, self._running(cache))
+        """Return all epochs, also the running one if it has begun."""
+        running = self._running(cache)
+        return (*self._over, running) if running.hits + running.misses else tuple(self._over)
 
     def _running(self, cache: SampleCache) -> EpochStats:
         hits, misses, fills = (now - then for now, then in zip(cache.counts(), self._began_with, strict=True))

@@ -4,12 +4,15 @@ import gc
 import multiprocessing
 import os
 import re
+import time
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from stocache.protocol import SampleCache, SlotState
 
 settings.register_profile("seeded", derandomize=True, deadline=None)
 settings.load_profile("seeded")
@@ -48,6 +51,9 @@ def _leaves_no_trace(request: pytest.FixtureRequest):
     yield
     request.node.funcargs.clear()  # pytest would keep the fixtures' values until later
     if not request.node.get_closest_marker("leaves_descriptors"):
+        deadline = time.monotonic() + 5
+        while _holdings() != before and time.monotonic() < deadline:
+            time.sleep(0.05)  # threads that feed a DataLoader's queues may end, and free their semaphores, after its loop
         assert _holdings() == before
 
 
@@ -75,3 +81,15 @@ def run_processes(start_method: str) -> Callable[..., None]:
         assert codes == [0] * count
 
     return run
+
+
+@pytest.fixture
+def resident(cache: SampleCache) -> list[int]:
+    """Indices of the samples that may be cached."""
+    return [idx for idx, state in enumerate(cache.aux_array.tolist()) if state != SlotState.OOB]
+
+
+@pytest.fixture
+def outside(cache: SampleCache) -> list[int]:
+    """Indices of the others."""
+    return [idx for idx, state in enumerate(cache.aux_array.tolist()) if state == SlotState.OOB]

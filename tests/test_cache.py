@@ -15,7 +15,6 @@ from stocache import (
     SampleIndexError,
     SegmentError,
     SharedCache,
-    SlotState,
     limits,
 )
 from stocache import segment as segment_module
@@ -29,17 +28,6 @@ def cache(request):
     cache = request.param()
     yield cache
     cache.close()
-
-
-@pytest.fixture
-def resident(cache):
-    """Indices of the samples that may be cached."""
-    return [idx for idx, state in enumerate(cache.aux_array.tolist()) if state != SlotState.OOB]
-
-
-@pytest.fixture
-def outside(cache, resident):
-    return [idx for idx in range(N) if idx not in resident]
 
 
 # ------------------------------------------------------------------------------------------------ slots

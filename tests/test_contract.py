@@ -26,17 +26,6 @@ def cache(request):
     cache.close()
 
 
-@pytest.fixture
-def resident(cache):
-    """Indices of the samples that may be cached."""
-    return [idx for idx, state in enumerate(cache.aux_array.tolist()) if state != SlotState.OOB]
-
-
-@pytest.fixture
-def outside(cache, resident):
-    return [idx for idx in range(N) if idx not in resident]
-
-
 def test_a_slot_is_empty_then_set_and_stays(cache, resident):
     for idx in resident:
         assert cache.get_slot(idx) is None
