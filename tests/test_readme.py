@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from stocache import listing, named
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -36,14 +38,17 @@ def test_the_example_of_a_cache_of_ones_own_caches_a_dataset():
 def test_every_example_runs_as_a_script(block, tmp_path):
     (tmp_path / "example.py").write_text(block)
     done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    for cache in listing.find():  # what persists
+        named.remove(cache.path)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
+    assert "restart" not in done.stdout or "read by a restart: 0" in done.stdout
 
 
 def test_there_is_a_recipe_for_each():
     recipes = README[README.index("## Recipes") : README.index("## The cache itself")]
     names = ["image folder", "two-phase transform", "Detection", "Tokenised text", "Hugging Face", "MONAI"]
-    names += ["DDP", "sweep", "warm restarts"]
+    names += ["DDP", "sweep", "Warm restarts"]
     assert all(f"**{name}**" in recipes for name in names)
 
 
