@@ -127,7 +127,7 @@ class SharedCache(SampleCache):
     def _load_many(self, index: np.ndarray[Any, np.dtype[np.int64]]) -> list[Any]:
         items = self._columns.new_batch(len(index))
         self._columns.gather(self._residency.slots(torch.from_numpy(index)), items)
-        return self._columns.samples(items)
+        return self._columns.samples(items, len(index))
 
     def _forget(self) -> None:
         self._segment.forget()
@@ -182,7 +182,7 @@ class SharedCache(SampleCache):
         """
         index = check_indices(indices, self._dataset_len, "set_slots")
         items = self._columns.split_batch(values, len(index), "set_slots: values")
-        for idx, value in zip(index.tolist(), self._columns.samples(items), strict=True):
+        for idx, value in zip(index.tolist(), self._columns.samples(items, len(index)), strict=True):
             self.set_slot(idx, value, allow_oob_idx, allow_overwrite)
 
     # ------------------------------------------------------------------------------------------------ the memory itself

@@ -214,10 +214,11 @@ class Columns:
         for column, item in zip(self._columns, items, strict=True):
             column.erase(mask, item)
 
-    def samples(self, items: list[Any]) -> list[Any]:
-        """Return the samples of a batch; their tensors and arrays are views of it."""
-        values = [column.values(item) for column, item in zip(self._columns, items, strict=True)]
-        return [self._structure.unflatten(row) for row in zip(*values, strict=True)]
+    def samples(self, items: list[Any], count: int) -> list[Any]:
+        """Return the ``count`` samples of a batch; their tensors and arrays are views of it."""
+        values = [iter(column.values(item)) for column, item in zip(self._columns, items, strict=True)]
+        make = self._structure.maker([value.__next__ for value in values])
+        return [make() for _ in range(count)]
 
 
 def column_offsets(structure: Structure, slots: int) -> list[int]:

@@ -299,6 +299,9 @@ def test_datasets_of_torch_work_unchanged():
         ([Pair(torch.ones(2), "x"), Pair(torch.zeros(2), "yz")], RaggedCache),
         ([1, 2.5, None, "x", b"y", 2**70], RaggedCache),
         (np.arange(6.0), SharedCache),
+        ([None] * 5, SharedCache),
+        ([((), {})] * 5, SharedCache),
+        ([np.zeros(()), np.ones(())], SharedCache),
         ("text", RaggedCache),
     ]:
         with CachedDataset(source, 1) as cached:
