@@ -124,6 +124,9 @@ def test_batches_are_those_of_the_dataset(size):
         first[3][0].zero_()
         assert all(map(same, cached.__getitems__(range(N)), map(source.sample, range(N))))
         assert source.reads.tolist() == [1] * N
+        twice = cached.__getitems__([*range(N), 0])
+        twice[0][0].zero_()
+        assert all(map(same, twice[1:], map(source.sample, [*range(1, N), 0])))
         assert same(cached.__getitems__([-1, np.int64(2)]), [source.sample(47), source.sample(2)])
         assert cached.__getitems__([]) == []
 
