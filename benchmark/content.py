@@ -21,6 +21,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from benchmark.micro import alternate
+from benchmark.sharing import pss
 from stocache import CachedDataset, RaggedCache
 from stocache.bench import photo_like
 from stocache.limits import MIB
@@ -42,20 +43,10 @@ class Ragged(Dataset[Any]):
         return torch.full((int(self.sizes[idx]),), idx % 256, dtype=torch.uint8), idx
 
 
-def _processes() -> list[Any]:
-    here = psutil.Process()
-    return [here, *here.children(recursive=True)]
-
-
-def _pss() -> int:
-    """Return the memory of this process and its children: shared pages are counted once over all of them."""
-    return sum(process.memory_full_info().pss for process in _processes())
-
-
 def _pss_of(cached: Any) -> int:
-    """Return the part of it that is the cache."""
-    inode = os.fstat(cached.cache._segment.fd).st_ino
-    maps = [entry for process in _processes() for entry in process.memory_maps()]
+    """Return the memory of this process and its children that is the cache; shared pages are counted once over all of them."""
+    inode, here = os.fstat(cached.cache._segment.fd).st_ino, psutil.Process()
+    maps = [entry for process in [here, *here.children(recursive=True)] for entry in process.memory_maps()]
     return sum(entry.pss for entry in maps if entry.path.endswith(f"#{inode}") or "memfd:stocache" in entry.path)
 
 
@@ -73,7 +64,7 @@ def memory() -> None:
                     for _ in range(3):
                         for _ in loader:
                             pass
-                    grown.append(_pss())
+                    grown.append(pss(psutil.Process()))
                     own = _pss_of(cached)
                     del loader
                 total = cached.stats().total

@@ -113,7 +113,7 @@ def _meet(folder: Path, moment: str, job: int, number: int) -> None:
         time.sleep(0.05)
 
 
-def _memory(process: psutil.Process) -> int:
+def pss(process: psutil.Process) -> int:
     """Return the sum of PSS of a process and all its descendants, in bytes."""
     total = 0
     for each in [process, *process.children(recursive=True)]:
@@ -161,7 +161,7 @@ def _at(folder: Path, moment: str, jobs: list[subprocess.Popen[bytes]]) -> int:
     while len(list(folder.glob(f"{moment}-*"))) < JOBS * RANKS:
         assert all(job.poll() is None for job in jobs), "a job failed"
         time.sleep(0.1)
-    total = sum(_memory(psutil.Process(job.pid)) for job in jobs)
+    total = sum(pss(psutil.Process(job.pid)) for job in jobs)
     (folder / f"go-{moment}").touch()
     return total
 
@@ -176,9 +176,7 @@ def _jobs_cache(fraction: float, samples: int) -> SharedCacheDDP:
 
 def _job(fraction: float, samples: int, seed: int, single_flight: bool, load_ms: float) -> None:
     """One job of two processes in a random order; waits for its start, then reads an epoch for each line of stdin."""
-    cache = SharedCacheDDP(
-        f"{samples + int(fraction * samples) * 64}B", samples, (64,), name="benchmark-jobs", placement="scattered"
-    )
+    cache = _jobs_cache(fraction, samples)
 
     def slow(idx: int) -> torch.Tensor:
         time.sleep(load_ms / 1000)

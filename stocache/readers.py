@@ -17,7 +17,6 @@ from stocache.errors import SegmentError
 from stocache.records import (
     ALIGNMENTS,
     BYTES,
-    NUMBER_CODECS,
     NUMBER_TYPES,
     NUMBERS,
     Skeleton,
@@ -26,6 +25,7 @@ from stocache.records import (
     stream_of,
     thaw,
 )
+from stocache.structure import NUMBER_CODECS
 
 _DAMAGED = "the cache is damaged: a sample reaches beyond its record."
 

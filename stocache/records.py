@@ -27,7 +27,7 @@ from torch import Tensor
 
 from stocache.containers import split
 from stocache.errors import SampleError
-from stocache.structure import array_bytes, check_dtype, check_exact, tensor_bytes
+from stocache.structure import NUMBER_CODECS, array_bytes, check_dtype, check_exact, tensor_bytes
 
 Skeleton: TypeAlias = tuple[Any, ...]
 
@@ -37,7 +37,6 @@ ALIGNMENTS = (8, 4, 2, 1)  # of the streams, by number
 BYTES = 3  # the stream of what needs no alignment
 
 NUMBERS: dict[type, tuple[str, int]] = {int: ("<i8", 0), float: ("<f8", 0), complex: ("<c16", 0), bool: ("?", BYTES)}
-NUMBER_CODECS = {int: struct.Struct("<q"), float: struct.Struct("<d"), complex: struct.Struct("<dd"), bool: struct.Struct("?")}
 NUMBER_TYPES = {cls.__name__: cls for cls in NUMBERS}
 
 # ---------------------------------------------------------------------------------------------------- writing

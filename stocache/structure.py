@@ -134,7 +134,7 @@ class NumberLeaf:
     @property
     def codec(self) -> struct.Struct:
         """The layout of one value."""
-        return _CODECS[self.type]
+        return NUMBER_CODECS[self.type]
 
     def encode(self, value: Any, where: str) -> Any:
         """Return the bytes of ``value``.
@@ -152,7 +152,7 @@ class NumberLeaf:
         return self.type.__name__
 
 
-_CODECS = {int: struct.Struct("q"), float: struct.Struct("d"), bool: struct.Struct("?"), complex: struct.Struct("dd")}
+NUMBER_CODECS = {int: struct.Struct("q"), float: struct.Struct("d"), bool: struct.Struct("?"), complex: struct.Struct("dd")}
 
 Leaf: TypeAlias = TensorLeaf | ArrayLeaf | NumberLeaf
 
@@ -297,11 +297,6 @@ class Structure:
     def leaves(self) -> list[Leaf]:
         """The leaves, in the order in which `encode` gives and `unflatten` takes them."""
         return list(_walk(self.root))
-
-    @property
-    def is_leaf(self) -> bool:
-        """Whether a sample is one value, with no container around it."""
-        return not isinstance(self.root, _Inner)
 
     @property
     def nbytes(self) -> int:

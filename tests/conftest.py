@@ -4,7 +4,7 @@ import gc
 import multiprocessing
 import os
 import re
-import time
+import threading
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -51,9 +51,10 @@ def _leaves_no_trace(request: pytest.FixtureRequest):
     yield
     request.node.funcargs.clear()  # pytest would keep the fixtures' values until later
     if not request.node.get_closest_marker("leaves_descriptors"):
-        deadline = time.monotonic() + 5
-        while _holdings() != before and time.monotonic() < deadline:
-            time.sleep(0.05)  # threads that feed a DataLoader's queues may end, and free their semaphores, after its loop
+        gc.collect()  # a DataLoader that is gone closes its queues, but waits for none of the threads that feed them
+        for thread in threading.enumerate():
+            if thread.name == "QueueFeederThread":
+                thread.join(20)
         assert _holdings() == before
 
 

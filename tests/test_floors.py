@@ -18,7 +18,7 @@ FLOORS = [
 ]
 WITHIN = {(module, "errors") for module in FLOORS[0]}
 WITHIN |= {("structure", "containers"), ("records", "containers"), ("records", "structure")}
-WITHIN |= {("readers", "containers"), ("readers", "records"), ("dataset", "epochs")}
+WITHIN |= {("readers", "containers"), ("readers", "records"), ("readers", "structure"), ("dataset", "epochs")}
 WITHIN |= {("directory", "layout"), ("segment", "layout"), ("segment", "directory")}
 WITHIN |= {("named", "layout"), ("named", "directory"), ("named", "segment")}
 WITHIN |= {("protocol", "opening"), ("cache", "columns"), ("cache", "opening"), ("cache", "protocol")}
