@@ -14,9 +14,12 @@ from stocache.errors import (
     SampleIndexError,
     SegmentError,
     SlotError,
+    StateError,
     StocacheError,
+    WorkerError,
 )
 from stocache.limits import get_shm_size, recommended_limit
+from stocache.loader import DataLoader, LoaderStats
 from stocache.placement import Placement
 from stocache.protocol import SlotState
 from stocache.ragged import RaggedCache
@@ -31,10 +34,12 @@ __all__ = [
     "CachedDataset",
     "ClosedError",
     "CodecError",
+    "DataLoader",
     "DatasetError",
     "DatasetStats",
     "EpochStats",
     "LimitError",
+    "LoaderStats",
     "MismatchError",
     "Placement",
     "RaggedCache",
@@ -45,8 +50,10 @@ __all__ = [
     "SharedCacheDDP",
     "SlotError",
     "SlotState",
+    "StateError",
     "StocacheError",
     "Structure",
+    "WorkerError",
     "get_shm_size",
     "recommended_limit",
 ]

@@ -2,7 +2,7 @@
 
 import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stocache.columns import Columns, column_offsets
-from stocache.errors import CacheNameError, SampleIndexError, SegmentError
+from stocache.errors import CacheNameError, SampleError, SampleIndexError, SegmentError
 from stocache.indices import check_indices, check_len
 from stocache.limits import affordable_slots, asked_slots, format_size
 from stocache.named import Plan
@@ -170,6 +170,56 @@ class SharedCache(SampleCache):
             columns.erase(torch.from_numpy(~mask), items)
             self._miss_many(index[~mask])
         return self._structure.unflatten(items), torch.from_numpy(mask)
+
+    @property
+    def structure(self) -> Structure:
+        """What each sample looks like."""
+        return self._structure
+
+    def has(self, indices: Sequence[int]) -> bool:
+        """Whether all of the samples ``indices`` are cached."""
+        return bool((self._aux.numpy()[check_indices(indices, self._dataset_len, "has")] == SET).all())
+
+    def samples_of(self, items: list[Any], count: int) -> list[Any]:
+        """Return the ``count`` samples whose bytes are the rows of ``items``, one uint8 tensor for each leaf."""
+        batch = self._columns.new_batch(count)
+        for row in range(count):
+            self._columns.put(batch, row, [item[row].numpy() for item in items])
+        return self._columns.samples(batch, count)
+
+    def fill_batch(
+        self, indices: Sequence[int], items: list[Tensor], load: Callable[[list[int]], Iterable[Any]]
+    ) -> list[Any] | None:
+        """Write the samples ``indices`` into memory of the caller's; those that miss come from ``load``.
+
+        Args:
+            indices: B sample indices.
+            items: one contiguous tensor for each leaf of the structure, of any dtype, of B times the bytes of the leaf.
+            load: as in `get_or_load_many`.
+
+        Returns:
+            None; or the samples in a list, when one that was loaded does not fit, and ``items`` hold nothing of use.
+        """
+        index = check_indices(indices, self._dataset_len, "fill_batch")
+        mask = self._aux.numpy()[index] == SET
+        there = index[mask]
+        if len(there) == len(index):
+            self._columns.gather(self._residency.slots(torch.from_numpy(index)), items)
+            self._segment.counters[HITS] += len(index)
+            return None
+        loaded = self.get_or_load_many(index[~mask], load, strict=False)
+        try:
+            rows = [self._structure.encode(sample, "sample") for sample in loaded]
+        except SampleError:
+            samples, found = iter(loaded), iter(self._load_many(there))
+            self._segment.counters[HITS] += len(there)
+            return [next(found if is_hit else samples) for is_hit in mask.tolist()]
+        if len(there):
+            self._columns.gather(self._residency.slots(torch.from_numpy(np.where(mask, index, there[0]))), items)
+            self._segment.counters[HITS] += len(there)
+        for row, buffers in zip(np.flatnonzero(~mask).tolist(), rows, strict=True):
+            self._columns.put(items, row, buffers)
+        return None
 
     def set_slots(
         self, indices: Sequence[int] | Tensor, values: Any, allow_oob_idx: bool = True, allow_overwrite: bool = False

@@ -209,6 +209,12 @@ class Columns:
         for column, item in zip(self._columns, items, strict=True):
             column.gather(slots, item)
 
+    def put(self, items: list[Any], row: int, buffers: list[Any]) -> None:
+        """Write the bytes of a sample, as its structure encodes them, into a row of a contiguous batch."""
+        for column, item, buffer in zip(self._columns, items, buffers, strict=True):
+            if column.nbytes:
+                _as_matrix(item).view(torch.uint8).numpy()[row] = np.frombuffer(buffer, np.uint8)
+
     def erase(self, mask: Tensor, items: list[Any]) -> None:
         """Zero the samples of a contiguous batch where ``mask`` (bool, 1-D) is True."""
         for column, item in zip(self._columns, items, strict=True):

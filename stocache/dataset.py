@@ -1,21 +1,23 @@
 """CachedDataset: one line around any map-style dataset, and its samples are read from their source once."""
 
 import contextlib
+import copy
 import logging
 import operator
 import os
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from tqdm import tqdm
 
+from stocache import randomness
 from stocache.cache import SharedCache
 from stocache.epochs import DatasetStats, Epochs, is_first_rank
 from stocache.errors import ClosedError, DatasetError, LimitError, SampleError
+from stocache.gathering import BatchForm, Unread
 from stocache.indices import check_index, check_len
 from stocache.limits import parse_size
 from stocache.placement import Placement
@@ -89,7 +91,9 @@ class CachedDataset(Dataset[Any]):
         length = _check_dataset(dataset)
         self.dataset = dataset
         self.transform = transform
+        self._fingerprint = fingerprint
         self._len = length
+        self._form: BatchForm | None = None  # of batches that are to be read later; see reading_later
         self._copy = copy or transform is not None
         options: dict[str, Any] = {"name": name, "persist": persist, "fingerprint": fingerprint}
         compact = admit != "all" or codec is not None
@@ -133,14 +137,16 @@ class CachedDataset(Dataset[Any]):
             sample = self.cache.get_or_load(idx, self._load, copy=self._copy, strict=False)
         return sample if self.transform is None else self.transform(sample)
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[int]) -> list[Any] | Unread:
         """Return the samples ``indices``; hits in one gather, misses from the ``__getitems__`` of the dataset if it has one.
 
         Raises:
             SampleIndexError: an index is no integer or outside the dataset.
         """
-        if any(idx < 0 for idx in indices):
+        if len(indices) and min(indices) < 0:
             indices = [self._from_end(idx) for idx in indices]
+        if self._form is not None and isinstance(self.cache, SharedCache):
+            return Unread(self.cache, indices, self._load_many, self._form)
         samples = self.cache.get_or_load_many(indices, self._load_many, copy=self._copy, strict=False)
         return samples if self.transform is None else [self.transform(sample) for sample in samples]
 
@@ -223,6 +229,24 @@ class CachedDataset(Dataset[Any]):
         return f"<{type(self).__name__} of {type(self.dataset).__name__} in {self.cache!r}>"
 
 
+def reading_later(dataset: Any) -> Any:
+    """Return a copy of a dataset whose ``__getitems__`` reads nothing, but returns an `Unread`.
+
+    None where nothing can be gathered: it is no `CachedDataset`, nor a Subset of one, or has a transform, or samples vary.
+    """
+    if type(dataset) is Subset:
+        later = reading_later(dataset.dataset)
+    elif isinstance(dataset, CachedDataset) and dataset.transform is None and isinstance(dataset.cache, SharedCache):
+        later = BatchForm.of(dataset.cache) if type(dataset).__getitems__ is CachedDataset.__getitems__ else None
+    else:
+        later = None
+    if later is None:
+        return None
+    changed = copy.copy(dataset)
+    vars(changed)["_form" if isinstance(later, BatchForm) else "dataset"] = later
+    return changed
+
+
 # ---------------------------------------------------------------------------------------------------- probing
 
 
@@ -255,7 +279,7 @@ def _probe(dataset: Any, length: int, count: int) -> dict[int, Any]:
         raise LimitError(f"probe={count!r} is no number of samples. Use 1 or more.")
     probed: dict[int, Any] = {}
     failure = None
-    with _random_numbers_kept():
+    with randomness.kept():
         for idx in np.unique(np.linspace(0, length - 1, min(count, length)).round().astype(int)).tolist():
             try:
                 probed[idx] = dataset[idx]
@@ -264,18 +288,6 @@ def _probe(dataset: Any, length: int, count: int) -> dict[int, Any]:
     if failure is not None and not probed:
         raise failure
     return probed
-
-
-@contextlib.contextmanager
-def _random_numbers_kept() -> Iterator[None]:
-    """Put the global random number generators of Python, numpy and torch back to where they were."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 def _common_structure(probed: dict[int, Any], variable: bool | None, allow_pickle: bool) -> Structure | None:

@@ -10,7 +10,9 @@ StocacheError
 ├── DatasetError      (TypeError)                   a dataset that cannot be cached by index
 ├── SegmentError      (OSError)                     shared memory that cannot be had, or not be attached to
 │   └── MismatchError (ValueError)                  the named cache is in use for other data
-└── ClosedError       (ValueError)                  the cache was used after close()
+├── ClosedError       (ValueError)                  the cache was used after close()
+├── WorkerError       (RuntimeError)                a worker process of a DataLoader died
+└── StateError        (ValueError)                  a state that does not belong to this DataLoader, or cannot be taken
 """
 
 
@@ -59,3 +61,11 @@ class MismatchError(SegmentError, ValueError):
 
 class ClosedError(StocacheError, ValueError):
     """The cache was used after ``close()``."""
+
+
+class WorkerError(StocacheError, RuntimeError):
+    """A worker process of a `DataLoader` died, and a batch with it."""
+
+
+class StateError(StocacheError, ValueError):
+    """A state is none of this `DataLoader` and dataset, or it has none that could be resumed exactly."""

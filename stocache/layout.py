@@ -48,10 +48,13 @@ class Layout:
     descriptor: bytes = b""
 
     @classmethod
-    def plan(cls, control_bytes: int, data_bytes: int, descriptor: bytes = b"") -> "Layout":
-        """Return the layout for new data: extents of 64 MiB, and less for small data, so that a refusal costs a 16th of it."""
-        extent_bytes = min(max(_round_up(data_bytes // 16, HUGE_PAGE), HUGE_PAGE), 64 * MIB)
-        return cls(control_bytes, data_bytes, extent_bytes, descriptor)
+    def plan(cls, control_bytes: int, data_bytes: int, descriptor: bytes = b"", extent_bytes: int | None = None) -> "Layout":
+        """Return the layout for new data: extents of 64 MiB, and less for small data, so that a refusal costs a 16th of it.
+
+        Or of ``extent_bytes``, a multiple of 2 MiB, for data that is to be mostly holes.
+        """
+        usual = min(max(_round_up(data_bytes // 16, HUGE_PAGE), HUGE_PAGE), 64 * MIB)
+        return cls(control_bytes, data_bytes, extent_bytes or usual, descriptor)
 
     @property
     def extent_count(self) -> int:

@@ -123,12 +123,12 @@ class Segment:
         self.counters = self._bytes[at : at + ROW_WORDS * 8].cast("Q")
 
     @classmethod
-    def create(cls, control_bytes: int, data_bytes: int) -> "Segment":
+    def create(cls, control_bytes: int, data_bytes: int, extent_bytes: int | None = None) -> "Segment":
         """Return a new anonymous segment with ``control_bytes`` reserved and room for ``data_bytes`` to be reserved later.
 
-        Where no shared memory can be had, its backing is "none" and its data has 0 bytes.
+        Where no shared memory can be had, its backing is "none" and its data has 0 bytes. ``extent_bytes``: see `Layout.plan`.
         """
-        layout = Layout.plan(control_bytes, data_bytes)
+        layout = Layout.plan(control_bytes, data_bytes, extent_bytes=extent_bytes)
         for backing in _backings(control_bytes + data_bytes):
             fd = _open_anonymous(backing)
             if fd is None:
@@ -174,28 +174,36 @@ class Segment:
                 raise SegmentError(f"{self.backing} takes no more bytes.")
             done += written
 
-    def reserve(self, start: int, stop: int) -> bool:
+    def reserve(self, start: int, stop: int, warn: bool = True) -> bool:
         """Make data bytes ``[start, stop)`` safe to touch; False when the machine will not give them, now or before.
 
-        Whole extents are reserved, each once. Call with `guard` held.
+        Whole extents are reserved, each once. Call with `guard` held. ``warn``: that the cache stops growing.
         """
         for extent in range(start // self.extent_bytes, -(-stop // self.extent_bytes)):
-            if self._extents[extent] != RESERVED and not self._reserve_extent(extent):
+            if self._extents[extent] != RESERVED and not self._reserve_extent(extent, warn):
                 return False
         return True
+
+    def populate(self, start: int, stop: int) -> None:
+        """Map reserved data ``[start, stop)`` into this process at once, rather than page by page when it is touched."""
+        at = (self._data_at + start) // mmap.PAGESIZE * mmap.PAGESIZE
+        try:
+            self._mmap.madvise(_MADV_POPULATE_WRITE, at, self._data_at + stop - at)
+        except OSError as error:  # an old kernel: then page by page
+            logger.debug("madvise(MADV_POPULATE_WRITE): %s", error)
 
     def refused(self, start: int, stop: int) -> bool:
         """Whether the machine has refused memory for some of the data bytes ``[start, stop)``."""
         first, last = start // self.extent_bytes, -(-stop // self.extent_bytes)
         return any(self._extents[extent] == REFUSED for extent in range(first, last))
 
-    def _reserve_extent(self, extent: int) -> bool:
+    def _reserve_extent(self, extent: int, warn: bool) -> bool:
         self._lock(_EXTENTS_LOCK, wait=True)  # one for all extents: together they must not take more than is spare
         try:
             if self._extents[extent] == UNRESERVED:
                 problem = self._allocate(*self.layout.span(extent))
                 self._extents[extent] = REFUSED if problem else RESERVED
-                if problem:
+                if problem and warn:
                     self._warn_refused(problem)
             return self._extents[extent] == RESERVED
         finally:
@@ -209,10 +217,7 @@ class Segment:
         if self._huge:
             # Under the "advise" policy only a fault through the advised mapping brings a huge page; fallocate would fill the
             # range with small ones. What this leaves undone (an old kernel, no memory) fallocate does, or reports.
-            try:
-                self._mmap.madvise(_MADV_POPULATE_WRITE, at, nbytes)
-            except OSError as error:
-                logger.debug("madvise(MADV_POPULATE_WRITE): %s", error)
+            self.populate(at - self._data_at, at - self._data_at + nbytes)
         try:
             os.posix_fallocate(self._fds[0], at, nbytes)
         except OSError as error:

@@ -341,6 +341,18 @@ def _walk(node: Node) -> Iterator[Leaf]:
         yield node
 
 
+def inner_kinds(structure: Structure) -> set[str]:
+    """Return the kinds of all containers in a structure, as `Container.kind` names them."""
+
+    def walk(node: Node) -> Iterator[str]:
+        if isinstance(node, _Inner):
+            yield node.container.kind
+            for child in node.children:
+                yield from walk(child)
+
+    return set(walk(structure.root))
+
+
 def _flatten(node: Node, sample: Any, where: str, take: Callable[[Leaf, Any, str], None]) -> None:
     if not isinstance(node, _Inner):
         take(node, sample, where)

@@ -1,0 +1,360 @@
+"""DataLoader: torch's own, whose batches are born in shared memory that is used again and again.
+
+NOTE [ How torch's DataLoader is used ]
+    The loader *is* torch's, and its arguments stay what the user gave. An iterator is made by torch from a copy of it, in which
+    three of them are replaced: ``collate_fn`` by one that writes into the ring and returns what unpickles to the batch
+    (`RingCollate`), the sampler by one that can be resumed (`Order`), and a `CachedDataset` by itself, reading later
+    (`Unread`). Nothing of torch's is overridden but ``__iter__``, and nothing private is touched but what Lightning touches
+    too: the attribute ``_iterator``, where persistent workers are kept.
+"""
+
+import copy
+import functools
+import inspect
+import multiprocessing
+import signal
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.utils.data
+from torch.utils.data import IterableDataset
+
+from stocache import randomness
+from stocache.collation import Gatherer, RingCollate, as_is, stacks
+from stocache.dataset import CachedDataset, reading_later
+from stocache.errors import StateError, WorkerError
+from stocache.orders import Order, Progress, Sender, samplers_in, set_epoch
+from stocache.ring import Ring
+
+_SIGNATURE = inspect.signature(torch.utils.data.DataLoader.__init__)
+_STATE_VERSION = 1
+_SPARE = 4  # buffers of a worker beyond those it prefetches: for the batches the user holds
+
+
+@dataclass(frozen=True)
+class LoaderStats:
+    """What a `DataLoader` has done, over all its iterators.
+
+    Attributes:
+        batches: delivered.
+        waited_s: seconds that whoever iterates waited for them.
+        ring: batches that arrived through the ring.
+        outside: batches that worker processes sent outside of it, by reason.
+        ring_bytes: memory the ring takes now.
+        hit_rate: share of samples that the cache had, since the loader was made, among all that were asked for, by whomever;
+            None where the dataset is no `CachedDataset`.
+    """
+
+    batches: int
+    waited_s: float
+    ring: int
+    outside: dict[str, int]
+    ring_bytes: int
+    hit_rate: float | None
+
+
+class DataLoader(torch.utils.data.DataLoader[Any]):
+    """torch's DataLoader, with the same arguments, whose batches travel at the speed of memory.
+
+        loader = DataLoader(CachedDataset(dataset, 32), batch_size=256, shuffle=True, num_workers=8)
+
+    Worker processes write batches into a ring of buffers in shared memory, which are used again when nobody holds their batch
+    any more; a few hundred bytes tell the parent where they are. Where the samples come from a `CachedDataset` without a
+    transform, they are gathered straight into it. The batches are those of torch's DataLoader, in its order and with its random
+    numbers. A batch, or a view of it, is never overwritten as long as it is held, and holding many is fine. What cannot go
+    through the ring (no free buffer, no memory, no tensors) goes torch's way.
+
+    Args:
+        dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout,
+            worker_init_fn, multiprocessing_context, generator, persistent_workers, in_order: as for torch's DataLoader.
+        prefetch_factor: as for torch's; and with ``num_workers=0``, over a cached dataset without a transform, the number of
+            batches that a thread of this process gathers ahead.
+
+    Raises:
+        ValueError, TypeError: as torch's.
+        WorkerError: while iterating, when a worker dies; it names its process, its signal and its batch.
+    """
+
+    @functools.wraps(torch.utils.data.DataLoader.__init__)  # type: ignore[misc]  # for its signature
+    def __init__(self, dataset: Any, *args: Any, prefetch_factor: int | None = None, **kwargs: Any) -> None:
+        alone = _SIGNATURE.bind(self, dataset, *args, **kwargs).arguments.get("num_workers", 0) == 0
+        super().__init__(dataset, *args, prefetch_factor=None if alone else prefetch_factor, **kwargs)
+        if alone:
+            if prefetch_factor is not None and prefetch_factor < 0:
+                raise ValueError("prefetch_factor option should be non-negative")
+            self.prefetch_factor = prefetch_factor
+        self._ring: Ring | None = None
+        self._crew: _Crew | None = None  # the persistent workers
+        self._progress = Progress(finished=True)
+        self._loaded: dict[str, Any] | None = None  # the state the next iterator goes on from
+        self._epoch: int | None = None
+        self._totals = _Totals(self._cache_counts())
+
+    # ------------------------------------------------------------------------------------------------ iterating
+
+    def __iter__(self) -> Any:
+        """Return an iterator over the batches. The first one after `load_state_dict` goes on where the state was taken."""
+        progress = self._next_progress()
+        if self._iterator is None or self._crew is None:  # which torch keeps where workers are persistent
+            return self._make_iterator(progress)
+        self._crew.order.progress = progress
+        with self._crew.order.being_made(progress):
+            batches = super().__iter__()
+        return _Iteration(batches, progress, self._totals, self._crew)
+
+    def _make_iterator(self, progress: Progress) -> "_Iteration":
+        # see NOTE [ How torch's DataLoader is used ]
+        stacking = self.batch_sampler is not None and stacks(self.collate_fn)
+        source = reading_later(self.dataset) if stacking else None
+        order = Order(self._index_source, self._generators, progress)
+        replaced: dict[str, Any] = {"batch_sampler" if self.batch_sampler is not None else "sampler": order}
+        if self.num_workers == 0:
+            if source is None or (self.pin_memory and torch.cuda.is_available()):
+                return _Iteration(self._torch_iterator(order, replaced), progress, self._totals, _Crew(order))
+            replaced |= {"dataset": source, "collate_fn": as_is}
+            batches = Gatherer(self._torch_iterator(order, replaced), self._its_ring, self.prefetch_factor or 0)
+            return _Iteration(batches, progress, self._totals, _Crew(order))
+        ring = self._its_ring
+        iteration = ring.begin()
+        order.sender = Sender(ring, iteration, self._epoch)
+        replaced |= {"dataset": self.dataset if source is None else source}
+        replaced |= {"collate_fn": RingCollate(self.collate_fn, stacking, ring, iteration)}
+        others = multiprocessing.active_children()
+        try:
+            iterator = self._torch_iterator(order, replaced)
+        except BaseException:
+            ring.end(iteration)
+            raise
+        weakref.finalize(iterator, ring.end, iteration).atexit = False
+        crew = _Crew(order, ring, tuple(child for child in multiprocessing.active_children() if child not in others))
+        self._crew = crew if self.persistent_workers else None
+        return _Iteration(iterator, progress, self._totals, crew)
+
+    def _torch_iterator(self, order: Order, replaced: dict[str, Any]) -> Any:
+        """Return the iterator that torch makes of a copy of this loader, with other arguments."""
+        changed = object.__new__(type(self))
+        vars(changed).update(vars(self) | replaced)
+        with order.being_made(order.progress):
+            iterator = torch.utils.data.DataLoader.__iter__(changed)
+        self._iterator = changed._iterator
+        return iterator
+
+    @property
+    def _index_source(self) -> Any:
+        return self.sampler if self.batch_sampler is None else self.batch_sampler
+
+    @property
+    def _generators(self) -> list[torch.Generator]:
+        """The random number generators that belong to the loader and its samplers."""
+        owners = [self, *samplers_in(self._index_source)]
+        found = {id(its): its for its in (getattr(owner, "generator", None) for owner in owners)}
+        return [generator for generator in found.values() if isinstance(generator, torch.Generator)]
+
+    @property
+    def _its_ring(self) -> Ring:
+        """The ring, made when it is first needed: two lanes for each worker, as two iterators may overlap."""
+        if self._ring is None or not self._ring.mine:
+            depth = _SPARE + (self.prefetch_factor or 0)
+            self._ring = Ring(max(1, 2 * self.num_workers), depth, pinned=self.pin_memory and torch.cuda.is_available())
+        return self._ring
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_ring": None, "_crew": None}
+
+    # ------------------------------------------------------------------------------------------------ resuming
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins: to the samplers and the dataset that have a ``set_epoch``, also in persistent workers."""
+        self._epoch = epoch
+        for sampler in samplers_in(self._index_source):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+        set_epoch(self.dataset, epoch)
+        if self._crew is not None and self._crew.order.sender is not None:
+            self._crew.order.sender.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the newest iterator stands, after the batches it has delivered: for a checkpoint.
+
+        Numbers, lists and tensors only. Random numbers that are drawn elsewhere (in transforms, by the model) are not in it;
+        nor are those of a sampler with a generator of its own kind, unless it has ``state_dict`` and ``load_state_dict``.
+
+        Raises:
+            StateError: the dataset is iterable, or batches come as they are ready (``in_order=False``), and it is mid-epoch.
+        """
+        if isinstance(self.dataset, IterableDataset):
+            raise StateError("an iterable dataset has no samples to skip by number. Give a map-style one, or no checkpoint.")
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded)
+        progress = self._progress
+        if not getattr(self, "in_order", True) and self.num_workers > 1 and progress.delivered and not progress.finished:
+            raise StateError("with in_order=False it is not known which batches have come. Take states between epochs.")
+        order = Order(self._index_source, self._generators)
+        begun = None if progress.finished else progress.begun
+        return {
+            "version": _STATE_VERSION,
+            "batches": progress.delivered,
+            "finished": progress.finished,
+            "epoch": self._epoch,
+            "made": None if progress.finished else progress.made,
+            "begun": begun or randomness.states(order.generators),
+            "sampler": progress.sampler if begun else order.sampler_state(),
+            "identity": self._identity(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken: the next iterator delivers the batches that followed, and loads no others.
+
+        Raises:
+            StateError: it is no such state, or of another dataset, or of batches of another size.
+        """
+        if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:
+            raise StateError(f"{state!r:.100} is no state of a DataLoader of this version of stocache.")
+        ours = self._identity()
+        for what, theirs in state["identity"].items():
+            if theirs != ours[what] and not (what == "fingerprint" and None in (theirs, ours[what])):
+                raise StateError(f"the state is of a DataLoader with {what} {theirs!r}, this one has {ours[what]!r}.")
+        order = Order(self._index_source, self._generators)
+        if len(order.generators) != len(state["begun"]["generators"]):
+            raise StateError(
+                f"the state is of a DataLoader with {len(state['begun']['generators'])} random number generators in it and its "
+                f"samplers, this one has {len(order.generators)}. Give it a generator as before, or none."
+            )
+        if state["epoch"] is not None:
+            self.set_epoch(state["epoch"])
+        self._loaded = None if state["finished"] else copy.deepcopy(state)
+        if state["finished"]:
+            with randomness.kept():
+                order.restore(state["begun"], state["sampler"])
+            self._progress = Progress(finished=True)
+
+    def _next_progress(self) -> Progress:
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:
+            self._progress = Progress()
+        else:
+            done = loaded["batches"]
+            self._progress = Progress(
+                delivered=done, resumed=done, made=loaded["made"], begun=loaded["begun"], sampler=loaded["sampler"]
+            )
+        return self._progress
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what must agree for a state to be resumed."""
+        try:
+            batches = len(self._index_source)
+        except TypeError:
+            batches = None
+        fingerprint = None
+        dataset: Any = self.dataset
+        while fingerprint is None and dataset is not None:
+            fingerprint = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)  # Hugging Face's
+            dataset = getattr(dataset, "dataset", None)
+        return {
+            "fingerprint": fingerprint if isinstance(fingerprint, str) else None,
+            "samples": len(self.dataset),  # type: ignore[arg-type]
+            "batches": batches,
+            "batch_size": self.batch_size,
+            "drop_last": self.drop_last,
+        }
+
+    # ------------------------------------------------------------------------------------------------ observing
+
+    def stats(self) -> LoaderStats:
+        """Return what the loader has done so far."""
+        ring, totals = self._ring, self._totals
+        counts = self._cache_counts()
+        hit_rate = None
+        if counts is not None and totals.counts is not None:
+            hits, misses = (now - then for now, then in zip(counts, totals.counts, strict=True))
+            hit_rate = hits / max(1, hits + misses)
+        return LoaderStats(
+            batches=totals.batches,
+            waited_s=totals.waited_s,
+            ring=0 if ring is None else ring.received,
+            outside={} if ring is None else {reason: count for reason, count in ring.passed.items() if count},
+            ring_bytes=0 if ring is None else ring.nbytes,
+            hit_rate=hit_rate,
+        )
+
+    def _cache_counts(self) -> tuple[int, int] | None:
+        dataset: Any = self.dataset
+        while dataset is not None and not isinstance(dataset, CachedDataset):
+            dataset = getattr(dataset, "dataset", None)
+        return None if dataset is None else dataset.cache.counts()[:2]
+
+
+@dataclass
+class _Totals:
+    """What `LoaderStats` adds up; ``counts``: hits and misses of the cache when the loader was made."""
+
+    counts: tuple[int, int] | None
+    batches: int = 0
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Crew:
+    """Who makes the batches of an iterator."""
+
+    order: Order
+    ring: Ring | None = None
+    workers: tuple[BaseProcess, ...] = ()
+
+    def death(self) -> str | None:
+        """Return what a worker died of; None when none did."""
+        for worker in self.workers:
+            code = worker.exitcode
+            if not code:
+                continue
+            number = None if self.ring is None else self.ring.errand_of(worker.pid or 0)
+            ended, hint = f"exited with code {code}", "Something in the dataset or collate_fn ends the process."
+            if code < 0:
+                ended = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+                hint = _HINTS.get(-code, "Something outside of Python ended it.")
+            at_work = "before its first batch" if number is None else f"at work on batch {number} of the epoch"
+            return f"DataLoader worker (pid {worker.pid}) {ended} {at_work}. {hint}"
+        return None
+
+
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: "Often that is the kernel, out of memory (see dmesg): use fewer workers or smaller batches.",
+    signal.SIGSEGV: "A library that the dataset uses crashed: num_workers=0 and python -X faulthandler show where.",
+    signal.SIGBUS: "It wrote to shared memory that the machine does not have: raise the size of /dev/shm.",
+}
+
+
+class _Iteration:
+    """An iterator over batches, counted."""
+
+    def __init__(self, batches: Iterator[Any], progress: Progress, totals: _Totals, crew: _Crew) -> None:
+        self._batches, self._progress, self._totals, self._crew = batches, progress, totals, crew
+
+    def __iter__(self) -> "_Iteration":
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]  # torch's have one
+
+    def __next__(self) -> Any:
+        began = time.perf_counter()
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._progress.finished = True
+            raise
+        except RuntimeError as error:
+            death = self._crew.death() if str(error).startswith("DataLoader worker") else None
+            if death is None:
+                raise
+            raise WorkerError(death) from error
+        finally:
+            self._totals.waited_s += time.perf_counter() - began
+        self._totals.batches += 1
+        self._progress.delivered += 1
+        return batch

@@ -1,0 +1,200 @@
+"""In what order a DataLoader's batches come, where an epoch stands in it, and how it is resumed there.
+
+NOTE [ Resuming ]
+    Orders come from random number generators, and only the sampler knows how. So what is saved is the states the generators
+    had when the epoch began, and the number of batches that were delivered. To resume, the generators are put back for the
+    moment, the sampler begins again, and the batches of indices that were delivered are skipped: none of their samples is
+    loaded. The iterator draws when it is made (the seed of the workers) and its sampler when it begins, which may be later;
+    both moments are kept. Afterwards the global generators are as the user had them; those that belong to the loader and its
+    samplers stay where the replay has brought them, so that the epochs to come are the same too.
+"""
+
+import contextlib
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+from stocache import randomness
+from stocache.randomness import States
+from stocache.ring import Ring, ring_of
+
+
+@dataclass
+class Progress:
+    """Where one epoch stands.
+
+    Attributes:
+        delivered: batches the user has got.
+        finished: whether there are no more.
+        made: states of the generators when the iterator was made.
+        begun: states when its sampler began; None before.
+        sampler: what the sampler's own ``state_dict`` said then, if it has one.
+        resumed: batches that are skipped, as an earlier iteration delivered them; None when the epoch was begun here.
+    """
+
+    delivered: int = 0
+    finished: bool = False
+    made: States | None = None
+    begun: States | None = None
+    sampler: Any = None
+    resumed: int | None = None
+
+
+@dataclass
+class Order:
+    """The sampler that an iterator draws from: that of the loader, numbered and resumable.
+
+    Attributes:
+        sampler: of batches of indices, or, without automatic batching, of indices.
+        generators: those that belong to the loader and its samplers.
+        progress: of the epoch that is begun next.
+        sender: sends the indices to worker processes; None for an iterator without.
+    """
+
+    sampler: Any
+    generators: list[torch.Generator] = field(default_factory=list)
+    progress: Progress = field(default_factory=Progress)
+    sender: "Sender | None" = None
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._run(self.progress)  # now, for another iterator may be made before this one is asked
+
+    def _run(self, progress: Progress) -> Iterator[Any]:
+        if progress.resumed is None:
+            progress.begun = randomness.states(self.generators)
+            progress.sampler = self.sampler_state()
+            indices, head = iter(self.sampler), []
+        else:
+            with randomness.kept():
+                self.restore(progress.begun, progress.sampler)
+                indices = iter(self.sampler)
+                head = list(islice(indices, progress.resumed + 1))[progress.resumed :]  # one more: it begins with the first
+        number = progress.resumed or 0
+        for index in head:
+            yield self._sent(number, index)
+            number += 1
+        for index in indices:
+            yield self._sent(number, index)
+            number += 1
+
+    def _sent(self, number: int, index: Any) -> Any:
+        return index if self.sender is None else Errand(self.sender, number, index)
+
+    @contextlib.contextmanager
+    def being_made(self, progress: Progress) -> Iterator[None]:
+        """Surround the making of an iterator, which draws random numbers."""
+        self.progress = progress
+        if progress.resumed is None:
+            progress.made = randomness.states(self.generators)
+            yield
+        else:
+            with randomness.kept():
+                self.restore(progress.made, None)
+                yield
+
+    def restore(self, taken: States | None, sampler_state: Any) -> None:
+        """Put all generators, and the sampler where it can be, into states that were taken."""
+        if taken is not None:
+            randomness.put_back(taken, self.generators)
+        if sampler_state is not None:
+            for sampler, state in zip(self._stateful(), sampler_state, strict=True):
+                sampler.load_state_dict(state)
+
+    def sampler_state(self) -> list[Any] | None:
+        """Return what the samplers say themselves, in the protocol of torchdata's Stateful; None when none does."""
+        return [sampler.state_dict() for sampler in self._stateful()] or None
+
+    def _stateful(self) -> list[Any]:
+        return [sampler for sampler in samplers_in(self.sampler) if hasattr(sampler, "load_state_dict")]
+
+
+def samplers_in(sampler: Any) -> list[Any]:
+    """Return a sampler, and those it draws from."""
+    found: list[Any] = []
+    while sampler is not None and not any(sampler is other for other in found):
+        found.append(sampler)
+        sampler = getattr(sampler, "sampler", None)
+    return found
+
+
+def set_epoch(dataset: Any, epoch: int) -> None:
+    """Tell the dataset which epoch begins, or the first one within it that wants to know."""
+    while dataset is not None and not hasattr(dataset, "set_epoch"):
+        dataset = getattr(dataset, "dataset", None)
+    if dataset is not None:
+        dataset.set_epoch(epoch)
+
+
+# ---------------------------------------------------------------------------------------------------- to workers
+
+
+@dataclass
+class Sender:
+    """What goes to worker processes with each batch of indices.
+
+    Attributes:
+        iteration: of the ring.
+        epoch: what the user has set; None when nothing.
+    """
+
+    ring: Ring
+    iteration: int
+    epoch: int | None = None
+
+
+class Errand:
+    """Indices on their way to a worker process, where they are unpickled as what they are."""
+
+    __slots__ = ("_content",)
+
+    def __init__(self, sender: Sender, number: int, index: Any) -> None:
+        self._content = sender.ring.key, sender.iteration, number, sender.epoch, index
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        *message, index = self._content
+        return _arrive, (*message, *_packed(index))
+
+
+_epoch: int | None = None  # that this worker's dataset has been told
+
+
+def _arrive(key: str, iteration: int, number: int, epoch: int | None, index: Any, width: int) -> Any:
+    global _epoch
+    lane = ring_of(key).lane(iteration)
+    if lane is not None:
+        lane.note(number)
+    worker = get_worker_info()
+    if epoch is not None and epoch != _epoch and worker is not None:
+        _epoch = epoch
+        set_epoch(worker.dataset, epoch)
+    return _unpacked(index, width) if width else index
+
+
+def _packed(index: Any) -> tuple[Any, int]:
+    """Return indices in as few bytes as the largest of them needs, and how many; or as they are, and 0.
+
+    A list of Python integers above 65535 is pickled in five bytes each: more than a KiB for a batch of 256.
+    """
+    if type(index) is not list or not index or not type(index[0]) is int is type(index[-1]):
+        return index, 0
+    try:
+        wide = np.frombuffer(array("I", index), np.uint8).reshape(-1, 4)
+    except (TypeError, OverflowError):  # no integers, negative, or large
+        return index, 0
+    width = 4 if wide[:, 3].any() else 3 if wide[:, 2].any() else 2
+    return wide[:, :width].tobytes(), width
+
+
+def _unpacked(data: bytes, width: int) -> list[int]:
+    wide = np.zeros((len(data) // width, 4), np.uint8)
+    wide[:, :width] = np.frombuffer(data, np.uint8).reshape(-1, width)
+    return list(array("I", wide.tobytes()))

@@ -1,0 +1,149 @@
+"""Gathered batches are what default_collate makes of the samples; where that is more than stacking, they are not gathered."""
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Subset, default_collate
+
+from stocache import CachedDataset, SharedCache
+from stocache.dataset import reading_later
+from stocache.gathering import BatchForm, Unread
+from tests.test_structure import same
+
+Pair = namedtuple("Pair", "image label")
+N = 12
+
+
+def fill(cache, samples):
+    for idx, sample in enumerate(samples):
+        cache.set_slot(idx, sample)
+    return cache
+
+
+def new(shape, dtype):
+    return torch.empty(shape, dtype=dtype)
+
+
+def gathered(samples, indices, limit=1):
+    with fill(SharedCache.like(samples[0], limit, len(samples)), samples) as cache:
+        unread = Unread(cache, indices, lambda missing: [samples[idx] for idx in missing], BatchForm.of(cache))
+        return unread.gather(new)
+
+
+def images(n=N):
+    return [torch.randint(0, 256, (3, 4, 5), generator=torch.Generator().manual_seed(idx)).to(torch.uint8) for idx in range(n)]
+
+
+KINDS = {
+    "tensor": images,
+    "tuple": lambda: [(image, idx) for idx, image in enumerate(images())],
+    "list": lambda: [[image, float(idx)] for idx, image in enumerate(images())],
+    "namedtuple": lambda: [Pair(image, idx % 2 == 0) for idx, image in enumerate(images())],
+    "dict": lambda: [{"x": image.to(torch.bfloat16), "nested": {"y": (idx, [idx])}} for idx, image in enumerate(images())],
+    "arrays": lambda: [{"a": image.numpy(), "b": np.array(idx), "c": np.int16(idx)} for idx, image in enumerate(images())],
+    "number": lambda: list(range(N)),
+    "empty tensor": lambda: [(torch.empty(0, 3), idx) for idx in range(N)],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("indices", [[3], [1, 5, 1, 11, 0], list(range(N))])
+def test_a_gathered_batch_is_that_of_default_collate(kind, indices):
+    samples = KINDS[kind]()
+    assert same(gathered(samples, indices), default_collate([samples[idx] for idx in indices]))
+
+
+@pytest.mark.parametrize(
+    "sample", [None, {"x": None}, (torch.zeros(2), 1j), np.zeros(3, ">i4"), np.array("2020", "M8[D]")], ids=str
+)
+def test_what_default_collate_does_not_simply_stack_is_not_gathered(sample):
+    with SharedCache.like(sample, 1, 3) as cache:
+        assert BatchForm.of(cache) is None
+
+
+@given(st.data())
+def test_any_mixture_of_hits_and_misses(data):
+    samples = [(image, idx) for idx, image in enumerate(images())]
+    cached = data.draw(st.sets(st.integers(0, N - 1)))
+    indices = data.draw(st.lists(st.integers(0, N - 1), min_size=1, max_size=20))
+    with SharedCache.like(samples[0], 1, N, placement="scattered") as cache:
+        for idx in cached:
+            cache.set_slot(idx, samples[idx])
+        loaded = []
+        unread = Unread(cache, indices, lambda missing: [loaded.append(idx) or samples[idx] for idx in missing], BatchForm.of(cache))
+        assert unread.cached == cached.issuperset(indices)
+        assert same(unread.gather(new), default_collate([samples[idx] for idx in indices]))
+        assert sorted(loaded) == sorted(set(indices) - cached)
+        stats = cache.stats()
+        assert (stats.hits + stats.misses, stats.misses) == (len(indices), len(loaded))
+
+
+def test_a_limit_leaves_samples_out_and_the_batch_is_the_same():
+    samples = KINDS["tuple"]()
+    limit = f"{N + 5 * 68}B"
+    assert same(gathered(samples, list(range(N)), limit), default_collate(samples))
+
+
+def test_a_misfit_is_read_with_all_others_and_loaded_once():
+    samples = images()
+    samples[4] = torch.zeros(3, 4, 6, dtype=torch.uint8)
+    loads = []
+    with CachedDataset(Recording(samples, loads), 1, probe=2) as dataset:
+        unread = reading_later(dataset).__getitems__([0, 4, 2])
+        assert unread.gather(new) is None
+        assert same(list(unread), [samples[0], samples[4], samples[2]])
+        assert sorted(loads) == [0, 2, 4, N - 1]
+        assert unread.gather(new) is None  # it is read already
+
+
+class Recording(list):
+    def __init__(self, samples, loads):
+        super().__init__(samples)
+        self.loads = loads
+
+    def __getitem__(self, idx):
+        self.loads.append(idx)
+        return super().__getitem__(idx)
+
+
+def test_without_memory_nothing_is_gathered_and_the_samples_can_be_read():
+    samples = images()
+    with CachedDataset(samples, 1) as dataset:
+        unread = reading_later(dataset).__getitems__([2, 3])
+        assert unread.gather(lambda shape, dtype: None) is None
+        assert len(unread) == 2
+        assert same([unread[0], unread[1]], samples[2:4])
+
+
+def test_negative_indices_count_from_the_end():
+    samples = images()
+    with CachedDataset(samples, 1) as dataset:
+        batch = reading_later(dataset).__getitems__([-1, 0]).gather(new)
+    assert same(batch, default_collate([samples[-1], samples[0]]))
+
+
+def test_reading_later_is_for_cached_datasets_that_can_be_gathered():
+    samples = [(image, idx) for idx, image in enumerate(images())]
+    with CachedDataset(samples, 1) as dataset:
+        assert isinstance(reading_later(dataset).__getitems__([1]), Unread)
+        assert isinstance(dataset.__getitems__([1]), list)  # the original reads now
+        part = reading_later(Subset(Subset(dataset, [5, 6, 7]), [2, 0]))
+        assert same(part.__getitems__([0, 1]).gather(new), default_collate([samples[7], samples[5]]))
+        assert reading_later(part.dataset) is not None
+    assert reading_later(samples) is None
+    assert reading_later(Subset(samples, [1])) is None
+    with CachedDataset(samples, 1, transform=lambda sample: sample) as dataset:
+        assert reading_later(dataset) is None
+    with CachedDataset([torch.zeros(n) for n in range(4)], 1) as dataset:
+        assert reading_later(dataset) is None
+
+    class Own(CachedDataset):
+        def __getitems__(self, indices):
+            return super().__getitems__(indices)
+
+    with Own(samples, 1) as dataset:
+        assert reading_later(dataset) is None
