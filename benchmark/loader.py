@@ -7,14 +7,11 @@ python -m benchmark.loader costs      # minor page faults, bytes through queues,
 
 import argparse
 import gc
-import multiprocessing.connection
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-import psutil
 import torch
 from torch.utils.data import Dataset
 

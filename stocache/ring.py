@@ -198,13 +198,14 @@ class Ring:
             self._let_go(slot)
 
     def _let_go(self, slot: int) -> None:
+        self._holdings.held.discard(slot)
         if self._holdings.watched:
             self._seen_by_children.append(slot)
         else:
             self._free(slot)
 
     def _free_unseen(self) -> None:
-        if self._seen_by_children:
+        if self._holdings.watched or self._seen_by_children:
             waiting = [self._seen_by_children.popleft() for _ in range(len(self._seen_by_children))]
             unseen = self._holdings.unseen(waiting)
             for slot in waiting:
@@ -214,7 +215,6 @@ class Ring:
                     self._seen_by_children.append(slot)
 
     def _free(self, slot: int) -> None:
-        self._holdings.held.discard(slot)
         fence = threading.Lock()  # as in NOTE [ Publishing a slot ]: what was read was read before the worker learns of it
         fence.acquire()
         fence.release()

@@ -9,10 +9,11 @@ import stocache
 
 PACKAGE = Path(stocache.__file__).parent
 FLOORS = [
-    {"errors", "limits", "placement", "containers", "structure", "stats", "indices", "compression", "records", "readers"},
+    {"errors", "limits", "placement", "containers", "structure", "stats", "indices", "compression", "records", "readers"}
+    | {"packing", "randomness", "forks", "pinned"},
     {"layout", "directory", "segment", "named"},
-    {"opening", "columns", "arena", "admission", "protocol", "cache", "ragged"},
-    {"epochs", "dataset"},
+    {"opening", "columns", "arena", "admission", "protocol", "cache", "ragged", "gathering", "ring"},
+    {"epochs", "dataset", "orders", "collation", "loader"},
     {"__init__"},
     {"bench", "listing", "doctor", "top", "cli", "__main__"},
 ]
@@ -23,6 +24,7 @@ WITHIN |= {("directory", "layout"), ("segment", "layout"), ("segment", "director
 WITHIN |= {("named", "layout"), ("named", "directory"), ("named", "segment")}
 WITHIN |= {("protocol", "opening"), ("cache", "columns"), ("cache", "opening"), ("cache", "protocol")}
 WITHIN |= {("ragged", below) for below in ("opening", "arena", "admission", "protocol")}
+WITHIN |= {("gathering", "cache"), ("loader", "dataset"), ("loader", "orders"), ("loader", "collation")}
 WITHIN |= {("__main__", "cli"), ("cli", "bench"), ("cli", "listing"), ("cli", "doctor"), ("cli", "top")}
 WITHIN |= {("doctor", "listing"), ("top", "listing")}
 
@@ -60,7 +62,7 @@ def test_every_error_is_a_stocache_error_and_drawn_in_the_docstring():
     from stocache import errors
 
     classes = [item for item in vars(errors).values() if isinstance(item, type)]
-    assert len(classes) == 11
+    assert len(classes) == 13
     for item in classes:
         assert issubclass(item, errors.StocacheError)
         assert item.__name__ in errors.__doc__

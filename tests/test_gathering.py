@@ -74,7 +74,9 @@ def test_any_mixture_of_hits_and_misses(data):
         for idx in cached:
             cache.set_slot(idx, samples[idx])
         loaded = []
-        unread = Unread(cache, indices, lambda missing: [loaded.append(idx) or samples[idx] for idx in missing], BatchForm.of(cache))
+        unread = Unread(
+            cache, indices, lambda missing: [loaded.append(idx) or samples[idx] for idx in missing], BatchForm.of(cache)
+        )
         assert unread.cached == cached.issuperset(indices)
         assert same(unread.gather(new), default_collate([samples[idx] for idx in indices]))
         assert sorted(loaded) == sorted(set(indices) - cached)

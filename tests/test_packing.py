@@ -1,4 +1,4 @@
-"""Batches as pickles with their bytes elsewhere: whatever pickles comes back, and tensors come back as torch would send them."""
+"""Batches as pickles with their bytes elsewhere: what pickles comes back, and tensors come back as torch would send them."""
 
 import pickle
 import weakref

@@ -1,4 +1,4 @@
-"""The ring: a buffer belongs to one side at a time, to the receiver until the last tensor over it is dead, whoever is killed."""
+"""The ring: a buffer has one owner at a time, the receiver until the last tensor over it is dead, whoever is killed."""
 
 import gc
 import multiprocessing
