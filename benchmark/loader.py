@@ -1,18 +1,26 @@
 """The DataLoader beside torch's: warm epochs over a cache, uncached datasets with transforms, page faults, bytes in queues.
 
-python -m benchmark.loader warm       # everything cached: torch's DataLoader over stocaching, over stocache, and ours
-python -m benchmark.loader uncached   # a dataset without a cache, with transforms of each sample
-python -m benchmark.loader costs      # minor page faults, bytes through queues, processor time, per batch
+python -m benchmark.loader warm                  # all cached: torch's DataLoader over stocaching, over stocache, and ours
+python -m benchmark.loader uncached [--folder]   # a dataset without a cache, with transforms of each sample
+python -m benchmark.loader costs                 # minor page faults, bytes through queues, processor time, per batch
 """
 
 import argparse
+import contextlib
 import gc
+import os
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
+import psutil
 import torch
+from PIL import Image
 from torch.utils.data import Dataset
 
 import stocache
@@ -105,13 +113,145 @@ def warm(rounds: int) -> None:
         gc.collect()
 
 
+class Transformed(Images):
+    """Images through a transform of each sample, as for training: crop, flip, to floats, normalised."""
+
+    def __getitem__(self, idx: int) -> Any:
+        image = torch.randint(0, 256, self.dims, dtype=torch.uint8)
+        top, left = (int(torch.randint(0, size // 8, ())) for size in self.dims[1:])
+        image = image[:, top : top + self.dims[1] * 7 // 8, left : left + self.dims[2] * 7 // 8]
+        if torch.rand(()) < 0.5:
+            image = image.flip(-1)
+        return image.float().div_(255).sub_(0.45).div_(0.225), idx
+
+
+class Photos(Dataset[Any]):
+    """Photographs, decoded and resized each time, with a label."""
+
+    def __init__(self, folder: Path, samples: int) -> None:
+        self.paths = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in (".jpg", ".jpeg")]
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, idx: int) -> Any:
+        with Image.open(self.paths[idx % len(self.paths)]) as photo:
+            photo.draft("RGB", (256, 256))
+            pixels = np.array(photo.convert("RGB").resize((224, 224)))
+        return torch.from_numpy(pixels).permute(2, 0, 1).float().div_(255), idx
+
+
+class Items(Dataset[Any]):
+    """A number, a vector and a name each: nothing to load, so the loader itself is what takes time."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples, self.vectors = samples, torch.randn(samples, 32)
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, idx: int) -> Any:
+        return {"vector": self.vectors[idx], "label": idx, "name": str(idx)}
+
+
+def mixed_up(samples: list[Any]) -> list[torch.Tensor]:
+    """Collate as for mixup: default_collate, then something new is made of its batch."""
+    images, labels = torch.utils.data.default_collate(samples)
+    return [images.roll(1, 0).mul_(0.3).add_(images, alpha=0.7), labels]
+
+
+def uncached(rounds: int, folder: Path | None) -> None:
+    """No cache: what the ring alone brings, or costs."""
+    cases: dict[str, tuple[Dataset[Any], int, Any]] = {
+        "3x64x64, transforms": (Transformed(20_480, SMALL, True), BATCH, None),
+        "3x224x224, transforms": (Transformed(2_048, LARGE, True), 64, None),
+        "the same, mixup as collate_fn": (Transformed(2_048, LARGE, True), 64, mixed_up),
+        "a vector, a number, a string": (Items(102_400), BATCH, None),
+        "the same, batches of 16": (Items(20_480), 16, None),
+        "the same, collate_fn=list": (Items(20_480), BATCH, list),
+    }
+    if folder is not None:
+        cases["photographs, decoded"] = Photos(folder, 640), 64, None
+    print("| samples | batch | torch | ours | ratio |\n| --- | ---: | ---: | ---: | ---: |")
+    for name, (dataset, batch, collate_fn) in cases.items():
+        options: dict[str, Any] = {"batch_size": batch, "shuffle": True, "num_workers": WORKERS, "persistent_workers": True}
+        options["collate_fn"] = collate_fn
+        loaders = {"torch": torch.utils.data.DataLoader(dataset, **options), "ours": stocache.DataLoader(dataset, **options)}
+        took = compare(loaders, rounds)
+        rates = " | ".join(f"{len(dataset) / seconds:,.0f}/s" for seconds in took.values())  # type: ignore[arg-type]
+        print(f"| {name} | {batch} | {rates} | {took['torch'] / took['ours']:.2f} |", flush=True)
+        del loaders
+        gc.collect()
+
+
+def costs(rounds: int) -> None:
+    """What a batch of 256 costs besides its time, warm: in the worker processes, and in the one that iterates."""
+    print("| samples | loader | faults per batch, iterating / workers | bytes through queues, to / from workers | CPU ms |")
+    print("| --- | --- | ---: | ---: | ---: |")
+    for dims, samples in ((SMALL, 16_384), (LARGE, 4_096)):
+        source = Images(samples, dims, True)
+        theirs, cached = OverStocaching(source), CachedDataset(source, 4)
+        for idx in range(samples):
+            theirs[idx]
+        cached.warm(progress=False)
+        for name, make, dataset in (
+            ("torch over stocaching", torch.utils.data.DataLoader, theirs),
+            ("ours", stocache.DataLoader, cached),
+        ):
+            written = torch.zeros(2, dtype=torch.int64).share_memory_()
+            options = {"batch_size": BATCH, "shuffle": True, "num_workers": WORKERS, "persistent_workers": True}
+            with counted_writes(written):
+                loader = make(dataset, **options)
+                for _ in range(20):  # until every worker has touched every page of the cache
+                    epoch(loader)
+                processes = [psutil.Process(), *psutil.Process().children()]
+                before, sent = [usage(process) for process in processes], written.clone()
+                for _ in range(rounds):
+                    epoch(loader)
+                after, sent = [usage(process) for process in processes], written - sent
+            batches = rounds * samples // BATCH
+            faults = [(now[0] - then[0]) / batches for now, then in zip(after, before, strict=True)]
+            cpu_ms = sum(now[1] - then[1] for now, then in zip(after, before, strict=True)) / batches * 1e3
+            to, back = (sent / batches).tolist()
+            shown = f"{'x'.join(map(str, dims))} | {name} | {faults[0]:.1f} / {sum(faults[1:]):.1f} | {to:.0f} / {back:.0f}"
+            print(f"| {shown} | {cpu_ms:.2f} |", flush=True)
+            del loader, processes
+            gc.collect()
+        del theirs, cached
+
+
+def usage(process: psutil.Process) -> tuple[int, float]:
+    """Return the minor page faults of a process so far, and its processor time in seconds."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    times = process.cpu_times()
+    return int(fields[7]), times.user + times.system
+
+
+@contextlib.contextmanager
+def counted_writes(written: torch.Tensor) -> Iterator[None]:
+    """Count what goes through the pipes of multiprocessing's queues: ``written[0]`` by this process, ``[1]`` by forked ones."""
+    write, parent = Connection._send_bytes, os.getpid()
+
+    def counting(self: Any, data: Any) -> None:
+        written[int(os.getpid() != parent)] += len(data)
+        write(self, data)
+
+    with mock.patch.object(Connection, "_send_bytes", counting):
+        yield
+
+
 def main() -> None:
     """Run one of the experiments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", choices=["warm", "uncached", "costs"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="of photographs, for uncached")
     arguments = parser.parse_args()
-    globals()[arguments.experiment](arguments.rounds)
+    if arguments.experiment == "uncached":
+        uncached(arguments.rounds, arguments.folder)
+    else:
+        {"warm": warm, "costs": costs}[arguments.experiment](arguments.rounds)
 
 
 if __name__ == "__main__":

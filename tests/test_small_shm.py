@@ -1,4 +1,4 @@
-"""The cases of benchmark/small_shm.py: a job on a tiny, full or read-only /dev/shm completes with the right samples."""
+"""The cases of benchmark/small_shm.py: jobs on a tiny, full or read-only /dev/shm complete, with the right samples."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ def _needs_root():
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_job_completes_and_caches_what_it_can(case):
-    result = run(case)
+    result = run(case.name, case.mount)
     assert result["filled"] >= LEAST[case.name]
     assert result["hits"] == result["filled"]
     assert result["misses"] == 2 * case.samples - result["filled"]
@@ -36,3 +36,15 @@ def test_a_job_completes_and_caches_what_it_can(case):
     if not case.memfd:  # the cache could not have what it was given, and said so once
         assert result["warnings"].count("cache") >= 1
         assert "-shm-size" in result["warnings"]
+
+
+@pytest.mark.parametrize("name", ["ours, no cache", "ours, cached"])
+def test_large_batches_pass_through_the_64_mib_of_docker(name):
+    result = run(name, "size=64m")
+    assert (result["batches"], result["outside"]) == (20, 0)
+
+
+def test_where_torchs_do_not():
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        run("torch, no cache", "size=64m")
+    assert "No space left on device" in caught.value.stderr or "us error" in caught.value.stderr
