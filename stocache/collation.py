@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map  # documented, for extending default_collate
 
 from stocache.gathering import Empty, Unread
-from stocache.ring import FULL, NO_LANE, NO_MEMORY, Ring
+from stocache.ring import FULL, NO_LANE, NO_MEMORY, Ring, outside
 
 _STACK = default_collate_fn_map[Tensor]
 
@@ -48,7 +48,7 @@ class RingCollate:
             return buffer.ship(self._collated(samples, buffer.empty))
         batch = self._collate_fn(samples.read() if isinstance(samples, Unread) else samples)
         reason = FULL if lane is not None else NO_LANE if self._ring.works else NO_MEMORY
-        return self._ring.pass_by(batch, reason)
+        return outside(self._ring.key, batch, reason)
 
     def _collated(self, samples: Any, empty: Empty) -> Any:
         if self._stacking:

@@ -33,7 +33,7 @@ from stocache.ring import Ring
 
 _SIGNATURE = inspect.signature(torch.utils.data.DataLoader.__init__)
 _STATE_VERSION = 1
-_SPARE = 4  # buffers of a worker beyond those it prefetches: for the batches the user holds
+_SPARE = 8  # buffers of a worker beyond those it prefetches, for batches that are held; only what is used takes memory
 
 
 @dataclass(frozen=True)

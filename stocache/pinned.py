@@ -60,10 +60,12 @@ class Pinned:
 
 def _wait(released: "SimpleQueue[tuple[Callable[[Any], None], Any] | None]") -> None:
     while (item := released.get()) is not None:
-        for device in range(torch.cuda.device_count()):
-            if torch.cuda.memory_reserved(device):  # else nothing was copied there, and waiting would wake it up
-                torch.cuda.synchronize(device)
         free, buffer = item
-        del item
-        free(buffer)
-        del free, buffer
+        try:
+            for device in range(torch.cuda.device_count()):
+                if torch.cuda.memory_reserved(device):  # else nothing was copied there, and waiting would wake it up
+                    torch.cuda.synchronize(device)
+            free(buffer)
+        except RuntimeError as error:  # the GPU has failed, and may be reading for all we know
+            logger.debug("cannot wait for the GPU: %s", str(error))
+        del item, free, buffer  # with the last one the ring may go

@@ -145,27 +145,21 @@ class Ring:
             self._lane = self._claim(iteration)
         return self._lane
 
-    def pass_by(self, batch: Any, reason: str) -> "Shipment":
-        """Return what to send where a batch goes outside of the ring, for that ``reason``."""
-        return Shipment(_pass, self.key, (reason, batch))
-
     def _claim(self, iteration: int) -> "Lane | None":
         segment = self._segment
         for number in range(self.lanes):
+            owner = self._owners[number * _LANE_WORDS : (number + 1) * _LANE_WORDS]
+            first = number * self.depth
+            words = self._words[first : first + self.depth]
             with segment.guard:
                 if not segment.try_lock(number):
                     continue
-                if self._owners[number * _LANE_WORDS] in self._live and self._sent(number):
+                if owner[0] in self._live and any(word & 3 == _SENT for word in words):
                     segment.unlock(number)  # these will yet be received
                     continue
-                owner = iteration, os.getpid(), 0
-                for at, word in enumerate(owner, number * _LANE_WORDS):
-                    self._owners[at] = word
-            return Lane(self, number)
+                owner[0], owner[1], owner[2] = iteration, os.getpid(), 0
+            return Lane(self.key, segment, self._address, first, owner, words)
         return None
-
-    def _sent(self, lane: int) -> bool:
-        return any(word & 3 == _SENT for word in self._words[lane * self.depth : (lane + 1) * self.depth])
 
     # ------------------------------------------------------------------------------------------------ receiving
 
@@ -229,17 +223,18 @@ class Lane:
         packed: what `pack` returned for each kind of batch; see `Buffer.ship`.
     """
 
-    def __init__(self, ring: Ring, number: int) -> None:
-        self.ring, self.number = ring, number
+    def __init__(
+        self, key: str, segment: Segment, address: int, first: int, owner: "memoryview[int]", words: "memoryview[int]"
+    ) -> None:
+        self.key, self.segment, self.address, self._first = key, segment, address, first
+        self.words, self._owner = words, owner  # this lane's
         self._pid, self._guard = os.getpid(), threading.Lock()
         self._taken: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
-        first = number * ring.depth
-        self._slots = range(first, first + ring.depth)
-        for slot in self._slots:
-            if ring._words[slot] & 3 == _SENT:  # by one who is gone, for an iteration that is over
-                ring._words[slot] = ring._words[slot] & ~3 | _FREE
+        for at, word in enumerate(words):
+            if word & 3 == _SENT:  # by one who is gone, for an iteration that is over
+                words[at] = word & ~3 | _FREE
         self.packed: dict[Hashable, tuple[bytes, list[tuple[int, int]]]] = {}
-        self._ready = dict.fromkeys(self._slots, 0)  # bytes from the start of a buffer that are reserved and mapped here
+        self._ready = [0] * len(words)  # bytes from the start of a buffer that are reserved and mapped here
 
     @property
     def mine(self) -> bool:
@@ -248,39 +243,37 @@ class Lane:
 
     def note(self, number: int) -> None:
         """Note which batch is made now."""
-        self.ring._owners[self.number * _LANE_WORDS + 2] = number + 1
+        self._owner[2] = number + 1
 
     def take(self) -> "Buffer | None":
         """Return a free buffer, the same as long as it comes back in time; None when there is none."""
         with self._guard:
-            for slot in self._slots:
-                if self.ring._words[slot] & 3 == _FREE and slot not in self._taken:
-                    buffer = self._taken[slot] = Buffer(self, slot)
+            for at, word in enumerate(self.words):
+                if word & 3 == _FREE and at not in self._taken:
+                    buffer = self._taken[at] = Buffer(self, at, self._first + at)
                     return buffer
         return None
 
-    def ensure(self, slot: int, nbytes: int) -> bool:
+    def ensure(self, at: int, nbytes: int) -> bool:
         """Whether the first ``nbytes`` of a buffer may be touched."""
-        ready = self._ready[slot]
+        ready = self._ready[at]
         if nbytes <= ready:
             return True
-        segment, start = self.ring._segment, slot * STRIDE
-        stop = -(-nbytes // _EXTENT) * _EXTENT
-        with segment.guard:
-            if not segment.reserve(start + ready, start + stop, warn=False):
+        start, stop = (self._first + at) * STRIDE, -(-nbytes // _EXTENT) * _EXTENT
+        with self.segment.guard:
+            if not self.segment.reserve(start + ready, start + stop, warn=False):
                 return False
-        segment.populate(start + ready, start + stop)
-        self._ready[slot] = stop
+        self.segment.populate(start + ready, start + stop)
+        self._ready[at] = stop
         return True
 
 
 class Buffer:
     """One free buffer in the hands of a worker that fills it. Dropped without `ship`, it stays free."""
 
-    def __init__(self, lane: Lane, slot: int) -> None:
-        self._lane, self._slot = lane, slot
-        self._segment = lane.ring._segment
-        self._address = lane.ring._address + slot * STRIDE
+    def __init__(self, lane: Lane, at: int, slot: int) -> None:
+        self._lane, self._at, self._slot = lane, at, slot
+        self._address = lane.address + slot * STRIDE
         self._used = 0
         self.problem = NOTHING
 
@@ -292,25 +285,25 @@ class Buffer:
         at = self._allocate(nbytes)
         if at is None:
             return None
-        return self._segment.tensor(self._slot * STRIDE + at, nbytes).view(dtype).view(shape)
+        return self._lane.segment.tensor(self._slot * STRIDE + at, nbytes).view(dtype).view(shape)
 
     def ship(self, batch: Any, kind: Hashable = None) -> "Shipment":
         """Return what to send instead of ``batch``, which then belongs to the receiver.
 
         ``kind``: the same for batches whose tensors were all born here, and which differ in nothing but their values.
         """
-        ring, words = self._lane.ring, self._lane.ring._words
-        packed = None if kind is None else self._lane.packed.get(kind)
+        lane = self._lane
+        packed = None if kind is None else lane.packed.get(kind)
         if packed is None:
             packed = pack(batch, self._place)
             if kind is not None:
-                self._lane.packed[kind] = packed
+                lane.packed[kind] = packed
         payload, places = packed
         if not places:
-            return ring.pass_by(batch, self.problem)
-        number = (words[self._slot] >> 2) + 1
-        words[self._slot] = number << 2 | _SENT
-        return Shipment(_receive, ring.key, (self._slot, number, self._used, places, payload))
+            return outside(lane.key, batch, self.problem)
+        number = (lane.words[self._at] >> 2) + 1
+        lane.words[self._at] = number << 2 | _SENT
+        return Shipment(_receive, lane.key, (self._slot, number, self._used, places, payload))
 
     def _place(self, address: int, nbytes: int) -> int | None:
         if self._address <= address < self._address + self._used:  # born here
@@ -325,7 +318,7 @@ class Buffer:
         if at + nbytes > STRIDE:
             self.problem = TOO_LARGE
             return None
-        if not self._lane.ensure(self._slot, at + nbytes):
+        if not self._lane.ensure(self._at, at + nbytes):
             self.problem = NO_MEMORY
             return None
         self._used = at + nbytes
@@ -347,6 +340,11 @@ class Shipment:
         """Return the batch, without having travelled."""
         arrive, content = self._reduced
         return arrive(*content)
+
+
+def outside(key: str, batch: Any, reason: str) -> Shipment:
+    """Return what to send where a batch goes outside of the ring of that key, for that ``reason``."""
+    return Shipment(_pass, key, (reason, batch))
 
 
 def _receive(key: str, *content: Any) -> Any:

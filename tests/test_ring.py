@@ -13,7 +13,7 @@ import torch
 
 from stocache import WorkerError, limits
 from stocache import ring as ring_module
-from stocache.ring import FULL, NO_LANE, NO_MEMORY, NOTHING, TOO_LARGE, Ring, ring_of
+from stocache.ring import FULL, NO_LANE, NO_MEMORY, NOTHING, TOO_LARGE, Ring, outside, ring_of
 from tests.test_packing import TORCHS_WAY
 from tests.test_structure import same
 
@@ -109,7 +109,7 @@ def test_what_is_computed_from_a_batch_does_not_hold_it(ring):
 def test_all_that_is_held_stays_and_a_full_ring_waits_for_nothing(ring):
     held = [pickle.loads(send(ring, numbers(start))) for start in range(3)]
     assert ring.lane(1).take() is None
-    assert pickle.loads(pickle.dumps(ring.pass_by("torch's way", FULL))) == "torch's way"
+    assert pickle.loads(pickle.dumps(outside(ring.key, "torch's way", FULL))) == "torch's way"
     assert ring.passed[FULL] == 1
     assert all(same(batch, numbers(start)) for start, batch in enumerate(held))
     del held[1]
@@ -280,7 +280,7 @@ def test_too_many_iterations_get_no_lane(ring):
 
 def test_a_process_that_did_not_make_the_ring_says_so():
     ring = Ring(1, 1)
-    message = pickle.dumps(ring.pass_by(1, NO_LANE))
+    message = pickle.dumps(outside(ring.key, 1, NO_LANE))
     key = ring.key
     del ring
     with pytest.raises(WorkerError, match="did not make its DataLoader"):
