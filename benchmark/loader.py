@@ -92,7 +92,7 @@ def warm(rounds: int) -> None:
     """Everything cached, shuffled, workers kept from epoch to epoch."""
     print("| samples | torch over stocaching | torch over stocache | ours | ratio to stocaching |")
     print("| --- | ---: | ---: | ---: | ---: |")
-    for dims, samples, labels in ((SMALL, 40_960, False), (SMALL, 40_960, True), (LARGE, 8_192, False), (LARGE, 8_192, True)):
+    for dims, samples, labels in ((SMALL, 81_920, False), (SMALL, 81_920, True), (LARGE, 20_480, False), (LARGE, 20_480, True)):
         settle(4 * samples * torch.Size(dims).numel())
         source = Images(samples, dims, labels)
         theirs, cached = OverStocaching(source), CachedDataset(source, 4)

@@ -143,7 +143,7 @@ class CachedDataset(Dataset[Any]):
         Raises:
             SampleIndexError: an index is no integer or outside the dataset.
         """
-        if len(indices) and min(indices) < 0:
+        if len(indices) and (indices.min() if isinstance(indices, np.ndarray) else min(indices)) < 0:
             indices = [self._from_end(idx) for idx in indices]
         if self._form is not None and isinstance(self.cache, SharedCache):
             return Unread(self.cache, indices, self._load_many, self._form)

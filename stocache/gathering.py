@@ -87,7 +87,7 @@ class Unread:
 
     def gather(self, empty: Empty) -> Any:
         """Return the batch as default_collate makes it, in tensors made by ``empty``; None when it has to be read."""
-        tensors = self._form.empty(len(self._indices), empty) if self._indices and self._samples is None else None
+        tensors = self._form.empty(len(self._indices), empty) if len(self._indices) and self._samples is None else None
         if tensors is None:
             return None
         self._samples = self._cache.fill_batch(self._indices, tensors, self._load)

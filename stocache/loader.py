@@ -121,7 +121,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             return _Iteration(batches, progress, self._totals, _Crew(order))
         ring = self._its_ring
         iteration = ring.begin()
-        order.sender = Sender(ring, iteration, self._epoch)
+        order.sender = Sender(ring, iteration, arrays=source is not None, epoch=self._epoch)
         replaced |= {"dataset": self.dataset if source is None else source}
         replaced |= {"collate_fn": RingCollate(self.collate_fn, stacking, ring, iteration)}
         others = multiprocessing.active_children()

@@ -143,11 +143,13 @@ class Sender:
 
     Attributes:
         iteration: of the ring.
+        arrays: whether lists of indices are to arrive as arrays, which a dataset of ours takes as well.
         epoch: what the user has set; None when nothing.
     """
 
     ring: Ring
     iteration: int
+    arrays: bool = False
     epoch: int | None = None
 
 
@@ -157,7 +159,7 @@ class Errand:
     __slots__ = ("_content",)
 
     def __init__(self, sender: Sender, number: int, index: Any) -> None:
-        self._content = sender.ring.key, sender.iteration, number, sender.epoch, index
+        self._content = sender.ring.key, sender.iteration, number, sender.epoch, sender.arrays, index
 
     def __reduce__(self) -> tuple[Any, ...]:
         *message, index = self._content
@@ -167,7 +169,7 @@ class Errand:
 _epoch: int | None = None  # that this worker's dataset has been told
 
 
-def _arrive(key: str, iteration: int, number: int, epoch: int | None, index: Any, width: int) -> Any:
+def _arrive(key: str, iteration: int, number: int, epoch: int | None, arrays: bool, index: Any, width: int) -> Any:
     global _epoch
     lane = ring_of(key).lane(iteration)
     if lane is not None:
@@ -176,7 +178,10 @@ def _arrive(key: str, iteration: int, number: int, epoch: int | None, index: Any
     if epoch is not None and epoch != _epoch and worker is not None:
         _epoch = epoch
         set_epoch(worker.dataset, epoch)
-    return _unpacked(index, width) if width else index
+    if not width:
+        return index
+    unpacked = _unpacked(index, width)
+    return unpacked if arrays else unpacked.tolist()
 
 
 def _packed(index: Any) -> tuple[Any, int]:
@@ -194,7 +199,7 @@ def _packed(index: Any) -> tuple[Any, int]:
     return wide[:, :width].tobytes(), width
 
 
-def _unpacked(data: bytes, width: int) -> list[int]:
-    wide = np.zeros((len(data) // width, 4), np.uint8)
+def _unpacked(data: bytes, width: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    wide = np.zeros((len(data) // width, 8), np.uint8)
     wide[:, :width] = np.frombuffer(data, np.uint8).reshape(-1, width)
-    return list(array("I", wide.tobytes()))
+    return wide.view(np.int64).ravel()
