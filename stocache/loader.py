@@ -164,7 +164,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return self._ring
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_ring": None, "_crew": None}
+        return vars(self) | {"_ring": None, "_crew": None, "_iterator": None}  # another process has its own
 
     # ------------------------------------------------------------------------------------------------ resuming
 

@@ -412,7 +412,7 @@ def test_a_loader_that_was_used_works_in_a_forked_child():
 def test_a_loader_pickles_without_its_ring():
     import pickle
 
-    loader = stocache.DataLoader(Images(), 8, num_workers=1)
+    loader = stocache.DataLoader(Images(), 8, num_workers=1, persistent_workers=True)
     list(loader)
     again = pickle.loads(pickle.dumps(loader))
     assert same(list(again), list(loader))
