@@ -1,11 +1,11 @@
 """How the batches of a DataLoader are made: by worker processes, into the ring; or by this process, from the cache."""
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map  # documented, for extending default_collate
 
 from stocache.gathering import Empty, Unread
+from stocache.pool import Pool
 from stocache.ring import FULL, NO_LANE, NO_MEMORY, Ring, outside
 
 _STACK = default_collate_fn_map[Tensor]
@@ -40,20 +41,18 @@ class RingCollate:
         """Return what to send for a list of samples."""
         lane = self._ring.lane(self._iteration)
         buffer = None if lane is None else lane.take()
-        if buffer is not None:
-            if isinstance(samples, Unread):
-                batch = samples.gather(buffer.empty)
-                if batch is not None:
-                    return buffer.ship(batch, kind=len(samples))
-            return buffer.ship(self._collated(samples, buffer.empty))
-        batch = self._collate_fn(samples.read() if isinstance(samples, Unread) else samples)
-        reason = FULL if lane is not None else NO_LANE if self._ring.works else NO_MEMORY
-        return outside(self._ring.key, batch, reason)
-
-    def _collated(self, samples: Any, empty: Empty) -> Any:
+        if isinstance(samples, Unread):
+            batch = None if buffer is None else samples.gather(buffer.empty)
+            if buffer is not None and batch is not None:
+                return buffer.ship(batch, kind=len(samples))
+            samples = samples.read()
+        if buffer is None:
+            reason = FULL if lane is not None else NO_LANE if self._ring.works else NO_MEMORY
+            return outside(self._ring.key, reason, self._collate_fn(samples))
         if self._stacking:
-            return collate(list(samples), collate_fn_map={**default_collate_fn_map, Tensor: partial(_stack, empty)})
-        return self._collate_fn(samples)
+            into_buffer = default_collate_fn_map | {Tensor: partial(_stack, buffer.empty)}
+            return buffer.ship(collate(samples, collate_fn_map=into_buffer))
+        return buffer.ship(self._collate_fn(samples))
 
 
 def _stack(empty: Empty, batch: list[Tensor], *, collate_fn_map: Any) -> Tensor:
@@ -73,19 +72,17 @@ def as_is(samples: Any) -> Any:
 
 
 class Gatherer:
-    """An iterator that gathers the batches another one names, into the ring; ``depth`` of them ahead in a thread.
+    """An iterator that gathers the batches another one names, into memory of a pool; ``depth`` of them ahead in a thread.
 
     Gathering leaves the GIL to the training step. The thread gathers only what is in the cache: samples that have to be loaded
     are loaded by whoever asks for their batch, in the order in which they always were.
     """
 
-    def __init__(self, unread: Iterator[Unread], ring: Ring, depth: int) -> None:
-        self._unread, self._ring, self._depth = unread, ring, depth
-        self._iteration = ring.begin()
-        self._waiting: deque[tuple[Unread, Future[Any]]] = deque()
+    def __init__(self, unread: Iterator[Unread], pool: Pool, depth: int) -> None:
+        self._unread, self._pool, self._depth, self._pid = unread, pool, depth, os.getpid()
+        self._waiting: deque[tuple[Unread | None, Future[Any]]] = deque()
         self._thread = ThreadPoolExecutor(1, "stocache-gather")
-        for end in (partial(self._thread.shutdown, wait=False), partial(ring.end, self._iteration)):
-            weakref.finalize(self, end).atexit = False
+        weakref.finalize(self, self._thread.shutdown, wait=False).atexit = False
 
     def __iter__(self) -> "Gatherer":
         return self
@@ -94,35 +91,35 @@ class Gatherer:
         return len(self._unread)  # type: ignore[arg-type]  # torch's have one
 
     def __next__(self) -> Any:
-        if not self._depth:
-            return _gather(next(self._unread), self._ring, self._iteration)
         self._look_ahead()
         if not self._waiting:
-            raise StopIteration
+            return _gather(next(self._unread), self._pool)
         unread, future = self._waiting.popleft()
-        batch = future.result()
-        if batch is None:
-            batch = _gather(unread, self._ring, self._iteration)
+        forked = os.getpid() != self._pid  # without the thread
+        batch = None if forked and unread is not None else future.result()
+        if batch is None and unread is not None:
+            batch = _gather(unread, self._pool)
         self._look_ahead()
         return batch
 
     def _look_ahead(self) -> None:
-        for unread in islice(self._unread, self._depth - len(self._waiting)):
-            self._waiting.append((unread, self._thread.submit(_gather_cached, unread, self._ring, self._iteration)))
+        while len(self._waiting) < self._depth and os.getpid() == self._pid:
+            try:
+                unread = next(self._unread)
+            except StopIteration:
+                return
+            except Exception as error:  # whose turn has not come
+                failed: Future[Any] = Future()
+                failed.set_exception(error)
+                self._waiting.append((None, failed))
+            else:
+                self._waiting.append((unread, self._thread.submit(_gather_cached, unread, self._pool)))
 
 
-def _gather_cached(unread: Unread, ring: Ring, iteration: int) -> Any:
-    return _gather(unread, ring, iteration) if unread.cached else None
+def _gather_cached(unread: Unread, pool: Pool) -> Any:
+    return _gather(unread, pool) if unread.cached else None
 
 
-def _gather(unread: Unread, ring: Ring, iteration: int) -> Any:
-    lane = ring.lane(iteration)
-    buffer = None if lane is None else lane.take()
-    batch = unread.gather(_new if buffer is None else buffer.empty)
-    if batch is None:
-        return default_collate(unread.read())
-    return batch if buffer is None else buffer.ship(batch, kind=len(unread)).arrive()
-
-
-def _new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype)
+def _gather(unread: Unread, pool: Pool) -> Any:
+    batch = unread.gather(pool.empty)
+    return default_collate(unread.read()) if batch is None else batch

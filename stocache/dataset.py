@@ -145,7 +145,7 @@ class CachedDataset(Dataset[Any]):
         """
         if len(indices) and (indices.min() if isinstance(indices, np.ndarray) else min(indices)) < 0:
             indices = [self._from_end(idx) for idx in indices]
-        if self._form is not None and isinstance(self.cache, SharedCache):
+        if self._form is not None and self.transform is None and isinstance(self.cache, SharedCache):
             return Unread(self.cache, indices, self._load_many, self._form)
         samples = self.cache.get_or_load_many(indices, self._load_many, copy=self._copy, strict=False)
         return samples if self.transform is None else [self.transform(sample) for sample in samples]

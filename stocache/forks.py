@@ -9,28 +9,37 @@ import os
 import select
 import threading
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 
-class Holdings:
-    """What this process holds, and what its children may have inherited of it. Belongs to the process that makes it."""
+class Witnesses:
+    """The children that may see what this process held when it forked them; ``held`` says what that is at any time."""
 
-    def __init__(self) -> None:
-        self.held: set[Hashable] = set()
-        self._pid = os.getpid()
+    def __init__(self, held: Callable[[], Iterable[Hashable]]) -> None:
+        self._held, self._pid = held, os.getpid()
         self._inherited: list[tuple[_Pipe, frozenset[Hashable]]] = []
-        _all.add(self)
+        _all[:] = [other for other in _all if other() is not None]
+        _all.append(weakref.ref(self))
         _watch_forks()
 
-    @property
-    def watched(self) -> bool:
-        """Whether there may be children that have inherited something."""
-        return bool(self._inherited)
+    def seen(self) -> frozenset[Hashable]:
+        """Return what children that are alive have inherited."""
+        self._forget_the_dead()
+        return frozenset().union(*(seen for _, seen in list(self._inherited)))
 
-    def unseen(self, items: Iterable[Hashable]) -> list[Hashable]:
-        """Return those of ``items`` that no living child has inherited."""
-        self._inherited = [(pipe, seen) for pipe, seen in self._inherited if not pipe.ended()]
-        return [item for item in items if not any(item in seen for _, seen in self._inherited)]
+    def _forget_the_dead(self) -> None:
+        for fork in list(self._inherited):  # in place, for another thread may fork meanwhile
+            if fork[0].ended():
+                self._inherited.remove(fork)
+
+    def _about_to_fork(self) -> None:
+        self._forget_the_dead()
+        held = frozenset(self._held())
+        if held:
+            thread = threading.get_ident()
+            if thread not in _forking:
+                _forking[thread] = _Pipe()
+            self._inherited.append((_forking[thread], held))
 
 
 class _Pipe:
@@ -49,7 +58,7 @@ class _Pipe:
         os.close(self.reader)
 
 
-_all: "weakref.WeakSet[Holdings]" = weakref.WeakSet()
+_all: "list[weakref.ref[Witnesses]]" = []
 _forking: dict[int, _Pipe] = {}  # by thread
 _kept: list[int] = []  # the writing ends this process has inherited
 _watching = False
@@ -63,11 +72,10 @@ def _watch_forks() -> None:
 
 
 def _before() -> None:
-    holders = [holdings for holdings in _all if holdings.held and holdings._pid == os.getpid()]
-    if holders:
-        pipe = _forking[threading.get_ident()] = _Pipe()
-        for holdings in holders:
-            holdings._inherited.append((pipe, frozenset(holdings.held)))
+    for ref in list(_all):
+        witnesses = ref()
+        if witnesses is not None and witnesses._pid == os.getpid():
+            witnesses._about_to_fork()
 
 
 def _in_parent() -> None:
@@ -80,6 +88,8 @@ def _in_child() -> None:
     pipe = _forking.pop(threading.get_ident(), None)
     if pipe is not None:
         _kept.append(pipe.writer)
-    for holdings in list(_all):
-        holdings._inherited.clear()  # of the parent's children
+    for ref in _all:
+        witnesses = ref()
+        if witnesses is not None:
+            witnesses._inherited.clear()  # of the parent's children
     _all.clear()

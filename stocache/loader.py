@@ -8,6 +8,7 @@ NOTE [ How torch's DataLoader is used ]
     too: the attribute ``_iterator``, where persistent workers are kept.
 """
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -27,8 +28,9 @@ from torch.utils.data import IterableDataset
 from stocache import randomness
 from stocache.collation import Gatherer, RingCollate, as_is, stacks
 from stocache.dataset import CachedDataset, reading_later
-from stocache.errors import StateError, WorkerError
-from stocache.orders import Order, Progress, Sender, samplers_in, set_epoch
+from stocache.errors import ClosedError, StateError, WorkerError
+from stocache.orders import Order, Progress, Sender, layers, samplers_in, set_epoch
+from stocache.pool import Pool
 from stocache.ring import Ring
 
 _SIGNATURE = inspect.signature(torch.utils.data.DataLoader.__init__)
@@ -89,6 +91,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 raise ValueError("prefetch_factor option should be non-negative")
             self.prefetch_factor = prefetch_factor
         self._ring: Ring | None = None
+        self._pool = Pool()  # where there are no workers
         self._crew: _Crew | None = None  # the persistent workers
         self._progress = Progress(finished=True)
         self._loaded: dict[str, Any] | None = None  # the state the next iterator goes on from
@@ -101,11 +104,12 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Return an iterator over the batches. The first one after `load_state_dict` goes on where the state was taken."""
         progress = self._next_progress()
         if self._iterator is None or self._crew is None:  # which torch keeps where workers are persistent
-            return self._make_iterator(progress)
-        self._crew.order.progress = progress
-        with self._crew.order.being_made(progress):
-            batches = super().__iter__()
-        return _Iteration(batches, progress, self._totals, self._crew)
+            iteration = self._make_iterator(progress)
+        else:
+            with self._crew.order.being_made(progress):
+                iteration = _Iteration(super().__iter__(), progress, self._totals, self._crew)
+        self._progress, self._loaded = progress, None
+        return iteration
 
     def _make_iterator(self, progress: Progress) -> "_Iteration":
         # see NOTE [ How torch's DataLoader is used ]
@@ -117,7 +121,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             if source is None or (self.pin_memory and torch.cuda.is_available()):
                 return _Iteration(self._torch_iterator(order, replaced), progress, self._totals, _Crew(order))
             replaced |= {"dataset": source, "collate_fn": as_is}
-            batches = Gatherer(self._torch_iterator(order, replaced), self._its_ring, self.prefetch_factor or 0)
+            batches = Gatherer(self._torch_iterator(order, replaced), self._pool, self.prefetch_factor or 0)
             return _Iteration(batches, progress, self._totals, _Crew(order))
         ring = self._its_ring
         iteration = ring.begin()
@@ -151,16 +155,15 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     @property
     def _generators(self) -> list[torch.Generator]:
         """The random number generators that belong to the loader and its samplers."""
-        owners = [self, *samplers_in(self._index_source)]
-        found = {id(its): its for its in (getattr(owner, "generator", None) for owner in owners)}
-        return [generator for generator in found.values() if isinstance(generator, torch.Generator)]
+        owners = [self.generator, *(its for sampler in samplers_in(self._index_source) for its in _attributes(sampler))]
+        return list({id(its): its for its in owners if isinstance(its, torch.Generator)}.values())
 
     @property
     def _its_ring(self) -> Ring:
         """The ring, made when it is first needed: two lanes for each worker, as two iterators may overlap."""
         if self._ring is None or not self._ring.mine:
             depth = _SPARE + (self.prefetch_factor or 0)
-            self._ring = Ring(max(1, 2 * self.num_workers), depth, pinned=self.pin_memory and torch.cuda.is_available())
+            self._ring = Ring(2 * self.num_workers, depth, pinned=self.pin_memory and torch.cuda.is_available())
         return self._ring
 
     def __getstate__(self) -> dict[str, Any]:
@@ -169,7 +172,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     # ------------------------------------------------------------------------------------------------ resuming
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch begins: to the samplers and the dataset that have a ``set_epoch``, also in persistent workers."""
+        """Say which epoch begins: to the samplers and the dataset that have a ``set_epoch``, also in persistent workers.
+
+        Workers hear of it with their first batch. By then an iterable dataset has been asked for its iterator, so if it takes
+        its samples at that moment, rather than one by one, it gives those of the epoch before.
+        """
         self._epoch = epoch
         for sampler in samplers_in(self._index_source):
             if hasattr(sampler, "set_epoch"):
@@ -195,14 +202,17 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if not getattr(self, "in_order", True) and self.num_workers > 1 and progress.delivered and not progress.finished:
             raise StateError("with in_order=False it is not known which batches have come. Take states between epochs.")
         order = Order(self._index_source, self._generators)
+        now = randomness.states(order.generators)
         begun = None if progress.finished else progress.begun
         return {
             "version": _STATE_VERSION,
             "batches": progress.delivered,
             "finished": progress.finished,
+            "workers_persist": self._crew is not None,
             "epoch": self._epoch,
-            "made": None if progress.finished else progress.made,
-            "begun": begun or randomness.states(order.generators),
+            "made": progress.made or now,
+            "begun": begun or now,
+            "asked": (progress.asked if begun else None) or now,
             "sampler": progress.sampler if begun else order.sampler_state(),
             "identity": self._identity(),
         }
@@ -231,34 +241,23 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if state["finished"]:
             with randomness.kept():
                 order.restore(state["begun"], state["sampler"])
-            self._progress = Progress(finished=True)
+            self._progress = Progress(finished=True, undrawn=state["workers_persist"])
 
     def _next_progress(self) -> Progress:
-        loaded, self._loaded = self._loaded, None
-        if loaded is None:
-            self._progress = Progress()
-        else:
-            done = loaded["batches"]
-            self._progress = Progress(
-                delivered=done, resumed=done, made=loaded["made"], begun=loaded["begun"], sampler=loaded["sampler"]
-            )
-        return self._progress
+        if self._loaded is None:
+            return Progress(undrawn=self._progress.undrawn and self._crew is None)
+        parts = {key: self._loaded[key] for key in ("made", "begun", "asked", "sampler")}
+        return Progress(delivered=self._loaded["batches"], resumed=self._loaded["batches"], **parts)
 
     def _identity(self) -> dict[str, Any]:
         """Return what must agree for a state to be resumed."""
-        try:
-            batches = len(self._index_source)
-        except TypeError:
-            batches = None
-        fingerprint = None
-        dataset: Any = self.dataset
-        while fingerprint is None and dataset is not None:
-            fingerprint = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)  # Hugging Face's
-            dataset = getattr(dataset, "dataset", None)
+        fingerprints = [
+            getattr(layer, name, None) for layer in layers(self.dataset) for name in ("fingerprint", "_fingerprint")
+        ]  # the second is Hugging Face's, and ours
         return {
-            "fingerprint": fingerprint if isinstance(fingerprint, str) else None,
-            "samples": len(self.dataset),  # type: ignore[arg-type]
-            "batches": batches,
+            "fingerprint": next((its for its in fingerprints if isinstance(its, str)), None),
+            "samples": _len(self.dataset),
+            "batches": _len(self._index_source),
             "batch_size": self.batch_size,
             "drop_last": self.drop_last,
         }
@@ -283,10 +282,12 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         )
 
     def _cache_counts(self) -> tuple[int, int] | None:
-        dataset: Any = self.dataset
-        while dataset is not None and not isinstance(dataset, CachedDataset):
-            dataset = getattr(dataset, "dataset", None)
-        return None if dataset is None else dataset.cache.counts()[:2]
+        """Return hits and misses of the cache; None where there is none, or it is closed."""
+        for layer in layers(self.dataset):
+            if isinstance(layer, CachedDataset):
+                with contextlib.suppress(ClosedError):
+                    return layer.cache.counts()[:2]
+        return None
 
 
 @dataclass
@@ -338,23 +339,44 @@ class _Iteration:
     def __iter__(self) -> "_Iteration":
         return self
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":  # not even begun
+            raise AttributeError(name)
+        return getattr(self._batches, name)  # whatever torch's iterator has
+
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]  # torch's have one
 
     def __next__(self) -> Any:
         began = time.perf_counter()
+        if self._crew.ring is not None:
+            self._crew.ring.reap()
         try:
             batch = next(self._batches)
         except StopIteration:
             self._progress.finished = True
             raise
-        except RuntimeError as error:
+        except Exception as error:
             death = self._crew.death() if str(error).startswith("DataLoader worker") else None
-            if death is None:
-                raise
-            raise WorkerError(death) from error
+            if death is not None:
+                raise WorkerError(death) from error
+            if not str(error).startswith("DataLoader timed out"):
+                self._progress.delivered += 1  # as an error
+            raise
         finally:
             self._totals.waited_s += time.perf_counter() - began
         self._totals.batches += 1
         self._progress.delivered += 1
         return batch
+
+
+def _attributes(value: Any) -> list[Any]:
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def _len(value: Any) -> int | None:
+    """Return the length of what has one."""
+    try:
+        return len(value)
+    except (TypeError, NotImplementedError):
+        return None

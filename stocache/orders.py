@@ -4,25 +4,28 @@ NOTE [ Resuming ]
     Orders come from random number generators, and only the sampler knows how. So what is saved is the states the generators
     had when the epoch began, and the number of batches that were delivered. To resume, the generators are put back for the
     moment, the sampler begins again, and the batches of indices that were delivered are skipped: none of their samples is
-    loaded. The iterator draws when it is made (the seed of the workers) and its sampler when it begins, which may be later;
-    both moments are kept. Afterwards the global generators are as the user had them; those that belong to the loader and its
-    samplers stay where the replay has brought them, so that the epochs to come are the same too.
+    loaded. An iterator draws when it is made (the seed of the workers), its sampler when it begins or when it is asked for the
+    first time; all three moments are kept. Afterwards the global generators are as the user had them; those that belong to the
+    loader and its samplers stay where the replay has brought them, so that the epochs to come are the same too.
 """
 
 import contextlib
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import Subset, get_worker_info
 
 from stocache import randomness
+from stocache.dataset import CachedDataset
 from stocache.randomness import States
 from stocache.ring import Ring, ring_of
+
+_DEEP = 8  # samplers within each other, at most
 
 
 @dataclass
@@ -30,20 +33,24 @@ class Progress:
     """Where one epoch stands.
 
     Attributes:
-        delivered: batches the user has got.
+        delivered: batches the user has got, or an error instead.
         finished: whether there are no more.
         made: states of the generators when the iterator was made.
         begun: states when its sampler began; None before.
-        sampler: what the sampler's own ``state_dict`` said then, if it has one.
+        asked: states when the sampler was asked for the first time; None before.
+        sampler: what the sampler's own ``state_dict`` said when it began, if it has one.
         resumed: batches that are skipped, as an earlier iteration delivered them; None when the epoch was begun here.
+        undrawn: whether the making of the iterator is not to have drawn anything: it takes the place of one that was there.
     """
 
     delivered: int = 0
     finished: bool = False
     made: States | None = None
     begun: States | None = None
+    asked: States | None = None
     sampler: Any = None
     resumed: int | None = None
+    undrawn: bool = False
 
 
 @dataclass
@@ -66,28 +73,27 @@ class Order:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._run(self.progress)  # now, for another iterator may be made before this one is asked
-
-    def _run(self, progress: Progress) -> Iterator[Any]:
-        if progress.resumed is None:
-            progress.begun = randomness.states(self.generators)
-            progress.sampler = self.sampler_state()
-            indices, head = iter(self.sampler), []
-        else:
+        progress = self.progress
+        if progress.resumed is not None:
             with randomness.kept():
                 self.restore(progress.begun, progress.sampler)
-                indices = iter(self.sampler)
-                head = list(islice(indices, progress.resumed + 1))[progress.resumed :]  # one more: it begins with the first
-        number = progress.resumed or 0
-        for index in head:
-            yield self._sent(number, index)
-            number += 1
-        for index in indices:
-            yield self._sent(number, index)
-            number += 1
+                return self._numbered(progress, iter(self.sampler))
+        if progress.undrawn:
+            self.restore(progress.made, None)
+        progress.begun, progress.sampler = randomness.states(self.generators), self.sampler_state()
+        return self._numbered(progress, iter(self.sampler))
 
-    def _sent(self, number: int, index: Any) -> Any:
-        return index if self.sender is None else Errand(self.sender, number, index)
+    def _numbered(self, progress: Progress, indices: Iterator[Any]) -> Iterator[Any]:
+        number, head = progress.resumed or 0, []
+        if progress.resumed is None:
+            progress.asked = randomness.states(self.generators)
+        else:
+            with randomness.kept():
+                self.restore(progress.asked, None)
+                head = list(islice(indices, number + 1))[number:]  # one more: the sampler may begin with the first
+        for index in chain(head, indices):
+            yield index if self.sender is None else Errand(self.sender, number, index)
+            number += 1
 
     @contextlib.contextmanager
     def being_made(self, progress: Progress) -> Iterator[None]:
@@ -120,18 +126,27 @@ class Order:
 def samplers_in(sampler: Any) -> list[Any]:
     """Return a sampler, and those it draws from."""
     found: list[Any] = []
-    while sampler is not None and not any(sampler is other for other in found):
+    while sampler is not None and len(found) < _DEEP:
         found.append(sampler)
-        sampler = getattr(sampler, "sampler", None)
+        sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
+    return found
+
+
+def layers(dataset: Any) -> list[Any]:
+    """Return a dataset, and those within it that it takes its samples from unchanged, or transformed."""
+    found = [dataset]
+    while isinstance(dataset, Subset | CachedDataset):
+        dataset = dataset.dataset
+        found.append(dataset)
     return found
 
 
 def set_epoch(dataset: Any, epoch: int) -> None:
     """Tell the dataset which epoch begins, or the first one within it that wants to know."""
-    while dataset is not None and not hasattr(dataset, "set_epoch"):
-        dataset = getattr(dataset, "dataset", None)
-    if dataset is not None:
-        dataset.set_epoch(epoch)
+    for layer in layers(dataset):
+        if hasattr(layer, "set_epoch"):
+            layer.set_epoch(epoch)
+            return
 
 
 # ---------------------------------------------------------------------------------------------------- to workers

@@ -39,16 +39,19 @@ class _Packer(ForkingPickler):
     """The pickler that is multiprocessing's, with torch's reductions, but for the tensors that can be placed."""
 
     def __init__(self, file: io.BytesIO, places: "_Places") -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL, True, places.stays)
+        super().__init__(file, pickle.HIGHEST_PROTOCOL, True, _stays)
         self._places = places
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how a plain tensor is rebuilt over placed bytes; all else goes its usual way."""
+        """Return how a plain tensor or array is rebuilt over placed bytes; all else goes its usual way."""
+        if type(value) is np.ndarray:
+            return self._array(value)
         if type(value) is not Tensor or not _is_plain(value):
             return NotImplemented
         storage, nbytes = value.untyped_storage(), value.numel() * value.itemsize
-        if storage.nbytes() <= 2 * nbytes:
-            address, size, offset = storage.data_ptr(), storage.nbytes(), value.storage_offset()
+        whole = storage.data_ptr(), storage.nbytes()
+        if storage.nbytes() <= 2 * nbytes or whole in self._places.known:
+            address, size, offset = *whole, value.storage_offset()
         elif value.is_contiguous():  # a small part of a large storage, which would be too much to take along
             address, size, offset = value.data_ptr(), nbytes, 0
         else:
@@ -59,32 +62,38 @@ class _Packer(ForkingPickler):
             return _rebuild, (_ANY, value.dtype, tuple(value.shape))
         return _rebuild_strided, (_ANY, value.dtype, tuple(value.shape), value.stride(), offset)
 
+    def _array(self, value: np.ndarray[Any, Any]) -> Any:
+        if value.dtype.hasobject or not value.nbytes or not value.flags.c_contiguous:
+            return NotImplemented
+        if not self._places.find(value.ctypes.data, value.nbytes, shared=False):  # as pickled arrays share nothing
+            return NotImplemented
+        return _rebuild_array, (_ANY, value.dtype, value.shape)
+
 
 class _Places:
-    """Where things are placed, in the order in which the pickle names them; what shares memory has one place."""
+    """Where things are placed, in the order in which the pickle names them; tensors that share memory have one place."""
 
     def __init__(self, place: Place) -> None:
         self.found: list[tuple[int, int]] = []
+        self.known: dict[tuple[int, int], int] = {}
         self._place = place
-        self._known: dict[tuple[int, int], int] = {}
 
-    def find(self, address: int, nbytes: int) -> bool:
+    def find(self, address: int, nbytes: int, shared: bool = True) -> bool:
         """Find a place for bytes; False where there is none."""
-        at = self._known.get((address, nbytes))
+        at = self.known.get((address, nbytes)) if shared else None
         if at is None:
             at = self._place(address, nbytes)
             if at is None:
                 return False
-            self._known[address, nbytes] = at
+            if shared:
+                self.known[address, nbytes] = at
         self.found.append((at, nbytes))
         return True
 
-    def stays(self, buffer: pickle.PickleBuffer) -> bool:
-        """Whether an out-of-band buffer is to stay within the pickle."""
-        if buffer is _ANY:
-            return False
-        raw = np.frombuffer(buffer.raw(), np.uint8)
-        return not (raw.nbytes and self.find(raw.ctypes.data, raw.nbytes))
+
+def _stays(buffer: pickle.PickleBuffer) -> bool:
+    """Whether an out-of-band buffer is to stay within the pickle."""
+    return buffer is not _ANY
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -104,3 +113,7 @@ def _rebuild(memory: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 def _rebuild_strided(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride, offset)
+
+
+def _rebuild_array(memory: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+    return np.ndarray(shape, dtype, memory)

@@ -42,7 +42,7 @@ class Pinned:
             self._registered[address] = nbytes
 
     def after_copies(self, free: Callable[[Any], None], buffer: Any) -> None:
-        """Call ``free(buffer)`` when no GPU can be reading from it any more. May be called anywhere, also by finalizers."""
+        """Call ``free(buffer)`` when no GPU can be reading from it any more."""
         # see NOTE [ Copies in flight ]
         if self._thread is None:
             self._thread = threading.Thread(target=_wait, args=(self._released,), name="stocache-pinned", daemon=True)
@@ -52,6 +52,7 @@ class Pinned:
     def close(self) -> None:
         """Let go of all buffers; nobody holds any. Does nothing in a forked child, for which CUDA does not work."""
         if self._pid == os.getpid():
+            _wait_for_copies()
             for address in self._registered:
                 torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
             self._registered.clear()
@@ -62,10 +63,14 @@ def _wait(released: "SimpleQueue[tuple[Callable[[Any], None], Any] | None]") -> 
     while (item := released.get()) is not None:
         free, buffer = item
         try:
-            for device in range(torch.cuda.device_count()):
-                if torch.cuda.memory_reserved(device):  # else nothing was copied there, and waiting would wake it up
-                    torch.cuda.synchronize(device)
+            _wait_for_copies()
             free(buffer)
         except RuntimeError as error:  # the GPU has failed, and may be reading for all we know
             logger.debug("cannot wait for the GPU: %s", str(error))
         del item, free, buffer  # with the last one the ring may go
+
+
+def _wait_for_copies() -> None:
+    for device in range(torch.cuda.device_count()):
+        if torch.cuda.memory_reserved(device):  # else nothing was copied there, and waiting would wake it up
+            torch.cuda.synchronize(device)

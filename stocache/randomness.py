@@ -15,21 +15,32 @@ States: TypeAlias = dict[str, Any]
 def states(generators: Sequence[torch.Generator] = ()) -> States:
     """Return the states of the global generators, and of ``generators``."""
     version, numbers, gauss = random.getstate()
-    name, keys, *rest = np.random.get_state(legacy=True)
     return {
         "python": [version, list(numbers), gauss],
-        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "numpy": _plain(np.random.get_state(legacy=False)),
         "torch": torch.get_rng_state(),
         "generators": [generator.get_state() for generator in generators],
     }
+
+
+def _plain(state: Any) -> Any:
+    """Return a state of numpy's with tensors for its arrays."""
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return torch.from_numpy(state.astype(np.int64)) if isinstance(state, np.ndarray) else state
+
+
+def _arrays(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _arrays(value) for key, value in state.items()}
+    return state.numpy().astype(np.uint64) if isinstance(state, torch.Tensor) else state
 
 
 def put_back(taken: States, generators: Sequence[torch.Generator] = ()) -> None:
     """Put the generators into the states that were taken."""
     version, numbers, gauss = taken["python"]
     random.setstate((version, tuple(numbers), gauss))
-    name, keys, *rest = taken["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    np.random.set_state(_arrays(taken["numpy"]))
     torch.set_rng_state(taken["torch"])
     for generator, state in zip(generators, taken["generators"], strict=True):
         generator.set_state(state)

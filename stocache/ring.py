@@ -2,10 +2,13 @@
 
 NOTE [ Whose a buffer is ]
     A worker claims a lane of buffers, with a kernel lock that goes with it. It writes a batch into a buffer that is FREE, marks
-    it SENT, and sends a few bytes that say where. The parent, unpickling these, marks it HELD and builds tensors over that same
-    memory; when the last of them dies, and all views with them, it is FREE again. So each state has one who may end it, and no
-    lock is needed. Where no buffer is free nobody waits: the batch takes torch's way. The word of a buffer counts its batches
-    too, and a message that is not of the batch in the buffer is refused.
+    it SENT, and sends a few bytes that say where. The parent, unpickling these, marks it HELD and builds tensors over that
+    same memory; when the last of them has died, and all views with them, it is FREE again. So each state has one who may end
+    it, and no lock is needed. Where no buffer is free nobody waits: the batch takes torch's way. The word of a buffer counts
+    its batches too, and a message that is not of the batch in the buffer is refused.
+
+    That tensors are dead is noted where it happens, which may be anywhere, also within the garbage collector, by a C function;
+    the buffer is freed (`reap`) when the next batch is asked for or arrives.
 
     What was sent by a worker that is gone, and never received (a loop that was left early), is FREE for the next worker on the
     lane when the iteration it was sent for is over: when it is no longer among those that the parent lists as live.
@@ -22,6 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from ctypes import memmove
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +33,7 @@ import torch
 from torch import Tensor
 
 from stocache.errors import WorkerError
-from stocache.forks import Holdings
+from stocache.forks import Witnesses
 from stocache.limits import GIB, MIB, format_size
 from stocache.packing import pack, unpack
 from stocache.pinned import Pinned
@@ -74,8 +78,11 @@ class Ring:
         self.received, self.passed = 0, dict.fromkeys((FULL, NO_LANE, NO_MEMORY, TOO_LARGE, NOTHING), 0)
         self._pid = os.getpid()
         self._iterations = itertools.count(1)
-        self._holdings = Holdings()
-        self._seen_by_children: deque[int] = deque()
+        self._lent: dict[int, tuple[weakref.ref[Any], int]] = {}  # slots, by the id of a reference to their batch's memory
+        self._dead: deque[weakref.ref[Any]] = deque()
+        self._copied: deque[int] = deque()  # slots whose batches are dead, and copied if they were to be
+        self._reaping = threading.Lock()
+        self._witnesses = Witnesses(partial(_held, self._lent))
         self._mapped = [0] * (lanes * depth)
         self._pinned = Pinned() if pinned else None
         if self._pinned is not None:
@@ -169,55 +176,60 @@ class Ring:
         if self._words[slot] != batch << 2 | _SENT:
             raise WorkerError(f"a batch is lost: the worker that made it is gone, and its buffer {slot} was given to another.")
         self._words[slot] = batch << 2 | _HELD
-        self._holdings.held.add(slot)
         self.received += 1
         start = slot * STRIDE
         if nbytes > self._mapped[slot]:
             self._segment.populate(start, start + nbytes)
             self._mapped[slot] = nbytes
-        memory = np.frombuffer(self._segment.view(start, nbytes), np.uint8)
-        weakref.finalize(memory, self._release, slot).atexit = False
+        memory = _Memory(nbytes, np.uint8, self._segment.view(start, nbytes))
+        ref = weakref.ref(memory, self._dead.append)
+        self._lent[id(ref)] = ref, slot
         if self._pinned is not None:
             self._pinned.register(self._address + start, -(-nbytes // _EXTENT) * _EXTENT)
-        self._free_unseen()
+            memory.ring = self  # which keeps it registered
+        self.reap()
         return unpack(payload, memory.data, places)
 
-    def _release(self, slot: int) -> None:
-        """Let a buffer go, whose tensors are dead. Called wherever the last of them dies, also within the garbage collector."""
-        if not self.mine:  # the parent may still have its own
-            return
-        if self._pinned is not None and self._pinned.works:
-            self._pinned.after_copies(self._let_go, slot)
-        else:
-            self._let_go(slot)
+    def passed_by(self, reason: str) -> None:
+        """Note that a batch has arrived outside of the ring."""
+        self.passed[reason] += 1
+        self.reap()
 
-    def _let_go(self, slot: int) -> None:
-        self._holdings.held.discard(slot)
-        if self._holdings.watched:
-            self._seen_by_children.append(slot)
-        else:
-            self._free(slot)
-
-    def _free_unseen(self) -> None:
-        if self._holdings.watched or self._seen_by_children:
-            waiting = [self._seen_by_children.popleft() for _ in range(len(self._seen_by_children))]
-            unseen = self._holdings.unseen(waiting)
-            for slot in waiting:
-                if slot in unseen:
-                    self._free(slot)
+    def reap(self) -> None:
+        """Free the buffers whose tensors are dead, which no GPU is reading and no child has inherited."""
+        if not self.mine or not self._reaping.acquire(blocking=False):
+            return  # another thread does
+        try:
+            while self._dead:
+                _, slot = self._lent.pop(id(self._dead.popleft()))
+                if self._pinned is not None and self._pinned.works:
+                    self._pinned.after_copies(self._copied.append, slot)
                 else:
-                    self._seen_by_children.append(slot)
+                    self._copied.append(slot)
+            if self._copied:
+                seen = self._witnesses.seen()
+                for _ in range(len(self._copied)):
+                    slot = self._copied.popleft()
+                    if slot in seen:
+                        self._copied.append(slot)
+                    else:  # with a lock taken since its tensors were read, which orders that before this
+                        self._words[slot] = self._words[slot] & ~3 | _FREE
+        finally:
+            self._reaping.release()
 
-    def _free(self, slot: int) -> None:
-        fence = threading.Lock()  # as in NOTE [ Publishing a slot ]: what was read was read before the worker learns of it
-        fence.acquire()
-        fence.release()
-        fence.acquire()
-        self._words[slot] = self._words[slot] & ~3 | _FREE
+
+def _held(lent: dict[int, tuple["weakref.ref[Any]", int]]) -> list[int]:
+    return [slot for ref, slot in list(lent.values()) if ref() is not None]
+
+
+class _Memory(np.ndarray[Any, np.dtype[np.uint8]]):
+    """The memory behind the tensors and arrays of one batch. No view of an array: numpy would leave it out of the chain."""
+
+    ring: Ring
 
 
 class Lane:
-    """The buffers of one sending process, on its side.
+    """The buffers of one sending process, on its side; of one thread of it.
 
     Attributes:
         packed: what `pack` returned for each kind of batch; see `Buffer.ship`.
@@ -228,8 +240,7 @@ class Lane:
     ) -> None:
         self.key, self.segment, self.address, self._first = key, segment, address, first
         self.words, self._owner = words, owner  # this lane's
-        self._pid, self._guard = os.getpid(), threading.Lock()
-        self._taken: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
+        self._pid = os.getpid()
         for at, word in enumerate(words):
             if word & 3 == _SENT:  # by one who is gone, for an iteration that is over
                 words[at] = word & ~3 | _FREE
@@ -246,12 +257,10 @@ class Lane:
         self._owner[2] = number + 1
 
     def take(self) -> "Buffer | None":
-        """Return a free buffer, the same as long as it comes back in time; None when there is none."""
-        with self._guard:
-            for at, word in enumerate(self.words):
-                if word & 3 == _FREE and at not in self._taken:
-                    buffer = self._taken[at] = Buffer(self, at, self._first + at)
-                    return buffer
+        """Return a free buffer, the same until it is shipped; None when there is none."""
+        for at, word in enumerate(self.words):
+            if word & 3 == _FREE:
+                return Buffer(self, at, self._first + at)
         return None
 
     def ensure(self, at: int, nbytes: int) -> bool:
@@ -299,8 +308,8 @@ class Buffer:
             if kind is not None:
                 lane.packed[kind] = packed
         payload, places = packed
-        if not places:
-            return outside(lane.key, batch, self.problem)
+        if not places:  # that payload, for it may hold descriptors that wait to be fetched
+            return Shipment(_unpack_outside, lane.key, (self.problem, payload))
         number = (lane.words[self._at] >> 2) + 1
         lane.words[self._at] = number << 2 | _SENT
         return Shipment(_receive, lane.key, (self._slot, number, self._used, places, payload))
@@ -336,28 +345,31 @@ class Shipment:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return self._reduced
 
-    def arrive(self) -> Any:
-        """Return the batch, without having travelled."""
-        arrive, content = self._reduced
-        return arrive(*content)
 
-
-def outside(key: str, batch: Any, reason: str) -> Shipment:
+def outside(key: str, reason: str, batch: Any) -> Shipment:
     """Return what to send where a batch goes outside of the ring of that key, for that ``reason``."""
-    return Shipment(_pass, key, (reason, batch))
+    return Shipment(_pass_by, key, (reason, batch))
 
 
 def _receive(key: str, *content: Any) -> Any:
     return ring_of(key).receive(*content)
 
 
-def _pass(key: str, reason: str, batch: Any) -> Any:
-    ring_of(key).passed[reason] += 1
+def _pass_by(key: str, reason: str, batch: Any) -> Any:
+    ring_of(key).passed_by(reason)
     return batch
 
 
+def _unpack_outside(key: str, reason: str, payload: bytes) -> Any:
+    return _pass_by(key, reason, unpack(payload, memoryview(b""), []))
+
+
 def ring_of(key: str) -> Ring:
-    """Return the ring of that key, which this process made or was handed."""
+    """Return the ring of that key, which this process made or was handed.
+
+    Raises:
+        WorkerError: it did neither.
+    """
     ring = _rings.get(key)
     if ring is None:
         raise WorkerError("a batch arrived in a process that did not make its DataLoader. Iterate it where it was made.")

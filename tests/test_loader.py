@@ -462,7 +462,6 @@ def test_a_thread_gathers_ahead_only_what_is_cached():
         assert set(loads) == {threading.main_thread()}
         assert len(loads) == N
         assert any(thread.name.startswith("stocache-gather") for thread in threading.enumerate())
-        assert loader.stats().ring == 14
         del loader, images, labels
         gc.collect()
 
@@ -477,6 +476,167 @@ def test_a_loader_without_a_cache_and_without_workers_uses_no_ring():
 def test_pin_memory_without_a_gpu_is_torchs():
     ours, theirs = both(Images(), batch_size=8, num_workers=2, pin_memory=True)
     assert agree(ours, theirs)
+
+
+def test_batches_without_workers_are_private_and_their_memory_is_used_again():
+    with CachedDataset([torch.full((200, 200), float(idx)) for idx in range(16)], 1) as dataset:
+        loader = stocache.DataLoader(dataset, 4)
+        batch = next(iter(loader))
+        pid = os.fork()
+        if pid == 0:
+            batch.numpy()[:] = -1  # not by torch, whose threads a forked child lacks
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert batch[:, 0, 0].tolist() == [0, 1, 2, 3]
+        del batch
+        addresses = set()
+        for _ in range(3):
+            for batch in loader:
+                addresses.add(batch.data_ptr())
+        assert len(addresses) <= 3
+        held = list(loader)
+        assert [batch[0, 0, 0].item() for batch in held] == [0, 4, 8, 12]
+        del loader, batch, held
+        gc.collect()
+
+
+def test_cold_first_batches_gathered_by_two_threads_are_right():
+    for _ in range(200):
+        with CachedDataset(Images(16), 1, probe=1) as dataset:
+            dataset.__getitems__(list(range(4, 16)))
+            loader = stocache.DataLoader(dataset, 4, prefetch_factor=3)
+            assert [labels.tolist() for _, labels in loader] == [list(range(n, n + 4)) for n in (0, 4, 8, 12)]
+            del loader
+
+
+def test_an_error_ahead_comes_in_its_turn():
+    with CachedDataset(Images(), 1) as dataset:
+        dataset.warm(progress=False)
+        wanted = [[4 * n, 4 * n + 1] for n in range(8)]
+        wanted[5] = [-100, 1]
+        batches = iter(stocache.DataLoader(dataset, batch_sampler=wanted, prefetch_factor=3))
+        came = []
+        for _ in range(8):
+            try:
+                came.append(next(batches)[1].tolist())
+            except IndexError:
+                came.append("error")
+        assert came == [*wanted[:5], "error", *wanted[6:]]
+        del batches
+        gc.collect()
+
+
+def test_a_forked_child_goes_on_with_an_iterator_that_gathers_ahead():
+    with CachedDataset(Images(), 1) as dataset:
+        dataset.warm(progress=False)
+        batches = iter(stocache.DataLoader(dataset, 8, prefetch_factor=3))
+        next(batches)
+        pid = os.fork()
+        if pid == 0:
+            os._exit([labels.tolist()[0] for _, labels in batches] != [8, 16, 24, 32, 40, 48])
+        assert os.waitpid(pid, 0)[1] == 0
+        assert len(list(batches)) == 6
+        del batches
+        gc.collect()
+
+
+def set_a_transform(worker_id):
+    torch.utils.data.get_worker_info().dataset.transform = lambda sample: sample[1] + 100
+
+
+def test_a_transform_that_workers_set_is_applied():
+    with CachedDataset(Images(), 1) as dataset:
+        loader = stocache.DataLoader(dataset, 4, num_workers=1, worker_init_fn=set_a_transform)
+        assert next(iter(loader)).tolist() == [100, 101, 102, 103]
+        del loader
+        gc.collect()
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+def as_subclass(samples):
+    return torch.stack([image for image, _ in samples]).as_subclass(Sub)
+
+
+@TORCHS_WAY
+def test_tensor_subclasses_go_the_way_of_torch_without_leaving_descriptors():
+    loader = stocache.DataLoader(Images(300), 1, num_workers=1, collate_fn=as_subclass, persistent_workers=True)
+    counts = []
+    for _ in range(2):
+        for batch in loader:
+            assert type(batch) is Sub
+            counts.append(len(os.listdir(f"/proc/{loader._iterator._workers[0].pid}/fd")))
+    assert max(counts) < 60
+
+
+class Odd(Images):
+    """Answers everything, as mocks and lazy wrappers do."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Odd()
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+
+
+def test_datasets_that_have_every_attribute():
+    loader = stocache.DataLoader(Odd(), 8, num_workers=1)
+    assert len(list(loader)) == 7
+    assert loader.stats().hit_rate is None
+
+
+def test_getitems_of_odd_types_are_collated_as_by_torch():
+    class Keys(Images):
+        def __getitems__(self, indices):
+            return {idx: self[idx] for idx in indices}
+
+    batches = iter(stocache.DataLoader(Keys(), batch_sampler=[[3, 4]], num_workers=1))
+    with pytest.raises(KeyError):
+        next(batches)
+
+
+def test_statistics_after_the_dataset_was_closed():
+    with CachedDataset(Images(), 1) as dataset:
+        loader = stocache.DataLoader(dataset, 8)
+        list(loader)
+    assert loader.stats().hit_rate is None
+    assert loader.stats().batches == 7
+    del loader
+    gc.collect()
+
+
+class EagerBatches:
+    """Draws when it is asked for an iterator, not later; and counts how often that is."""
+
+    def __init__(self, draw):
+        self.draw, self.asked = draw, 0
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        self.asked += 1
+        order = list(range(20))
+        if self.draw == "torch":
+            order = torch.randperm(20).tolist()
+        else:
+            random.shuffle(order)
+        return iter([order[start : start + 4] for start in range(0, 20, 4)])
+
+
+@pytest.mark.parametrize("draw", ["torch", "random"])
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+def test_samplers_that_begin_at_once_are_asked_as_by_torch(draw, workers):
+    ours, theirs = EagerBatches(draw), EagerBatches(draw)
+    assert agree(
+        stocache.DataLoader(Images(), batch_sampler=ours, **workers),
+        torch.utils.data.DataLoader(Images(), batch_sampler=theirs, **workers),
+    )
+    assert ours.asked == theirs.asked
 
 
 # ---------------------------------------------------------------------------------------------------- epochs

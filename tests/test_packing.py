@@ -90,6 +90,9 @@ def test_what_shares_memory_still_does(memory):
     came["a"][1, 0] = 7
     assert came["rows"][0, 0] == 7
     assert came["t"][0, 1] == 7
+    whole, part = memory.there_and_back((value, value[:1]))
+    part[0, 0] = 5
+    assert whole[0, 0] == 5
 
 
 def test_parts_of_a_large_storage_do_not_take_it_along(memory):
@@ -105,13 +108,18 @@ def test_any_containers_and_objects(memory):
     assert len(memory.places) == 3
 
 
-def test_numpy_arrays_lie_in_the_memory_and_keep_their_flags(memory):
+def test_numpy_arrays_lie_in_the_memory_each_its_own_and_writable_as_pickled_ones(memory):
     frozen = np.arange(5.0)
     frozen.flags.writeable = False
     came = memory.there_and_back([np.arange(12).reshape(3, 4), frozen, np.array([], np.int8), np.array(["a", None], object)])
     assert [array.tolist() for array in came] == [np.arange(12).reshape(3, 4).tolist(), [0, 1, 2, 3, 4], [], ["a", None]]
-    assert [array.flags.writeable for array in came[:2]] == [True, False]
+    assert all(array.flags.writeable for array in came)
     assert np.shares_memory(came[0], memory.array)
+    one, other = memory.there_and_back([frozen, frozen.reshape(5, 1)])
+    one[0] = 9
+    assert other[0] == 0
+    fortran = np.asfortranarray(np.arange(6).reshape(2, 3))
+    assert memory.there_and_back(fortran).strides == fortran.strides
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A DataLoader goes on where its state was taken: after any batch, exactly, without loading what was delivered."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -53,6 +54,18 @@ def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
+class Eager:
+    """Draws from the global generators when it is asked for an iterator, not later."""
+
+    def __len__(self):
+        return N
+
+    def __iter__(self):
+        order = torch.randperm(N).tolist()
+        random.shuffle(order)
+        return iter(order)
+
+
 SAMPLERS = {
     "in order": lambda seed: {},
     "shuffled by the global generator": lambda seed: {"shuffle": True},
@@ -60,6 +73,7 @@ SAMPLERS = {
     "a sampler with its own generator": lambda seed: {"sampler": RandomSampler(range(N), generator=generator(seed))},
     "with replacement": lambda seed: {"sampler": RandomSampler(range(N), True, 25, generator=generator(seed))},
     "weighted": lambda seed: {"sampler": WeightedRandomSampler(torch.arange(N) + 1.0, 40, generator=generator(seed))},
+    "eager": lambda seed: {"sampler": Eager()},
     "stateful": lambda seed: {"sampler": Restless()},
     "batches": lambda seed: {"batch_sampler": BatchSampler(RandomSampler(range(N), generator=generator(seed)), 4, False)},
     "one by one": lambda seed: {"batch_size": None, "shuffle": True, "generator": generator(seed)},
@@ -85,23 +99,31 @@ def test_resumed_after_any_batch_it_delivers_what_would_have_come(sampler, worke
     loader = make(sampler, workers)
     torch.manual_seed(11)
     states, came = [loader.state_dict()], []
-    globals_after = [torch.get_rng_state()]
+    random.seed(11)
+    globals_after = [(torch.get_rng_state(), random.getstate())]
     for _ in range(2):
         for batch in loader:
             came.append(batch)
             states.append(loader.state_dict())
-            globals_after.append(torch.get_rng_state())
+            globals_after.append((torch.get_rng_state(), random.getstate()))
+    between = loader.state_dict()
     third = list(loader)
     picks = range(len(states)) if workers in ("alone", "ahead") else (0, 1, len(states) // 2, len(states) - 1)
     for number in picks:
         resumed = make(sampler, workers, seed=99)
         resumed.load_state_dict(saved(states[number]))
-        torch.set_rng_state(globals_after[number])  # a user's checkpoint has it
+        torch.set_rng_state(globals_after[number][0])  # a user's checkpoint has them
+        random.setstate(globals_after[number][1])
         rest = list(resumed)
         if number <= len(came) // 2:
             rest += list(resumed)
         assert same(rest, came[number:]), number
         assert same(list(resumed), third), number
+    resumed = make(sampler, workers, seed=99)
+    resumed.load_state_dict(saved(between))
+    torch.set_rng_state(globals_after[-1][0])
+    random.setstate(globals_after[-1][1])
+    assert same(list(resumed), third)
 
 
 def saved(state):
@@ -110,6 +132,68 @@ def saved(state):
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
+
+
+class Broken(Recorded):
+    def __getitem__(self, idx):
+        if idx == 9:
+            raise ValueError("sample 9 is broken")
+        return super().__getitem__(idx)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_that_raised_is_not_tried_again(workers):
+    loader = stocache.DataLoader(Broken(), 4, num_workers=workers)
+    batches = iter(loader)
+    for _ in range(4):
+        with contextlib.suppress(ValueError):
+            next(batches)
+    resumed = stocache.DataLoader(Broken(), 4, num_workers=workers)
+    resumed.load_state_dict(loader.state_dict())
+    assert same(next(iter(resumed)), next(batches))
+
+
+def test_a_state_outlives_an_iterator_that_could_not_be_made(monkeypatch):
+    loader = make("in order", "workers")
+    batches = iter(loader)
+    next(batches)
+    resumed = make("in order", "workers")
+    resumed.load_state_dict(loader.state_dict())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.utils.data.DataLoader, "__iter__", refuse)
+        with pytest.raises(OSError, match="no processes"):
+            iter(resumed)
+    assert same(list(resumed), list(batches))
+
+
+def refuse(loader):
+    raise OSError("no processes")
+
+
+def test_other_bit_generators_of_numpy_and_datasets_and_samplers_without_length():
+    import numpy as np
+
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        loader = stocache.DataLoader(Endless(), 2, sampler=iter(range(6)))
+        batches = iter(loader)
+        next(batches)
+        state = saved(loader.state_dict())
+        resumed = stocache.DataLoader(Endless(), 2, sampler=range(6))
+        with pytest.raises(StateError, match="batches None"):
+            resumed.load_state_dict(state)
+        loader = stocache.DataLoader(Endless(), 2, sampler=range(6))
+        next(iter(loader))
+        resumed.load_state_dict(saved(loader.state_dict()))
+        assert [batch.tolist() for batch in resumed] == [[2, 3], [4, 5]]
+    finally:
+        np.random.set_bit_generator(before)
+
+
+class Endless:
+    def __getitem__(self, idx):
+        return idx
 
 
 def test_the_samples_that_were_delivered_are_not_loaded_again():
