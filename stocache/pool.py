@@ -6,7 +6,6 @@ Fresh memory costs a page fault for each 4 KiB, several times what it costs to c
 import contextlib
 import math
 import mmap
-import threading
 import weakref
 from collections import deque
 from typing import Any
@@ -16,15 +15,17 @@ import torch
 from torch import Tensor
 
 _SMALL = 1 << 16  # bytes; less comes from malloc, which uses it again anyway
-_SPARE = 16  # pieces of memory that wait to be used again, at most
+_SPARE = 16  # pieces of memory of one size that wait to be used again, at most
 
 
 class Pool:
-    """Memory of this process alone: a forked child has a copy of it, as of all its parent's."""
+    """Memory of this process alone: a forked child has a copy of it, as of all its parent's.
+
+    Threads may share one: single calls of deques and dicts are all it takes. So no fork finds a lock held.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._spare: list[mmap.mmap] = []
+        self._spare: dict[int, deque[mmap.mmap]] = {}  # by size
         self._lent: dict[int, tuple[weakref.ref[Any], mmap.mmap]] = {}
         self._dead: deque[weakref.ref[Any]] = deque()
 
@@ -36,16 +37,17 @@ class Pool:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < _SMALL:
             return torch.empty(shape, dtype=dtype)
-        with self._lock:
-            while self._dead:
-                self._spare.append(self._lent.pop(id(self._dead.popleft()))[1])
-            del self._spare[:-_SPARE]
-            fitting = next((number for number, memory in enumerate(self._spare) if len(memory) == nbytes), None)
-            memory = _new(nbytes) if fitting is None else self._spare.pop(fitting)
-            owner = np.frombuffer(memory, np.uint8)
-            # The callback is a C function: it may run anywhere, also within the garbage collector
-            ref = weakref.ref(owner, self._dead.append)
-            self._lent[id(ref)] = ref, memory
+        with contextlib.suppress(IndexError):  # when there are no more
+            while True:
+                _, memory = self._lent.pop(id(self._dead.popleft()))
+                self._spare.setdefault(len(memory), deque(maxlen=_SPARE)).append(memory)
+        try:
+            memory = self._spare[nbytes].pop()
+        except LookupError:
+            memory = _new(nbytes)
+        owner = np.frombuffer(memory, np.uint8)
+        ref = weakref.ref(owner, self._dead.append)  # a C function: it may be called anywhere, also by the garbage collector
+        self._lent[id(ref)] = ref, memory
         return torch.frombuffer(owner.data, dtype=dtype).view(shape)
 
 
