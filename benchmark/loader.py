@@ -30,6 +30,7 @@ from stocache import CachedDataset
 
 BATCH, WORKERS = 256, 2
 SMALL, LARGE = (3, 64, 64), (3, 224, 224)
+OPTIONS: dict[str, Any] = {"shuffle": True, "num_workers": WORKERS, "persistent_workers": True}
 
 
 class Images(Dataset[Any]):
@@ -66,6 +67,15 @@ class OverStocaching(Dataset[Any]):
         return (image, idx) if self.source.labels else image
 
 
+def filled(source: Images) -> tuple[OverStocaching, CachedDataset]:
+    """Return both caches of a dataset, with all its samples."""
+    theirs, cached = OverStocaching(source), CachedDataset(source, 4)
+    for idx in range(len(source)):
+        theirs[idx]
+    cached.warm(progress=False)
+    return theirs, cached
+
+
 def epoch(loader: Iterable[Any]) -> float:
     """Return how long an epoch takes."""
     began = time.perf_counter()
@@ -94,16 +104,11 @@ def warm(rounds: int) -> None:
     print("| --- | ---: | ---: | ---: | ---: |")
     for dims, samples, labels in ((SMALL, 81_920, False), (SMALL, 81_920, True), (LARGE, 20_480, False), (LARGE, 20_480, True)):
         settle(4 * samples * torch.Size(dims).numel())
-        source = Images(samples, dims, labels)
-        theirs, cached = OverStocaching(source), CachedDataset(source, 4)
-        for idx in range(samples):
-            theirs[idx]
-        cached.warm(progress=False)
-        options: dict[str, Any] = {"batch_size": BATCH, "shuffle": True, "num_workers": WORKERS, "persistent_workers": True}
+        theirs, cached = filled(Images(samples, dims, labels))
         loaders: dict[str, Iterable[Any]] = {
-            "torch over stocaching": torch.utils.data.DataLoader(theirs, **options),
-            "torch over stocache": torch.utils.data.DataLoader(cached, **options),
-            "ours": stocache.DataLoader(cached, **options),
+            "torch over stocaching": torch.utils.data.DataLoader(theirs, BATCH, **OPTIONS),
+            "torch over stocache": torch.utils.data.DataLoader(cached, BATCH, **OPTIONS),
+            "ours": stocache.DataLoader(cached, BATCH, **OPTIONS),
         }
         took = compare(loaders, rounds)
         rates = " | ".join(f"{samples / seconds:,.0f}/s" for seconds in took.values())
@@ -175,8 +180,7 @@ def uncached(rounds: int, folder: Path | None) -> None:
         cases["photographs, decoded"] = Photos(folder, 640), 64, None
     print("| samples | batch | torch | ours | ratio |\n| --- | ---: | ---: | ---: | ---: |")
     for name, (dataset, batch, collate_fn) in cases.items():
-        options: dict[str, Any] = {"batch_size": batch, "shuffle": True, "num_workers": WORKERS, "persistent_workers": True}
-        options["collate_fn"] = collate_fn
+        options = OPTIONS | {"batch_size": batch, "collate_fn": collate_fn}
         loaders = {"torch": torch.utils.data.DataLoader(dataset, **options), "ours": stocache.DataLoader(dataset, **options)}
         took = compare(loaders, rounds)
         rates = " | ".join(f"{len(dataset) / seconds:,.0f}/s" for seconds in took.values())  # type: ignore[arg-type]
@@ -190,19 +194,14 @@ def costs(rounds: int) -> None:
     print("| samples | loader | faults per batch, iterating / workers | bytes through queues, to / from workers | CPU ms |")
     print("| --- | --- | ---: | ---: | ---: |")
     for dims, samples in ((SMALL, 16_384), (LARGE, 4_096)):
-        source = Images(samples, dims, True)
-        theirs, cached = OverStocaching(source), CachedDataset(source, 4)
-        for idx in range(samples):
-            theirs[idx]
-        cached.warm(progress=False)
+        theirs, cached = filled(Images(samples, dims, True))
         for name, make, dataset in (
             ("torch over stocaching", torch.utils.data.DataLoader, theirs),
             ("ours", stocache.DataLoader, cached),
         ):
             written = torch.zeros(2, dtype=torch.int64).share_memory_()
-            options = {"batch_size": BATCH, "shuffle": True, "num_workers": WORKERS, "persistent_workers": True}
             with counted_writes(written):
-                loader = make(dataset, **options)
+                loader = make(dataset, BATCH, **OPTIONS)
                 for _ in range(20):  # until every worker has touched every page of the cache
                     epoch(loader)
                 processes = [psutil.Process(), *psutil.Process().children()]

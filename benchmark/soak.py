@@ -56,14 +56,8 @@ class Holder:
         """Hold something of a batch, or nothing; check and let go of others."""
         self._check(images, labels)
         start, stop = sorted(self.rng.sample(range(len(labels) + 1), 2))
-        for view, of in self.rng.choice(
-            [
-                [],
-                [(images, labels)],
-                [(images[start:stop], labels[start:stop])],
-                [(images[start:stop].numpy(), labels[start:stop])],
-            ]
-        ):
+        rows, of_rows = images[start:stop], labels[start:stop]
+        for view, of in self.rng.choice([[], [(images, labels)], [(rows, of_rows)], [(rows.numpy(), of_rows)]]):
             self.held.append((view, of.clone() if self.rng.random() < 0.5 else of))
         while len(self.held) > self.most:
             view, of = self.held.pop(self.rng.randrange(len(self.held)))

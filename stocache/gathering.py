@@ -1,5 +1,6 @@
 """Batches gathered from a cache in one go, where default_collate would be given sample by sample."""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -7,10 +8,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map  # documented, for extending default_collate
 
 from stocache.cache import SharedCache
 from stocache.errors import SampleError
-from stocache.structure import Structure, TensorLeaf, inner_kinds
+from stocache.structure import Structure, TensorLeaf
 
 Empty: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor | None]
 """Called with a shape and a dtype; returns an uninitialised tensor in memory of its choice, or None where there is no room."""
@@ -34,8 +36,15 @@ class BatchForm:
     def of(cls, cache: SharedCache) -> "BatchForm | None":
         """Return the form of batches from ``cache``; None where default_collate does more than to stack the samples' bytes.
 
-        Found out by giving it two samples.
+        Found out by giving it two samples, once for each cache and way of collating.
         """
+        known = _known.get(cache)
+        if known is None or known[0] != default_collate_fn_map:
+            known = _known[cache] = dict(default_collate_fn_map), cls._find_out(cache)
+        return known[1]
+
+    @classmethod
+    def _find_out(cls, cache: SharedCache) -> "BatchForm | None":
         leaves = cache.structure.leaves
         rows = [torch.full((2, leaf.nbytes), _PATTERN, dtype=torch.uint8) for leaf in leaves]
         try:
@@ -44,7 +53,7 @@ class BatchForm:
             tensors = structure.columns(batch)
         except (SampleError, TypeError, RuntimeError, ValueError, AttributeError):  # what it cannot collate
             return None
-        if not _KINDS.issuperset(inner_kinds(structure)) or len(tensors) != len(leaves):
+        if any(container.kind not in _KINDS for container in structure.containers) or len(tensors) != len(leaves):
             return None
         for tensor, leaf in zip(tensors, leaves, strict=True):
             if type(tensor) is not Tensor or tuple(tensor.shape) != (2, *getattr(leaf, "shape", ())):
@@ -63,6 +72,9 @@ class BatchForm:
                 return None
             tensors.append(tensor)
         return tensors
+
+
+_known: "weakref.WeakKeyDictionary[SharedCache, tuple[dict[Any, Any], BatchForm | None]]" = weakref.WeakKeyDictionary()
 
 
 class Unread:

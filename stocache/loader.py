@@ -104,25 +104,27 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Return an iterator over the batches. The first one after `load_state_dict` goes on where the state was taken."""
         progress = self._next_progress()
         if self._iterator is None or self._crew is None:  # which torch keeps where workers are persistent
-            iteration = self._make_iterator(progress)
+            batches, crew = self._make_iterator(progress)
         else:
-            with self._crew.order.being_made(progress):
-                iteration = _Iteration(super().__iter__(), progress, self._totals, self._crew)
+            crew = self._crew
+            with crew.order.being_made(progress):
+                batches = super().__iter__()
+        self._crew = crew if self.persistent_workers else None
         self._progress, self._loaded = progress, None
-        return iteration
+        return _Iteration(batches, progress, self._totals, crew)
 
-    def _make_iterator(self, progress: Progress) -> "_Iteration":
+    def _make_iterator(self, progress: Progress) -> "tuple[Any, _Crew]":
         # see NOTE [ How torch's DataLoader is used ]
         stacking = self.batch_sampler is not None and stacks(self.collate_fn)
         source = reading_later(self.dataset) if stacking else None
-        order = Order(self._index_source, self._generators, progress)
+        order = self._order()
         replaced: dict[str, Any] = {"batch_sampler" if self.batch_sampler is not None else "sampler": order}
         if self.num_workers == 0:
-            if source is None or (self.pin_memory and torch.cuda.is_available()):
-                return _Iteration(self._torch_iterator(order, replaced), progress, self._totals, _Crew(order))
+            if source is None or self._pins:
+                return self._torch_iterator(order, progress, replaced), _Crew(order)
             replaced |= {"dataset": source, "collate_fn": as_is}
-            batches = Gatherer(self._torch_iterator(order, replaced), self._pool, self.prefetch_factor or 0)
-            return _Iteration(batches, progress, self._totals, _Crew(order))
+            unread = self._torch_iterator(order, progress, replaced)
+            return Gatherer(unread, self._pool, self.prefetch_factor or 0), _Crew(order)
         ring = self._its_ring
         iteration = ring.begin()
         order.sender = Sender(ring, iteration, arrays=source is not None, epoch=self._epoch)
@@ -130,20 +132,19 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         replaced |= {"collate_fn": RingCollate(self.collate_fn, stacking, ring, iteration)}
         others = multiprocessing.active_children()
         try:
-            iterator = self._torch_iterator(order, replaced)
+            iterator = self._torch_iterator(order, progress, replaced)
         except BaseException:
             ring.end(iteration)
             raise
         weakref.finalize(iterator, ring.end, iteration).atexit = False
-        crew = _Crew(order, ring, tuple(child for child in multiprocessing.active_children() if child not in others))
-        self._crew = crew if self.persistent_workers else None
-        return _Iteration(iterator, progress, self._totals, crew)
+        workers = tuple(child for child in multiprocessing.active_children() if child not in others)
+        return iterator, _Crew(order, ring, workers)
 
-    def _torch_iterator(self, order: Order, replaced: dict[str, Any]) -> Any:
+    def _torch_iterator(self, order: Order, progress: Progress, replaced: dict[str, Any]) -> Any:
         """Return the iterator that torch makes of a copy of this loader, with other arguments."""
         changed = object.__new__(type(self))
         vars(changed).update(vars(self) | replaced)
-        with order.being_made(order.progress):
+        with order.being_made(progress):
             iterator = torch.utils.data.DataLoader.__iter__(changed)
         self._iterator = changed._iterator
         return iterator
@@ -152,18 +153,22 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def _index_source(self) -> Any:
         return self.sampler if self.batch_sampler is None else self.batch_sampler
 
+    def _order(self) -> Order:
+        """Return the order of the batches, with the random number generators that belong to the loader and its samplers."""
+        owned = [self.generator, *(its for sampler in samplers_in(self._index_source) for its in _attributes(sampler))]
+        generators = {id(its): its for its in owned if isinstance(its, torch.Generator)}
+        return Order(self._index_source, list(generators.values()))
+
     @property
-    def _generators(self) -> list[torch.Generator]:
-        """The random number generators that belong to the loader and its samplers."""
-        owners = [self.generator, *(its for sampler in samplers_in(self._index_source) for its in _attributes(sampler))]
-        return list({id(its): its for its in owners if isinstance(its, torch.Generator)}.values())
+    def _pins(self) -> bool:
+        return self.pin_memory and torch.cuda.is_available()
 
     @property
     def _its_ring(self) -> Ring:
         """The ring, made when it is first needed: two lanes for each worker, as two iterators may overlap."""
         if self._ring is None or not self._ring.mine:
             depth = _SPARE + (self.prefetch_factor or 0)
-            self._ring = Ring(2 * self.num_workers, depth, pinned=self.pin_memory and torch.cuda.is_available())
+            self._ring = Ring(2 * self.num_workers, depth, pinned=self._pins)
         return self._ring
 
     def __getstate__(self) -> dict[str, Any]:
@@ -201,7 +206,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         progress = self._progress
         if not getattr(self, "in_order", True) and self.num_workers > 1 and progress.delivered and not progress.finished:
             raise StateError("with in_order=False it is not known which batches have come. Take states between epochs.")
-        order = Order(self._index_source, self._generators)
+        order = self._order()
         now = randomness.states(order.generators)
         begun = None if progress.finished else progress.begun
         return {
@@ -229,7 +234,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         for what, theirs in state["identity"].items():
             if theirs != ours[what] and not (what == "fingerprint" and None in (theirs, ours[what])):
                 raise StateError(f"the state is of a DataLoader with {what} {theirs!r}, this one has {ours[what]!r}.")
-        order = Order(self._index_source, self._generators)
+        order = self._order()
         if len(order.generators) != len(state["begun"]["generators"]):
             raise StateError(
                 f"the state is of a DataLoader with {len(state['begun']['generators'])} random number generators in it and its "

@@ -65,7 +65,7 @@ class Order:
     """
 
     sampler: Any
-    generators: list[torch.Generator] = field(default_factory=list)
+    generators: list[torch.Generator]
     progress: Progress = field(default_factory=Progress)
     sender: "Sender | None" = None
 

@@ -6,28 +6,24 @@ Fresh memory costs a page fault for each 4 KiB, several times what it costs to c
 import contextlib
 import math
 import mmap
-import weakref
 from collections import deque
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from stocache.loans import Loans
 
 _SMALL = 1 << 16  # bytes; less comes from malloc, which uses it again anyway
 _SPARE = 16  # pieces of memory of one size that wait to be used again, at most
 
 
 class Pool:
-    """Memory of this process alone: a forked child has a copy of it, as of all its parent's.
-
-    Threads may share one: single calls of deques and dicts are all it takes. So no fork finds a lock held.
-    """
+    """Memory of this process alone: a forked child has a copy of it, as of all its parent's. Threads may share it."""
 
     def __init__(self) -> None:
         self._spare: dict[int, deque[mmap.mmap]] = {}  # by size
-        self._lent: dict[int, tuple[weakref.ref[Any], mmap.mmap]] = {}
-        self._dead: deque[weakref.ref[Any]] = deque()
+        self._loans: Loans[mmap.mmap] = Loans()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return Pool, ()  # another process has its own
@@ -37,17 +33,14 @@ class Pool:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < _SMALL:
             return torch.empty(shape, dtype=dtype)
-        with contextlib.suppress(IndexError):  # when there are no more
-            while True:
-                _, memory = self._lent.pop(id(self._dead.popleft()))
-                self._spare.setdefault(len(memory), deque(maxlen=_SPARE)).append(memory)
+        for memory in self._loans.returned():
+            self._spare.setdefault(len(memory), deque(maxlen=_SPARE)).append(memory)
         try:
             memory = self._spare[nbytes].pop()
         except LookupError:
             memory = _new(nbytes)
         owner = np.frombuffer(memory, np.uint8)
-        ref = weakref.ref(owner, self._dead.append)  # a C function: it may be called anywhere, also by the garbage collector
-        self._lent[id(ref)] = ref, memory
+        self._loans.lend(memory, owner)
         return torch.frombuffer(owner.data, dtype=dtype).view(shape)
 
 

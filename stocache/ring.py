@@ -7,8 +7,8 @@ NOTE [ Whose a buffer is ]
     it, and no lock is needed. Where no buffer is free nobody waits: the batch takes torch's way. The word of a buffer counts
     its batches too, and a message that is not of the batch in the buffer is refused.
 
-    That tensors are dead is noted where it happens, which may be anywhere, also within the garbage collector, by a C function;
-    the buffer is freed (`reap`) when the next batch is asked for or arrives.
+    That tensors are dead is only noted where it happens (`Loans`); the buffer is freed (`reap`) when the next batch is asked
+    for, or arrives.
 
     What was sent by a worker that is gone, and never received (a loop that was left early), is FREE for the next worker on the
     lane when the iteration it was sent for is over: when it is no longer among those that the parent lists as live.
@@ -18,14 +18,13 @@ NOTE [ Whose a buffer is ]
 """
 
 import itertools
-import logging
+import math
 import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from ctypes import memmove
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,11 +34,10 @@ from torch import Tensor
 from stocache.errors import WorkerError
 from stocache.forks import Witnesses
 from stocache.limits import GIB, MIB, format_size
+from stocache.loans import Loans
 from stocache.packing import pack, unpack
 from stocache.pinned import Pinned
 from stocache.segment import Segment
-
-logger = logging.getLogger("stocache")
 
 STRIDE = 2 * GIB  # addresses of a buffer
 _EXTENT = 2 * MIB  # memory is taken in steps of these
@@ -78,11 +76,10 @@ class Ring:
         self.received, self.passed = 0, dict.fromkeys((FULL, NO_LANE, NO_MEMORY, TOO_LARGE, NOTHING), 0)
         self._pid = os.getpid()
         self._iterations = itertools.count(1)
-        self._lent: dict[int, tuple[weakref.ref[Any], int]] = {}  # slots, by the id of a reference to their batch's memory
-        self._dead: deque[weakref.ref[Any]] = deque()
+        self._loans: Loans[int] = Loans()  # slots, with the memory of their batches
         self._copied: deque[int] = deque()  # slots whose batches are dead, and copied if they were to be
         self._reaping = threading.Lock()
-        self._witnesses = Witnesses(partial(_held, self._lent))
+        self._witnesses = Witnesses(self._loans.out)
         self._mapped = [0] * (lanes * depth)
         self._pinned = Pinned() if pinned else None
         if self._pinned is not None:
@@ -182,8 +179,7 @@ class Ring:
             self._segment.populate(start, start + nbytes)
             self._mapped[slot] = nbytes
         memory = _Memory(nbytes, np.uint8, self._segment.view(start, nbytes))
-        ref = weakref.ref(memory, self._dead.append)
-        self._lent[id(ref)] = ref, slot
+        self._loans.lend(slot, memory)
         if self._pinned is not None:
             self._pinned.register(self._address + start, -(-nbytes // _EXTENT) * _EXTENT)
             memory.ring = self  # which keeps it registered
@@ -200,8 +196,7 @@ class Ring:
         if not self.mine or not self._reaping.acquire(blocking=False):
             return  # another thread does
         try:
-            while self._dead:
-                _, slot = self._lent.pop(id(self._dead.popleft()))
+            for slot in self._loans.returned():
                 if self._pinned is not None and self._pinned.works:
                     self._pinned.after_copies(self._copied.append, slot)
                 else:
@@ -216,10 +211,6 @@ class Ring:
                         self._words[slot] = self._words[slot] & ~3 | _FREE
         finally:
             self._reaping.release()
-
-
-def _held(lent: dict[int, tuple["weakref.ref[Any]", int]]) -> list[int]:
-    return [slot for ref, slot in list(lent.values()) if ref() is not None]
 
 
 class _Memory(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -288,9 +279,7 @@ class Buffer:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Return an uninitialised tensor in the buffer; None where it has no room."""
-        nbytes = dtype.itemsize
-        for size in shape:
-            nbytes *= size
+        nbytes = math.prod(shape) * dtype.itemsize
         at = self._allocate(nbytes)
         if at is None:
             return None

@@ -299,6 +299,11 @@ class Structure:
         return list(_walk(self.root))
 
     @property
+    def containers(self) -> list[Container]:
+        """The containers, from the outside in."""
+        return list(_containers(self.root))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of one sample."""
         return sum(leaf.nbytes for leaf in self.leaves)
@@ -341,16 +346,11 @@ def _walk(node: Node) -> Iterator[Leaf]:
         yield node
 
 
-def inner_kinds(structure: Structure) -> set[str]:
-    """Return the kinds of all containers in a structure, as `Container.kind` names them."""
-
-    def walk(node: Node) -> Iterator[str]:
-        if isinstance(node, _Inner):
-            yield node.container.kind
-            for child in node.children:
-                yield from walk(child)
-
-    return set(walk(structure.root))
+def _containers(node: Node) -> Iterator[Container]:
+    if isinstance(node, _Inner):
+        yield node.container
+        for child in node.children:
+            yield from _containers(child)
 
 
 def _flatten(node: Node, sample: Any, where: str, take: Callable[[Leaf, Any, str], None]) -> None:

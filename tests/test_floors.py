@@ -10,7 +10,7 @@ import stocache
 PACKAGE = Path(stocache.__file__).parent
 FLOORS = [
     {"errors", "limits", "placement", "containers", "structure", "stats", "indices", "compression", "records", "readers"}
-    | {"packing", "randomness", "forks", "pinned", "pool"},
+    | {"packing", "randomness", "forks", "loans", "pinned", "pool"},
     {"layout", "directory", "segment", "named"},
     {"opening", "columns", "arena", "admission", "protocol", "cache", "ragged", "gathering", "ring"},
     {"epochs", "dataset", "orders", "collation", "loader"},
@@ -24,7 +24,7 @@ WITHIN |= {("directory", "layout"), ("segment", "layout"), ("segment", "director
 WITHIN |= {("named", "layout"), ("named", "directory"), ("named", "segment")}
 WITHIN |= {("protocol", "opening"), ("cache", "columns"), ("cache", "opening"), ("cache", "protocol")}
 WITHIN |= {("ragged", below) for below in ("opening", "arena", "admission", "protocol")}
-WITHIN |= {("gathering", "cache"), ("loader", "dataset"), ("loader", "orders"), ("loader", "collation")}
+WITHIN |= {("pool", "loans"), ("gathering", "cache"), ("loader", "dataset"), ("loader", "orders"), ("loader", "collation")}
 WITHIN |= {("orders", "dataset")}
 WITHIN |= {("__main__", "cli"), ("cli", "bench"), ("cli", "listing"), ("cli", "doctor"), ("cli", "top")}
 WITHIN |= {("doctor", "listing"), ("top", "listing")}

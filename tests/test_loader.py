@@ -595,7 +595,7 @@ def test_getitems_of_odd_types_are_collated_as_by_torch():
             return {idx: self[idx] for idx in indices}
 
     batches = iter(stocache.DataLoader(Keys(), batch_sampler=[[3, 4]], num_workers=1))
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="Caught KeyError in DataLoader worker"):
         next(batches)
 
 
