@@ -7,6 +7,7 @@ from stocache.errors import (
     CacheNameError,
     ClosedError,
     CodecError,
+    DamagedError,
     DatasetError,
     LimitError,
     MismatchError,
@@ -16,31 +17,42 @@ from stocache.errors import (
     SlotError,
     StateError,
     StocacheError,
+    StorageError,
     WorkerError,
 )
 from stocache.limits import get_shm_size, recommended_limit
 from stocache.loader import DataLoader, LoaderStats
 from stocache.placement import Placement
+from stocache.prepare import DataPreparer, prepare
 from stocache.protocol import SlotState
 from stocache.ragged import RaggedCache
+from stocache.sampler import BlockSampler, ShuffleQuality, shuffle_quality
 from stocache.stats import CacheStats
+from stocache.storage import DataStorage, InMemoryDataStorage, OnDiskBlockDataStorage
+from stocache.stored import StorageDataset
 from stocache.structure import Structure
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockSampler",
     "CacheNameError",
     "CacheStats",
     "CachedDataset",
     "ClosedError",
     "CodecError",
+    "DamagedError",
     "DataLoader",
+    "DataPreparer",
+    "DataStorage",
     "DatasetError",
     "DatasetStats",
     "EpochStats",
+    "InMemoryDataStorage",
     "LimitError",
     "LoaderStats",
     "MismatchError",
+    "OnDiskBlockDataStorage",
     "Placement",
     "RaggedCache",
     "SampleError",
@@ -48,12 +60,17 @@ __all__ = [
     "SegmentError",
     "SharedCache",
     "SharedCacheDDP",
+    "ShuffleQuality",
     "SlotError",
     "SlotState",
     "StateError",
     "StocacheError",
+    "StorageDataset",
+    "StorageError",
     "Structure",
     "WorkerError",
     "get_shm_size",
+    "prepare",
     "recommended_limit",
+    "shuffle_quality",
 ]

@@ -15,7 +15,7 @@ from stocache.indices import check_indices, check_len
 from stocache.limits import affordable_slots, asked_slots, format_size
 from stocache.named import Plan
 from stocache.opening import EMPTY, SET, Blueprint, mark_outsiders, open_memory
-from stocache.placement import Placement, Residency
+from stocache.placement import Placement, residency
 from stocache.protocol import SampleCache
 from stocache.segment import Segment
 from stocache.stats import FILLS, HITS, REFUSED
@@ -102,7 +102,7 @@ class SharedCache(SampleCache):
         """Set every attribute; what follows from the arguments is rebuilt in each process rather than pickled."""
         self._share(segment, dataset_len)
         self._structure, self._placement, self._slots = structure, placement, slots
-        self._residency = Residency(placement, dataset_len, slots)
+        self._residency = residency(placement, dataset_len, slots)
         self._slot = operator.index if self._residency.identity else self._residency.slot
         self._columns = Columns(structure, segment, slots)
         self._load = self._columns.load
@@ -336,11 +336,11 @@ class _Blueprint(Blueprint):
         return affordable_slots(self._limit, self._dataset_len, self._structure.nbytes, named)
 
     def plan(self, capacity: int) -> Plan:
-        residency = Residency(self._placement, self._dataset_len, capacity)
+        chosen = residency(self._placement, self._dataset_len, capacity)
         return Plan(
             control_bytes=self._dataset_len,
             data_bytes=column_offsets(self._structure, capacity)[-1],
             identity={"slots": capacity} | self.wanted,
             facts={"dataset_len": self._dataset_len, "capacity": capacity, "slot_bytes": self._structure.nbytes},
-            initialise=lambda control: mark_outsiders(control, residency),
+            initialise=lambda control: mark_outsiders(control, chosen),
         )

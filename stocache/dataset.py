@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from tqdm import tqdm
 
 from stocache import randomness
+from stocache.blockwise import Blockwise, units_of
 from stocache.cache import SharedCache
 from stocache.epochs import DatasetStats, Epochs, is_first_rank
 from stocache.errors import ClosedError, DatasetError, LimitError, SampleError
@@ -48,7 +49,8 @@ class CachedDataset(Dataset[Any]):
         transform: called with each sample after the cache; what it returns is the sample. It gets a private copy.
         name, persist, fingerprint: as for `SharedCache`: to share the cache with other jobs, and later runs.
         placement: which samples are cached when all have one shape and not all fit: "scattered", evenly spread; "prefix", the
-            first; or a `Placement`. Samples of varying size are kept in the order in which they come.
+            first; or a `Placement`. Samples of varying size are kept in the order in which they come. In front of a
+            `StorageDataset` of blocks, whole blocks are, and each is read once for that (NOTE [ Admitting blocks ]).
         variable: whether samples vary in size. None finds out. True keeps them in a `RaggedCache`, whatever they look like;
             False in a `SharedCache`, which is faster, and needs one structure, dtypes and shapes.
         probe: how many samples, evenly spread, to load for finding that out. They are kept, unless
@@ -100,10 +102,14 @@ class CachedDataset(Dataset[Any]):
         if variable is False and compact:
             raise LimitError("admit='cost' and a codec are for samples of varying size. Leave variable=False out.")
         switched_off = size_limit_gib != "auto" and parse_size(size_limit_gib) == 0
+        self._blockwise: Blockwise | None = None
+        unit = units_of(dataset) if admit == "all" and not isinstance(placement, Placement) and not switched_off else None
         probed = {} if switched_off else _probe(dataset, length, probe)
         structure = _common_structure(probed, (True if compact else variable), allow_pickle)
         self.cache: SharedCache | RaggedCache
         if structure is not None:
+            if unit is not None and not isinstance(placement, Placement):
+                placement = Placement(placement, unit=unit)
             self.cache = SharedCache(size_limit_gib, length, structure, placement=placement, **options)
         elif placement in ("scattered", Placement("scattered")):
             options |= {"admit": admit, "codec": codec, "allow_pickle": allow_pickle}
@@ -113,7 +119,9 @@ class CachedDataset(Dataset[Any]):
                 f"placement={placement!r} is for samples of one shape. Those of varying size are kept in the order in which "
                 f"they come; leave it out."
             )
-        if admit == "all":  # else their cost would have to be known
+        if unit is not None:
+            self._blockwise = Blockwise(dataset, self.cache)
+        elif admit == "all":  # else their cost would have to be known
             self.cache.get_or_load_many(list(probed), lambda indices: [probed[idx] for idx in indices], strict=False)
         self._epochs = Epochs(length, self.cache)
 
@@ -151,9 +159,11 @@ class CachedDataset(Dataset[Any]):
         return samples if self.transform is None else [self.transform(sample) for sample in samples]
 
     def _load(self, idx: int) -> Any:
-        return self.dataset[idx]
+        return self.dataset[idx] if self._blockwise is None else self._blockwise.load([idx])[0]
 
     def _load_many(self, indices: list[int]) -> Iterable[Any]:
+        if self._blockwise is not None:
+            return self._blockwise.load(indices)
         together = getattr(self.dataset, "__getitems__", None)
         loaded: Iterable[Any] = map(self._load, indices) if together is None else together(indices)
         return loaded
@@ -188,9 +198,11 @@ class CachedDataset(Dataset[Any]):
                     break
                 begin = os.getpid() * 40503 % max(1, len(wanted))
                 bar.total = bar.n + len(wanted)
+                wanted = wanted[begin:] + wanted[:begin]
+                batches = [wanted[at : at + 16] for at in range(0, len(wanted), 16)]
                 loader = DataLoader(
-                    _Filling(self.dataset, self.cache, wanted[begin:] + wanted[:begin]),
-                    batch_size=16,
+                    _Filling(self._load, self.cache, self._len),
+                    batch_sampler=batches if self._blockwise is None else self._blockwise.batches(wanted),
                     collate_fn=len,
                     num_workers=num_workers,
                     generator=torch.Generator(),  # or it would draw from the global one
@@ -329,13 +341,12 @@ def _common_structure(probed: dict[int, Any], variable: bool | None, allow_pickl
 class _Filling(Dataset[None]):
     """Samples that, when asked for, are put into the cache, and not returned."""
 
-    def __init__(self, dataset: Any, cache: SharedCache | RaggedCache, indices: list[int]) -> None:
-        self._dataset, self._cache, self._indices = dataset, cache, indices
+    def __init__(self, load: Callable[[int], Any], cache: SharedCache | RaggedCache, length: int) -> None:
+        self._load, self._cache, self._len = load, cache, length
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return self._len
 
-    def __getitem__(self, position: int) -> None:
-        idx = self._indices[position]
+    def __getitem__(self, idx: int) -> None:
         if self._cache.aux_array[idx] == SlotState.EMPTY:
-            self._cache.get_or_load(idx, self._dataset.__getitem__, copy=False, strict=False)
+            self._cache.get_or_load(idx, self._load, copy=False, strict=False)

@@ -11,6 +11,8 @@ StocacheError
 ├── SegmentError      (OSError)                     shared memory that cannot be had, or not be attached to
 │   └── MismatchError (ValueError)                  the named cache is in use for other data
 ├── ClosedError       (ValueError)                  the cache was used after close()
+├── StorageError      (RuntimeError)                a storage used out of turn, or a folder that is none
+│   └── DamagedError  (OSError)                     a file of a storage is missing, cut or changed
 ├── WorkerError       (RuntimeError)                a worker process of a DataLoader died
 └── StateError        (ValueError)                  a state that does not belong to this DataLoader, or cannot be taken
 """
@@ -61,6 +63,14 @@ class MismatchError(SegmentError, ValueError):
 
 class ClosedError(StocacheError, ValueError):
     """The cache was used after ``close()``."""
+
+
+class StorageError(StocacheError, RuntimeError):
+    """A storage was used out of turn, or its files are none that could be read here."""
+
+
+class DamagedError(StorageError, OSError):
+    """A file of a storage is missing, cut or changed."""
 
 
 class WorkerError(StocacheError, RuntimeError):

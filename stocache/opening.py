@@ -8,7 +8,7 @@ import torch
 from stocache import limits, named
 from stocache.errors import CacheNameError, SegmentError
 from stocache.named import Plan
-from stocache.placement import Residency
+from stocache.placement import Residency, UnitResidency
 from stocache.segment import Segment
 
 logger = logging.getLogger("stocache")
@@ -87,7 +87,7 @@ def _open_own(blueprint: Blueprint, capacity: int) -> tuple[Segment, int]:
     return segment, capacity
 
 
-def mark_outsiders(control: memoryview, residency: Residency) -> None:
+def mark_outsiders(control: memoryview, residency: Residency | UnitResidency) -> None:
     """Set the state bytes of all samples that are not resident to OOB."""
     if residency.slot_count == residency.dataset_len:
         return

@@ -38,7 +38,7 @@ class Progress:
         made: states of the generators when the iterator was made.
         begun: states when its sampler began; None before.
         asked: states when the sampler was asked for the first time; None before.
-        sampler: what the sampler's own ``state_dict`` said when it began, if it has one.
+        sampler: what the sampler's own ``state_dict`` said when it had begun, if it has one.
         resumed: batches that are skipped, as an earlier iteration delivered them; None when the epoch was begun here.
         undrawn: whether the making of the iterator is not to have drawn anything: it takes the place of one that was there.
     """
@@ -80,8 +80,10 @@ class Order:
                 return self._numbered(progress, iter(self.sampler))
         if progress.undrawn:
             self.restore(progress.made, None)
-        progress.begun, progress.sampler = randomness.states(self.generators), self.sampler_state()
-        return self._numbered(progress, iter(self.sampler))
+        progress.begun = randomness.states(self.generators)
+        indices = iter(self.sampler)
+        progress.sampler = self.sampler_state()  # now: before, it may have told of an epoch that was not finished
+        return self._numbered(progress, indices)
 
     def _numbered(self, progress: Progress, indices: Iterator[Any]) -> Iterator[Any]:
         number, head = progress.resumed or 0, []

@@ -15,6 +15,7 @@ NOTE [ Races and errors ]
     remembers what it has missed and not yet set, and how often (threads may miss one slot together).
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -230,7 +231,7 @@ class SampleCache:
         if value is not MISSING:
             return value
         idx = self._index(idx, "get_or_load")
-        claimed = self._may_fill(idx) and self._claim(idx, timeout_s)
+        claimed = self.fillable(idx) and self._wait(idx, timeout_s, lambda: self._states[idx] == SET)
         try:
             value = self.hit(idx, copy)
             if value is MISSING:
@@ -277,9 +278,9 @@ class SampleCache:
         for position, idx in enumerate(index.tolist()):
             if not hit[position]:
                 missing.setdefault(idx, position)
-        claims = {idx for idx in missing if self._may_fill(idx) and self._segment.try_claim(idx)}
+        claims = {idx for idx in missing if self.fillable(idx) and self._segment.try_claim(idx)}
         try:
-            wanted = [idx for idx in missing if self._states[idx] != SET and (idx in claims or not self._may_fill(idx))]
+            wanted = [idx for idx in missing if self._states[idx] != SET and (idx in claims or not self.fillable(idx))]
             for idx, value in zip(wanted, self._timed(wanted, load), strict=True):
                 self._keep(idx, value, strict)
                 samples[missing[idx]] = value
@@ -306,14 +307,47 @@ class SampleCache:
             yield value
             began = time.perf_counter()
 
-    def _may_fill(self, idx: int) -> bool:
+    def fillable(self, idx: int) -> bool:
+        """Whether sample ``idx`` is not cached, and may be."""
         return self._states[idx] == EMPTY and not self._refused(idx)
 
-    def _claim(self, idx: int, timeout_s: float) -> bool:
-        """Wait until sample ``idx`` is ours to load (True), or has been set, or the time is over."""
+    def peek(self, idx: int) -> Any:
+        """Return a copy of sample ``idx`` if it is set, else MISSING; counts nothing."""
+        return self._load(self._slot(idx), True) if self._states[idx] == SET else MISSING
+
+    @contextlib.contextmanager
+    def alone(self, number: int, timeout_s: float = 10.0) -> Iterator[None]:
+        """Exclude all others that ask for the same number, of a block or whatever it may be; for so long at most."""
+        claim, claimed = self._dataset_len + number, self._wait(self._dataset_len + number, timeout_s, lambda: False)
+        try:
+            yield
+        finally:
+            if claimed:
+                self._segment.release_claim(claim)
+
+    def offer(self, indices: Iterable[int], values: Iterable[Any]) -> None:
+        """Cache samples that were loaded along with one that was missed, as far as they are empty, and fit."""
+        for idx, value in zip(indices, values, strict=True):
+            if self._states[idx] == EMPTY:
+                with contextlib.suppress(SampleError):  # which is reported when it is asked for
+                    self._offer(idx, self._encode(value, f"sample {idx}"))
+
+    def _offer(self, idx: int, encoded: Any) -> None:
+        segment = self._segment
+        with segment.guard:
+            if segment.try_lock(idx):
+                try:
+                    counter = self._publish(idx, encoded, False, None)
+                    if counter == FILLS:
+                        segment.counters[FILLS] += 1
+                finally:
+                    segment.unlock(idx)
+
+    def _wait(self, claim: int, timeout_s: float, over: Callable[[], bool]) -> bool:
+        """Wait until a claim is ours (True), or waiting is ``over``, or the time is."""
         pause_s, deadline = 0.0002, time.monotonic() + timeout_s
-        while not self._segment.try_claim(idx):
-            if self._states[idx] == SET or time.monotonic() > deadline:
+        while not self._segment.try_claim(claim):
+            if over() or time.monotonic() > deadline:
                 return False
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.01)
@@ -333,6 +367,10 @@ class SampleCache:
 
     def _keep(self, idx: int, value: Any, strict: bool) -> None:
         """Cache a loaded sample; what does not fit raises SampleError, or if not ``strict`` is passed by from now on."""
+        if self._states[idx] == SET:  # by others, or with its block
+            with self._segment.guard:
+                self._missed.pop(idx, None)
+            return
         try:
             self.set_slot(idx, value)
         except SampleError as error:

@@ -1,9 +1,10 @@
 """RaggedCache: samples of any size in shared memory, under the protocol and the byte limit of all caches."""
 
+import contextlib
 import logging
 import operator
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -155,6 +156,20 @@ class RaggedCache(SampleCache):
             address = np.frombuffer(data, np.uint8).ctypes.data if data else 0
             return read(data, address, 0, len(data), integers, True)
         return read(memory, self._address, at, nbytes, integers, copy)
+
+    def offer(self, indices: Iterable[int], values: Iterable[Any]) -> None:
+        """Cache samples that were loaded along with one that was missed: all that are empty, or none if not all have room."""
+        encoded: dict[int, tuple[bytes, bytes]] = {}
+        for idx, value in zip(indices, values, strict=True):
+            if self._states[idx] == EMPTY:
+                with contextlib.suppress(SampleError):  # which is reported when it is asked for
+                    encoded[idx] = self._encode(value, f"sample {idx}")
+        room = sum(len(record) + 7 & ~7 for _, record in encoded.values()) <= self._segment.data_bytes - self._arena.used
+        for idx, item in encoded.items():
+            if room:
+                self._offer(idx, item)
+            else:
+                self._states[idx] = OOB
 
     def _refused(self, idx: int) -> bool:
         return self._arena.refused

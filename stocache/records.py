@@ -92,31 +92,22 @@ class Record:
             self.integers += value.shape
             return "tensor", str(dtype).removeprefix("torch."), value.dim()
         if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-            scalar = isinstance(value, np.generic)
-            if not scalar:
-                check_exact(value, np.ndarray, where)
-            descr = _freeze(dtype_to_descr(value.dtype))
-            if thaw(descr) != value.dtype:
-                raise SampleError(f"{where}: the dtype {value.dtype} cannot be written down. Use a plain one.")
+            descr = array_descr(value, where)
             self._add(array_stream(value.dtype), array_bytes(value))
             self.integers += value.shape
-            return "scalar" if scalar else "array", descr, value.ndim
+            return "scalar" if isinstance(value, np.generic) else "array", descr, value.ndim
         if not self._allow_pickle:
             raise SampleError(
                 f"{where}: a {type(value).__name__} has no bytes of its own. Turn it into tensors, arrays, numbers, str or "
                 f"bytes, or pass allow_pickle=True."
             )
-        try:
-            return self._take_bytes("pickle", pickle.dumps(value, protocol=5))
-        except Exception as error:  # whatever the class raises
-            raise SampleError(f"{where}: a {type(value).__name__} cannot be pickled: {error}") from error
+        return self._take_bytes("pickle", pickled(value, where))
 
     def _take_number(self, value: Any) -> Skeleton:
         cls = type(value)
         if cls is int and not -(2**63) <= value < 2**63:
-            return self._take_bytes("long", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
-        codec = NUMBER_CODECS[cls]
-        self._add(NUMBERS[cls][1], codec.pack(value.real, value.imag) if cls is complex else codec.pack(value))
+            return self._take_bytes("long", long_bytes(value))
+        self._add(NUMBERS[cls][1], number_bytes(value))
         return ("number", cls.__name__)
 
     def _take_bytes(self, kind: str, data: bytes) -> Skeleton:
@@ -178,8 +169,46 @@ def array_stream(dtype: np.dtype[Any]) -> int:
     return BYTES if dtype.kind == "V" else stream_of(dtype.alignment)  # records may have lost their alignment on the way
 
 
-def _freeze(descr: Any) -> Any:
-    return tuple(map(_freeze, descr)) if isinstance(descr, list | tuple) else descr
+def freeze(descr: Any) -> Any:
+    """Return a dtype's description without lists, which could not be hashed."""
+    return tuple(map(freeze, descr)) if isinstance(descr, list | tuple) else descr
+
+
+def array_descr(value: Any, where: str) -> Any:
+    """Return what names the dtype of a numpy array or scalar.
+
+    Raises:
+        SampleError: it would not come back the same.
+    """
+    if isinstance(value, np.ndarray):
+        check_exact(value, np.ndarray, where)
+    descr = freeze(dtype_to_descr(value.dtype))
+    if thaw(descr) != value.dtype:
+        raise SampleError(f"{where}: the dtype {value.dtype} cannot be written down. Use a plain one.")
+    return descr
+
+
+def number_bytes(value: Any) -> bytes:
+    """Return the bytes of an int of 64 bits, a float, bool or complex."""
+    codec = NUMBER_CODECS[type(value)]
+    return codec.pack(value.real, value.imag) if isinstance(value, complex) else codec.pack(value)
+
+
+def long_bytes(value: int) -> bytes:
+    """Return the bytes of an int of any size."""
+    return value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+
+
+def pickled(value: Any, where: str) -> bytes:
+    """Return the pickle of a value.
+
+    Raises:
+        SampleError: it has none.
+    """
+    try:
+        return pickle.dumps(value, protocol=5)
+    except Exception as error:  # whatever the class raises
+        raise SampleError(f"{where}: a {type(value).__name__} cannot be pickled: {error}") from error
 
 
 def write_skeleton(skeleton: Skeleton) -> bytes:
@@ -204,7 +233,7 @@ def thaw(descr: Any) -> np.dtype[Any]:
 
 
 def _lists(descr: Any) -> Any:
-    """Undo `_freeze`: the fields of a record are a list of tuples, a subarray is a tuple."""
+    """Undo `freeze`: the fields of a record are a list of tuples, a subarray is a tuple."""
     if isinstance(descr, tuple) and descr and all(isinstance(field, tuple) for field in descr):
         return [(field[0], _lists(field[1]), *field[2:]) for field in descr]
     return descr

@@ -10,16 +10,26 @@ import stocache
 PACKAGE = Path(stocache.__file__).parent
 FLOORS = [
     {"errors", "limits", "placement", "containers", "structure", "stats", "indices", "compression", "records", "readers"}
-    | {"packing", "randomness", "forks", "loans", "pinned", "pool"},
+    | {"packing", "randomness", "forks", "loans", "pinned", "pool", "checksums", "columnar", "rows"},
     {"layout", "directory", "segment", "named"},
-    {"opening", "columns", "arena", "admission", "protocol", "cache", "ragged", "gathering", "ring"},
-    {"epochs", "dataset", "orders", "collation", "loader"},
+    {"opening", "columns", "arena", "admission", "protocol", "cache", "ragged", "gathering", "ring"}
+    | {"block", "folder", "storage", "stored", "sampler"},
+    {"epochs", "blockwise", "dataset", "orders", "collation", "loader", "prepare"},
     {"__init__"},
     {"bench", "listing", "doctor", "top", "cli", "__main__"},
 ]
 WITHIN = {(module, "errors") for module in FLOORS[0]}
 WITHIN |= {("structure", "containers"), ("records", "containers"), ("records", "structure")}
-WITHIN |= {("readers", "containers"), ("readers", "records"), ("readers", "structure"), ("dataset", "epochs")}
+WITHIN |= {
+    ("readers", "containers"),
+    ("readers", "records"),
+    ("readers", "structure"),
+    ("dataset", "epochs"),
+    ("dataset", "blockwise"),
+}
+WITHIN |= {("placement", "checksums"), ("rows", "columnar")}
+WITHIN |= {(module, below) for module in ("columnar", "rows") for below in ("containers", "records", "structure")}
+WITHIN |= {("folder", "block"), ("storage", "block"), ("storage", "folder"), ("stored", "storage"), ("prepare", "epochs")}
 WITHIN |= {("directory", "layout"), ("segment", "layout"), ("segment", "directory")}
 WITHIN |= {("named", "layout"), ("named", "directory"), ("named", "segment")}
 WITHIN |= {("protocol", "opening"), ("cache", "columns"), ("cache", "opening"), ("cache", "protocol")}
@@ -63,7 +73,7 @@ def test_every_error_is_a_stocache_error_and_drawn_in_the_docstring():
     from stocache import errors
 
     classes = [item for item in vars(errors).values() if isinstance(item, type)]
-    assert len(classes) == 13
+    assert len(classes) == 15
     for item in classes:
         assert issubclass(item, errors.StocacheError)
         assert item.__name__ in errors.__doc__

@@ -1,0 +1,41 @@
+"""Checksums: XXH3-64, and files that hold their own.
+
+XXH3 hashes 12 KB in 0.3 µs, a tenth of what CRC-32 takes, so that every sample can be checked each time it is read.
+"""
+
+from typing import TypeAlias
+
+import xxhash
+
+Buffer: TypeAlias = bytes | memoryview
+
+ZEROS = "0" * 16
+"""What stands in the place of a checksum of 16 hexadecimal digits while it is computed."""
+
+
+def seal(text: bytes, mark: bytes, *more: Buffer) -> bytes:
+    """Return ``text`` with its checksum in the place of the `ZEROS` that follow the first ``mark``.
+
+    The checksum is that of ``text`` before, and ``more`` after it.
+    """
+    at = text.index(mark) + len(mark)
+    return text[:at] + checksum(text, *more).encode() + text[at + len(ZEROS) :]
+
+
+def seal_in(text: bytes, mark: bytes, *more: Buffer) -> tuple[str, str]:
+    """Return the checksum that `seal` has put into ``text``, and what it should be.
+
+    Raises:
+        ValueError: there is none.
+    """
+    at = text.index(mark) + len(mark)
+    found = text[at : at + len(ZEROS)].decode("ascii")
+    return found, checksum(text[:at] + ZEROS.encode() + text[at + len(ZEROS) :], *more)
+
+
+def checksum(*parts: Buffer) -> str:
+    """Return the XXH3-64 of all ``parts``, as 16 hexadecimal digits."""
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()

@@ -1,0 +1,257 @@
+"""Preparing a dataset: samples from wherever they come, into a folder of blocks, once."""
+
+import logging
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from shutil import rmtree
+from typing import Any, Generic
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from stocache import randomness
+from stocache.epochs import is_first_rank
+from stocache.errors import StorageError
+from stocache.folder import STAGING, Entry, Workshop
+from stocache.storage import BLOCK_BYTES, OnDiskBlockDataStorage, TInfo, TSample, check_block_bytes, size_for
+from stocache.stored import StorageDataset
+
+logger = logging.getLogger("stocache")
+
+_PROBE = 32  # samples by which the size of the others is told
+
+
+class DataPreparer(ABC, Generic[TSample, TInfo]):
+    """Makes the samples of a dataset, once, for a `DataStorage` to keep: all preprocessing that is not random belongs here.
+
+    Source: the article on block storage in PyTorch Lightning, whose names and contract these are.
+    """
+
+    @abstractmethod
+    def prepare_data(self) -> Iterator[TSample]:
+        """Yield the samples: the same ones each time, or an interrupted preparation cannot be resumed."""
+
+    @abstractmethod
+    def get_dataset_info(self) -> TInfo:
+        """Return what is to be known of the dataset; called when all samples have been yielded."""
+
+
+def prepare(
+    source: Any,
+    folder: Any,
+    *,
+    num_workers: int = 0,
+    block_size: int | None = None,
+    block_bytes: int | str = BLOCK_BYTES,
+    shuffle_seed: int | None = None,
+    info: Any = None,
+    fingerprint: str | None = None,
+    allow_pickle: bool = False,
+    progress: bool = True,
+    resume: bool = True,
+) -> OnDiskBlockDataStorage[Any, Any]:
+    """Prepare a dataset as a folder of blocks, in parallel, and return the storage; when it is prepared already, only that.
+
+    What comes out is the same, byte for byte, whatever the number of workers and however often it was interrupted.
+
+    Args:
+        source: a `DataPreparer`, or a map-style dataset (``__len__`` and ``__getitem__``).
+        folder: where to, new or empty.
+        num_workers: worker processes that load and write blocks of a dataset; of a `DataPreparer`, whose samples come one after
+            the other, threads that write. 0 for neither.
+        block_size, block_bytes, allow_pickle: as for `OnDiskBlockDataStorage`.
+        shuffle_seed: assign samples to blocks at random, by this seed: sample i of the storage is then not sample i of the
+            source. What a `DataPreparer` yields is first prepared in order, and takes twice the room until it is done.
+        info: the info, of a dataset. A `DataPreparer` says it itself.
+        fingerprint: a string that says which data this is; whatever changes the samples must change it.
+        progress: show a bar (not on ranks above 0).
+        resume: go on where an interrupted preparation of the same source stopped, by its whole blocks; False starts again.
+
+    Raises:
+        LimitError: no such size.
+        StorageError: the folder is prepared in another way, or holds files of others.
+        SampleError: a sample or the info cannot be stored.
+        OSError: the disk is full, or fails. Preparing again goes on from there.
+        Exception: what the source raises.
+
+    Several processes that prepare the same folder wait for the one that does it. Random numbers that samples are made with are
+    seeded for each block.
+    """
+    nbytes = check_block_bytes(block_size, block_bytes)
+    preparer = source if isinstance(source, DataPreparer) else None
+    plan = {
+        "source": type(source).__name__,
+        "samples": None if preparer else len(source),
+        "block_size": block_size,
+        "block_bytes": nbytes,
+        "shuffle_seed": shuffle_seed,
+        "fingerprint": fingerprint,
+    }
+    workshop = Workshop(str(folder), allow_pickle)
+    storage = OnDiskBlockDataStorage[Any, Any](folder, block_size, block_bytes=nbytes, allow_pickle=allow_pickle)
+    with workshop.locked():
+        if workshop.prepared:
+            if storage.index.plan != plan:
+                raise StorageError(
+                    f"{folder} is prepared in another way: {storage.index.plan}, not {plan}. Remove it to prepare it again, or "
+                    f"give another folder."
+                )
+            logger.info("%s is prepared already", folder)
+            return storage
+        job = _Job(workshop, plan, block_size, nbytes, num_workers, progress and is_first_rank())
+        if preparer is None:
+            job.run(source, info, resume, shuffle_seed)
+        elif shuffle_seed is None:
+            job.run_preparer(preparer, resume)
+        else:
+            workshop.begin(plan, resume)
+            staging = Path(folder, STAGING)
+            ordered = prepare(
+                preparer,
+                staging,
+                num_workers=num_workers,
+                block_size=block_size,
+                block_bytes=nbytes,
+                fingerprint=fingerprint,
+                allow_pickle=allow_pickle,
+                progress=progress,
+            )
+            with ordered:
+                job.run(StorageDataset(ordered), ordered.load_dataset_info(), True, shuffle_seed)
+            rmtree(staging)
+    return storage
+
+
+class _Changed(Exception):
+    """The source gives other samples than those of the blocks that are there."""
+
+
+class _Job:
+    """One preparation, of a folder that is locked."""
+
+    def __init__(
+        self, workshop: Workshop, plan: dict[str, Any], block_size: int | None, nbytes: int, num_workers: int, progress: bool
+    ) -> None:
+        self._workshop, self._plan, self._size, self._bytes = workshop, plan, block_size, nbytes
+        self._num_workers, self._progress = num_workers, progress
+
+    def _bar(self, total: int | None) -> Any:
+        return tqdm(unit="sample", desc=f"preparing {self._workshop.path}", total=total, disable=not self._progress)
+
+    # ------------------------------------------------------------------------------------------------ of a dataset
+
+    def run(self, dataset: Any, info: Any, resume: bool, shuffle_seed: int | None) -> None:
+        """Prepare the samples of a map-style dataset, block by block."""
+        length = len(dataset)
+        size = self._size
+        if size is None:
+            with _seeded(0):
+                probed = [
+                    dataset[idx] for idx in np.unique(np.linspace(0, length - 1, min(_PROBE, length)).astype(int)).tolist()
+                ]
+            size = size_for(probed, self._bytes, self._workshop.allow_pickle)
+        order = np.arange(length) if shuffle_seed is None else np.random.default_rng(shuffle_seed).permutation(length)
+        blocks = _Blocks(dataset, order, size, self._workshop)
+        found = self._workshop.begin(self._plan, resume)
+        if found and blocks.entry(last := max(found)) != found[last]:
+            logger.warning("%s: the dataset gives other samples than last time; starting again", self._workshop.path)
+            found = {}
+            self._workshop.keep(found)
+        missing = [number for number in range(len(blocks)) if number not in found]
+        loader = DataLoader(
+            blocks,
+            batch_size=None,
+            sampler=missing,
+            collate_fn=_itself,
+            num_workers=min(self._num_workers, len(missing)),
+            generator=torch.Generator(),  # or it would draw from the global one
+        )
+        with self._bar(length) as bar:
+            bar.update(sum(entry.samples for entry in found.values()))
+            for number, entry in zip(missing, loader, strict=True):
+                found[number] = entry
+                bar.update(entry.samples)
+        self._workshop.finish([found[number] for number in range(len(blocks))], size, info, self._plan)
+
+    # ------------------------------------------------------------------------------------------------ of a preparer
+
+    def run_preparer(self, preparer: DataPreparer[Any, Any], resume: bool) -> None:
+        """Prepare the samples that come from a `DataPreparer`."""
+        try:
+            self._run_preparer(preparer, self._workshop.begin(self._plan, resume))
+        except _Changed:
+            logger.warning("%s: the preparer gives other samples than last time; starting again", self._workshop.path)
+            self._run_preparer(preparer, self._workshop.begin(self._plan, resume=False))
+
+    def _run_preparer(self, preparer: DataPreparer[Any, Any], found: dict[int, Entry]) -> None:
+        kept = next(number for number in range(len(found) + 1) if number not in found)  # those from the first on
+        entries: list[Future[Entry]] = []
+        samples = iter(preparer.prepare_data())
+        head = list(islice(samples, _PROBE))
+        size = self._size or size_for(head, self._bytes, self._workshop.allow_pickle)
+        with self._bar(None) as bar, ThreadPoolExecutor(max(1, self._num_workers)) as pool:
+            while block := head[:size] + list(islice(samples, max(0, size - len(head)))):
+                head, number = head[size:], len(entries)
+                if number == kept - 1 and self._workshop.entry(block, number * size) != found[number]:
+                    raise _Changed
+                if number < kept:
+                    entries.append(_done(found[number]))
+                else:
+                    entries.append(pool.submit(self._workshop.write_block, number, block, number * size))
+                    if number >= self._num_workers:  # as many are in memory as are written at once, and one
+                        entries[number - self._num_workers].result()
+                bar.update(len(block))
+        if len(entries) < kept:
+            raise _Changed
+        self._workshop.keep(range(len(entries)))
+        self._workshop.finish([entry.result() for entry in entries], size, preparer.get_dataset_info(), self._plan)
+
+
+class _Blocks(Dataset[Entry]):
+    """Blocks that, when asked for, are written; as a dataset, so that a DataLoader's workers do it."""
+
+    def __init__(self, dataset: Any, order: np.ndarray[Any, Any], size: int, workshop: Workshop) -> None:
+        self._dataset, self._order, self._size, self._workshop = dataset, order, size, workshop
+
+    def __len__(self) -> int:
+        return -(-len(self._order) // self._size)
+
+    def __getitem__(self, number: int) -> Entry:
+        return self._workshop.write_block(number, self._samples(number), number * self._size)
+
+    def entry(self, number: int) -> Entry:
+        """Return what the index would say of a block, without writing it."""
+        return self._workshop.entry(self._samples(number), number * self._size)
+
+    def _samples(self, number: int) -> list[Any]:
+        indices = self._order[number * self._size : (number + 1) * self._size].tolist()
+        together = getattr(self._dataset, "__getitems__", None)
+        with _seeded(number):
+            return list(together(indices)) if together is not None else [self._dataset[idx] for idx in indices]
+
+
+@contextmanager
+def _seeded(number: int) -> Iterator[None]:
+    """Have random numbers depend on the number of the block alone; afterwards they go on as they would have."""
+    with randomness.kept():
+        torch.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number % 2**32)
+        yield
+
+
+def _done(entry: Entry) -> "Future[Entry]":
+    future: Future[Entry] = Future()
+    future.set_result(entry)
+    return future
+
+
+def _itself(entry: Any) -> Any:
+    return entry

@@ -1,0 +1,223 @@
+"""Orders in which blocks are read one after the other, and yet their samples are shuffled.
+
+NOTE [ Windows ]
+    Random access to samples that are stored in blocks reads every block many times. So the blocks are put into a random order,
+    taken by windows of so many, and the samples of a window are shuffled: each block is read during one window only, and with a
+    window of as many blocks as a batch has samples, the order is hardly worse than a full shuffle (`shuffle_quality`).
+
+    All ranks know the whole order, which is a function of (seed, epoch), and each takes one stretch of it: no sample is taken
+    by two, and few windows are read by more than one.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from stocache.errors import LimitError, StateError
+from stocache.indices import check_indices
+
+
+class BlockSampler(Sampler[int]):
+    """Yields the samples of a dataset block by block, shuffled within windows of several blocks.
+
+        sampler = BlockSampler(dataset.indices, storage.block_size, shuffle=True, seed=0)
+        loader = DataLoader(dataset, batch_size=256, sampler=sampler)
+
+    Args:
+        indices: global indices of the samples of the dataset, as in `StorageDataset`; what is yielded is local indices.
+        block_size: samples in each block of the storage.
+        shuffle: False yields blocks, and the samples in them, in ascending order.
+        window: blocks whose samples are shuffled together; 1 shuffles within each block only.
+        seed: the same for all ranks.
+        rank, world_size: this process's number among those that share each epoch.
+        drop_last: leave out the last samples so that all ranks have equally many; else some have one more.
+
+    Raises:
+        LimitError: no such block size, window, or rank.
+        SampleIndexError: an index is no integer, or negative.
+
+    The order depends on (seed, epoch, rank, world_size) and on nothing else. Each time it is iterated over, the next epoch
+    begins, unless `set_epoch` says which.
+    Source: the article on block storage in PyTorch Lightning, for windows of one block.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[int] | np.ndarray[Any, Any],
+        block_size: int,
+        shuffle: bool,
+        *,
+        window: int = 16,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+    ) -> None:
+        for name, value in {"block_size": block_size, "window": window, "world_size": world_size}.items():
+            if type(value) is not int or value < 1:
+                raise LimitError(f"{name}={value!r} is not a number above 0.")
+        if type(seed) is not int or seed < 0:
+            raise LimitError(f"seed={seed!r} is not a number of 0 or more.")
+        if not 0 <= rank < world_size:
+            raise LimitError(f"rank={rank} is none of world_size={world_size}.")
+        blocks = check_indices(indices, 2**62, "BlockSampler") // block_size
+        self._by_block = np.lexsort((np.asarray(indices), blocks)) if len(blocks) else np.empty(0, np.int64)
+        self._bounds = np.append(np.flatnonzero(np.diff(blocks[self._by_block], prepend=-1)), len(blocks))
+        self._shuffle, self._window, self._seed = shuffle, window, seed
+        self._rank, self._world_size, self._drop_last = rank, world_size, drop_last
+        self._epoch = self._done = 0  # the epoch that begins next, and how many of its samples are to be passed by
+        self._running: tuple[int, int] | None = None  # the same of the epoch that runs
+
+    def __len__(self) -> int:
+        """Return the number of samples of this rank."""
+        begin, end = self._share()
+        return end - begin
+
+    def _share(self) -> tuple[int, int]:
+        """Return which stretch of the order is this rank's."""
+        each, over = divmod(len(self._by_block), self._world_size)
+        if self._drop_last:
+            over = 0
+        begin = self._rank * each + min(self._rank, over)
+        return begin, begin + each + (self._rank < over)
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, done = self._running = self._epoch, self._done
+        self._epoch, self._done = epoch + 1, 0
+        return self._yielding(epoch, done)
+
+    def _yielding(self, epoch: int, done: int) -> Iterator[int]:
+        for position, local in enumerate(self._order(epoch, done), done + 1):
+            self._running = epoch, position
+            yield local
+        self._running = None
+
+    def _order(self, epoch: int, done: int) -> Iterator[int]:
+        """Yield this rank's samples of an epoch, but for the first ``done``."""
+        begin, end = self._share()
+        begin += done
+        count = len(self._bounds) - 1
+        blocks = np.random.default_rng((self._seed, epoch)).permutation(count) if self._shuffle else np.arange(count)
+        passed = 0
+        for window in range(0, count, self._window):
+            chosen = blocks[window : window + self._window]
+            size = int((self._bounds[chosen + 1] - self._bounds[chosen]).sum())
+            if passed + size > begin and passed < end:
+                samples = np.concatenate([self._by_block[self._bounds[b] : self._bounds[b + 1]] for b in chosen])
+                if self._shuffle:
+                    np.random.default_rng((self._seed, epoch, window)).shuffle(samples)
+                yield from samples[max(0, begin - passed) : end - passed].tolist()
+            passed += size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins next."""
+        if epoch != self._epoch:
+            self._epoch, self._done = epoch, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the order stands: after the last sample that was yielded; between two epochs, at the next."""
+        epoch, done = self._running or (self._epoch, self._done)
+        return {"epoch": epoch, "done": done, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state: the next iteration yields what was left.
+
+        Raises:
+            StateError: it is the state of another order.
+        """
+        own = self._identity()
+        differing = [name for name in own if state.get(name) != own[name]]
+        if differing or not {"epoch", "done"} <= state.keys():
+            names = ", ".join(f"{name}={state.get(name)!r}" for name in differing)
+            raise StateError(f"load_state_dict: the state is of another order ({names}). Make the sampler as it was.")
+        self._epoch, self._done, self._running = state["epoch"], state["done"], None
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "samples": len(self._by_block),
+            "shuffle": self._shuffle,
+            "window": self._window,
+            "seed": self._seed,
+            "rank": self._rank,
+            "world_size": self._world_size,
+        }
+
+
+@dataclass(frozen=True)
+class ShuffleQuality:
+    """How well an order mixes the blocks.
+
+    Attributes:
+        same_block: the share of pairs of samples in a batch that are of one block.
+        same_block_ratio: that, by the share in a full shuffle: 1 is perfect; windows of k among n blocks give about n / k.
+        correlation: of the labels within blocks (intraclass): 0 where samples were assigned to them at random, 1 where each has
+            one label. Without labels 1, the worst case.
+        design_effect: by how much the variance of a batch's mean exceeds that of independent samples:
+            1 + (batch_size - 1) * same_block * correlation (Kish).
+    """
+
+    same_block: float
+    same_block_ratio: float
+    correlation: float
+    design_effect: float
+
+
+def shuffle_quality(
+    order: Sequence[int] | np.ndarray[Any, Any], block_size: int, labels: Sequence[Any] | None = None, *, batch_size: int = 256
+) -> ShuffleQuality:
+    """Return how well ``order``, an epoch of global indices, mixes blocks of ``block_size`` samples in batches.
+
+    Args:
+        order: global indices in the order in which they come.
+        block_size: samples in each block.
+        labels: classes or numbers, one for each global index; None supposes the worst.
+        batch_size: samples in a batch; what is left over at the end is not looked at, unless it is all.
+
+    Raises:
+        SampleIndexError: an index is no integer, or negative.
+        LimitError: no such sizes, or fewer labels than indices.
+    """
+    index = check_indices(order, 2**62, "shuffle_quality")
+    if block_size < 1 or batch_size < 2 or len(index) < 2:
+        sizes = f"{block_size}, {batch_size} and {len(index)}"
+        raise LimitError(f"shuffle_quality needs block_size >= 1, batch_size >= 2 and two indices, got {sizes}.")
+    blocks = np.unique(index // block_size, return_inverse=True)[1]
+    batch_size = min(batch_size, len(index))
+    batches = blocks[: len(blocks) // batch_size * batch_size].reshape(-1, batch_size)
+    same_block = float(np.mean([_pairs(np.unique(batch, return_counts=True)[1]) for batch in batches]))
+    expected = _pairs(np.bincount(blocks))
+    correlation = 1.0
+    if labels is not None:
+        if len(labels) <= index.max():
+            raise LimitError(f"shuffle_quality: {len(labels)} labels, and indices up to {index.max()}. Give one each.")
+        correlation = _intraclass(np.asarray(labels)[index], blocks)
+    ratio = same_block / expected if expected else 1.0
+    return ShuffleQuality(same_block, ratio, correlation, 1 + (batch_size - 1) * same_block * correlation)
+
+
+def _pairs(counts: np.ndarray[Any, Any]) -> float:
+    """Return the share of pairs that are of one group, given how many each group has."""
+    total = counts.sum()
+    return float((counts * (counts - 1.0)).sum() / (total * (total - 1.0)))
+
+
+def _intraclass(labels: np.ndarray[Any, Any], blocks: np.ndarray[Any, Any]) -> float:
+    """Return the intraclass correlation of labels by one-way analysis of variance; of classes, over their indicators."""
+    if labels.dtype.kind in "fc":
+        values = labels.astype(float)[:, None]
+    else:
+        classes, numbers = np.unique(labels, return_inverse=True)
+        values = np.eye(len(classes))[numbers] if len(classes) <= 64 else numbers[:, None].astype(float)
+    counts = np.bincount(blocks).astype(float)
+    groups, total = len(counts), len(blocks)
+    if groups < 2 or total == groups:
+        return 0.0
+    means = np.stack([np.bincount(blocks, column) for column in values.T], axis=1) / counts[:, None]
+    between = float((counts[:, None] * (means - values.mean(axis=0)) ** 2).sum()) / (groups - 1)
+    within = float(((values - means[blocks]) ** 2).sum()) / (total - groups)
+    usual = (total - (counts**2).sum() / total) / (groups - 1)  # samples in a block, on the average of the analysis
+    scale = between + (usual - 1) * within
+    return float(max(0.0, (between - within) / scale)) if scale else 0.0
