@@ -31,12 +31,11 @@ import xxhash
 from safetensors.torch import save
 
 from stocache.checksums import ZEROS, seal, seal_in
-from stocache.columnar import Columns
+from stocache.columnar import CHECKS, INFO, Columns
 from stocache.errors import DamagedError, StorageError
 from stocache.rows import RAW, reader
 
 VERSION = 1
-_CHECKS, _INFO = ":checks", ":info"
 _MARK = b'\\"checksum\\": \\"'
 _HEAD = 64 << 10  # bytes read when a block is opened: the header, sizes, checksums, and most often the labels
 _STEP = 128 << 10  # bytes read ahead by one call: of more, the kernel may take only the beginning
@@ -57,14 +56,14 @@ def encode(samples: Sequence[Any], first: int = 0, allow_pickle: bool = False, i
         SampleError: one of them cannot be stored, or would not come back the same.
     """
     columns = Columns(samples, first, allow_pickle)
-    columns.tensors[_CHECKS] = torch.zeros(len(samples), dtype=torch.int64)
+    columns.tensors[CHECKS] = torch.zeros(len(samples), dtype=torch.int64)
     if info:
-        columns.tensors[_INFO] = torch.frombuffer(bytearray(info), dtype=torch.uint8)
+        columns.tensors[INFO] = torch.frombuffer(bytearray(info), dtype=torch.uint8)
     facts = {"checksum": ZEROS, "version": VERSION, "samples": len(samples), "structure": columns.tree}
     data = bytearray(save(columns.tensors, {"stocache": json.dumps(facts)}))
     block = Block(Memory(data), "a new block", allow_pickle=None, verify=False)
     checks = np.array([block.check(row) for row in range(len(samples))], dtype="<u8").tobytes()
-    at, nbytes = block.span(_CHECKS)
+    at, nbytes = block.span(CHECKS)
     data[at : at + nbytes] = checks
     head = seal(bytes(data[: block.begin]), _MARK, checks)
     data[: block.begin] = head
@@ -164,7 +163,7 @@ class Block:
         try:
             facts = self._open(verify)
             self.samples, self.structure = int(facts["samples"]), facts["structure"]
-            self._checks = self._column(_CHECKS).cast("Q")
+            self._checks = self._column(CHECKS).cast("Q")
             if len(self._checks) != self.samples:
                 raise ValueError(f"it claims {self.samples} samples, and has checksums of {len(self._checks)}")
             self._check = reader(self.structure, self, RAW)
@@ -195,7 +194,7 @@ class Block:
                 raise ValueError(f"its column {column!r} reaches beyond its end")
             self._spans[column] = self.begin + first, last - first
         if verify:
-            self.checksum, wanted = seal_in(self._bytes(0, self.begin), _MARK, self._column(_CHECKS))
+            self.checksum, wanted = seal_in(self._bytes(0, self.begin), _MARK, self._column(CHECKS))
             if self.checksum != wanted:
                 raise ValueError(f"checksum {self.checksum}, its content gives {wanted}")
         return facts
@@ -218,7 +217,7 @@ class Block:
     @property
     def info(self) -> bytes:
         """What was kept beside the samples."""
-        return self._bytes(*self.span(_INFO))
+        return self._bytes(*self.span(INFO))
 
     def sample(self, row: int) -> Any:
         """Return a sample, the caller's own; reads its bytes and no others, but for what follows once several were read.

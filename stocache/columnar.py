@@ -16,7 +16,7 @@ NOTE [ Columns ]
     Numbers and numpy scalars are leaves without dimensions; str, bytes, lists and tuples of numbers are leaves of one. Tuples
     and lists of other things that all have one length (at most 16) are containers: each item is a node of its own. Offsets,
     shapes and kinds are int64. Values of a dtype that safetensors does not know are kept as bytes, with one more dimension: the
-    bytes of one.
+    bytes of one. A key of a container that is a tuple is written {"tuple": [...]}.
 
     The checksum of a sample is the XXH3-64 of what is met on a walk through the tree: of a list its length, of a union the
     kind, of a leaf of varying shape the shape (int64s, little-endian), and of every leaf the bytes.
@@ -36,6 +36,9 @@ from stocache.structure import array_bytes, check_dtype, check_exact, tensor_byt
 
 Tree: TypeAlias = dict[str, Any] | None
 _Kind: TypeAlias = tuple[Any, ...]
+
+CHECKS, INFO = RESERVED = ":checks", ":info"
+"""Names of columns that are not of samples."""
 
 _FIELDS = 16  # items of a list that get a column each, at most
 _DEEP = 60  # containers within each other, at most
@@ -66,7 +69,7 @@ class Columns:
     def __init__(self, samples: Sequence[Any], first: int = 0, allow_pickle: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._allow_pickle = allow_pickle
-        self.tree = self._take(samples, "", [f"sample {number}" for number in range(first, first + len(samples))], 0)
+        self.tree = self._take(samples, "sample", [f"sample {number}" for number in range(first, first + len(samples))], 0)
 
     def _take(self, values: Sequence[Any], path: str, where: list[str], depth: int) -> Tree:
         """Add the values of one node, and return its tree; ``where`` names each in errors."""
@@ -111,11 +114,12 @@ class Columns:
         if cls is list or cls is tuple:
             return self._sequence_kind(value)
         parted = split(value)
-        if parted is not None and all(isinstance(key, str | int | float | None) for key in parted[0].keys):
+        if parted is not None and all(map(_is_plain, parted[0].keys)):
             container, items = parted
-            return ("in", container.kind, name_of(container.cls, where), container.keys, container.extra), items
+            told = repr(container.keys)  # 1, 1.0 and True are equal, and hash the same
+            return ("in", container.kind, name_of(container.cls, where), container.keys, container.extra, told), items
         if not self._allow_pickle:
-            problem = "has no bytes of its own" if parted is None else "has keys that are neither str nor numbers"
+            problem = "has no bytes of its own" if parted is None else "has keys that are not str, numbers or tuples of such"
             raise SampleError(
                 f"{where}: a {cls.__name__} {problem}. Turn it into tensors, arrays, numbers, str or bytes, or pass "
                 f"allow_pickle=True."
@@ -136,7 +140,7 @@ class Columns:
     def _take_kind(self, kind: _Kind, parts: list[Any], path: str, where: list[str], depth: int) -> Tree:
         name, *rest = kind
         if name == "in":
-            container, cls, keys, extra = rest
+            container, cls, keys, extra, _ = rest
             return self._take_container(container, cls, keys, extra, parts, path, where, depth)
         if name not in _SEQUENCES:
             described = dict(zip(_DESCRIBED.get(name, ()), rest))  # noqa: B905  the number of dimensions follows from the shapes
@@ -156,8 +160,10 @@ class Columns:
         children = []
         for position, key in enumerate(keys):
             mine, at = [part[position] for part in parts], [f"{name}[{key!r}]" for name in where]
-            children.append(self._take(mine, f"{path}/{key}" if path else str(key), at, depth + 1))
-        return {"kind": "in", "container": container, "class": cls, "keys": keys, "extra": extra, "children": children}
+            name = str(key).encode("utf-8", "replace").decode()
+            children.append(self._take(mine, name if depth == 0 else f"{path}/{name}", at, depth + 1))
+        described = {"container": container, "class": cls, "keys": list(map(_json_key, keys)), "extra": extra}
+        return {"kind": "in", **described, "children": children}
 
     def _take_leaves(self, parts: list[Any], dtype: torch.dtype, tail: tuple[int, ...], path: str) -> dict[str, Any]:
         data = bytearray(b"".join(buffer for buffer, _ in parts))
@@ -175,8 +181,7 @@ class Columns:
 
     def _add(self, name: str, column: Any) -> str:
         """Add a column, and return its name, which no other has."""
-        name = name or "sample"
-        while name in self.tensors:
+        while name in self.tensors or name in RESERVED:
             name += "'"
         self.tensors[name] = column if isinstance(column, Tensor) else torch.from_numpy(column.astype(np.int64, copy=False))
         return name
@@ -189,6 +194,14 @@ _DESCRIBED = {
     "array": ("dtype",),
     "scalar": ("dtype",),
 }
+
+
+def _is_plain(key: Any) -> bool:
+    return all(map(_is_plain, key)) if type(key) is tuple else type(key) in (str, int, float, bool, type(None))
+
+
+def _json_key(key: Any) -> Any:
+    return {"tuple": list(map(_json_key, key))} if type(key) is tuple else key
 
 
 def _bytes(kind: str, data: bytes) -> tuple[_Kind, Any]:

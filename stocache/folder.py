@@ -58,6 +58,7 @@ class Entry(NamedTuple):
 class Index:
     """What is in a folder; see NOTE [ Storage folders ]."""
 
+    checksum: str
     samples: int
     block_size: int
     blocks: list[Entry]
@@ -75,18 +76,13 @@ def block_name(number: int) -> str:
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-def read_index(path: str) -> Index:
-    """Return the index in the file ``path``.
+def parse_index(text: bytes, path: str) -> Index:
+    """Return the index whose file, ``path``, has this content.
 
     Raises:
-        DamagedError: it is missing, or not as it was written.
+        DamagedError: it is not as it was written.
         StorageError: it is of another version, or of no folder of ours.
     """
-    try:
-        with open(path, "rb") as file:
-            text = file.read()
-    except FileNotFoundError:
-        raise DamagedError(f"{path} is missing: nothing was prepared there, or not to its end. Prepare it (again).") from None
     try:
         facts = json.loads(text)
         if facts.pop("format") != FORMAT:
@@ -101,7 +97,7 @@ def read_index(path: str) -> Index:
         found, wanted = seal_in(text, _MARK)
         if found != wanted:
             raise ValueError(f"checksum {found}, its content gives {wanted}")
-        del facts["checksum"], facts["version"]
+        del facts["version"]
         blocks = [Entry(*entry) for entry in facts.pop("blocks")]
         index = Index(blocks=blocks, **{"info": None, "info_checksum": None} | facts)
         sizes = {entry.samples for entry in blocks[:-1]}

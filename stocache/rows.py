@@ -220,7 +220,7 @@ def _container(tree: Any, loads: _Loads) -> Container:
 
     So its class is one of Python's own, or what it should be by nature, and of a module that this process has imported anyway.
     """
-    kind, name, keys = tree["container"], tree["class"], tuple(tree["keys"])
+    kind, name, keys = tree["container"], tree["class"], tuple(map(_key, tree["keys"]))
     module = name.partition(":")[0]
     if loads is None and module not in sys.modules:
         raise StorageError(f"its samples are made of {name}. Import {module} first, or pass allow_pickle=True.")
@@ -235,6 +235,10 @@ def _container(tree: Any, loads: _Loads) -> Container:
     if len(keys) != len(tree["children"]):
         raise ValueError("a container has more or fewer keys than children")
     return Container(kind, cls, keys, tuple(tree["extra"]))
+
+
+def _key(key: Any) -> Any:
+    return tuple(map(_key, key["tuple"])) if isinstance(key, dict) else key
 
 
 def _is_image(cls: type) -> bool:

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Sampler
+import torch
+from torch.utils.data import DistributedSampler
 
 from stocache.errors import LimitError, StateError
 from stocache.indices import check_indices
 
 
-class BlockSampler(Sampler[int]):
+class BlockSampler(DistributedSampler[int]):
     """Yields the samples of a dataset block by block, shuffled within windows of several blocks.
 
         sampler = BlockSampler(dataset.indices, storage.block_size, shuffle=True, seed=0)
@@ -32,7 +33,8 @@ class BlockSampler(Sampler[int]):
         shuffle: False yields blocks, and the samples in them, in ascending order.
         window: blocks whose samples are shuffled together; 1 shuffles within each block only.
         seed: the same for all ranks.
-        rank, world_size: this process's number among those that share each epoch.
+        rank, world_size: this process's number among those that share each epoch. None for what torch.distributed says where it
+            is initialised, else all is this process's.
         drop_last: leave out the last samples so that all ranks have equally many; else some have one more.
 
     Raises:
@@ -40,7 +42,7 @@ class BlockSampler(Sampler[int]):
         SampleIndexError: an index is no integer, or negative.
 
     The order depends on (seed, epoch, rank, world_size) and on nothing else. Each time it is iterated over, the next epoch
-    begins, unless `set_epoch` says which.
+    begins, unless `set_epoch` says which. It is a DistributedSampler, so that trainers do not put one in its place.
     Source: the article on block storage in PyTorch Lightning, for windows of one block.
     """
 
@@ -52,10 +54,15 @@ class BlockSampler(Sampler[int]):
         *,
         window: int = 16,
         seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         drop_last: bool = False,
     ) -> None:
+        if world_size is None:
+            together = torch.distributed.is_available() and torch.distributed.is_initialized()
+            world_size = torch.distributed.get_world_size() if together else 1
+            rank = torch.distributed.get_rank() if together and rank is None else rank
+        rank = rank or 0
         for name, value in {"block_size": block_size, "window": window, "world_size": world_size}.items():
             if type(value) is not int or value < 1:
                 raise LimitError(f"{name}={value!r} is not a number above 0.")

@@ -7,15 +7,16 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from stocache import folder
 from stocache.block import Block, Memory, encode
 from stocache.columnar import Columns
 from stocache.errors import DamagedError, LimitError, StorageError
-from stocache.folder import Entry, Index, Workshop, block_name, open_block, write_file
+from stocache.folder import INDEX, INFO, Entry, Index, Workshop, block_name, open_block, parse_index, write_file
 from stocache.indices import check_index
 from stocache.limits import MIB, parse_size
+from stocache.remote import Mirror
 
 TSample = TypeVar("TSample")
 TInfo = TypeVar("TInfo")
@@ -173,9 +174,12 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         block_bytes: bytes of a block, or a str such as "8MB".
         allow_pickle: whether to pickle what has no bytes of its own, and to load what was pickled. Loading runs what the
             pickles say: only from folders you trust.
+        local_folder, local_limit, storage_options: where ``base_folder`` is a URL, as for `Mirror`: blocks are fetched whole,
+            once per machine, into a local folder of limited size. It is read only; prepare a local folder, and copy it there.
 
     Raises:
         LimitError: no such size.
+        StorageError: it is a URL, and fsspec, or what it needs for that, is not installed.
 
     Any number of processes and threads may read. A storage pickles as the name of its folder.
     The layout is told in NOTE [ Storage folders ], NOTE [ Blocks ] and NOTE [ Columns ] of the source, and in the README.
@@ -188,9 +192,16 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         *,
         block_bytes: int | str = BLOCK_BYTES,
         allow_pickle: bool = False,
+        local_folder: str | os.PathLike[str] | None = None,
+        local_limit: int | str = "64GiB",
+        storage_options: dict[str, Any] | None = None,
     ) -> None:
-        self.base_folder, self._allow_pickle = os.fspath(base_folder), allow_pickle
-        self._asked_size, self._block_bytes = block_size, check_block_bytes(block_size, block_bytes)
+        self.base_folder, self.allow_pickle = os.fspath(base_folder), allow_pickle
+        self._mirror: Mirror | None = None
+        if "://" in self.base_folder:
+            folder = None if local_folder is None else os.fspath(local_folder)
+            self._mirror = Mirror(self.base_folder, folder, local_limit, storage_options)
+        self.asked_block_size, self.block_bytes = block_size, check_block_bytes(block_size, block_bytes)
         self._writing: _Writing | None = None
         self._forget()
 
@@ -203,7 +214,9 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
 
     def is_prepared(self) -> bool:
         """Return whether the folder is whole."""
-        return os.path.exists(self._locate(folder.INDEX))
+        if self._mirror is not None:
+            return self._mirror.exists(INDEX)
+        return os.path.exists(os.path.join(self.base_folder, INDEX))
 
     def start_preparation(self) -> None:
         """Begin to take samples; what an interrupted preparation has left is removed (`prepare` goes on from there).
@@ -211,8 +224,10 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         Raises:
             StorageError: the folder is prepared, holds files of others, or another process prepares there.
         """
+        if self._mirror is not None:
+            raise StorageError(f"{self.base_folder} is a URL. Prepare a local folder, and copy it there.")
         self.close()
-        self._writing = _Writing(self.base_folder, self._asked_size, self._block_bytes, self._allow_pickle)
+        self._writing = _Writing(self.base_folder, self.asked_block_size, self.block_bytes, self.allow_pickle)
 
     def save_sample(self, sample: TSample) -> None:
         """Take the next sample. Blocks are written as they fill.
@@ -251,7 +266,12 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
             StorageError: it is of another version.
         """
         if self._index is None:
-            self._index = folder.read_index(self._locate(folder.INDEX))
+            path = os.path.join(self.base_folder, INDEX)
+            try:
+                text = Path(path).read_bytes() if self._mirror is None else self._mirror.read(INDEX)
+            except (FileNotFoundError, NotADirectoryError):
+                raise DamagedError(f"{path} is missing: nothing was prepared there, or not to its end. Prepare it.") from None
+            self._index = parse_index(text, path)
         return self._index
 
     @property
@@ -267,8 +287,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         """Return the info."""
         info: TInfo = self.index.info
         if self.index.info_checksum is not None:
-            entry = Entry(1, 0, self.index.info_checksum)
-            info = open_block(self._locate(folder.INFO), self._name(folder.INFO), entry, self._allow_pickle).sample(0)
+            info = self._opened(INFO, Entry(1, 0, self.index.info_checksum), self.allow_pickle).sample(0)
         return info
 
     def load_sample(self, idx: int) -> TSample:
@@ -296,7 +315,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         """Return what is wrong with block ``b``; None when nothing is. Reads it whole; makes no samples."""
         name = block_name(check_index(b, len(self.index.blocks), "check"))
         try:
-            open_block(self._locate(name), self._name(name), self.index.blocks[b], None).verify()
+            self._opened(name, self.index.blocks[b], None).verify()
         except StorageError as error:
             return str(error)
         return None
@@ -331,18 +350,21 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         with self._lock:
             block = self._blocks.get(number)
             if block is None:
-                name = block_name(number)
-                block = open_block(self._locate(name), self._name(name), self.index.blocks[number], self._allow_pickle)
+                block = self._opened(block_name(number), self.index.blocks[number], self.allow_pickle)
                 self._blocks[number] = block
                 while len(self._blocks) > _most_open():
                     self._blocks.popitem(last=False)
         return block
 
-    def _locate(self, name: str) -> str:
-        return os.path.join(self.base_folder, name)
-
-    def _name(self, name: str) -> str:
-        return os.path.join(self.base_folder, name)
+    def _opened(self, name: str, entry: Entry, allow_pickle: bool | None) -> Block:
+        path = os.path.join(self.base_folder, name)
+        if self._mirror is None:
+            return open_block(path, path, entry, allow_pickle)
+        try:
+            return open_block(self._mirror.fetch(name), path, entry, allow_pickle)
+        except DamagedError:  # removed again before it was opened, to make room; or fetched before it was prepared anew
+            self._mirror.forget(name)
+            return open_block(self._mirror.fetch(name), path, entry, allow_pickle)
 
 
 def check_block_bytes(block_size: int | None, block_bytes: int | str) -> int:

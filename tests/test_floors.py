@@ -10,13 +10,13 @@ import stocache
 PACKAGE = Path(stocache.__file__).parent
 FLOORS = [
     {"errors", "limits", "placement", "containers", "structure", "stats", "indices", "compression", "records", "readers"}
-    | {"packing", "randomness", "forks", "loans", "pinned", "pool", "checksums", "columnar", "rows"},
+    | {"packing", "randomness", "forks", "loans", "pinned", "pool", "checksums", "columnar", "rows", "remote"},
     {"layout", "directory", "segment", "named"},
     {"opening", "columns", "arena", "admission", "protocol", "cache", "ragged", "gathering", "ring"}
     | {"block", "folder", "storage", "stored", "sampler"},
     {"epochs", "blockwise", "dataset", "orders", "collation", "loader", "prepare"},
     {"__init__"},
-    {"bench", "listing", "doctor", "top", "cli", "__main__"},
+    {"bench", "listing", "doctor", "top", "datamodule", "cli", "__main__"},
 ]
 WITHIN = {(module, "errors") for module in FLOORS[0]}
 WITHIN |= {("structure", "containers"), ("records", "containers"), ("records", "structure")}
@@ -27,7 +27,7 @@ WITHIN |= {
     ("dataset", "epochs"),
     ("dataset", "blockwise"),
 }
-WITHIN |= {("placement", "checksums"), ("rows", "columnar")}
+WITHIN |= {("placement", "checksums"), ("rows", "columnar"), ("remote", "checksums"), ("remote", "limits")}
 WITHIN |= {(module, below) for module in ("columnar", "rows") for below in ("containers", "records", "structure")}
 WITHIN |= {("folder", "block"), ("storage", "block"), ("storage", "folder"), ("stored", "storage"), ("prepare", "epochs")}
 WITHIN |= {("directory", "layout"), ("segment", "layout"), ("segment", "directory")}

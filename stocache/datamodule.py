@@ -1,0 +1,258 @@
+"""A Lightning DataModule over prepared samples, cached, and a callback that logs how that goes (extra ``lightning``)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic
+
+import numpy as np
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from torch.utils.data import Dataset, RandomSampler, Sampler, SequentialSampler
+
+from stocache.checksums import checksum
+from stocache.dataset import CachedDataset
+from stocache.errors import LimitError, StateError
+from stocache.indices import check_indices
+from stocache.limits import parse_size
+from stocache.loader import DataLoader
+from stocache.prepare import DataPreparer, prepare
+from stocache.sampler import BlockSampler
+from stocache.storage import DataStorage, OnDiskBlockDataStorage, TInfo, TSample
+from stocache.stored import StorageDataset
+
+Split = Mapping[str, float] | Callable[[Any, int], Mapping[str, Sequence[int]]]
+PARTS = ("train", "val", "test")
+
+
+class DataModule(LightningDataModule, Generic[TSample, TInfo]):
+    """Prepares samples once, splits them, and serves them to a Trainer from a cache: one copy per machine, for all ranks.
+
+        data = DataModule(OnDiskBlockDataStorage("photos"), PhotoPreparer(), batch_size=256, size_limit_gib=32, num_workers=8)
+        Trainer(callbacks=[CacheMonitor()]).fit(model, data)
+
+    Args:
+        storage: where the samples are, or will be.
+        preparer: makes them, if they are not.
+        batch_size: samples in a batch.
+        split: shares of the samples for "train", "val" and "test"; or a function of the info and the number of samples that
+            returns the indices of each part.
+        stratify: a function of the info that returns the label of each sample: each part then has its share of every label.
+        size_limit_gib: memory of the cache on this machine, as for `CachedDataset`: for the training samples, or a dict with
+            that for each part. 0 for none.
+        transforms: called with each sample after the cache, of each part.
+        window: blocks whose samples are shuffled together, of a storage of blocks (`BlockSampler`).
+        seed: of the split, and of the order of blocks.
+        shuffle_seed: assign samples to blocks at random while preparing, by this seed.
+        prepare_workers: as ``num_workers`` of `prepare`.
+        cache_options: other arguments of `CachedDataset`.
+        loader_options: other arguments of `DataLoader`: num_workers, pin_memory, collate_fn and so on.
+
+    Attributes:
+        datasets: of each part, from `setup` on.
+
+    Raises:
+        LimitError: a part that is none, shares of more than 1, or an index that is in two parts.
+
+    Where several ranks train, each rank's share of the training samples is equal (up to one sample per rank is left out of an
+    epoch), and the ranks of a machine share one cache; it has a name that is derived from the samples and these arguments.
+    Source: the article on block storage in PyTorch Lightning.
+    """
+
+    def __init__(
+        self,
+        storage: DataStorage[TSample, TInfo],
+        preparer: DataPreparer[TSample, TInfo],
+        *,
+        batch_size: int = 32,
+        split: Split | None = None,
+        stratify: Callable[[TInfo], Sequence[Any]] | None = None,
+        size_limit_gib: float | str | Mapping[str, float | str] = "auto",
+        transforms: Mapping[str, Callable[[Any], Any]] | None = None,
+        window: int = 16,
+        seed: int = 0,
+        shuffle_seed: int | None = None,
+        prepare_workers: int = 0,
+        cache_options: Mapping[str, Any] | None = None,
+        **loader_options: Any,
+    ) -> None:
+        super().__init__()
+        self.storage, self.preparer = storage, preparer
+        self.batch_size, self.window, self.seed = batch_size, window, seed
+        self._split = {"train": 0.8, "val": 0.1, "test": 0.1} if split is None else split
+        if not callable(self._split):
+            _check_parts(self._split, "split")
+            if min(self._split.values(), default=0) < 0 or sum(self._split.values()) > 1 + 1e-9:
+                raise LimitError(f"split={dict(self._split)!r}: shares lie between 0 and 1, and add up to 1 at most.")
+        self._stratify = stratify
+        self._limits = dict(size_limit_gib) if isinstance(size_limit_gib, Mapping) else {"train": size_limit_gib}
+        self._transforms = dict(transforms or {})
+        _check_parts(self._limits, "size_limit_gib")
+        _check_parts(self._transforms, "transforms")
+        self._shuffle_seed, self._prepare_workers = shuffle_seed, prepare_workers
+        self._cache_options, self._loader_options = dict(cache_options or {}), loader_options
+        self.datasets: dict[str, Dataset[Any]] = {}
+
+    # ------------------------------------------------------------------------------------------------ samples
+
+    def prepare_data(self) -> None:
+        """Prepare the samples, unless they are; Lightning calls this in one process per machine."""
+        storage = self.storage
+        if isinstance(storage, OnDiskBlockDataStorage):
+            if not storage.is_prepared():
+                prepare(
+                    self.preparer,
+                    storage.base_folder,
+                    num_workers=self._prepare_workers,
+                    block_size=storage.asked_block_size,
+                    block_bytes=storage.block_bytes,
+                    shuffle_seed=self._shuffle_seed,
+                    allow_pickle=storage.allow_pickle,
+                )
+        elif not storage.is_prepared():
+            storage.start_preparation()
+            for sample in self.preparer.prepare_data():
+                storage.save_sample(sample)
+            storage.finish_preparation(self.preparer.get_dataset_info())
+
+    def setup(self, stage: str) -> None:
+        """Split the samples, and make the dataset of each part; the same in every rank."""
+        if self.datasets:
+            return
+        info = self.storage.load_dataset_info()
+        length = self.dataset_len(info)
+        taken = np.zeros(length, bool)
+        for part, indices in self.split(info).items():
+            index = np.sort(check_indices(indices, length, f"the split's {part}"))
+            if taken[index].any() or (np.diff(index) == 0).any():
+                raise LimitError(f"split: a sample of {part!r} is in two parts, or twice in this one.")
+            taken[index] = True
+            self.datasets[part] = self._cached(part, StorageDataset(self.storage, index))
+
+    def dataset_len(self, info: TInfo) -> int:
+        """Return the number of samples; to be overridden for storages that have no length."""
+        return len(self.storage)  # type: ignore[arg-type]
+
+    def split(self, info: TInfo) -> Mapping[str, Sequence[int]]:
+        """Return the indices of each part, "train", "val" and "test"; to be overridden, or given as an argument."""
+        length = self.dataset_len(info)
+        if callable(self._split):
+            parts = self._split(info, length)
+            _check_parts(parts, "split")
+            return parts
+        labels = np.zeros(length) if self._stratify is None else np.asarray(self._stratify(info))
+        if len(labels) != length:
+            raise LimitError(f"stratify gives {len(labels)} labels of {length} samples.")
+        rng = np.random.default_rng(self.seed)
+        found: dict[str, list[int]] = {part: [] for part in self._split}
+        shares = np.cumsum([0.0, *self._split.values()])
+        for label in np.unique(labels):
+            members = rng.permutation(np.flatnonzero(labels == label))
+            bounds = np.round(shares * len(members)).astype(int)
+            for part, begin, end in zip(found, bounds[:-1], bounds[1:], strict=True):
+                found[part] += members[begin:end].tolist()
+        return found
+
+    def _cached(self, part: str, dataset: StorageDataset[TSample]) -> Dataset[Any]:
+        limit, transform = self._limits.get(part, 0), self._transforms.get(part)
+        if not len(dataset) or (limit != "auto" and parse_size(limit) == 0 and transform is None):
+            return dataset
+        options = dict(self._cache_options)
+        trainer = self.trainer
+        if trainer is not None and trainer.world_size > 1 and isinstance(self.storage, OnDiskBlockDataStorage):
+            same = f"{self.storage.index.checksum} {checksum(np.asarray(dataset.indices).tobytes())}"
+            key = f"{same} {part} {limit} {sorted(options.items(), key=str)}"
+            options = {"name": f"datamodule-{checksum(key.encode())}", "fingerprint": same} | options
+        return CachedDataset(dataset, limit, transform=transform, **options)
+
+    # ------------------------------------------------------------------------------------------------ loaders
+
+    def train_dataloader(self) -> DataLoader:
+        """Return a loader of the training samples, shuffled."""
+        return self._loader("train", shuffle=True)
+
+    def val_dataloader(self) -> DataLoader:
+        """Return a loader of the samples to validate with, in order."""
+        return self._loader("val", shuffle=False)
+
+    def test_dataloader(self) -> DataLoader:
+        """Return a loader of the samples to test with, in order."""
+        return self._loader("test", shuffle=False)
+
+    def _loader(self, part: str, shuffle: bool) -> DataLoader:
+        dataset = self.datasets.get(part)
+        if dataset is None:
+            raise LimitError(f"the split has no part {part!r}, it has {sorted(self.datasets)}.")
+        options = dict(self._loader_options)
+        options.setdefault("persistent_workers", bool(options.get("num_workers")))
+        loader: DataLoader = DataLoader(dataset, self.batch_size, sampler=self.sampler(dataset, shuffle), **options)
+        return loader
+
+    def sampler(self, dataset: Any, shuffle: bool) -> Sampler[int]:
+        """Return the sampler of a dataset: by blocks where the storage has blocks."""
+        size = getattr(self.storage, "block_size", None)
+        if size is None:
+            return RandomSampler(dataset) if shuffle else SequentialSampler(dataset)
+        trainer = self.trainer
+        ranks = {} if trainer is None else {"rank": trainer.global_rank, "world_size": trainer.world_size}
+        return BlockSampler(dataset.indices, size, shuffle, window=self.window, seed=self.seed, drop_last=shuffle, **ranks)
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the Trainer keeps in a checkpoint: which samples are in which part. The loaders keep where they stand."""
+        return {part: _digest(dataset) for part, dataset in self.datasets.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Check that training goes on with the same split.
+
+        Raises:
+            StateError: the parts have other samples than those of the checkpoint.
+        """
+        own = self.state_dict()
+        differing = [part for part in state if own and state[part] != own.get(part)]
+        if differing:
+            raise StateError(f"the checkpoint is of another split, with other samples in {differing}. Split as before.")
+
+    def close(self) -> None:
+        """Close the caches. Twice is fine."""
+        for dataset in self.datasets.values():
+            if isinstance(dataset, CachedDataset):
+                dataset.close()
+        self.datasets = {}
+
+
+class CacheMonitor(Callback):
+    """Logs after each epoch of training, to every logger of the Trainer, how the cache does.
+
+    ``cache/hit_rate``: share of this epoch's samples that came from it; ``cache/fill``: share of the samples it holds;
+    ``cache/waited_s``: seconds of this epoch that the trainer waited for batches. Of the machine of rank 0.
+    """
+
+    def __init__(self) -> None:
+        self._hits = self._misses = 0
+        self._waited_s = 0.0
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the epoch that has ended."""
+        loader = trainer.train_dataloader
+        if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, CachedDataset):
+            return
+        stats, waited_s = loader.dataset.stats().total, loader.stats().waited_s
+        hits, misses = stats.hits - self._hits, stats.misses - self._misses
+        metrics = {
+            "cache/hit_rate": hits / max(1, hits + misses),
+            "cache/fill": stats.fill_fraction,
+            "cache/waited_s": waited_s - self._waited_s,
+        }
+        self._hits, self._misses, self._waited_s = stats.hits, stats.misses, waited_s
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_metrics({**metrics, "epoch": trainer.current_epoch}, step=trainer.global_step)
+
+
+def _check_parts(mapping: Mapping[str, Any], name: str) -> None:
+    strange = sorted(set(mapping) - set(PARTS))
+    if strange:
+        raise LimitError(f"{name} has the parts {strange}; there are {', '.join(PARTS)}.")
+
+
+def _digest(dataset: Any) -> str:
+    return checksum(np.asarray(dataset.indices, dtype=np.int64).tobytes())
