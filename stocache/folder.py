@@ -164,6 +164,8 @@ class Workshop:
                     raise
             yield
         finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)  # for workers too, which have it open as long as an error's traceback holds them
             os.close(fd)
 
     def begin(self, plan: dict[str, Any], resume: bool) -> dict[int, Entry]:
@@ -175,24 +177,22 @@ class Workshop:
         there = set(os.listdir(self.path))
         strange = sorted(name for name in there if not _OURS.fullmatch(name))
         if strange or (_BLOCKS in there and not there & {_PREPARING, INDEX}):
-            raise StorageError(
-                f"{self.path} holds {(strange or [_BLOCKS])[0]!r}, which is not of a storage. Give a new folder."
-            )
+            raise StorageError(f"{self.path} holds {(strange or [_BLOCKS])[0]!r}, which is no storage's. Give a new folder.")
         if self.prepared:
             raise StorageError(f"{self.path} is prepared already. Remove it to prepare it again, or give a new folder.")
-        os.makedirs(os.path.join(self.path, _BLOCKS), exist_ok=True)
         text = json.dumps({"format": FORMAT, "version": VERSION, "plan": plan}, indent=1).encode()
         same = resume and self._read(_PREPARING) == text
         if not same:
             shutil.rmtree(os.path.join(self.path, STAGING), ignore_errors=True)
         found = self._blocks() if same else {}
-        self.keep(found)
+        self.keep(found)  # before the new plan is there, or they would be taken for what it says
         self.write(_PREPARING, text)
+        os.makedirs(os.path.join(self.path, _BLOCKS), exist_ok=True)
         return found
 
     def keep(self, found: Container[int]) -> None:
         """Remove all blocks but these, and what writers that were killed have left."""
-        for name in os.listdir(os.path.join(self.path, _BLOCKS)):
+        for name in self._names():
             match = _BLOCK.fullmatch(name)
             if not (match and int(match[1]) in found):
                 os.unlink(os.path.join(self.path, _BLOCKS, name))
@@ -204,10 +204,17 @@ class Workshop:
         except FileNotFoundError:
             return b""
 
+    def _names(self) -> list[str]:
+        """Return the names of all files among the blocks."""
+        try:
+            return os.listdir(os.path.join(self.path, _BLOCKS))
+        except FileNotFoundError:
+            return []
+
     def _blocks(self) -> dict[int, Entry]:
         """Return the whole blocks that are there."""
         found = {}
-        for name in os.listdir(os.path.join(self.path, _BLOCKS)):
+        for name in self._names():
             if match := _BLOCK.fullmatch(name):
                 path = os.path.join(self.path, _BLOCKS, name)
                 with contextlib.suppress(StorageError):

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from stocache import randomness
 from stocache.epochs import is_first_rank
-from stocache.errors import StorageError
+from stocache.errors import DatasetError, StorageError
 from stocache.folder import STAGING, Entry, Workshop
 from stocache.storage import BLOCK_BYTES, OnDiskBlockDataStorage, TInfo, TSample, check_block_bytes, size_for
 from stocache.stored import StorageDataset
@@ -76,6 +76,7 @@ def prepare(
 
     Raises:
         LimitError: no such size.
+        DatasetError: ``source`` is neither.
         StorageError: the folder is prepared in another way, or holds files of others.
         SampleError: a sample or the info cannot be stored.
         OSError: the disk is full, or fails. Preparing again goes on from there.
@@ -86,6 +87,8 @@ def prepare(
     """
     nbytes = check_block_bytes(block_size, block_bytes)
     preparer = source if isinstance(source, DataPreparer) else None
+    if preparer is None and not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        raise DatasetError(f"prepare takes a DataPreparer or a map-style dataset, not a {type(source).__name__}.")
     plan = {
         "source": type(source).__name__,
         "samples": None if preparer else len(source),
