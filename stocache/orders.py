@@ -24,6 +24,7 @@ from stocache import randomness
 from stocache.dataset import CachedDataset
 from stocache.randomness import States
 from stocache.ring import Ring, ring_of
+from stocache.sampler import BlockSampler
 
 _DEEP = 8  # samplers within each other, at most
 
@@ -38,7 +39,7 @@ class Progress:
         made: states of the generators when the iterator was made.
         begun: states when its sampler began; None before.
         asked: states when the sampler was asked for the first time; None before.
-        sampler: what the sampler's own ``state_dict`` said when it had begun, if it has one.
+        sampler: what the sampler's own ``state_dict`` said when it began, if it has one.
         resumed: batches that are skipped, as an earlier iteration delivered them; None when the epoch was begun here.
         undrawn: whether the making of the iterator is not to have drawn anything: it takes the place of one that was there.
     """
@@ -80,10 +81,8 @@ class Order:
                 return self._numbered(progress, iter(self.sampler))
         if progress.undrawn:
             self.restore(progress.made, None)
-        progress.begun = randomness.states(self.generators)
-        indices = iter(self.sampler)
-        progress.sampler = self.sampler_state()  # now: before, it may have told of an epoch that was not finished
-        return self._numbered(progress, indices)
+        progress.begun, progress.sampler = randomness.states(self.generators), self.sampler_state()
+        return self._numbered(progress, iter(self.sampler))
 
     def _numbered(self, progress: Progress, indices: Iterator[Any]) -> Iterator[Any]:
         number, head = progress.resumed or 0, []
@@ -118,8 +117,14 @@ class Order:
                 sampler.load_state_dict(state)
 
     def sampler_state(self) -> list[Any] | None:
-        """Return what the samplers say themselves, in the protocol of torchdata's Stateful; None when none does."""
-        return [sampler.state_dict() for sampler in self._stateful()] or None
+        """Return what the samplers say of the epoch that begins, in the protocol of torchdata's Stateful; None when none does.
+
+        A `BlockSampler` is asked for just that: its ``state_dict`` may still tell of an epoch that was broken off.
+        """
+        states = [
+            sampler.upcoming() if isinstance(sampler, BlockSampler) else sampler.state_dict() for sampler in self._stateful()
+        ]
+        return states or None
 
     def _stateful(self) -> list[Any]:
         return [sampler for sampler in samplers_in(self.sampler) if hasattr(sampler, "load_state_dict")]

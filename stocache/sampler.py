@@ -129,6 +129,10 @@ class BlockSampler(DistributedSampler[int]):
         epoch, done = self._running or (self._epoch, self._done)
         return {"epoch": epoch, "done": done, **self._identity()}
 
+    def upcoming(self) -> dict[str, Any]:
+        """Return the state of the epoch that begins next, also when another one runs, or was broken off."""
+        return {"epoch": self._epoch, "done": self._done, **self._identity()}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state: the next iteration yields what was left.
 
