@@ -45,15 +45,14 @@ class Blockwise:
 
     def _load_from(self, block: int, wanted: list[int]) -> Iterable[tuple[int, Any]]:
         cache = self._cache
-        if not any(map(cache.fillable, wanted)):
-            return zip(wanted, self._dataset.__getitems__(wanted), strict=True)
-        with cache.alone(block):
-            if any(map(cache.fillable, wanted)):
-                mates = range(int(self._bounds[block]), int(self._bounds[block + 1]))
-                samples = self._dataset.__getitems__(mates)
-                cache.offer(mates, samples)
-                return [(idx, samples[idx - mates.start]) for idx in wanted]
-        there = {idx: cache.peek(idx) for idx in wanted}  # another one has read the block
+        if any(map(cache.fillable, wanted)):
+            with cache.alone(block):
+                if any(map(cache.fillable, wanted)):
+                    mates = range(int(self._bounds[block]), int(self._bounds[block + 1]))
+                    samples = self._dataset.__getitems__(mates)
+                    cache.offer(mates, samples)
+                    return [(idx, samples[idx - mates.start]) for idx in wanted]
+        there = {idx: cache.peek(idx) for idx in wanted}  # another one may have read the block meanwhile
         missing = [idx for idx in wanted if there[idx] is MISSING]
         there.update(zip(missing, self._dataset.__getitems__(missing), strict=True))
         return there.items()

@@ -38,9 +38,8 @@ class StorageDataset(Dataset[TSample]):
         if indices is None:
             if length is None:
                 raise DatasetError(f"{type(storage).__name__} has no length. Give the indices of its samples.")
-            indices = range(length)
-        self.indices: Any = indices
-        if not isinstance(indices, range) or (length is not None and indices and max(indices[0], indices[-1]) >= length):
+            self.indices: Any = range(length)
+        else:
             self.indices = check_indices(indices, 2**62 if length is None else length, "StorageDataset")
 
     def __len__(self) -> int:
