@@ -40,7 +40,17 @@ _MARK = b'\\"checksum\\": \\"'
 _HEAD = 64 << 10  # bytes read when a block is opened: the header, sizes, checksums, and most often the labels
 _STEP = 128 << 10  # bytes read ahead by one call: of more, the kernel may take only the beginning
 _READ_AHEAD = 8  # samples, after which the rest of their block is read ahead
-_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, MemoryError, struct.error)
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+    struct.error,
+)
 
 
 def encode(samples: Sequence[Any], first: int = 0, allow_pickle: bool = False, info: bytes = b"") -> tuple[bytes, str]:
@@ -188,11 +198,15 @@ class Block:
         if facts["version"] != VERSION:
             raise StorageError(f"it is of version {facts['version']!r:.20}, and this stocache reads version {VERSION}.")
         self._spans: dict[str, tuple[int, int]] = {}
+        end = 0
         for column, entry in header.items():
             first, last = map(int, entry["data_offsets"])
-            if not 0 <= first <= last <= source.nbytes - self.begin:
-                raise ValueError(f"its column {column!r} reaches beyond its end")
+            if not 0 <= first <= last:
+                raise ValueError(f"its column {column!r} ends before it begins")
             self._spans[column] = self.begin + first, last - first
+            end = max(end, last)
+        if self.begin + end != source.nbytes:
+            raise ValueError(f"its columns end at {self.begin + end}, the file has {source.nbytes} bytes")
         if verify:
             self.checksum, wanted = seal_in(self._bytes(0, self.begin), _MARK, self._column(CHECKS))
             if self.checksum != wanted:

@@ -91,13 +91,13 @@ def parse_index(text: bytes, path: str) -> Index:
         raise StorageError(
             f"{path} is no index of stocache, or damaged. Give a folder that was prepared, or prepare again."
         ) from None
-    if facts["version"] != VERSION:
-        raise StorageError(f"{path} is of version {facts['version']!r:.20}, and this stocache reads version {VERSION}.")
     try:
+        version = facts.pop("version")
+        if version != VERSION:
+            raise StorageError(f"{path} is of version {version!r:.20}, and this stocache reads version {VERSION}.")
         found, wanted = seal_in(text, _MARK)
         if found != wanted:
             raise ValueError(f"checksum {found}, its content gives {wanted}")
-        del facts["version"]
         blocks = [Entry(*entry) for entry in facts.pop("blocks")]
         index = Index(blocks=blocks, **{"info": None, "info_checksum": None} | facts)
         sizes = {entry.samples for entry in blocks[:-1]}

@@ -39,8 +39,10 @@ for _power, _letter in enumerate("KMGT", start=1):
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:E[+-]?[0-9]+)?)\s*([KMGT]I?B|B|)\s*", re.IGNORECASE)
 
 
-def parse_size(size: float | str) -> int:
+def parse_size(size: float | str, name: str = "size_limit_gib") -> int:
     """Return the bytes in ``size``: a number or bare numeral of GiB, or a string such as "32GiB" or "500MB".
+
+    ``name`` is that of the argument, for errors.
 
     Raises:
         LimitError: ``size`` is negative, NaN, infinite, or not a size at all.
@@ -48,14 +50,14 @@ def parse_size(size: float | str) -> int:
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
         if not match:
-            raise LimitError(f"size_limit_gib={size!r} is not a size. Write 32, 0.5, '32GiB', '500MB' or 'auto'.")
+            raise LimitError(f"{name}={size!r} is not a size. Write 32, 0.5, '32GiB', '500MB' or 'auto'.")
         number, unit = float(match[1]), _UNITS[match[2].upper()]
     elif isinstance(size, Real) and not isinstance(size, bool):
         number, unit = float(size), GIB
     else:
-        raise LimitError(f"size_limit_gib={size!r} is a {type(size).__name__}. Write 32, 0.5, '32GiB', '500MB' or 'auto'.")
+        raise LimitError(f"{name}={size!r} is a {type(size).__name__}. Write 32, 0.5, '32GiB', '500MB' or 'auto'.")
     if not math.isfinite(number) or number < 0:
-        raise LimitError(f"size_limit_gib={size!r} must be finite and not negative; 0 switches the cache off.")
+        raise LimitError(f"{name}={size!r} must be finite and not negative; 0 switches the cache off.")
     return int(number * unit)
 
 

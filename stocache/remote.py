@@ -33,7 +33,7 @@ class Mirror:
 
     def __init__(self, url: str, local_folder: str | None, limit: int | str, storage_options: dict[str, Any] | None) -> None:
         self.url, self._options = url.rstrip("/"), storage_options or {}
-        self._limit = parse_size(limit) if isinstance(limit, str) else limit
+        self._limit = parse_size(limit, "local_limit") if isinstance(limit, str) else limit
         if type(self._limit) is not int or self._limit < 1:
             raise LimitError(f"local_limit={limit!r} is no number of bytes. Use for example '50GB'.")
         if local_folder is None:

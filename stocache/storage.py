@@ -375,7 +375,7 @@ def check_block_bytes(block_size: int | None, block_bytes: int | str) -> int:
     """
     if block_size is not None and (type(block_size) is not int or block_size < 1):
         raise LimitError(f"block_size={block_size!r} is no number of samples. Use 1 or more.")
-    nbytes = parse_size(block_bytes) if isinstance(block_bytes, str) else block_bytes
+    nbytes = parse_size(block_bytes, "block_bytes") if isinstance(block_bytes, str) else block_bytes
     if type(nbytes) is not int or nbytes < 1:
         raise LimitError(f"block_bytes={block_bytes!r} is no number of bytes. Use for example 8_000_000, or '8MB'.")
     return nbytes
