@@ -1,7 +1,12 @@
-"""The command line: bench, info, ls, stat, rm, top, doctor. Heavy modules are imported by the command that needs them."""
+"""The command line: bench, info, prepare, inspect, check, ls, stat, rm, top, doctor.
+
+Heavy modules are imported by the command that needs them.
+"""
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -9,6 +14,7 @@ import typer
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
+_CORES = min(4, len(os.sched_getaffinity(0)))
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")]
 
 
@@ -21,7 +27,7 @@ def _about() -> None:
 def bench(
     folder: Annotated[Path | None, typer.Argument(help="Folder of JPEGs, searched recursively. Default: generated.")] = None,
     fractions: Annotated[str, typer.Option(help="Cached shares of the dataset to run, in percent.")] = "0,25,50,75,100",
-    workers: Annotated[int, typer.Option(min=0, help="DataLoader workers.")] = min(4, len(os.sched_getaffinity(0))),
+    workers: Annotated[int, typer.Option(min=0, help="DataLoader workers.")] = _CORES,
     batch_size: Annotated[int, typer.Option(min=1)] = 32,
     size: Annotated[int, typer.Option(min=1, help="Photos are cached as uint8 3 x SIZE x SIZE.")] = 256,
     repeat_folder: Annotated[int, typer.Option(min=1, help="Take the folder this many times, to make it bigger.")] = 1,
@@ -126,6 +132,216 @@ def _huge_advice(policy: str) -> str:
     if policy not in ("never", "deny"):
         return f"yes ({policy})"
     return f"no ({policy}): each process pays 2 MiB of page tables per GiB cached. As root: echo advise > {limits.SHMEM_HUGE}"
+
+
+# ---------------------------------------------------------------------------------------------------- prepared folders
+
+_Workers = Annotated[int, typer.Option(min=0, help="Worker processes; 0 for none.")]
+_Prepared = Annotated[Path, typer.Argument(metavar="DIR", help="A folder that was prepared.")]
+
+
+@app.command()
+def prepare(
+    src: Annotated[Path, typer.Argument(help="Folder of images, .csv, .tsv, .npy, .parquet, or saved Hugging Face dataset.")],
+    dst: Annotated[Path, typer.Argument(help="Folder to prepare: new, empty, or one in which this was interrupted.")],
+    workers: _Workers = _CORES,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Samples in a block. Default: what --block-bytes hold.")] = None,
+    block_bytes: Annotated[str | None, typer.Option(help="Bytes of a block, such as 8MB. Default: 8MiB.")] = None,
+    shuffle_seed: Annotated[int | None, typer.Option(min=0, help="Assign samples to blocks at random, by this seed.")] = None,
+    size: Annotated[
+        int | None, typer.Option(min=1, help="Decode images, to uint8 3 x SIZE x SIZE. Default: keep the files.")
+    ] = None,
+    no_resume: Annotated[bool, typer.Option("--no-resume", help="Start again if it was interrupted.")] = False,
+    fingerprint: Annotated[str | None, typer.Option(help="Says which data this is. Other data is refused.")] = None,
+) -> None:
+    """Prepare a dataset as a folder of blocks. If it was interrupted, the same command goes on where it stopped."""
+    from stocache import sources
+    from stocache.limits import format_size
+    from stocache.prepare import prepare as prepare_folder
+    from stocache.storage import BLOCK_BYTES, OnDiskBlockDataStorage
+
+    if block_size is not None and block_bytes is not None:
+        raise typer.BadParameter("give --block-size or --block-bytes, not both.")
+    nbytes: int | str = BLOCK_BYTES if block_bytes is None else block_bytes
+    if isinstance(nbytes, str) and nbytes.isdecimal():
+        nbytes = int(nbytes)  # else it would be in GiB, as in a size limit
+    marks = [mark for mark in (fingerprint, size and f"size {size}") if mark]
+    with _errors_in_one_line():
+        source: Any = sources.open_source(src, size=size)
+        info, before = source.info, OnDiskBlockDataStorage[Any, Any](dst).is_prepared()
+        if shuffle_seed is not None and isinstance(source, sources.ParquetFiles):
+            source = sources.InOrder(source)
+        storage = prepare_folder(
+            source,
+            dst,
+            num_workers=workers,
+            block_size=block_size,
+            block_bytes=nbytes,
+            shuffle_seed=shuffle_seed,
+            info=info,
+            fingerprint=", ".join(marks) or None,
+            resume=not no_resume,
+        )
+        index = storage.index
+    typer.echo(
+        f"{dst}{' was prepared already' if before else ''}: {index.samples} samples in {len(index.blocks)} blocks of "
+        f"{index.block_size}, {format_size(_bytes(index))}. In Python: "
+        f"stocache.StorageDataset(stocache.OnDiskBlockDataStorage({str(dst)!r}))"
+    )
+
+
+@app.command()
+def inspect(folder: _Prepared, as_json: _Json = False) -> None:
+    """Show what is in a prepared folder: how much, what samples look like, how they were prepared. Reads no samples."""
+    import reprlib
+
+    from stocache.errors import DamagedError, StorageError
+    from stocache.limits import format_size
+    from stocache.storage import OnDiskBlockDataStorage
+
+    with _errors_in_one_line():
+        storage = OnDiskBlockDataStorage[Any, Any](folder)
+        index = storage.index
+        try:
+            info = storage.load_dataset_info()
+            shown = reprlib.repr(info)
+        except DamagedError:
+            raise
+        except StorageError as error:  # it is pickled, or made of classes that are not here
+            shown = f"not shown: {error}"
+    if as_json:
+        amounts = {
+            "samples": index.samples,
+            "blocks": len(index.blocks),
+            "block_size": index.block_size,
+            "bytes": _bytes(index),
+        }
+        facts = {"structure": index.structure, "info": shown if index.info_checksum else info, "plan": index.plan}
+        typer.echo(json.dumps(amounts | facts, indent=2))
+        return
+    plan = ", ".join(f"{key} {value!r}" for key, value in index.plan.items() if value is not None)
+    rows = [
+        ("samples", str(index.samples)),
+        ("blocks", f"{len(index.blocks)} of {index.block_size} samples"),
+        ("size", format_size(_bytes(index))),
+        ("plan", plan),
+        ("info", shown),
+        *_tree("structure", index.structure),
+    ]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        typer.echo(f"{name:<{width}}  {value}")
+
+
+@app.command()
+def check(folder: _Prepared, workers: _Workers = _CORES) -> None:
+    """Read everything in a prepared folder, and list what is damaged. Exits with 1 if anything is."""
+    from stocache.errors import StorageError
+    from stocache.storage import OnDiskBlockDataStorage
+
+    with _errors_in_one_line():
+        storage = OnDiskBlockDataStorage[Any, Any](folder)
+        try:
+            index = storage.index
+        except StorageError as error:  # without which nothing can be told of the rest
+            problems = [str(error)]
+        else:
+            problems = _problems(storage, workers)
+    for problem in problems:
+        typer.echo(problem)
+    if problems:
+        raise typer.Exit(1)
+    typer.echo(f"{len(index.blocks)} blocks, {index.samples} samples, no damage")
+
+
+def _problems(storage: Any, workers: int) -> list[str]:
+    """Return what is wrong with the blocks and the info of a storage, and which files are none of its."""
+    from torch.utils.data import DataLoader
+    from tqdm import tqdm
+
+    from stocache.errors import StorageError
+    from stocache.folder import INFO, Entry, block_name, open_block
+
+    index, folder = storage.index, Path(storage.base_folder)
+    blocks: Any = _Checks(storage)
+    loader = DataLoader(blocks, batch_size=None, num_workers=min(workers, len(blocks)))
+    problems = [problem for problem in tqdm(loader, desc=f"checking {folder}", unit="block") if problem]
+    if index.info_checksum is not None:
+        path = str(folder / INFO)
+        try:
+            open_block(path, path, Entry(1, 0, index.info_checksum), None).verify()
+        except (StorageError, OSError) as error:
+            problems.append(str(error))
+    names = {folder / block_name(number) for number in range(len(blocks))}
+    strange = sorted(set(folder.joinpath(block_name(0)).parent.glob("*")) - names)
+    return problems + [f"{path} is not in the index: nothing reads it. Remove it." for path in strange]
+
+
+class _Checks:
+    """What is wrong with each block of a storage, "" for nothing; as a dataset, so that a DataLoader's workers look."""
+
+    def __init__(self, storage: Any) -> None:
+        self._storage = storage
+
+    def __len__(self) -> int:
+        return len(self._storage.index.blocks)
+
+    def __getitem__(self, number: int) -> str:
+        try:
+            return self._storage.check(number) or ""
+        except OSError as error:  # the disk fails
+            from stocache.folder import block_name
+
+            return f"{self._storage.base_folder}/{block_name(number)} cannot be read: {error}."
+
+
+def _bytes(index: Any) -> int:
+    return sum(entry.nbytes for entry in index.blocks)
+
+
+def _tree(name: str, node: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield the structure of samples, or of a part of them, in lines of two columns."""
+    what, parts = _describe(node)
+    yield "  " * depth + name, what
+    for inner, part in parts:
+        yield from _tree(inner, part, depth + 1)
+
+
+def _describe(node: Any) -> tuple[str, list[tuple[str, Any]]]:
+    """Return what a part of a structure is, and its own parts."""
+    if node is None:
+        return "no samples", []
+    kind = node["kind"]
+    if kind == "in":
+        cls = node["class"].removeprefix("builtins:")
+        return cls.replace("NoneType", "None"), list(zip(map(repr, node["keys"]), node["children"], strict=True))
+    if kind == "union":
+        return "one of", [("or", child) for child in node["children"]]
+    if kind in ("list", "tuple"):
+        return f"{kind} of any length", [("each", node["items"])]
+    if kind in ("str", "bytes", "long", "pickle"):
+        return {"long": "int", "pickle": "pickled"}.get(kind, kind), []
+    words = [node["class"], "of", node["type"]] if kind == "numbers" else [node["type"] if kind == "number" else kind]
+    if "dtype" in node:
+        words.append(str(node["dtype"]))
+    sizes = ["?"] * node["dims"] if "dims" in node else list(map(str, node["shape"]))  # ?: it varies
+    if sizes:
+        words.append("x".join(sizes))
+    return " ".join(words), []
+
+
+@contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    """End the command with the message of an error that is the user's to mend."""
+    from stocache.errors import StocacheError
+
+    try:
+        yield
+    except (StocacheError, OSError) as error:
+        message = str(error)
+        if "Original Traceback" in message:  # of a worker of a DataLoader: the last line names the error
+            message = message.strip().splitlines()[-1].partition(": ")[2]
+        _fail(" ".join(message.split()))
 
 
 # ---------------------------------------------------------------------------------------------------- named caches

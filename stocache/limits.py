@@ -47,15 +47,16 @@ def parse_size(size: float | str, name: str = "size_limit_gib") -> int:
     Raises:
         LimitError: ``size`` is negative, NaN, infinite, or not a size at all.
     """
+    written = "Write 32, 0.5, '32GiB', '500MB' or 'auto'." if name == "size_limit_gib" else "Write for example '500MB'."
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
         if not match:
-            raise LimitError(f"{name}={size!r} is not a size. Write 32, 0.5, '32GiB', '500MB' or 'auto'.")
+            raise LimitError(f"{name}={size!r} is not a size. {written}")
         number, unit = float(match[1]), _UNITS[match[2].upper()]
     elif isinstance(size, Real) and not isinstance(size, bool):
         number, unit = float(size), GIB
     else:
-        raise LimitError(f"{name}={size!r} is a {type(size).__name__}. Write 32, 0.5, '32GiB', '500MB' or 'auto'.")
+        raise LimitError(f"{name}={size!r} is a {type(size).__name__}. {written}")
     if not math.isfinite(number) or number < 0:
         raise LimitError(f"{name}={size!r} must be finite and not negative; 0 switches the cache off.")
     return int(number * unit)

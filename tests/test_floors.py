@@ -16,7 +16,7 @@ FLOORS = [
     | {"block", "folder", "storage", "stored", "sampler"},
     {"epochs", "blockwise", "dataset", "orders", "collation", "loader", "prepare"},
     {"__init__"},
-    {"bench", "listing", "doctor", "top", "datamodule", "cli", "__main__"},
+    {"bench", "listing", "doctor", "top", "sources", "datamodule", "cli", "__main__"},
 ]
 WITHIN = {(module, "errors") for module in FLOORS[0]}
 WITHIN |= {("structure", "containers"), ("records", "containers"), ("records", "structure")}
@@ -37,7 +37,7 @@ WITHIN |= {("ragged", below) for below in ("opening", "arena", "admission", "pro
 WITHIN |= {("pool", "loans"), ("gathering", "cache"), ("loader", "dataset"), ("loader", "orders"), ("loader", "collation")}
 WITHIN |= {("orders", "dataset")}
 WITHIN |= {("__main__", "cli"), ("cli", "bench"), ("cli", "listing"), ("cli", "doctor"), ("cli", "top")}
-WITHIN |= {("doctor", "listing"), ("top", "listing")}
+WITHIN |= {("doctor", "listing"), ("top", "listing"), ("cli", "sources"), ("sources", "bench")}
 
 
 def floor_of(module: str) -> int:
