@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmark import damage
 from stocache import (
     DamagedError,
     DataStorage,
@@ -328,25 +329,10 @@ INFO = {"mean": torch.ones(3)}
 WHOLE = [INFO, *map(sample, range(N))]
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_every_flipped_bit_is_found_or_harmless(disk, seed):
-    rng, found = random.Random(seed), 0
-    files = files_of(disk)
-    sizes = [path.stat().st_size for path in files]
-    for _ in range(50):
-        (path,) = rng.choices(files, sizes)
-        data = bytearray(path.read_bytes())
-        at = rng.randrange(len(data))
-        data[at] ^= 1 << rng.randrange(8)
-        whole = path.read_bytes()
-        path.write_bytes(data)
-        got = outcome(disk.base_folder)
-        path.write_bytes(whole)
-        for value, wanted in zip(got, WHOLE, strict=True):
-            assert isinstance(value, StorageError) or same(value, wanted), (path, at)
-            assert not isinstance(value, StorageError) or path.name in str(value)
-        found += any(isinstance(value, StorageError) for value in got)
-    assert found == 50
+@pytest.mark.parametrize("seed", range(4))
+def test_every_flipped_bit_is_found(seed):
+    counts = damage.trials(100, seed)
+    assert {outcome for _, outcome in counts} == {"found"}
 
 
 def test_a_file_that_is_cut_is_found(disk):
