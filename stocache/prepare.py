@@ -20,7 +20,7 @@ from stocache import randomness
 from stocache.epochs import is_first_rank
 from stocache.errors import DatasetError, StorageError
 from stocache.folder import STAGING, Entry, Workshop
-from stocache.storage import BLOCK_BYTES, OnDiskBlockDataStorage, TInfo, TSample, check_block_bytes, size_for
+from stocache.storage import BLOCK_BYTES, OnDiskBlockDataStorage, TInfo, TSample, check_block_bytes, size_for, snapshot
 from stocache.stored import StorageDataset
 
 logger = logging.getLogger("stocache")
@@ -196,7 +196,7 @@ class _Job:
     def _run_preparer(self, preparer: DataPreparer[Any, Any], found: dict[int, Entry]) -> None:
         kept = next(number for number in range(len(found) + 1) if number not in found)  # those from the first on
         entries: list[Future[Entry]] = []
-        samples = iter(preparer.prepare_data())
+        samples = map(snapshot, preparer.prepare_data())
         head = list(islice(samples, _PROBE))
         size = self._size or size_for(head, self._bytes, self._workshop.allow_pickle)
         with self._bar(None) as bar, ThreadPoolExecutor(max(1, self._num_workers)) as pool:

@@ -1,6 +1,7 @@
 """Where prepared samples are kept: the interface, one file for what fits in memory, a folder of blocks for what does not."""
 
 import contextlib
+import copy
 import os
 import resource
 import threading
@@ -103,7 +104,7 @@ class InMemoryDataStorage(DataStorage[TSample, TInfo]):
         """
         if self._saved is None:
             raise StorageError("save_sample: call start_preparation first.")
-        self._saved.append(sample)
+        self._saved.append(snapshot(sample))
 
     def finish_preparation(self, info: TInfo) -> None:
         """Write the file.
@@ -388,6 +389,14 @@ def size_for(samples: Sequence[Any], block_bytes: int, allow_pickle: bool) -> in
     return max(1, round(block_bytes / each))
 
 
+def snapshot(sample: Any) -> Any:
+    """Return a copy of a sample, whose owner may use its memory for the next one."""
+    try:
+        return copy.deepcopy(sample)
+    except Exception:  # whatever its class raises; when it is encoded, it is said what is wrong with it
+        return sample
+
+
 def _most_open() -> int:
     return min(_OPEN_BLOCKS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
@@ -407,7 +416,7 @@ class _Writing:
             self._stack = stack.pop_all()
 
     def save(self, sample: Any) -> None:
-        self._samples.append(sample)
+        self._samples.append(snapshot(sample))
         if self._size is None and len(self._samples) == _PROBE:
             self._size = size_for(self._samples, self._bytes, self._workshop.allow_pickle)
         while self._size is not None and len(self._samples) >= self._size:

@@ -325,6 +325,19 @@ def test_a_prepared_dataset_can_be_prepared_again_in_another_way(tmp_path):
             assert all(same(second.load_sample(idx), Images()[idx]) for idx in range(N))
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_preparer_may_use_its_memory_again(tmp_path, workers):
+    class Reusing(Preparer):
+        def prepare_data(self):
+            buffer = np.zeros(3)
+            for idx in range(N):
+                buffer += 1
+                yield buffer, idx
+
+    with prepare(Reusing(), tmp_path, num_workers=workers, block_size=7, progress=False) as storage:
+        assert [storage.load_sample(idx)[0][0] for idx in range(N)] == list(range(1, N + 1))
+
+
 def test_threads_of_a_preparer_pass_their_errors_on(tmp_path):
     class Bad(Preparer):
         def prepare_data(self):

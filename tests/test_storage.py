@@ -159,6 +159,18 @@ def test_a_loaded_sample_is_the_callers_own(make):
     assert same(storage.load_sample(3), sample(3))
 
 
+def test_a_sample_is_saved_as_it_is_at_that_moment(make):
+    storage, value = make(), sample(3)
+    storage.start_preparation()
+    storage.save_sample(value)
+    value["image"] += 1
+    value["tags"].append("more")
+    storage.save_sample(value)
+    storage.finish_preparation(None)
+    assert same(storage.load_sample(0), sample(3))
+    assert same(storage.load_sample(1), value)
+
+
 @pytest.mark.parametrize("count", [0, 1, 6, 7, 8, 31, 32, 33])
 def test_any_number_of_samples(make, count):
     storage = save(make(), count)
