@@ -257,8 +257,14 @@ class Workshop:
             data, facts["info_checksum"] = encode([info], 0, self.allow_pickle)
             self.write(INFO, data)
         self.write(INDEX, seal(json.dumps(facts).encode(), _MARK))
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self.path, _PREPARING))
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Remove what is of no use any more once the folder is whole, and what writers that were killed have left."""
+        shutil.rmtree(os.path.join(self.path, STAGING), ignore_errors=True)
+        for name in os.listdir(self.path):
+            if name == _PREPARING or (name.endswith(".tmp") and _OURS.fullmatch(name)):
+                os.unlink(os.path.join(self.path, name))
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file whole, or not at all.

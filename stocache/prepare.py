@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from shutil import rmtree
 from typing import Any, Generic
 
 import numpy as np
@@ -106,6 +105,7 @@ def prepare(
                     f"{folder} is prepared in another way: {storage.index.plan}, not {plan}. Remove it to prepare it again, or "
                     f"give another folder."
                 )
+            workshop.tidy()  # who prepared it may have been killed before he could
             logger.info("%s is prepared already", folder)
             return storage
         job = _Job(workshop, plan, block_size, nbytes, num_workers, progress and is_first_rank())
@@ -115,10 +115,9 @@ def prepare(
             job.run_preparer(preparer, resume)
         else:
             workshop.begin(plan, resume)
-            staging = Path(folder, STAGING)
             ordered = prepare(
                 preparer,
-                staging,
+                Path(folder, STAGING),
                 num_workers=num_workers,
                 block_size=block_size,
                 block_bytes=nbytes,
@@ -128,7 +127,6 @@ def prepare(
             )
             with ordered:
                 job.run(StorageDataset(ordered), ordered.load_dataset_info(), True, shuffle_seed)
-            rmtree(staging)
     return storage
 
 

@@ -244,7 +244,7 @@ folder, kind, workers, seed, delay_s = sys.argv[1:]
 threading.Timer(float(delay_s), lambda: os.killpg(0, signal.SIGKILL)).start()
 print("ready", flush=True)
 while True:
-    source = Images(3000) if kind == "dataset" else Preparer(3000)
+    source = Images(1000) if kind == "dataset" else Preparer(1000)
     prepare(source, folder, num_workers=int(workers), block_size=10, shuffle_seed=eval(seed), progress=False)
     time.sleep(0.001)
 """
@@ -256,7 +256,7 @@ def test_killed_at_any_moment_it_goes_on_and_never_looks_prepared_too_early(tmp_
     delays = random.Random(0)
     folder, kills = tmp_path / "a", 0
     for _ in range(4):
-        command = [sys.executable, "-c", KILLED, str(folder), kind, workers, seed, str(delays.uniform(0.02, 0.3))]
+        command = [sys.executable, "-c", KILLED, str(folder), kind, workers, seed, str(delays.uniform(0.01, 0.15))]
         process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent)
         process.communicate(timeout=25)
         kills += process.returncode == -signal.SIGKILL
@@ -264,14 +264,26 @@ def test_killed_at_any_moment_it_goes_on_and_never_looks_prepared_too_early(tmp_
         if storage.is_prepared():
             break
     assert kills
-    source = Images(3000) if kind == "dataset" else Preparer(3000)
+    source = Images(1000) if kind == "dataset" else Preparer(1000)
     options = {"block_size": 10, "shuffle_seed": None if seed == "None" else int(seed), "progress": False}
     with prepare(source, folder, **options) as storage:
-        assert sorted(storage.load_sample(idx)[1] for idx in range(3000)) == list(range(3000))
-        assert [number for number in range(300) if storage.check(number)] == []
-    source = Images(3000) if kind == "dataset" else Preparer(3000)
+        assert sorted(storage.load_sample(idx)[1] for idx in range(1000)) == list(range(1000))
+        assert [number for number in range(100) if storage.check(number)] == []
+    source = Images(1000) if kind == "dataset" else Preparer(1000)
     prepare(source, tmp_path / "b", **options).close()
     assert digest(folder) == digest(tmp_path / "b")
+
+
+def test_what_killed_writers_left_is_removed(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        prepare(Preparer(stop_at=60), tmp_path, block_size=7, progress=False)
+    for name in ("index.json.12.tmp", "preparing.json.12.tmp", "info.safetensors.12.tmp", "blocks/000009.safetensors.12.tmp"):
+        (tmp_path / name).write_bytes(b"half")
+    prepare(Preparer(), tmp_path, block_size=7, progress=False).close()
+    assert not list(tmp_path.rglob("*.tmp"))
+    (tmp_path / "preparing.json").write_text("left by one who was killed at the very end")
+    prepare(Preparer(), tmp_path, block_size=7, progress=False).close()
+    assert sorted(os.listdir(tmp_path)) == ["blocks", "index.json"]
 
 
 def _prepare(number, folder):
