@@ -69,28 +69,28 @@ class Columns:
     def __init__(self, samples: Sequence[Any], first: int = 0, allow_pickle: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._allow_pickle = allow_pickle
-        self.tree = self._take(samples, "sample", [f"sample {number}" for number in range(first, first + len(samples))], 0)
+        self.tree = self._take(samples, "sample", range(first, first + len(samples)), 0)
 
-    def _take(self, values: Sequence[Any], path: str, where: list[str], depth: int) -> Tree:
-        """Add the values of one node, and return its tree; ``where`` names each in errors."""
+    def _take(self, values: Sequence[Any], path: str, numbers: Sequence[int], depth: int) -> Tree:
+        """Add the values of one node, and return its tree; ``numbers`` are those of the samples they are of, for errors."""
         if depth > _DEEP:
-            raise SampleError(f"{where[0]}: more than {_DEEP} containers within each other.")
+            raise SampleError(f"sample {numbers[0]}: more than {_DEEP} containers within each other.")
         rows: dict[_Kind, list[int]] = {}
         parts = []
         for row, value in enumerate(values):
-            kind, part = self._kind(value, where[row])
+            kind, part = self._kind(value, f"sample {numbers[row]}" if depth == 0 else f"sample {numbers[row]} ({path})")
             rows.setdefault(kind, []).append(row)
             parts.append(part)
         if len(rows) == 1:
-            return self._take_kind(next(iter(rows)), parts, path, where, depth)
+            return self._take_kind(next(iter(rows)), parts, path, numbers, depth)
         if not rows:
             return None
         kinds = np.empty(len(values), np.int64)
         children = []
         for number, (kind, own) in enumerate(rows.items()):
             kinds[own] = number
-            mine, at = [parts[row] for row in own], [where[row] for row in own]
-            children.append(self._take_kind(kind, mine, f"{path}|{number}", at, depth + 1))
+            mine, theirs = [parts[row] for row in own], [numbers[row] for row in own]
+            children.append(self._take_kind(kind, mine, f"{path}|{number}", theirs, depth + 1))
         return {"kind": "union", "kinds": self._add(f"{path}:kinds", kinds), "children": children}
 
     def _kind(self, value: Any, where: str) -> tuple[_Kind, Any]:
@@ -137,31 +137,31 @@ class Columns:
                 return ("numbers", name, cls.__name__), (data, (len(value),))
         return (name,), value
 
-    def _take_kind(self, kind: _Kind, parts: list[Any], path: str, where: list[str], depth: int) -> Tree:
+    def _take_kind(self, kind: _Kind, parts: list[Any], path: str, numbers: Sequence[int], depth: int) -> Tree:
         name, *rest = kind
         if name == "in":
             container, cls, keys, extra, _ = rest
-            return self._take_container(container, cls, keys, extra, parts, path, where, depth)
+            return self._take_container(container, cls, keys, extra, parts, path, numbers, depth)
         if name not in _SEQUENCES:
             described = dict(zip(_DESCRIBED.get(name, ()), rest))  # noqa: B905  the number of dimensions follows from the shapes
             return {"kind": name} | described | self._take_leaves(parts, *stored_as(name, rest), path)
         lengths = list(map(len, parts))
         if len(set(lengths)) == 1 and lengths[0] <= _FIELDS:
             keys = tuple(range(lengths[0]))
-            return self._take_container(name, f"builtins:{name}", keys, (), parts, path, where, depth)
+            return self._take_container(name, f"builtins:{name}", keys, (), parts, path, numbers, depth)
         offsets = self._add(f"{path}:offsets", np.cumsum([0, *lengths]))
         items = [item for part in parts for item in part]
-        inside = [f"{at}[{position}]" for at, length in zip(where, lengths, strict=True) for position in range(length)]
-        return {"kind": name, "offsets": offsets, "items": self._take(items, f"{path}[]", inside, depth + 1)}
+        theirs = [number for number, length in zip(numbers, lengths, strict=True) for _ in range(length)]
+        return {"kind": name, "offsets": offsets, "items": self._take(items, f"{path}[]", theirs, depth + 1)}
 
     def _take_container(
-        self, container: str, cls: str, keys: Any, extra: Any, parts: list[Any], path: str, where: list[str], depth: int
+        self, container: str, cls: str, keys: Any, extra: Any, parts: list[Any], path: str, numbers: Sequence[int], depth: int
     ) -> Tree:
         children = []
         for position, key in enumerate(keys):
-            mine, at = [part[position] for part in parts], [f"{name}[{key!r}]" for name in where]
             name = str(key).encode("utf-8", "replace").decode()
-            children.append(self._take(mine, name if depth == 0 else f"{path}/{name}", at, depth + 1))
+            within = name if depth == 0 else f"{path}/{name}"
+            children.append(self._take([part[position] for part in parts], within, numbers, depth + 1))
         described = {"container": container, "class": cls, "keys": list(map(_json_key, keys)), "extra": extra}
         return {"kind": "in", **described, "children": children}
 
