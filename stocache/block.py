@@ -30,7 +30,7 @@ import torch
 import xxhash
 from safetensors.torch import save
 
-from stocache.checksums import ZEROS, seal, seal_in
+from stocache.checksums import ZEROS, Buffer, seal, seal_in
 from stocache.columnar import CHECKS, INFO, Columns
 from stocache.errors import DamagedError, StorageError
 from stocache.rows import RAW, reader
@@ -53,8 +53,8 @@ _UNREADABLE = (
 )
 
 
-def encode(samples: Sequence[Any], first: int = 0, allow_pickle: bool = False, info: bytes = b"") -> tuple[bytes, str]:
-    """Return the file of a block that holds ``samples``, and its checksum.
+def encode(samples: Sequence[Any], first: int = 0, allow_pickle: bool = False, info: bytes = b"") -> tuple[list[Buffer], str]:
+    """Return the file of a block that holds ``samples``, in pieces, and its checksum.
 
     Args:
         samples: of any structures.
@@ -70,14 +70,12 @@ def encode(samples: Sequence[Any], first: int = 0, allow_pickle: bool = False, i
     if info:
         columns.tensors[INFO] = torch.frombuffer(bytearray(info), dtype=torch.uint8)
     facts = {"checksum": ZEROS, "version": VERSION, "samples": len(samples), "structure": columns.tree}
-    data = bytearray(save(columns.tensors, {"stocache": json.dumps(facts)}))
+    data = save(columns.tensors, {"stocache": json.dumps(facts)})
     block = Block(Memory(data), "a new block", allow_pickle=None, verify=False)
     checks = np.array([block.check(row) for row in range(len(samples))], dtype="<u8").tobytes()
-    at, nbytes = block.span(CHECKS)
-    data[at : at + nbytes] = checks
-    head = seal(bytes(data[: block.begin]), _MARK, checks)
-    data[: block.begin] = head
-    return bytes(data), seal_in(head, _MARK, checks)[0]
+    head, (at, nbytes) = seal(data[: block.begin], _MARK, checks), block.span(CHECKS)
+    whole = memoryview(data)
+    return [head, whole[block.begin : at], checks, whole[at + nbytes :]], seal_in(head, _MARK, checks)[0]
 
 
 class File:
@@ -89,13 +87,18 @@ class File:
         self.nbytes = os.fstat(self._fd).st_size
         self._head = os.pread(self._fd, _HEAD, 0)
 
-    def read(self, at: int, nbytes: int) -> tuple[Any, int]:
-        """Return a buffer that holds ``nbytes`` of the file from ``at``, the caller's own, and where in it they begin."""
+    def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
+        """Return a buffer that holds ``nbytes`` of the file from ``at``, and where in it they begin.
+
+        ``own``: it is to be the caller's, to write to; else bytes that he may only read.
+        """
         end = at + nbytes
         if end <= len(self._head):
-            return bytearray(self._head[at:end]), 0
+            return (bytearray(self._head[at:end]), 0) if own else (self._head, at)
         if end > self.nbytes:
             raise ValueError("it is cut")
+        if not own and len(data := os.pread(self._fd, nbytes, at)) == nbytes:
+            return data, 0
         buffer = bytearray(nbytes)
         done = os.preadv(self._fd, [buffer], at)
         while done < nbytes:  # of more than 2 GiB, one call reads a part
@@ -116,16 +119,16 @@ class File:
 
 
 class Memory:
-    """A file that is in memory; ``shared`` when what is read must be a copy."""
+    """A file that is in memory; ``shared`` when what a reader may write to must be a copy."""
 
     def __init__(self, data: Any, shared: bool = False) -> None:
         self._data, self._shared, self.nbytes = data, shared, len(data)
 
-    def read(self, at: int, nbytes: int) -> tuple[Any, int]:
-        """Return a buffer that holds ``nbytes`` of the file from ``at``, and where in it they begin."""
+    def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
+        """Return a buffer that holds ``nbytes`` of the file from ``at``, and where in it they begin; ``own`` as for `File`."""
         if at + nbytes > self.nbytes:
             raise ValueError("it is cut")
-        return (bytearray(self._data[at : at + nbytes]), 0) if self._shared else (self._data, at)
+        return (bytearray(self._data[at : at + nbytes]), 0) if self._shared and own else (self._data, at)
 
     def expect(self) -> None:
         """Do nothing: it is there."""
@@ -139,8 +142,8 @@ class _Walk:
     def __init__(self, source: "File | Memory") -> None:
         self._source, self.hash = source, xxhash.xxh3_64()
 
-    def take(self, at: int, nbytes: int) -> tuple[Any, int]:
-        buffer, begin = self._source.read(at, nbytes)
+    def take(self, at: int, nbytes: int, own: bool) -> tuple[Any, int]:
+        buffer, begin = self._source.read(at, nbytes, own)
         self.hash.update(buffer if len(buffer) == nbytes else memoryview(buffer)[begin : begin + nbytes])
         return buffer, begin
 
@@ -214,7 +217,7 @@ class Block:
         return facts
 
     def _bytes(self, at: int, nbytes: int) -> bytes:
-        buffer, begin = self._source.read(at, nbytes)
+        buffer, begin = self._source.read(at, nbytes, own=False)
         return bytes(memoryview(buffer)[begin : begin + nbytes])
 
     def _column(self, name: str) -> memoryview:
@@ -243,6 +246,10 @@ class Block:
         if self._reads == _READ_AHEAD:  # in random order over many blocks it does not come to this while the block is open
             self._source.expect()
         return self._sample(self._source, row)
+
+    def expect(self) -> None:
+        """Have the kernel read the block ahead."""
+        self._source.expect()
 
     def all(self) -> list[Any]:
         """Return all samples, read at once: views of one buffer that holds the block.

@@ -166,7 +166,7 @@ class Columns:
         return {"kind": "in", **described, "children": children}
 
     def _take_leaves(self, parts: list[Any], dtype: torch.dtype, tail: tuple[int, ...], path: str) -> dict[str, Any]:
-        data = bytearray(b"".join(buffer for buffer, _ in parts))
+        data = bytearray().join(buffer for buffer, _ in parts)
         values = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         shapes = [shape for _, shape in parts]
         if len(set(shapes)) == 1:

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from stocache.block import Block, File, encode
-from stocache.checksums import ZEROS, seal, seal_in
+from stocache.checksums import ZEROS, Buffer, seal, seal_in
 from stocache.errors import DamagedError, StorageError
 
 FORMAT, VERSION = "stocache blocks", 1
@@ -229,14 +229,14 @@ class Workshop:
             SampleError: a sample cannot be stored.
             OSError: the disk is full, or fails.
         """
-        data, checksum = encode(samples, first, self.allow_pickle)
-        self.write(block_name(number), data)
-        return Entry(len(samples), len(data), checksum)
+        pieces, checksum = encode(samples, first, self.allow_pickle)
+        self.write(block_name(number), *pieces)
+        return Entry(len(samples), sum(map(len, pieces)), checksum)
 
     def entry(self, samples: Sequence[Any], first: int) -> Entry:
         """Return what the index would say of a block of these samples."""
-        data, checksum = encode(samples, first, self.allow_pickle)
-        return Entry(len(samples), len(data), checksum)
+        pieces, checksum = encode(samples, first, self.allow_pickle)
+        return Entry(len(samples), sum(map(len, pieces)), checksum)
 
     def finish(self, entries: list[Entry], block_size: int, info: Any, plan: dict[str, Any]) -> None:
         """Say that all blocks are there: write the index.
@@ -254,8 +254,8 @@ class Workshop:
         if is_plain(info):
             facts["info"] = info
         else:
-            data, facts["info_checksum"] = encode([info], 0, self.allow_pickle)
-            self.write(INFO, data)
+            pieces, facts["info_checksum"] = encode([info], 0, self.allow_pickle)
+            self.write(INFO, *pieces)
         self.write(INDEX, seal(json.dumps(facts).encode(), _MARK))
         self.tidy()
 
@@ -266,17 +266,17 @@ class Workshop:
             if name == _PREPARING or (name.endswith(".tmp") and _OURS.fullmatch(name)):
                 os.unlink(os.path.join(self.path, name))
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, *pieces: Buffer) -> None:
         """Write a file whole, or not at all.
 
         Raises:
             OSError: the disk is full, or fails.
         """
-        write_file(os.path.join(self.path, name), data)
+        write_file(os.path.join(self.path, name), *pieces)
 
 
-def write_file(path: str, data: bytes) -> None:
-    """Write a file whole, or not at all; another of that name is replaced.
+def write_file(path: str, *pieces: Buffer) -> None:
+    """Write a file, in pieces, whole, or not at all; another of that name is replaced.
 
     Raises:
         OSError: the disk is full, or fails.
@@ -284,9 +284,10 @@ def write_file(path: str, data: bytes) -> None:
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         with open(temporary, "wb", buffering=0) as file:
-            view = memoryview(data)
-            while view:
-                view = view[file.write(view) :]
+            for piece in pieces:
+                view = memoryview(piece)
+                while view:
+                    view = view[file.write(view) :]
             os.fsync(file.fileno())
         os.rename(temporary, path)
     except OSError as error:

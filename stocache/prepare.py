@@ -3,10 +3,11 @@
 import logging
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from itertools import islice
+from contextlib import contextmanager, suppress
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Generic
 
@@ -64,7 +65,7 @@ def prepare(
         source: a `DataPreparer`, or a map-style dataset (``__len__`` and ``__getitem__``).
         folder: where to, new or empty.
         num_workers: worker processes that load and write blocks of a dataset; of a `DataPreparer`, whose samples come one after
-            the other, threads that write. 0 for neither.
+            the other, threads that write. With 0, one thread writes while this one loads.
         block_size, block_bytes, allow_pickle: as for `OnDiskBlockDataStorage`.
         shuffle_seed: assign samples to blocks at random, by this seed: sample i of the storage is then not sample i of the
             source. What a `DataPreparer` yields is first prepared in order, and takes twice the room until it is done.
@@ -166,20 +167,48 @@ class _Job:
             found = {}
             self._workshop.keep(found)
         missing = [number for number in range(len(blocks)) if number not in found]
-        loader = DataLoader(
-            blocks,
-            batch_size=None,
-            sampler=missing,
-            collate_fn=_itself,
-            num_workers=min(self._num_workers, len(missing)),
-            generator=torch.Generator(),  # or it would draw from the global one
-        )
+        if self._num_workers:
+            entries = self._by_processes(blocks, missing)
+        else:
+            entries = self._by_threads(((number, blocks.samples(number)) for number in missing), size)
         with self._bar(length) as bar:
             bar.update(sum(entry.samples for entry in found.values()))
-            for number, entry in zip(missing, loader, strict=True):
+            for number, entry in zip(missing, entries, strict=True):
                 found[number] = entry
                 bar.update(entry.samples)
         self._workshop.finish([found[number] for number in range(len(blocks))], size, info, self._plan)
+
+    def _by_processes(self, blocks: "_Blocks", missing: list[int]) -> Iterator[Entry]:
+        """Write blocks in worker processes, and give their entries in order."""
+        wanted, count = iter(missing), min(self._num_workers, len(missing))
+        loader = DataLoader(
+            blocks,
+            batch_size=None,
+            sampler=wanted,
+            collate_fn=_itself,
+            num_workers=count,
+            generator=torch.Generator(),  # or it would draw from the global one
+        )
+        entries = iter(loader)
+        try:
+            yield from entries
+        finally:  # after an error, what the workers have been asked for is waited for: they must not write afterwards
+            deque(wanted, maxlen=0)
+            for _ in range(2 * count):
+                with suppress(Exception):
+                    next(entries)
+
+    def _by_threads(self, blocks: Iterable[tuple[int, list[Any]]], size: int) -> Iterator[Entry]:
+        """Write blocks, and give their entries in order; while some are written, the next ones come."""
+        count = max(1, self._num_workers)
+        pending: deque[Future[Entry]] = deque()
+        with ThreadPoolExecutor(count) as pool:
+            for number, samples in blocks:
+                pending.append(pool.submit(self._workshop.write_block, number, samples, number * size))
+                if len(pending) > count:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
 
     # ------------------------------------------------------------------------------------------------ of a preparer
 
@@ -193,26 +222,25 @@ class _Job:
 
     def _run_preparer(self, preparer: DataPreparer[Any, Any], found: dict[int, Entry]) -> None:
         kept = next(number for number in range(len(found) + 1) if number not in found)  # those from the first on
-        entries: list[Future[Entry]] = []
-        samples = map(snapshot, preparer.prepare_data())
+        samples: Iterator[Any] = map(snapshot, preparer.prepare_data())
         head = list(islice(samples, _PROBE))
         size = self._size or size_for(head, self._bytes, self._workshop.allow_pickle)
-        with self._bar(None) as bar, ThreadPoolExecutor(max(1, self._num_workers)) as pool:
-            while block := head[:size] + list(islice(samples, max(0, size - len(head)))):
-                head, number = head[size:], len(entries)
+        samples = chain(head, samples)
+        blocks = enumerate(iter(lambda: list(islice(samples, size)), []))
+        entries: list[Entry] = []
+        with self._bar(None) as bar:
+            for number, block in islice(blocks, kept):
                 if number == kept - 1 and self._workshop.entry(block, number * size) != found[number]:
                     raise _Changed
-                if number < kept:
-                    entries.append(_done(found[number]))
-                else:
-                    entries.append(pool.submit(self._workshop.write_block, number, block, number * size))
-                    if number >= self._num_workers:  # as many are in memory as are written at once, and one
-                        entries[number - self._num_workers].result()
+                entries.append(found[number])
                 bar.update(len(block))
-        if len(entries) < kept:
-            raise _Changed
+            if len(entries) < kept:
+                raise _Changed
+            for entry in self._by_threads(blocks, size):
+                entries.append(entry)
+                bar.update(entry.samples)
         self._workshop.keep(range(len(entries)))
-        self._workshop.finish([entry.result() for entry in entries], size, preparer.get_dataset_info(), self._plan)
+        self._workshop.finish(entries, size, preparer.get_dataset_info(), self._plan)
 
 
 class _Blocks(Dataset[Entry]):
@@ -225,13 +253,14 @@ class _Blocks(Dataset[Entry]):
         return -(-len(self._order) // self._size)
 
     def __getitem__(self, number: int) -> Entry:
-        return self._workshop.write_block(number, self._samples(number), number * self._size)
+        return self._workshop.write_block(number, self.samples(number), number * self._size)
 
     def entry(self, number: int) -> Entry:
         """Return what the index would say of a block, without writing it."""
-        return self._workshop.entry(self._samples(number), number * self._size)
+        return self._workshop.entry(self.samples(number), number * self._size)
 
-    def _samples(self, number: int) -> list[Any]:
+    def samples(self, number: int) -> list[Any]:
+        """Return the samples of a block."""
         indices = self._order[number * self._size : (number + 1) * self._size].tolist()
         together = getattr(self._dataset, "__getitems__", None)
         with _seeded(number):
@@ -246,12 +275,6 @@ def _seeded(number: int) -> Iterator[None]:
         random.seed(number)
         np.random.seed(number % 2**32)
         yield
-
-
-def _done(entry: Entry) -> "Future[Entry]":
-    future: Future[Entry] = Future()
-    future.set_result(entry)
-    return future
 
 
 def _itself(entry: Any) -> Any:

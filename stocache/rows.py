@@ -25,8 +25,11 @@ from stocache.structure import NUMBER_CODECS
 class Walk(Protocol):
     """One walk through the tree: where the bytes come from, and what has been met."""
 
-    def take(self, at: int, nbytes: int) -> tuple[Any, int]:
-        """Return a buffer that holds ``nbytes`` of the columns from ``at``, and where in it they begin; note them as met."""
+    def take(self, at: int, nbytes: int, own: bool) -> tuple[Any, int]:
+        """Return a buffer that holds ``nbytes`` of the file from ``at``, and where in it they begin; note them as met.
+
+        ``own``: it is to be the caller's, to write to.
+        """
 
     def note(self, *sizes: int) -> None:
         """Note sizes as met."""
@@ -69,7 +72,9 @@ def reader(tree: Tree, table: Table, loads: _Loads) -> Read:
     if kind == "pickle" and loads is None:
         raise StorageError("its samples are partly pickled. To run what the pickles say, pass allow_pickle=True.")
     size, make = _maker(kind, tree, loads)
-    return _read_leaf(tree, table, size, _make_nothing if loads is RAW else make)
+    if loads is RAW:
+        return _read_leaf(tree, table, size, False, _make_nothing)
+    return _read_leaf(tree, table, size, kind in ("tensor", "array"), make)
 
 
 def _nothing(walk: Walk, row: int) -> Any:
@@ -113,7 +118,8 @@ def _read_items(tree: Any, table: Table, loads: _Loads) -> Read:
     return read
 
 
-def _read_leaf(tree: Any, table: Table, size: int, make: _Make) -> Read:
+def _read_leaf(tree: Any, table: Table, size: int, own: bool, make: _Make) -> Read:
+    """``own``: what is made keeps the bytes, and its owner may write to them."""
     begin, nbytes = table.span(tree["column"])
     if "shape" in tree:
         shape = tuple(map(int, tree["shape"]))
@@ -125,7 +131,7 @@ def _read_leaf(tree: Any, table: Table, size: int, make: _Make) -> Read:
         def read(walk: Walk, row: int) -> Any:
             if (row + 1) * width > nbytes:
                 raise ValueError("a column is too short")
-            buffer, at = walk.take(begin + row * width, width)
+            buffer, at = walk.take(begin + row * width, width, own)
             return make(buffer, at, count, shape)
 
         return read
@@ -140,7 +146,7 @@ def _read_leaf(tree: Any, table: Table, size: int, make: _Make) -> Read:
         if not 0 <= first <= last or last * size > nbytes or count != last - first or min(shape) < 0:
             raise ValueError("a value reaches beyond its column, or does not have the shape it should")
         walk.note(*shape)
-        buffer, at = walk.take(begin + first * size, count * size)
+        buffer, at = walk.take(begin + first * size, count * size, own)
         return make(buffer, at, count, shape)
 
     return read_varying
@@ -202,8 +208,11 @@ def _numbers(cls: Any, outer: Any) -> tuple[int, _Make]:
     return dtype.itemsize, lambda buffer, at, count, shape: outer(np.frombuffer(buffer, dtype, count, at).tolist())
 
 
-def _bytes_to(make: Callable[[memoryview], Any]) -> _Make:
-    return lambda buffer, at, count, shape: make(memoryview(buffer)[at : at + count])
+def _bytes_to(make: Callable[[Any], Any]) -> _Make:
+    def made(buffer: Any, at: int, count: int, shape: tuple[int, ...]) -> Any:
+        return make(buffer if len(buffer) == count else memoryview(buffer)[at : at + count])
+
+    return made
 
 
 _FROM_BYTES: dict[str, _Make] = {

@@ -117,9 +117,9 @@ class InMemoryDataStorage(DataStorage[TSample, TInfo]):
         if self._saved is None:
             raise StorageError("finish_preparation: call start_preparation first.")
         inner, _ = encode([info], 0, self._allow_pickle)
-        data, _ = encode(self._saved, 0, self._allow_pickle, inner)
+        pieces, _ = encode(self._saved, 0, self._allow_pickle, b"".join(inner))
         os.makedirs(os.path.dirname(self.datafile) or ".", exist_ok=True)
-        write_file(self.datafile, data)
+        write_file(self.datafile, *pieces)
         self._saved = self._loaded = None
 
     def load_dataset_info(self) -> TInfo:
@@ -210,6 +210,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         self._index: Index | None = None
         self._blocks: OrderedDict[int, Block] = OrderedDict()
         self._lock = threading.Lock()
+        self._last_block = -1
 
     # ------------------------------------------------------------------------------------------------ writing
 
@@ -310,7 +311,11 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
             SampleIndexError: there is none.
             DamagedError: one is not as it was written.
         """
-        return self._open(check_index(b, len(self.index.blocks), "load_block")).all()
+        block = self._open(check_index(b, len(self.index.blocks), "load_block"))
+        if self._mirror is None and b == self._last_block + 1 < len(self.index.blocks) - 1:
+            self._open(b + 1).expect()  # who reads one after the other wants that next
+        self._last_block = b
+        return block.all()
 
     def check(self, b: int) -> str | None:
         """Return what is wrong with block ``b``; None when nothing is. Reads it whole; makes no samples."""
@@ -336,7 +341,11 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_index", "_blocks", "_lock", "_writing")}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("_index", "_blocks", "_lock", "_last_block", "_writing")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

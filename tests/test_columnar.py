@@ -24,8 +24,14 @@ from tests.test_records import Annotated, everywhere, identical, samples
 from tests.test_structure import Box, Point, same
 
 
+def whole(values, allow_pickle=False):
+    """The file of a block, and its checksum."""
+    pieces, digest = encode(values, 0, allow_pickle)
+    return b"".join(pieces), digest
+
+
 def block_of(values, allow_pickle=False):
-    return Block(Memory(encode(values, 0, allow_pickle)[0], shared=True), "a block", allow_pickle)
+    return Block(Memory(whole(values, allow_pickle)[0], shared=True), "a block", allow_pickle)
 
 
 def round_trip(values, allow_pickle=False):
@@ -103,7 +109,7 @@ def test_samples_are_the_callers_own():
 
 
 def test_columns_are_what_other_programs_read():
-    data, _ = encode([{"image": torch.full((2, 3), n, dtype=torch.uint8), "text": "ab" * n, "label": n} for n in range(3)])
+    data, _ = whole([{"image": torch.full((2, 3), n, dtype=torch.uint8), "text": "ab" * n, "label": n} for n in range(3)])
     tensors = safetensors.torch.load(data)
     assert tensors["image"].tolist() == [[[n] * 3] * 2 for n in range(3)]
     assert tensors["label"].tolist() == [0, 1, 2]
@@ -113,14 +119,14 @@ def test_columns_are_what_other_programs_read():
 
 
 def test_arrays_of_varying_shape_have_offsets_and_shapes():
-    tensors = safetensors.torch.load(encode([np.zeros((2, n), np.float32) for n in range(3)])[0])
+    tensors = safetensors.torch.load(whole([np.zeros((2, n), np.float32) for n in range(3)])[0])
     assert tensors["sample"].shape == (6,)
     assert tensors["sample:offsets"].tolist() == [0, 0, 2, 6]
     assert tensors["sample:shapes"].tolist() == [[2, 0], [2, 1], [2, 2]]
 
 
 def test_lists_of_varying_length_and_unions_are_columns_too():
-    tensors = safetensors.torch.load(encode([["a"], ["b", None, "cd"]])[0])
+    tensors = safetensors.torch.load(whole([["a"], ["b", None, "cd"]])[0])
     assert tensors["sample:offsets"].tolist() == [0, 1, 4]
     assert tensors["sample[]:kinds"].tolist() == [0, 0, 1, 0]
     assert bytes(tensors["sample[]|0"].numpy()) == b"abcd"
@@ -128,11 +134,11 @@ def test_lists_of_varying_length_and_unions_are_columns_too():
 
 def test_a_block_is_the_same_each_time():
     values = [{"a": n, "b": [str(n)] * n} for n in range(20)]
-    assert len({encode(values)[0] for _ in range(5)}) == 1
+    assert len({whole(values)[0] for _ in range(5)}) == 1
     code = "from stocache.block import encode; print(encode([{'a': n, 'b': [str(n)] * n} for n in range(20)])[1])"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-        == encode(values)[1]
+        == whole(values)[1]
     )
 
 
@@ -141,7 +147,7 @@ def test_the_checksum_of_a_sample_is_the_one_that_is_specified():
         (torch.tensor([1, 2], dtype=torch.int16), "ab", [[True], [], [False]]),
         (torch.tensor([3, 4], dtype=torch.int16), "", []),
     ]
-    checks = safetensors.torch.load(encode(values)[0])[":checks"].numpy().view("<u8")
+    checks = safetensors.torch.load(whole(values)[0])[":checks"].numpy().view("<u8")
     first = b"\x01\0\x02\0" + (2).to_bytes(8, "little") + b"ab" + (3).to_bytes(8, "little")
     kinds = [(0).to_bytes(8, "little"), (1).to_bytes(8, "little")]  # of lists: of numbers, empty
     assert f"{checks[0]:016x}" == checksum(first + kinds[0] + b"\1" + kinds[1] + kinds[0] + b"\0")
@@ -155,8 +161,8 @@ class Kind(enum.Enum):
 @pytest.mark.parametrize("value", [{1, 2}, Kind.BOX, object, {"a": {frozenset(): 1}}, {frozenset(): 1}], ids=str)
 def test_what_has_no_bytes_of_its_own_needs_allow_pickle_on_both_sides(value):
     with pytest.raises(SampleError, match=r"sample 1( \([\w|/]+\))?: a \w+ has .*allow_pickle=True"):
-        encode([0, value])
-    data, _ = encode([0, value], allow_pickle=True)
+        whole([0, value])
+    data, _ = whole([0, value], allow_pickle=True)
     assert Block(Memory(data), "a block", allow_pickle=True).sample(1) == value
     with pytest.raises(StorageError, match="a block: its samples are partly pickled"):
         Block(Memory(data), "a block")
@@ -174,7 +180,7 @@ def test_what_has_no_bytes_of_its_own_needs_allow_pickle_on_both_sides(value):
 )
 def test_what_would_not_come_back_the_same_is_refused(value, message):
     with pytest.raises(SampleError, match=message):
-        encode([{"x": value}])
+        whole([{"x": value}])
 
 
 def test_deep_nesting_is_refused():
@@ -182,12 +188,12 @@ def test_deep_nesting_is_refused():
     for _ in range(100):
         value = {"a": value}
     with pytest.raises(SampleError, match="more than 60 containers within each other"):
-        encode([value])
+        whole([value])
 
 
 def forged(values, change):
     """A block whose structure is changed, with checksums that are right."""
-    data, digest = encode(values)
+    data, digest = whole(values)
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     facts = json.loads(header["__metadata__"]["stocache"])
@@ -240,7 +246,7 @@ def test_a_forged_structure_is_an_error(change):
 
 
 def test_a_pickle_is_checked_before_it_is_loaded():
-    data = bytearray(encode([Trap()], allow_pickle=True)[0])
+    data = bytearray(whole([Trap()], allow_pickle=True)[0])
     at = data.index(b"sprung")
     data[at : at + 6] = b"SPRUNG"
     with pytest.raises(DamagedError, match="sample 0 in it has the checksum"):
