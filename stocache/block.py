@@ -85,7 +85,12 @@ class File:
         self._fd = -1
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.nbytes = os.fstat(self._fd).st_size
+        self._head = b""
+
+    def open(self) -> "File":
+        """Read the beginning, from which most of what is small will be asked for."""
         self._head = os.pread(self._fd, _HEAD, 0)
+        return self
 
     def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
         """Return a buffer that holds ``nbytes`` of the file from ``at``, and where in it they begin.
@@ -246,10 +251,6 @@ class Block:
         if self._reads == _READ_AHEAD:  # in random order over many blocks it does not come to this while the block is open
             self._source.expect()
         return self._sample(self._source, row)
-
-    def expect(self) -> None:
-        """Have the kernel read the block ahead."""
-        self._source.expect()
 
     def all(self) -> list[Any]:
         """Return all samples, read at once: views of one buffer that holds the block.

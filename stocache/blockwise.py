@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from stocache.placement import Units
-from stocache.protocol import MISSING, SampleCache
+from stocache.protocol import MISSING, SampleCache, SlotState
 
 
 def units_of(dataset: Any) -> int | Units | None:
@@ -56,6 +56,12 @@ class Blockwise:
         missing = [idx for idx in wanted if there[idx] is MISSING]
         there.update(zip(missing, self._dataset.__getitems__(missing), strict=True))
         return there.items()
+
+    def uncached(self, blocks: Iterable[int]) -> list[int]:
+        """Return those blocks of the storage that are not cached."""
+        indices, size = self._dataset.indices, self._dataset.storage.block_size
+        states = self._cache.aux_array.numpy()
+        return [b for b in blocks if states[np.searchsorted(indices, b * size)] != SlotState.SET]
 
     def batches(self, wanted: list[int]) -> list[list[int]]:
         """Return indices by the block."""

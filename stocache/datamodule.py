@@ -191,8 +191,17 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
         if size is None:
             return RandomSampler(dataset) if shuffle else SequentialSampler(dataset)
         trainer = self.trainer
-        ranks = {} if trainer is None else {"rank": trainer.global_rank, "world_size": trainer.world_size}
-        return BlockSampler(dataset.indices, size, shuffle, window=self.window, seed=self.seed, drop_last=shuffle, **ranks)
+        return BlockSampler(
+            dataset.indices,
+            size,
+            shuffle,
+            window=self.window,
+            seed=self.seed,
+            drop_last=shuffle,
+            ahead=dataset.expect,
+            rank=None if trainer is None else trainer.global_rank,
+            world_size=None if trainer is None else trainer.world_size,
+        )
 
     # ------------------------------------------------------------------------------------------------ life
 

@@ -174,6 +174,10 @@ class CachedDataset(Dataset[Any]):
             idx = idx + self._len if -self._len <= idx < 0 else idx
         return check_index(idx, self._len, "dataset")
 
+    def expect(self, blocks: Iterable[int]) -> None:
+        """Have blocks of the storage read ahead, but for those that are cached; a `BlockSampler` says which."""
+        self.dataset.expect(blocks if self._blockwise is None else self._blockwise.uncached(blocks))
+
     def __getattr__(self, name: str) -> Any:
         # Asked for what is not here; not during unpickling, when nothing is
         if name.startswith("__") or "dataset" not in self.__dict__:

@@ -116,7 +116,7 @@ def open_block(path: str, name: str, entry: Entry | None, allow_pickle: bool | N
         StorageError: it cannot be read here.
     """
     try:
-        block = Block(File(path), name, allow_pickle)
+        block = Block(File(path).open(), name, allow_pickle)
     except FileNotFoundError:
         raise DamagedError(f"{name} is missing. Prepare again; 'stocache check DIR' lists all damage.") from None
     except OSError as error:

@@ -9,7 +9,7 @@ NOTE [ Windows ]
     by two, and few windows are read by more than one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from stocache.indices import check_indices
 class BlockSampler(DistributedSampler[int]):
     """Yields the samples of a dataset block by block, shuffled within windows of several blocks.
 
-        sampler = BlockSampler(dataset.indices, storage.block_size, shuffle=True, seed=0)
+        sampler = BlockSampler(dataset.indices, storage.block_size, shuffle=True, ahead=dataset.expect)
         loader = DataLoader(dataset, batch_size=256, sampler=sampler)
 
     Args:
@@ -36,6 +36,8 @@ class BlockSampler(DistributedSampler[int]):
         rank, world_size: this process's number among those that share each epoch. None for what torch.distributed says where it
             is initialised, else all is this process's.
         drop_last: leave out the last samples so that all ranks have equally many; else some have one more.
+        ahead: called with the numbers of the blocks of each window while the one before is yielded: the ``expect`` of the
+            dataset, which has them read ahead from the disk.
 
     Raises:
         LimitError: no such block size, window, or rank.
@@ -57,6 +59,7 @@ class BlockSampler(DistributedSampler[int]):
         rank: int | None = None,
         world_size: int | None = None,
         drop_last: bool = False,
+        ahead: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         if world_size is None:
             together = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -72,9 +75,11 @@ class BlockSampler(DistributedSampler[int]):
             raise LimitError(f"rank={rank} is none of world_size={world_size}.")
         blocks = check_indices(indices, 2**62, "BlockSampler") // block_size
         self._by_block = np.lexsort((np.asarray(indices), blocks)) if len(blocks) else np.empty(0, np.int64)
-        self._bounds = np.append(np.flatnonzero(np.diff(blocks[self._by_block], prepend=-1)), len(blocks))
+        sorted_blocks = blocks[self._by_block]
+        self._bounds = np.append(np.flatnonzero(np.diff(sorted_blocks, prepend=-1)), len(blocks))
+        self._blocks = sorted_blocks[self._bounds[:-1]]  # their numbers in the storage
         self._shuffle, self._window, self._seed = shuffle, window, seed
-        self._rank, self._world_size, self._drop_last = rank, world_size, drop_last
+        self._rank, self._world_size, self._drop_last, self._ahead = rank, world_size, drop_last, ahead
         self._epoch = self._done = 0  # the epoch that begins next, and how many of its samples are to be passed by
         self._running: tuple[int, int] | None = None  # the same of the epoch that runs
 
@@ -108,16 +113,22 @@ class BlockSampler(DistributedSampler[int]):
         begin += done
         count = len(self._bounds) - 1
         blocks = np.random.default_rng((self._seed, epoch)).permutation(count) if self._shuffle else np.arange(count)
+        windows: list[tuple[int, np.ndarray[Any, Any]]] = []  # where each begins in the order, and its blocks; of this rank
         passed = 0
         for window in range(0, count, self._window):
             chosen = blocks[window : window + self._window]
             size = int((self._bounds[chosen + 1] - self._bounds[chosen]).sum())
             if passed + size > begin and passed < end:
-                samples = np.concatenate([self._by_block[self._bounds[b] : self._bounds[b + 1]] for b in chosen])
-                if self._shuffle:
-                    np.random.default_rng((self._seed, epoch, window)).shuffle(samples)
-                yield from samples[max(0, begin - passed) : end - passed].tolist()
+                windows.append((passed, chosen))
             passed += size
+        for number, (passed, chosen) in enumerate(windows):
+            if self._ahead is not None:
+                for _, following in windows[number + (number > 0) : number + 2]:  # the first one, too
+                    self._ahead(self._blocks[following].tolist())
+            samples = np.concatenate([self._by_block[self._bounds[b] : self._bounds[b + 1]] for b in chosen])
+            if self._shuffle:
+                np.random.default_rng((self._seed, epoch, 1 + int(chosen[0]))).shuffle(samples)
+            yield from samples[max(0, begin - passed) : end - passed].tolist()
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins next."""

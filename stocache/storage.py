@@ -7,11 +7,11 @@ import resource
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from stocache.block import Block, Memory, encode
+from stocache.block import Block, File, Memory, encode
 from stocache.columnar import Columns
 from stocache.errors import DamagedError, LimitError, StorageError
 from stocache.folder import INDEX, INFO, Entry, Index, Workshop, block_name, open_block, parse_index, write_file
@@ -312,10 +312,16 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
             DamagedError: one is not as it was written.
         """
         block = self._open(check_index(b, len(self.index.blocks), "load_block"))
-        if self._mirror is None and b == self._last_block + 1 < len(self.index.blocks) - 1:
-            self._open(b + 1).expect()  # who reads one after the other wants that next
+        if b == self._last_block + 1 < len(self.index.blocks) - 1:
+            self.expect([b + 1])  # who reads one after the other wants that next
         self._last_block = b
         return block.all()
+
+    def expect(self, blocks: Iterable[int]) -> None:
+        """Have the kernel read blocks ahead, which are wanted soon; those that cannot be are left out. Not of a URL."""
+        for b in blocks if self._mirror is None else ():
+            with contextlib.suppress(OSError):
+                File(os.path.join(self.base_folder, block_name(b))).expect()
 
     def check(self, b: int) -> str | None:
         """Return what is wrong with block ``b``; None when nothing is. Reads it whole; makes no samples."""

@@ -1,6 +1,6 @@
 """StorageDataset: the samples of a storage, or some of them, as a dataset."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -63,6 +63,12 @@ class StorageDataset(Dataset[TSample]):
             return [self.storage.load_sample(number) for number in wanted]
         block: list[TSample] = self.storage.load_block(wanted[0] // size)  # type: ignore[attr-defined]
         return [block[number % size] for number in wanted]
+
+    def expect(self, blocks: Iterable[int]) -> None:
+        """Have blocks of the storage read ahead, if it can; a `BlockSampler` says which."""
+        expect = getattr(self.storage, "expect", None)
+        if expect is not None:
+            expect(blocks)
 
     @cached_property
     def block_bounds(self) -> np.ndarray[Any, np.dtype[np.int64]] | None:

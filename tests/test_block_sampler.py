@@ -85,6 +85,21 @@ def test_a_state_goes_on_where_it_was_taken_and_plays_the_next_epoch(order, data
         assert list(again) == list(sampler)
 
 
+@given(orders())
+def test_blocks_are_told_of_before_they_are_read_and_once(order):
+    indices, options, world_size = order
+    for rank in range(world_size):
+        told: list = []
+        sampler = BlockSampler(indices, **options, rank=rank, world_size=world_size, ahead=told.extend)
+        read = set()
+        for local in sampler:
+            block = indices[local] // options["block_size"]
+            assert block in told
+            read.add(block)
+        assert len(told) == len(set(told))
+        assert len(set(told) - read) <= 2 * options["window"]  # of the windows that are shared with other ranks
+
+
 def test_unshuffled_samples_come_by_blocks_in_order():
     assert list(BlockSampler([9, 1, 5, 0, 4, 8], 4, shuffle=False)) == [3, 1, 4, 2, 5, 0]
 

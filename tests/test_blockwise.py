@@ -178,6 +178,28 @@ def test_unsorted_indices_are_cached_by_the_sample(storage):
         assert storage.counts()[0] == 0
 
 
+@pytest.mark.parametrize("subset", SUBSETS)
+def test_blocks_that_are_cached_are_not_read_ahead(storage, subset, monkeypatch):
+    dataset = StorageDataset(storage, SUBSETS[subset])
+    expected = []
+    monkeypatch.setattr(storage, "expect", expected.extend)
+    with CachedDataset(dataset, half(dataset)) as cached:
+        sampler = BlockSampler(dataset.indices, SIZE, True, window=4, ahead=cached.expect)
+        for local in sampler:
+            cached[local]
+        assert set(expected) == set(range(BLOCKS))
+        expected.clear()
+        for local in sampler:
+            cached[local]
+        assert sorted(expected) == sorted(set(range(BLOCKS)) - blocks_in(cached))
+
+
+def test_reading_ahead_changes_nothing_and_leaves_out_what_is_missing(storage):
+    dataset = StorageDataset(storage)
+    dataset.expect(range(BLOCKS + 5))
+    assert all(dataset[idx][1] == idx for idx in range(N))
+
+
 def test_an_error_of_the_storage_passes_through_and_the_next_one_reads(storage, monkeypatch):
     with CachedDataset(StorageDataset(storage), "10MB") as cached:
         with monkeypatch.context() as patch:
