@@ -124,16 +124,16 @@ class File:
 
 
 class Memory:
-    """A file that is in memory; ``shared`` when what a reader may write to must be a copy."""
+    """A file that is in memory."""
 
-    def __init__(self, data: Any, shared: bool = False) -> None:
-        self._data, self._shared, self.nbytes = data, shared, len(data)
+    def __init__(self, data: Any) -> None:
+        self._data, self.nbytes = data, len(data)
 
     def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
         """Return a buffer that holds ``nbytes`` of the file from ``at``, and where in it they begin; ``own`` as for `File`."""
         if at + nbytes > self.nbytes:
             raise ValueError("it is cut")
-        return (bytearray(self._data[at : at + nbytes]), 0) if self._shared and own else (self._data, at)
+        return (bytearray(self._data[at : at + nbytes]), 0) if own else (self._data, at)
 
     def expect(self) -> None:
         """Do nothing: it is there."""
@@ -250,22 +250,16 @@ class Block:
         self._reads += 1
         if self._reads == _READ_AHEAD:  # in random order over many blocks it does not come to this while the block is open
             self._source.expect()
-        return self._sample(self._source, row)
+        return self._sample(row)
 
     def all(self) -> list[Any]:
-        """Return all samples, read at once: views of one buffer that holds the block.
+        """Return all samples, each the caller's own.
 
         Raises:
             DamagedError: one is not as it was written.
         """
-        memory = self._whole()
-        return [self._sample(memory, row) for row in range(self.samples)]
-
-    def _whole(self) -> Memory:
-        try:
-            return Memory(self._source.read(0, self._source.nbytes)[0])
-        except _UNREADABLE as error:
-            raise self._damaged(error) from error
+        self._source.expect()
+        return [self._sample(row) for row in range(self.samples)]
 
     def check(self, row: int) -> int:
         """Return the checksum that a sample has as it is now."""
@@ -279,16 +273,16 @@ class Block:
         Raises:
             DamagedError: something is not as it was written.
         """
-        memory = self._whole()
+        self._source.expect()
         for row in range(self.samples):
-            self._checked(memory, row)
+            self._checked(row)
 
-    def _sample(self, source: File | Memory, row: int) -> Any:
-        value = self._checked(source, row)
-        return value if self._check is self._read else self._read(_Walk(source), row)
+    def _sample(self, row: int) -> Any:
+        value = self._checked(row)
+        return value if self._check is self._read else self._read(_Walk(self._source), row)
 
-    def _checked(self, source: File | Memory, row: int) -> Any:
-        walk = _Walk(source)
+    def _checked(self, row: int) -> Any:
+        walk = _Walk(self._source)
         try:
             value = self._check(walk, row)
             if walk.hash.intdigest() != self._checks[row]:

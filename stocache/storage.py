@@ -127,7 +127,7 @@ class InMemoryDataStorage(DataStorage[TSample, TInfo]):
         block = self._block()
         name = f"the info in {self.datafile}"
         try:
-            info: TInfo = Block(Memory(block.info, shared=True), name, self._allow_pickle).sample(0)
+            info: TInfo = Block(Memory(block.info), name, self._allow_pickle).sample(0)
         except (KeyError, ValueError) as error:
             raise StorageError(f"{self.datafile} is a block without info. Give a file that was prepared.") from error
         return info
@@ -155,7 +155,7 @@ class InMemoryDataStorage(DataStorage[TSample, TInfo]):
                     data = file.read()
             except FileNotFoundError:
                 raise DamagedError(f"{self.datafile} is missing: nothing was prepared there. Prepare it first.") from None
-            block = self._loaded = Block(Memory(data, shared=True), self.datafile, self._allow_pickle)
+            block = self._loaded = Block(Memory(data), self.datafile, self._allow_pickle)
         return block
 
     def __getstate__(self) -> dict[str, Any]:
@@ -305,7 +305,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         return sample
 
     def load_block(self, b: int) -> list[TSample]:
-        """Return all samples of block ``b``, read at once: views of one buffer, which lives as long as any of them.
+        """Return all samples of block ``b``, each the caller's own.
 
         Raises:
             SampleIndexError: there is none.

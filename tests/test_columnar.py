@@ -31,7 +31,7 @@ def whole(values, allow_pickle=False):
 
 
 def block_of(values, allow_pickle=False):
-    return Block(Memory(whole(values, allow_pickle)[0], shared=True), "a block", allow_pickle)
+    return Block(Memory(whole(values, allow_pickle)[0]), "a block", allow_pickle)
 
 
 def round_trip(values, allow_pickle=False):
