@@ -169,6 +169,13 @@ def test_epochs_are_counted_by_what_was_asked_for(storage):
         assert cached.stats().total.races == 0
 
 
+def test_a_limit_below_one_block_is_said(tmp_path, caplog):
+    prepare(Samples(False), tmp_path, block_size=SIZE, progress=False).close()
+    with OnDiskBlockDataStorage(tmp_path) as storage, CachedDataset(StorageDataset(storage), f"{N + 5 * 32}B") as cached:
+        assert "is less than one block of the storage, and only whole blocks are cached" in caplog.text
+        assert cached[3][1] == 3
+
+
 def test_unsorted_indices_are_cached_by_the_sample(storage):
     indices = np.random.default_rng(0).permutation(N)
     dataset = StorageDataset(storage, indices)
