@@ -184,7 +184,8 @@ def prepare(
         )
         index = storage.index
     typer.echo(
-        f"{dst}{' was prepared already' if before else ''}: {index.samples} samples in {len(index.blocks)} block{'s' * (len(index.blocks) != 1)} of "
+        f"{dst}{' was prepared already' if before else ''}: {index.samples} samples in "
+        f"{len(index.blocks)} block{'s' * (len(index.blocks) != 1)} of "
         f"{index.block_size}, {format_size(_bytes(index))}. In Python: "
         f"stocache.StorageDataset(stocache.OnDiskBlockDataStorage({str(dst)!r}))"
     )

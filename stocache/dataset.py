@@ -122,7 +122,7 @@ class CachedDataset(Dataset[Any]):
         if unit is not None:
             self._blockwise = Blockwise(dataset, self.cache)
             if self.cache.stats().capacity_bytes and bool((self.cache.aux_array == SlotState.OOB).all()):
-                logger.warning("size_limit_gib=%s is less than a block of the storage: nothing is cached. Raise it.", size_limit_gib)
+                logger.warning("size_limit_gib=%s is less than a block of the storage: nothing is cached.", size_limit_gib)
         elif admit == "all":  # else their cost would have to be known
             self.cache.get_or_load_many(list(probed), lambda indices: [probed[idx] for idx in indices], strict=False)
         self._epochs = Epochs(length, self.cache)
