@@ -181,14 +181,12 @@ class Block:
         try:
             facts = self._open(verify)
             self.samples, self.structure = int(facts["samples"]), facts["structure"]
-            self._checks = self._column(CHECKS).cast("Q")
             if len(self._checks) != self.samples:
                 raise ValueError(f"it claims {self.samples} samples, and has checksums of {len(self._checks)}")
-            self._check = reader(self.structure, self, RAW)
             if allow_pickle is not None:
-                self._read = reader(self.structure, self, pickle.loads if allow_pickle else None)
-            if '"kind": "pickle"' not in json.dumps(self.structure):  # else it is checked before it is loaded
-                self._check = self._read if allow_pickle is not None else self._check
+                self._check = self._read = reader(self.structure, self, pickle.loads if allow_pickle else None)
+            if allow_pickle is None or (allow_pickle and facts["pickled"]):  # pickles are checked before they are loaded
+                self._check = reader(self.structure, self, RAW)
         except StorageError as error:
             raise type(error)(f"{name}: {error}") from None
         except _UNREADABLE as error:
@@ -202,7 +200,8 @@ class Block:
             raise ValueError(f"its header claims {length} bytes, the file has {source.nbytes}")
         self.begin = 8 + length
         header = json.loads(self._bytes(8, length))
-        facts = json.loads(header.pop("__metadata__")["stocache"])
+        text = header.pop("__metadata__")["stocache"]
+        facts = json.loads(text) | {"pickled": '"kind": "pickle"' in text}
         if facts["version"] != VERSION:
             raise StorageError(f"it is of version {facts['version']!r:.20}, and this stocache reads version {VERSION}.")
         self._spans: dict[str, tuple[int, int]] = {}
@@ -215,8 +214,10 @@ class Block:
             end = max(end, last)
         if self.begin + end != source.nbytes:
             raise ValueError(f"its columns end at {self.begin + end}, the file has {source.nbytes} bytes")
+        checks = self._column(CHECKS)
+        self._checks = checks.cast("Q")
         if verify:
-            self.checksum, wanted = seal_in(self._bytes(0, self.begin), _MARK, self._column(CHECKS))
+            self.checksum, wanted = seal_in(self._bytes(0, self.begin), _MARK, checks)
             if self.checksum != wanted:
                 raise ValueError(f"checksum {self.checksum}, its content gives {wanted}")
         return facts

@@ -158,7 +158,8 @@ def prepare(
     from stocache import sources
     from stocache.limits import format_size
     from stocache.prepare import prepare as prepare_folder
-    from stocache.storage import BLOCK_BYTES, OnDiskBlockDataStorage
+    from stocache.storage import OnDiskBlockDataStorage
+    from stocache.writing import BLOCK_BYTES
 
     if block_size is not None and block_bytes is not None:
         raise typer.BadParameter("give --block-size or --block-bytes, not both.")

@@ -46,7 +46,6 @@ _KNOWN = {  # to safetensors, in all its versions
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 }
-_SEQUENCES = {"list": list, "tuple": tuple}
 
 
 class Columns:
@@ -118,13 +117,8 @@ class Columns:
             container, items = parted
             told = repr(container.keys)  # 1, 1.0 and True are equal, and hash the same
             return ("in", container.kind, name_of(container.cls, where), container.keys, container.extra, told), items
-        if not self._allow_pickle:
-            problem = "has no bytes of its own" if parted is None else "has keys that are not str, numbers or tuples of such"
-            raise SampleError(
-                f"{where}: a {cls.__name__} {problem}. Turn it into tensors, arrays, numbers, str or bytes, or pass "
-                f"allow_pickle=True."
-            )
-        return _bytes("pickle", pickled(value, where))
+        problem = "has no bytes of its own" if parted is None else "has keys that are not str, numbers or tuples of such"
+        return _bytes("pickle", pickled(value, where, self._allow_pickle, problem))
 
     def _sequence_kind(self, value: Any) -> tuple[_Kind, Any]:
         name, types = type(value).__name__, set(map(type, value))
@@ -142,7 +136,7 @@ class Columns:
         if name == "in":
             container, cls, keys, extra, _ = rest
             return self._take_container(container, cls, keys, extra, parts, path, numbers, depth)
-        if name not in _SEQUENCES:
+        if name not in ("list", "tuple"):
             described = dict(zip(_DESCRIBED.get(name, ()), rest))  # noqa: B905  the number of dimensions follows from the shapes
             return {"kind": name} | described | self._take_leaves(parts, *stored_as(name, rest), path)
         lengths = list(map(len, parts))

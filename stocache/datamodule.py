@@ -157,7 +157,7 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
         options = dict(self._cache_options)
         trainer = self.trainer
         if trainer is not None and trainer.world_size > 1 and isinstance(self.storage, OnDiskBlockDataStorage):
-            same = f"{self.storage.index.checksum} {checksum(np.asarray(dataset.indices).tobytes())}"
+            same = f"{self.storage.index.checksum} {_digest(dataset)}"
             key = f"{same} {part} {limit} {sorted(options.items(), key=str)}"
             options = {"name": f"datamodule-{checksum(key.encode())}", "fingerprint": same} | options
         return CachedDataset(dataset, limit, transform=transform, **options)

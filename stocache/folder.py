@@ -229,14 +229,17 @@ class Workshop:
             SampleError: a sample cannot be stored.
             OSError: the disk is full, or fails.
         """
-        pieces, checksum = encode(samples, first, self.allow_pickle)
+        pieces, entry = self._encoded(samples, first)
         self.write(block_name(number), *pieces)
-        return Entry(len(samples), sum(map(len, pieces)), checksum)
+        return entry
 
     def entry(self, samples: Sequence[Any], first: int) -> Entry:
         """Return what the index would say of a block of these samples."""
+        return self._encoded(samples, first)[1]
+
+    def _encoded(self, samples: Sequence[Any], first: int) -> tuple[list[Buffer], Entry]:
         pieces, checksum = encode(samples, first, self.allow_pickle)
-        return Entry(len(samples), sum(map(len, pieces)), checksum)
+        return pieces, Entry(len(samples), sum(map(len, pieces)), checksum)
 
     def finish(self, entries: list[Entry], block_size: int, info: Any, plan: dict[str, Any]) -> None:
         """Say that all blocks are there: write the index.

@@ -20,12 +20,11 @@ from stocache import randomness
 from stocache.epochs import is_first_rank
 from stocache.errors import DatasetError, StorageError
 from stocache.folder import STAGING, Entry, Workshop
-from stocache.storage import BLOCK_BYTES, OnDiskBlockDataStorage, TInfo, TSample, check_block_bytes, size_for, snapshot
+from stocache.storage import OnDiskBlockDataStorage, TInfo, TSample
 from stocache.stored import StorageDataset
+from stocache.writing import BLOCK_BYTES, PROBE, check_block_bytes, size_for, snapshot
 
 logger = logging.getLogger("stocache")
-
-_PROBE = 32  # samples by which the size of the others is told
 
 
 class DataPreparer(ABC, Generic[TSample, TInfo]):
@@ -156,7 +155,7 @@ class _Job:
         if size is None:
             with _seeded(0):
                 probed = [
-                    dataset[idx] for idx in np.unique(np.linspace(0, length - 1, min(_PROBE, length)).astype(int)).tolist()
+                    dataset[idx] for idx in np.unique(np.linspace(0, length - 1, min(PROBE, length)).astype(int)).tolist()
                 ]
             size = size_for(probed, self._bytes, self._workshop.allow_pickle)
         order = np.arange(length) if shuffle_seed is None else np.random.default_rng(shuffle_seed).permutation(length)
@@ -223,7 +222,7 @@ class _Job:
     def _run_preparer(self, preparer: DataPreparer[Any, Any], found: dict[int, Entry]) -> None:
         kept = next(number for number in range(len(found) + 1) if number not in found)  # those from the first on
         samples: Iterator[Any] = map(snapshot, preparer.prepare_data())
-        head = list(islice(samples, _PROBE))
+        head = list(islice(samples, PROBE))
         size = self._size or size_for(head, self._bytes, self._workshop.allow_pickle)
         samples = chain(head, samples)
         blocks = enumerate(iter(lambda: list(islice(samples, size)), []))

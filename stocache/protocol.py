@@ -174,18 +174,20 @@ class SampleCache:
             cost_s = time.perf_counter() - since if missed else None
             if not missed and self._states[idx] == SET and not allow_overwrite:
                 raise SlotError(f"set_slot({idx}): the slot is set. Ask get_slot first, or pass allow_overwrite=True.")
-            if not segment.try_lock(idx):
-                segment.counters[RACES] += 1
-                return
-            try:
-                counter = self._publish(idx, encoded, allow_overwrite, cost_s)
-                if counter is not None:
-                    segment.counters[counter] += 1
-            finally:
-                segment.unlock(idx)
+            counter = self._publish(idx, encoded, allow_overwrite, cost_s)
+            if counter is not None:
+                segment.counters[counter] += 1
 
     def _publish(self, idx: int, encoded: Any, overwrite: bool, cost_s: float | None) -> int | None:
-        """Store sample ``idx``, whose lock is held; return what became of it: the counter to raise, if any."""
+        """Store sample ``idx``, under the guard; return what became of it: the counter to raise, if any."""
+        if not self._segment.try_lock(idx):
+            return RACES
+        try:
+            return self._publish_locked(idx, encoded, overwrite, cost_s)
+        finally:
+            self._segment.unlock(idx)
+
+    def _publish_locked(self, idx: int, encoded: Any, overwrite: bool, cost_s: float | None) -> int | None:
         # see NOTE [ Publishing a slot ]
         if self._states[idx] == SET and not overwrite:
             return RACES
@@ -333,15 +335,16 @@ class SampleCache:
                     self._offer(idx, self._encode(value, f"sample {idx}"))
 
     def _offer(self, idx: int, encoded: Any) -> None:
-        segment = self._segment
-        with segment.guard:
-            if segment.try_lock(idx):
-                try:
-                    counter = self._publish(idx, encoded, False, None)
-                    if counter == FILLS:
-                        segment.counters[FILLS] += 1
-                finally:
-                    segment.unlock(idx)
+        with self._segment.guard:
+            if self._publish(idx, encoded, False, None) == FILLS:
+                self._segment.counters[FILLS] += 1
+
+    def _shut_out(self, idx: int) -> None:
+        """Have sample ``idx`` stay uncached, unless it is cached, or just being stored; under the guard."""
+        if self._segment.try_lock(idx):
+            if self._states[idx] == EMPTY:
+                self._states[idx] = OOB
+            self._segment.unlock(idx)
 
     def _wait(self, claim: int, timeout_s: float, over: Callable[[], bool]) -> bool:
         """Wait until a claim is ours (True), or waiting is ``over``, or the time is."""
@@ -380,10 +383,7 @@ class SampleCache:
             with segment.guard:
                 self._missed.pop(idx, None)
                 segment.counters[MISFITS] += 1
-                if segment.try_lock(idx):
-                    if self._states[idx] == EMPTY:
-                        self._states[idx] = OOB
-                    segment.unlock(idx)
+                self._shut_out(idx)
                 first = segment.first_to_warn(MISFIT_WARNING)
             if first:  # as a str, for a handler that keeps the error would keep its traceback, and with it the memory
                 logger.warning(

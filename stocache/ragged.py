@@ -169,7 +169,8 @@ class RaggedCache(SampleCache):
             if room:
                 self._offer(idx, item)
             else:
-                self._states[idx] = OOB
+                with self._segment.guard:
+                    self._shut_out(idx)
 
     def _refused(self, idx: int) -> bool:
         return self._arena.refused

@@ -96,12 +96,7 @@ class Record:
             self._add(array_stream(value.dtype), array_bytes(value))
             self.integers += value.shape
             return "scalar" if isinstance(value, np.generic) else "array", descr, value.ndim
-        if not self._allow_pickle:
-            raise SampleError(
-                f"{where}: a {type(value).__name__} has no bytes of its own. Turn it into tensors, arrays, numbers, str or "
-                f"bytes, or pass allow_pickle=True."
-            )
-        return self._take_bytes("pickle", pickled(value, where))
+        return self._take_bytes("pickle", pickled(value, where, self._allow_pickle))
 
     def _take_number(self, value: Any) -> Skeleton:
         cls = type(value)
@@ -199,12 +194,17 @@ def long_bytes(value: int) -> bytes:
     return value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
 
 
-def pickled(value: Any, where: str) -> bytes:
-    """Return the pickle of a value.
+def pickled(value: Any, where: str, allowed: bool, problem: str = "has no bytes of its own") -> bytes:
+    """Return the pickle of a value, whose ``problem`` is why it cannot be stored otherwise.
 
     Raises:
-        SampleError: it has none.
+        SampleError: it has none, or that is not ``allowed``.
     """
+    if not allowed:
+        raise SampleError(
+            f"{where}: a {type(value).__name__} {problem}. Turn it into tensors, arrays, numbers, str or bytes, or pass "
+            f"allow_pickle=True."
+        )
     try:
         return pickle.dumps(value, protocol=5)
     except Exception as error:  # whatever the class raises

@@ -179,8 +179,6 @@ def _tensor(dtype: torch.dtype) -> _Make:
     def make(buffer: Any, at: int, count: int, shape: tuple[int, ...]) -> Tensor:
         if not count:
             return torch.empty(shape, dtype=dtype)
-        if at % dtype.itemsize:  # of a dtype that safetensors does not align
-            buffer, at = bytearray(memoryview(buffer)[at : at + count * dtype.itemsize]), 0
         return torch.frombuffer(buffer, dtype=dtype, count=count, offset=at).view(shape)
 
     return make

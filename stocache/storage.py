@@ -1,29 +1,25 @@
 """Where prepared samples are kept: the interface, one file for what fits in memory, a folder of blocks for what does not."""
 
 import contextlib
-import copy
 import os
 import resource
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from stocache.block import Block, File, Memory, encode
-from stocache.columnar import Columns
-from stocache.errors import DamagedError, LimitError, StorageError
-from stocache.folder import INDEX, INFO, Entry, Index, Workshop, block_name, open_block, parse_index, write_file
+from stocache.errors import DamagedError, StorageError
+from stocache.folder import INDEX, INFO, Entry, Index, block_name, open_block, parse_index, write_file
 from stocache.indices import check_index
-from stocache.limits import MIB, parse_size
 from stocache.remote import Mirror
+from stocache.writing import BLOCK_BYTES, Writing, check_block_bytes, snapshot
 
 TSample = TypeVar("TSample")
 TInfo = TypeVar("TInfo")
 
-BLOCK_BYTES = 8 * MIB
-_PROBE = 32  # samples by which the size of the others is told
 _OPEN_BLOCKS = 256  # at most, and a quarter of the descriptors a process may have
 
 
@@ -203,7 +199,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
             folder = None if local_folder is None else os.fspath(local_folder)
             self._mirror = Mirror(self.base_folder, folder, local_limit, storage_options)
         self.asked_block_size, self.block_bytes = block_size, check_block_bytes(block_size, block_bytes)
-        self._writing: _Writing | None = None
+        self._writing: Writing | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -229,7 +225,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         if self._mirror is not None:
             raise StorageError(f"{self.base_folder} is a URL. Prepare a local folder, and copy it there.")
         self.close()
-        self._writing = _Writing(self.base_folder, self.asked_block_size, self.block_bytes, self.allow_pickle)
+        self._writing = Writing(self.base_folder, self.asked_block_size, self.block_bytes, self.allow_pickle)
 
     def save_sample(self, sample: TSample) -> None:
         """Take the next sample. Blocks are written as they fill.
@@ -383,72 +379,5 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
             return open_block(self._mirror.fetch(name), path, entry, allow_pickle)
 
 
-def check_block_bytes(block_size: int | None, block_bytes: int | str) -> int:
-    """Return the bytes that a block is to have.
-
-    Raises:
-        LimitError: a size is none.
-    """
-    if block_size is not None and (type(block_size) is not int or block_size < 1):
-        raise LimitError(f"block_size={block_size!r} is no number of samples. Use 1 or more.")
-    nbytes = parse_size(block_bytes, "block_bytes") if isinstance(block_bytes, str) else block_bytes
-    if type(nbytes) is not int or nbytes < 1:
-        raise LimitError(f"block_bytes={block_bytes!r} is no number of bytes. Use for example 8_000_000, or '8MB'.")
-    return nbytes
-
-
-def size_for(samples: Sequence[Any], block_bytes: int, allow_pickle: bool) -> int:
-    """Return how many samples like these make a block of so many bytes."""
-    tensors = Columns(samples, 0, allow_pickle).tensors.values()
-    each = sum(tensor.nbytes for tensor in tensors) / max(1, len(samples)) + 8  # its checksum
-    return max(1, round(block_bytes / each))
-
-
-def snapshot(sample: Any) -> Any:
-    """Return a copy of a sample, whose owner may use its memory for the next one."""
-    try:
-        return copy.deepcopy(sample)
-    except Exception:  # whatever its class raises; when it is encoded, it is said what is wrong with it
-        return sample
-
-
 def _most_open() -> int:
     return min(_OPEN_BLOCKS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-
-
-class _Writing:
-    """A preparation, sample by sample."""
-
-    def __init__(self, path: str, block_size: int | None, block_bytes: int, allow_pickle: bool) -> None:
-        self._workshop, self._size, self._bytes = Workshop(path, allow_pickle), block_size, block_bytes
-        self._samples: list[Any] = []
-        self._entries: list[Entry] = []
-        self._plan = {"source": "samples", "block_size": block_size, "block_bytes": block_bytes}
-        self._stack = contextlib.ExitStack()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._workshop.locked(wait=False))
-            self._workshop.begin(self._plan, resume=False)
-            self._stack = stack.pop_all()
-
-    def save(self, sample: Any) -> None:
-        self._samples.append(snapshot(sample))
-        if self._size is None and len(self._samples) == _PROBE:
-            self._size = size_for(self._samples, self._bytes, self._workshop.allow_pickle)
-        while self._size is not None and len(self._samples) >= self._size:
-            self._write(self._samples[: self._size])
-            del self._samples[: self._size]
-
-    def _write(self, samples: list[Any]) -> None:
-        first = sum(entry.samples for entry in self._entries)
-        self._entries.append(self._workshop.write_block(len(self._entries), samples, first))
-
-    def finish(self, info: Any) -> None:
-        if self._size is None:
-            self._size = size_for(self._samples, self._bytes, self._workshop.allow_pickle)
-        for begin in range(0, len(self._samples), self._size):
-            self._write(self._samples[begin : begin + self._size])
-        self._workshop.finish(self._entries, self._size, info, self._plan)
-        self.end()
-
-    def end(self) -> None:
-        self._stack.close()

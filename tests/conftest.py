@@ -1,5 +1,6 @@
 """Every test leaves /dev/shm, the descriptor table, the mappings and the process table as it found them."""
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -7,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 import pytest
@@ -67,21 +69,22 @@ def start_method(request: pytest.FixtureRequest) -> str:
 def run_processes(start_method: str) -> Callable[..., None]:
     """Run ``target(number, *args)`` in ``count`` processes of the start method, and demand that each ends well."""
 
-    def run(count: int, target: Callable[..., None], *args: object) -> None:
-        context = multiprocessing.get_context(start_method)
-        processes = [context.Process(target=target, args=(number, *args)) for number in range(count)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(25)
-        codes = [process.exitcode for process in processes]
-        for process in processes:
-            process.kill()
-            process.join()
-            process.close()
-        assert codes == [0] * count
+    return functools.partial(run_all, multiprocessing.get_context(start_method))
 
-    return run
+
+def run_all(context: BaseContext, count: int, target: Callable[..., None], *args: object) -> None:
+    """Run ``target(number, *args)`` in ``count`` processes, and demand that each ends well."""
+    processes = [context.Process(target=target, args=(number, *args)) for number in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(25)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+        process.close()
+    assert codes == [0] * count
 
 
 @pytest.fixture

@@ -17,12 +17,14 @@ from stocache import (
     LimitError,
     OnDiskBlockDataStorage,
     Placement,
+    RaggedCache,
     SampleIndexError,
     SharedCache,
     StorageDataset,
     prepare,
 )
 from stocache.placement import Residency, UnitResidency, Units, residency
+from tests.conftest import run_all
 from tests.test_storage import FilePerSample, save
 
 BLOCKS, SIZE = 20, 10
@@ -138,14 +140,7 @@ def test_processes_that_miss_one_block_read_it_once(storage):
     context = multiprocessing.get_context("fork")
     with CachedDataset(StorageDataset(storage), "10MB") as cached:
         storage.counts()
-        barrier = context.Barrier(4)
-        processes = [context.Process(target=_read, args=(number, cached, barrier)) for number in range(4)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-            assert process.exitcode == 0
-            process.close()
+        run_all(context, 4, _read, cached, context.Barrier(4))
         assert storage.counts() == (BLOCKS, BLOCKS, 0)
 
 
@@ -167,6 +162,21 @@ def test_epochs_are_counted_by_what_was_asked_for(storage):
         assert (first.misses, first.hits, first.fills) == (BLOCKS, N - BLOCKS, N)
         assert (second.misses, second.hits, second.fills) == (0, N, 0)
         assert cached.stats().total.races == 0
+
+
+def test_a_block_that_has_no_room_leaves_alone_what_others_have_cached_meanwhile(monkeypatch):
+    with RaggedCache("4KB", 3) as cache:
+
+        def encode(value, where, real=cache._encode):
+            monkeypatch.undo()
+            cache.get_slot(0)
+            cache.set_slot(0, "by another one")
+            return real(value, where)
+
+        monkeypatch.setattr(cache, "_encode", encode)
+        cache.offer([0, 1, 2], ["a", bytes(3000), bytes(3000)])
+        assert cache.get_slot(0) == "by another one"
+        assert cache.aux_array.tolist() == [1, 2, 2]
 
 
 def test_a_limit_below_one_block_is_said(tmp_path, caplog):
@@ -211,7 +221,7 @@ def test_an_error_of_the_storage_passes_through_and_the_next_one_reads(storage, 
     with CachedDataset(StorageDataset(storage), "10MB") as cached:
         with monkeypatch.context() as patch:
             patch.setattr(storage, "load_block", lambda b: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
+            with pytest.raises(ZeroDivisionError, match="division by zero"):
                 cached[3]
         assert cached[3][1] == 3
 

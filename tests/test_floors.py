@@ -13,7 +13,7 @@ FLOORS = [
     | {"packing", "randomness", "forks", "loans", "pinned", "pool", "checksums", "columnar", "rows", "remote"},
     {"layout", "directory", "segment", "named"},
     {"opening", "columns", "arena", "admission", "protocol", "cache", "ragged", "gathering", "ring"}
-    | {"block", "folder", "storage", "stored", "sampler"},
+    | {"block", "folder", "writing", "storage", "stored", "sampler"},
     {"epochs", "blockwise", "dataset", "orders", "collation", "loader", "prepare"},
     {"__init__"},
     {"bench", "listing", "doctor", "top", "sources", "datamodule", "cli", "__main__"},
@@ -29,7 +29,16 @@ WITHIN |= {
 }
 WITHIN |= {("placement", "checksums"), ("rows", "columnar"), ("remote", "checksums"), ("remote", "limits")}
 WITHIN |= {(module, below) for module in ("columnar", "rows") for below in ("containers", "records", "structure")}
-WITHIN |= {("folder", "block"), ("storage", "block"), ("storage", "folder"), ("stored", "storage"), ("prepare", "epochs")}
+WITHIN |= {
+    ("folder", "block"),
+    ("storage", "block"),
+    ("storage", "folder"),
+    ("storage", "writing"),
+    ("writing", "folder"),
+    ("stored", "storage"),
+    ("prepare", "epochs"),
+}
+WITHIN |= {("storage", "writing"), ("writing", "folder")}
 WITHIN |= {("directory", "layout"), ("segment", "layout"), ("segment", "directory")}
 WITHIN |= {("named", "layout"), ("named", "directory"), ("named", "segment")}
 WITHIN |= {("protocol", "opening"), ("cache", "columns"), ("cache", "opening"), ("cache", "protocol")}

@@ -4,13 +4,13 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from stocache import DamagedError, LimitError, OnDiskBlockDataStorage, StorageError
 from stocache.folder import block_name
+from tests.conftest import run_all
 from tests.test_storage import N, files_of, sample, save
 from tests.test_structure import same
 
@@ -96,7 +96,6 @@ def _read_all(number, url, local, limit, log):
     def get_file(self, path, target, **options):
         with open(log, "a") as file:
             file.write(f"{os.path.basename(path)}\n")
-        time.sleep(0.002)
         return real(self, path, target, **options)
 
     LocalFileSystem.get_file = get_file
@@ -111,20 +110,9 @@ def test_processes_fetch_each_block_once(source, tmp_path, run_processes):
 
 
 def test_processes_read_while_others_make_room(source, tmp_path):
-    context = multiprocessing.get_context("fork")
-    arguments = (
-        f"file://{source.base_folder}",
-        tmp_path / "local",
-        1,
-        tmp_path / "log",
-    )  # a byte: each file removes the others
-    processes = [context.Process(target=_read_all, args=(number, *arguments)) for number in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-        process.close()
+    limit = 1  # byte: each file that comes removes the others
+    arguments = (f"file://{source.base_folder}", tmp_path / "local", limit, tmp_path / "log")
+    run_all(multiprocessing.get_context("fork"), 3, _read_all, *arguments)
 
 
 def test_threads_fetch_each_block_once(remote, fetched):
