@@ -354,9 +354,9 @@ class _Iteration:
 
     def __next__(self) -> Any:
         began = time.perf_counter()
-        if self._crew.ring is not None:
-            self._crew.ring.reap()
-        try:
+        try:  # torch raises a worker's death wherever the main thread is
+            if self._crew.ring is not None:
+                self._crew.ring.reap()
             batch = next(self._batches)
         except StopIteration:
             self._progress.finished = True
