@@ -18,6 +18,7 @@ from stocache.errors import (
     StateError,
     StocacheError,
     StorageError,
+    StreamError,
     WorkerError,
 )
 from stocache.limits import get_shm_size, recommended_limit
@@ -30,6 +31,7 @@ from stocache.sampler import BlockSampler, ShuffleQuality, shuffle_quality
 from stocache.stats import CacheStats
 from stocache.storage import DataStorage, InMemoryDataStorage, OnDiskBlockDataStorage
 from stocache.stored import StorageDataset
+from stocache.stream import StreamLoader, StreamStats
 from stocache.structure import Structure
 
 __version__ = "0.1.0"
@@ -67,6 +69,9 @@ __all__ = [
     "StocacheError",
     "StorageDataset",
     "StorageError",
+    "StreamError",
+    "StreamLoader",
+    "StreamStats",
     "Structure",
     "WorkerError",
     "get_shm_size",

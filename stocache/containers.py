@@ -156,3 +156,19 @@ _JOINERS: dict[str, Callable[[Container], Callable[[list[Any]], Any]]] = {
     "tensor": _join_tensor,
     "image": _join_image,
 }
+
+
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a tree of containers with ``function`` of each of its leaves in their place."""
+    found = split(tree)
+    if found is None:
+        return function(tree)
+    container, parts = found
+    return container.joiner()([mapped(function, part) for part in parts])
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Return the leaves of a tree, in order."""
+    found: list[Any] = []
+    mapped(found.append, tree)
+    return found

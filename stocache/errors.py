@@ -13,6 +13,7 @@ StocacheError
 ├── ClosedError       (ValueError)                  the cache was used after close()
 ├── StorageError      (RuntimeError)                a storage used out of turn, or a folder that is none
 │   └── DamagedError  (OSError)                     a file of a storage is missing, cut or changed
+├── StreamError       (ValueError)                  a line, a file or an argument of a StreamLoader is not what it should be
 ├── WorkerError       (RuntimeError)                a worker process of a DataLoader died
 └── StateError        (ValueError)                  a state that does not belong to this DataLoader, or cannot be taken
 """
@@ -71,6 +72,10 @@ class StorageError(StocacheError, RuntimeError):
 
 class DamagedError(StorageError, OSError):
     """A file of a storage is missing, cut or changed."""
+
+
+class StreamError(StocacheError, ValueError):
+    """A line, a file or an argument of a `StreamLoader` is not what it should be."""
 
 
 class WorkerError(StocacheError, RuntimeError):

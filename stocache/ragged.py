@@ -5,7 +5,7 @@ import logging
 import operator
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,20 @@ logger = logging.getLogger("stocache")
 _unpack_head = HEAD.unpack_from
 _COMPRESSED = 4  # a bit of the head's last number, between the width of the integers and their count
 _READERS = 4096  # kinds of samples a process remembers how to read
+
+
+class _Encoded(NamedTuple):
+    """A sample as its record will hold it; the head and the number of the skeleton are still missing."""
+
+    skeleton: bytes
+    data: bytes
+    packed: int
+    tail: bytes
+
+    @property
+    def room(self) -> int:
+        """Bytes of the arena that it takes."""
+        return HEAD.size + len(self.data) + len(self.tail) + 7 & ~7
 
 
 class RaggedCache(SampleCache):
@@ -105,28 +119,26 @@ class RaggedCache(SampleCache):
 
     # ------------------------------------------------------------------------------------------------ how samples are held
 
-    def _encode(self, value: Any, where: str) -> tuple[bytes, bytes]:
-        """Return the skeleton and the record of a sample, whose head still lacks the number of the skeleton."""
+    def _encode(self, value: Any, where: str) -> _Encoded:
         record = Record(value, where, self._allow_pickle)
         data, integers = record.pack()
         tail, packed = pack_integers(integers)
         if self._codec is not None and (smaller := self._codec.compress(data)) is not None:
             data, packed = smaller, packed | _COMPRESSED
-        return write_skeleton(record.skeleton), HEAD.pack(len(data), 0, packed) + data + tail
+        return _Encoded(write_skeleton(record.skeleton), data, packed, tail)
 
-    def _store(self, idx: int, encoded: tuple[bytes, bytes], cost_s: float | None) -> int | None:
-        skeleton, record = encoded
+    def _store(self, idx: int, encoded: _Encoded, cost_s: float | None) -> int | None:
+        skeleton, data, packed, tail = encoded
         if self._admission is not None and cost_s is not None:
             with self._arena.locked():
-                verdict = self._admission.judge(idx, cost_s, len(record) + 7 & ~7, self._arena.used)
+                verdict = self._admission.judge(idx, cost_s, encoded.room, self._arena.used)
             if verdict in (LATER, NEVER):
                 if verdict == NEVER:
                     self._states[idx] = OOB
                 return None
         at = number = self._arena.number_of(skeleton)
         if number >= 0:
-            nbytes, _, packed = HEAD.unpack_from(record)
-            at = self._arena.append(HEAD.pack(nbytes, number, packed) + record[HEAD.size :])
+            at = self._arena.append(b"".join((HEAD.pack(len(data), number, packed), data, tail)))
         if at == NO_MEMORY:
             return REFUSED
         if at < 0:
@@ -159,12 +171,12 @@ class RaggedCache(SampleCache):
 
     def offer(self, indices: Iterable[int], values: Iterable[Any]) -> None:
         """Cache samples that were loaded along with one that was missed: all that are empty, or none if not all have room."""
-        encoded: dict[int, tuple[bytes, bytes]] = {}
+        encoded: dict[int, _Encoded] = {}
         for idx, value in zip(indices, values, strict=True):
             if self._states[idx] == EMPTY:
                 with contextlib.suppress(SampleError):  # which is reported when it is asked for
                     encoded[idx] = self._encode(value, f"sample {idx}")
-        room = sum(len(record) + 7 & ~7 for _, record in encoded.values()) <= self._segment.data_bytes - self._arena.used
+        room = sum(item.room for item in encoded.values()) <= self._segment.data_bytes - self._arena.used
         for idx, item in encoded.items():
             if room:
                 self._offer(idx, item)

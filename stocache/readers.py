@@ -1,6 +1,5 @@
 """Records read back into samples; see NOTE [ Records ]."""
 
-import ast
 import math
 import pickle
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from stocache.records import (
     Skeleton,
     array_stream,
     class_of,
+    parse_skeleton,
     stream_of,
     thaw,
 )
@@ -67,7 +67,7 @@ def reader_of(text: bytes, allow_pickle: bool) -> Callable[[Any, int, int, int, 
             ``allow_pickle`` is False.
     """
     try:
-        skeleton = ast.literal_eval(text.decode("utf-8", "surrogatepass"))
+        skeleton = parse_skeleton(text.decode("utf-8", "surrogatepass"))
         streams = sorted(_streams(skeleton))
         read = _compile(skeleton, allow_pickle)
     except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, IndexError, ImportError) as error:

@@ -211,6 +211,14 @@ def pickled(value: Any, where: str, allowed: bool, problem: str = "has no bytes 
         raise SampleError(f"{where}: a {type(value).__name__} cannot be pickled: {error}") from error
 
 
+def parse_skeleton(text: str) -> Any:
+    """Return what a skeleton's text says. Raises ValueError or SyntaxError."""
+    try:
+        return ast.literal_eval(text)
+    except SystemError:  # python/cpython#106905: something was parsed meanwhile, by a finalizer or another thread
+        return ast.literal_eval(text)
+
+
 def write_skeleton(skeleton: Skeleton) -> bytes:
     """Return a skeleton as text.
 
@@ -219,7 +227,7 @@ def write_skeleton(skeleton: Skeleton) -> bytes:
     """
     text = repr(skeleton)
     try:
-        good = repr(ast.literal_eval(text)) == text
+        good = repr(parse_skeleton(text)) == text
     except (ValueError, SyntaxError):
         good = False
     if not good:

@@ -11,12 +11,13 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
+import pyarrow.csv
 import pytest
 from hypothesis import settings
 
 from stocache.protocol import SampleCache, SlotState
 
-settings.register_profile("seeded", derandomize=True, deadline=None)
+settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("seeded")
 
 START_METHODS = ("fork", "spawn", "forkserver")
@@ -28,6 +29,7 @@ def _servers():
     forkserver.ensure_running()
     resource_tracker.ensure_running()
     multiprocessing.Barrier(1)  # whose memory comes from a file it keeps
+    pyarrow.csv.read_csv(pyarrow.BufferReader(b"1\n2\n"))  # which keeps a pipe
     gc.collect()
     gc.freeze()  # the modules imported so far, or each look at what is left would walk through all of them
 

@@ -177,11 +177,15 @@ def test_copy_false_gives_the_memory_itself_and_copy_true_does_not(size):
             assert [bool((dataset[idx][0] == 9).all()) for idx in (3, 4)] == [reached] * 2
 
 
-@SIZES
+@pytest.mark.parametrize(
+    ("start_method", "size"),
+    [("fork", one_size), ("fork", many_sizes), ("spawn", many_sizes), ("forkserver", one_size)],  # seconds each but for fork
+    indirect=["start_method"],
+)
 def test_every_worker_reads_the_one_cache(size, start_method):
     source = Source(size)
     with CachedDataset(source, 1) as cached:
-        for _ in range(3):
+        for _ in range(3 if start_method == "fork" else 2):
             got = everything(cached, batch_size=5, shuffle=True, num_workers=2, multiprocessing_context=start_method)
             assert sorted(label for _, label in got) == list(range(N))
             assert all(same(sample, source.sample(sample[1])) for sample in got)
@@ -617,8 +621,21 @@ def run_job(number, size, seeds, reads):
             assert len(everything(cached, batch_size=5, shuffle=True, generator=generator)) == N
 
 
-@SIZES
-@pytest.mark.parametrize("seeds", [(1, 1, 1), (1, 2, 3)], ids=["same order", "own orders"])
+SAME_ORDER, OWN_ORDERS = (1, 1, 1), (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("start_method", "size", "seeds"),
+    [
+        ("fork", one_size, SAME_ORDER),
+        ("fork", one_size, OWN_ORDERS),
+        ("fork", many_sizes, SAME_ORDER),
+        ("fork", many_sizes, OWN_ORDERS),
+        ("spawn", one_size, SAME_ORDER),
+        ("forkserver", many_sizes, OWN_ORDERS),
+    ],
+    indirect=["start_method"],
+)
 def test_jobs_of_a_sweep_read_each_sample_once(run_processes, size, seeds):
     reads = torch.zeros(N, dtype=torch.int64).share_memory_()
     with CachedDataset(Source(size), 1, name="sweep"):

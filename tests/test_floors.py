@@ -10,11 +10,12 @@ import stocache
 PACKAGE = Path(stocache.__file__).parent
 FLOORS = [
     {"errors", "limits", "placement", "containers", "structure", "stats", "indices", "compression", "records", "readers"}
-    | {"packing", "randomness", "forks", "loans", "pinned", "pool", "checksums", "columnar", "rows", "remote"},
+    | {"packing", "randomness", "forks", "loans", "pinned", "pool", "checksums", "columnar", "rows", "remote"}
+    | {"textfiles", "lines", "engines", "parsing", "schema"},
     {"layout", "directory", "segment", "named"},
     {"opening", "columns", "arena", "admission", "protocol", "cache", "ragged", "gathering", "ring"}
     | {"block", "folder", "writing", "storage", "stored", "sampler"},
-    {"epochs", "blockwise", "dataset", "orders", "collation", "loader", "prepare"},
+    {"epochs", "blockwise", "dataset", "orders", "collation", "loader", "prepare", "buffers", "windows", "stream"},
     {"__init__"},
     {"bench", "listing", "doctor", "top", "sources", "datamodule", "cli", "__main__"},
 ]
@@ -43,6 +44,9 @@ WITHIN |= {("directory", "layout"), ("segment", "layout"), ("segment", "director
 WITHIN |= {("named", "layout"), ("named", "directory"), ("named", "segment")}
 WITHIN |= {("protocol", "opening"), ("cache", "columns"), ("cache", "opening"), ("cache", "protocol")}
 WITHIN |= {("ragged", below) for below in ("opening", "arena", "admission", "protocol")}
+WITHIN |= {("textfiles", "checksums"), ("lines", "textfiles"), ("parsing", "containers"), ("parsing", "engines")}
+WITHIN |= {("schema", "lines"), ("schema", "parsing"), ("schema", "engines"), ("windows", "buffers")}
+WITHIN |= {("stream", below) for below in ("buffers", "windows", "collation", "epochs", "loader")}
 WITHIN |= {("pool", "loans"), ("gathering", "cache"), ("loader", "dataset"), ("loader", "orders"), ("loader", "collation")}
 WITHIN |= {("orders", "dataset")}
 WITHIN |= {("__main__", "cli"), ("cli", "bench"), ("cli", "listing"), ("cli", "doctor"), ("cli", "top")}
@@ -82,7 +86,7 @@ def test_every_error_is_a_stocache_error_and_drawn_in_the_docstring():
     from stocache import errors
 
     classes = [item for item in vars(errors).values() if isinstance(item, type)]
-    assert len(classes) == 15
+    assert len(classes) == 16
     for item in classes:
         assert issubclass(item, errors.StocacheError)
         assert item.__name__ in errors.__doc__

@@ -598,6 +598,7 @@ def test_getitems_of_odd_types_are_collated_as_by_torch():
     batches = iter(stocache.DataLoader(Keys(), batch_sampler=[[3, 4]], num_workers=1))
     with pytest.raises(KeyError, match="Caught KeyError in DataLoader worker"):
         next(batches)
+    batches._shutdown_workers()  # the traceback holds it, so it would wait for the garbage collector, and then 5 seconds
 
 
 def test_statistics_after_the_dataset_was_closed():

@@ -249,8 +249,9 @@ while True:
 """
 
 
-@pytest.mark.parametrize("kind", ["dataset", "preparer"])
-@pytest.mark.parametrize(("workers", "seed"), [("0", "None"), ("2", "None"), ("0", "5")])
+@pytest.mark.parametrize(
+    ("kind", "workers", "seed"), [("dataset", "0", "None"), ("preparer", "2", "None"), ("preparer", "0", "5")]
+)
 def test_killed_at_any_moment_it_goes_on_and_never_looks_prepared_too_early(tmp_path, kind, workers, seed):
     delays = random.Random(0)
     folder, kills = tmp_path / "a", 0

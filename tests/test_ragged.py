@@ -194,7 +194,19 @@ def share_work(number, cache, count):
     fill(cache)
 
 
-@pytest.mark.parametrize("options", [{}, {"codec": "lz4"}, {"admit": "cost"}, {"name": "ragged"}], ids=str)
+@pytest.mark.parametrize(
+    ("start_method", "options"),
+    [
+        ("fork", {}),
+        ("fork", {"codec": "lz4"}),
+        ("fork", {"admit": "cost"}),
+        ("fork", {"name": "ragged"}),
+        ("spawn", {"codec": "lz4", "name": "ragged"}),
+        ("forkserver", {"admit": "cost"}),
+    ],
+    indirect=["start_method"],
+    ids=str,
+)
 def test_processes_share_what_each_has_loaded(run_processes, options):
     with RaggedCache(1, N, **options) as cache:
         run_processes(4, share_work, cache, 4)

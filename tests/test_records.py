@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 from stocache import RaggedCache, SampleError, SegmentError
 from stocache.readers import reader_of
-from stocache.records import Record, write_skeleton
+from stocache.records import Record, parse_skeleton, write_skeleton
 from tests.test_structure import Box, Point, same
 
 DTYPES = [
@@ -316,3 +316,18 @@ def test_damage_is_an_error_and_no_crash():
         cache._memory[at + 16 + 64 : at + 16 + 66] = b"\xff\xff"  # the shape
         with pytest.raises(SegmentError, match="a sample reaches beyond its record"):
             cache.get_slot(0)
+
+
+def test_what_is_parsed_within_the_parsing_of_a_skeleton_does_no_harm(monkeypatch):
+    """As python/cpython#106905 has it: a finalizer that formats a traceback meanwhile makes ast raise SystemError."""
+    parse, calls = ast.literal_eval, []
+
+    def disturbed(text):
+        calls.append(text)
+        if len(calls) == 1:
+            raise SystemError("AST constructor recursion depth mismatch (before=198, after=218)")
+        return parse(text)
+
+    monkeypatch.setattr(ast, "literal_eval", disturbed)
+    assert parse_skeleton("('a', 1)") == ("a", 1)
+    assert len(calls) == 2

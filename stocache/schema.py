@@ -1,0 +1,175 @@
+"""What the fields of a row are, as the user says it, held against the header and the first row of the files."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+from stocache.engines import engines
+from stocache.errors import StreamError
+from stocache.lines import Lines
+from stocache.parsing import Custom, Delimited, FixedWidth, JsonLines, Table, Target, fields_of, numpy_dtype
+
+Column = int | str
+Format = Literal["delimited", "fixed", "jsonl"]
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The arguments of `StreamLoader` that say how rows are parsed.
+
+    Raises:
+        StreamError: they contradict each other.
+    """
+
+    format: Format | None
+    delimiter: str | None
+    widths: Sequence[int] | None
+    columns: Sequence[Column] | None
+    label_columns: Column | Sequence[Column] | None
+    dtype: Any
+    label_dtype: Any
+    comments: str | None
+    nan: Literal["error", "keep"]
+    parse: Callable[[list[str]], Any] | None
+    engine: Literal["auto", "pyarrow", "numpy"]
+
+    def __post_init__(self) -> None:
+        if self.delimiter is not None and (len(self.delimiter) != 1 or ord(self.delimiter) > 127 or self.delimiter in '"\r\n'):
+            raise StreamError(f"delimiter={self.delimiter!r} is no single ASCII character. Use parse=… for rows of that kind.")
+        if self.comments is not None and (not self.comments or self.comments.isspace()):
+            raise StreamError(f"comments={self.comments!r} marks nothing. Use None for no comments.")
+        if self.parse is not None and self.format is not None:
+            raise StreamError(f"parse and format={self.format!r} are two ways to parse. Give one.")
+        if (self.widths is None) == (self.format == "fixed"):
+            raise StreamError(
+                f"format={self.format!r} with widths={self.widths}: widths are for format='fixed', which needs them."
+            )
+        if self.widths is not None and not (len(self.widths) and all(isinstance(w, int) and w > 0 for w in self.widths)):
+            raise StreamError(f"widths={self.widths} are no positive numbers of bytes.")
+        if isinstance(self.columns, str | int):
+            raise StreamError(f"columns={self.columns!r} is one column. Give a list: columns=[{self.columns!r}].")
+        numpy_dtype(self.dtype, "dtype")
+        numpy_dtype(self.label_dtype, "label_dtype")
+        engines(self.engine)
+
+    def parser(self, lines: Lines) -> Table | Custom:
+        """Return what parses these lines.
+
+        Raises:
+            StreamError: a column is missing in the header or the first row.
+        """
+        if self.parse is not None:
+            return Custom(self.parse)
+        first = lines.first_row().decode(errors="replace")
+        where, names = lines.files[0].path, self._names(lines)
+        if not first:
+            raise StreamError(f"{where}: no line holds data.")
+        if self.format == "jsonl":
+            try:
+                found = json.loads(first)
+            except json.JSONDecodeError:
+                found = None
+            if not isinstance(found, dict):
+                raise StreamError(f"{where}: the first row is no JSON object: {first!r:.200}")
+            return self._json(where, list(found))
+        fields = list(self.widths) if self.widths is not None else self._fields(first, where)
+        if names and len(names) != len(fields):
+            found = f"{where}: the header has {len(names)} names, the first row {len(fields)} fields"
+            raise StreamError(f"{found}: {first!r:.200}. Is {self.delimiter!r} the delimiter? skip_header counts lines.")
+        width = len(fields)
+        numbers = self._numbers(self.columns, names, width, f"{where}: {self._seen(first, width)}")
+        labels = self._numbers(self._label_list, names, width, f"{where}: {self._seen(first, width)}")
+        target = self._target(numbers, width, labels)
+        if not target.columns or target.labels == ():
+            raise StreamError(f"{where}: no column is left for the features, or the labels: {self._seen(first, width)}.")
+        if self.widths is not None:
+            return FixedWidth(target, width, engines(self.engine), widths=tuple(self.widths))
+        return Delimited(target, width, engines(self.engine), delimiter=self.delimiter, comments=self.comments)
+
+    @property
+    def white_delimiter(self) -> str | None:
+        """The delimiter, where it is one of text that may be white space."""
+        return self.delimiter if self.parse is None and self.format in (None, "delimited") else None
+
+    @property
+    def identity(self) -> str:
+        """What parsed rows follow from, apart from the text."""
+        its: Any = self.parse if hasattr(self.parse, "__qualname__") else type(self.parse)  # a function, or another callable
+        parse = None if self.parse is None else f"{its.__module__}.{its.__qualname__}"
+        return repr([parse if name == "parse" else value for name, value in vars(self).items() if name != "engine"])
+
+    @property
+    def _label_list(self) -> list[Column] | None:
+        if self.label_columns is None:
+            return None
+        return [self.label_columns] if isinstance(self.label_columns, int | str) else list(self.label_columns)
+
+    def _target(self, columns: list[int] | None, width: int, labels: list[int] | None) -> Target:
+        features = [n for n in range(width) if n not in (labels or ())] if columns is None else columns
+        return Target(
+            tuple(features),
+            None if labels is None else tuple(labels),
+            isinstance(self.label_columns, int | str),
+            numpy_dtype(self.dtype, "dtype"),
+            numpy_dtype(self.label_dtype, "label_dtype"),
+            self.nan == "keep",
+        )
+
+    def _names(self, lines: Lines) -> list[str]:
+        """Return the names of the columns, where columns are named."""
+        asked = [*(self.columns or ()), *(self._label_list or ())]
+        if self.format == "jsonl" or not any(isinstance(column, str) for column in asked):
+            return []
+        header = lines.header()
+        if not header:
+            raise StreamError(f"columns {asked} are named, but there is no header. Say skip_header=1, or give numbers from 0.")
+        if self.widths is not None:
+            ends = list(accumulate(self.widths))
+            return [header[end - width : end].strip() for end, width in zip(ends, self.widths, strict=True)]
+        return [name.strip() for name in self._fields(header.lstrip((self.comments or "") + " "), "the header")]
+
+    def _fields(self, line: str, where: str) -> list[str]:
+        try:
+            return fields_of(line, self.delimiter, self.comments)
+        except ValueError as error:
+            raise StreamError(f"{where}: {line!r:.200}: {error}") from None
+
+    def _json(self, where: str, keys: list[str]) -> JsonLines:
+        asked = [*(self.columns or keys), *(self._label_list or ())]
+        names = list(dict.fromkeys([*keys, *(name for name in asked if isinstance(name, str))]))
+        missing = [name for name in names if name not in keys]
+        if missing:
+            raise StreamError(f"{where}: the first row has no {missing[0]!r}; it has {keys}.")
+        numbers = self._numbers(self.columns, names, len(names), f"{where}: the first row has {keys}")
+        labels = self._numbers(self._label_list, names, len(names), f"{where}: the first row has {keys}")
+        target = self._target(numbers, len(names), labels)
+        if not target.columns or target.labels == ():
+            raise StreamError(f"{where}: no column is left for the features, or the labels: the first row has {keys}.")
+        return JsonLines(target, len(names), engines(self.engine), names=tuple(names))
+
+    def _numbers(self, columns: Sequence[Column] | None, names: list[str], width: int, seen: str) -> Any:
+        """Return columns as their numbers."""
+        if columns is None:
+            return None
+        found = []
+        for column in columns:
+            if isinstance(column, str):
+                if column not in names:
+                    raise StreamError(f"there is no column {column!r}. The header has {names}.")
+                found.append(names.index(column))
+            elif -width <= column < width:
+                found.append(column % width)
+            else:
+                raise StreamError(f"there is no column {column}. {seen}.")
+        return found
+
+    def _seen(self, first: str, width: int) -> str:
+        """Say what the first row looks like."""
+        seen = f"the first row has {width} fields split at {self.delimiter!r}: {first!r:.200}"
+        counts = {mark: len(fields_of(first, mark, None)) for mark in (",", "\t", ";", " ", None)}
+        likely = max(counts, key=lambda mark: counts[mark])
+        if width == 1 and counts[likely] > 1:
+            seen += f" (delimiter={likely!r} would make {counts[likely]})"
+        return seen
