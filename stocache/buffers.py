@@ -180,7 +180,7 @@ class Buffers:
         pieces, end = self._read_from(number, begin)
         damaged = next((piece for piece in pieces if piece.damage), None)
         if damaged and not self._skip:
-            raise DamagedError(f"{self.lines.where(self.lines.place(damaged, damaged.rows))}: {damaged.damage}")
+            raise DamagedError(f"{self.lines.where(damaged.place(damaged.rows))}: {damaged.damage}")
         if self._whole and end.rows - begin.rows < self.lines.buffer_size:
             return None
         return pieces or None
@@ -214,11 +214,11 @@ class Buffers:
                 trees.append(tree)
             if bad:
                 number, reason = bad[0]
-                line = self.lines.rows_of(piece).split(b"\n")[number].decode(errors="replace")
+                line = piece.text().split(b"\n")[number].decode(errors="replace")
                 reason = f"{line!r:.200}: {reason}; expected {self.parser.expected}"
-                faults.append((self.lines.place(piece, number), reason))
+                faults.append((piece.place(number), reason))
             if piece.damage:
-                faults.append((self.lines.place(piece, piece.rows), piece.damage))
+                faults.append((piece.place(piece.rows), piece.damage))
             if faults and not self._skip:
                 where = self.lines.where(faults[0][0])
                 header = "skip_header=1 leaves a header out, " if where.endswith(", line 1") else ""
@@ -230,7 +230,7 @@ class Buffers:
     def _parse_piece(self, piece: Piece) -> tuple[Any, Bad]:
         if not piece.rows:
             return None, []
-        data = self.lines.rows_of(piece)
+        data = piece.text()
         try:
             return self.parser.bulk(data, piece.rows), []
         except Exception:  # what an engine or the user's function raises

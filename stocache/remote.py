@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stocache.checksums import checksum
-from stocache.errors import DamagedError, LimitError, StorageError
+from stocache.errors import DamagedError, LimitError, StocacheError, StorageError
 from stocache.limits import format_size, parse_size
 
 _PART = ".part"
@@ -43,16 +43,7 @@ class Mirror:
         self._connect()
 
     def _connect(self) -> tuple[Any, str]:
-        """Return the file system and the path in it; in each process anew, since few survive a fork."""
-        try:
-            import fsspec
-
-            fs, path = fsspec.core.url_to_fs(self.url, **self._options)
-        except (ImportError, ValueError) as error:
-            raise StorageError(
-                f"{self.url} cannot be opened: {error}. pip install 'stocache[remote]', and what it names."
-            ) from None
-        return fs, path
+        return file_system(self.url, self._options, StorageError)
 
     def exists(self, name: str) -> bool:
         """Whether there is such a file at the URL."""
@@ -120,6 +111,21 @@ class Mirror:
 
     def __repr__(self) -> str:
         return f"{self.url}, of which up to {format_size(self._limit)} in {self.folder}"
+
+
+def file_system(url: str, options: dict[str, Any], problem: type[StocacheError]) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL and the path in it; in each process anew, since few survive a fork.
+
+    Raises:
+        problem: fsspec, or what it needs for this URL, is not installed.
+    """
+    try:
+        import fsspec
+
+        fs, path = fsspec.core.url_to_fs(url, **options)
+    except (ImportError, ValueError) as error:
+        raise problem(f"{url} cannot be opened: {error}. pip install 'stocache[remote]', and what it names.") from None
+    return fs, path
 
 
 def _touched(path: str) -> bool:

@@ -78,15 +78,10 @@ class Schema:
         if names and len(names) != len(fields):
             found = f"{where}: the header has {len(names)} names, the first row {len(fields)} fields"
             raise StreamError(f"{found}: {first!r:.200}. Is {self.delimiter!r} the delimiter? skip_header counts lines.")
-        width = len(fields)
-        numbers = self._numbers(self.columns, names, width, f"{where}: {self._seen(first, width)}")
-        labels = self._numbers(self._label_list, names, width, f"{where}: {self._seen(first, width)}")
-        target = self._target(numbers, width, labels)
-        if not target.columns or target.labels == ():
-            raise StreamError(f"{where}: no column is left for the features, or the labels: {self._seen(first, width)}.")
+        target = self._target(names, len(fields), where, lambda: self._seen(first, len(fields)))
         if self.widths is not None:
-            return FixedWidth(target, width, engines(self.engine), widths=tuple(self.widths))
-        return Delimited(target, width, engines(self.engine), delimiter=self.delimiter, comments=self.comments)
+            return FixedWidth(target, len(fields), engines(self.engine), widths=tuple(self.widths))
+        return Delimited(target, len(fields), engines(self.engine), delimiter=self.delimiter, comments=self.comments)
 
     @property
     def white_delimiter(self) -> str | None:
@@ -106,16 +101,16 @@ class Schema:
             return None
         return [self.label_columns] if isinstance(self.label_columns, int | str) else list(self.label_columns)
 
-    def _target(self, columns: list[int] | None, width: int, labels: list[int] | None) -> Target:
-        features = [n for n in range(width) if n not in (labels or ())] if columns is None else columns
-        return Target(
-            tuple(features),
-            None if labels is None else tuple(labels),
-            isinstance(self.label_columns, int | str),
-            numpy_dtype(self.dtype, "dtype"),
-            numpy_dtype(self.label_dtype, "label_dtype"),
-            self.nan == "keep",
-        )
+    def _target(self, names: list[str], width: int, where: str, seen: Callable[[], str]) -> Target:
+        """Return what is made of rows of so many fields; ``seen``: says what the first row looks like."""
+        labels = self._numbers(self._label_list, names, width, where, seen)
+        columns = self._numbers(self.columns, names, width, where, seen)
+        if columns is None:
+            columns = tuple(n for n in range(width) if n not in (labels or ()))
+        if not columns or labels == ():
+            raise StreamError(f"{where}: no column is left for the features, or the labels: {seen()}.")
+        dtypes = numpy_dtype(self.dtype, "dtype"), numpy_dtype(self.label_dtype, "label_dtype")
+        return Target(columns, labels, isinstance(self.label_columns, int | str), *dtypes, self.nan == "keep")
 
     def _names(self, lines: Lines) -> list[str]:
         """Return the names of the columns, where columns are named."""
@@ -137,19 +132,15 @@ class Schema:
             raise StreamError(f"{where}: {line!r:.200}: {error}") from None
 
     def _json(self, where: str, keys: list[str]) -> JsonLines:
-        asked = [*(self.columns or keys), *(self._label_list or ())]
-        names = list(dict.fromkeys([*keys, *(name for name in asked if isinstance(name, str))]))
-        missing = [name for name in names if name not in keys]
-        if missing:
-            raise StreamError(f"{where}: the first row has no {missing[0]!r}; it has {keys}.")
-        numbers = self._numbers(self.columns, names, len(names), f"{where}: the first row has {keys}")
-        labels = self._numbers(self._label_list, names, len(names), f"{where}: the first row has {keys}")
-        target = self._target(numbers, len(names), labels)
-        if not target.columns or target.labels == ():
-            raise StreamError(f"{where}: no column is left for the features, or the labels: the first row has {keys}.")
-        return JsonLines(target, len(names), engines(self.engine), names=tuple(names))
+        for name in [*(self.columns or ()), *(self._label_list or ())]:
+            if isinstance(name, str) and name not in keys:
+                raise StreamError(f"{where}: the first row has no {name!r}; it has {keys}.")
+        target = self._target(keys, len(keys), where, lambda: f"the first row has {keys}")
+        return JsonLines(target, len(keys), engines(self.engine), names=tuple(keys))
 
-    def _numbers(self, columns: Sequence[Column] | None, names: list[str], width: int, seen: str) -> Any:
+    def _numbers(
+        self, columns: Sequence[Column] | None, names: list[str], width: int, where: str, seen: Callable[[], str]
+    ) -> tuple[int, ...] | None:
         """Return columns as their numbers."""
         if columns is None:
             return None
@@ -162,13 +153,13 @@ class Schema:
             elif -width <= column < width:
                 found.append(column % width)
             else:
-                raise StreamError(f"there is no column {column}. {seen}.")
-        return found
+                raise StreamError(f"there is no column {column}. {where}: {seen()}.")
+        return tuple(found)
 
     def _seen(self, first: str, width: int) -> str:
         """Say what the first row looks like."""
         seen = f"the first row has {width} fields split at {self.delimiter!r}: {first!r:.200}"
-        counts = {mark: len(fields_of(first, mark, None)) for mark in (",", "\t", ";", " ", None)}
+        counts = {mark: first.count(mark) + 1 for mark in (",", "\t", ";", " ")} | {None: len(first.split())}
         likely = max(counts, key=lambda mark: counts[mark])
         if width == 1 and counts[likely] > 1:
             seen += f" (delimiter={likely!r} would make {counts[likely]})"

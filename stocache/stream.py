@@ -26,6 +26,15 @@ from stocache.windows import Deliveries, Delivery, Key, Part, Shuffle, Windows, 
 logger = logging.getLogger("stocache")
 
 _STATE_VERSION = 1
+_LEAST = {"batch_size": 1, "buffer_size": 1, "window": 1, "seed": 0, "skip_header": 0, "num_workers": 0}
+_KNOWN = {
+    "shuffle": (False, True, "buffers"),
+    "drop_last": (False, True, "batch"),
+    "format": (None, "delimited", "fixed", "jsonl"),
+    "nan": ("error", "keep"),
+    "on_error": ("raise", "skip"),
+    "engine": ("auto", "pyarrow", "numpy"),
+}
 
 
 @dataclass(frozen=True)
@@ -146,22 +155,7 @@ class StreamLoader(IterableDataset[Any]):
         engine: Literal["auto", "pyarrow", "numpy"] = "auto",
         storage_options: dict[str, Any] | None = None,
     ) -> None:
-        least = {"batch_size": 1, "buffer_size": 1, "window": 1, "seed": 0, "skip_header": 0, "num_workers": 0}
-        known = {
-            "shuffle": (False, True, "buffers"),
-            "drop_last": (False, True, "batch"),
-            "format": (None, "delimited", "fixed", "jsonl"),
-            "nan": ("error", "keep"),
-            "on_error": ("raise", "skip"),
-            "engine": ("auto", "pyarrow", "numpy"),
-        }
-        given = locals()
-        for what, smallest in least.items():
-            if type(given[what]) is not int or given[what] < smallest:
-                raise StreamError(f"{what}={given[what]!r} is no integer of at least {smallest}.")
-        for what, values in known.items():
-            if not any(given[what] is value or (type(value) is str and given[what] == value) for value in values):
-                raise StreamError(f"{what}={given[what]!r} is unknown. Use {' or '.join(map(repr, values))}.")
+        _check_arguments(locals())
         if buffer_size % batch_size:
             fits = max(batch_size, buffer_size // batch_size * batch_size)
             raise StreamError(f"buffer_size={buffer_size} is no multiple of batch_size={batch_size}. Use for example {fits}.")
@@ -482,6 +476,16 @@ class StreamLoader(IterableDataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_workers": None}
+
+
+def _check_arguments(given: dict[str, Any]) -> None:
+    """Raise StreamError for arguments that are none by themselves."""
+    for what, least in _LEAST.items():
+        if type(given[what]) is not int or given[what] < least:
+            raise StreamError(f"{what}={given[what]!r} is no integer of at least {least}.")
+    for what, values in _KNOWN.items():
+        if not any(given[what] is value or (type(value) is str and given[what] == value) for value in values):
+            raise StreamError(f"{what}={given[what]!r} is unknown. Use {' or '.join(map(repr, values))}.")
 
 
 def _ranks() -> tuple[int, int]:

@@ -12,6 +12,7 @@ from typing import IO, Any
 
 from stocache.checksums import checksum
 from stocache.errors import DamagedError, StreamError
+from stocache.remote import file_system
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -25,7 +26,7 @@ class TextFile:
     """A file as it was when it was found.
 
     Attributes:
-        path: as the user knows it; a URL if it has "://" in it.
+        path: as the user knows it: of a file here, or a URL.
         size: bytes, as stored.
         stamp: when, or in what version, it was written last, as the file system says it.
         ends: checksum of its first and last 64 KiB.
@@ -40,11 +41,6 @@ class TextFile:
     compression: str | None
     options: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    @property
-    def remote(self) -> bool:
-        """Whether it is read through fsspec."""
-        return "://" in self.path
-
     def open(self) -> "OpenFile":
         """Return it, to be read from.
 
@@ -52,7 +48,7 @@ class TextFile:
             DamagedError: it has changed since it was found.
         """
         self.check()
-        raw: IO[bytes] = open_raw(self.path, self.options)
+        raw: IO[bytes] = _open_raw(self.path, self.options)
         if self.compression is None:
             return OpenFile(raw)
         try:
@@ -64,7 +60,7 @@ class TextFile:
     def check(self) -> None:
         """Raise DamagedError if a local file has another size or time than when it was found, or is gone."""
         try:
-            changed = not self.remote and _facts(os.stat(self.path)) != (self.size, self.stamp)
+            changed = not _is_url(self.path) and _facts(os.stat(self.path)) != (self.size, self.stamp)
         except FileNotFoundError:
             raise DamagedError(f"{self.path} is gone.") from None
         if changed:
@@ -87,12 +83,16 @@ def find_files(paths: Paths, storage_options: dict[str, Any] | None = None) -> l
     return [_found(path, options) for path in found]
 
 
+def _is_url(path: str) -> bool:
+    return "://" in path
+
+
 def _expand(path: str, options: dict[str, Any]) -> list[str]:
-    if "://" in path:
+    if _is_url(path):
         scheme = path.partition("://")[0]
         if not glob.has_magic(path.partition("?")[0] if scheme.startswith("http") else path):
             return [path]
-        fs, inside = _file_system(path, options)
+        fs, inside = file_system(path, options, StreamError)
         matches = [fs.unstrip_protocol(name) for name in sorted(fs.glob(inside))]
     else:
         if not glob.has_magic(path) or os.path.exists(path):
@@ -104,10 +104,10 @@ def _expand(path: str, options: dict[str, Any]) -> list[str]:
 
 
 def _found(path: str, options: dict[str, Any]) -> TextFile:
-    if "://" not in path and not stat.S_ISREG(os.stat(path).st_mode):
+    if not _is_url(path) and not stat.S_ISREG(os.stat(path).st_mode):
         raise StreamError(f"{path} is no regular file, so it cannot be read a second time.")
-    with open_raw(path, options) as file:
-        if "://" in path:
+    with _open_raw(path, options) as file:
+        if _is_url(path):
             info = file.fs.info(file.path) if hasattr(file, "fs") and hasattr(file, "path") else {}
             size = file.seek(0, os.SEEK_END)
             stamp = "".join(str(info.get(key, "")) for key in ("ETag", "etag", "mtime", "LastModified", "created"))
@@ -127,22 +127,12 @@ def _facts(found: os.stat_result) -> tuple[int, str]:
     return found.st_size, str(found.st_mtime_ns)
 
 
-def open_raw(path: str, options: dict[str, Any]) -> Any:
+def _open_raw(path: str, options: dict[str, Any]) -> Any:
     """Return a file as it is stored, unbuffered where it is here."""
-    if "://" not in path:
+    if not _is_url(path):
         return open(path, "rb", buffering=0)
-    fs, inside = _file_system(path, options)
+    fs, inside = file_system(path, options, StreamError)
     return fs.open(inside, "rb")
-
-
-def _file_system(url: str, options: dict[str, Any]) -> tuple[Any, str]:
-    try:
-        import fsspec
-
-        fs, inside = fsspec.core.url_to_fs(url, **options)
-    except (ImportError, ValueError) as error:
-        raise StreamError(f"{url} cannot be opened: {error}. pip install 'stocache[remote]', and what it names.") from None
-    return fs, inside
 
 
 class OpenFile:

@@ -44,7 +44,13 @@ WITHIN |= {("directory", "layout"), ("segment", "layout"), ("segment", "director
 WITHIN |= {("named", "layout"), ("named", "directory"), ("named", "segment")}
 WITHIN |= {("protocol", "opening"), ("cache", "columns"), ("cache", "opening"), ("cache", "protocol")}
 WITHIN |= {("ragged", below) for below in ("opening", "arena", "admission", "protocol")}
-WITHIN |= {("textfiles", "checksums"), ("lines", "textfiles"), ("parsing", "containers"), ("parsing", "engines")}
+WITHIN |= {
+    ("textfiles", "checksums"),
+    ("textfiles", "remote"),
+    ("lines", "textfiles"),
+    ("parsing", "containers"),
+    ("parsing", "engines"),
+}
 WITHIN |= {("schema", "lines"), ("schema", "parsing"), ("schema", "engines"), ("windows", "buffers")}
 WITHIN |= {("stream", below) for below in ("buffers", "windows", "collation", "epochs", "loader")}
 WITHIN |= {("pool", "loans"), ("gathering", "cache"), ("loader", "dataset"), ("loader", "orders"), ("loader", "collation")}

@@ -42,7 +42,7 @@ def buffers_of(found):
     buffers, position = [], found.begin
     while True:
         pieces, end = found.read(position)
-        rows = [row for piece in pieces for row in found.rows_of(piece).split(b"\n")[:-1]]
+        rows = [row for piece in pieces for row in piece.text().split(b"\n")[:-1]]
         assert len(rows) == end.rows - position.rows == sum(piece.rows for piece in pieces)
         if not rows:
             return buffers
@@ -170,7 +170,7 @@ def test_cut_compressed_text_gives_what_is_there_and_says_why_it_ends(tmp_path, 
     got, position, damage = [], found.begin, None
     while damage is None:
         pieces, position = found.read(position)
-        got += [row for piece in pieces for row in found.rows_of(piece).split(b"\n")[:-1]]
+        got += [row for piece in pieces for row in piece.text().split(b"\n")[:-1]]
         damage = pieces[-1].damage
     assert got == rows[: len(got)]
     assert len(got) >= (0 if compression == "bz2" else keep % 1 * 0.5 * len(rows))  # bzip2 has large blocks
@@ -202,9 +202,9 @@ def test_where_counts_all_lines_of_the_file(tmp_path):
     found = lines_of(write(tmp_path, content), 2, skip_header=1)
     (first,), position = found.read(found.begin)
     (second,), _ = found.read(position)
-    assert found.where(found.place(first, 0)).endswith("000.txt, line 3")
-    assert found.where(found.place(first, 1)).endswith("000.txt, line 5")
-    assert found.where(found.place(second, 1)).endswith("000.txt, line 8")
+    assert found.where(first.place(0)).endswith("000.txt, line 3")
+    assert found.where(first.place(1)).endswith("000.txt, line 5")
+    assert found.where(second.place(1)).endswith("000.txt, line 8")
     found.close()
 
 
@@ -300,7 +300,7 @@ def test_a_forked_child_reads_at_its_own_place(tmp_path):
 
 def _next(found, position):
     (piece,), _ = found.read(position)
-    return found.rows_of(piece).split(b"\n")[:-1]
+    return piece.text().split(b"\n")[:-1]
 
 
 @pytest.mark.parametrize(

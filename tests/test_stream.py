@@ -1074,3 +1074,11 @@ def test_lines_of_delimiters_alone_are_rows_of_missing_values(tmp_path):
         with StreamLoader(path, 3, 3, nan="keep", label_columns=None, engine=engine) as loader:
             (x,) = loader
             assert x.nan_to_num(-1).tolist() == [[1, 2], [-1, -1], [3, 4]]
+
+
+def test_quoted_text_beside_numbers(tmp_path):
+    path = tmp_path / "quoted.csv"
+    path.write_text("".join(f'"row, {n}",{n},{n},{n}\n' for n in range(40)))
+    for engine in ("pyarrow", "numpy"):
+        with StreamLoader(path, 10, 20, delimiter=",", columns=[1, 2], engine=engine) as loader:
+            assert numbers(loader) == list(range(40))
