@@ -14,6 +14,7 @@ StocacheError
 ├── StorageError      (RuntimeError)                a storage used out of turn, or a folder that is none
 │   └── DamagedError  (OSError)                     a file of a storage is missing, cut or changed
 ├── StreamError       (ValueError)                  a line, a file or an argument of a StreamLoader is not what it should be
+├── GraphError        (ValueError, RuntimeError)    a graph of DataPipes that cannot be run as asked
 ├── WorkerError       (RuntimeError)                a worker process of a DataLoader died
 └── StateError        (ValueError)                  a state that does not belong to this DataLoader, or cannot be taken
 """
@@ -76,6 +77,13 @@ class DamagedError(StorageError, OSError):
 
 class StreamError(StocacheError, ValueError):
     """A line, a file or an argument of a `StreamLoader` is not what it should be."""
+
+
+class GraphError(StocacheError, ValueError, RuntimeError):
+    """A graph of DataPipes cannot be run as asked.
+
+    A RuntimeError too because torch and torchdata raise that.
+    """
 
 
 class WorkerError(StocacheError, RuntimeError):

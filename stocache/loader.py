@@ -125,7 +125,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             replaced |= {"dataset": source, "collate_fn": as_is}
             unread = self._torch_iterator(order, progress, replaced)
             return Gatherer(unread, self._pool, self.prefetch_factor or 0), _Crew(order)
-        ring = self._its_ring
+        ring = self.ring
         iteration = ring.begin()
         order.sender = Sender(ring, iteration, arrays=source is not None, epoch=self._epoch)
         replaced |= {"dataset": self.dataset if source is None else source}
@@ -164,12 +164,23 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return self.pin_memory and torch.cuda.is_available()
 
     @property
-    def _its_ring(self) -> Ring:
-        """The ring, made when it is first needed: two lanes for each worker, as two iterators may overlap."""
+    def ring(self) -> Ring:
+        """The ring of its workers, made when it is first needed: two lanes for each, as two iterators may overlap."""
         if self._ring is None or not self._ring.mine:
             depth = _SPARE + (self.prefetch_factor or 0)
             self._ring = Ring(2 * self.num_workers, depth, pinned=self._pins)
         return self._ring
+
+    def dead_worker(self) -> str | None:
+        """Return what a worker of the newest iterator with persistent workers has died of; None when none has."""
+        return None if self._crew is None else self._crew.death()
+
+    def end_workers(self) -> None:
+        """End the persistent workers; the next iteration has others."""
+        # As Lightning does it. Left to the garbage collector, which may find their queues first, it takes 5 seconds a worker
+        if self._iterator is not None and self._crew is not None:
+            self._iterator._shutdown_workers()  # type: ignore[attr-defined]
+        self._iterator = self._crew = None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_ring": None, "_crew": None, "_iterator": None}  # another process has its own

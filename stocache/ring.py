@@ -123,6 +123,15 @@ class Ring:
         """Bytes of memory the buffers take now."""
         return self._segment.reserved_bytes
 
+    def offset_of(self, tensor: Tensor) -> int | None:
+        """Return where a contiguous tensor lies in the memory of the buffers; None when it lies elsewhere."""
+        offset = tensor.data_ptr() - self._address
+        return offset if self.works and 0 <= offset < self.lanes * self.depth * STRIDE else None
+
+    def copied(self, offset: int, nbytes: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+        """Return a private copy of bytes of the buffers' memory, in any process that has the ring."""
+        return np.array(np.frombuffer(self._segment.view(offset, nbytes), np.uint8))
+
     # ------------------------------------------------------------------------------------------------ iterations
 
     def begin(self) -> int:
@@ -336,8 +345,12 @@ class Shipment:
 
 
 def outside(key: str, reason: str, batch: Any) -> Shipment:
-    """Return what to send where a batch goes outside of the ring of that key, for that ``reason``."""
-    return Shipment(_pass_by, key, (reason, batch))
+    """Return what to send where a batch goes outside of the ring of that key, for that ``reason``.
+
+    It is pickled here, where what that raises is noticed; a queue's own thread would lose the batch, and its loop would hang.
+    """
+    payload, _ = pack(batch, lambda address, nbytes: None)
+    return Shipment(_unpack_outside, key, (reason, payload))
 
 
 def _receive(key: str, *content: Any) -> Any:

@@ -345,9 +345,8 @@ class StreamLoader(IterableDataset[Any]):
         raise StreamError("another iteration has begun: with num_workers, a StreamLoader has one at a time.")
 
     def _end_workers(self) -> None:
-        # As Lightning does it. Left to the garbage collector, which may find their queues first, it takes 5 seconds a worker
-        if self._workers is not None and self._workers._iterator is not None:
-            self._workers._iterator._shutdown_workers()  # type: ignore[attr-defined]
+        if self._workers is not None:
+            self._workers.end_workers()
         self._workers = None
 
     def _note(self, delivery: Delivery) -> None:

@@ -1,6 +1,7 @@
 """The architecture: a module imports only from floors below its own."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ FLOORS = [
     {"layout", "directory", "segment", "named"},
     {"opening", "columns", "arena", "admission", "protocol", "cache", "ragged", "gathering", "ring"}
     | {"block", "folder", "writing", "storage", "stored", "sampler"},
-    {"epochs", "blockwise", "dataset", "orders", "collation", "loader", "prepare", "buffers", "windows", "stream"},
+    {"epochs", "blockwise", "dataset", "orders", "collation", "loader", "prepare", "buffers", "windows", "stream", "reading"},
     {"__init__"},
     {"bench", "listing", "doctor", "top", "sources", "datamodule", "cli", "__main__"},
 ]
@@ -54,7 +55,7 @@ WITHIN |= {
 WITHIN |= {("schema", "lines"), ("schema", "parsing"), ("schema", "engines"), ("windows", "buffers")}
 WITHIN |= {("stream", below) for below in ("buffers", "windows", "collation", "epochs", "loader")}
 WITHIN |= {("pool", "loans"), ("gathering", "cache"), ("loader", "dataset"), ("loader", "orders"), ("loader", "collation")}
-WITHIN |= {("orders", "dataset")}
+WITHIN |= {("orders", "dataset"), ("reading", "collation"), ("reading", "loader")}
 WITHIN |= {("__main__", "cli"), ("cli", "bench"), ("cli", "listing"), ("cli", "doctor"), ("cli", "top")}
 WITHIN |= {("doctor", "listing"), ("top", "listing"), ("cli", "sources"), ("sources", "bench")}
 
@@ -63,8 +64,17 @@ def floor_of(module: str) -> int:
     return next(number for number, modules in enumerate(FLOORS) if module in modules)
 
 
+# Within the package reading, a module imports from those before it
+READING = ["graph", "seeds", "pipes", "feeding", "sharding", "caching", "replay", "replica"]
+READING += ["streams", "workers", "engine", "parts", "interfaces", "services", "loader"]
+
+
+def module_of(path: Path) -> str:
+    return path.stem if path.parent == PACKAGE else path.parent.name
+
+
 def imports(path: Path) -> set[str]:
-    """Modules of stocache that a file imports, anywhere in it."""
+    """Modules of stocache that a file imports, anywhere in it; a package is one."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module == "stocache":
@@ -78,9 +88,27 @@ def imports(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
 def test_module_imports_only_from_floors_below(path):
-    for target in imports(path):
-        below = floor_of(target) < floor_of(path.stem)
-        assert below or (path.stem, target) in WITHIN, f"{path.stem} imports {target}"
+    module = module_of(path)
+    for target in imports(path) - ({"reading"} if module == "reading" else set()):
+        below = floor_of(target) < floor_of(module)
+        assert below or (module, target) in WITHIN, f"{module} imports {target}"
+
+
+@pytest.mark.parametrize("number", range(len(READING)), ids=READING)
+def test_a_module_of_reading_imports_only_from_those_before_it(number):
+    tree = ast.parse((PACKAGE / "reading" / f"{READING[number]}.py").read_text())
+    named = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    within = {name.removeprefix("stocache.reading.") for name in named if name.startswith("stocache.reading")}
+    assert within <= set(READING[:number])
+
+
+def test_every_module_of_reading_is_in_the_table():
+    assert {path.stem for path in (PACKAGE / "reading").glob("*.py")} == {*READING, "__init__"}
+
+
+def test_datapipes_are_imported_by_the_reading_services_only():
+    for path in PACKAGE.glob("*.py"):
+        assert not re.search("datapipes|IterDataPipe|stocache.reading", path.read_text()), path
 
 
 def test_face_exports_a_sorted_all_that_exists():
@@ -92,7 +120,7 @@ def test_every_error_is_a_stocache_error_and_drawn_in_the_docstring():
     from stocache import errors
 
     classes = [item for item in vars(errors).values() if isinstance(item, type)]
-    assert len(classes) == 16
+    assert len(classes) == 17
     for item in classes:
         assert issubclass(item, errors.StocacheError)
         assert item.__name__ in errors.__doc__

@@ -125,6 +125,7 @@ def test_a_cached_dataset_gives_the_same_batches(limit, workers):
         gc.collect()
 
 
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"], indirect=True)
 def test_start_methods(start_method):
     with CachedDataset(Images(), 1) as dataset:
         ours, theirs = both(

@@ -105,6 +105,7 @@ def rank(number, count, barrier):
     barrier.wait(20)
 
 
+@pytest.mark.parametrize("start_method", ["fork", "spawn"], indirect=True)
 def test_processes_that_know_only_the_name_share_one_cache(run_processes, start_method):
     barrier = multiprocessing.get_context(start_method).Barrier(3)
     run_processes(3, rank, 3, barrier)

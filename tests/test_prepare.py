@@ -291,6 +291,7 @@ def _prepare(number, folder):
         assert len(storage) == N
 
 
+@pytest.mark.parametrize("start_method", ["fork", "spawn"], indirect=True)
 def test_processes_that_prepare_one_folder_wait_for_the_one_that_does(tmp_path, run_processes):
     run_processes(4, _prepare, tmp_path)
     prepare(Images(), tmp_path / "other", block_size=7, progress=False).close()

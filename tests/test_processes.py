@@ -48,6 +48,7 @@ def test_what_one_process_sets_every_process_gets(run_processes):
         assert (stats.hits, stats.misses, stats.fills, stats.races, stats.filled) == (3 * N, N, N, 0, N)
 
 
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"], indirect=True)
 def test_processes_that_race_for_every_slot_agree(run_processes):
     with SharedCache(1, N, DIMS, placement="scattered") as cache:
         run_processes(3, fill_everything, cache)

@@ -103,6 +103,7 @@ def _read_all(number, url, local, limit, log):
         assert all(same(storage.load_sample(idx), sample(idx)) for idx in range(N))
 
 
+@pytest.mark.parametrize("start_method", ["fork", "spawn"], indirect=True)
 def test_processes_fetch_each_block_once(source, tmp_path, run_processes):
     log = tmp_path / "log"
     run_processes(3, _read_all, f"file://{source.base_folder}", tmp_path / "local", "1GB", log)

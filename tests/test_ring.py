@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -377,3 +378,8 @@ def test_forks_while_nothing_is_held_cost_no_descriptors(ring):
     for pid in children:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def test_what_goes_outside_and_does_not_pickle_is_an_error_at_once():
+    with pytest.raises(TypeError, match="cannot pickle"):  # and not in the thread of a queue, which would lose it
+        ring_module.outside("key", ring_module.FULL, threading.Lock())

@@ -1,0 +1,50 @@
+"""DataLoader2 and its reading services, over the DataPipes that torch ships: exact, resumable, and with the shared cache.
+
+    from stocache.reading import DataLoader2, MultiProcessingReadingService
+
+The names are those of torchdata up to 0.9, which this needs no part of. Importing it registers the pipes ``prefetch``,
+``sharding_round_robin_dispatch``, ``fullsync``, ``unzip``, ``pin_memory`` and ``shared_cache`` as methods of every DataPipe,
+where these names are free. The rest of stocache does not import DataPipes.
+"""
+
+from stocache.reading.caching import SharedCacher
+from stocache.reading.graph import find_dps, list_dps, remove_dp, replace_dp, traverse_dps
+from stocache.reading.interfaces import CheckpointableReadingServiceInterface, ReadingServiceInterface
+from stocache.reading.loader import DataLoader2, DataLoader2Iterator, Shuffle
+from stocache.reading.pipes import FullSync, PinMemory, Prefetcher, ShardingRoundRobinDispatcher, UnZipper
+from stocache.reading.replica import WorkerInfo
+from stocache.reading.seeds import SeedGenerator, set_graph_random_seed
+from stocache.reading.services import (
+    CachingReadingService,
+    DistributedReadingService,
+    InProcessReadingService,
+    MultiProcessingReadingService,
+    SequentialReadingService,
+)
+
+__all__ = [
+    "CachingReadingService",
+    "CheckpointableReadingServiceInterface",
+    "DataLoader2",
+    "DataLoader2Iterator",
+    "DistributedReadingService",
+    "FullSync",
+    "InProcessReadingService",
+    "MultiProcessingReadingService",
+    "PinMemory",
+    "Prefetcher",
+    "ReadingServiceInterface",
+    "SeedGenerator",
+    "SequentialReadingService",
+    "ShardingRoundRobinDispatcher",
+    "SharedCacher",
+    "Shuffle",
+    "UnZipper",
+    "WorkerInfo",
+    "find_dps",
+    "list_dps",
+    "remove_dp",
+    "replace_dp",
+    "set_graph_random_seed",
+    "traverse_dps",
+]

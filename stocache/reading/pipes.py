@@ -1,0 +1,384 @@
+"""The DataPipes that torch lacks and reading services need, under torchdata's names where these are free.
+
+They are registered when `stocache.reading` is imported. Where torchdata (up to 0.9) is installed its own are registered before,
+as importing it afterwards would fail; the reading services take either.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from datetime import timedelta
+from operator import itemgetter
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data._utils.pin_memory import pin_memory as _pin  # what torch's DataLoader pins with
+from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
+
+from stocache.errors import GraphError, WorkerError
+
+DEFAULT_TIMEOUT_S = 30 * 60
+_PINNED_AHEAD = 2
+
+if importlib.util.find_spec("torchdata") is not None and importlib.util.find_spec("torchdata.datapipes") is not None:
+    with contextlib.suppress(Exception), warnings.catch_warnings():  # it may lack what it needs itself
+        warnings.simplefilter("ignore")
+        importlib.import_module("torchdata.datapipes")
+
+_Pipe = TypeVar("_Pipe", bound=type[Any])
+
+
+def register(name: str) -> Callable[[_Pipe], _Pipe]:
+    """Let a pipe be had as a method of every pipe, unless there is such a method already."""
+
+    def decorate(pipe: _Pipe) -> _Pipe:
+        if name not in IterDataPipe.functions:
+            IterDataPipe.register_datapipe_as_function(name, pipe)
+        return pipe
+
+    return decorate
+
+
+class _Ahead:
+    """A thread that takes elements from an iterator before they are asked for, ``size`` of them at most.
+
+    Waits for both sides are those of a condition: nobody polls. An element may be an error, which is raised in its turn.
+    """
+
+    def __init__(self, source: Iterator[Any], size: int) -> None:
+        self._source, self._size = source, size
+        self._ready: deque[tuple[Any, BaseException | None]] = deque()
+        self._changed = threading.Condition()
+        self._stopped = self._paused = self._working = False
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="stocache-prefetch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        going_on = True
+        while going_on and self._wait():
+            try:
+                made: tuple[Any, BaseException | None] = next(self._source), None
+            except BaseException as error:
+                made, going_on = (None, error), False
+            with self._changed:
+                self._ready.append(made)
+                self._working = False
+                self._changed.notify_all()
+            del made  # an error that this frame held would hold it too, and all that is seen from here
+        if isinstance(self._source, Generator):
+            self._source.close()
+
+    def _wait(self) -> bool:
+        """Wait until there is room; whether to go on."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or (not self._paused and len(self._ready) < self._size))
+            self._working = not self._stopped
+            return self._working
+
+    def next(self) -> Any:
+        """Return the next element, or raise what there is instead, StopIteration at the end."""
+        if os.getpid() != self._pid:
+            raise WorkerError("a prefetching pipe is iterated in a process that forked while it was. Begin a new iteration.")
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or not self._thread.is_alive())
+            element, error = self._ready.popleft()
+            self._changed.notify_all()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
+        return element
+
+    def pause(self, paused: bool) -> None:
+        """Let the thread rest, when it has the element it is at, or go on."""
+        with self._changed:
+            self._paused = paused
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not (paused and self._working))
+
+    def stop(self, timeout_s: float | None) -> None:
+        """End the thread, when it has the element it is at; wait for that, but no longer than ``timeout_s``."""
+        if os.getpid() != self._pid:  # a forked child has no such thread
+            return
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+
+class InOrder(IterDataPipe[Any]):
+    """The elements of a map-style pipe, from 0 on."""
+
+    def __init__(self, datapipe: MapDataPipe[Any]) -> None:
+        self.datapipe = datapipe
+
+    def __iter__(self) -> Iterator[Any]:
+        for idx in range(len(self)):
+            yield self.datapipe[idx]
+
+    def __len__(self) -> int:
+        return len(self.datapipe)  # raises TypeError where it has none
+
+
+class _Threaded(IterDataPipe[Any]):
+    """A pipe that takes its elements in a thread, ahead of time."""
+
+    _ahead: _Ahead | None = None
+    _patience_s: float | None = None  # with a thread that is at work when it is to stop
+
+    def _elements(self) -> Iterator[Any]:
+        """Yield the elements; runs in the thread."""
+        raise NotImplementedError
+
+    def _taken_ahead(self, size: int) -> Iterator[Any]:
+        ahead = self._ahead = _Ahead(self._elements(), size)
+        try:
+            while True:
+                try:
+                    element = ahead.next()
+                except StopIteration:
+                    return
+                yield element
+        finally:
+            ahead.stop(self._patience_s)
+
+    def reset(self) -> None:
+        """Stop the thread of an earlier iteration."""
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Stop the thread."""
+        if self._ahead is not None:
+            self._ahead.stop(self._patience_s)
+            self._ahead = None
+
+    def pause(self) -> None:
+        """Take nothing more until `resume`; return when the thread rests."""
+        if self._ahead is not None:
+            self._ahead.pause(True)
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        if self._ahead is not None:
+            self._ahead.pause(False)
+
+    def __getstate__(self) -> Any:
+        return vars(self) | {"_ahead": None}
+
+    def __del__(self) -> None:
+        self.shutdown()
+
+
+@register("prefetch")
+class Prefetcher(_Threaded):
+    """Take elements ahead of time, in a thread (functional name: ``prefetch``).
+
+    Args:
+        source_datapipe: the pipe to take from.
+        buffer_size: elements that may wait.
+
+    Raises:
+        ValueError: ``buffer_size`` is less than 1.
+    """
+
+    def __init__(self, source_datapipe: IterDataPipe[Any], buffer_size: int = 10) -> None:
+        if buffer_size < 1:
+            raise ValueError(f"buffer_size={buffer_size} is less than 1.")
+        self.source_datapipe, self.buffer_size = source_datapipe, buffer_size
+
+    def _elements(self) -> Iterator[Any]:
+        yield from self.source_datapipe
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._taken_ahead(self.buffer_size)
+
+    def __len__(self) -> int:
+        return len(self.source_datapipe)  # raises TypeError where it has none
+
+
+@register("pin_memory")
+class PinMemory(Prefetcher):
+    """Put the tensors of each element into pinned memory, ahead of time, in a thread (functional name: ``pin_memory``).
+
+    Stays in the main process, also where worker processes do all before it.
+
+    Args:
+        source_datapipe: the pipe to take from.
+        device: for ``pin_memory_fn``; by default the current CUDA device.
+        pin_memory_fn: called with an element and the device; by default what torch's DataLoader does.
+
+    Raises:
+        RuntimeError: there is no CUDA.
+    """
+
+    def __init__(
+        self, source_datapipe: IterDataPipe[Any], device: Any = None, pin_memory_fn: Callable[[Any, Any], Any] = _pin
+    ) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError("pin_memory needs CUDA, and torch.cuda.is_available() is False. Leave the pipe out.")
+        super().__init__(source_datapipe, _PINNED_AHEAD)
+        self.device = torch.cuda.current_device() if device is None else device
+        self.pin_memory_fn = pin_memory_fn
+
+    def _elements(self) -> Iterator[Any]:
+        for element in self.source_datapipe:
+            yield self.pin_memory_fn(element, None if self.pin_memory_fn is _pin else self.device)
+
+    def is_replicable(self) -> bool:
+        """Return False: there is one of it, in the main process."""
+        return False
+
+
+@register("sharding_round_robin_dispatch")
+class ShardingRoundRobinDispatcherIterDataPipe(IterDataPipe[Any]):
+    """Hand out the elements of what cannot be replicated to the workers in turn (functional name:
+    ``sharding_round_robin_dispatch``).
+
+    With a `MultiProcessingReadingService` all before this pipe runs in one process, of its own. Elsewhere it changes nothing.
+
+    Args:
+        source_datapipe: the pipe whose elements are handed out.
+        sharding_group_filter: SHARDING_PRIORITIES.MULTIPROCESSING, which is the only one there is a meaning for; None is that.
+
+    Raises:
+        GraphError: it is another one.
+    """
+
+    def __init__(self, source_datapipe: IterDataPipe[Any], sharding_group_filter: SHARDING_PRIORITIES | None = None) -> None:
+        if sharding_group_filter not in (None, SHARDING_PRIORITIES.MULTIPROCESSING):
+            raise GraphError(
+                f"sharding_group_filter={sharding_group_filter!r}: elements are dispatched among the workers of one rank. Use "
+                f"SHARDING_PRIORITIES.MULTIPROCESSING, and a sharding_filter before it for the ranks."
+            )
+        self.source_datapipe, self.sharding_group_filter = source_datapipe, sharding_group_filter
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.source_datapipe
+
+    def __len__(self) -> int:
+        return len(self.source_datapipe)
+
+
+ShardingRoundRobinDispatcher = ShardingRoundRobinDispatcherIterDataPipe
+
+
+@register("fullsync")
+class FullSync(_Threaded):
+    """End each epoch on all ranks after the same number of elements, those of the shortest (functional name: ``fullsync``).
+
+    Each rank has one element ready, and tells the others, before any of them goes on; in a thread, while the last is in use.
+    A rank that leaves its loop early ends the epoch of the others, who never wait for it. `DistributedReadingService` puts
+    this pipe at the end of a graph.
+
+    Args:
+        datapipe: the pipe of this rank.
+        timeout: seconds to wait for the other ranks.
+
+    Raises:
+        RuntimeError: while iterating, when torch.distributed is not initialized, or a rank is gone or late.
+    """
+
+    _patience_s = 5.0  # other ranks may be long in coming
+
+    def __init__(self, datapipe: IterDataPipe[Any], timeout: int = DEFAULT_TIMEOUT_S) -> None:
+        self.datapipe, self.timeout = datapipe, timeout
+        self._group: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError("fullsync needs torch.distributed. Call init_process_group first, or start with torchrun.")
+        if dist.get_world_size() == 1:
+            yield from self.datapipe
+            return
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+        yield from self._taken_ahead(1)
+
+    def _elements(self) -> Iterator[Any]:
+        # Every rank votes in every round, and none after the first in which one had no element, or was leaving. So all vote
+        # equally often, whoever leaves when: nobody waits for a vote that does not come.
+        iterator = iter(self.datapipe)
+        while True:
+            element, has = None, True
+            try:
+                element = next(iterator)
+            except StopIteration:
+                has = False
+            except BaseException:
+                self._all_have(False)
+                raise
+            if not self._all_have(has):
+                return
+            try:
+                yield element
+            except GeneratorExit:
+                self._all_have(False)
+                raise
+
+    def _all_have(self, one: bool) -> bool:
+        counted = torch.tensor(int(one))
+        dist.all_reduce(counted, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(counted)
+
+    def __len__(self) -> int:
+        return len(self.datapipe)  # raises TypeError where it has none
+
+    def leave(self) -> None:
+        """Stop the thread, and leave the group of the ranks."""
+        self.shutdown()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def is_replicable(self) -> bool:
+        """Return False: there is one of it, in the main process."""
+        return False
+
+    def __getstate__(self) -> Any:
+        return super().__getstate__() | {"_group": None}
+
+
+@register("unzip")
+class UnZipper(IterDataPipe[Any]):
+    """Split elements that are sequences into a pipe for each of their columns (functional name: ``unzip``).
+
+    Args:
+        source_datapipe: pipe of sequences.
+        sequence_length: columns in each.
+        buffer_size: how many elements one of the pipes may be ahead of the slowest; -1 for any number.
+        columns_to_skip: columns to make no pipe of.
+
+    Returns:
+        A list of pipes.
+
+    Raises:
+        ValueError: a column to skip is none, or all are skipped.
+    """
+
+    def __new__(  # type: ignore[misc]  # as torch's fork and demux, it is called as a class and makes several pipes
+        cls,
+        source_datapipe: IterDataPipe[Any],
+        sequence_length: int,
+        buffer_size: int = 1000,
+        columns_to_skip: Sequence[int] | None = None,
+    ) -> list[IterDataPipe[Any]]:
+        """Return the pipes."""
+        skipped = set(columns_to_skip or ())
+        if not skipped <= set(range(sequence_length)):
+            raise ValueError(f"columns_to_skip={columns_to_skip!r} names columns outside of [0, {sequence_length}).")
+        columns = [column for column in range(sequence_length) if column not in skipped]
+        if not columns:
+            raise ValueError("all columns are skipped, and no pipe is left.")
+        forked = source_datapipe.fork(num_instances=len(columns), buffer_size=buffer_size)
+        pipes: Any = [forked] if len(columns) == 1 else forked
+        return [pipe.map(itemgetter(column)) for pipe, column in zip(pipes, columns, strict=True)]

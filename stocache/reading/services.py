@@ -1,0 +1,408 @@
+"""Reading services: how the graph of a `DataLoader2` is run, and by whom."""
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import multiprocessing
+from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
+
+from stocache.errors import StateError
+from stocache.ragged import RaggedCache
+from stocache.randomness import States
+from stocache.reading.caching import length_of, put_cache
+from stocache.reading.engine import Plan, WorkerStream
+from stocache.reading.feeding import Feed
+from stocache.reading.graph import Adapt, DataPipe, end_of, replace_dp, traverse_dps
+from stocache.reading.interfaces import CheckpointableReadingServiceInterface, ReadingServiceInterface
+from stocache.reading.parts import Length, Seeding, is_full_sync, taken_ahead, without_prefetching
+from stocache.reading.pipes import DEFAULT_TIMEOUT_S, FullSync, Prefetcher
+from stocache.reading.replay import trace
+from stocache.reading.replica import Epoch, InitFn, Replica, ResetFn, Resume, WorkerInfo, clock_of
+from stocache.reading.seeds import SeedGenerator, dist_share_seed, set_graph_random_seed
+from stocache.reading.sharding import Counted, apply_sharding, dispatched_end, replicable_end, share
+from stocache.reading.streams import LocalStream, Position, Stream
+
+_DISPATCHER = (1 << 32) - 1  # its number where workers have theirs
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """What services that run a graph keep: where their stream stands, and of this process's random numbers where they were when
+    the epoch began, and where they are."""
+
+    position: Position
+    numbers: tuple[States, States] | None = None
+
+
+class _Running(CheckpointableReadingServiceInterface):
+    """A service that runs the replicable part of a graph, and gives what it makes to the rest by a `Stream`.
+
+    Attributes:
+        stream: which the loader tells how much of it was delivered, before a checkpoint.
+    """
+
+    stream: Stream | None = None
+    _restored: _Checkpoint | None = None
+    delivered = 0
+    _seeding: "Seeding"
+
+    def checkpoint(self) -> bytes:
+        """Return where the stream stands."""
+        assert self.stream is not None, "it was initialized"
+        numbers = self.stream.numbers() if isinstance(self.stream, LocalStream) else None
+        if numbers is not None and not self.delivered:  # all will be made again
+            numbers = numbers[0], numbers[0]
+        return pickle.dumps(_Checkpoint(self.stream.position(self.delivered), numbers))
+
+    def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
+        """Return the graph, to go on where a checkpoint was."""
+        self._restored = pickle.loads(serialized_state)
+        if not isinstance(self._restored, _Checkpoint):
+            raise StateError(f"{type(self).__name__} cannot go on from a checkpoint of {type(self._restored).__name__}.")
+        return self.initialize(datapipe)
+
+    def finalize(self) -> None:
+        """End the stream."""
+        if self.stream is not None:
+            self.stream.close()
+
+    def __del__(self) -> None:
+        self.finalize()
+
+    def _put_stream(self, datapipe: DataPipe, part: DataPipe, stream: Stream) -> DataPipe:
+        """Put a stream in the place of a part of the graph."""
+        self.stream = stream
+        return stream if part is datapipe else end_of(replace_dp(traverse_dps(datapipe), part, stream))
+
+    def _run_here(self, datapipe: DataPipe, init_fn: InitFn | None, reset_fn: ResetFn | None) -> DataPipe:
+        """Let this process run the part that workers could."""
+        part = whole = replicable_end(datapipe)
+        self._seeding = Seeding(datapipe)
+        dispatched = dispatched_end(part)
+        if dispatched is not None:
+            part = end_of(replace_dp(traverse_dps(part), dispatched, Counted(dispatched)))
+        self._seeding.divide(part)
+        ahead, length = taken_ahead(datapipe, whole), Length(datapipe, part, 1)
+        share(part, 1, 0)
+        replica = Replica(part, WorkerInfo(1, 0), init_fn, reset_fn, alone=False)
+        return self._put_stream(datapipe, whole, LocalStream(replica, ahead, length))
+
+    def _begin_here(self, seed_generator: SeedGenerator, iter_reset_fn: Adapt | None) -> None:
+        restored, self._restored = self._restored, None
+        begun = None if restored is None else restored.position
+        (resume,) = [Resume()] if begun is None else begun.resumed(0)
+        (seeds,) = self._seeding.draw(seed_generator)
+        assert isinstance(self.stream, LocalStream), "it was initialized"
+        numbers = None if restored is None else restored.numbers
+        self.stream.begin_epoch([Epoch(seeds, seed_generator, iter_reset_fn, resume)], begun, numbers)
+
+
+class InProcessReadingService(_Running):
+    """Run the graph in this process.
+
+    Maps draw their random numbers from this process's generators; a state holds where these are, and going on puts them there.
+
+    Args:
+        prefetch_cnt: elements that a thread takes ahead of time.
+        init_fn: called once with the graph and a `WorkerInfo`; returns the graph.
+        reset_fn: called in each epoch with the graph, a `WorkerInfo` and the `SeedGenerator`; returns the graph.
+
+    Raises:
+        ValueError: ``prefetch_cnt`` is negative.
+    """
+
+    def __init__(self, prefetch_cnt: int = 0, init_fn: InitFn | None = None, reset_fn: ResetFn | None = None) -> None:
+        self._prefetch_cnt = check_count("prefetch_cnt", prefetch_cnt)
+        self._init_fn, self._reset_fn = init_fn, reset_fn
+
+    def initialize(self, datapipe: Any) -> DataPipe:
+        """Return the graph, of which this process runs all."""
+        if self._prefetch_cnt:
+            datapipe = Prefetcher(datapipe, self._prefetch_cnt)
+        return self._run_here(datapipe, self._init_fn, self._reset_fn)
+
+    def initialize_iteration(self, seed_generator: SeedGenerator, iter_reset_fn: Adapt | None = None) -> Adapt | None:
+        """Begin an epoch."""
+        self._begin_here(seed_generator, iter_reset_fn)
+        return None
+
+
+class MultiProcessingReadingService(_Running):
+    """Run a replica of the graph in each of several worker processes, and one for all before what is dispatched.
+
+    Elements come in the order in which one process would make them, wherever that can be known: where nothing but ``map``,
+    ``filter``, ``collate`` and ``shared_cache`` comes after the one ``sharding_filter`` or ``sharding_round_robin_dispatch``.
+    Elsewhere the workers' elements come in turn, and those of a worker that has no more are left out.
+
+    Args:
+        num_workers: how many; 0 for none, with a warning.
+        multiprocessing_context: "fork", "spawn" or "forkserver"; None for Python's default.
+        worker_prefetch_cnt: elements that each worker may make ahead of time.
+        main_prefetch_cnt: elements that all of them together may make besides.
+        worker_init_fn: called in each worker, once, with the graph and a `WorkerInfo`; returns the graph.
+        worker_reset_fn: called in each worker, and in the dispatching process, in each epoch, with the graph, a `WorkerInfo`
+            and the `SeedGenerator`; returns the graph.
+
+    Raises:
+        ValueError: a count is negative, or there is no such start method.
+        GraphError: when it begins: the graph cannot be divided.
+        WorkerError: while iterating: a process has died.
+    """
+
+    def __init__(
+        self,
+        num_workers: int = 0,
+        multiprocessing_context: str | None = None,
+        worker_prefetch_cnt: int = 10,
+        main_prefetch_cnt: int = 10,
+        worker_init_fn: InitFn | None = None,
+        worker_reset_fn: ResetFn | None = None,
+    ) -> None:
+        self.num_workers = check_count("num_workers", num_workers)
+        if not num_workers:
+            warnings.warn("num_workers=0 is what InProcessReadingService is for.", stacklevel=2)
+        if multiprocessing_context not in (None, *multiprocessing.get_all_start_methods()):
+            methods = ", ".join(multiprocessing.get_all_start_methods())
+            raise ValueError(f"multiprocessing_context={multiprocessing_context!r} is no start method. Use one of {methods}.")
+        self.multiprocessing_context = multiprocessing_context
+        self.worker_prefetch_cnt = check_count("worker_prefetch_cnt", worker_prefetch_cnt)
+        self.main_prefetch_cnt = check_count("main_prefetch_cnt", main_prefetch_cnt)
+        self.worker_init_fn, self.worker_reset_fn = worker_init_fn, worker_reset_fn
+
+    def initialize(self, datapipe: DataPipe) -> DataPipe:
+        """Return what is left of the graph for this process."""
+        if not self.num_workers:
+            return self._run_here(datapipe, self.worker_init_fn, self.worker_reset_fn)
+        part = whole = replicable_end(datapipe)
+        ahead, self._seeding = taken_ahead(datapipe, part), Seeding(datapipe)
+        dispatched, feed = dispatched_end(part), None
+        if dispatched is not None:
+            feed = Feed(length_of(dispatched))
+            part = without_prefetching(end_of(replace_dp(traverse_dps(part), dispatched, feed)))
+        self._part, self._feed = part, feed
+        self._seeding.divide(*([part] if dispatched is None else [part, dispatched]))
+        prefetch = self.worker_prefetch_cnt + -(-self.main_prefetch_cnt // self.num_workers)
+        functions = self.worker_init_fn, self.worker_reset_fn
+        plan = Plan(part, dispatched, self.num_workers, self.multiprocessing_context, prefetch, *functions)
+        return self._put_stream(datapipe, whole, WorkerStream(plan, ahead, Length(datapipe, part, self.num_workers)))
+
+    def initialize_iteration(self, seed_generator: SeedGenerator, iter_reset_fn: Adapt | None = None) -> Adapt | None:
+        """Begin an epoch in the workers."""
+        if not self.num_workers:
+            self._begin_here(seed_generator, iter_reset_fn)
+            return None
+        restored, self._restored = self._restored, None
+        begun = None if restored is None else restored.position
+        resumes = [Resume()] * self.num_workers if begun is None else begun.resumed(self.num_workers)
+        sent = [0] * self.num_workers
+        if begun is not None and self._feed is not None:
+            if any((self.worker_init_fn, self.worker_reset_fn, iter_reset_fn)):
+                resumes = begun.again(self.num_workers)  # it is not known what they do to the graph
+            else:
+                sent = [self._used(resume) for resume in resumes]
+        seeds, *for_dispatcher = self._seeding.draw(seed_generator)
+        epochs = [Epoch(seeds, seed_generator.spawn(worker), iter_reset_fn, resume) for worker, resume in enumerate(resumes)]
+        unneeded = min(used * self.num_workers + worker for worker, used in enumerate(sent)) if any(sent) else 0
+        dispatched = [
+            Epoch(its, seed_generator.spawn(_DISPATCHER), iter_reset_fn, Resume(unneeded), tuple(sent))
+            for its in for_dispatcher
+        ]
+        assert isinstance(self.stream, WorkerStream), "it was initialized"
+        self.stream.begin_epoch(epochs, begun, *dispatched)
+        return None
+
+    def _used(self, resume: Resume) -> int:
+        """Return how many elements of its feed a worker has used up, and will not need again."""
+        if resume.again:
+            return 0
+        end, count = (self._part, resume.count) if resume.passed is None else (clock_of(self._part), resume.passed)
+        pipe, used = trace(end, count)[-1]
+        return used if pipe is self._feed else 0
+
+
+class DistributedReadingService(CheckpointableReadingServiceInterface):
+    """Let each rank of torch.distributed have its share of the graph, with the same seeds and epochs of the same length.
+
+    Args:
+        timeout: seconds to wait for other ranks.
+
+    Raises:
+        RuntimeError: when it begins: torch.distributed is not available, or not initialized.
+    """
+
+    def __init__(self, timeout: int = DEFAULT_TIMEOUT_S) -> None:
+        if not dist.is_available():
+            raise RuntimeError("this torch was built without torch.distributed, which DistributedReadingService needs.")
+        self._timeout = timeout
+        self._group: Any = None
+        self._sync: FullSync | None = None
+
+    def initialize(self, datapipe: Any) -> Any:
+        """Return the graph of this rank, with ``fullsync`` at its end."""
+        if not dist.is_initialized():
+            raise RuntimeError("torch.distributed is not initialized. Call init_process_group first, or start with torchrun.")
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout))
+        apply_sharding(datapipe, dist.get_world_size(), dist.get_rank(), SHARDING_PRIORITIES.DISTRIBUTED)
+        if not is_full_sync(datapipe):
+            datapipe = self._sync = FullSync(datapipe, self._timeout)
+        self._datapipe = datapipe
+        return datapipe
+
+    def initialize_iteration(self, seed_generator: SeedGenerator, iter_reset_fn: Adapt | None = None) -> Adapt | None:
+        """Agree with the other ranks on the epoch's seed."""
+        seed_generator.seed(dist_share_seed(seed_generator.generate_shared_seed(), self._group))
+        seed_generator.spawn(dist.get_rank(), inplace=True)
+        set_graph_random_seed(self._datapipe, copy.copy(seed_generator))  # for where nobody else does
+        return iter_reset_fn
+
+    def checkpoint(self) -> bytes:
+        """Return which rank this is."""
+        return pickle.dumps((dist.get_world_size(), dist.get_rank()))
+
+    def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
+        """Return the graph of this rank."""
+        datapipe = self.initialize(datapipe)
+        ranks, rank = pickle.loads(serialized_state)
+        if (ranks, rank) != (dist.get_world_size(), dist.get_rank()):
+            raise StateError(
+                f"the state is of rank {rank} of {ranks}, and this is rank {dist.get_rank()} of {dist.get_world_size()}, which "
+                f"has other elements. Each rank must go on from its own state."
+            )
+        return datapipe
+
+    def finalize(self) -> None:
+        """Leave the groups of the ranks."""
+        if self._sync is not None:
+            self._sync.leave()
+            self._sync = None
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+
+class CachingReadingService(ReadingServiceInterface):
+    """Keep what the graph's maps make in shared memory: those of the last chain of maps before the first random pipe.
+
+        service = SequentialReadingService(CachingReadingService(32), MultiProcessingReadingService(8))
+
+    Elements are numbered before the chain, and go through shuffles and shards with their numbers only; so an element that is
+    cached is neither read nor mapped, whichever worker it comes to. Values and order stay those of the graph without. For maps
+    behind a shuffle, whose results may be meant to vary, put ``shared_cache`` into the graph yourself.
+
+    Args:
+        size_limit_gib: GiB for the cache on this machine, as for `RaggedCache`.
+        key_fn: called with an element as it comes to the chain; returns its key, an integer in ``[0, dataset_len)``, which no
+            other has. None for its number.
+        dataset_len: how many elements there are; by default the length of the pipe before the chain.
+        options: ``name`` (one cache for all ranks and jobs of this machine), ``persist``, ``fingerprint``, ``admit``, ``codec``
+            and ``allow_pickle``, as for `RaggedCache`.
+
+    Attributes:
+        cache: the `RaggedCache`; None before it begins, or where there is nothing to keep, of which a warning tells.
+    """
+
+    def __init__(
+        self,
+        size_limit_gib: float | str = "auto",
+        key_fn: Callable[[Any], int] | None = None,
+        *,
+        dataset_len: int | None = None,
+        **options: Any,
+    ) -> None:
+        self._arguments, self._options = (key_fn, size_limit_gib, dataset_len), options
+        self.cache: RaggedCache | None = None
+
+    def initialize(self, datapipe: DataPipe) -> DataPipe:
+        """Return the graph with a cache in it."""
+        datapipe, cacher = put_cache(datapipe, *self._arguments, **self._options)
+        self.cache = None if cacher is None else cacher.cache
+        return datapipe
+
+    def initialize_iteration(self, seed_generator: SeedGenerator, iter_reset_fn: Adapt | None = None) -> Adapt | None:
+        """Leave the epoch to others."""
+        return iter_reset_fn
+
+
+class SequentialReadingService(CheckpointableReadingServiceInterface):
+    """Several services, each of which gets the graph that the one before has made."""
+
+    def __init__(self, *reading_services: ReadingServiceInterface) -> None:
+        self.reading_services: tuple[Any, ...] = reading_services
+
+    def initialize(self, datapipe: DataPipe) -> DataPipe:
+        """Return what the services make of the graph, one after the other."""
+        for service in self.reading_services:
+            datapipe = service.initialize(datapipe)
+        return datapipe
+
+    def initialize_iteration(self, seed_generator: SeedGenerator, iter_reset_fn: Adapt | None = None) -> Adapt | None:
+        """Begin an epoch in all, one after the other."""
+        for service in self.reading_services:
+            iter_reset_fn = service.initialize_iteration(seed_generator, iter_reset_fn)
+        return iter_reset_fn
+
+    def finalize_iteration(self) -> None:
+        """End an epoch in all, the last one first."""
+        for service in reversed(self.reading_services):
+            service.finalize_iteration()
+
+    def finalize(self) -> None:
+        """End all, the last one first."""
+        for service in reversed(self.reading_services):
+            service.finalize()
+
+    def checkpoint(self) -> bytes:
+        """Return what the services keep."""
+        kept = [service.checkpoint() if is_checkpointable(service) else b"" for service in self.reading_services]
+        return pickle.dumps(kept)
+
+    def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
+        """Return what the services make of the graph, one after the other."""
+        states = pickle.loads(serialized_state)
+        if len(states) != len(self.reading_services):
+            raise StateError(
+                f"the state is of {len(states)} reading services in sequence, and here are {len(self.reading_services)}."
+            )
+        for service, state in zip(self.reading_services, states, strict=True):
+            datapipe = service.restore(datapipe, state) if state else service.initialize(datapipe)
+        return datapipe
+
+
+def is_checkpointable(service: Any) -> bool:
+    """Whether a service has ``checkpoint`` and ``restore``."""
+    return callable(getattr(service, "checkpoint", None)) and callable(getattr(service, "restore", None))
+
+
+def running_in(service: Any) -> "_Running | None":
+    """Return the service that runs the graph, among those in sequence; None where it is the user's own."""
+    if isinstance(service, _Running):
+        return service
+    within = map(running_in, service.reading_services) if isinstance(service, SequentialReadingService) else ()
+    return next((found for found in within if found is not None), None)
+
+
+def completed(service: ReadingServiceInterface | None) -> ReadingServiceInterface:
+    """Return a service that runs the graph, in this process where none is told to."""
+    services = service.reading_services if isinstance(service, SequentialReadingService) else (service,)
+    if service is None or not any(services):
+        return InProcessReadingService()
+    if all(isinstance(its, DistributedReadingService | CachingReadingService) for its in services):
+        return SequentialReadingService(*services, InProcessReadingService())
+    return service
+
+
+def check_count(what: str, count: int) -> int:
+    """Return a count.
+
+    Raises:
+        ValueError: it is negative, or no integer.
+    """
+    if not isinstance(count, int) or count < 0:
+        raise ValueError(f"{what}={count!r} is no number of elements or workers. Use 0 or more.")
+    return count

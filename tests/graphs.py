@@ -1,0 +1,137 @@
+"""Graphs of DataPipes for the tests of the reading services, with functions that pickle."""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import numpy as np
+import torch
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+from stocache.reading import DataLoader2, InProcessReadingService, MultiProcessingReadingService
+
+COUNT = 40
+
+
+def source(count=COUNT):
+    return IterableWrapper(range(count))
+
+
+def square(value):
+    return value * value
+
+
+def no_third(value):
+    return value % 3 != 0
+
+
+def twice(value):
+    return [value, -value]
+
+
+def noise(value):
+    return value, random.random(), float(torch.rand(())), float(np.random.rand())
+
+
+def tensor(value):
+    return {"value": torch.full((3, 4), value), "name": str(value), "array": np.full(5, value, np.int16)}
+
+
+def large(value):
+    return torch.full((1 << 14,), float(value))
+
+
+class HomemadeError(Exception):
+    """An error of the user's."""
+
+
+def fails(value):
+    if value == 13:
+        raise HomemadeError("thirteen")
+    return value
+
+
+def unpicklable(value):
+    return threading.Lock() if value == 13 else value
+
+
+def dies(value):
+    if value == 13:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return value
+
+
+def slow(value):
+    time.sleep(0.002)
+    return value
+
+
+def fails_at_once(datapipe, *_):
+    raise HomemadeError("at once")
+
+
+GRAPHS = {
+    "plain": lambda: source().sharding_filter(),
+    "shuffled": lambda: source().shuffle().sharding_filter().map(square),
+    "filtered": lambda: source().shuffle(buffer_size=7).sharding_filter().map(square).filter(no_third),
+    "noisy": lambda: source().shuffle().sharding_filter().map(noise),
+    "batched": lambda: source().shuffle().sharding_filter().map(square).batch(3).collate(),
+    "shuffled twice": lambda: source().shuffle().sharding_filter().map(square).shuffle(buffer_size=5).batch(2),
+    "noisy batches": lambda: source().shuffle().sharding_filter().map(noise).shuffle().batch(2),
+    "one to many": lambda: source().map(square).shuffle().sharding_filter().map(twice).unbatch(),
+    "prefetched": lambda: source().shuffle().sharding_filter().prefetch(3).map(square),
+    "mapped before": lambda: source().map(square).sharding_filter().map(square),
+    "dispatched": lambda: source().shuffle().sharding_round_robin_dispatch().map(square),
+    "dispatched, filtered": lambda: source().shuffle().sharding_round_robin_dispatch().map(square).filter(no_third),
+    "dispatched, prefetched": lambda: source().sharding_round_robin_dispatch().filter(no_third).prefetch(3).map(square),
+    "dispatched, noisy batches": lambda: source().shuffle().sharding_round_robin_dispatch().map(noise).batch(3),
+    "dispatched tensors": lambda: source().shuffle().map(tensor).sharding_round_robin_dispatch(),
+    "both": lambda: source().shuffle().sharding_filter().zip(source().shuffle().sharding_round_robin_dispatch()),
+    "both, branches of dispatched": lambda: (
+        source()
+        .shuffle()
+        .sharding_filter()
+        .zip(source().shuffle().sharding_round_robin_dispatch().zip(source(30).sharding_round_robin_dispatch()))
+    ),
+}
+SAME_FOR_ANY_WORKERS = {
+    "plain",
+    "shuffled",
+    "filtered",
+    "prefetched",
+    "mapped before",
+    "dispatched",
+    "dispatched, filtered",
+    "dispatched tensors",
+    "both",
+    "both, branches of dispatched",
+}
+
+
+def service(num_workers, **options):
+    return MultiProcessingReadingService(num_workers, **options) if num_workers else InProcessReadingService()
+
+
+def loader(graph, num_workers, seed=5, **options):
+    dataloader = DataLoader2(graph, reading_service=service(num_workers, **options))
+    if seed is not None:
+        dataloader.seed(seed)
+    return dataloader
+
+
+def plain(element):
+    """Return an element as something that can be compared."""
+    return repr(element)
+
+
+def elements(iterator):
+    return [plain(element) for element in iterator]
+
+
+def numbers(seed):
+    """Put the global generators where a seed puts them."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
