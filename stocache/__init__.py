@@ -23,6 +23,8 @@ from stocache.errors import (
 )
 from stocache.limits import get_shm_size, recommended_limit
 from stocache.loader import DataLoader, LoaderStats
+from stocache.locality import LocalityDistributedSampler
+from stocache.permutation import Permutation
 from stocache.placement import Placement
 from stocache.prepare import DataPreparer, prepare
 from stocache.protocol import SlotState
@@ -53,8 +55,10 @@ __all__ = [
     "InMemoryDataStorage",
     "LimitError",
     "LoaderStats",
+    "LocalityDistributedSampler",
     "MismatchError",
     "OnDiskBlockDataStorage",
+    "Permutation",
     "Placement",
     "RaggedCache",
     "SampleError",

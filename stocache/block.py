@@ -23,7 +23,7 @@ import os
 import pickle
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -78,6 +78,21 @@ def encode(samples: Sequence[Any], first: int = 0, allow_pickle: bool = False, i
     return [head, whole[block.begin : at], checks, whole[at + nbytes :]], seal_in(head, _MARK, checks)[0]
 
 
+class Source(Protocol):
+    """A file, to be read in pieces."""
+
+    nbytes: int
+
+    def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
+        """Return a buffer that holds ``nbytes`` of the file from ``at``, and where in it they begin.
+
+        ``own``: it is to be the caller's, to write to; else bytes that he may only read.
+        """
+
+    def expect(self) -> None:
+        """Have all of it read ahead."""
+
+
 class File:
     """A file on disk, to be read in pieces; closed when nobody holds it any more."""
 
@@ -93,10 +108,7 @@ class File:
         return self
 
     def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
-        """Return a buffer that holds ``nbytes`` of the file from ``at``, and where in it they begin.
-
-        ``own``: it is to be the caller's, to write to; else bytes that he may only read.
-        """
+        """See `Source`."""
         end = at + nbytes
         if end <= len(self._head):
             return (bytearray(self._head[at:end]), 0) if own else (self._head, at)
@@ -130,7 +142,7 @@ class Memory:
         self._data, self.nbytes = data, len(data)
 
     def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
-        """Return a buffer that holds ``nbytes`` of the file from ``at``, and where in it they begin; ``own`` as for `File`."""
+        """See `Source`."""
         if at + nbytes > self.nbytes:
             raise ValueError("it is cut")
         return (bytearray(self._data[at : at + nbytes]), 0) if own else (self._data, at)
@@ -144,7 +156,7 @@ class _Walk:
 
     __slots__ = ("_source", "hash")
 
-    def __init__(self, source: "File | Memory") -> None:
+    def __init__(self, source: Source) -> None:
         self._source, self.hash = source, xxhash.xxh3_64()
 
     def take(self, at: int, nbytes: int, own: bool) -> tuple[Any, int]:
@@ -164,6 +176,7 @@ class Block:
         checksum: its own, as it stands in the index of a storage.
         structure: the tree of its columns.
         begin: where the columns begin.
+        nbytes: of the file.
 
     Args:
         source: its bytes.
@@ -176,8 +189,9 @@ class Block:
         StorageError: it cannot be read here: another version, classes that are not here, pickles that are not allowed.
     """
 
-    def __init__(self, source: File | Memory, name: str, allow_pickle: bool | None = False, verify: bool = True) -> None:
+    def __init__(self, source: Source, name: str, allow_pickle: bool | None = False, verify: bool = True) -> None:
         self._source, self._name, self._reads = source, name, 0
+        self.nbytes = source.nbytes
         try:
             facts = self._open(verify)
             self.samples, self.structure = int(facts["samples"]), facts["structure"]

@@ -247,6 +247,11 @@ class SharedCache(SampleCache):
         self._reserve_raw(0, self._slots)
         return self._columns.array
 
+    @property
+    def placement(self) -> Placement:
+        """Which samples are resident."""
+        return self._placement
+
     def __len__(self) -> int:
         """Return the number of slots, at most ``dataset_len``."""
         return self._slots

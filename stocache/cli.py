@@ -143,8 +143,15 @@ _Prepared = Annotated[Path, typer.Argument(metavar="DIR", help="A folder that wa
 @app.command()
 def prepare(
     src: Annotated[Path, typer.Argument(help="Folder of images, .csv, .tsv, .npy, .parquet, or saved Hugging Face dataset.")],
-    dst: Annotated[Path, typer.Argument(help="Folder to prepare: new, empty, or one in which this was interrupted.")],
-    workers: _Workers = _CORES,
+    dst: Annotated[str, typer.Argument(help="Folder or URL to prepare: new, empty, or one in which this was interrupted.")],
+    address: Annotated[
+        str | None, typer.Argument(help="With --ray: a running Ray. Default: $RAY_ADDRESS, else one started here, for this.")
+    ] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Have blocks written by a Ray cluster.")] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=0, help=f"Worker processes; 0 for none. Default: {_CORES}; with --ray, for all the cluster's CPUs."),
+    ] = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="Samples in a block. Default: what --block-bytes hold.")] = None,
     block_bytes: Annotated[str | None, typer.Option(help="Bytes of a block, such as 8MB. Default: 8MiB.")] = None,
     shuffle_seed: Annotated[int | None, typer.Option(min=0, help="Assign samples to blocks at random, by this seed.")] = None,
@@ -163,12 +170,16 @@ def prepare(
 
     if block_size is not None and block_bytes is not None:
         raise typer.BadParameter("give --block-size or --block-bytes, not both.")
+    if address is not None and not ray:
+        raise typer.BadParameter(f"{address} is one argument too many, or the address of a Ray: give --ray, too.")
+    if workers is None:
+        workers = 0 if ray else _CORES
     nbytes: int | str = BLOCK_BYTES if block_bytes is None else block_bytes
     if isinstance(nbytes, str) and nbytes.isdecimal():
         nbytes = int(nbytes)  # else it would be in GiB, as in a size limit
     marks = [mark for mark in (fingerprint, size and f"size {size}") if mark]
     with _errors_in_one_line():
-        source: Any = sources.open_source(src, size=size)
+        source: Any = sources.open_source(src.absolute() if ray else src, size=size)  # Ray's workers are in other directories
         info, before = source.info, OnDiskBlockDataStorage[Any, Any](dst).is_prepared()
         if shuffle_seed is not None and isinstance(source, sources.ParquetFiles):
             source = sources.InOrder(source)
@@ -182,13 +193,15 @@ def prepare(
             info=info,
             fingerprint=", ".join(marks) or None,
             resume=not no_resume,
+            engine="ray" if ray else "local",
+            address=address,
         )
         index = storage.index
     typer.echo(
         f"{dst}{' was prepared already' if before else ''}: {index.samples} samples in "
         f"{len(index.blocks)} block{'s' * (len(index.blocks) != 1)} of "
         f"{index.block_size}, {format_size(_bytes(index))}. In Python: "
-        f"stocache.StorageDataset(stocache.OnDiskBlockDataStorage({str(dst)!r}))"
+        f"stocache.StorageDataset(stocache.OnDiskBlockDataStorage({dst!r}))"
     )
 
 

@@ -74,6 +74,8 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
         **loader_options: Any,
     ) -> None:
         super().__init__()
+        if isinstance(storage, OnDiskBlockDataStorage) and "://" in storage.base_folder:
+            self.prepare_data_per_node = False  # machines do not wait for each other there
         self.storage, self.preparer = storage, preparer
         self.batch_size, self.window, self.seed = batch_size, window, seed
         self._split = {"train": 0.8, "val": 0.1, "test": 0.1} if split is None else split
@@ -93,7 +95,7 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
     # ------------------------------------------------------------------------------------------------ samples
 
     def prepare_data(self) -> None:
-        """Prepare the samples, unless they are; Lightning calls this in one process per machine."""
+        """Prepare the samples, unless they are; Lightning calls this in one process per machine, or, for a URL, in one."""
         storage = self.storage
         if isinstance(storage, OnDiskBlockDataStorage):
             if not storage.is_prepared():
@@ -105,6 +107,7 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
                     block_bytes=storage.block_bytes,
                     shuffle_seed=self._shuffle_seed,
                     allow_pickle=storage.allow_pickle,
+                    storage_options=storage.storage_options,
                 )
         elif not storage.is_prepared():
             storage.start_preparation()

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import logging
 import operator
 import os
@@ -49,8 +50,9 @@ class CachedDataset(Dataset[Any]):
         transform: called with each sample after the cache; what it returns is the sample. It gets a private copy.
         name, persist, fingerprint: as for `SharedCache`: to share the cache with other jobs, and later runs.
         placement: which samples are cached when all have one shape and not all fit: "scattered", evenly spread; "prefix", the
-            first; or a `Placement`. Samples of varying size are kept in the order in which they come. In front of a
-            `StorageDataset` of blocks, whole blocks are, and each is read once for that (NOTE [ Admitting blocks ]).
+            first; or a `Placement`: ``Placement.here()`` gives each of several machines its own. Samples of varying size are
+            kept in the order in which they come. In front of a `StorageDataset` of blocks, whole blocks are, and each is read
+            once for that (NOTE [ Admitting blocks ]).
         variable: whether samples vary in size. None finds out. True keeps them in a `RaggedCache`, whatever they look like;
             False in a `SharedCache`, which is faster, and needs one structure, dtypes and shapes.
         probe: how many samples, evenly spread, to load for finding that out. They are kept, unless
@@ -103,15 +105,16 @@ class CachedDataset(Dataset[Any]):
             raise LimitError("admit='cost' and a codec are for samples of varying size. Leave variable=False out.")
         switched_off = size_limit_gib != "auto" and parse_size(size_limit_gib) == 0
         self._blockwise: Blockwise | None = None
-        unit = units_of(dataset) if admit == "all" and not isinstance(placement, Placement) and not switched_off else None
+        placed = placement if isinstance(placement, Placement) else Placement(placement)
+        unit = units_of(dataset) if admit == "all" and placed.unit == 1 and not switched_off else None
         probed = {} if switched_off else _probe(dataset, length, probe)
         structure = _common_structure(probed, (True if compact else variable), allow_pickle)
         self.cache: SharedCache | RaggedCache
         if structure is not None:
-            if unit is not None and not isinstance(placement, Placement):
-                placement = Placement(placement, unit=unit)
-            self.cache = SharedCache(size_limit_gib, length, structure, placement=placement, **options)
-        elif placement in ("scattered", Placement("scattered")):
+            if unit is not None:
+                placed = dataclasses.replace(placed, unit=unit)
+            self.cache = SharedCache(size_limit_gib, length, structure, placement=placed, **options)
+        elif placed == Placement("scattered"):
             options |= {"admit": admit, "codec": codec, "allow_pickle": allow_pickle}
             self.cache = RaggedCache(size_limit_gib, length, **options)
         else:

@@ -15,7 +15,7 @@ StocacheError
 │   └── DamagedError  (OSError)                     a file of a storage is missing, cut or changed
 ├── StreamError       (ValueError)                  a line, a file or an argument of a StreamLoader is not what it should be
 ├── GraphError        (ValueError, RuntimeError)    a graph of DataPipes that cannot be run as asked
-├── WorkerError       (RuntimeError)                a worker process of a DataLoader died
+├── WorkerError       (RuntimeError)                a worker process of a DataLoader or of Ray died
 └── StateError        (ValueError)                  a state that does not belong to this DataLoader, or cannot be taken
 """
 
@@ -87,7 +87,7 @@ class GraphError(StocacheError, ValueError, RuntimeError):
 
 
 class WorkerError(StocacheError, RuntimeError):
-    """A worker process of a `DataLoader` died, and a batch with it."""
+    """A worker process of a `DataLoader` or of Ray died, and a batch or a block with it."""
 
 
 class StateError(StocacheError, ValueError):

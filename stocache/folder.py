@@ -11,6 +11,9 @@ NOTE [ Storage folders ]
     prepares locks the folder (flock): the kernel unlocks it when he dies, and the next one finds preparing.json, keeps the
     blocks that are there if he is to prepare the same, and goes on.
 
+    At a URL each file is put there in one go, and nothing is locked. What was put in part, where the file system lets that
+    happen, is found out by its checksums; index.json is small, and the last.
+
     index.json is one JSON object:
 
         checksum      16 hexadecimal digits: the XXH3-64 of the file with zeros in the place of these digits
@@ -25,19 +28,16 @@ NOTE [ Storage folders ]
 """
 
 import contextlib
-import errno
-import fcntl
 import json
-import os
 import re
-import shutil
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from stocache.block import Block, File, encode
+from stocache.block import Block, Source, encode
 from stocache.checksums import ZEROS, Buffer, seal, seal_in
 from stocache.errors import DamagedError, StorageError
+from stocache.places import Folder, open_file
 
 FORMAT, VERSION = "stocache blocks", 1
 INDEX, _PREPARING, INFO, _BLOCKS, STAGING = "index.json", "preparing.json", "info.safetensors", "blocks", "staging"
@@ -108,7 +108,9 @@ def parse_index(text: bytes, path: str) -> Index:
     return index
 
 
-def open_block(path: str, name: str, entry: Entry | None, allow_pickle: bool | None) -> Block:
+def open_block(
+    path: str, name: str, entry: Entry | None, allow_pickle: bool | None, opened: Callable[[str], Source] = open_file
+) -> Block:
     """Return the block in the file ``path``, called ``name`` in errors; ``entry`` is what the index says of it.
 
     Raises:
@@ -116,7 +118,7 @@ def open_block(path: str, name: str, entry: Entry | None, allow_pickle: bool | N
         StorageError: it cannot be read here.
     """
     try:
-        block = Block(File(path).open(), name, allow_pickle)
+        block = Block(opened(path), name, allow_pickle)
     except FileNotFoundError:
         raise DamagedError(f"{name} is missing. Prepare again; 'stocache check DIR' lists all damage.") from None
     except OSError as error:
@@ -137,36 +139,13 @@ def open_block(path: str, name: str, entry: Entry | None, allow_pickle: bool | N
 class Workshop:
     """A folder in which blocks are being prepared, by one process at a time and its workers."""
 
-    def __init__(self, path: str, allow_pickle: bool = False) -> None:
-        self.path, self.allow_pickle = path, allow_pickle
+    def __init__(self, folder: Folder, allow_pickle: bool = False) -> None:
+        self.folder, self.path, self.allow_pickle = folder, folder.path, allow_pickle
 
     @property
     def prepared(self) -> bool:
         """Whether the folder is whole."""
-        return os.path.exists(os.path.join(self.path, INDEX))
-
-    @contextlib.contextmanager
-    def locked(self, wait: bool = True) -> Iterator[None]:
-        """Keep all others from preparing here.
-
-        Raises:
-            StorageError: another process prepares here, and we are not to wait for it; or the folder has files of others.
-        """
-        os.makedirs(self.path, exist_ok=True)
-        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                raise StorageError(f"{self.path} is being prepared by another process. Wait for it, or end it.") from None
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EBADF):  # file systems without locks
-                    raise
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)  # for workers too, which have it open as long as an error's traceback holds them
-            os.close(fd)
+        return self.folder.exists(INDEX)
 
     def begin(self, plan: dict[str, Any], resume: bool) -> dict[int, Entry]:
         """Begin to prepare, or go on, if so is wanted and ``plan`` is that of last time; return the blocks that are there.
@@ -174,53 +153,45 @@ class Workshop:
         Raises:
             StorageError: the folder holds files of others, or is prepared.
         """
-        there = set(os.listdir(self.path))
+        there = set(self.folder.names())
         strange = sorted(name for name in there if not _OURS.fullmatch(name))
         if strange or (_BLOCKS in there and not there & {_PREPARING, INDEX}):
             raise StorageError(f"{self.path} holds {(strange or [_BLOCKS])[0]!r}, which is no storage's. Give a new folder.")
         if self.prepared:
             raise StorageError(f"{self.path} is prepared already. Remove it to prepare it again, or give a new folder.")
         text = json.dumps({"format": FORMAT, "version": VERSION, "plan": plan}, indent=1).encode()
-        same = resume and self._read(_PREPARING) == text
+        same = resume and _PREPARING in there and self.folder.read(_PREPARING) == text
         if not same:
-            shutil.rmtree(os.path.join(self.path, STAGING), ignore_errors=True)
+            self.folder.remove(STAGING, folder=True)
         found = self._blocks() if same else {}
         self.keep(found)  # before the new plan is there, or they would be taken for what it says
-        self.write(_PREPARING, text)
-        os.makedirs(os.path.join(self.path, _BLOCKS), exist_ok=True)
+        self.folder.write(_PREPARING, text)
+        self.folder.make(_BLOCKS)
         return found
 
-    def keep(self, found: Container[int]) -> None:
-        """Remove all blocks but these, and what writers that were killed have left."""
-        for name in self._names():
+    def keep(self, wanted: Container[int]) -> set[int]:
+        """Remove all blocks but these, and what writers that were killed have left; return the numbers of what stays."""
+        kept = set()
+        for name in self.folder.names(_BLOCKS):
             match = _BLOCK.fullmatch(name)
-            if not (match and int(match[1]) in found):
-                os.unlink(os.path.join(self.path, _BLOCKS, name))
-
-    def _read(self, name: str) -> bytes:
-        try:
-            with open(os.path.join(self.path, name), "rb") as file:
-                return file.read()
-        except FileNotFoundError:
-            return b""
-
-    def _names(self) -> list[str]:
-        """Return the names of all files among the blocks."""
-        try:
-            return os.listdir(os.path.join(self.path, _BLOCKS))
-        except FileNotFoundError:
-            return []
+            if match and int(match[1]) in wanted:
+                kept.add(int(match[1]))
+            else:
+                self.folder.remove(f"{_BLOCKS}/{name}")
+        return kept
 
     def _blocks(self) -> dict[int, Entry]:
         """Return the whole blocks that are there."""
         found = {}
-        for name in self._names():
+        for name in self.folder.names(_BLOCKS):
             if match := _BLOCK.fullmatch(name):
-                path = os.path.join(self.path, _BLOCKS, name)
-                with contextlib.suppress(StorageError):
-                    block = open_block(path, name, None, None)
-                    found[int(match[1])] = Entry(block.samples, os.path.getsize(path), block.checksum)
+                with contextlib.suppress(DamagedError):
+                    block = self._block(f"{_BLOCKS}/{name}", None)
+                    found[int(match[1])] = Entry(block.samples, block.nbytes, block.checksum)
         return found
+
+    def _block(self, name: str, entry: Entry | None) -> Block:
+        return open_block(name, f"{self.path}/{name}", entry, None, self.folder.open)
 
     def write_block(self, number: int, samples: Sequence[Any], first: int) -> Entry:
         """Write a block, of which the first sample is number ``first`` in errors.
@@ -230,7 +201,7 @@ class Workshop:
             OSError: the disk is full, or fails.
         """
         pieces, entry = self._encoded(samples, first)
-        self.write(block_name(number), *pieces)
+        self.folder.write(block_name(number), *pieces)
         return entry
 
     def entry(self, samples: Sequence[Any], first: int) -> Entry:
@@ -246,64 +217,38 @@ class Workshop:
 
         Raises:
             SampleError: the info cannot be stored.
+            StorageError: a block is not there.
             OSError: the disk is full, or fails.
         """
+        self._settle(len(entries))
         facts: dict[str, Any] = {"checksum": ZEROS, "format": FORMAT, "version": VERSION}
         facts |= {"samples": sum(entry.samples for entry in entries), "block_size": block_size, "blocks": entries, "plan": plan}
         facts["structure"] = None
         if entries:
-            name = block_name(0)
-            facts["structure"] = open_block(os.path.join(self.path, name), name, entries[0], None).structure
+            facts["structure"] = self._block(block_name(0), entries[0]).structure
         if is_plain(info):
             facts["info"] = info
         else:
             pieces, facts["info_checksum"] = encode([info], 0, self.allow_pickle)
-            self.write(INFO, *pieces)
-        self.write(INDEX, seal(json.dumps(facts).encode(), _MARK))
+            self.folder.write(INFO, *pieces)
+        self.folder.write(INDEX, seal(json.dumps(facts).encode(), _MARK))
         self.tidy()
+
+    def _settle(self, count: int) -> None:
+        """See to it that so many blocks are there, and nothing else among them."""
+        kept = self.keep(range(count))
+        for name in (block_name(number) for number in range(count) if number not in kept):
+            if not self.folder.exists(name):  # or the list is behind, as a network's may be
+                raise StorageError(
+                    f"{self.path} lacks {name}, which a worker has written: to him that was another folder. Give one that all "
+                    f"workers see."
+                )
 
     def tidy(self) -> None:
         """Remove what is of no use any more once the folder is whole, and what writers that were killed have left."""
-        shutil.rmtree(os.path.join(self.path, STAGING), ignore_errors=True)
-        for name in os.listdir(self.path):
-            if name == _PREPARING or (name.endswith(".tmp") and _OURS.fullmatch(name)):
-                os.unlink(os.path.join(self.path, name))
-
-    def write(self, name: str, *pieces: Buffer) -> None:
-        """Write a file whole, or not at all.
-
-        Raises:
-            OSError: the disk is full, or fails.
-        """
-        write_file(os.path.join(self.path, name), *pieces)
-
-
-def write_file(path: str, *pieces: Buffer) -> None:
-    """Write a file, in pieces, whole, or not at all; another of that name is replaced.
-
-    Raises:
-        OSError: the disk is full, or fails.
-    """
-    temporary = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(temporary, "wb", buffering=0) as file:
-            for piece in pieces:
-                view = memoryview(piece)
-                while view:
-                    view = view[file.write(view) :]
-            os.fsync(file.fileno())
-        os.rename(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise OSError(
-            error.errno, f"{error.strerror}. What is whole stays, and preparing again goes on from there. Writing", path
-        ) from error
-    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        for name in self.folder.names():
+            if name in (_PREPARING, STAGING) or (name.endswith(".tmp") and _OURS.fullmatch(name)):
+                self.folder.remove(name, folder=name == STAGING)
 
 
 def is_plain(value: Any) -> bool:

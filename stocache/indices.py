@@ -1,4 +1,4 @@
-"""What users pass as sample indices, checked: one, many, and how many there are."""
+"""How many samples there are, and what users pass as their indices, checked: one or many."""
 
 import operator
 from typing import Any
@@ -7,6 +7,14 @@ import numpy as np
 from torch import Tensor
 
 from stocache.errors import LimitError, SampleIndexError
+
+
+def length_of(value: Any) -> int | None:
+    """Return the length of what has one; of others None."""
+    try:
+        return len(value)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def check_len(dataset_len: Any) -> int:

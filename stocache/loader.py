@@ -28,7 +28,9 @@ from torch.utils.data import IterableDataset
 from stocache import randomness
 from stocache.collation import Gatherer, RingCollate, as_is, stacks
 from stocache.dataset import CachedDataset, reading_later
-from stocache.errors import ClosedError, StateError, WorkerError
+from stocache.errors import ClosedError, LimitError, StateError, WorkerError
+from stocache.indices import length_of
+from stocache.locality import LocalityDistributedSampler
 from stocache.orders import Order, Progress, Sender, layers, samplers_in, set_epoch
 from stocache.pool import Pool
 from stocache.ring import Ring
@@ -79,6 +81,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     Raises:
         ValueError, TypeError: as torch's.
+        LimitError: a `LocalityDistributedSampler` is for batches of another size.
         WorkerError: while iterating, when a worker dies; it names its process, its signal and its batch.
     """
 
@@ -90,6 +93,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             if prefetch_factor is not None and prefetch_factor < 0:
                 raise ValueError("prefetch_factor option should be non-negative")
             self.prefetch_factor = prefetch_factor
+        planned = self.sampler.batch_size if isinstance(self.sampler, LocalityDistributedSampler) else None
+        if planned is not None and self.batch_size not in (planned, None):
+            raise LimitError(f"the sampler shares out batches of {planned}, and batch_size={self.batch_size}. Make them equal.")
         self._ring: Ring | None = None
         self._pool = Pool()  # where there are no workers
         self._crew: _Crew | None = None  # the persistent workers
@@ -270,11 +276,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         fingerprints = [
             getattr(layer, name, None) for layer in layers(self.dataset) for name in ("fingerprint", "_fingerprint")
         ]  # the second is Hugging Face's, and ours
+        sampler, batch_size = self.sampler, self.batch_size
+        if isinstance(sampler, LocalityDistributedSampler):  # another number of ranks may go on with the same global batches
+            batch_size = sampler.global_batch_size
         return {
             "fingerprint": next((its for its in fingerprints if isinstance(its, str)), None),
-            "samples": _len(self.dataset),
-            "batches": _len(self._index_source),
-            "batch_size": self.batch_size,
+            "samples": length_of(self.dataset),
+            "batches": length_of(self._index_source),
+            "batch_size": batch_size,
             "drop_last": self.drop_last,
         }
 
@@ -388,11 +397,3 @@ class _Iteration:
 
 def _attributes(value: Any) -> list[Any]:
     return list(getattr(value, "__dict__", {}).values())
-
-
-def _len(value: Any) -> int | None:
-    """Return the length of what has one."""
-    try:
-        return len(value)
-    except (TypeError, NotImplementedError):
-        return None

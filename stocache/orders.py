@@ -24,7 +24,7 @@ from stocache import randomness
 from stocache.dataset import CachedDataset
 from stocache.randomness import States
 from stocache.ring import Ring, ring_of
-from stocache.sampler import BlockSampler
+from stocache.sampler import ResumableSampler
 
 _DEEP = 8  # samplers within each other, at most
 
@@ -119,10 +119,11 @@ class Order:
     def sampler_state(self) -> list[Any] | None:
         """Return what the samplers say of the epoch that begins, in the protocol of torchdata's Stateful; None when none does.
 
-        A `BlockSampler` is asked for just that: its ``state_dict`` may still tell of an epoch that was broken off.
+        One of ours is asked for just that: its ``state_dict`` may still tell of an epoch that was broken off.
         """
         states = [
-            sampler.upcoming() if isinstance(sampler, BlockSampler) else sampler.state_dict() for sampler in self._stateful()
+            sampler.upcoming() if isinstance(sampler, ResumableSampler) else sampler.state_dict()
+            for sampler in self._stateful()
         ]
         return states or None
 

@@ -1,15 +1,16 @@
 """Preparing a dataset: samples from wherever they come, into a folder of blocks, once."""
 
 import logging
+import os
 import random
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from itertools import chain, islice
-from pathlib import Path
-from typing import Any, Generic
+from types import ModuleType
+from typing import Any, Generic, Literal
 
 import numpy as np
 import torch
@@ -18,8 +19,9 @@ from tqdm import tqdm
 
 from stocache import randomness
 from stocache.epochs import is_first_rank
-from stocache.errors import DatasetError, StorageError
+from stocache.errors import DatasetError, LimitError, StorageError
 from stocache.folder import STAGING, Entry, Workshop
+from stocache.places import folder_at
 from stocache.storage import OnDiskBlockDataStorage, TInfo, TSample
 from stocache.stored import StorageDataset
 from stocache.writing import BLOCK_BYTES, PROBE, check_block_bytes, size_for, snapshot
@@ -55,16 +57,21 @@ def prepare(
     allow_pickle: bool = False,
     progress: bool = True,
     resume: bool = True,
+    engine: Literal["local", "ray"] = "local",
+    address: str | None = None,
+    storage_options: dict[str, Any] | None = None,
 ) -> OnDiskBlockDataStorage[Any, Any]:
     """Prepare a dataset as a folder of blocks, in parallel, and return the storage; when it is prepared already, only that.
 
-    What comes out is the same, byte for byte, whatever the number of workers and however often it was interrupted.
+    What comes out is the same, byte for byte, whatever the engine, the number of workers and however often it was interrupted.
 
     Args:
         source: a `DataPreparer`, or a map-style dataset (``__len__`` and ``__getitem__``).
-        folder: where to, new or empty.
+        folder: where to, new or empty: a path, or a URL that fsspec can write to. A URL cannot be locked: have one process at
+            a time prepare there.
         num_workers: worker processes that load and write blocks of a dataset; of a `DataPreparer`, whose samples come one after
-            the other, threads that write. With 0, one thread writes while this one loads.
+            the other, threads that write. With 0, one thread writes while this one loads. With Ray, blocks to be at, at one
+            time, and 0 for what the cluster can do.
         block_size, block_bytes, allow_pickle: as for `OnDiskBlockDataStorage`.
         shuffle_seed: assign samples to blocks at random, by this seed: sample i of the storage is then not sample i of the
             source. What a `DataPreparer` yields is first prepared in order, and takes twice the room until it is done.
@@ -72,11 +79,18 @@ def prepare(
         fingerprint: a string that says which data this is; whatever changes the samples must change it.
         progress: show a bar (not on ranks above 0).
         resume: go on where an interrupted preparation of the same source stopped, by its whole blocks; False starts again.
+        engine: "ray" has blocks written by the tasks of a Ray cluster, those of a dataset loaded, too. All its nodes must see
+            the folder, what the dataset reads, and the modules. A worker or a node that dies costs only the blocks it was at.
+        address: of a running Ray, where this process is not connected to one; None for $RAY_ADDRESS, or, if that is not set, a
+            Ray that is started on this machine and ends with the preparation.
+        storage_options: for the fsspec file system, where ``folder`` is a URL.
 
     Raises:
-        LimitError: no such size.
+        LimitError: no such size or engine.
         DatasetError: ``source`` is neither.
-        StorageError: the folder is prepared in another way, or holds files of others.
+        StorageError: the folder is prepared in another way, or holds files of others; the URL cannot be written to; there is no
+            Ray.
+        WorkerError: a Ray worker died, and those that tried again, too.
         SampleError: a sample or the info cannot be stored.
         OSError: the disk is full, or fails. Preparing again goes on from there.
         Exception: what the source raises.
@@ -85,9 +99,17 @@ def prepare(
     seeded for each block.
     """
     nbytes = check_block_bytes(block_size, block_bytes)
+    cluster = _cluster(engine, address)
+    if cluster is not None and "://" not in str(folder):
+        folder = os.path.abspath(folder)  # workers are in other directories
     preparer = source if isinstance(source, DataPreparer) else None
     if preparer is None and not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise DatasetError(f"prepare takes a DataPreparer or a map-style dataset, not a {type(source).__name__}.")
+    if preparer is not None and shuffle_seed is not None and "://" in str(folder):
+        raise StorageError(
+            f"{folder} is a URL, and what a DataPreparer yields is shuffled by way of a local folder. Leave out shuffle_seed, "
+            f"or prepare a local folder and copy it there."
+        )
     plan = {
         "source": type(source).__name__,
         "samples": None if preparer else len(source),
@@ -96,9 +118,11 @@ def prepare(
         "shuffle_seed": shuffle_seed,
         "fingerprint": fingerprint,
     }
-    workshop = Workshop(str(folder), allow_pickle)
-    storage = OnDiskBlockDataStorage[Any, Any](folder, block_size, block_bytes=nbytes, allow_pickle=allow_pickle)
-    with workshop.locked():
+    workshop = Workshop(folder_at(str(folder), storage_options), allow_pickle)
+    storage = OnDiskBlockDataStorage[Any, Any](
+        folder, block_size, block_bytes=nbytes, allow_pickle=allow_pickle, storage_options=storage_options
+    )
+    with workshop.folder.locked():
         if workshop.prepared:
             if storage.index.plan != plan:
                 raise StorageError(
@@ -108,26 +132,43 @@ def prepare(
             workshop.tidy()  # who prepared it may have been killed before he could
             logger.info("%s is prepared already", folder)
             return storage
-        job = _Job(workshop, plan, block_size, nbytes, num_workers, progress and is_first_rank())
-        if preparer is None:
-            job.run(source, info, resume, shuffle_seed)
-        elif shuffle_seed is None:
-            job.run_preparer(preparer, resume)
-        else:
-            workshop.begin(plan, resume)
-            ordered = prepare(
-                preparer,
-                Path(folder, STAGING),
-                num_workers=num_workers,
-                block_size=block_size,
-                block_bytes=nbytes,
-                fingerprint=fingerprint,
-                allow_pickle=allow_pickle,
-                progress=progress,
-            )
-            with ordered:
-                job.run(StorageDataset(ordered), ordered.load_dataset_info(), True, shuffle_seed)
+        job = _Job(workshop, plan, block_size, nbytes, num_workers, progress and is_first_rank(), cluster)
+        with nullcontext() if cluster is None else cluster.connected(address, num_workers):
+            if preparer is None:
+                job.run(source, info, resume, shuffle_seed)
+            elif shuffle_seed is None:
+                job.run_preparer(preparer, resume)
+            else:
+                workshop.begin(plan, resume)
+                ordered = prepare(
+                    preparer,
+                    os.path.join(folder, STAGING),
+                    num_workers=num_workers,
+                    block_size=block_size,
+                    block_bytes=nbytes,
+                    fingerprint=fingerprint,
+                    allow_pickle=allow_pickle,
+                    progress=progress,
+                    engine=engine,
+                )
+                with ordered:
+                    job.run(StorageDataset(ordered), ordered.load_dataset_info(), True, shuffle_seed)
     return storage
+
+
+def _cluster(engine: str, address: str | None) -> ModuleType | None:
+    """Return the module for Ray, if that is the engine."""
+    if engine not in ("local", "ray"):
+        raise LimitError(f"engine={engine!r} is unknown. Use 'local' or 'ray'.")
+    if engine == "local":
+        if address is not None:
+            raise LimitError(f"address={address!r} is that of a Ray, which engine='local' does not use. Use engine='ray'.")
+        return None
+    try:
+        from stocache import cluster
+    except ImportError as error:
+        raise StorageError(f"engine='ray' needs Ray, which is not installed ({error}): pip install 'stocache[ray]'") from None
+    return cluster
 
 
 class _Changed(Exception):
@@ -138,10 +179,17 @@ class _Job:
     """One preparation, of a folder that is locked."""
 
     def __init__(
-        self, workshop: Workshop, plan: dict[str, Any], block_size: int | None, nbytes: int, num_workers: int, progress: bool
+        self,
+        workshop: Workshop,
+        plan: dict[str, Any],
+        block_size: int | None,
+        nbytes: int,
+        num_workers: int,
+        progress: bool,
+        cluster: ModuleType | None,
     ) -> None:
         self._workshop, self._plan, self._size, self._bytes = workshop, plan, block_size, nbytes
-        self._num_workers, self._progress = num_workers, progress
+        self._num_workers, self._progress, self._cluster = num_workers, progress, cluster
 
     def _bar(self, total: int | None) -> Any:
         return tqdm(unit="sample", desc=f"preparing {self._workshop.path}", total=total, disable=not self._progress)
@@ -166,18 +214,20 @@ class _Job:
             found = {}
             self._workshop.keep(found)
         missing = [number for number in range(len(blocks)) if number not in found]
-        if self._num_workers:
+        if self._cluster is not None:
+            entries = self._cluster.entries(blocks.__getitem__, ((number,) for number in missing), self._num_workers)
+        elif self._num_workers:
             entries = self._by_processes(blocks, missing)
         else:
-            entries = self._by_threads(((number, blocks.samples(number)) for number in missing), size)
-        with self._bar(length) as bar:
+            entries = self._by_threads((number, blocks.samples(number), number * size) for number in missing)
+        with self._bar(length) as bar, closing(entries):  # which waits for those who write, whatever is raised
             bar.update(sum(entry.samples for entry in found.values()))
             for number, entry in zip(missing, entries, strict=True):
                 found[number] = entry
                 bar.update(entry.samples)
         self._workshop.finish([found[number] for number in range(len(blocks))], size, info, self._plan)
 
-    def _by_processes(self, blocks: "_Blocks", missing: list[int]) -> Iterator[Entry]:
+    def _by_processes(self, blocks: "_Blocks", missing: list[int]) -> Generator[Entry, None, None]:
         """Write blocks in worker processes, and give their entries in order."""
         wanted, count = iter(missing), min(self._num_workers, len(missing))
         loader = DataLoader(
@@ -197,13 +247,13 @@ class _Job:
                 with suppress(Exception):
                     next(entries)
 
-    def _by_threads(self, blocks: Iterable[tuple[int, list[Any]]], size: int) -> Iterator[Entry]:
+    def _by_threads(self, calls: Iterable[tuple[int, list[Any], int]]) -> Generator[Entry, None, None]:
         """Write blocks, and give their entries in order; while some are written, the next ones come."""
         count = max(1, self._num_workers)
         pending: deque[Future[Entry]] = deque()
         with ThreadPoolExecutor(count) as pool:
-            for number, samples in blocks:
-                pending.append(pool.submit(self._workshop.write_block, number, samples, number * size))
+            for call in calls:
+                pending.append(pool.submit(self._workshop.write_block, *call))
                 if len(pending) > count:
                     yield pending.popleft().result()
             while pending:
@@ -235,10 +285,15 @@ class _Job:
                 bar.update(len(block))
             if len(entries) < kept:
                 raise _Changed
-            for entry in self._by_threads(blocks, size):
-                entries.append(entry)
-                bar.update(entry.samples)
-        self._workshop.keep(range(len(entries)))
+            calls = ((number, block, number * size) for number, block in blocks)
+            if self._cluster is not None:
+                written = self._cluster.entries(self._workshop.write_block, calls, self._num_workers)
+            else:
+                written = self._by_threads(calls)
+            with closing(written):
+                for entry in written:
+                    entries.append(entry)
+                    bar.update(entry.samples)
         self._workshop.finish(entries, size, preparer.get_dataset_info(), self._plan)
 
 

@@ -1,4 +1,4 @@
-"""Files at an fsspec URL, fetched whole, once per machine, into a local folder of limited size (extra ``remote``)."""
+"""Folders at an fsspec URL: files read and written there, or fetched once per machine (extra ``remote``)."""
 
 import contextlib
 import fcntl
@@ -7,57 +7,152 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from stocache.checksums import checksum
+from stocache.checksums import Buffer, checksum
 from stocache.errors import DamagedError, LimitError, StocacheError, StorageError
 from stocache.limits import format_size, parse_size
 
 _PART = ".part"
+_HEAD = 64 << 10  # bytes read when a file is opened: most often all that is wanted of it
+
+
+class RemoteFolder:
+    """A folder at a URL, with what `places.LocalFolder` has. Connects anew in each process.
+
+    Args:
+        url: as fsspec understands it: s3://, gs://, https://, memory:// and so on.
+        options: for the fsspec file system.
+
+    Raises:
+        StorageError: fsspec, or what it needs for this URL, is not installed; of each method, whatever the file system raises.
+    """
+
+    def __init__(self, url: str, options: dict[str, Any] | None) -> None:
+        self.path, self._options = url.rstrip("/"), options or {}
+        file_system(self.path, self._options, StorageError)
+
+    @contextlib.contextmanager
+    def at(self, name: str, done: str) -> Iterator[tuple[Any, str]]:
+        """Give the file system, and the path of a file in it, to something that cannot be ``done`` if that raises an error."""
+        fs, path = file_system(self.path, self._options, StorageError)
+        try:
+            fs.invalidate_cache()  # of listings: others write, too
+            yield fs, f"{path}/{name}".rstrip("/")
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise StorageError(f"{self.path}/{name} cannot be {done}: {type(error).__name__}: {error}") from error
+
+    @contextlib.contextmanager
+    def locked(self, wait: bool = True) -> Iterator[None]:
+        """Make the folder. It cannot be locked: that nobody else prepares there is up to the user."""
+        self.make("")
+        yield
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file."""
+        with self.at(name, "looked for") as (fs, path):
+            return bool(fs.exists(path))
+
+    def names(self, name: str = "") -> list[str]:
+        """Return the names of what is in the folder, or in a folder in it; none if there is no such folder."""
+        with contextlib.suppress(FileNotFoundError), self.at(name, "listed") as (fs, path):
+            paths = [found.rstrip("/") for found in fs.ls(path, detail=False)]
+            return [found.rpartition("/")[2] for found in paths if not path.endswith(found)]  # some list the folder itself
+        return []
+
+    def open(self, name: str) -> "RemoteFile":
+        """Return a file, to be read in pieces.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        return RemoteFile(self, name)
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a file, as it is now.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        with self.at(name, "read") as (fs, path):
+            return bytes(fs.cat_file(path))
+
+    def get(self, name: str, local: str) -> None:
+        """Copy a file to a path here.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        with self.at(name, "fetched") as (fs, path):
+            fs.get_file(path, local)
+
+    def write(self, name: str, *pieces: Buffer) -> None:
+        """Write a file. Whole, or not at all, if the file system sees to that, as object stores do."""
+        with self.at(name, "written") as (fs, path):
+            fs.pipe_file(path, b"".join(pieces))
+
+    def make(self, name: str) -> None:
+        """Make a folder in it, where the file system has such a thing."""
+        with self.at(name, "made") as (fs, path):
+            fs.makedirs(path, exist_ok=True)
+
+    def remove(self, name: str, folder: bool = False) -> None:
+        """Remove a file, or a ``folder`` with all that is in it; if there is one."""
+        with contextlib.suppress(FileNotFoundError), self.at(name, "removed") as (fs, path):
+            fs.rm(path, recursive=folder)
+
+
+class RemoteFile:
+    """A file in a folder at a URL, as a `block.Source`."""
+
+    def __init__(self, folder: RemoteFolder, name: str) -> None:
+        self._folder, self._name = folder, name
+        with folder.at(name, "opened") as (fs, path):
+            self.nbytes = int(fs.size(path))
+        self._head = self._cat(0, min(_HEAD, self.nbytes))
+
+    def _cat(self, at: int, end: int) -> bytes:
+        if at == end:  # for which some send all there is
+            return b""
+        with self._folder.at(self._name, "read") as (fs, path):
+            return bytes(fs.cat_file(path, start=at, end=end))
+
+    def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
+        """See `block.Source`."""
+        end = at + nbytes
+        data = self._head[at:end] if end <= len(self._head) else self._cat(at, end)
+        if len(data) < nbytes:
+            raise ValueError("it is cut")
+        return (bytearray(data) if own else data), 0
+
+    def expect(self) -> None:
+        """Do nothing: who reads more of it has it fetched."""
 
 
 class Mirror:
     """The files of a remote folder that were needed lately.
 
     Args:
-        url: the folder, as fsspec understands it: s3://, gs://, https://, memory:// and so on.
+        remote: the folder.
         local_folder: where to; None for one in the user's cache directory, named by the URL.
         limit: bytes of it, or a str such as "50GB"; the files that were not used for longest go first.
-        storage_options: for the fsspec file system.
 
     Raises:
-        StorageError: fsspec, or what it needs for this URL, is not installed.
         LimitError: no such size.
 
     Any number of processes and threads may fetch: one does, and the others wait for it. Killed, it leaves a file that the next
     one writes over.
     """
 
-    def __init__(self, url: str, local_folder: str | None, limit: int | str, storage_options: dict[str, Any] | None) -> None:
-        self.url, self._options = url.rstrip("/"), storage_options or {}
+    def __init__(self, remote: RemoteFolder, local_folder: str | None, limit: int | str) -> None:
+        self._remote = remote
         self._limit = parse_size(limit, "local_limit") if isinstance(limit, str) else limit
         if type(self._limit) is not int or self._limit < 1:
             raise LimitError(f"local_limit={limit!r} is no number of bytes. Use for example '50GB'.")
         if local_folder is None:
             home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-            local_folder = os.path.join(home, "stocache", checksum(self.url.encode()))
+            local_folder = os.path.join(home, "stocache", checksum(remote.path.encode()))
         self.folder = local_folder
-        self._connect()
-
-    def _connect(self) -> tuple[Any, str]:
-        return file_system(self.url, self._options, StorageError)
-
-    def exists(self, name: str) -> bool:
-        """Whether there is such a file at the URL."""
-        fs, path = self._connect()
-        return bool(fs.exists(f"{path}/{name}"))
-
-    def read(self, name: str) -> bytes:
-        """Return the content of a file, as it is at the URL now.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
-        fs, path = self._connect()
-        return bytes(fs.cat_file(f"{path}/{name}"))
 
     def forget(self, name: str) -> None:
         """Remove what was fetched of a file, which may have changed."""
@@ -80,14 +175,11 @@ class Mirror:
         return local
 
     def _download(self, name: str, local: str) -> None:
-        fs, path = self._connect()
         try:
-            fs.get_file(f"{path}/{name}", local + _PART)
+            self._remote.get(name, local + _PART)
         except FileNotFoundError:
             os.unlink(local + _PART)
-            raise DamagedError(f"{self.url}/{name} is missing. Prepare it (again).") from None
-        except Exception as error:  # whatever the file system raises
-            raise StorageError(f"{self.url}/{name} cannot be fetched: {type(error).__name__}: {error}") from error
+            raise DamagedError(f"{self._remote.path}/{name} is missing. Prepare it (again).") from None
         self._make_room(os.path.getsize(local + _PART))
         os.rename(local + _PART, local)
 
@@ -110,7 +202,7 @@ class Mirror:
             total -= size
 
     def __repr__(self) -> str:
-        return f"{self.url}, of which up to {format_size(self._limit)} in {self.folder}"
+        return f"{self._remote.path}, of which up to {format_size(self._limit)} in {self.folder}"
 
 
 def file_system(url: str, options: dict[str, Any], problem: type[StocacheError]) -> tuple[Any, str]:

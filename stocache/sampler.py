@@ -9,6 +9,8 @@ NOTE [ Windows ]
     by two, and few windows are read by more than one.
 """
 
+import operator
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +21,80 @@ from torch.utils.data import DistributedSampler
 
 from stocache.errors import LimitError, StateError
 from stocache.indices import check_indices
+from stocache.permutation import LISTED, Numbers, Permutation
+
+_AHEAD = 1 << 16  # blocks whose sizes are looked at together
 
 
-class BlockSampler(DistributedSampler[int]):
+class ResumableSampler(DistributedSampler[int]):
+    """A rank's share of each epoch, in an order that says where it stands and goes on from there.
+
+    It is a DistributedSampler, so that trainers do not put one in its place.
+    """
+
+    _counts_epochs = True  # whether each iteration is the next epoch, unless `set_epoch` says which
+
+    def __init__(self) -> None:
+        self.epoch = self._done = 0  # the epoch that begins next, and how many of its samples are to be passed by
+        self._running: tuple[int, int, Iterator[int]] | None = None
+        """The epoch that runs, how many of its samples are planned, and those of them that are not yet yielded."""
+
+    @abstractmethod
+    def _order(self, epoch: int, done: int) -> Iterator[list[int]]:
+        """Yield this rank's samples of an epoch, many at a time, but for the first ``done``."""
+
+    @abstractmethod
+    def _identity(self) -> dict[str, Any]:
+        """Return what a state must have in common with the sampler that goes on from it."""
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, done = self.epoch, self._done
+        self._running = epoch, done, iter(())
+        self.epoch, self._done = epoch + self._counts_epochs, 0
+        return self._yielding(epoch, done)
+
+    def _yielding(self, epoch: int, planned: int) -> Iterator[int]:
+        for samples in self._order(epoch, planned):
+            planned += len(samples)
+            left = iter(samples)
+            self._running = epoch, planned, left
+            yield from left
+        self._running = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins next."""
+        if epoch != self.epoch:
+            self.epoch, self._done = epoch, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the order stands: after the last sample that was yielded; between two epochs, at the next."""
+        if self._running is None:
+            return self.upcoming()
+        epoch, planned, left = self._running
+        return self._state(epoch, planned - operator.length_hint(left))
+
+    def upcoming(self) -> dict[str, Any]:
+        """Return the state of the epoch that begins next, also when another one runs, or was broken off."""
+        return self._state(self.epoch, self._done)
+
+    def _state(self, epoch: int, done: int) -> dict[str, Any]:
+        return {"epoch": epoch, "done": done, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state: the next iteration yields what was left.
+
+        Raises:
+            StateError: it is the state of another order.
+        """
+        own = self._identity()
+        differing = [name for name in own if state.get(name) != own[name]]
+        if differing or not {"epoch", "done"} <= state.keys():
+            names = ", ".join(f"{name}={state.get(name)!r}" for name in differing)
+            raise StateError(f"load_state_dict: the state is of another order ({names}). Make the sampler as it was.")
+        self.epoch, self._done, self._running = state["epoch"], state["done"], None
+
+
+class BlockSampler(ResumableSampler):
     """Yields the samples of a dataset block by block, shuffled within windows of several blocks.
 
         sampler = BlockSampler(dataset.indices, storage.block_size, shuffle=True, ahead=dataset.expect)
@@ -44,13 +117,14 @@ class BlockSampler(DistributedSampler[int]):
         SampleIndexError: an index is no integer, or negative.
 
     The order depends on (seed, epoch, rank, world_size) and on nothing else. Each time it is iterated over, the next epoch
-    begins, unless `set_epoch` says which. It is a DistributedSampler, so that trainers do not put one in its place.
+    begins, unless `set_epoch` says which. With ``indices`` that are a range it keeps no list of them, and above 2^24 samples
+    none of the blocks.
     Source: the article on block storage in PyTorch Lightning, for windows of one block.
     """
 
     def __init__(
         self,
-        indices: Sequence[int] | np.ndarray[Any, Any],
+        indices: Sequence[int] | Numbers,
         block_size: int,
         shuffle: bool,
         *,
@@ -61,6 +135,7 @@ class BlockSampler(DistributedSampler[int]):
         drop_last: bool = False,
         ahead: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
+        super().__init__()
         if world_size is None:
             together = torch.distributed.is_available() and torch.distributed.is_initialized()
             world_size = torch.distributed.get_world_size() if together else 1
@@ -73,15 +148,12 @@ class BlockSampler(DistributedSampler[int]):
             raise LimitError(f"seed={seed!r} is not a number of 0 or more.")
         if not 0 <= rank < world_size:
             raise LimitError(f"rank={rank} is none of world_size={world_size}.")
-        blocks = check_indices(indices, 2**62, "BlockSampler") // block_size
-        self._by_block = np.lexsort((np.asarray(indices), blocks)) if len(blocks) else np.empty(0, np.int64)
-        sorted_blocks = blocks[self._by_block]
-        self._bounds = np.append(np.flatnonzero(np.diff(sorted_blocks, prepend=-1)), len(blocks))
-        self._blocks = sorted_blocks[self._bounds[:-1]]  # their numbers in the storage
+        if isinstance(indices, range) and indices.step == 1 and indices.start >= 0:
+            self._shelf: _Range | _List = _Range(indices, block_size)
+        else:
+            self._shelf = _List(check_indices(indices, 2**62, "BlockSampler"), block_size)
         self._shuffle, self._window, self._seed = shuffle, window, seed
         self._rank, self._world_size, self._drop_last, self._ahead = rank, world_size, drop_last, ahead
-        self._epoch = self._done = 0  # the epoch that begins next, and how many of its samples are to be passed by
-        self._running: tuple[int, int] | None = None  # the same of the epoch that runs
 
     def __len__(self) -> int:
         """Return the number of samples of this rank."""
@@ -90,82 +162,116 @@ class BlockSampler(DistributedSampler[int]):
 
     def _share(self) -> tuple[int, int]:
         """Return which stretch of the order is this rank's."""
-        each, over = divmod(len(self._by_block), self._world_size)
+        each, over = divmod(self._shelf.samples, self._world_size)
         if self._drop_last:
             over = 0
         begin = self._rank * each + min(self._rank, over)
         return begin, begin + each + (self._rank < over)
 
-    def __iter__(self) -> Iterator[int]:
-        epoch, done = self._running = self._epoch, self._done
-        self._epoch, self._done = epoch + 1, 0
-        return self._yielding(epoch, done)
-
-    def _yielding(self, epoch: int, done: int) -> Iterator[int]:
-        for position, local in enumerate(self._order(epoch, done), done + 1):
-            self._running = epoch, position
-            yield local
-        self._running = None
-
-    def _order(self, epoch: int, done: int) -> Iterator[int]:
-        """Yield this rank's samples of an epoch, but for the first ``done``."""
+    def _order(self, epoch: int, done: int) -> Iterator[list[int]]:
         begin, end = self._share()
-        begin += done
-        count = len(self._bounds) - 1
-        blocks = np.random.default_rng((self._seed, epoch)).permutation(count) if self._shuffle else np.arange(count)
-        windows: list[tuple[int, np.ndarray[Any, Any]]] = []  # where each begins in the order, and its blocks; of this rank
-        passed = 0
-        for window in range(0, count, self._window):
-            chosen = blocks[window : window + self._window]
-            size = int((self._bounds[chosen + 1] - self._bounds[chosen]).sum())
-            if passed + size > begin and passed < end:
-                windows.append((passed, chosen))
-            passed += size
-        for number, (passed, chosen) in enumerate(windows):
-            if self._ahead is not None:
-                for _, following in windows[number + (number > 0) : number + 2]:  # the first one, too
-                    self._ahead(self._blocks[following].tolist())
-            samples = np.concatenate([self._by_block[self._bounds[b] : self._bounds[b + 1]] for b in chosen])
+        following = self._windows(epoch, begin + done, end)
+        window = next(following, None)
+        self._tell(window)
+        while window is not None:
+            upcoming = next(following, None)
+            self._tell(upcoming)
+            passed, chosen = window
+            samples = np.concatenate([self._shelf.block(b) for b in chosen.tolist()])
             if self._shuffle:
                 np.random.default_rng((self._seed, epoch, 1 + int(chosen[0]))).shuffle(samples)
-            yield from samples[max(0, begin - passed) : end - passed].tolist()
+            yield samples[max(0, begin + done - passed) : end - passed].tolist()
+            window = upcoming
 
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch begins next."""
-        if epoch != self._epoch:
-            self._epoch, self._done = epoch, 0
+    def _windows(self, epoch: int, begin: int, end: int) -> Iterator[tuple[int, Numbers]]:
+        """Yield where each window begins in the order, and its blocks; those that have to do with a stretch of it."""
+        count, passed = self._shelf.blocks, 0
+        blocks = self._order_of_blocks(epoch, count)
+        together = max(1, _AHEAD // self._window) * self._window
+        for first in range(0, count if begin < end else 0, together):
+            chosen = blocks(np.arange(first, min(first + together, count)))
+            ends = passed + np.cumsum(self._shelf.sizes(chosen))
+            for at in range(0, len(chosen), self._window) if ends[-1] > begin else ():
+                window = chosen[at : at + self._window]
+                window_end = int(ends[at + len(window) - 1])
+                if passed >= end:
+                    return
+                if window_end > begin:
+                    yield passed, window
+                passed = window_end
+            passed = int(ends[-1])
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the order stands: after the last sample that was yielded; between two epochs, at the next."""
-        epoch, done = self._running or (self._epoch, self._done)
-        return {"epoch": epoch, "done": done, **self._identity()}
+    def _order_of_blocks(self, epoch: int, count: int) -> Callable[[Numbers], Numbers]:
+        """Return the function that says which blocks are at given places."""
+        if not self._shuffle:
+            return np.asarray
+        if self._shelf.samples > LISTED:
+            return Permutation(count, self._seed, epoch).at
+        order: Numbers = np.random.default_rng((self._seed, epoch)).permutation(count)
+        return order.__getitem__
 
-    def upcoming(self) -> dict[str, Any]:
-        """Return the state of the epoch that begins next, also when another one runs, or was broken off."""
-        return {"epoch": self._epoch, "done": self._done, **self._identity()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state: the next iteration yields what was left.
-
-        Raises:
-            StateError: it is the state of another order.
-        """
-        own = self._identity()
-        differing = [name for name in own if state.get(name) != own[name]]
-        if differing or not {"epoch", "done"} <= state.keys():
-            names = ", ".join(f"{name}={state.get(name)!r}" for name in differing)
-            raise StateError(f"load_state_dict: the state is of another order ({names}). Make the sampler as it was.")
-        self._epoch, self._done, self._running = state["epoch"], state["done"], None
+    def _tell(self, window: tuple[int, Numbers] | None) -> None:
+        if self._ahead is not None and window is not None:
+            self._ahead(self._shelf.numbers(window[1]).tolist())
 
     def _identity(self) -> dict[str, Any]:
         return {
-            "samples": len(self._by_block),
+            "samples": self._shelf.samples,
             "shuffle": self._shuffle,
             "window": self._window,
             "seed": self._seed,
             "rank": self._rank,
             "world_size": self._world_size,
         }
+
+
+class _List:
+    """The samples of a dataset by blocks, those that hold any: where each is, in a list of all."""
+
+    def __init__(self, indices: Numbers, block_size: int) -> None:
+        blocks = indices // block_size
+        self._by_block = np.lexsort((indices, blocks))
+        ordered = blocks[self._by_block]
+        self._bounds = np.append(np.flatnonzero(np.diff(ordered, prepend=-1)), len(blocks))
+        self._numbers = ordered[self._bounds[:-1]]
+        self.samples, self.blocks = len(indices), len(self._numbers)
+
+    def numbers(self, blocks: Numbers) -> Numbers:
+        """Return the numbers of blocks in the storage."""
+        numbers: Numbers = self._numbers[blocks]
+        return numbers
+
+    def sizes(self, blocks: Numbers) -> Numbers:
+        """Return how many samples blocks have."""
+        sizes: Numbers = self._bounds[blocks + 1] - self._bounds[blocks]
+        return sizes
+
+    def block(self, block: int) -> Numbers:
+        """Return the local indices of a block's samples."""
+        samples: Numbers = self._by_block[self._bounds[block] : self._bounds[block + 1]]
+        return samples
+
+
+class _Range:
+    """As `_List`, of samples that follow one another: computed."""
+
+    def __init__(self, indices: range, block_size: int) -> None:
+        self._start, self._size, self.samples = indices.start, block_size, len(indices)
+        self._first = indices.start // block_size
+        self.blocks = -(-indices.stop // block_size) - self._first if indices else 0
+
+    def numbers(self, blocks: Numbers) -> Numbers:
+        return self._first + blocks
+
+    def sizes(self, blocks: Numbers) -> Numbers:
+        sizes: Numbers = self._begin(blocks + 1) - self._begin(blocks)
+        return sizes
+
+    def block(self, block: int) -> Numbers:
+        return np.arange(self._begin(block), self._begin(block + 1))
+
+    def _begin(self, block: Any) -> Any:
+        return np.clip((self._first + block) * self._size - self._start, 0, self.samples)
 
 
 @dataclass(frozen=True)
@@ -188,7 +294,7 @@ class ShuffleQuality:
 
 
 def shuffle_quality(
-    order: Sequence[int] | np.ndarray[Any, Any], block_size: int, labels: Sequence[Any] | None = None, *, batch_size: int = 256
+    order: Sequence[int] | Numbers, block_size: int, labels: Sequence[Any] | None = None, *, batch_size: int = 256
 ) -> ShuffleQuality:
     """Return how well ``order``, an epoch of global indices, mixes blocks of ``block_size`` samples in batches.
 
@@ -220,13 +326,13 @@ def shuffle_quality(
     return ShuffleQuality(same_block, ratio, correlation, 1 + (batch_size - 1) * same_block * correlation)
 
 
-def _pairs(counts: np.ndarray[Any, Any]) -> float:
+def _pairs(counts: Numbers) -> float:
     """Return the share of pairs that are of one group, given how many each group has."""
     total = counts.sum()
     return float((counts * (counts - 1.0)).sum() / (total * (total - 1.0)))
 
 
-def _intraclass(labels: np.ndarray[Any, Any], blocks: np.ndarray[Any, Any]) -> float:
+def _intraclass(labels: Numbers, blocks: Numbers) -> float:
     """Return the intraclass correlation of labels by one-way analysis of variance; of classes, over their indicators."""
     if labels.dtype.kind in "fc":
         values = labels.astype(float)[:, None]

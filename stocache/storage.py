@@ -7,14 +7,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from stocache.block import Block, File, Memory, encode
 from stocache.errors import DamagedError, StorageError
-from stocache.folder import INDEX, INFO, Entry, Index, block_name, open_block, parse_index, write_file
+from stocache.folder import INDEX, INFO, Entry, Index, block_name, open_block, parse_index
 from stocache.indices import check_index
-from stocache.remote import Mirror
+from stocache.places import folder_at, write_file
+from stocache.remote import Mirror, RemoteFolder
 from stocache.writing import BLOCK_BYTES, Writing, check_block_bytes, snapshot
 
 TSample = TypeVar("TSample")
@@ -171,8 +171,9 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         block_bytes: bytes of a block, or a str such as "8MB".
         allow_pickle: whether to pickle what has no bytes of its own, and to load what was pickled. Loading runs what the
             pickles say: only from folders you trust.
-        local_folder, local_limit, storage_options: where ``base_folder`` is a URL, as for `Mirror`: blocks are fetched whole,
-            once per machine, into a local folder of limited size. It is read only; prepare a local folder, and copy it there.
+        local_folder, local_limit: where ``base_folder`` is a URL, as for `Mirror`: blocks are fetched whole, once per machine,
+            into a local folder of limited size. Blocks that are prepared go to the URL straight; nothing is locked there.
+        storage_options: for the fsspec file system of the URL.
 
     Raises:
         LimitError: no such size.
@@ -194,10 +195,11 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         storage_options: dict[str, Any] | None = None,
     ) -> None:
         self.base_folder, self.allow_pickle = os.fspath(base_folder), allow_pickle
+        self.storage_options = storage_options
+        self._folder = folder_at(self.base_folder, storage_options)
         self._mirror: Mirror | None = None
-        if "://" in self.base_folder:
-            folder = None if local_folder is None else os.fspath(local_folder)
-            self._mirror = Mirror(self.base_folder, folder, local_limit, storage_options)
+        if isinstance(self._folder, RemoteFolder):
+            self._mirror = Mirror(self._folder, None if local_folder is None else os.fspath(local_folder), local_limit)
         self.asked_block_size, self.block_bytes = block_size, check_block_bytes(block_size, block_bytes)
         self._writing: Writing | None = None
         self._forget()
@@ -212,9 +214,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
 
     def is_prepared(self) -> bool:
         """Return whether the folder is whole."""
-        if self._mirror is not None:
-            return self._mirror.exists(INDEX)
-        return os.path.exists(os.path.join(self.base_folder, INDEX))
+        return self._folder.exists(INDEX)
 
     def start_preparation(self) -> None:
         """Begin to take samples; what an interrupted preparation has left is removed (`prepare` goes on from there).
@@ -222,10 +222,8 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         Raises:
             StorageError: the folder is prepared, holds files of others, or another process prepares there.
         """
-        if self._mirror is not None:
-            raise StorageError(f"{self.base_folder} is a URL. Prepare a local folder, and copy it there.")
         self.close()
-        self._writing = Writing(self.base_folder, self.asked_block_size, self.block_bytes, self.allow_pickle)
+        self._writing = Writing(self._folder, self.asked_block_size, self.block_bytes, self.allow_pickle)
 
     def save_sample(self, sample: TSample) -> None:
         """Take the next sample. Blocks are written as they fill.
@@ -266,7 +264,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         if self._index is None:
             path = os.path.join(self.base_folder, INDEX)
             try:
-                text = Path(path).read_bytes() if self._mirror is None else self._mirror.read(INDEX)
+                text = self._folder.read(INDEX)
             except (FileNotFoundError, NotADirectoryError):
                 raise DamagedError(f"{path} is missing: nothing was prepared there, or not to its end. Prepare it.") from None
             self._index = parse_index(text, path)

@@ -9,6 +9,7 @@ from stocache.columnar import Columns
 from stocache.errors import LimitError
 from stocache.folder import Entry, Workshop
 from stocache.limits import MIB, parse_size
+from stocache.places import Folder
 
 BLOCK_BYTES = 8 * MIB
 PROBE = 32
@@ -47,14 +48,14 @@ def snapshot(sample: Any) -> Any:
 class Writing:
     """A preparation, sample by sample; of a folder that is locked until its end."""
 
-    def __init__(self, path: str, block_size: int | None, block_bytes: int, allow_pickle: bool) -> None:
-        self._workshop, self._size, self._bytes = Workshop(path, allow_pickle), block_size, block_bytes
+    def __init__(self, folder: Folder, block_size: int | None, block_bytes: int, allow_pickle: bool) -> None:
+        self._workshop, self._size, self._bytes = Workshop(folder, allow_pickle), block_size, block_bytes
         self._samples: list[Any] = []
         self._entries: list[Entry] = []
         self._plan = {"source": "samples", "block_size": block_size, "block_bytes": block_bytes}
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._workshop.locked(wait=False))
+            stack.enter_context(self._workshop.folder.locked(wait=False))
             self._workshop.begin(self._plan, resume=False)
             self._stack = stack.pop_all()
 

@@ -26,12 +26,17 @@ START_METHODS = ("fork", "spawn", "forkserver")
 @pytest.fixture(scope="session", autouse=True)
 def _servers():
     """Multiprocessing starts these once and keeps them; here before the first look at the descriptor table."""
+    multiprocessing.set_forkserver_preload(["torch"])  # seconds for each process; what is spawned imports it itself
     forkserver.ensure_running()
     resource_tracker.ensure_running()
     multiprocessing.Barrier(1)  # whose memory comes from a file it keeps
     pyarrow.csv.read_csv(pyarrow.BufferReader(b"1\n2\n"))  # which keeps a pipe
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen():
     gc.collect()
-    gc.freeze()  # the modules imported so far, or each look at what is left would walk through all of them
+    gc.freeze()  # what has been imported and kept so far, or each look at what is left would walk through all of it
 
 
 def _holdings() -> dict[str, object]:

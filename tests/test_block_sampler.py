@@ -1,6 +1,7 @@
 """The order of a BlockSampler, and how well it mixes."""
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -198,6 +199,46 @@ def test_a_state_of_another_order_is_an_error(change):
         BlockSampler(**options | change).load_state_dict(state)
     with pytest.raises(StateError, match="of another order"):
         BlockSampler(**options).load_state_dict({})
+
+
+# ---------------------------------------------------------------------------------------------------- without lists
+
+
+@given(st.integers(0, 60), st.integers(0, 200), st.integers(1, 30), st.booleans(), st.integers(1, 8), st.integers(1, 4))
+def test_a_range_is_ordered_as_the_list_of_its_numbers(start, count, block_size, shuffle, window, world_size):
+    indices, told = range(start, start + count), ([], [])
+    for rank in range(world_size):
+        options = {"window": window, "seed": 5, "rank": rank, "world_size": world_size}
+        one, other = (
+            BlockSampler(these, block_size, shuffle, ahead=blocks.extend, **options)
+            for these, blocks in zip((indices, list(indices)), told, strict=True)
+        )
+        assert list(one) == list(other)
+        assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("listed", [range(10), [3, 1, 2]])
+def test_orders_of_more_than_the_limit_are_computed(listed, monkeypatch):
+    monkeypatch.setattr("stocache.sampler.LISTED", 0)
+    monkeypatch.setattr("stocache.sampler._AHEAD", 2)
+    samplers = [BlockSampler(listed, 2, True, window=2, rank=rank, world_size=2) for rank in range(2)]
+    epochs = [list(itertools.chain(*samplers)) for _ in range(5)]
+    assert all(sorted(epoch) == list(range(len(listed))) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) > 1
+
+
+def test_the_order_of_a_billion_samples_takes_no_memory():
+    sampler = BlockSampler(range(10**9), 1000, True, window=16, rank=1, world_size=1024)
+    tracemalloc.start()
+    try:
+        taken = list(itertools.islice(sampler, 50_000))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(set(taken)) == 50_000
+    assert len({sample // 1000 for sample in taken}) < 50 + 2 * 16
+    assert len(sampler) == -(-(10**9) // 1024)
+    assert peak < 2**24
 
 
 # ---------------------------------------------------------------------------------------------------- quality

@@ -15,6 +15,7 @@ from stocache import (
     CachedDataset,
     DatasetError,
     LimitError,
+    LocalityDistributedSampler,
     OnDiskBlockDataStorage,
     Placement,
     RaggedCache,
@@ -23,7 +24,7 @@ from stocache import (
     StorageDataset,
     prepare,
 )
-from stocache.placement import Residency, UnitResidency, Units, residency
+from stocache.placement import UnitResidency, Units, residency
 from tests.conftest import run_all
 from tests.test_storage import FilePerSample, save
 
@@ -108,6 +109,28 @@ def test_with_half_of_it_cached_half_of_the_blocks_are_read(storage, subset, wor
             else:
                 assert abs(cached.stats().total.filled - len(dataset) / 2) <= SIZE
         del loader, batches
+
+
+@pytest.mark.parametrize("subset", SUBSETS)
+@pytest.mark.parametrize("storage", [False], indirect=True)
+def test_the_caches_of_two_machines_hold_all_blocks_between_them(storage, subset):
+    dataset = StorageDataset(storage, SUBSETS[subset])
+    held, reads, seen = [], [], []
+    for node in range(2):
+        placement = Placement("scattered", node=node, nodes=2)
+        room = len(dataset) + (len(dataset) // 2 + SIZE) * 32  # for half of all samples, and one block
+        with CachedDataset(dataset, f"{room}B", placement=placement) as cached:
+            sampler = LocalityDistributedSampler(cached, 10, num_replicas=2, rank=node, stratify=True)
+            seen += sampler
+            cached.warm(progress=False)
+            before = cached.stats().total.misses
+            for idx in sampler:
+                assert cached[idx][1] == dataset.indices[idx]
+            held.append(blocks_in(cached))
+            reads.append(cached.stats().total.misses - before)
+    assert sorted(seen) == list(range(len(dataset)))
+    assert held[0] | held[1] == set(range(BLOCKS))
+    assert max(reads) <= SIZE  # parts are of whole blocks, and stretches are not
 
 
 def blocks_in(cached):
@@ -277,7 +300,7 @@ def test_units_are_resident_whole_and_their_slots_do_not_meet(sizes, data):
 def test_units_of_one_size_are_chosen_as_by_that_size():
     units = Units(range(0, 101, 10))
     for order in ("prefix", "scattered"):
-        one, other = residency(Placement(order, units), 100, 45), Residency(Placement(order, 10), 100, 45)
+        one, other = residency(Placement(order, units), 100, 45), residency(Placement(order, 10), 100, 45)
         everything = torch.arange(100)
         assert torch.equal(one.resident(everything), other.resident(everything))
 

@@ -106,6 +106,15 @@ def test_it_prepares_splits_trains_validates_and_tests(tmp_path, workers):
     data.close()
 
 
+def test_samples_at_a_url_are_prepared_by_one_machine(tmp_path):
+    storage = OnDiskBlockDataStorage(f"file://{tmp_path}/url", 10, local_folder=tmp_path / "local", storage_options={})
+    data = DataModule(storage, Preparer(), batch_size=8)
+    assert not data.prepare_data_per_node
+    assert module(tmp_path).prepare_data_per_node
+    data.prepare_data()
+    assert len(storage) == N
+
+
 def test_what_is_prepared_is_not_prepared_again(tmp_path):
     runs = Preparer.runs
     for _ in range(2):

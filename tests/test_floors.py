@@ -12,11 +12,12 @@ PACKAGE = Path(stocache.__file__).parent
 FLOORS = [
     {"errors", "limits", "placement", "containers", "structure", "stats", "indices", "compression", "records", "readers"}
     | {"packing", "randomness", "forks", "loans", "pinned", "pool", "checksums", "columnar", "rows", "remote"}
-    | {"textfiles", "lines", "engines", "parsing", "schema"},
+    | {"textfiles", "lines", "engines", "parsing", "schema", "ranks", "permutation"},
     {"layout", "directory", "segment", "named"},
     {"opening", "columns", "arena", "admission", "protocol", "cache", "ragged", "gathering", "ring"}
-    | {"block", "folder", "writing", "storage", "stored", "sampler"},
-    {"epochs", "blockwise", "dataset", "orders", "collation", "loader", "prepare", "buffers", "windows", "stream", "reading"},
+    | {"block", "places", "folder", "writing", "storage", "stored", "sampler", "sharing", "locality"},
+    {"epochs", "blockwise", "dataset", "orders", "collation", "loader", "buffers", "windows", "stream", "reading"}
+    | {"cluster", "prepare"},
     {"__init__"},
     {"bench", "listing", "doctor", "top", "sources", "datamodule", "cli", "__main__"},
 ]
@@ -29,16 +30,28 @@ WITHIN |= {
     ("dataset", "epochs"),
     ("dataset", "blockwise"),
 }
-WITHIN |= {("placement", "checksums"), ("rows", "columnar"), ("remote", "checksums"), ("remote", "limits")}
+WITHIN |= {("locality", below) for below in ("cache", "sampler", "sharing")}
+WITHIN |= {
+    ("placement", "checksums"),
+    ("placement", "ranks"),
+    ("rows", "columnar"),
+    ("remote", "checksums"),
+    ("remote", "limits"),
+}
 WITHIN |= {(module, below) for module in ("columnar", "rows") for below in ("containers", "records", "structure")}
 WITHIN |= {
+    ("places", "block"),
     ("folder", "block"),
+    ("folder", "places"),
     ("storage", "block"),
     ("storage", "folder"),
+    ("storage", "places"),
     ("storage", "writing"),
     ("writing", "folder"),
+    ("writing", "places"),
     ("stored", "storage"),
     ("prepare", "epochs"),
+    ("prepare", "cluster"),
 }
 WITHIN |= {("storage", "writing"), ("writing", "folder")}
 WITHIN |= {("directory", "layout"), ("segment", "layout"), ("segment", "directory")}

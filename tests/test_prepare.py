@@ -5,14 +5,13 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tqdm import tqdm
 
 from stocache import DataPreparer, DatasetError, LimitError, OnDiskBlockDataStorage, StorageDataset, StorageError, prepare
 from stocache.folder import block_name
@@ -235,42 +234,36 @@ def test_a_damaged_block_of_an_interrupted_preparation_is_written_again(tmp_path
         assert [storage.check(number) for number in range(15)] == [None] * 15
 
 
-KILLED = """
-import os, signal, sys, threading
-from stocache import prepare
-from tests.test_prepare import Images, Preparer
-
-folder, kind, workers, seed, delay_s = sys.argv[1:]
-threading.Timer(float(delay_s), lambda: os.killpg(0, signal.SIGKILL)).start()
-print("ready", flush=True)
-while True:
-    source = Images(1000) if kind == "dataset" else Preparer(1000)
-    prepare(source, folder, num_workers=int(workers), block_size=10, shuffle_seed=eval(seed), progress=False)
-"""
+def _prepare_until_killed(folder, kind, options, delay_s):
+    os.setsid()
+    tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which would stay
+    threading.Timer(delay_s, lambda: os.killpg(0, signal.SIGKILL)).start()
+    while True:
+        prepare(Images(1000) if kind == "dataset" else Preparer(1000), folder, **options)
 
 
-@pytest.mark.parametrize(
-    ("kind", "workers", "seed"), [("dataset", "0", "None"), ("preparer", "2", "None"), ("preparer", "0", "5")]
-)
+@pytest.mark.parametrize(("kind", "workers", "seed"), [("dataset", 0, None), ("preparer", 2, None), ("preparer", 0, 5)])
 def test_killed_at_any_moment_it_goes_on_and_never_looks_prepared_too_early(tmp_path, kind, workers, seed):
-    delays = random.Random(0)
+    delays, context = random.Random(0), multiprocessing.get_context("forkserver")
+    options = {"num_workers": workers, "shuffle_seed": seed, "block_size": 10, "progress": False}
     folder, kills = tmp_path / "a", 0
     for _ in range(4):
-        command = [sys.executable, "-c", KILLED, str(folder), kind, workers, seed, str(delays.uniform(0.01, 0.15))]
-        process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent)
-        process.communicate(timeout=25)
-        kills += process.returncode == -signal.SIGKILL
+        arguments = (folder, kind, options, delays.uniform(0.01, 0.15))
+        process = context.Process(target=_prepare_until_killed, args=arguments)
+        process.start()
+        process.join(25)
+        kills += process.exitcode == -signal.SIGKILL
+        process.close()
         storage = OnDiskBlockDataStorage(folder)
         if storage.is_prepared():
             break
     assert kills
     source = Images(1000) if kind == "dataset" else Preparer(1000)
-    options = {"block_size": 10, "shuffle_seed": None if seed == "None" else int(seed), "progress": False}
-    with prepare(source, folder, **options) as storage:
+    with prepare(source, folder, **options | {"num_workers": 0}) as storage:
         assert sorted(storage.load_sample(idx)[1] for idx in range(1000)) == list(range(1000))
         assert [number for number in range(100) if storage.check(number)] == []
     source = Images(1000) if kind == "dataset" else Preparer(1000)
-    prepare(source, tmp_path / "b", **options).close()
+    prepare(source, tmp_path / "b", **options | {"num_workers": 0}).close()
     assert digest(folder) == digest(tmp_path / "b")
 
 
@@ -291,7 +284,7 @@ def _prepare(number, folder):
         assert len(storage) == N
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"], indirect=True)
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"], indirect=True)
 def test_processes_that_prepare_one_folder_wait_for_the_one_that_does(tmp_path, run_processes):
     run_processes(4, _prepare, tmp_path)
     prepare(Images(), tmp_path / "other", block_size=7, progress=False).close()

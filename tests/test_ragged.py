@@ -201,7 +201,7 @@ def share_work(number, cache, count):
         ("fork", {"codec": "lz4"}),
         ("fork", {"admit": "cost"}),
         ("fork", {"name": "ragged"}),
-        ("spawn", {"codec": "lz4", "name": "ragged"}),
+        ("forkserver", {"codec": "lz4", "name": "ragged"}),
         ("forkserver", {"admit": "cost"}),
     ],
     indirect=["start_method"],

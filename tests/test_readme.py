@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,15 +35,23 @@ def test_the_example_of_a_cache_of_ones_own_caches_a_dataset():
     dataset.cache.close()
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_every_example_runs_as_a_script(block, tmp_path):
-    (tmp_path / "example.py").write_text(block)
-    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+def _run(block, folder):
+    folder.mkdir()
+    (folder / "example.py").write_text(block)
+    command = [sys.executable, "example.py"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("begin", range(0, len(BLOCKS), 4))
+def test_every_example_runs_as_a_script(begin, tmp_path):
+    with ThreadPoolExecutor(2) as pool:  # they take seconds each, most of them to import
+        runs = list(pool.map(_run, BLOCKS[begin : begin + 4], (tmp_path / str(number) for number in range(4))))
     for cache in listing.find():  # what persists
         named.remove(cache.path)
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr
-    assert "restart" not in done.stdout or "read by a restart: 0" in done.stdout
+    for done in runs:
+        assert done.returncode == 0, done.stderr
+        assert "Warning" not in done.stderr
+        assert "restart" not in done.stdout or "read by a restart: 0" in done.stdout
 
 
 def test_there_is_a_recipe_for_each():

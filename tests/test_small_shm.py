@@ -10,7 +10,7 @@ from benchmark.small_shm import CASES, run
 LEAST = {  # samples cached at the least
     "1 MiB": 256,
     "64 MiB": 2048,
-    "full but for 64 KiB": 256,
+    "full but for 128 KiB": 256,
     "full": 256,
     "read-only": 256,
     "1 MiB, no memfd": 10,

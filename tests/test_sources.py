@@ -152,6 +152,7 @@ def _first(batch):
     return batch[0]
 
 
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"], indirect=True)
 def test_workers_read_sources_that_their_parent_reads(start_method, tmp_path):
     made = [make(tmp_path) for make in ALL]
     dataset = ConcatDataset([open_source(path) for path, _, _ in made])

@@ -23,8 +23,8 @@ from stocache import (
     SampleError,
     SampleIndexError,
     StorageError,
+    places,
 )
-from stocache import folder as folders
 from stocache.checksums import seal
 from stocache.folder import block_name
 from tests.test_structure import Box, same
@@ -311,6 +311,7 @@ def _read_all(number, storage):
     storage.close()
 
 
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"], indirect=True)
 def test_processes_read_together(disk, run_processes):
     disk.load_sample(3)  # with a block open
     run_processes(3, _read_all, disk)
@@ -524,7 +525,7 @@ def test_a_full_disk_is_an_error_at_any_byte(make_one, tmp_path, monkeypatch):
         file = open(*arguments, **options)  # noqa: SIM115
         return Disk(file) if "wb" in arguments else file
 
-    monkeypatch.setattr(folders, "open", open_file, raising=False)
+    monkeypatch.setattr(places, "open", open_file, raising=False)
     for attempt in range(100):
         budget = 997 * attempt
         storage = make_one(tmp_path)

@@ -191,7 +191,7 @@ def test_the_order_is_the_same_whoever_parses_and_whatever_is_cached(numbered, w
                 return  # once is enough of what takes seconds
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
 def test_in_a_dataloader_of_torch_each_row_comes_once(numbered, context):
     with StreamLoader(numbered, 10, 20, shuffle=True, drop_last=False, size_limit_gib=0.1) as loader:
         torchs = DataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context=context)
@@ -199,7 +199,7 @@ def test_in_a_dataloader_of_torch_each_row_comes_once(numbered, context):
         assert all(sorted(epoch) == list(range(N)) for epoch in epochs)
         assert epochs[0] != epochs[1]
         assert loader.stats().cache.fill_fraction > 0
-        if context == "spawn":
+        if context == "forkserver":
             return  # which takes seconds
         loader.set_epoch(5)
         told = [numbers(torchs) for _ in range(2)]

@@ -17,6 +17,7 @@ from torch.utils.data import IterDataPipe
 from torch.utils.data.datapipes.iter import Mapper, ShardingFilter, Shuffler
 
 from stocache.errors import DatasetError
+from stocache.indices import length_of
 from stocache.ragged import RaggedCache
 from stocache.randomness import Watch
 from stocache.reading.graph import DataPipe, end_of, is_random, pipes_of, relink, remove_dp, sources, traverse_dps
@@ -167,14 +168,6 @@ class _Maps:
 
     def __str__(self) -> str:
         return self._names or "no maps"
-
-
-def length_of(datapipe: Any) -> int | None:
-    """Return the length of a pipe; None when it has none."""
-    try:
-        return len(datapipe)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def put_cache(

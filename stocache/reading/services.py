@@ -13,9 +13,10 @@ from torch import multiprocessing
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from stocache.errors import StateError
+from stocache.indices import length_of
 from stocache.ragged import RaggedCache
 from stocache.randomness import States
-from stocache.reading.caching import length_of, put_cache
+from stocache.reading.caching import put_cache
 from stocache.reading.engine import Plan, WorkerStream
 from stocache.reading.feeding import Feed
 from stocache.reading.graph import Adapt, DataPipe, end_of, replace_dp, traverse_dps

@@ -1,0 +1,414 @@
+"""Which rank of which machine gets which sample: the same global batches, where they are cached."""
+
+import itertools
+import json
+import math
+import socket
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler, Subset
+
+import stocache
+from stocache import LimitError, LocalityDistributedSampler, Placement, SharedCache, StateError
+from stocache.placement import Units, residency
+from stocache.sharing import share_out
+
+LAUNCHERS = ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+
+
+class Numbers:
+    """A dataset of numbers, behind a cache of so many slots."""
+
+    def __init__(self, samples, slots, placement):
+        self.samples = samples
+        self.cache = SharedCache(f"{samples + slots * 8}B", samples, (), torch.int64, placement=placement)
+        assert len(self.cache) == min(slots, samples)
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, idx):
+        return idx
+
+
+def samplers(samples, batch_size, nodes, per_node, **options):
+    placement = options.pop("placement", Placement("scattered", nodes=nodes))
+    dataset = range(samples)
+    return [
+        LocalityDistributedSampler(
+            dataset, batch_size, placement=placement, num_replicas=nodes * per_node, rank=rank, **options
+        )
+        for rank in range(nodes * per_node)
+    ]
+
+
+def steps_of(samplers):
+    """Return the batches of all ranks, step by step."""
+    batches = [
+        [order[at : at + sampler.batch_size] for at in range(0, len(order), sampler.batch_size)]
+        for sampler in samplers
+        for order in [list(sampler)]
+    ]
+    return list(zip(*batches, strict=True))
+
+
+@st.composite
+def trainings(draw):
+    nodes, per_node = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    samples = draw(st.integers(1, 120))
+    unit = draw(st.sampled_from([1, 1, 4, "units"]))
+    if unit == "units":
+        unit = Units(np.unique([0, *draw(st.lists(st.integers(1, samples), max_size=9)), samples]))
+    placement = Placement(draw(st.sampled_from(["prefix", "scattered"])), unit, nodes=nodes)
+    options = {"shuffle": draw(st.booleans()), "seed": draw(st.integers(0, 5)), "drop_last": draw(st.booleans())}
+    return samples, draw(st.integers(1, 8)), nodes, per_node, placement, options
+
+
+@given(trainings(), st.integers(0, 3))
+def test_each_global_batch_is_that_of_the_distributed_sampler(training, epoch):
+    samples, batch_size, nodes, per_node, placement, options = training
+    ours = samplers(samples, batch_size, nodes, per_node, placement=placement, **options)
+    theirs = [DistributedSampler(range(samples), nodes * per_node, rank, **options) for rank in range(nodes * per_node)]
+    for sampler in (*ours, *theirs):
+        sampler.set_epoch(epoch)
+    assert [len(sampler) for sampler in ours] == [len(sampler) for sampler in theirs]
+    for sampler in theirs:
+        sampler.batch_size = batch_size
+    for got, wanted in zip(steps_of(ours), steps_of(theirs), strict=True):
+        assert Counter(itertools.chain(*got)) == Counter(itertools.chain(*wanted))
+        assert len({len(batch) for batch in got}) == 1
+
+
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 8), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_a_node_keeps_what_stands_first_in_its_part_and_gives_away_the_rest(nodes, per_node, batch_size, steps, random):
+    width = nodes * per_node * batch_size
+    bounds = np.array([node * 1000 // nodes for node in range(nodes + 1)])
+    positions = np.array([random.sample(range(1000), width) for _ in range(steps)])
+    ranks = share_out(positions, bounds, per_node)
+    for at, rank in zip(positions, ranks, strict=True):
+        assert (np.bincount(rank, minlength=nodes * per_node) == batch_size).all()
+        for node in range(nodes):
+            own = np.sort(at[(at >= bounds[node]) & (at < bounds[node + 1])])
+            kept = at[(rank // per_node == node) & np.isin(at, own)]
+            assert sorted(kept) == own[: per_node * batch_size].tolist()
+            held = own[: len(own) // 2]  # whatever the cache of the node holds
+            shares = [np.isin(at[rank == node * per_node + local], held).sum() for local in range(per_node)]
+            assert max(shares) - min(shares) <= 1
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 1.0])
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_caches_add_up(nodes, share):
+    samples, batch_size = 8192, 64
+    ours = samplers(samples, batch_size, nodes, 1)
+    hits = 0
+    for node, sampler in enumerate(ours):
+        held = residency(Placement("scattered", node=node, nodes=nodes), samples, int(samples * share / nodes))
+        hits += held.resident(torch.tensor(list(sampler))).sum().item()
+    lost = math.sqrt((1 - 1 / nodes) / (2 * math.pi * batch_size))  # of a batch, on the average, where the caches hold all
+    assert share - 1.3 * lost <= hits / samples <= share + 0.01
+    assert hits / samples > 1.5 / nodes * share  # alone each would serve its share
+
+
+def test_ranks_of_a_node_have_as_many_cached_samples():
+    (sampler, *_) = ours = samplers(4096, 32, 1, 8)
+    held = residency(Placement("scattered"), 4096, int(0.9 * 4096))
+    misses = [[(~held.resident(torch.tensor(batch))).sum().item() for batch in step] for step in steps_of(ours)]
+    assert len(misses) == len(sampler) // 32
+    assert all(max(step) - min(step) <= 1 for step in misses)
+
+
+# ---------------------------------------------------------------------------------------------------- strata
+
+
+def stratified(samples, slots, batch_size, nodes, per_node, unit=1, **options):
+    """Return the samplers of all ranks, and the samples that the cache of each one's node holds."""
+    found, held = [], []
+    for node in range(nodes):
+        dataset = Numbers(samples, slots, Placement("scattered", unit, node, nodes))
+        with dataset.cache as cache:
+            resident = torch.nonzero(residency(cache.placement, samples, len(cache)).resident(torch.arange(samples))).flatten()
+            for local in range(per_node):
+                rank = node * per_node + local
+                numbers = {"num_replicas": nodes * per_node, "rank": rank}
+                found.append(LocalityDistributedSampler(dataset, batch_size, stratify=True, **numbers, **options))
+                held.append(set(resident.tolist()))
+    return found, held
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_an_epoch_in_strata_has_every_sample_once(data):
+    nodes, per_node = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    samples, batch_size = data.draw(st.integers(1, 150)), data.draw(st.integers(1, 8))
+    slots, unit = data.draw(st.integers(1, samples)), data.draw(st.sampled_from([1, 1, 3]))
+    drop_last = data.draw(st.booleans())
+    ours, held = stratified(
+        samples, slots, batch_size, nodes, per_node, unit, drop_last=drop_last, seed=data.draw(st.integers(0, 9))
+    )
+    ranks = nodes * per_node
+    for epoch in range(2):
+        for sampler in ours:
+            sampler.set_epoch(epoch)
+        orders = [list(sampler) for sampler in ours]
+        assert [len(order) for order in orders] == [len(sampler) for sampler in ours]
+        counts = Counter(itertools.chain(*orders))
+        assert set(counts) <= set(range(samples))
+        if drop_last:
+            assert sum(counts.values()) == len(counts) == samples // ranks * ranks
+        else:
+            assert len(counts) == samples
+            assert sum(counts.values()) == -(-samples // ranks) * ranks
+        for node in range(nodes):
+            own = list(itertools.chain(*orders[node * per_node : (node + 1) * per_node]))
+            part = min(slots // unit * unit, samples // nodes)
+            assert sum(sample in held[node * per_node] for sample in own) >= part - ranks - unit * nodes
+
+
+@pytest.mark.parametrize(("nodes", "per_node", "share"), [(1, 8, 0.9), (4, 1, 0.25), (4, 2, 0.2), (2, 2, 1.0)])
+def test_strata_give_all_ranks_as_many_cached_samples(nodes, per_node, share):
+    samples, batch_size = 64 * nodes * per_node * 10, 64
+    ours, held = stratified(samples, int(samples * share) // 8 * 8, batch_size, nodes, per_node)
+    for epoch in range(2):
+        for sampler in ours:
+            sampler.set_epoch(epoch)
+        hits = [
+            [sum(sample in its for sample in batch) for batch, its in zip(step, held, strict=True)] for step in steps_of(ours)
+        ]
+        assert all(len(set(step)) == 1 for step in hits)
+        each = [step[0] for step in hits]
+        assert max(each) - min(each) <= 1
+        assert sum(each) == min(int(samples * share) // 8 * 8 // per_node, samples // nodes // per_node)
+
+
+def test_strata_differ_from_epoch_to_epoch_and_mix_cached_samples_with_others():
+    (sampler,), (held,) = stratified(1000, 500, 100, 1, 1)
+    first, again = list(sampler), list(sampler)
+    sampler.set_epoch(1)
+    assert first == again != list(sampler)
+    assert sorted(first) == list(range(1000))
+    early = [sum(sample in held for sample in first[at : at + 50]) for at in range(0, 1000, 100)]
+    assert 200 < sum(early) < 300  # of 250 in the first halves of the batches
+    assert len(set(early)) > 3
+
+
+# ---------------------------------------------------------------------------------------------------- states
+
+
+@given(trainings(), st.data())
+def test_a_state_goes_on_with_other_ranks_and_the_same_global_batches(training, data):
+    samples, batch_size, nodes, per_node, placement, options = training
+    width = batch_size * nodes * per_node
+    others = data.draw(st.sampled_from([ranks for ranks in range(1, width + 1) if width % ranks == 0]))
+    steps = data.draw(st.integers(0, samples // width))
+    before = samplers(samples, batch_size, nodes, per_node, placement=placement, **options)
+    running = [iter(sampler) for sampler in before]
+    for iterator in running:
+        assert len(list(itertools.islice(iterator, steps * batch_size))) == steps * batch_size or options["drop_last"]
+    state = before[-1].state_dict()
+    after = samplers(samples, width // others, 1, others, placement=Placement(nodes=1), **options)
+    whole = [steps_of(samplers(samples, width // others, 1, others, placement=Placement(nodes=1), **options)) for _ in "1"]
+    for sampler in after:
+        sampler.load_state_dict(state)
+    left = steps_of(after)
+    wanted = whole[0][steps:] if state["done"] else whole[0]
+    assert [Counter(itertools.chain(*step)) for step in left] == [Counter(itertools.chain(*step)) for step in wanted]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("nodes", "per_node", "batch_size"), [(4, 2, 3), (1, 1, 24), (2, 1, 12), (1, 3, 8), (2, 4, 3)])
+@pytest.mark.parametrize("samples", [240, 249])
+def test_strata_go_on_as_they_were_begun(nodes, per_node, batch_size, samples, drop_last):
+    options = {"drop_last": drop_last, "seed": 3}
+    before, _ = stratified(samples, 50, 3, 4, 2, **options)
+    whole = steps_of(before)
+    running = [iter(sampler) for sampler in before]
+    for iterator in running:
+        list(itertools.islice(iterator, 4 * 3))
+    state = before[0].state_dict()
+    after, _ = stratified(samples, 70, batch_size, nodes, per_node, **options)
+    for sampler in after:
+        sampler.load_state_dict(state)
+    left = steps_of(after)
+    for got, wanted in zip(left[:6], whole[4:10], strict=True):
+        assert Counter(itertools.chain(*got)) == Counter(itertools.chain(*wanted))
+    seen = set(itertools.chain(*itertools.chain(*whole[:4]), *itertools.chain(*left)))
+    assert len(seen) == samples or (drop_last and len(seen) > samples - 8)
+    for sampler in after:
+        sampler.set_epoch(1)
+    assert len(set(itertools.chain(*map(list, after)))) >= samples - 8 * drop_last
+
+
+@pytest.mark.parametrize("stratify", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_goes_on_with_other_ranks(workers, stratify):
+    def loaders(nodes, per_node, batch_size):
+        made = []
+        for rank in range(nodes * per_node):
+            dataset = Numbers(96, 30, Placement("scattered", 1, rank // per_node, nodes))
+            numbers = {"num_replicas": nodes * per_node, "rank": rank}
+            sampler = LocalityDistributedSampler(dataset, batch_size, stratify=stratify, **numbers)
+            made.append(stocache.DataLoader(list(range(96)), batch_size, sampler=sampler, num_workers=workers))
+            dataset.cache.close()
+        return made
+
+    before = loaders(2, 1, 8)
+    running = [iter(loader) for loader in before]
+    for iterator in running:
+        for _ in range(2):
+            next(iterator)
+    state = before[1].state_dict()
+    rest = [sorted(torch.cat(step).tolist()) for step in zip(*running, strict=True)]
+    after = loaders(1, 4, 4)
+    for loader in after:
+        loader.load_state_dict(state)
+    assert [sorted(torch.cat(step).tolist()) for step in zip(*after, strict=True)] == rest
+    assert len(rest) == 4
+
+
+def test_a_state_of_another_order_is_an_error():
+    options = {"num_replicas": 2, "rank": 0}
+    sampler = LocalityDistributedSampler(range(40), 4, **options)
+    state = sampler.state_dict()
+    for change in ({"seed": 1}, {"shuffle": False}, {"drop_last": True}):
+        with pytest.raises(StateError, match=f"of another order .*{next(iter(change))}="):
+            LocalityDistributedSampler(range(40), 4, **options | change).load_state_dict(state)
+    with pytest.raises(StateError, match="global_batch_size=8"):
+        LocalityDistributedSampler(range(40), 8, **options).load_state_dict(state)
+    next(iter(sampler))
+    with pytest.raises(StateError, match="of within a batch of 4"):
+        LocalityDistributedSampler(range(40), 8, num_replicas=1, rank=0).load_state_dict(sampler.state_dict())
+
+
+# ---------------------------------------------------------------------------------------------------- who is where
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RANK": "5", "WORLD_SIZE": "8", "GROUP_RANK": "2", "GROUP_WORLD_SIZE": "4"},
+        {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NODEID": "2", "SLURM_STEP_NUM_NODES": "4"},
+    ],
+)
+def test_ranks_and_nodes_are_those_of_the_launcher(environment, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    placement = Placement.here()
+    assert (placement.node, placement.nodes, placement.order) == (2, 4, "scattered")
+    dataset = Numbers(100, 10, placement)
+    with dataset.cache:
+        for sampler in (LocalityDistributedSampler(dataset, 4), LocalityDistributedSampler(range(100), 4)):
+            assert (sampler.rank, sampler.num_replicas) == (5, 8)
+            wanted = LocalityDistributedSampler(
+                range(100), 4, placement=Placement("scattered", nodes=4), num_replicas=8, rank=5
+            )
+            assert list(sampler) == list(wanted)
+
+
+MACHINE = """
+import json, os, sys, torch
+from stocache import CachedDataset, DataLoader, LocalityDistributedSampler, Placement
+from torch.utils.data import TensorDataset
+
+node, reads, seen = os.environ["GROUP_RANK"], [], []
+source = TensorDataset(torch.arange(512))
+name = {"name": f"locality-{node}", "fingerprint": "512"}
+with CachedDataset(source, f"{512 + 256 * 8}B", placement=Placement.here(), **name) as dataset:
+    sampler = LocalityDistributedSampler(dataset, 16, stratify=True)
+    loader = DataLoader(dataset, 16, sampler=sampler, num_workers=1)
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        seen.append([batch.tolist() for (batch,) in loader])
+        reads.append(dataset.cache.stats().misses)
+    json.dump((reads, seen), open(f"{sys.argv[1]}/{node}.json", "w"))
+    del loader
+"""
+
+
+def test_two_machines_of_torchrun_read_each_sample_once_and_exchange_nothing(tmp_path):
+    (tmp_path / "machine.py").write_text(MACHINE)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = [f"--master_port={free.getsockname()[1]}", "--master_addr=127.0.0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", *address]
+    script = [str(tmp_path / "machine.py"), str(tmp_path)]
+    machines = [subprocess.Popen([*command, f"--node_rank={node}", *script], stderr=subprocess.PIPE) for node in range(2)]
+    errors = [machine.communicate()[1].decode() for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], errors
+    told = [json.loads((tmp_path / f"{node}.json").read_text()) for node in range(2)]
+    assert 512 <= sum(reads[0] for reads, _ in told) <= 512 + 2 * 8  # with what was probed and is another one's
+    assert all(first == both for (first, both), _ in told)  # nothing more in the second epoch
+    for epoch in range(2):
+        assert sorted(idx for _, seen in told for batch in seen[epoch] for idx in batch) == list(range(512))
+
+
+def test_without_a_launcher_all_is_one_process():
+    assert sorted(LocalityDistributedSampler(range(10), 4)) == list(range(10))
+    assert Placement.here() == Placement("scattered")
+
+
+def test_it_draws_no_random_numbers_and_trainers_take_it():
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    sampler = LocalityDistributedSampler(range(100), 8)
+    list(sampler)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == np.random.get_state()[1].tolist()
+    assert isinstance(sampler, DistributedSampler)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": 2.0}, r"batch_size=2\.0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"num_replicas": 0}, "num_replicas=0"),
+        ({"rank": 4}, "rank=4 is none of num_replicas=4"),
+        ({"num_nodes": 3}, "for 2 nodes, and there are 3"),
+        ({"placement": Placement(nodes=3)}, "num_replicas=4 are not as many on each of 3 nodes"),
+        ({"placement": Placement(nodes=8)}, "not as many on each of 8 nodes"),
+        ({"node_rank": 1}, "node_rank says node 1, but rank 0 of 4, 2 on each node, is of node 0"),
+        ({"stratify": True}, "stratify needs shuffle=True, and a CachedDataset"),
+        ({"placement": Placement("prefix", Units([0, 7]), nodes=2)}, "units of 7 samples, the dataset has 40"),
+        ({"dataset": Subset(range(40), range(3))}, "CachedDataset around the Subset"),
+    ],
+)
+def test_options_that_do_not_go_together_are_errors(options, message):
+    defaults = {"dataset": range(40), "batch_size": 2, "placement": Placement(nodes=2), "num_replicas": 4, "rank": 0}
+    with pytest.raises(LimitError, match=message):
+        LocalityDistributedSampler(**defaults | options)
+
+
+def test_a_cache_of_another_placement_is_an_error(monkeypatch):
+    dataset = Numbers(40, 10, Placement("scattered", node=1, nodes=2))
+    with dataset.cache:
+        with pytest.raises(LimitError, match=r"placement=Placement\(.*and the cache of the dataset has Placement\("):
+            LocalityDistributedSampler(dataset, 2, placement=Placement("prefix", nodes=2), num_replicas=2, rank=1)
+        with pytest.raises(LimitError, match="the placement of the cache says node 1, but rank 0"):
+            LocalityDistributedSampler(dataset, 2, num_replicas=2, rank=0)
+    monkeypatch.setenv("GROUP_RANK", "0")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    with pytest.raises(LimitError, match="the launcher says node 0, but rank 1"):
+        LocalityDistributedSampler(range(40), 2, num_replicas=2, rank=1)
+    dataset = Numbers(40, 10, Placement("scattered"))
+    with dataset.cache, pytest.raises(LimitError, match=r"for 1 nodes, and there are 2.*Placement\.here\(\)"):
+        LocalityDistributedSampler(dataset, 2, num_replicas=2, rank=0)
+
+
+def test_a_loader_of_batches_of_another_size_is_an_error():
+    sampler = LocalityDistributedSampler(range(40), 4)
+    with pytest.raises(LimitError, match="batches of 4, and batch_size=8"):
+        stocache.DataLoader(range(40), batch_size=8, sampler=sampler)
