@@ -14,6 +14,7 @@ from stocache.indices import check_indices
 from stocache.limits import parse_size
 from stocache.loader import DataLoader
 from stocache.prepare import DataPreparer, prepare
+from stocache.remote import is_url
 from stocache.sampler import BlockSampler
 from stocache.storage import DataStorage, OnDiskBlockDataStorage, TInfo, TSample
 from stocache.stored import StorageDataset
@@ -74,7 +75,7 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
         **loader_options: Any,
     ) -> None:
         super().__init__()
-        if isinstance(storage, OnDiskBlockDataStorage) and "://" in storage.base_folder:
+        if isinstance(storage, OnDiskBlockDataStorage) and is_url(storage.base_folder):
             self.prepare_data_per_node = False  # machines do not wait for each other there
         self.storage, self.preparer = storage, preparer
         self.batch_size, self.window, self.seed = batch_size, window, seed

@@ -13,9 +13,8 @@ import os
 import time
 from dataclasses import dataclass
 
-import torch
-
 from stocache.protocol import SampleCache
+from stocache.ranks import torch_ranks
 from stocache.stats import CacheStats
 
 logger = logging.getLogger("stocache")
@@ -98,6 +97,6 @@ class Epochs:
 
 def is_first_rank() -> bool:
     """Whether this is the process that speaks for all ranks."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank() == 0
+    if (ranks := torch_ranks()) is not None:
+        return ranks[0] == 0
     return os.environ.get("RANK", "0") == "0"

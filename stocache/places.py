@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from stocache.block import File
 from stocache.checksums import Buffer
 from stocache.errors import StorageError
-from stocache.remote import RemoteFolder
+from stocache.remote import RemoteFolder, is_url
 
 
 class LocalFolder:
@@ -105,7 +105,7 @@ def folder_at(path: str, storage_options: dict[str, Any] | None = None) -> Folde
     Raises:
         StorageError: it is a URL, and fsspec, or what it needs for that, is not installed.
     """
-    return RemoteFolder(path, storage_options) if "://" in path else LocalFolder(path)
+    return RemoteFolder(path, storage_options) if is_url(path) else LocalFolder(path)
 
 
 def open_file(path: str) -> File:

@@ -22,6 +22,7 @@ from stocache.epochs import is_first_rank
 from stocache.errors import DatasetError, LimitError, StorageError
 from stocache.folder import STAGING, Entry, Workshop
 from stocache.places import folder_at
+from stocache.remote import is_url
 from stocache.storage import OnDiskBlockDataStorage, TInfo, TSample
 from stocache.stored import StorageDataset
 from stocache.writing import BLOCK_BYTES, PROBE, check_block_bytes, size_for, snapshot
@@ -100,12 +101,12 @@ def prepare(
     """
     nbytes = check_block_bytes(block_size, block_bytes)
     cluster = _cluster(engine, address)
-    if cluster is not None and "://" not in str(folder):
+    if cluster is not None and not is_url(str(folder)):
         folder = os.path.abspath(folder)  # workers are in other directories
     preparer = source if isinstance(source, DataPreparer) else None
     if preparer is None and not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise DatasetError(f"prepare takes a DataPreparer or a map-style dataset, not a {type(source).__name__}.")
-    if preparer is not None and shuffle_seed is not None and "://" in str(folder):
+    if preparer is not None and shuffle_seed is not None and is_url(str(folder)):
         raise StorageError(
             f"{folder} is a URL, and what a DataPreparer yields is shuffled by way of a local folder. Leave out shuffle_seed, "
             f"or prepare a local folder and copy it there."

@@ -20,11 +20,16 @@ def ranks_here() -> Ranks:
 
     Of the machines only the launchers know: torch.distributed started in another way counts as one machine.
     """
-    world = _numbers("RANK", "WORLD_SIZE") or _numbers("SLURM_PROCID", "SLURM_STEP_NUM_TASKS") or (0, 1)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    world = torch_ranks() or _numbers("RANK", "WORLD_SIZE") or _numbers("SLURM_PROCID", "SLURM_STEP_NUM_TASKS") or (0, 1)
     machines = _numbers("GROUP_RANK", "GROUP_WORLD_SIZE") or _numbers("SLURM_NODEID", "SLURM_STEP_NUM_NODES") or (0, 1)
     return Ranks(*world, *machines)
+
+
+def torch_ranks() -> tuple[int, int] | None:
+    """Return the rank and the number of ranks that torch.distributed says; None where it is not initialised."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return None
 
 
 def _numbers(*names: str) -> tuple[int, int] | None:

@@ -205,6 +205,11 @@ class Mirror:
         return f"{self._remote.path}, of which up to {format_size(self._limit)} in {self.folder}"
 
 
+def is_url(path: str) -> bool:
+    """Whether that is for fsspec, and not a path on this machine."""
+    return "://" in path
+
+
 def file_system(url: str, options: dict[str, Any], problem: type[StocacheError]) -> tuple[Any, str]:
     """Return the fsspec file system of a URL and the path in it; in each process anew, since few survive a fork.
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import DistributedSampler
 
 from stocache.errors import LimitError, StateError
 from stocache.indices import check_indices
 from stocache.permutation import LISTED, Numbers, Permutation
+from stocache.ranks import torch_ranks
 
 _AHEAD = 1 << 16  # blocks whose sizes are looked at together
 
@@ -137,9 +137,8 @@ class BlockSampler(ResumableSampler):
     ) -> None:
         super().__init__()
         if world_size is None:
-            together = torch.distributed.is_available() and torch.distributed.is_initialized()
-            world_size = torch.distributed.get_world_size() if together else 1
-            rank = torch.distributed.get_rank() if together and rank is None else rank
+            its_rank, world_size = torch_ranks() or (0, 1)
+            rank = its_rank if rank is None else rank
         rank = rank or 0
         for name, value in {"block_size": block_size, "window": window, "world_size": world_size}.items():
             if type(value) is not int or value < 1:

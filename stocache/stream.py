@@ -18,6 +18,7 @@ from stocache.epochs import is_first_rank
 from stocache.errors import CacheNameError, ClosedError, MismatchError, StateError, StreamError
 from stocache.lines import Lines, Position
 from stocache.loader import DataLoader
+from stocache.ranks import torch_ranks
 from stocache.schema import Column, Format, Schema
 from stocache.stats import CacheStats
 from stocache.textfiles import Paths, TextFile, find_files
@@ -164,7 +165,7 @@ class StreamLoader(IterableDataset[Any]):
         if (rank is None) != (world_size is None):
             raise StreamError(f"rank={rank} and world_size={world_size}: give both, or none.")
         if rank is None or world_size is None:
-            rank, world_size = _ranks()
+            rank, world_size = torch_ranks() or (int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
         if parse is not None and world_size > 1 and size_limit_gib and name is None:
             raise CacheNameError(
                 "what a parse function makes of a line is not known before: for ranks to share a cache, give it a name, and a "
@@ -485,10 +486,3 @@ def _check_arguments(given: dict[str, Any]) -> None:
     for what, values in _KNOWN.items():
         if not any(given[what] is value or (type(value) is str and given[what] == value) for value in values):
             raise StreamError(f"{what}={given[what]!r} is unknown. Use {' or '.join(map(repr, values))}.")
-
-
-def _ranks() -> tuple[int, int]:
-    """Return this process's rank and their number."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

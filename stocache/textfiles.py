@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from stocache.checksums import checksum
 from stocache.errors import DamagedError, StreamError
-from stocache.remote import file_system
+from stocache.remote import file_system, is_url
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -60,7 +60,7 @@ class TextFile:
     def check(self) -> None:
         """Raise DamagedError if a local file has another size or time than when it was found, or is gone."""
         try:
-            changed = not _is_url(self.path) and _facts(os.stat(self.path)) != (self.size, self.stamp)
+            changed = not is_url(self.path) and _facts(os.stat(self.path)) != (self.size, self.stamp)
         except FileNotFoundError:
             raise DamagedError(f"{self.path} is gone.") from None
         if changed:
@@ -83,12 +83,8 @@ def find_files(paths: Paths, storage_options: dict[str, Any] | None = None) -> l
     return [_found(path, options) for path in found]
 
 
-def _is_url(path: str) -> bool:
-    return "://" in path
-
-
 def _expand(path: str, options: dict[str, Any]) -> list[str]:
-    if _is_url(path):
+    if is_url(path):
         scheme = path.partition("://")[0]
         if not glob.has_magic(path.partition("?")[0] if scheme.startswith("http") else path):
             return [path]
@@ -104,10 +100,10 @@ def _expand(path: str, options: dict[str, Any]) -> list[str]:
 
 
 def _found(path: str, options: dict[str, Any]) -> TextFile:
-    if not _is_url(path) and not stat.S_ISREG(os.stat(path).st_mode):
+    if not is_url(path) and not stat.S_ISREG(os.stat(path).st_mode):
         raise StreamError(f"{path} is no regular file, so it cannot be read a second time.")
     with _open_raw(path, options) as file:
-        if _is_url(path):
+        if is_url(path):
             info = file.fs.info(file.path) if hasattr(file, "fs") and hasattr(file, "path") else {}
             size = file.seek(0, os.SEEK_END)
             stamp = "".join(str(info.get(key, "")) for key in ("ETag", "etag", "mtime", "LastModified", "created"))
@@ -129,7 +125,7 @@ def _facts(found: os.stat_result) -> tuple[int, str]:
 
 def _open_raw(path: str, options: dict[str, Any]) -> Any:
     """Return a file as it is stored, unbuffered where it is here."""
-    if not _is_url(path):
+    if not is_url(path):
         return open(path, "rb", buffering=0)
     fs, inside = file_system(path, options, StreamError)
     return fs.open(inside, "rb")

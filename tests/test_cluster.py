@@ -21,6 +21,7 @@ from stocache.cli import app
 from stocache.errors import WorkerError
 from stocache.folder import block_name
 from tests.test_photos import PHOTOS
+from tests.test_pinned import wait_until
 from tests.test_prepare import Batched, Images, N, Preparer, content, digest, written
 
 ray = pytest.importorskip("ray")
@@ -215,8 +216,7 @@ class DiesElsewhere:
             flag.touch()
             os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
-        while not flag.exists():
-            time.sleep(0.01)
+        wait_until(flag.exists)
 
 
 def test_a_killed_node_costs_the_block_it_was_at(tmp_path, driver):
@@ -275,17 +275,15 @@ class Waiting(Images):
         self.folder = folder
 
     def __getitem__(self, idx):
-        ended = time.monotonic() + 20
         if idx == 60:
-            while not list(self.folder.glob("began *")):
-                assert time.monotonic() < ended
-                time.sleep(0.01)
+            wait_until(lambda: list(self.folder.glob("began *")))
             raise ValueError("photo 60 cannot be read")
         if idx > 63:
             (self.folder / f"began {idx}").touch()
+            ended = time.monotonic() + 20
             try:
                 while time.monotonic() < ended:
-                    time.sleep(0.01)
+                    time.sleep(0.01)  # a cancelled task is interrupted between two of these, not within one
             finally:
                 (self.folder / f"ended {idx}").touch()
         return super().__getitem__(idx)
