@@ -5,9 +5,10 @@ NOTE [ Admitting blocks ]
     any samples saves 0.1 % of the reads of blocks, caching whole blocks saves 90 %. So whoever misses a sample that may be
     cached reads the whole block, and offers all of its samples to the cache. Of all threads and processes that miss samples of
     one block at a time, one does so, and the others wait for it; they wait for nothing else meanwhile, so there is no deadlock.
-    Samples that are not to be cached are read by themselves.
+    Samples that are not to be cached are read by themselves, and so are all of a block of which one cannot be read.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
@@ -16,6 +17,8 @@ import numpy as np
 
 from stocache.placement import Units
 from stocache.protocol import MISSING, SampleCache, SlotState
+
+logger = logging.getLogger("stocache")
 
 
 def units_of(dataset: Any) -> int | Units | None:
@@ -47,15 +50,22 @@ class Blockwise:
         cache = self._cache
         if any(map(cache.fillable, wanted)):
             with cache.alone(block):
-                if any(map(cache.fillable, wanted)):
-                    mates = range(int(self._bounds[block]), int(self._bounds[block + 1]))
-                    samples = self._dataset.__getitems__(mates)
+                mates = range(int(self._bounds[block]), int(self._bounds[block + 1]))
+                if any(map(cache.fillable, wanted)) and (samples := self._block(mates)) is not None:
                     cache.offer(mates, samples)
                     return [(idx, samples[idx - mates.start]) for idx in wanted]
         there = {idx: cache.peek(idx) for idx in wanted}  # another one may have read the block meanwhile
         missing = [idx for idx in wanted if there[idx] is MISSING]
         there.update(zip(missing, self._dataset.__getitems__(missing), strict=True))
         return there.items()
+
+    def _block(self, mates: range) -> list[Any] | None:
+        """Return the samples of a block; None where one raises: those that are wanted are then loaded by themselves."""
+        try:
+            return list(self._dataset.__getitems__(mates))
+        except Exception as error:
+            logger.debug("samples %d to %d: %s", mates.start, mates.stop - 1, str(error))
+            return None
 
     def uncached(self, blocks: Iterable[int]) -> list[int]:
         """Return those blocks of the storage that are not cached."""

@@ -6,27 +6,32 @@ import dataclasses
 import logging
 import operator
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 from tqdm import tqdm
 
-from stocache import randomness
+from stocache import huggingface
 from stocache.blockwise import Blockwise, units_of
 from stocache.cache import SharedCache
+from stocache.children import beside
 from stocache.epochs import DatasetStats, Epochs, is_first_rank
 from stocache.errors import ClosedError, DatasetError, LimitError, SampleError
 from stocache.gathering import BatchForm, Unread
-from stocache.indices import check_index, check_len
+from stocache.indexing import Combine, indices_in, way_to
+from stocache.indices import check_index, check_indices, check_len, length_of
 from stocache.limits import parse_size
 from stocache.placement import Placement
+from stocache.probing import Probe, probe_samples
 from stocache.protocol import MISSING, SlotState
 from stocache.ragged import RaggedCache
 from stocache.records import Record
 from stocache.structure import Structure
+from stocache.transforms import PartTransform, as_transform
 
 logger = logging.getLogger("stocache")
 
@@ -47,7 +52,8 @@ class CachedDataset(Dataset[Any]):
             be the same each time: what is random belongs into ``transform``. They may be any tree of tensors, numpy arrays,
             numbers, str, bytes and None in containers (`RaggedCache` says which), and come back equal.
         size_limit_gib: GiB for the cache on this machine, as for `SharedCache`; "auto" for what the machine can spare.
-        transform: called with each sample after the cache; what it returns is the sample. It gets a private copy.
+        transform: called with each sample after the cache; what it returns is the sample. It gets a private copy. Or a mapping
+            from parts of the sample to functions of these: ``{0: augment}``, ``{"image": augment}``.
         name, persist, fingerprint: as for `SharedCache`: to share the cache with other jobs, and later runs.
         placement: which samples are cached when all have one shape and not all fit: "scattered", evenly spread; "prefix", the
             first; or a `Placement`: ``Placement.here()`` gives each of several machines its own. Samples of varying size are
@@ -55,24 +61,35 @@ class CachedDataset(Dataset[Any]):
             once for that (NOTE [ Admitting blocks ]).
         variable: whether samples vary in size. None finds out. True keeps them in a `RaggedCache`, whatever they look like;
             False in a `SharedCache`, which is faster, and needs one structure, dtypes and shapes.
-        probe: how many samples, evenly spread, to load for finding that out. They are kept, unless
-            they have to be timed for ``admit="cost"``.
+        probe: how many samples, evenly spread, to load for finding that out, in a child process; fewer where that takes long.
+            They are kept, unless they have to be timed for ``admit="cost"``. 0 loads none: samples are then kept as ones of
+            varying size.
+        example: a sample as the dataset returns it, in place of the probe: for datasets that are not ready yet
+            (``worker_init_fn`` makes them ready), or slow.
         copy: False to return views of the cache itself where nothing is done to them afterwards: writing to one changes all
             later epochs. With a ``transform`` samples are copied all the same.
         admit, codec, allow_pickle: as for `RaggedCache`, where "cost" and a codec lead to.
 
     Attributes:
-        dataset: the dataset within. Its own attributes (``classes``, ``targets``) are found here too.
+        dataset: the dataset within. Its own attributes (``classes``, ``targets``) are found here too, and set there.
         cache: the `SharedCache` or `RaggedCache`.
+        transform: what runs after the cache.
 
     Raises:
-        DatasetError: the dataset is iterable, or has no length.
+        DatasetError: the dataset is iterable, has no length, or is a mapping of other keys; ``transform`` is not callable, or
+            samples have no such part; the dataset raises an error of a kind that cannot leave the child process.
+        WorkerError: loading a sample ended the child process.
         LimitError: the limit is no size, or too small; options that do not go together.
         SampleError: the samples cannot be cached, or (``variable=False``) differ in shape.
         CodecError, CacheNameError, MismatchError, SegmentError: as for the caches.
 
-    A sample that does not fit the cache later is served uncached and counted (``stats().total.misfits``), with one warning.
-    What the dataset raises passes through.
+    Making it leaves the dataset as it is: samples are loaded in a child process (NOTE [ A child loads ]). A sample that does
+    not fit the cache later is served uncached and counted (``stats().total.misfits``), with one warning. What the dataset
+    raises passes through.
+
+    Setting an attribute that the dataset has sets it there, unless its samples are made with it (``dataset.transform``), and
+    some are cached: that is a `DatasetError`. Of a Hugging Face dataset, ``select``, ``shuffle``, ``shard``, ``skip``, ``take``
+    and ``train_test_split`` return views of the cached one, and what changes it or makes another is a `DatasetError`.
     """
 
     def __init__(
@@ -80,23 +97,26 @@ class CachedDataset(Dataset[Any]):
         dataset: Any,
         size_limit_gib: float | str = "auto",
         *,
-        transform: Callable[[Any], Any] | None = None,
+        transform: Callable[[Any], Any] | Mapping[Any, Any] | None = None,
         name: str | None = None,
         persist: bool = False,
         fingerprint: str | None = None,
         placement: Literal["prefix", "scattered"] | Placement = "scattered",
         variable: bool | None = None,
         probe: int = 8,
+        example: Any = None,
         copy: bool = True,
         admit: Literal["all", "cost"] = "all",
         codec: Literal["zstd", "lz4"] | None = None,
         allow_pickle: bool = False,
     ) -> None:
         length = _check_dataset(dataset)
-        self.dataset = dataset
-        self.transform = transform
+        self.transform = as_transform(transform)
         self._fingerprint = fingerprint
         self._len = length
+        self._source = dataset  # where samples are loaded; `dataset` has the attributes, and may be a view of it
+        self._rows: np.ndarray[Any, Any] | None = None  # of a view: the samples it has
+        self._ways: dict[type, Combine | None] = {}  # how the dataset puts several samples together, by type of index
         self._form: BatchForm | None = None  # of batches that are to be read later; see reading_later
         self._copy = copy or transform is not None
         options: dict[str, Any] = {"name": name, "persist": persist, "fingerprint": fingerprint}
@@ -107,8 +127,12 @@ class CachedDataset(Dataset[Any]):
         self._blockwise: Blockwise | None = None
         placed = placement if isinstance(placement, Placement) else Placement(placement)
         unit = units_of(dataset) if admit == "all" and placed.unit == 1 and not switched_off else None
-        probed = {} if switched_off else _probe(dataset, length, probe)
-        structure = _common_structure(probed, (True if compact else variable), allow_pickle)
+        found = _look_at(dataset, length, probe, example, variable) if not switched_off else Probe()
+        self._reads, self._loaded_here = found.reads, found.loaded_here
+        if isinstance(self.transform, PartTransform):
+            for sample in list(found.named.values())[:1]:
+                self.transform.check(sample)
+        structure = _common_structure(found, (True if compact else variable), allow_pickle)
         self.cache: SharedCache | RaggedCache
         if structure is not None:
             if unit is not None:
@@ -122,6 +146,7 @@ class CachedDataset(Dataset[Any]):
                 f"placement={placement!r} is for samples of one shape. Those of varying size are kept in the order in which "
                 f"they come; leave it out."
             )
+        probed = found.samples
         if unit is not None:
             self._blockwise = Blockwise(dataset, self.cache)
             if self.cache.stats().capacity_bytes and bool((self.cache.aux_array == SlotState.OOB).all()):
@@ -129,22 +154,42 @@ class CachedDataset(Dataset[Any]):
         elif admit == "all":  # else their cost would have to be known
             self.cache.get_or_load_many(list(probed), lambda indices: [probed[idx] for idx in indices], strict=False)
         self._epochs = Epochs(length, self.cache)
+        self.dataset = dataset  # from here on attributes are set there; see __setattr__
 
     # ------------------------------------------------------------------------------------------------ samples
 
     def __len__(self) -> int:
-        """Return the number of samples."""
-        self._epochs.look(self.cache)
-        return self._len
-
-    def __getitem__(self, idx: int) -> Any:
-        """Return sample ``idx``, from the cache or the dataset, transformed. A negative ``idx`` counts from the end.
+        """Return the number of samples.
 
         Raises:
-            SampleIndexError: ``idx`` is no integer or outside the dataset.
+            DatasetError: the dataset has become longer or shorter.
         """
-        if not (type(idx) is int and idx >= 0):
+        self._epochs.look(self.cache)
+        now = length_of(self.dataset)
+        if now is not None and now != self._len:
+            raise DatasetError(
+                f"{type(self.dataset).__name__} had {self._len} samples when it was wrapped, and has {now} now. Wrap it when "
+                f"it is complete, or wrap it anew."
+            )
+        return self._len
+
+    def __getitem__(self, idx: Any) -> Any:
+        """Return sample ``idx``, from the cache or the dataset, transformed. A negative ``idx`` counts from the end.
+
+        A list, array, tensor or slice of indices, or a name of a column, gives what it gives of the dataset; made of cached
+        samples where the dataset makes it of its samples (see indexing.py).
+
+        Raises:
+            SampleIndexError: ``idx`` is outside the dataset, or cannot be an index.
+            DatasetError: the dataset has become longer or shorter; or there is a ``transform``, and what the dataset returns
+                for several indices is not made of its samples.
+        """
+        if not (type(idx) is int and 0 <= idx < self._len):
+            if isinstance(idx, list | tuple | slice | range | str) or getattr(idx, "ndim", None):
+                return self._several(idx)
             idx = self._from_end(idx)
+        if self._rows is not None:
+            idx = int(self._rows[idx])
         sample = self.cache.hit(idx, self._copy)
         if sample is MISSING:
             sample = self.cache.get_or_load(idx, self._load, copy=self._copy, strict=False)
@@ -158,18 +203,45 @@ class CachedDataset(Dataset[Any]):
         """
         if len(indices) and (indices.min() if isinstance(indices, np.ndarray) else min(indices)) < 0:
             indices = [self._from_end(idx) for idx in indices]
+        if self._rows is not None:
+            indices = self._rows[check_indices(indices, self._len, "view")]
         if self._form is not None and self.transform is None and isinstance(self.cache, SharedCache):
             return Unread(self.cache, indices, self._load_many, self._form)
         samples = self.cache.get_or_load_many(indices, self._load_many, copy=self._copy, strict=False)
         return samples if self.transform is None else [self.transform(sample) for sample in samples]
 
+    def _several(self, key: Any) -> Any:
+        """Return what the dataset returns for several indices, or for a name."""
+        indices, kind = indices_in(key, self._len), type(key)
+        if not indices:
+            return self.dataset[key]
+        if kind not in self._ways:
+            answer = self.dataset[key]
+            samples = self.cache.get_or_load_many(self._in_cache(indices), self._load_many, strict=False)
+            self._ways[kind] = way_to(answer, samples)
+            if self.transform is None:
+                return answer
+        combine = self._ways[kind]
+        if combine is None:
+            if self.transform is None:
+                return self.dataset[key]
+            raise DatasetError(
+                f"{type(self.dataset).__name__}[{key!r:.50}] is not made of its samples, so transform= cannot run on it. Ask "
+                f"for one sample at a time, or leave the transform out."
+            )
+        samples = self.cache.get_or_load_many(self._in_cache(indices), self._load_many, copy=self._copy, strict=False)
+        return combine(samples if self.transform is None else [self.transform(sample) for sample in samples])
+
+    def _in_cache(self, indices: list[int]) -> Any:
+        return indices if self._rows is None else self._rows[indices]
+
     def _load(self, idx: int) -> Any:
-        return self.dataset[idx] if self._blockwise is None else self._blockwise.load([idx])[0]
+        return self._source[idx] if self._blockwise is None else self._blockwise.load([idx])[0]
 
     def _load_many(self, indices: list[int]) -> Iterable[Any]:
         if self._blockwise is not None:
             return self._blockwise.load(indices)
-        together = getattr(self.dataset, "__getitems__", None)
+        together = getattr(self._source, "__getitems__", None)
         loaded: Iterable[Any] = map(self._load, indices) if together is None else together(indices)
         return loaded
 
@@ -177,49 +249,106 @@ class CachedDataset(Dataset[Any]):
         with contextlib.suppress(TypeError):  # no integer; check_index says so
             idx = operator.index(idx)
             idx = idx + self._len if -self._len <= idx < 0 else idx
+        if isinstance(idx, int) and idx >= self._len:
+            len(self)  # raises where the dataset has become longer
         return check_index(idx, self._len, "dataset")
 
     def expect(self, blocks: Iterable[int]) -> None:
         """Have blocks of the storage read ahead, but for those that are cached; a `BlockSampler` says which."""
         self.dataset.expect(blocks if self._blockwise is None else self._blockwise.uncached(blocks))
 
+    # ------------------------------------------------------------------------------------------------ the dataset's attributes
+
     def __getattr__(self, name: str) -> Any:
         # Asked for what is not here; not during unpickling, when nothing is
         if name.startswith("__") or "dataset" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.dataset, name)
+        method = huggingface.method_of(self.dataset, name, self._view)
+        return getattr(self.dataset, name) if method is None else method
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "dataset" not in vars(self):  # it is being made
+            super().__setattr__(name, value)
+        elif name in ("dataset", "cache"):
+            raise DatasetError(f"{name} of a CachedDataset cannot be replaced: the cache has its samples. Make a new one.")
+        elif name == "transform" and not hasattr(self.dataset, name):
+            super().__setattr__(name, as_transform(value))
+            self._copy = self._copy or value is not None
+        elif name != "transform" and (name in vars(self) or hasattr(type(self), name) or not hasattr(self.dataset, name)):
+            super().__setattr__(name, value)
+        elif name in self._reads | _MAKES_SAMPLES and getattr(self.dataset, name) is not value and self._holds_samples():
+            raise DatasetError(
+                f"{name} of {type(self.dataset).__name__} cannot be set: its samples are made with it, and some are cached as "
+                f"they were. Set it before CachedDataset. What is to run after the cache goes into CachedDataset(..., "
+                f"transform=...); for one part of the samples, transform={{0: ...}} or {{'image': ...}}."
+            )
+        else:
+            setattr(self.dataset, name, value)
+
+    def _holds_samples(self) -> bool:
+        return bool((self.cache.aux_array == SlotState.SET).any())
+
+    def _view(self, dataset: Any, rows: np.ndarray[Any, Any]) -> "CachedDataset":
+        """Return this cached dataset with some of its samples; ``dataset`` is what has their attributes."""
+        view = copy.copy(self)
+        own = rows if self._rows is None else self._rows[rows]
+        vars(view).update(dataset=dataset, _rows=own, _len=len(rows), _ways={}, _epochs=Epochs(len(rows), self.cache))
+        return view
 
     # ------------------------------------------------------------------------------------------------ filling ahead
 
-    def warm(self, num_workers: int = 0, progress: bool = True) -> DatasetStats:
+    def warm(self, num_workers: int = 1, progress: bool = True) -> DatasetStats:
         """Fill the cache now, and return `stats`.
 
         Args:
-            num_workers: processes to load with, as for a DataLoader; 0 for this one.
+            num_workers: child processes to load with; 0 is 1, for the dataset of this process stays as it is.
             progress: show a bar (not on ranks above 0).
+
+        Raises:
+            LimitError: ``num_workers`` is not a number of processes.
+            WorkerError: a child died.
+            Exception: what the dataset raises.
 
         Ranks and jobs that share the cache may all call it: each begins at another place, and none loads what another does.
         """
+        if not isinstance(num_workers, int) or num_workers < 0:
+            raise LimitError(f"num_workers={num_workers!r} is not a number of processes. Use 0 or more.")
         with tqdm(unit="sample", desc="warming the cache", disable=not (progress and is_first_rank())) as bar:
             for _ in range(2):  # of samples admitted by cost, some are decided when they are asked for again
-                wanted = torch.nonzero(self.cache.aux_array == SlotState.EMPTY).flatten().tolist()
+                wanted = self._unfilled()
                 if bar.n and not self.cache.revises:
                     break
                 begin = os.getpid() * 40503 % max(1, len(wanted))
                 bar.total = bar.n + len(wanted)
                 wanted = wanted[begin:] + wanted[:begin]
                 batches = [wanted[at : at + 16] for at in range(0, len(wanted), 16)]
-                loader = DataLoader(
-                    _Filling(self._load, self.cache, self._len),
-                    batch_sampler=batches if self._blockwise is None else self._blockwise.batches(wanted),
-                    collate_fn=len,
-                    num_workers=num_workers,
-                    generator=torch.Generator(),  # or it would draw from the global one
-                )
-                for count in loader:
-                    bar.update(count)
+                self._warm(batches if self._blockwise is None else self._blockwise.batches(wanted), num_workers or 1, bar)
         self._epochs.begin(self.cache)  # this was none
         return self.stats()
+
+    def _unfilled(self) -> list[int]:
+        states = self.cache.aux_array.numpy()
+        rows = np.arange(len(states)) if self._rows is None else np.unique(self._rows)
+        unfilled: list[int] = rows[states[rows] == SlotState.EMPTY].tolist()
+        return unfilled
+
+    def _warm(self, batches: list[list[int]], num_workers: int, bar: Any) -> None:
+        counts: Iterable[int]
+        jobs = [partial(self._fill, batches[number::num_workers]) for number in range(min(num_workers, len(batches)))]
+        if self._loaded_here:
+            counts = chain.from_iterable(job() for job in jobs)
+        else:
+            counts = beside(self._source, jobs, proven=self._loaded_here is False)
+        for count in counts:
+            bar.update(count)
+
+    def _fill(self, batches: list[list[int]]) -> Iterator[int]:
+        """Put samples into the cache, and yield how many, batch by batch."""
+        for batch in batches:
+            for idx in batch:
+                if self.cache.aux_array[idx] == SlotState.EMPTY:
+                    self.cache.get_or_load(idx, self._load, copy=False, strict=False)
+            yield len(batch)
 
     # ------------------------------------------------------------------------------------------------ life
 
@@ -268,14 +397,17 @@ def reading_later(dataset: Any) -> Any:
     return changed
 
 
-# ---------------------------------------------------------------------------------------------------- probing
+# ---------------------------------------------------------------------------------------------------- looking at the dataset
+
+_MAKES_SAMPLES = frozenset({"transform", "transforms", "target_transform"})
+"""Attributes that samples are made with, by the conventions of torchvision and timm, whether or not the probe saw it."""
 
 
 def _check_dataset(dataset: Any) -> int:
     """Return the length of a map-style dataset.
 
     Raises:
-        DatasetError: it is none.
+        DatasetError: it is not one.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
@@ -284,78 +416,60 @@ def _check_dataset(dataset: Any) -> int:
             f"list({kind.lower()}) where it fits in memory; of Hugging Face, load it with streaming=False."
         )
     try:
-        return check_len(len(dataset))
+        length = check_len(len(dataset))
     except (TypeError, NotImplementedError) as error:
         raise DatasetError(f"{kind} has no length, which a cache needs: {error}. Define __len__.") from error
+    if isinstance(dataset, Mapping) and not all(idx in dataset for idx in {0, length - 1} if length):
+        raise DatasetError(
+            f"{kind} is a mapping with the keys {list(dataset)!r:.100}, not with the indices 0 to {length - 1}. Wrap one of "
+            f"its values, CachedDataset({kind.lower()}[{next(iter(dataset))!r}]), or list({kind.lower()}.values())."
+        )
+    return length
 
 
-def _probe(dataset: Any, length: int, count: int) -> dict[int, Any]:
-    """Load ``count`` samples, evenly spread; those that fail are left for later.
-
-    Raises:
-        LimitError: ``count`` is no positive integer.
-        Exception: what the dataset raises, when all fail.
-    """
-    if not isinstance(count, int) or count < 1:
-        raise LimitError(f"probe={count!r} is no number of samples. Use 1 or more.")
-    probed: dict[int, Any] = {}
-    failure = None
-    with randomness.kept():
-        for idx in np.unique(np.linspace(0, length - 1, min(count, length)).round().astype(int)).tolist():
-            try:
-                probed[idx] = dataset[idx]
-            except Exception as error:
-                failure = error
-    if failure is not None and not probed:
-        raise failure
-    return probed
+def _look_at(dataset: Any, length: int, count: int, example: Any, variable: bool | None) -> Probe:
+    """Return what is known of the samples: from an example, or the probe."""
+    if not isinstance(count, int) or count < 0:
+        raise LimitError(f"probe={count!r} is not a number of samples. Use 1 or more, or 0 for no probe.")
+    if example is not None:
+        return Probe(example=example)
+    if count:
+        return probe_samples(dataset, length, count)
+    if variable is False:
+        raise LimitError("variable=False needs to know what samples look like. Give example=sample, or leave probe=0 out.")
+    return Probe()
 
 
-def _common_structure(probed: dict[int, Any], variable: bool | None, allow_pickle: bool) -> Structure | None:
+def _common_structure(found: Probe, variable: bool | None, allow_pickle: bool) -> Structure | None:
     """Return what the samples have in common when all are of one structure, with the same dtypes and shapes; else None.
 
     Raises:
         SampleError: none of them can be cached; or they differ, and ``variable`` is False.
     """
-    if not probed:
+    samples = found.named
+    if not samples:
         return None
+    names = f"probed samples {list(found.samples)}" if found.samples else "the example"
     difference = "variable=True"
     if variable is not True:
         try:
-            structure = Structure.of(next(iter(probed.values())), exact=True)
-            for idx, sample in probed.items():
-                structure.encode(sample, f"sample {idx}")
+            structure = Structure.of(next(iter(samples.values())), exact=True)
+            for name, sample in samples.items():
+                structure.encode(sample, name)
         except SampleError as error:
             if variable is False:
                 raise
             difference = str(error)
         else:
-            logger.info("probed samples %s: all are %s", list(probed), structure)
+            logger.info("%s: all are %s", names, structure)
             return structure
     problems = []
-    for idx, sample in probed.items():
+    for name, sample in samples.items():
         try:
-            Record(sample, f"sample {idx}", allow_pickle)
+            Record(sample, name, allow_pickle)
         except SampleError as error:
             problems.append(error)
-    if len(problems) == len(probed):
+    if len(problems) == len(samples):
         raise problems[0]
-    logger.info("probed samples %s: kept as samples of varying size (%s)", list(probed), difference)
+    logger.info("%s: kept as samples of varying size (%s)", names, difference)
     return None
-
-
-# ---------------------------------------------------------------------------------------------------- inside
-
-
-class _Filling(Dataset[None]):
-    """Samples that, when asked for, are put into the cache, and not returned."""
-
-    def __init__(self, load: Callable[[int], Any], cache: SharedCache | RaggedCache, length: int) -> None:
-        self._load, self._cache, self._len = load, cache, length
-
-    def __len__(self) -> int:
-        return self._len
-
-    def __getitem__(self, idx: int) -> None:
-        if self._cache.aux_array[idx] == SlotState.EMPTY:
-            self._cache.get_or_load(idx, self._load, copy=False, strict=False)

@@ -7,17 +7,18 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from itertools import chain, islice
 from types import ModuleType
 from typing import Any, Generic, Literal
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from stocache import randomness
+from stocache.children import beside
 from stocache.epochs import is_first_rank
 from stocache.errors import DatasetError, LimitError, StorageError
 from stocache.folder import STAGING, Entry, Workshop
@@ -70,9 +71,9 @@ def prepare(
         source: a `DataPreparer`, or a map-style dataset (``__len__`` and ``__getitem__``).
         folder: where to, new or empty: a path, or a URL that fsspec can write to. A URL cannot be locked: have one process at
             a time prepare there.
-        num_workers: worker processes that load and write blocks of a dataset; of a `DataPreparer`, whose samples come one after
-            the other, threads that write. With 0, one thread writes while this one loads. With Ray, blocks to be at, at one
-            time, and 0 for what the cluster can do.
+        num_workers: child processes that load and write blocks of a dataset; of a `DataPreparer`, whose samples come one after
+            the other, threads that write. With 0, a dataset is loaded by one child process, of which another thread writes.
+            With Ray, blocks to be at, at one time, and 0 for what the cluster can do.
         block_size, block_bytes, allow_pickle: as for `OnDiskBlockDataStorage`.
         shuffle_seed: assign samples to blocks at random, by this seed: sample i of the storage is then not sample i of the
             source. What a `DataPreparer` yields is first prepared in order, and takes twice the room until it is done.
@@ -202,51 +203,37 @@ class _Job:
         length = len(dataset)
         size = self._size
         if size is None:
-            with _seeded(0):
-                probed = [
-                    dataset[idx] for idx in np.unique(np.linspace(0, length - 1, min(PROBE, length)).astype(int)).tolist()
-                ]
-            size = size_for(probed, self._bytes, self._workshop.allow_pickle)
+            size = next(beside(dataset, [partial(_sizes, dataset, length, self._bytes, self._workshop.allow_pickle)]))
         order = np.arange(length) if shuffle_seed is None else np.random.default_rng(shuffle_seed).permutation(length)
         blocks = _Blocks(dataset, order, size, self._workshop)
         found = self._workshop.begin(self._plan, resume)
-        if found and blocks.entry(last := max(found)) != found[last]:
+        if found and next(beside(dataset, [partial(blocks.entries, [max(found)])])) != (max(found), found[max(found)]):
             logger.warning("%s: the dataset gives other samples than last time; starting again", self._workshop.path)
             found = {}
             self._workshop.keep(found)
         missing = [number for number in range(len(blocks)) if number not in found]
+        count = min(self._num_workers, len(missing))
         if self._cluster is not None:
-            entries = self._cluster.entries(blocks.__getitem__, ((number,) for number in missing), self._num_workers)
-        elif self._num_workers:
-            entries = self._by_processes(blocks, missing)
+            written = self._written_by_cluster(blocks, missing)
+        elif count:
+            written = beside(dataset, [partial(blocks.written, missing[first::count]) for first in range(count)])
         else:
-            entries = self._by_threads((number, blocks.samples(number), number * size) for number in missing)
-        with self._bar(length) as bar, closing(entries):  # which waits for those who write, whatever is raised
+            written = beside(dataset, [partial(self._written_by_threads, blocks, missing)])
+        with self._bar(length) as bar, closing(written):  # nobody writes afterwards
             bar.update(sum(entry.samples for entry in found.values()))
-            for number, entry in zip(missing, entries, strict=True):
+            for number, entry in written:
                 found[number] = entry
                 bar.update(entry.samples)
         self._workshop.finish([found[number] for number in range(len(blocks))], size, info, self._plan)
 
-    def _by_processes(self, blocks: "_Blocks", missing: list[int]) -> Generator[Entry, None, None]:
-        """Write blocks in worker processes, and give their entries in order."""
-        wanted, count = iter(missing), min(self._num_workers, len(missing))
-        loader = DataLoader(
-            blocks,
-            batch_size=None,
-            sampler=wanted,
-            collate_fn=_itself,
-            num_workers=count,
-            generator=torch.Generator(),  # or it would draw from the global one
-        )
-        entries = iter(loader)
-        try:
-            yield from entries
-        finally:  # after an error, what the workers have been asked for is waited for: they must not write afterwards
-            deque(wanted, maxlen=0)
-            for _ in range(2 * count):
-                with suppress(Exception):
-                    next(entries)
+    def _written_by_cluster(self, blocks: "_Blocks", missing: list[int]) -> Generator[tuple[int, Entry], None, None]:
+        assert self._cluster is not None
+        with closing(self._cluster.entries(blocks.write, ((number,) for number in missing), self._num_workers)) as entries:
+            yield from zip(missing, entries, strict=True)
+
+    def _written_by_threads(self, blocks: "_Blocks", missing: list[int]) -> Iterator[tuple[int, Entry]]:
+        calls = ((number, blocks.samples(number), number * blocks.size) for number in missing)
+        return zip(missing, self._by_threads(calls), strict=True)
 
     def _by_threads(self, calls: Iterable[tuple[int, list[Any], int]]) -> Generator[Entry, None, None]:
         """Write blocks, and give their entries in order; while some are written, the next ones come."""
@@ -298,25 +285,32 @@ class _Job:
         self._workshop.finish(entries, size, preparer.get_dataset_info(), self._plan)
 
 
-class _Blocks(Dataset[Entry]):
-    """Blocks that, when asked for, are written; as a dataset, so that a DataLoader's workers do it."""
+class _Blocks:
+    """The blocks of a dataset, to be written where it is loaded: in child processes, or on a cluster."""
 
     def __init__(self, dataset: Any, order: np.ndarray[Any, Any], size: int, workshop: Workshop) -> None:
-        self._dataset, self._order, self._size, self._workshop = dataset, order, size, workshop
+        self._dataset, self._order, self.size, self._workshop = dataset, order, size, workshop
 
     def __len__(self) -> int:
-        return -(-len(self._order) // self._size)
+        return -(-len(self._order) // self.size)
 
-    def __getitem__(self, number: int) -> Entry:
-        return self._workshop.write_block(number, self.samples(number), number * self._size)
+    def write(self, number: int) -> Entry:
+        """Write a block, and return its entry of the index."""
+        return self._workshop.write_block(number, self.samples(number), number * self.size)
 
-    def entry(self, number: int) -> Entry:
-        """Return what the index would say of a block, without writing it."""
-        return self._workshop.entry(self.samples(number), number * self._size)
+    def written(self, numbers: Iterable[int]) -> Iterator[tuple[int, Entry]]:
+        """Write blocks, and yield their numbers and entries."""
+        for number in numbers:
+            yield number, self.write(number)
+
+    def entries(self, numbers: Iterable[int]) -> Iterator[tuple[int, Entry]]:
+        """Yield the numbers of blocks and what the index would say of them, without writing them."""
+        for number in numbers:
+            yield number, self._workshop.entry(self.samples(number), number * self.size)
 
     def samples(self, number: int) -> list[Any]:
         """Return the samples of a block."""
-        indices = self._order[number * self._size : (number + 1) * self._size].tolist()
+        indices = self._order[number * self.size : (number + 1) * self.size].tolist()
         together = getattr(self._dataset, "__getitems__", None)
         with _seeded(number):
             return list(together(indices)) if together is not None else [self._dataset[idx] for idx in indices]
@@ -332,5 +326,8 @@ def _seeded(number: int) -> Iterator[None]:
         yield
 
 
-def _itself(entry: Any) -> Any:
-    return entry
+def _sizes(dataset: Any, length: int, block_bytes: int, allow_pickle: bool) -> Iterator[int]:
+    """Yield how many samples like some of the dataset's make a block."""
+    with _seeded(0):
+        probed = [dataset[idx] for idx in np.unique(np.linspace(0, length - 1, min(PROBE, length)).astype(int)).tolist()]
+    yield size_for(probed, block_bytes, allow_pickle)

@@ -1,11 +1,13 @@
 """Every test leaves /dev/shm, the descriptor table, the mappings and the process table as it found them."""
 
+import contextlib
 import functools
 import gc
 import multiprocessing
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
@@ -39,11 +41,29 @@ def _frozen():
     gc.freeze()  # what has been imported and kept so far, or each look at what is left would walk through all of it
 
 
+def _in_shm() -> set[str]:
+    """Names in /dev/shm of what torch, multiprocessing and stocache make there."""
+    names = {name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "sem.", "stocache", "pymp-"))}
+    for folder in [name for name in names if name.startswith("stocache-")]:
+        with contextlib.suppress(OSError):  # removed meanwhile, or another user's
+            names |= {f"{folder}/{name}" for name in os.listdir(f"/dev/shm/{folder}")}
+    return names
+
+
+def _stays_in_shm(before: set[str]) -> set[str]:
+    """Return what is new in /dev/shm and stays; what other programs make there goes, in the end."""
+    deadline = time.monotonic() + 10
+    new = _in_shm() - before
+    while new and time.monotonic() < deadline:
+        time.sleep(0.05)
+        new &= _in_shm()
+    return new
+
+
 def _holdings() -> dict[str, object]:
     gc.collect()
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
-        "/dev/shm": sorted(os.listdir("/dev/shm")),
         "descriptors": {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)},
         "segments mapped": [line for line in maps if re.search("memfd:stocache|/dev/shm/(#|stocache)", line)],
         "children": [child.pid for child in multiprocessing.active_children()],
@@ -56,7 +76,7 @@ def _is_open(fd: str) -> bool:
 
 @pytest.fixture(autouse=True)
 def _leaves_no_trace(request: pytest.FixtureRequest):
-    before = _holdings()
+    before, in_shm = _holdings(), _in_shm()
     yield
     request.node.funcargs.clear()  # pytest would keep the fixtures' values until later
     if not request.node.get_closest_marker("leaves_descriptors"):
@@ -65,6 +85,7 @@ def _leaves_no_trace(request: pytest.FixtureRequest):
             if thread.name == "QueueFeederThread":
                 thread.join(20)
         assert _holdings() == before
+    assert not _stays_in_shm(in_shm)
 
 
 @pytest.fixture(params=START_METHODS)

@@ -244,6 +244,8 @@ def test_an_error_of_the_storage_passes_through_and_the_next_one_reads(storage, 
     with CachedDataset(StorageDataset(storage), "10MB") as cached:
         with monkeypatch.context() as patch:
             patch.setattr(storage, "load_block", lambda b: 1 / 0)
+            assert cached[4][1] == 4  # read by itself
+            patch.setattr(storage, "load_sample", lambda idx: 1 / 0)
             with pytest.raises(ZeroDivisionError, match="division by zero"):
                 cached[3]
         assert cached[3][1] == 3
@@ -321,3 +323,27 @@ def test_units_tell_caches_apart():
     assert Units([0, 2, 5]) != Units([0, 3, 5])
     assert str(Units([0, 2, 5])) != str(Units([0, 3, 5]))
     assert hash(Units([0, 2])) == hash(Units([0, 2]))
+
+
+class Sick(StorageDataset):
+    """Sample 13 cannot be read."""
+
+    def __getitem__(self, idx):
+        return self.__getitems__([idx])[0]
+
+    def __getitems__(self, indices):
+        if 13 in indices:
+            raise OSError("sample 13 cannot be read")
+        return super().__getitems__(indices)
+
+
+def test_a_sample_that_cannot_be_read_costs_only_itself(storage):
+    with CachedDataset(Sick(storage), 1) as cached:
+        for _ in range(2):
+            for idx in range(10, 30):
+                if idx == 13:
+                    with pytest.raises(OSError, match="sample 13 cannot be read"):
+                        cached[idx]
+                else:
+                    assert cached[idx][1] == idx
+        assert cached.cache.aux_array[20:30].tolist() == [1] * 10

@@ -40,6 +40,7 @@ from stocache import (
 from tests.test_structure import same
 
 N = 48
+ONCE = [2] + [1] * (N - 1)  # reads of a cached dataset: the probe looks at the first sample twice
 
 
 class Source(Dataset):
@@ -100,7 +101,7 @@ def test_samples_are_those_of_the_dataset_and_read_once_if_they_fit(size, limit)
             for idx in torch.randperm(N).tolist():
                 assert same(cached[idx], source.sample(idx))
             resident = cached.stats().total.filled
-        assert source.reads.sum() == N + 2 * (N - resident) + len(unkept_probes(cached, limit))
+        assert source.reads.sum() == N + 2 * (N - resident) + len(unkept_probes(cached, limit)) + bool(limit)
         assert resident == (0 if limit == 0 else N if limit != "3KB" else resident)
         assert limit != "3KB" or 0 < resident < N
 
@@ -123,7 +124,7 @@ def test_batches_are_those_of_the_dataset(size):
         first[1][0].zero_()
         first[3][0].zero_()
         assert all(map(same, cached.__getitems__(range(N)), map(source.sample, range(N))))
-        assert source.reads.tolist() == [1] * N
+        assert source.reads.tolist() == ONCE
         twice = cached.__getitems__([*range(N), 0])
         twice[0][0].zero_()
         assert all(map(same, twice[1:], map(source.sample, [*range(1, N), 0])))
@@ -144,8 +145,11 @@ def test_indices_are_those_of_a_sequence():
                 cached[idx]
             with pytest.raises(SampleIndexError, match="outside the dataset of 48 samples"):
                 cached.__getitems__([0, idx])
-        for idx in ("image", slice(3), 1.0, None):
+        for idx in (1.0, None, {}):
             with pytest.raises(SampleIndexError, match="a sample index is one integer, not a"):
+                cached[idx]
+        for idx in ("image", slice(3), [1, 2]):  # what it gives of the dataset
+            with pytest.raises(TypeError, match="not supported between"):
                 cached[idx]
 
 
@@ -189,7 +193,7 @@ def test_every_worker_reads_the_one_cache(size, start_method):
             got = everything(cached, batch_size=5, shuffle=True, num_workers=2, multiprocessing_context=start_method)
             assert sorted(label for _, label in got) == list(range(N))
             assert all(same(sample, source.sample(sample[1])) for sample in got)
-            assert source.reads.tolist() == [1] * N
+            assert source.reads.tolist() == ONCE
 
 
 # ------------------------------------------------------------------------------------------------ random numbers
@@ -322,7 +326,7 @@ def test_a_cached_dataset_goes_into_other_datasets():
             for _ in range(2):
                 assert all(same(sample, source.sample(sample[1])) for sample in everything(outer, batch_size=4))
         outer.close()
-    assert source.reads.tolist() == [1] * N
+    assert source.reads.tolist() == ONCE
 
 
 def test_datasets_of_hugging_face_work_unchanged():
@@ -358,7 +362,7 @@ def test_weighted_samplers_may_repeat_samples():
         sampler = WeightedRandomSampler([1.0] * 5 + [0.0] * (N - 5), 100, generator=torch.Generator().manual_seed(0))
         got = everything(cached, batch_size=20, sampler=sampler)
         assert all(same(sample, source.sample(sample[1])) for sample in got)
-        assert source.reads.max() == 1
+        assert source.reads.max() == 2  # by the probe
 
 
 # ------------------------------------------------------------------------------------------------ probing, misfits, errors
@@ -389,7 +393,7 @@ def test_a_misfit_is_served_uncached_and_counted_with_one_warning(caplog, batche
             assert all(map(same, got, map(source.sample, range(N))))
         total = cached.stats().total
         assert (total.misfits, total.filled) == (1, N - 1)
-        assert source.reads.tolist() == [3 if idx == 21 else 1 for idx in range(N)]
+        assert source.reads.tolist() == [2 if idx == 0 else 3 if idx == 21 else 1 for idx in range(N)]
         (warning,) = [record.getMessage() for record in caplog.records]
         assert "sample 21 does not fit" in warning
         assert "value has shape (3, 2, 5), the cache holds (3, 6, 5)" in warning
@@ -419,7 +423,7 @@ class Extended(torch.Tensor):
     """A tensor of a library."""
 
 
-@pytest.mark.parametrize("size", [one_size, many_sizes])
+@SIZES
 def test_errors_of_the_dataset_pass_through_and_are_not_cached(size):
     class Failing(Source):
         def sample(self, idx):
@@ -429,18 +433,21 @@ def test_errors_of_the_dataset_pass_through_and_are_not_cached(size):
 
     failing, error = {5, 20}, FileNotFoundError("the file is gone")
     with CachedDataset(Failing(size), 1) as cached:
-        for ask in (lambda: cached[5], lambda: cached.__getitems__([3, 5, 6]), lambda: cached.warm(progress=False)):
+        for ask in (lambda: cached[5], lambda: cached.__getitems__([3, 5, 6])):
             with pytest.raises(FileNotFoundError, match="the file is gone") as caught:
                 ask()
             assert caught.value is error
             del caught
             error.__traceback__ = None
+        with pytest.raises(FileNotFoundError, match="the file is gone") as caught:
+            cached.warm(progress=False)
+        assert "in sample" in str(caught.value.__cause__)  # the traceback in the child
+        del caught
         failing.clear()
         assert cached[5][1] == 5
     failing.update(range(N))
-    with pytest.raises(FileNotFoundError, match="the file is gone"):
+    with pytest.raises(FileNotFoundError, match=r"probing sample 0 of Failing.*example=sample.*probe=0.*the file is gone"):
         CachedDataset(Failing(size), 1)
-    error.__traceback__ = None
     failing.difference_update(range(1, N))  # some of the probed samples fail: that is no reason not to begin
     with CachedDataset(Failing(size), 1) as cached:
         assert cached[5][1] == 5
@@ -464,7 +471,8 @@ class Endless:
         (Endless(), {}, DatasetError, "Endless has no length, which a cache needs: .*Define __len__"),
         ([1], {"size_limit_gib": "lots"}, LimitError, "size_limit_gib='lots' is not a size"),
         ([1], {"size_limit_gib": "1B"}, LimitError, "cache holds 0 slots"),
-        ([1], {"probe": 0}, LimitError, "probe=0 is no number of samples"),
+        ([1], {"probe": -1}, LimitError, "probe=-1 is not a number of samples"),
+        ([1], {"probe": 0, "variable": False}, LimitError, "variable=False needs to know what samples look like"),
         ([1], {"placement": "middle"}, LimitError, "placement 'middle' is unknown"),
         (["a", "b"], {"placement": "prefix"}, LimitError, "placement='prefix' is for samples of one shape"),
         (["a", "b"], {"placement": Placement("scattered", unit=2)}, LimitError, "is for samples of one shape"),
@@ -513,10 +521,10 @@ def test_warm_fills_everything_once(size, workers, capsys):
         cached[5]
         stats = cached.warm(num_workers=workers)
         assert stats.total.filled == N
-        assert source.reads.tolist() == [1] * N
+        assert source.reads.tolist() == ONCE
         assert "warming the cache: 100%" in capsys.readouterr().err
         cached.warm(num_workers=workers, progress=False)
-        assert source.reads.tolist() == [1] * N
+        assert source.reads.tolist() == ONCE
         assert capsys.readouterr().err == ""
     with CachedDataset(source, "3KB") as cached:
         total = cached.warm(progress=False).total
@@ -528,7 +536,7 @@ def test_warm_settles_what_is_admitted_by_cost():
     source = Source(n=200)
     with CachedDataset(source, 1, admit="cost") as cached:
         assert cached.warm(progress=False).total.filled == 200
-        assert source.reads.sum() <= 200 + 8 + 32
+        assert source.reads.sum() <= 200 + 9 + 32
 
 
 def test_stats_and_the_log_have_an_entry_for_each_epoch(caplog):
@@ -637,7 +645,7 @@ def test_jobs_of_a_sweep_read_each_sample_once(run_processes, size, seeds):
     reads = torch.zeros(N, dtype=torch.int64).share_memory_()
     with CachedDataset(Source(size), 1, name="sweep"):
         run_processes(3, run_job, size, seeds, reads)
-    assert reads.sum() <= N - 8 + 3 * 8  # each job probes
+    assert reads.sum() <= N - 8 + 4 * 9  # each job probes, and so does this process
 
 
 def test_no_shared_memory_means_no_cache_and_no_crash(monkeypatch, caplog):

@@ -12,6 +12,7 @@ PACKAGE = Path(stocache.__file__).parent
 FLOORS = [
     {"errors", "limits", "placement", "containers", "structure", "stats", "indices", "compression", "records", "readers"}
     | {"packing", "randomness", "forks", "loans", "pinned", "pool", "checksums", "columnar", "rows", "remote"}
+    | {"transforms", "indexing", "huggingface", "children", "probing"}
     | {"textfiles", "lines", "engines", "parsing", "schema", "ranks", "permutation"},
     {"layout", "directory", "segment", "named"},
     {"opening", "columns", "arena", "admission", "protocol", "cache", "ragged", "gathering", "ring"}
@@ -30,6 +31,8 @@ WITHIN |= {
     ("dataset", "epochs"),
     ("dataset", "blockwise"),
 }
+WITHIN |= {("indexing", "containers"), ("indexing", "records"), ("children", "randomness")}
+WITHIN |= {("probing", below) for below in ("children", "randomness", "readers", "records")}
 WITHIN |= {("locality", below) for below in ("cache", "sampler", "sharing")}
 WITHIN |= {
     ("placement", "checksums"),
