@@ -125,8 +125,7 @@ class SharedCache(SampleCache):
         return self._columns.refused(self._slot(idx))
 
     def _load_many(self, index: np.ndarray[Any, np.dtype[np.int64]]) -> list[Any]:
-        items = self._columns.new_batch(len(index))
-        self._columns.gather(self._residency.slots(torch.from_numpy(index)), items)
+        items = self._columns.gathered(self._residency.slots(torch.from_numpy(index)))
         return self._columns.samples(items, len(index))
 
     def _forget(self) -> None:

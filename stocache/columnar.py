@@ -13,26 +13,42 @@ NOTE [ Columns ]
         union: values of several      NAME:kinds      (n,) which kind; those of kind k are the rows of NAME|k
         kinds
 
-    Numbers and numpy scalars are leaves without dimensions; str, bytes, lists and tuples of numbers are leaves of one. Tuples
-    and lists of other things that all have one length (at most 16) are containers: each item is a node of its own. Offsets,
-    shapes and kinds are int64. Values of a dtype that safetensors does not know are kept as bytes, with one more dimension: the
-    bytes of one. A key of a container that is a tuple is written {"tuple": [...]}.
+    Numbers and numpy scalars are leaves without dimensions; str, bytes, lists and tuples of numbers are leaves of one, and so
+    is whatever has text or bytes of its own (see kinds.py), and an enum member, whose text is its name. Tuples and lists of
+    other things that all have one length (at most 16) are containers: each item is a node of its own. Offsets, shapes and kinds
+    are int64. Tensors and arrays that have an ``order`` (see NOTE [ Orders ]) are kept as they lie in memory, and their shapes
+    are those in memory. Values of a dtype that safetensors does not know are kept as bytes, with one more dimension: the bytes
+    of one. A key that is a tuple is written {"tuple": [...]}, an enum member {"enum": [class, name]}, bytes {"bytes": hex
+    digits}, a complex {"complex": [real, imaginary]}.
 
     The checksum of a sample is the XXH3-64 of what is met on a walk through the tree: of a list its length, of a union the
     kind, of a leaf of varying shape the shape (int64s, little-endian), and of every leaf the bytes.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.containers import split
-from stocache.errors import SampleError
-from stocache.records import NUMBER_TYPES, NUMBERS, array_descr, long_bytes, name_of, number_bytes, pickled, thaw
-from stocache.structure import array_bytes, check_dtype, check_exact, tensor_bytes
+from stocache.containers import DEEP, Container, split, told
+from stocache.kinds import FACTORIES, KIND_NAMES, Unfit, class_of, long_bytes, name_of
+from stocache.records import (
+    NUMBER_TYPES,
+    NUMBERS,
+    check_key,
+    dense_leaf,
+    kind_bytes,
+    literal_extra,
+    member_bytes,
+    number_bytes,
+    pickled,
+    thaw,
+    too_deep,
+)
 
 Tree: TypeAlias = dict[str, Any] | None
 _Kind: TypeAlias = tuple[Any, ...]
@@ -41,7 +57,6 @@ CHECKS, INFO = RESERVED = ":checks", ":info"
 """Names of columns that are not of samples."""
 
 _FIELDS = 16  # items of a list that get a column each, at most
-_DEEP = 60  # containers within each other, at most
 _KNOWN = {  # to safetensors, in all its versions
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -61,64 +76,107 @@ class Columns:
         allow_pickle: whether to pickle what has no bytes of its own.
 
     Raises:
-        SampleError: a leaf has no bytes of its own, and may not be pickled; or would not come back the same: on a GPU, with a
-            gradient.
+        SampleError: a part has no bytes of its own, and may not be pickled or does not pickle; or it would not come back the
+            same: on a GPU, with a gradient.
     """
 
     def __init__(self, samples: Sequence[Any], first: int = 0, allow_pickle: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._allow_pickle = allow_pickle
-        self.tree = self._take(samples, "sample", range(first, first + len(samples)), 0)
+        try:
+            self.tree = self._take(samples, "sample", 0)
+        except Unfit as error:
+            raise told(error, f"sample {first + error.row}", pickles=not allow_pickle) from error.__cause__
 
-    def _take(self, values: Sequence[Any], path: str, numbers: Sequence[int], depth: int) -> Tree:
-        """Add the values of one node, and return its tree; ``numbers`` are those of the samples they are of, for errors."""
-        if depth > _DEEP:
-            raise SampleError(f"sample {numbers[0]}: more than {_DEEP} containers within each other.")
+    def _take(self, values: Sequence[Any], path: str, depth: int, whole: frozenset[type] = frozenset()) -> Tree:
+        """Add the values of one node, and return its tree; those of the types ``whole`` as pickles."""
         rows: dict[_Kind, list[int]] = {}
         parts = []
-        for row, value in enumerate(values):
-            kind, part = self._kind(value, f"sample {numbers[row]}" if depth == 0 else f"sample {numbers[row]} ({path})")
-            rows.setdefault(kind, []).append(row)
-            parts.append(part)
+        row = 0
+        try:
+            for row, value in enumerate(values):
+                kind, part = self._kind(value, depth, whole)
+                rows.setdefault(kind, []).append(row)
+                parts.append(part)
+        except Unfit as error:
+            error.row = row
+            raise
+        before = len(self.tensors)
+        try:
+            return self._take_kinds(rows, parts, path, depth)
+        except Unfit as error:
+            cls = type(values[error.row])
+            if error.final or not self._allow_pickle or cls in whole:
+                raise
+            while len(self.tensors) > before:
+                self.tensors.popitem()
+            try:  # a part does not pickle; perhaps what it is in does
+                return self._take(values, path, depth, whole | {cls})
+            except Unfit as failure:
+                raise (failure if failure.final else error) from error.__cause__
+
+    def _take_kinds(self, rows: dict[_Kind, list[int]], parts: list[Any], path: str, depth: int) -> Tree:
+        """Add values of several kinds: ``rows`` says which are of each."""
         if len(rows) == 1:
-            return self._take_kind(next(iter(rows)), parts, path, numbers, depth)
+            return self._take_kind(next(iter(rows)), parts, path, depth)
         if not rows:
             return None
-        kinds = np.empty(len(values), np.int64)
+        kinds = np.empty(len(parts), np.int64)
         children = []
         for number, (kind, own) in enumerate(rows.items()):
             kinds[own] = number
-            mine, theirs = [parts[row] for row in own], [numbers[row] for row in own]
-            children.append(self._take_kind(kind, mine, f"{path}|{number}", theirs, depth + 1))
+            try:
+                children.append(self._take_kind(kind, [parts[row] for row in own], f"{path}|{number}", depth + 1))
+            except Unfit as error:
+                error.row = own[error.row]
+                raise
         return {"kind": "union", "kinds": self._add(f"{path}:kinds", kinds), "children": children}
 
-    def _kind(self, value: Any, where: str) -> tuple[_Kind, Any]:
+    def _kind(self, value: Any, depth: int, whole: frozenset[type]) -> tuple[_Kind, Any]:
         """Return what values of one kind have in common, and what differs: of a leaf its bytes and its shape."""
         cls = type(value)
         if cls in NUMBERS:
             if cls is int and not -(2**63) <= value < 2**63:
                 return _bytes("long", long_bytes(value))
             return ("number", cls.__name__), (number_bytes(value), ())
-        if cls is str:
-            return _bytes("str", value.encode("utf-8", "surrogatepass"))
-        if cls is bytes:
-            return _bytes("bytes", value)
-        if cls is Tensor:
-            check_exact(value, Tensor, where)
-            dtype = str(check_dtype(value.dtype)).removeprefix("torch.")
-            return ("tensor", dtype, value.dim()), (tensor_bytes(value, where), tuple(value.shape))
-        if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-            kind = "scalar" if isinstance(value, np.generic) else "array"
-            return (kind, array_descr(value, where), value.ndim), (array_bytes(value), value.shape)
+        if cls in whole:
+            return _bytes("pickle", pickled(value))
+        try:
+            return self._kind_of_parts(value, depth)
+        except Unfit as error:
+            if error.final or not self._allow_pickle:
+                raise
+            return _bytes("pickle", pickled(value))
+
+    def _kind_of_parts(self, value: Any, depth: int) -> tuple[_Kind, Any]:
+        cls = type(value)
+        if cls in KIND_NAMES:
+            return _bytes(*kind_bytes(value))
         if cls is list or cls is tuple:
-            return self._sequence_kind(value)
-        parted = split(value)
-        if parted is not None and all(map(_is_plain, parted[0].keys)):
-            container, items = parted
-            told = repr(container.keys)  # 1, 1.0 and True are equal, and hash the same
-            return ("in", container.kind, name_of(container.cls, where), container.keys, container.extra, told), items
-        problem = "has no bytes of its own" if parted is None else "has keys that are not str, numbers or tuples of such"
-        return _bytes("pickle", pickled(value, where, self._allow_pickle, problem))
+            kind, part = self._sequence_kind(value)
+            if depth >= DEEP and len(kind) == 1:
+                raise too_deep()
+            return kind, part
+        if cls is Tensor or cls is np.ndarray or (parted := split(value)) is None:
+            if isinstance(value, Enum):
+                name, data = member_bytes(value)
+                return ("enum", name), (data, (len(data),))
+            kind, _, data, shape = dense_leaf(value)
+            return kind, (data, shape)
+        if depth >= DEEP:
+            raise too_deep()
+        container, items = parted
+        keys, told = container.keys, None
+        if set(map(type, keys)) != {str}:
+            for key in keys:
+                check_key(key)
+            told = repr(list(map(_json_key, keys)))  # 1, 1.0 and True are equal, and hash the same
+        extra = literal_extra(container)
+        if container.kind == "defaultdict" and not self._allow_pickle and not FACTORIES.issuperset(filter(None, extra)):
+            raise Unfit(
+                f"has the default_factory {extra[0]}, and blocks call only those of Python's own types", "Use one of them"
+            )
+        return ("in", container.kind, name_of(container.cls), keys, extra, told), items
 
     def _sequence_kind(self, value: Any) -> tuple[_Kind, Any]:
         name, types = type(value).__name__, set(map(type, value))
@@ -131,31 +189,37 @@ class Columns:
                 return ("numbers", name, cls.__name__), (data, (len(value),))
         return (name,), value
 
-    def _take_kind(self, kind: _Kind, parts: list[Any], path: str, numbers: Sequence[int], depth: int) -> Tree:
+    def _take_kind(self, kind: _Kind, parts: list[Any], path: str, depth: int) -> Tree:
         name, *rest = kind
         if name == "in":
             container, cls, keys, extra, _ = rest
-            return self._take_container(container, cls, keys, extra, parts, path, numbers, depth)
+            return self._take_container(container, cls, keys, extra, parts, path, depth)
         if name not in ("list", "tuple"):
-            described = dict(zip(_DESCRIBED.get(name, ()), rest))  # noqa: B905  the number of dimensions follows from the shapes
+            described = dict(zip(_DESCRIBED.get(name, ()), rest))  # noqa: B905  some have an order
+            described.pop("", None)
             return {"kind": name} | described | self._take_leaves(parts, *stored_as(name, rest), path)
         lengths = list(map(len, parts))
         if len(set(lengths)) == 1 and lengths[0] <= _FIELDS:
             keys = tuple(range(lengths[0]))
-            return self._take_container(name, f"builtins:{name}", keys, (), parts, path, numbers, depth)
-        offsets = self._add(f"{path}:offsets", np.cumsum([0, *lengths]))
-        items = [item for part in parts for item in part]
-        theirs = [number for number, length in zip(numbers, lengths, strict=True) for _ in range(length)]
-        return {"kind": name, "offsets": offsets, "items": self._take(items, f"{path}[]", theirs, depth + 1)}
+            return self._take_container(name, f"builtins:{name}", keys, (), parts, path, depth)
+        bounds = np.cumsum([0, *lengths])
+        offsets = self._add(f"{path}:offsets", bounds)
+        try:
+            items = self._take([item for part in parts for item in part], f"{path}[]", depth + 1)
+        except Unfit as error:
+            item, error.row = error.row, bisect_right(bounds.tolist(), error.row) - 1
+            raise error.within(Container(name, list, ()), item - int(bounds[error.row])) from error.__cause__
+        return {"kind": name, "offsets": offsets, "items": items}
 
-    def _take_container(
-        self, container: str, cls: str, keys: Any, extra: Any, parts: list[Any], path: str, numbers: Sequence[int], depth: int
-    ) -> Tree:
+    def _take_container(self, container: str, cls: str, keys: Any, extra: Any, parts: list[Any], path: str, depth: int) -> Tree:
         children = []
         for position, key in enumerate(keys):
             name = str(key).encode("utf-8", "replace").decode()
             within = name if depth == 0 else f"{path}/{name}"
-            children.append(self._take([part[position] for part in parts], within, numbers, depth + 1))
+            try:
+                children.append(self._take([part[position] for part in parts], within, depth + 1))
+            except Unfit as error:
+                raise error.within(Container(container, class_of(cls), keys), key) from error.__cause__
         described = {"container": container, "class": cls, "keys": list(map(_json_key, keys)), "extra": extra}
         return {"kind": "in", **described, "children": children}
 
@@ -181,20 +245,24 @@ class Columns:
         return name
 
 
-_DESCRIBED = {
+_DESCRIBED = {  # the number of dimensions, "", follows from the shapes
     "number": ("type",),
     "numbers": ("class", "type"),
-    "tensor": ("dtype",),
-    "array": ("dtype",),
-    "scalar": ("dtype",),
+    "tensor": ("dtype", "", "order"),
+    "array": ("dtype", "", "order"),
+    "scalar": ("dtype", ""),
+    "enum": ("class",),
 }
 
 
-def _is_plain(key: Any) -> bool:
-    return all(map(_is_plain, key)) if type(key) is tuple else type(key) in (str, int, float, bool, type(None))
-
-
 def _json_key(key: Any) -> Any:
+    if isinstance(key, Enum):
+        name, data = member_bytes(key)
+        return {"enum": [name, data.decode()]}
+    if type(key) is bytes:
+        return {"bytes": key.hex()}
+    if type(key) is complex:
+        return {"complex": [key.real, key.imag]}
     return {"tuple": list(map(_json_key, key))} if type(key) is tuple else key
 
 

@@ -8,7 +8,7 @@ move, so every dtype is alike.
 
 from collections.abc import Callable
 from ctypes import memmove
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stocache.errors import SampleError
 from stocache.segment import Segment
-from stocache.structure import ArrayLeaf, Leaf, NumberLeaf, Structure, TensorLeaf
+from stocache.structure import ArrayLeaf, Leaf, NumberLeaf, Order, Structure, TensorLeaf, inverse
 
 _ALIGNMENT = 64  # of a column: a cache line, and more than any dtype asks for
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -27,13 +27,21 @@ class Column:
 
     Attributes:
         array: all slots as one live tensor, or numpy array for leaves of numpy; the first dimension is ``slots``.
+
+    Where the leaf has an order (see NOTE [ Orders ]), slots hold values as they lie in memory; batches are in the order of C.
     """
 
     array: Any
     _like: Any  # memory for one value, of the kind that batches are of
+    _back: tuple[int, ...] | None
 
     def __init__(self, leaf: Leaf, memory: Tensor, slots: int) -> None:
         self.nbytes = leaf.nbytes
+        order: Order = getattr(leaf, "order", None)
+        self._stored, self._back = getattr(leaf, "shape", ()), None  # a value's shape in memory; how to permute what has it
+        if order is not None:
+            self._stored = tuple(self._stored[dim] for dim in order)
+            self._back = (0, *(dim + 1 for dim in inverse(order, len(order))))
         self._rows = memory.view(slots, self.nbytes)
         self._address = memory.data_ptr()
         word = next(word for word in _WORDS if self.nbytes % word.itemsize == 0 == self._address % word.itemsize)
@@ -45,7 +53,10 @@ class Column:
 
     def batch(self, count: int) -> Any:
         """Return uninitialised memory of the kind `gather` fills: ``count`` values along a first dimension."""
-        return torch.empty((count, *self._like.shape), dtype=self._like.dtype)
+        return self._empty((count, *self._like.shape))
+
+    def _empty(self, shape: tuple[int, ...]) -> Any:
+        return torch.empty(shape, dtype=self._like.dtype)
 
     def check_batch(self, batch: Any, count: int, where: str) -> None:
         """Raise SampleError unless ``batch`` has the type, dtype and shape of ``self.batch(count)``."""
@@ -61,12 +72,30 @@ class Column:
 
     def gather(self, slots: Tensor, out: Any) -> None:
         """Copy the values of ``slots`` (int64, 1-D) into ``out``, a contiguous batch of as many."""
+        if self._back is not None:
+            out[...] = self.gathered(slots)
+        elif self.nbytes:
+            self._gather(slots, out)
+
+    def gathered(self, slots: Tensor) -> Any:
+        """Return the values of ``slots`` in new memory, each in the order of its leaf."""
+        out = self._empty((len(slots), *self._stored))
         if self.nbytes:
-            target = _as_matrix(out)
-            offset = target.storage_offset() * target.itemsize
-            aligned = target.data_ptr() % self._words.itemsize == 0 == offset % self._words.itemsize
-            source = self._words if aligned else self._rows
-            torch.index_select(source, 0, slots, out=target.view(source.dtype))
+            self._gather(slots, out)
+        return self._ordered(out)
+
+    def _ordered(self, rows: Any) -> Any:
+        """Return rows as they lie in memory with the dimensions of the leaf."""
+        if self._back is None:
+            return rows
+        return rows.permute(self._back) if isinstance(rows, Tensor) else rows.transpose(self._back)
+
+    def _gather(self, slots: Tensor, out: Any) -> None:
+        target = _as_matrix(out)
+        offset = target.storage_offset() * target.itemsize
+        aligned = target.data_ptr() % self._words.itemsize == 0 == offset % self._words.itemsize
+        source = self._words if aligned else self._rows
+        torch.index_select(source, 0, slots, out=target.view(source.dtype))
 
     def erase(self, mask: Tensor, out: Any) -> None:
         """Zero the values of a contiguous batch where ``mask`` (bool, 1-D) is True."""
@@ -84,8 +113,8 @@ def _as_matrix(batch: Any) -> Tensor:
 class _TensorColumn(Column):
     def __init__(self, leaf: TensorLeaf, memory: Tensor, slots: int) -> None:
         super().__init__(leaf, memory, slots)
-        self.array = memory.view(leaf.dtype).view(slots, *leaf.shape)
-        self._like = torch.empty(leaf.shape, dtype=leaf.dtype)
+        self.array = self._ordered(memory.view(leaf.dtype).view(slots, *self._stored))
+        self._like = self._ordered(torch.empty((1, *self._stored), dtype=leaf.dtype))[0]
 
     def load(self, slot: int, copy: bool) -> Tensor:
         if not copy:
@@ -99,19 +128,20 @@ class _TensorColumn(Column):
 class _ArrayColumn(Column):
     def __init__(self, leaf: ArrayLeaf, memory: Tensor, slots: int) -> None:
         super().__init__(leaf, memory, slots)
-        self.array = np.ndarray((slots, *leaf.shape), leaf.dtype, memory.numpy())
+        self.array = self._ordered(np.ndarray((slots, *self._stored), leaf.dtype, memory.numpy()))
         self._like = np.empty(leaf.shape, leaf.dtype)
         self._scalar = leaf.scalar
+        self._copied: Literal["C", "K"] = "C" if self._back is None else "K"
 
     def load(self, slot: int, copy: bool) -> Any:
         if self._scalar:
             value = self.array[slot]
             return value.copy() if copy and isinstance(value, np.void) else value  # records are views, others are not
         view = self.array[slot, ...]  # the dots keep an array of no dimensions an array
-        return view.copy() if copy else view
+        return view.copy(self._copied) if copy else view
 
-    def batch(self, count: int) -> np.ndarray[Any, Any]:
-        return np.empty((count, *self._like.shape), self._like.dtype)
+    def _empty(self, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        return np.empty(shape, self._like.dtype)
 
     def values(self, batch: np.ndarray[Any, Any]) -> list[Any]:
         return list(batch) if self._scalar or batch.ndim > 1 else [batch[position, ...] for position in range(len(batch))]
@@ -208,6 +238,10 @@ class Columns:
         """Copy the samples in ``slots`` (int64, 1-D) into a contiguous batch of as many."""
         for column, item in zip(self._columns, items, strict=True):
             column.gather(slots, item)
+
+    def gathered(self, slots: Tensor) -> list[Any]:
+        """Return the samples in ``slots`` in new memory, an item per column, from which `samples` makes them as they were."""
+        return [column.gathered(slots) for column in self._columns]
 
     def put(self, items: list[Any], row: int, buffers: list[Any]) -> None:
         """Write the bytes of a sample, as its structure encodes them, into a row of a contiguous batch."""

@@ -1,18 +1,27 @@
 """What may hold the parts of a sample: how each container is taken apart, and put together again as it was.
 
-Dicts and other mappings (also TensorDicts), lists, tuples, namedtuples, dataclasses, None; subclasses of Tensor, whose parts
-are the plain tensor and their attributes; PIL images, whose parts are the state they pickle.
+Dicts and other mappings (also TensorDicts), lists, tuples, namedtuples, dataclasses, sets, deques, slices, None; subclasses of
+Tensor, whose parts are the plain tensor and their attributes (MetaTensors, tv_tensors); PIL images, whose parts are the state
+they pickle.
 """
 
 import dataclasses
+import json
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from stocache.errors import SampleError
+from stocache.kinds import Unfit, name_of
+
+DEEP = 60
+"""Containers within each other, at most."""
 
 _LEAVES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, complex, str, bytes})
 
@@ -24,7 +33,7 @@ class Container:
     Attributes:
         kind: the way to put it together: a key of the table below.
         keys: one for each part.
-        extra: what is needed besides the parts: the batch size of a TensorDict.
+        extra: what is needed besides the parts: the batch size of a TensorDict, the default_factory of a defaultdict.
     """
 
     kind: str
@@ -51,14 +60,21 @@ def split(value: Any) -> tuple[Container, list[Any]] | None:
         return Container(cls.__name__, cls, tuple(range(len(value)))), list(value)
     if value is None:
         return Container("none", cls, ()), []
+    if isinstance(value, Enum):
+        return None
+    if cls in _BY_TYPE:
+        return _BY_TYPE[cls](value)
     if isinstance(value, tuple):
         fields = getattr(value, "_fields", None)
         if fields is None:
             return _checked(Container("tuple", cls, tuple(range(len(value)))), list(value), value)
         return Container("namedtuple", cls, fields), list(value)
     if isinstance(value, Tensor):
-        attributes = dict(vars(value))
-        return Container("tensor", cls, ("data", "attributes")), [value.as_subclass(Tensor), attributes]
+        try:
+            plain = value.as_subclass(Tensor)
+        except Exception:  # whatever a class does that holds its data elsewhere
+            return None
+        return Container("tensor", cls, ("data", "attributes")), [plain, dict(vars(value))]
     if isinstance(value, Mapping):
         extra = tuple(value.batch_size) if hasattr(value, "batch_size") else ()
         container = Container("tensordict" if hasattr(value, "batch_size") else "mapping", cls, tuple(value.keys()), extra)
@@ -75,6 +91,37 @@ def split(value: Any) -> tuple[Container, list[Any]] | None:
             return None
         return Container("image", cls, tuple(range(len(state)))), state
     return None
+
+
+def _split_set(value: Any) -> tuple[Container, list[Any]]:
+    same = set(map(type, value)) <= {str} or set(map(type, value)) <= {int}
+    return Container("set", type(value), ("items",)), [sorted(value, key=None if same else repr)]  # or blocks would differ
+
+
+def _split_deque(value: Any) -> tuple[Container, list[Any]]:
+    return Container("deque", deque, ("items", "maxlen")), [list(value), value.maxlen]
+
+
+def _split_slice(value: Any) -> tuple[Container, list[Any]]:
+    return Container("slice", slice, ("start", "stop", "step")), [value.start, value.stop, value.step]
+
+
+def _split_defaultdict(value: Any) -> tuple[Container, list[Any]] | None:
+    if value.default_factory is not None:
+        try:
+            name_of(value.default_factory)
+        except Unfit:
+            return None
+    return Container("defaultdict", defaultdict, tuple(value), (value.default_factory,)), list(value.values())
+
+
+_BY_TYPE: dict[type, Callable[[Any], tuple[Container, list[Any]] | None]] = {
+    set: _split_set,
+    frozenset: _split_set,
+    deque: _split_deque,
+    slice: _split_slice,
+    defaultdict: _split_defaultdict,
+}
 
 
 def _checked(container: Container, parts: list[Any], value: Any) -> tuple[Container, list[Any]] | None:
@@ -111,6 +158,11 @@ def _join_mapping(container: Container) -> Callable[[list[Any]], Any]:
 def _join_tensordict(container: Container) -> Callable[[list[Any]], Any]:
     cls, keys, size = container.cls, container.keys, container.extra
     return lambda parts: cls(dict(zip(keys, parts, strict=True)), batch_size=size)
+
+
+def _join_defaultdict(container: Container) -> Callable[[list[Any]], Any]:
+    keys, (factory,) = container.keys, container.extra
+    return lambda parts: defaultdict(factory, zip(keys, parts, strict=True))
 
 
 def _join_dataclass(container: Container) -> Callable[[list[Any]], Any]:
@@ -155,6 +207,10 @@ _JOINERS: dict[str, Callable[[Container], Callable[[list[Any]], Any]]] = {
     "dataclass": _join_dataclass,
     "tensor": _join_tensor,
     "image": _join_image,
+    "set": lambda container: lambda parts: container.cls(*parts),
+    "deque": lambda container: lambda parts: deque(*parts),
+    "slice": lambda container: lambda parts: slice(*parts),
+    "defaultdict": _join_defaultdict,
 }
 
 
@@ -172,3 +228,51 @@ def leaves(tree: Any) -> list[Any]:
     found: list[Any] = []
     mapped(found.append, tree)
     return found
+
+
+# ---------------------------------------------------------------------------------------------------- the way to a part
+
+
+def told(error: Unfit, where: str, root: str = "sample", pickles: bool = False) -> SampleError:
+    """Return an error that names the part it is of as its user would write it: ``sample 3: sample["image"].meta["space"] is``.
+
+    Args:
+        where: the sample: "sample 3", "set_slot(3)".
+        root: what to call it in the way to the part.
+        pickles: whether allow_pickle=True would help, unless the error is final.
+    """
+    way = _way(error)
+    remedy = error.remedy
+    if pickles and not error.final:
+        remedy += ", or pass allow_pickle=True" if remedy else "Pass allow_pickle=True"
+    subject = f"{root}{way}" if way else "value"
+    prefix = "" if way and where == root else f"{where}: "
+    return SampleError(f"{prefix}{subject} {error.problem}." + f" {remedy}." * bool(remedy))
+
+
+def _way(error: Unfit) -> str:
+    text, owner = "", None  # of the attributes that come next
+    for container, key in reversed(error.steps):
+        attributes, owner = owner, None
+        if attributes is not None:
+            text += _attribute(attributes, key)
+        elif container.kind == "tensor":
+            owner = container.cls if key == "attributes" else None
+        elif container.kind in ("dataclass", "namedtuple", "slice") or key == "maxlen":
+            text += _attribute(container.cls, key)
+        elif container.kind == "image":
+            text += ".info" if key == 0 else ""
+        elif container.kind not in ("set", "deque"):
+            text += f"[{_shown(key)}]"
+    return text if len(text) <= 300 else f"{text[:120]}…{text[-120:]}"
+
+
+def _attribute(cls: Any, name: Any) -> str:
+    public = str(name).removeprefix("_")
+    return f".{public if isinstance(getattr(cls, public, None), property) else name}"
+
+
+def _shown(key: Any) -> str:
+    if isinstance(key, str):  # a member of a str-Enum, too: it is equal
+        return json.dumps(str.__str__(key), ensure_ascii=not key.isprintable())
+    return f"{type(key).__qualname__}.{key.name}" if isinstance(key, Enum) else repr(key)

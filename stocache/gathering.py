@@ -46,6 +46,8 @@ class BatchForm:
     @classmethod
     def _find_out(cls, cache: SharedCache) -> "BatchForm | None":
         leaves = cache.structure.leaves
+        if any(getattr(leaf, "order", None) is not None for leaf in leaves):  # default_collate stacks in the order of C
+            return None
         rows = [torch.full((2, leaf.nbytes), _PATTERN, dtype=torch.uint8) for leaf in leaves]
         try:
             batch = default_collate(cache.samples_of(rows, 2))
@@ -57,6 +59,8 @@ class BatchForm:
             return None
         for tensor, leaf in zip(tensors, leaves, strict=True):
             if type(tensor) is not Tensor or tuple(tensor.shape) != (2, *getattr(leaf, "shape", ())):
+                return None
+            if not tensor.is_contiguous():
                 return None
             if tensor.nbytes != 2 * leaf.nbytes or not (tensor.contiguous().view(torch.uint8) == _PATTERN).all():
                 return None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stocache.containers import Container
 from stocache.errors import SegmentError
+from stocache.kinds import FROM_BYTES, class_of, member_of
 from stocache.records import (
     ALIGNMENTS,
     BYTES,
@@ -20,12 +21,13 @@ from stocache.records import (
     NUMBERS,
     Skeleton,
     array_stream,
-    class_of,
+    decoded,
     parse_skeleton,
+    read_extra,
     stream_of,
     thaw,
 )
-from stocache.structure import NUMBER_CODECS
+from stocache.structure import NUMBER_CODECS, inverse
 
 _DAMAGED = "the cache is damaged: a sample reaches beyond its record."
 
@@ -109,18 +111,27 @@ def _plan(skeleton: Skeleton) -> tuple[list[tuple[int, Any, int, Any, int]], Cal
     """
     if skeleton[0] != "in":
         return [], list
-    _, kind, name, keys, extra, children = skeleton
+    children = skeleton[5]
     plan: list[tuple[int, Any, int, Any, int]] = []
     for child in children:
         if child[0] == "tensor":
             dtype = getattr(torch, child[1])
-            plan.append((stream_of(dtype.itemsize), torch.empty(0, dtype=dtype).new_empty, child[2], None, 0))
+            plan.append((stream_of(dtype.itemsize), _new_tensor(dtype, *child[2:]), child[2], None, 0))
         elif child[0] == "number" and child[1] != "complex":
             codec = NUMBER_CODECS[NUMBER_TYPES[child[1]]]
             plan.append((NUMBERS[NUMBER_TYPES[child[1]]][1], None, 0, codec.unpack_from, codec.size))
         else:
             return [], list
-    return plan, Container(kind, class_of(name), keys, extra).joiner()
+    return plan, _container(skeleton).joiner()
+
+
+def _new_tensor(dtype: torch.dtype, dims: int, order: Any = None) -> Callable[..., Tensor]:
+    """Return what makes an uninitialised tensor, given the sizes of its dimensions as they lie in memory."""
+    new: Callable[..., Tensor] = torch.empty(0, dtype=dtype).new_empty
+    if order is None:
+        return new
+    back = inverse(order, dims)
+    return lambda *stored: new(*stored).permute(back)
 
 
 def _streams(skeleton: Skeleton) -> set[int]:
@@ -147,33 +158,39 @@ def _compile(skeleton: Skeleton, allow_pickle: bool) -> _Read:
     if kind == "items":
         return _read_items(list if rest[0] == "list" else tuple, [_compile(item, allow_pickle) for item in rest[1]])
     if kind == "tensor":
-        return _read_tensor(getattr(torch, rest[0]), rest[1])
+        return _read_tensor(getattr(torch, rest[0]), *rest[1:])
     if kind in ("array", "scalar"):
-        return _read_array(thaw(rest[0]), rest[1], kind == "scalar")
+        return _read_array(thaw(rest[0]), kind == "scalar", *rest[1:])
     if kind == "number":
         return _read_number(NUMBER_TYPES[rest[0]])
     if kind == "numbers":
         return _read_numbers(list if rest[0] == "list" else tuple, *NUMBERS[NUMBER_TYPES[rest[1]]])
-    if kind == "pickle" and not allow_pickle:
-        raise ValueError("something in them was pickled, which needs allow_pickle=True")
-    return _read_bytes(_FROM_BYTES[kind])
-
-
-_FROM_BYTES: dict[str, Callable[[memoryview], Any]] = {
-    "str": lambda data: str(data, "utf-8", "surrogatepass"),
-    "bytes": bytes,
-    "long": lambda data: int.from_bytes(data, "little", signed=True),
-    "pickle": pickle.loads,
-}
+    if kind == "enum":
+        cls = class_of(rest[0])
+        return _read_bytes(lambda data: member_of(cls, str(data, "utf-8")))
+    if kind == "pickle":
+        if not allow_pickle:
+            raise ValueError("something in them was pickled, which needs allow_pickle=True")
+        return _read_bytes(pickle.loads)
+    return _read_bytes(FROM_BYTES[kind])
 
 
 def _read_container(skeleton: Skeleton, allow_pickle: bool) -> _Read:
-    _, kind, name, keys, extra, children = skeleton
+    join, reads = _container(skeleton).joiner(), [_compile(child, allow_pickle) for child in skeleton[5]]
+    return lambda reader: join([read(reader) for read in reads])
+
+
+def _container(skeleton: Skeleton) -> Container:
+    """Return the container of a skeleton.
+
+    Raises:
+        ValueError: its class has changed.
+    """
+    _, kind, name, keys, extra, _, *coded = skeleton
     cls = class_of(name)
     if kind == "namedtuple" and cls._fields != keys:
         raise ValueError(f"{name} had the fields {list(keys)}, it has {list(cls._fields)}")
-    join, reads = Container(kind, cls, keys, extra).joiner(), [_compile(child, allow_pickle) for child in children]
-    return lambda reader: join([read(reader) for read in reads])
+    return Container(kind, cls, tuple(map(decoded, keys)) if coded else keys, read_extra(kind, extra))
 
 
 def _read_items(cls: type, reads: list[_Read]) -> _Read:
@@ -183,27 +200,28 @@ def _read_items(cls: type, reads: list[_Read]) -> _Read:
     return lambda reader: cls([reads[next(reader.integers)](reader) for _ in range(next(reader.integers))])
 
 
-def _read_tensor(dtype: torch.dtype, dims: int) -> _Read:
+def _read_tensor(dtype: torch.dtype, dims: int, order: Any = None) -> _Read:
     stream, size = stream_of(dtype.itemsize), dtype.itemsize
-    new = torch.empty(0, dtype=dtype).new_empty
+    new, back = _new_tensor(dtype, dims, order), None if order is None else inverse(order, dims)
 
     def read(reader: Reader) -> Tensor:
         shape = list(islice(reader.integers, dims))
         count = math.prod(shape)
         at = reader.take(stream, count * size)
         if not count:
-            return new(shape)
+            return new(*shape) if shape else new(())
         if reader.copy:
-            value = new(shape)
+            value = new(*shape) if shape else new(())
             memmove(value.data_ptr(), reader.address + at, count * size)
             return value
-        return torch.frombuffer(reader.memory, dtype=dtype, count=count, offset=at).view(shape)
+        value = torch.frombuffer(reader.memory, dtype=dtype, count=count, offset=at).view(shape)
+        return value if back is None else value.permute(back)
 
     return read
 
 
-def _read_array(dtype: np.dtype[Any], dims: int, scalar: bool) -> _Read:
-    stream = array_stream(dtype)
+def _read_array(dtype: np.dtype[Any], scalar: bool, dims: int, order: Any = None) -> _Read:
+    stream, back = array_stream(dtype), None if order is None else inverse(order, dims)
 
     def read(reader: Reader) -> Any:
         shape = list(islice(reader.integers, dims))
@@ -212,7 +230,8 @@ def _read_array(dtype: np.dtype[Any], dims: int, scalar: bool) -> _Read:
         value: Any = np.ndarray(shape, dtype, reader.memory, at) if count * dtype.itemsize else np.empty(shape, dtype)
         if scalar:
             return value.copy()[()]
-        return value.copy() if reader.copy else value
+        value = value.copy() if reader.copy else value
+        return value if back is None else value.transpose(back)
 
     return read
 
@@ -243,6 +262,9 @@ def _read_bytes(make: Callable[[memoryview], Any]) -> _Read:
     def read(reader: Reader) -> Any:
         nbytes = next(reader.integers)
         at = reader.take(BYTES, nbytes)
-        return make(memoryview(reader.memory)[at : at + nbytes])
+        try:
+            return make(memoryview(reader.memory)[at : at + nbytes])
+        except ValueError as error:
+            raise SegmentError(f"the cache is damaged, or holds what cannot be read here: {error}") from error
 
     return read

@@ -10,24 +10,36 @@ NOTE [ Records ]
     integers   bytes of each stream but the last; then, in the order of the skeleton, what varies: shapes and lengths
 
     The skeleton has all that is the same for samples of one kind: containers, keys, types of leaves, dtypes, numbers of
-    dimensions. It is kept once for all of them (see arena.py), as a nested tuple written as a Python literal. A list is told by
-    the kinds of its items, however many there are, and a list of numbers is stored as an array.
+    dimensions, and their order where it is not that of C (then shapes are stored as the values lie in memory). It is kept once
+    for all of them (see arena.py), as a nested tuple written as a Python literal. A list is told by the kinds of its items,
+    however many there are, and a list of numbers is stored as an array. Keys are written as they are where all are str, int,
+    bytes or None; else with their types, and enum members by class and name. The name of an enum member that is a value is in
+    its bytes: a skeleton holds for all members.
 """
 
 import ast
 import functools
-import importlib
 import pickle
 import struct
+from collections.abc import Callable
+from enum import Enum
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.lib.format import descr_to_dtype, dtype_to_descr
 from torch import Tensor
 
-from stocache.containers import split
+from stocache.containers import DEEP, Container, split, told
 from stocache.errors import SampleError
-from stocache.structure import NUMBER_CODECS, array_bytes, check_dtype, check_exact, tensor_bytes
+from stocache.kinds import KIND_NAMES, KINDS, Unfit, a, class_of, long_bytes, member_name, member_of, name_of
+from stocache.structure import (
+    NUMBER_CODECS,
+    array_bytes,
+    array_order_of,
+    check_exact,
+    order_of,
+    tensor_bytes,
+)
 
 Skeleton: TypeAlias = tuple[Any, ...]
 
@@ -51,52 +63,78 @@ class Record:
         integers: shapes and lengths.
 
     Raises:
-        SampleError: a leaf is of a type that has no bytes of its own, and ``allow_pickle`` is False; or would not come back the
-            same: on a GPU, with a gradient.
+        SampleError: a part has no bytes of its own, and ``allow_pickle`` is False or it does not pickle; or it would not come
+            back the same: on a GPU, with a gradient.
     """
 
     def __init__(self, sample: Any, where: str = "sample", allow_pickle: bool = False) -> None:
         self.streams: tuple[list[Any], ...] = ([], [], [], [])
         self.integers: list[int] = []
         self._allow_pickle = allow_pickle
-        self.skeleton = self._take(sample, where)
+        try:
+            self.skeleton = self._take(sample, 0)
+        except Unfit as error:
+            raise told(error, where, pickles=not allow_pickle) from error.__cause__
 
     def pack(self) -> tuple[bytes, list[int]]:
         """Return the bytes of the leaves, and all integers."""
         parts = [b"".join(stream) for stream in self.streams if stream]
         return b"".join(parts), [*map(len, parts[:-1]), *self.integers]
 
-    def _take(self, value: Any, where: str) -> Skeleton:
+    def _take(self, value: Any, depth: int) -> Skeleton:
         """Add a value, and return its skeleton."""
         cls = type(value)
         if cls in NUMBERS:
             return self._take_number(value)
-        if cls is str:
-            return self._take_bytes("str", value.encode("utf-8", "surrogatepass"))
-        if cls is bytes:
-            return self._take_bytes("bytes", value)
-        if (cls is list or cls is tuple) and value:
-            return self._take_sequence(value, where)
-        parted = None if cls is Tensor or cls is np.ndarray or isinstance(value, np.generic) else split(value)
-        if parted is None:
-            return self._take_leaf(value, where)
-        container, parts = parted
-        children = tuple(self._take(part, f"{where}[{key!r}]") for key, part in zip(container.keys, parts, strict=True))
-        return "in", container.kind, name_of(container.cls, where), container.keys, container.extra, children
+        if not self._allow_pickle:
+            return self._take_parts(value, depth)
+        before = [len(stream) for stream in self.streams], self.integers, len(self.integers)
+        try:
+            return self._take_parts(value, depth)
+        except Unfit as error:
+            if error.final:
+                raise
+            try:
+                data = pickled(value)
+            except Unfit as failure:
+                raise (error if error.steps else failure) from failure.__cause__
+        lengths, self.integers, count = before
+        for stream, length in zip(self.streams, lengths, strict=True):
+            del stream[length:]
+        del self.integers[count:]
+        return self._take_bytes("pickle", data)
 
-    def _take_leaf(self, value: Any, where: str) -> Skeleton:
-        if isinstance(value, Tensor):
-            check_exact(value, Tensor, where)
-            dtype = check_dtype(value.dtype)
-            self._add(stream_of(dtype.itemsize), tensor_bytes(value, where))
-            self.integers += value.shape
-            return "tensor", str(dtype).removeprefix("torch."), value.dim()
-        if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-            descr = array_descr(value, where)
-            self._add(array_stream(value.dtype), array_bytes(value))
-            self.integers += value.shape
-            return "scalar" if isinstance(value, np.generic) else "array", descr, value.ndim
-        return self._take_bytes("pickle", pickled(value, where, self._allow_pickle))
+    def _take_parts(self, value: Any, depth: int) -> Skeleton:
+        cls = type(value)
+        if cls in KIND_NAMES:
+            return self._take_bytes(*kind_bytes(value))
+        if (cls is list or cls is tuple) and value:
+            return self._take_sequence(value, depth)
+        if cls is Tensor or cls is np.ndarray or (parted := split(value)) is None:
+            return self._take_leaf(value)
+        if depth >= DEEP:
+            raise too_deep()
+        container, parts = parted
+        name, keys, extra = name_of(container.cls), container.keys, literal_extra(container)
+        coded = None if set(map(type, keys)) <= _PLAIN else tuple(map(_coded, keys))
+        children = []
+        for key, part in zip(keys, parts, strict=True):
+            try:
+                children.append(self._take(part, depth + 1))
+            except Unfit as error:
+                raise error.within(container, key) from error.__cause__
+        if coded is None:
+            return "in", container.kind, name, keys, extra, tuple(children)
+        return "in", container.kind, name, coded, extra, tuple(children), "coded"
+
+    def _take_leaf(self, value: Any) -> Skeleton:
+        if isinstance(value, Enum):
+            name, data = member_bytes(value)
+            return (*self._take_bytes("enum", data), name)
+        skeleton, stream, data, shape = dense_leaf(value)
+        self._add(stream, data)
+        self.integers += shape
+        return skeleton
 
     def _take_number(self, value: Any) -> Skeleton:
         cls = type(value)
@@ -110,7 +148,7 @@ class Record:
         self.integers.append(len(data))
         return (kind,)
 
-    def _take_sequence(self, values: Any, where: str) -> Skeleton:
+    def _take_sequence(self, values: Any, depth: int) -> Skeleton:
         cls, types = type(values), set(map(type, values))
         if len(types) == 1 and (kind := types.pop()) in NUMBERS:
             dtype, stream = NUMBERS[kind]
@@ -120,10 +158,15 @@ class Record:
                 return "numbers", cls.__name__, kind.__name__
             except OverflowError:  # an int beyond 64 bits
                 pass
+        if depth >= DEEP:
+            raise too_deep()
         outer, items = self.integers, []
         for position, value in enumerate(values):
             self.integers = []
-            items.append((self._take(value, f"{where}[{position}]"), self.integers))
+            try:
+                items.append((self._take(value, depth + 1), self.integers))
+            except Unfit as error:
+                raise error.within(Container(cls.__name__, cls, ()), position) from error.__cause__
         self.integers = outer
         kinds = sorted({skeleton for skeleton, _ in items}, key=repr)
         if cls is tuple and len(kinds) > 1:
@@ -169,17 +212,47 @@ def freeze(descr: Any) -> Any:
     return tuple(map(freeze, descr)) if isinstance(descr, list | tuple) else descr
 
 
-def array_descr(value: Any, where: str) -> Any:
-    """Return what names the dtype of a numpy array or scalar.
+def dense_leaf(value: Any) -> tuple[Skeleton, int, Any, tuple[int, ...]]:
+    """Return what a tensor, numpy array or scalar is, the stream it belongs to, its bytes, and its shape as they lie.
 
     Raises:
-        SampleError: it would not come back the same.
+        Unfit: it is something else, or would not come back the same.
     """
-    if isinstance(value, np.ndarray):
-        check_exact(value, np.ndarray, where)
-    descr = freeze(dtype_to_descr(value.dtype))
-    if thaw(descr) != value.dtype:
-        raise SampleError(f"{where}: the dtype {value.dtype} cannot be written down. Use a plain one.")
+    if isinstance(value, Tensor):
+        check_exact(value, Tensor)
+        order = order_of(value)
+        if order is not None:
+            value = value.permute(order)
+        data = tensor_bytes(value)
+        dtype, dims = value.dtype, value.dim()
+        skeleton = ("tensor", str(dtype).removeprefix("torch."), dims, *(() if order is None else (order,)))
+        return skeleton, stream_of(dtype.itemsize), data, tuple(value.shape)
+    if isinstance(value, np.generic) and not value.dtype.hasobject:
+        return ("scalar", _descr(value.dtype), value.ndim), array_stream(value.dtype), array_bytes(value), value.shape
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        check_exact(value, np.ndarray)
+        descr, order = _descr(value.dtype), array_order_of(value)
+        if order is not None:
+            value = value.transpose(order)
+        skeleton = ("array", descr, value.ndim, *(() if order is None else (order,)))
+        return skeleton, array_stream(value.dtype), array_bytes(value), value.shape
+    raise no_bytes(value)
+
+
+@functools.lru_cache(maxsize=1024)
+def _descr(dtype: np.dtype[Any]) -> Any:
+    """Return what names a dtype.
+
+    Raises:
+        Unfit: it would not come back the same.
+    """
+    try:
+        descr = freeze(dtype_to_descr(dtype))
+        same = thaw(descr) == dtype
+    except Exception:  # whatever numpy's and others' dtypes raise
+        same = False
+    if not same:
+        raise Unfit(f"has the dtype {dtype}, which cannot be written down", "Use a plain one")
     return descr
 
 
@@ -189,26 +262,123 @@ def number_bytes(value: Any) -> bytes:
     return codec.pack(value.real, value.imag) if isinstance(value, complex) else codec.pack(value)
 
 
-def long_bytes(value: int) -> bytes:
-    """Return the bytes of an int of any size."""
-    return value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-
-
-def pickled(value: Any, where: str, allowed: bool, problem: str = "has no bytes of its own") -> bytes:
-    """Return the pickle of a value, whose ``problem`` is why it cannot be stored otherwise.
+def kind_bytes(value: Any) -> tuple[str, bytes]:
+    """Return the kind of a value that is of one of `kinds.KINDS`, and its bytes.
 
     Raises:
-        SampleError: it has none, or that is not ``allowed``.
+        Unfit: it would not come back the same.
     """
-    if not allowed:
-        raise SampleError(
-            f"{where}: a {type(value).__name__} {problem}. Turn it into tensors, arrays, numbers, str or bytes, or pass "
-            f"allow_pickle=True."
-        )
+    name = KIND_NAMES[type(value)]
+    data = KINDS[name].to_bytes(value)
+    if data is None:
+        raise no_bytes(value)
+    return name, data
+
+
+def member_bytes(member: Any) -> tuple[str, bytes]:
+    """Return the name of the class of an enum member, and its own name as bytes.
+
+    Raises:
+        Unfit: they do not lead back to it.
+    """
+    name = member_name(member)
+    if name is None:
+        raise no_bytes(member)
+    return name_of(type(member)), name.encode()
+
+
+def no_bytes(value: Any) -> Unfit:
+    """Return the error of a value that is not of any kind that can be stored."""
+    return Unfit(f"is {a(value)}, which has no bytes of its own", "Turn it into tensors, arrays, numbers, str or bytes")
+
+
+def too_deep() -> Unfit:
+    """Return the error of a container that is within too many others."""
+    return Unfit(f"is a container within {DEEP} others, which is the limit", "Use fewer levels")
+
+
+def pickled(value: Any) -> bytes:
+    """Return the pickle of a value. Raises Unfit where it has none."""
     try:
         return pickle.dumps(value, protocol=5)
     except Exception as error:  # whatever the class raises
-        raise SampleError(f"{where}: a {type(value).__name__} cannot be pickled: {error}") from error
+        raise Unfit(f"is {a(value)}, which cannot be pickled: {error}") from error
+
+
+# ---------------------------------------------------------------------------------------------------- keys and extras
+
+_PLAIN = {str, int, bytes, type(None)}  # keys that are written as they are; of others the type is told: True and 1.0 equal 1
+_CODED: dict[type, Callable[[Any], Any]] = {
+    str: str,
+    int: int,
+    bytes: bytes,
+    type(None): str,
+    bool: bool,
+    float: float.hex,
+    complex: str,
+}
+_DECODED: dict[str, Callable[[Any], Any]] = {
+    "str": str,
+    "int": int,
+    "bytes": bytes,
+    "bool": bool,
+    "float": float.fromhex,
+    "complex": complex,
+}
+
+
+def check_key(key: Any) -> None:
+    """Raise Unfit unless a key of a container can be written down."""
+    if type(key) is tuple:
+        for part in key:
+            check_key(part)
+    elif isinstance(key, Enum):
+        member_bytes(key)
+    elif type(key) not in _CODED:
+        raise Unfit(f"has a key, {key!r:.100}, that is not a str, number, enum member or tuple of such", "Use others")
+
+
+def _coded(key: Any) -> Any:
+    """Return what tells a key, and its type, in a literal."""
+    check_key(key)
+    if type(key) is tuple:
+        return "tuple", tuple(map(_coded, key))
+    if isinstance(key, Enum):
+        name, data = member_bytes(key)
+        return "enum", name, data.decode()
+    return type(key).__name__, _CODED[type(key)](key)
+
+
+def decoded(code: Any) -> Any:
+    """Return the key of a code.
+
+    Raises:
+        KeyError, ValueError, TypeError: it is not a code.
+    """
+    kind, value, *rest = code
+    if kind == "tuple":
+        return tuple(map(decoded, value))
+    if kind == "enum":
+        return member_of(class_of(value), *rest)
+    return None if kind == "NoneType" else _DECODED[kind](value)
+
+
+def literal_extra(container: Container) -> tuple[Any, ...]:
+    """Return the extra of a container with names in place of functions. Raises Unfit where one has no name."""
+    if container.kind != "defaultdict":
+        return container.extra
+    return tuple(None if factory is None else name_of(factory) for factory in container.extra)
+
+
+def read_extra(kind: str, extra: Any) -> tuple[Any, ...]:
+    """Undo `literal_extra`."""
+    if kind != "defaultdict":
+        return tuple(extra)
+    (name,) = extra
+    return (None if name is None else class_of(name),)
+
+
+# ---------------------------------------------------------------------------------------------------- skeletons
 
 
 def parse_skeleton(text: str) -> Any:
@@ -219,19 +389,21 @@ def parse_skeleton(text: str) -> Any:
         return ast.literal_eval(text)
 
 
+@functools.lru_cache(maxsize=1024)
 def write_skeleton(skeleton: Skeleton) -> bytes:
     """Return a skeleton as text.
 
     Raises:
-        SampleError: a key of a mapping is no str, number, bool, bytes or None, or tuple of such.
+        SampleError: what it says cannot be read again: a container's own attributes are not literals.
     """
-    text = repr(skeleton)
+    text = ""
     try:
+        text = repr(skeleton)
         good = repr(parse_skeleton(text)) == text
     except (ValueError, SyntaxError):
         good = False
     if not good:
-        raise SampleError(f"sample: the keys of its mappings are not all str, numbers or tuples of such: {text:.300}")
+        raise SampleError(f"sample: what its containers are cannot be written down: {text:.300}")
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -245,41 +417,3 @@ def _lists(descr: Any) -> Any:
     if isinstance(descr, tuple) and descr and all(isinstance(field, tuple) for field in descr):
         return [(field[0], _lists(field[1]), *field[2:]) for field in descr]
     return descr
-
-
-# ---------------------------------------------------------------------------------------------------- classes
-
-_classes: dict[str, Any] = {}
-
-
-def name_of(cls: Any, where: str) -> str:
-    """Return the name by which every process finds a class.
-
-    Raises:
-        SampleError: there is none: it was defined within a function, or replaced.
-    """
-    module = "__main__" if cls.__module__ == "__mp_main__" else cls.__module__  # what spawn calls the script in a child
-    name = f"{module}:{cls.__qualname__}"
-    if _classes.get(name) is not cls:
-        try:
-            found = _find(name)
-        except (ImportError, AttributeError):
-            found = None
-        if found is not cls:
-            raise SampleError(f"{where}: other processes do not find {name}. Define it at the top of a module.")
-        _classes[name] = cls
-    return name
-
-
-def class_of(name: str) -> Any:
-    """Return the class that a skeleton names; imports its module, as pickle would, but calls nothing in it."""
-    if name not in _classes:
-        _classes[name] = _find(name)
-    return _classes[name]
-
-
-def _find(name: str) -> Any:
-    if name == "builtins:NoneType":
-        return type(None)
-    module, _, path = name.partition(":")
-    return functools.reduce(getattr, path.split("."), importlib.import_module(module))

@@ -6,9 +6,10 @@ forged: whatever they find, they raise, and neither run code of it nor take memo
 
 import math
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
+from enum import Enum
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -18,8 +19,9 @@ from torch import Tensor
 from stocache.columnar import Tree
 from stocache.containers import Container
 from stocache.errors import StorageError
-from stocache.records import NUMBER_TYPES, NUMBERS, class_of, freeze, thaw
-from stocache.structure import NUMBER_CODECS
+from stocache.kinds import FACTORIES, FROM_BYTES, class_of, member_of
+from stocache.records import NUMBER_TYPES, NUMBERS, freeze, read_extra, thaw
+from stocache.structure import NUMBER_CODECS, inverse
 
 
 class Walk(Protocol):
@@ -161,18 +163,35 @@ def _maker(kind: str, tree: Any, loads: _Loads) -> tuple[int, _Make]:
         dtype = getattr(torch, tree["dtype"])
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"{dtype!r:.50} is no dtype")
-        return dtype.itemsize, _tensor(dtype)
+        return dtype.itemsize, _ordered(_tensor(dtype), tree)
     if kind in ("array", "scalar"):
-        return _array(thaw(freeze(tree["dtype"])), kind == "scalar")
+        size, make = _array(thaw(freeze(tree["dtype"])), kind == "scalar")
+        return size, _ordered(make, tree)
     if kind == "number":
         return _number(NUMBER_TYPES[tree["type"]])
     if kind == "numbers":
         return _numbers(NUMBER_TYPES[tree["type"]], list if tree["class"] == "list" else tuple)
-    return 1, _bytes_to(loads) if kind == "pickle" and loads is not None else _FROM_BYTES[kind]
+    if kind == "enum":
+        cls = None if loads is RAW else _enum(tree["class"], loads)
+        return 1, _bytes_to(lambda data: member_of(cls, str(data, "utf-8")))
+    return 1, _bytes_to(loads if kind == "pickle" and loads is not None else FROM_BYTES[kind])
 
 
 def _make_nothing(buffer: Any, at: int, count: int, shape: tuple[int, ...]) -> None:
     """Make nothing: the bytes have been met, and that is all."""
+
+
+def _ordered(make: _Make, tree: Any) -> _Make:
+    """Return what makes a tensor or array with its dimensions in the order that a tree says, if any."""
+    if "order" not in tree:
+        return make
+    back = inverse(tree["order"], int(tree["dims"]) if "dims" in tree else len(tree["shape"]))
+
+    def made(buffer: Any, at: int, count: int, shape: tuple[int, ...]) -> Any:
+        value = make(buffer, at, count, shape)
+        return value.permute(back) if isinstance(value, Tensor) else value.transpose(back)
+
+    return made
 
 
 def _tensor(dtype: torch.dtype) -> _Make:
@@ -213,12 +232,6 @@ def _bytes_to(make: Callable[[Any], Any]) -> _Make:
     return made
 
 
-_FROM_BYTES: dict[str, _Make] = {
-    "str": _bytes_to(lambda data: str(data, "utf-8", "surrogatepass")),
-    "bytes": _bytes_to(bytes),
-    "long": _bytes_to(lambda data: int.from_bytes(data, "little", signed=True)),
-}
-
 # ---------------------------------------------------------------------------------------------------- containers
 
 
@@ -227,25 +240,49 @@ def _container(tree: Any, loads: _Loads) -> Container:
 
     So its class is one of Python's own, or what it should be by nature, and of a module that this process has imported anyway.
     """
-    kind, name, keys = tree["container"], tree["class"], tuple(map(_key, tree["keys"]))
-    module = name.partition(":")[0]
-    if loads is None and module not in sys.modules:
-        raise StorageError(f"its samples are made of {name}. Import {module} first, or pass allow_pickle=True.")
-    try:
-        cls: Any = class_of(name)
-    except (ImportError, AttributeError) as error:
-        raise StorageError(f"its samples are made of {name}, which is not here: {error}.") from None
+    kind, name = tree["container"], tree["class"]
+    keys = tuple(_key(key, loads) for key in tree["keys"])
+    cls = _class(name, loads)
     if not (isinstance(cls, type) and _NATURES[kind](cls)):
         raise StorageError(f"its samples are made of {name}, which is no {kind}.")
     if kind == "namedtuple" and getattr(cls, "_fields", ()) != keys:
         raise StorageError(f"its samples are made of {name} with the fields {list(keys)}, which it has no longer.")
     if len(keys) != len(tree["children"]):
         raise ValueError("a container has more or fewer keys than children")
-    return Container(kind, cls, keys, tuple(tree["extra"]))
+    extra = tree["extra"]
+    if kind == "defaultdict" and loads is None and not FACTORIES.issuperset(filter(None, extra)):
+        raise StorageError(f"its samples have the default_factory {extra[0]}. To call it, pass allow_pickle=True.")
+    return Container(kind, cls, keys, read_extra(kind, extra))
 
 
-def _key(key: Any) -> Any:
-    return tuple(map(_key, key["tuple"])) if isinstance(key, dict) else key
+def _class(name: str, loads: _Loads) -> Any:
+    """Return the class of a name, if its module is imported already or pickles are allowed anyway."""
+    module = name.partition(":")[0]
+    if loads is None and module not in sys.modules:
+        raise StorageError(f"its samples are made of {name}. Import {module} first, or pass allow_pickle=True.")
+    try:
+        return class_of(name)
+    except (ImportError, AttributeError) as error:
+        raise StorageError(f"its samples are made of {name}, which is not here: {error}.") from None
+
+
+def _enum(name: str, loads: _Loads) -> Any:
+    cls = _class(name, loads)
+    if not (isinstance(cls, type) and issubclass(cls, Enum)):
+        raise StorageError(f"its samples have members of {name}, which is not an enum.")
+    return cls
+
+
+def _key(key: Any, loads: _Loads) -> Any:
+    if not isinstance(key, dict):
+        return key
+    ((kind, value),) = key.items()
+    if kind == "enum":
+        name, member = value
+        return member_of(_enum(name, loads), member)
+    if kind == "tuple":
+        return tuple(_key(part, loads) for part in value)
+    return bytes.fromhex(value) if kind == "bytes" else complex(*value)
 
 
 def _is_image(cls: type) -> bool:
@@ -264,4 +301,8 @@ _NATURES: dict[str, Callable[[Any], bool]] = {
     "dataclass": is_dataclass,
     "tensor": lambda cls: issubclass(cls, Tensor),
     "image": _is_image,
+    "set": lambda cls: cls in (set, frozenset),
+    "deque": lambda cls: cls is deque,
+    "slice": lambda cls: cls is slice,
+    "defaultdict": lambda cls: cls is defaultdict,
 }

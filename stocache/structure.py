@@ -5,6 +5,11 @@ value against the leaf it must fit, and puts values together again into the same
 
 Leaves: tensors, numpy arrays and scalars, Python int, float, bool and complex. Nothing is converted unless the value survives
 it unchanged.
+
+NOTE [ Orders ]
+    What is dense, but with its dimensions in another order in memory (channels_last, Fortran order, an image that was permuted)
+    is stored as it lies in memory, and comes back with the same strides. Its *order* says so: the dimensions from the one with
+    the largest stride to the one with the smallest, None for those of C. What is not dense is stored in the order of C.
 """
 
 import math
@@ -18,50 +23,71 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.containers import Container, split
+from stocache.containers import Container, split, told
 from stocache.errors import SampleError
+from stocache.kinds import Unfit, a
+
+Order: TypeAlias = tuple[int, ...] | None
+"""See NOTE [ Orders ]."""
 
 # ---------------------------------------------------------------------------------------------------- leaves
 
 
-@dataclass(frozen=True)
-class TensorLeaf:
-    """A tensor of a fixed dtype and shape, held in its own bytes; ``exact`` when it takes only what comes back the same."""
+class _Dense:
+    """What leaves of tensors and arrays have in common."""
 
-    dtype: torch.dtype
+    dtype: Any
     shape: tuple[int, ...]
-    exact: bool = False
+    order: Order
 
     @property
     def nbytes(self) -> int:
         """Bytes of one value."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * int(self.dtype.itemsize)
 
-    def encode(self, value: Any, where: str) -> Any:
+    @property
+    def _ordered(self) -> str:
+        return "" if self.order is None else f" order {list(self.order)}"
+
+
+@dataclass(frozen=True)
+class TensorLeaf(_Dense):
+    """A tensor of a fixed dtype and shape, held in its own bytes; ``exact`` when it takes only what comes back the same.
+
+    Attributes:
+        order: of its dimensions in memory; see NOTE [ Orders ]. Values that lie in another order are taken, too.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    exact: bool = False
+    order: Order = None
+
+    def encode(self, value: Any) -> Any:
         """Return the bytes of ``value``, a buffer; of any strides, on any device, with or without gradient.
 
         Numpy arrays of the same dtype and shape are taken too, and numbers where the shape is ``()``.
 
         Raises:
-            SampleError: it has another dtype, shape or layout, or no data.
+            Unfit: it has another dtype, shape or layout, or no data.
         """
         if self.exact:
-            check_exact(value, Tensor, where)
+            check_exact(value, Tensor)
         elif not isinstance(value, Tensor):
-            value = self._tensor(value, where)
+            value = self._tensor(value)
         if value.dtype != self.dtype:
-            raise SampleError(
-                f"{where}: value is {value.dtype}, the cache holds {self.dtype}; it would be changed. "
-                f"Convert it first, or build the cache with dtype={value.dtype}."
+            raise Unfit(
+                f"is {value.dtype}, the cache holds {self.dtype}; it would be changed",
+                f"Convert it first, or build the cache with dtype={value.dtype}",
             )
         if value.shape != self.shape:
-            raise SampleError(
-                f"{where}: value has shape {tuple(value.shape)}, the cache holds {self.shape}; nothing is broadcast. "
-                f"Reshape it first, or build the cache with data_dims={tuple(value.shape)}."
+            raise Unfit(
+                f"has shape {tuple(value.shape)}, the cache holds {self.shape}; nothing is broadcast",
+                f"Reshape it first, or build the cache with data_dims={tuple(value.shape)}",
             )
-        return tensor_bytes(value, where)
+        return tensor_bytes(value if self.order is None else value.permute(self.order))
 
-    def _tensor(self, value: Any, where: str) -> Tensor:
+    def _tensor(self, value: Any) -> Tensor:
         problem: object = f"the cache holds {self}"
         try:
             if isinstance(value, np.ndarray | np.generic):
@@ -75,44 +101,41 @@ class TensorLeaf:
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             problem = error
         shown = f"{value!r:.100}" if isinstance(value, bool | int | float | complex) else type(value).__name__
-        raise SampleError(f"{where}: value is {shown}; {problem}. Convert it to a tensor first.")
+        raise Unfit(f"is {shown}; {problem}", "Convert it to a tensor first")
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{self._ordered}"
 
 
 @dataclass(frozen=True)
-class ArrayLeaf:
-    """A numpy array of a fixed dtype and shape, or (``scalar``) a numpy scalar; ``exact`` as in `TensorLeaf`."""
+class ArrayLeaf(_Dense):
+    """A numpy array of a fixed dtype and shape, or (``scalar``) a numpy scalar; ``exact`` and ``order`` as in `TensorLeaf`."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     scalar: bool = False
     exact: bool = False
+    order: Order = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one value."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def encode(self, value: Any, where: str) -> Any:
+    def encode(self, value: Any) -> Any:
         """Return the bytes of ``value``, a buffer; of any strides.
 
         Raises:
-            SampleError: it is no array (no scalar), or has another dtype or shape.
+            Unfit: it is not an array (not a scalar), or has another dtype or shape.
         """
         if not isinstance(value, np.generic if self.scalar else np.ndarray):
-            raise SampleError(f"{where}: value is a {type(value).__name__}, the cache holds {self}.")
+            raise Unfit(f"is {a(value)}, the cache holds {self}")
         if self.exact and not self.scalar:
-            check_exact(value, np.ndarray, where)
+            check_exact(value, np.ndarray)
         if isinstance(value, np.ma.MaskedArray):
-            raise SampleError(f"{where}: a masked array would lose its mask. Give the data and the mask as two arrays.")
+            raise Unfit("is a masked array, which would lose its mask", "Give the data and the mask as two arrays")
         if value.dtype != self.dtype or value.shape != self.shape:
-            raise SampleError(f"{where}: value is numpy {value.dtype.str}{list(value.shape)}, the cache holds {self}.")
-        return array_bytes(value)
+            raise Unfit(f"is numpy {value.dtype.str}{list(value.shape)}, the cache holds {self}")
+        array: Any = value
+        return array_bytes(array if self.order is None else array.transpose(self.order))
 
     def __str__(self) -> str:
-        return f"numpy {self.dtype.str}{list(self.shape)}" + " scalar" * self.scalar
+        return f"numpy {self.dtype.str}{list(self.shape)}" + " scalar" * self.scalar + self._ordered
 
 
 @dataclass(frozen=True)
@@ -136,16 +159,16 @@ class NumberLeaf:
         """The layout of one value."""
         return NUMBER_CODECS[self.type]
 
-    def encode(self, value: Any, where: str) -> Any:
+    def encode(self, value: Any) -> Any:
         """Return the bytes of ``value``.
 
         Raises:
-            SampleError: it has another type, or is an int beyond 64 bits.
+            Unfit: it has another type, or is an int beyond 64 bits.
         """
         if type(value) is not self.type:
-            raise SampleError(f"{where}: value {value!r:.100} is a {type(value).__name__}, the cache holds {self}.")
+            raise Unfit(f"is {value!r:.100}, {a(value)}; the cache holds {self}")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise SampleError(f"{where}: {value!r:.100} exceeds 64 bits. Give such numbers as arrays or str.")
+            raise Unfit(f"is {value!r:.100}, which exceeds 64 bits", "Give such numbers as arrays or str")
         return self.codec.pack(value.real, value.imag) if self.type is complex else self.codec.pack(value)
 
     def __str__(self) -> str:
@@ -157,40 +180,82 @@ NUMBER_CODECS = {int: struct.Struct("q"), float: struct.Struct("d"), bool: struc
 Leaf: TypeAlias = TensorLeaf | ArrayLeaf | NumberLeaf
 
 
-def _leaf(value: Any, where: str, exact: bool = False) -> Leaf:
+def _leaf(value: Any, exact: bool = False) -> Leaf:
     """Return the leaf that holds ``value`` and its like."""
     leaf: Leaf
     if isinstance(value, Tensor):
-        leaf = TensorLeaf(check_dtype(value.dtype), tuple(value.shape), exact)
+        if value.is_nested or value.is_quantized:
+            check_dense(value)  # raises: the first has no shape, the second a scale besides
+        leaf = TensorLeaf(value.dtype, tuple(value.shape), exact, order_of(value))
     elif isinstance(value, np.ndarray | np.generic):
         if value.dtype.hasobject:
-            raise SampleError(f"{where}: a numpy array of Python objects has no fixed size. Give numbers, or a list.")
-        leaf = ArrayLeaf(value.dtype, value.shape, isinstance(value, np.generic), exact)
+            raise Unfit("is a numpy array of Python objects, which has no fixed size", "Give numbers, or a list")
+        leaf = ArrayLeaf(value.dtype, value.shape, isinstance(value, np.generic), exact, array_order_of(value))
     elif type(value) in (int, float, bool, complex):
         leaf = NumberLeaf(type(value))
     else:
-        raise SampleError(
-            f"{where}: a {type(value).__name__} has no fixed size. A sample is made of tensors, numpy arrays and "
-            f"numbers in dicts, lists, tuples and dataclasses; RaggedCache also holds str and bytes."
+        raise Unfit(
+            f"is {a(value)}, which has no fixed size",
+            "A sample is made of tensors, numpy arrays and numbers in dicts, lists, tuples and dataclasses; RaggedCache also "
+            "holds str, bytes and more",
         )
-    leaf.encode(value, where)  # what cannot be stored is refused now, not in epoch 1
+    leaf.encode(value)  # what cannot be stored is refused now, not in epoch 1
     return leaf
 
 
-def tensor_bytes(value: Tensor, where: str) -> np.ndarray[Any, Any]:
+def order_of(value: Tensor) -> Order:
+    """Return the order of the dimensions of a tensor in memory, None for that of C; see NOTE [ Orders ]."""
+    if value.layout != torch.strided or value.is_contiguous():
+        return None
+    order = _falling(value.stride(), value.shape)
+    return order if value.permute(order).is_contiguous() else None
+
+
+def array_order_of(value: Any) -> Order:
+    """Return the order of the dimensions of a numpy array in memory, None for that of C; see NOTE [ Orders ]."""
+    if value.flags.c_contiguous:
+        return None
+    order = _falling(value.strides, value.shape)
+    return order if value.transpose(order).flags.c_contiguous else None
+
+
+def _falling(strides: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1)))
+
+
+def inverse(order: Sequence[int], dims: int) -> tuple[int, ...]:
+    """Return what to permute by to undo an order of so many dimensions.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    if sorted(order) != list(range(dims)):
+        raise ValueError(f"{order!r:.50} is not an order of dimensions")
+    return tuple(sorted(range(dims), key=order.__getitem__))
+
+
+def tensor_bytes(value: Tensor) -> np.ndarray[Any, Any]:
     """Return the values of a tensor, of any strides and on any device, as one contiguous buffer.
 
     Raises:
-        SampleError: it has another layout, or no data.
+        Unfit: it has another layout, or no data.
     """
     try:
         return np.ascontiguousarray(value.numpy())
     except (TypeError, RuntimeError):  # what numpy cannot show: bfloat16, a GPU's memory, gradients, lazy conjugates
         pass
-    if value.layout != torch.strided or value.is_meta:
-        raise SampleError(f"{where}: value is a {value.layout} tensor on {value.device}. Give a dense tensor with data.")
+    check_dense(value)
     plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return plain.view(-1).view(torch.uint8).numpy()
+
+
+def check_dense(value: Tensor) -> None:
+    """Raise Unfit unless the values of a tensor are all there is to it."""
+    if value.is_quantized:
+        raise Unfit("is a quantized tensor, which holds its scale outside of its bytes", "Give dequantized values")
+    if value.layout != torch.strided or value.is_meta or value.is_nested:
+        layout = "nested" if value.is_nested else str(value.layout)
+        raise Unfit(f"is a {layout} tensor on {value.device}", "Give a dense tensor with data")
 
 
 def array_bytes(value: Any) -> np.ndarray[Any, Any]:
@@ -198,16 +263,17 @@ def array_bytes(value: Any) -> np.ndarray[Any, Any]:
     return np.asarray(value, order="C").reshape(-1).view(np.uint8)
 
 
-def check_exact(value: Any, cls: type, where: str) -> None:
-    """Raise SampleError unless ``value`` is a plain ``cls`` and would come back with all it has: device, gradient, mask."""
+def check_exact(value: Any, cls: type) -> None:
+    """Raise Unfit unless ``value`` is a plain ``cls`` and would come back with all it has: device, gradient, mask."""
+    tensor = value if isinstance(value, Tensor) else None
+    astray = tensor is not None and (tensor.device.type != "cpu" or tensor.requires_grad)
     if type(value) is not cls and type(value) is not np.memmap:  # whose part comes back as an array: it was read
-        raise SampleError(
-            f"{where}: value is a {type(value).__name__}, the cache gives {cls.__name__}s back. Convert it first."
-        )
-    if isinstance(value, Tensor) and (value.device.type != "cpu" or value.requires_grad):
-        raise SampleError(
-            f"{where}: value is on {value.device}{' and requires a gradient' * value.requires_grad}, the cache gives plain CPU "
-            f"tensors back. Leave that to the transform, which runs after the cache."
+        raise Unfit(f"is {a(value)}, the cache gives {cls.__name__}s back", "Convert it first", final=astray)
+    if tensor is not None and astray:
+        raise Unfit(
+            f"is on {tensor.device}{' and requires a gradient' * tensor.requires_grad}, the cache gives plain CPU tensors back",
+            "Leave that to the transform, which runs after the cache",
+            final=True,
         )
 
 
@@ -242,15 +308,18 @@ class _Inner:
 Node: TypeAlias = _Inner | Leaf
 
 
-def _build(sample: Any, where: str, leaf: Callable[[Any, str], Leaf]) -> Node:
+def _build(sample: Any, leaf: Callable[[Any], Leaf]) -> Node:
     parted = split(sample)
-    if parted is None:
-        return leaf(sample, where)
+    if parted is None or parted[0].kind == "set":
+        return leaf(sample)
     container, parts = parted
-    return _Inner(
-        container,
-        tuple(_build(part, f"{where}[{key!r}]", leaf) for key, part in zip(container.keys, parts, strict=True)),
-    )
+    children = []
+    for key, part in zip(container.keys, parts, strict=True):
+        try:
+            children.append(_build(part, leaf))
+        except Unfit as error:
+            raise error.within(container, key) from error.__cause__
+    return _Inner(container, tuple(children))
 
 
 @dataclass(frozen=True)
@@ -267,7 +336,10 @@ class Structure:
         Raises:
             SampleError: it has a leaf of no fixed size, or (``exact``) one that would not come back the same.
         """
-        return cls(_build(sample, "sample", partial(_leaf, exact=exact)))
+        try:
+            return cls(_build(sample, partial(_leaf, exact=exact)))
+        except Unfit as error:
+            raise told(error, "sample") from error.__cause__
 
     @classmethod
     def from_dims(cls, data_dims: Any, dtype: Any) -> "Structure":
@@ -314,16 +386,22 @@ class Structure:
         Raises:
             SampleError: a container or a leaf differs from this structure.
         """
-        if not isinstance(self.root, _Inner):
-            return [self.root.encode(sample, where)]
-        buffers: list[Any] = []
-        _flatten(self.root, sample, where, lambda leaf, value, at: buffers.append(leaf.encode(value, at)))
-        return buffers
+        try:
+            if not isinstance(self.root, _Inner):
+                return [self.root.encode(sample)]
+            buffers: list[Any] = []
+            _flatten(self.root, sample, lambda leaf, value: buffers.append(leaf.encode(value)))
+            return buffers
+        except Unfit as error:
+            raise told(error, where) from error.__cause__
 
     def columns(self, batch: Any, where: str = "batch") -> list[Any]:
         """Return the leaf values of a batch, whose containers are this structure's, unchecked."""
         values: list[Any] = []
-        _flatten(self.root, batch, where, lambda leaf, value, at: values.append(value))
+        try:
+            _flatten(self.root, batch, lambda leaf, value: values.append(value))
+        except Unfit as error:
+            raise told(error, where, "batch") from error.__cause__
         return values
 
     def unflatten(self, values: Sequence[Any]) -> Any:
@@ -353,24 +431,30 @@ def _containers(node: Node) -> Iterator[Container]:
             yield from _containers(child)
 
 
-def _flatten(node: Node, sample: Any, where: str, take: Callable[[Leaf, Any, str], None]) -> None:
+def _flatten(node: Node, sample: Any, take: Callable[[Leaf, Any], None]) -> None:
     if not isinstance(node, _Inner):
-        take(node, sample, where)
+        take(node, sample)
         return
     wanted, parted = node.container, split(sample)
     if parted is None or parted[0].cls is not wanted.cls:
-        raise SampleError(f"{where}: value is a {type(sample).__name__}, the cache holds {node}.")
+        raise Unfit(f"is {a(sample)}, the cache holds {node}")
     container, parts = parted
     if container != wanted:
         if container.cls is not dict or set(container.keys) != set(wanted.keys):
-            raise SampleError(f"{where}: value has {_contents(container)}, the cache holds {_contents(wanted)}.")
+            raise Unfit(f"has {_contents(container)}, the cache holds {_contents(wanted)}")
         parts = [sample[key] for key in wanted.keys]
     for key, child, part in zip(wanted.keys, node.children, parts, strict=True):
-        _flatten(child, part, f"{where}[{key!r}]", take)
+        try:
+            _flatten(child, part, take)
+        except Unfit as error:
+            raise error.within(wanted, key) from error.__cause__
 
 
 def _contents(container: Container) -> str:
-    return f"the entries {list(container.keys)}" + (f" and batch size {list(container.extra)}" if container.extra else "")
+    entries = f"the entries {list(container.keys)}"
+    if container.kind == "defaultdict":
+        return f"{entries} and default_factory {container.extra[0]!r}"
+    return entries + (f" and batch size {list(container.extra)}" if container.extra else "")
 
 
 def _maker(node: Node, leaf_makers: Iterator[Callable[..., Any]]) -> Callable[..., Any]:

@@ -281,7 +281,7 @@ def test_dict_and_tuple_of_shapes():
         assert cache.array["x"].shape == (4, 2)
         cache[2] = {"x": torch.zeros(2), "y": 7}
         assert cache[2]["y"] == 7
-        with pytest.raises(SampleError, match=r"set_slot\(0\)\['x'\]: value has shape \(3,\)"):
+        with pytest.raises(SampleError, match=r'set_slot\(0\): sample\["x"\] has shape \(3,\)'):
             cache.set_slot(0, {"x": torch.ones(3), "y": torch.tensor(3)})
     with SharedCache(1, 4, ((2,), ()), torch.float32) as cache:
         cache.set_slot(0, (torch.ones(2), torch.tensor(3.0)))

@@ -334,7 +334,7 @@ class Locks(Preparer):
 
 
 def test_a_sample_that_does_not_pickle_is_told_as_elsewhere(tmp_path, driver):
-    with pytest.raises(SampleError, match="sample 100: a lock has no bytes of its own"):
+    with pytest.raises(SampleError, match="sample 100: value is a lock, which has no bytes of its own"):
         driver(by_ray, Locks(), tmp_path / "ray")
 
 

@@ -1,7 +1,6 @@
 """Samples of any kind come back from a block as they were, one by one and all together."""
 
 import collections
-import enum
 import json
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from tensordict import TensorDict
 from stocache import DamagedError, SampleError, StorageError
 from stocache.block import Block, Memory, encode
 from stocache.checksums import checksum
-from tests.test_records import Annotated, everywhere, identical, samples
+from tests.test_records import Annotated, Odd, everywhere, identical, samples
 from tests.test_structure import Box, Point, same
 
 
@@ -154,13 +153,11 @@ def test_the_checksum_of_a_sample_is_the_one_that_is_specified():
     assert f"{checks[1]:016x}" == checksum(b"\x03\0\x04\0" + (0).to_bytes(8, "little") + (0).to_bytes(8, "little"))
 
 
-class Kind(enum.Enum):
-    BOX = "box"
-
-
-@pytest.mark.parametrize("value", [{1, 2}, Kind.BOX, object, {"a": {frozenset(): 1}}, {frozenset(): 1}], ids=str)
+@pytest.mark.parametrize("value", [Odd(), object, {"a": {frozenset(): 1}}, {frozenset(): 1}], ids=str)
 def test_what_has_no_bytes_of_its_own_needs_allow_pickle_on_both_sides(value):
-    with pytest.raises(SampleError, match=r"sample 1( \([\w|/]+\))?: a \w+ has .*allow_pickle=True"):
+    with pytest.raises(
+        SampleError, match=r'sample 1: (value|sample\["a"\]) (is a \w+|has a key), .*or pass allow_pickle=True\.$'
+    ):
         whole([0, value])
     data, _ = whole([0, value], allow_pickle=True)
     assert Block(Memory(data), "a block", allow_pickle=True).sample(1) == value
@@ -174,7 +171,7 @@ def test_what_has_no_bytes_of_its_own_needs_allow_pickle_on_both_sides(value):
     [
         (torch.zeros(2, requires_grad=True), "requires a gradient"),
         (torch.zeros(2).to_sparse(), "sparse"),
-        (torch.nn.Parameter(torch.zeros(2)), "no bytes of its own"),
+        (torch.nn.Parameter(torch.zeros(2)), r'sample 0: sample\["x"\] is a Parameter, the cache gives Tensors back'),
         (lambda: 0, "no bytes of its own"),
     ],
 )
@@ -187,7 +184,10 @@ def test_deep_nesting_is_refused():
     value = 1
     for _ in range(100):
         value = {"a": value}
-    with pytest.raises(SampleError, match="more than 60 containers within each other"):
+    with pytest.raises(
+        SampleError,
+        match=r"is a container within 60 others, which is the limit\. Use fewer levels, or pass allow_pickle=True\.",
+    ):
         whole([value])
 
 

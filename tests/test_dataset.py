@@ -381,7 +381,9 @@ def test_probing_says_what_it_saw(caplog):
     CachedDataset(Source(), 1, probe=3).close()
     assert "probed samples [0, 24, 47]: all are tuple(0: uint8[3, 6, 5], 1: int)" in caplog.text
     CachedDataset(Source(many_sizes), 1, probe=3).close()
-    assert "probed samples [0, 24, 47]: kept as samples of varying size (sample 24[0]: value has shape (3, 8, 6)" in caplog.text
+    assert (
+        "probed samples [0, 24, 47]: kept as samples of varying size (sample 24: sample[0] has shape (3, 8, 6)" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -396,7 +398,7 @@ def test_a_misfit_is_served_uncached_and_counted_with_one_warning(caplog, batche
         assert source.reads.tolist() == [2 if idx == 0 else 3 if idx == 21 else 1 for idx in range(N)]
         (warning,) = [record.getMessage() for record in caplog.records]
         assert "sample 21 does not fit" in warning
-        assert "value has shape (3, 2, 5), the cache holds (3, 6, 5)" in warning
+        assert "sample[0] has shape (3, 2, 5), the cache holds (3, 6, 5)" in warning
 
 
 @pytest.mark.parametrize(
@@ -476,14 +478,14 @@ class Endless:
         ([1], {"placement": "middle"}, LimitError, "placement 'middle' is unknown"),
         (["a", "b"], {"placement": "prefix"}, LimitError, "placement='prefix' is for samples of one shape"),
         (["a", "b"], {"placement": Placement("scattered", unit=2)}, LimitError, "is for samples of one shape"),
-        (["a", "b"], {"variable": False}, SampleError, "a str has no fixed size"),
+        (["a", "b"], {"variable": False}, SampleError, "value is a str, which has no fixed size"),
         ([[1], [1, 2]], {"variable": False}, SampleError, r"sample 1: value has the entries \[0, 1\], the cache holds"),
         ([1], {"variable": False, "codec": "zstd"}, LimitError, "Leave variable=False out"),
         ([1], {"variable": False, "admit": "cost"}, LimitError, "Leave variable=False out"),
         ([1], {"codec": "gzip"}, CodecError, "codec='gzip' is unknown"),
         ([1], {"admit": "some"}, LimitError, "admit='some' is unknown"),
         ([1], {"persist": True}, ValueError, "are for caches with a name"),
-        ([object()], {}, SampleError, "sample 0: a object has no bytes of its own.*allow_pickle=True"),
+        ([object()], {}, SampleError, "sample 0: value is a object, which has no bytes of its own.*allow_pickle=True"),
         ([torch.zeros(2, requires_grad=True)], {}, SampleError, "requires a gradient.*Leave that to the transform"),
     ],
 )

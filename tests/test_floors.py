@@ -10,7 +10,8 @@ import stocache
 
 PACKAGE = Path(stocache.__file__).parent
 FLOORS = [
-    {"errors", "limits", "placement", "containers", "structure", "stats", "indices", "compression", "records", "readers"}
+    {"errors", "limits", "placement", "kinds", "containers", "structure", "stats", "indices", "compression", "records"}
+    | {"readers"}
     | {"packing", "randomness", "forks", "loans", "pinned", "pool", "checksums", "columnar", "rows", "remote"}
     | {"transforms", "indexing", "huggingface", "children", "probing"}
     | {"textfiles", "lines", "engines", "parsing", "schema", "ranks", "permutation"},
@@ -24,6 +25,7 @@ FLOORS = [
 ]
 WITHIN = {(module, "errors") for module in FLOORS[0]}
 WITHIN |= {("structure", "containers"), ("records", "containers"), ("records", "structure")}
+WITHIN |= {(module, "kinds") for module in ("containers", "structure", "records", "readers", "columnar", "rows")}
 WITHIN |= {
     ("readers", "containers"),
     ("readers", "records"),

@@ -350,6 +350,6 @@ def test_threads_of_a_preparer_pass_their_errors_on(tmp_path):
             yield from super().prepare_data()
             yield threading.Lock()
 
-    with pytest.raises(ValueError, match="sample 100: a lock has no bytes of its own"):
+    with pytest.raises(ValueError, match="sample 100: value is a lock, which has no bytes of its own"):
         prepare(Bad(), tmp_path, num_workers=2, block_size=7, progress=False)
     assert not OnDiskBlockDataStorage(tmp_path).is_prepared()
