@@ -3,9 +3,15 @@
 import ast
 import collections
 import dataclasses
+import datetime
+import decimal
 import enum
+import fractions
+import pathlib
 import string
+import threading
 import types
+import zoneinfo
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +26,7 @@ from tensordict import TensorDict
 from stocache import RaggedCache, SampleError, SegmentError
 from stocache.readers import reader_of
 from stocache.records import Record, parse_skeleton, write_skeleton
+from stocache.structure import array_order_of, order_of
 from tests.test_structure import Box, Point, same
 
 DTYPES = [
@@ -37,7 +44,7 @@ def tensors(draw):
     if dtype is torch.bool:
         data = data % 2
     value = data.clone().view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
-    return value.transpose(0, -1) if value.dim() > 1 and draw(st.booleans()) else value
+    return value.permute(draw(st.permutations(range(value.dim()))))
 
 
 arrays = hnp.arrays(
@@ -53,14 +60,80 @@ arrays = hnp.arrays(
     ),
     hnp.array_shapes(min_dims=0, min_side=0, max_side=4),
 )
+
+
+class Kind(enum.Enum):
+    BOX = "box"
+    MASK = "mask"
+    SQUARE = "box"
+
+
+class Space(str, enum.Enum):
+    RAS = "ras"
+    LPS = "lps"
+
+    def __repr__(self):
+        return self.value
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class Access(enum.IntFlag):
+    READ = 1
+    WRITE = 2
+    EXECUTE = 4
+
+
+class Colour(enum.Flag):
+    RED = enum.auto()
+    BLUE = enum.auto()
+    PURPLE = RED | BLUE
+
+
+members = st.one_of(
+    st.sampled_from([*Kind, *Space, *Level]),
+    st.integers(0, 15).map(Access),
+    st.integers(0, 3).map(Colour),
+)
+zones = st.one_of(
+    st.none(),
+    st.timezones(),
+    st.timedeltas(datetime.timedelta(hours=-23), datetime.timedelta(hours=23)).map(datetime.timezone),
+    st.just(datetime.timezone(datetime.timedelta(hours=1), "CET")),
+)
+paths = st.text(max_size=9).filter(lambda text: "\0" not in text)
+values = st.one_of(
+    members,
+    st.dates(),
+    st.datetimes(timezones=zones),
+    st.times(timezones=zones),
+    st.timedeltas(),
+    st.decimals(allow_nan=False),
+    st.fractions(),
+    st.binary(max_size=5).map(bytearray),
+    st.builds(range, st.integers(), st.integers(), st.integers(min_value=1)),
+    st.slices(9),
+    *(paths.map(cls) for cls in (pathlib.Path, pathlib.PurePosixPath, pathlib.PureWindowsPath)),
+    st.sets(st.one_of(st.integers(), st.text(max_size=3), members), max_size=4),
+    st.frozensets(st.integers(), max_size=4),
+    st.builds(collections.deque, st.lists(st.integers(), max_size=3), st.one_of(st.none(), st.integers(3, 5))),
+    st.sampled_from([torch.float16, torch.device("cpu"), torch.device("cuda", 1), torch.Size([2, 3])]),
+)
 numbers = st.one_of(st.integers(), st.floats(), st.booleans(), st.complex_numbers())
 texts = st.text(st.characters(), max_size=9)  # with lone surrogates
 leaves = st.one_of(
-    tensors(), arrays, numbers, texts, st.binary(max_size=9), st.none(),
+    tensors(), arrays, arrays.map(np.asfortranarray), numbers, texts, values, st.binary(max_size=9), st.none(),
     st.lists(st.integers(-(2**63), 2**63 - 1)), st.lists(st.floats()).map(tuple), st.lists(st.booleans()), st.lists(texts),
     st.sampled_from([np.float32(0.5), np.int64(-3), np.datetime64("2026-11-21"), np.str_("å"), np.bool_(True)]),
 )  # fmt: skip
-keys = st.one_of(st.text(max_size=3), st.integers(), st.tuples(st.integers(), st.text(max_size=2)), st.none(), st.booleans())
+keys = st.one_of(
+    *(st.text(max_size=3), st.integers(), st.none(), st.booleans(), st.floats(allow_nan=False), members),
+    st.tuples(st.one_of(st.integers(), st.booleans(), members), st.text(max_size=2)),
+    *(st.complex_numbers(allow_nan=False), st.binary(max_size=2)),
+)
 samples = st.recursive(
     leaves,
     lambda inner: st.one_of(
@@ -68,6 +141,7 @@ samples = st.recursive(
         st.lists(inner, max_size=3).map(tuple),
         st.dictionaries(keys, inner, max_size=3),
         st.dictionaries(keys, inner, max_size=3).map(collections.OrderedDict),
+        st.dictionaries(keys, inner, max_size=3).map(lambda entries: collections.defaultdict(list, entries)),
         st.builds(Point, inner, inner),
         st.builds(Box, inner, st.integers(0, 9)),
     ),
@@ -84,10 +158,18 @@ def round_trip(sample, **options):
 
 
 def identical(a, b):
-    """`same`, and NaNs and dict order bit for bit."""
+    """`same`, and NaNs and dict order bit for bit, folds, zones and strides."""
     if isinstance(a, torch.Tensor) and type(a) is type(b):
-        return a.dtype == b.dtype and a.shape == b.shape and raw(a) == raw(b)
-    return same(a, b)
+        return a.dtype == b.dtype and a.shape == b.shape and raw(a) == raw(b) and strides(a) == strides(b)
+    if isinstance(a, np.ndarray) and strides(a) != strides(b):
+        return False
+    return same(a, b) and (isinstance(a, set | frozenset) or repr(a) == repr(b))
+
+
+def strides(value):
+    """The strides that count, of what is dense; None where they do not count, or are those of C."""
+    order = array_order_of(value) if isinstance(value, np.ndarray) else order_of(value)
+    return order and [dim for dim in order if value.shape[dim] > 1]
 
 
 def raw(tensor):
@@ -106,7 +188,8 @@ def everywhere(check, a, b):
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
-        return list(a) == list(b) and all(everywhere(check, a[key], b[key]) for key in a)
+        same_keys = list(a) == list(b) and list(map(type, a)) == list(map(type, b))
+        return same_keys and all(everywhere(check, a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(everywhere(check, *pair) for pair in zip(a, b, strict=True))
     if dataclasses.is_dataclass(a):
@@ -136,10 +219,6 @@ def test_its_own_bytes_are_all_a_sample_costs_but_for_64(sample):
         own = cache._arena.used - once + 9
         assert own - len(data) <= 9 + 16 + 7 + 8 * len(integers)
         assert max(integers, default=0) > 65535 or own - len(data) <= 32 + 2 * len(integers)
-
-
-class Kind(enum.Enum):
-    BOX = "box"
 
 
 class Odd:
@@ -177,7 +256,52 @@ def annotated():
 
 
 def same_annotated(a, b):
-    return type(a) is type(b) is Annotated and torch.equal(a, b) and vars(a) == vars(b)
+    return type(a) is type(b) and isinstance(a, Annotated) and torch.equal(a, b) and vars(a) == vars(b)
+
+
+def same_factories(a, b):
+    return type(a) is type(b) and a == b and a.default_factory is b.default_factory
+
+
+def same_repr(a, b):
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+def made(factory):
+    return collections.defaultdict(factory, a=1)
+
+
+def made_by_name():
+    return 7
+
+
+class BoxFormat(enum.Enum):
+    XYXY = "XYXY"
+
+
+class Boxes(Annotated):
+    """As torchvision's: operations on it give plain tensors."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def tv_boxes():
+    boxes = torch.arange(8.0).view(2, 4).as_subclass(Boxes)
+    boxes.format, boxes.canvas_size, boxes.clamping_mode = BoxFormat.XYXY, (3, 5), "soft"
+    return boxes
+
+
+class OddZone(datetime.tzinfo):
+    def utcoffset(self, when):
+        return datetime.timedelta(0)
+
+    def __eq__(self, other):
+        return type(other) is OddZone
+
+    __hash__ = None
 
 
 def same_images(a, b):
@@ -218,12 +342,83 @@ def same_tensordicts(a, b):
             lambda a, b: a.dtype == b.dtype and a == b,
         ),
         (torch.tensor([1 + 2j]).conj(), lambda a, b: torch.equal(a, b)),
+        *((factory, same_factories) for factory in (made(None), made(int), made(made_by_name), made(collections.OrderedDict))),
+        (tv_boxes(), lambda a, b: same_annotated(a, b) and a.format is BoxFormat.XYXY),
+        (decimal.Decimal("sNaN123"), lambda a, b: repr(a) == repr(b)),
+        (datetime.datetime(2026, 10, 25, 2, 30, fold=1, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin")), same_repr),
+        ({Kind.BOX: 1, (Space.RAS, 1): 2, "ras": 3, True: 4, 1.5: 5, float("inf"): 6}, same_repr),
+        ([{1: "int"}, {True: "bool"}, {1.0: "float"}], same_repr),
+        ({Space.RAS: {Space.LPS: Colour.RED | Colour.BLUE, Level.LOW: Access(11)}}, same_repr),
+        (collections.deque([1, "a"], maxlen=3), same_repr),
+        (slice(None, np.int64(3), "x"), same_repr),
+        ({frozenset({(1, "a")}), None, (Kind.BOX,)}, lambda a, b: type(a) is type(b) and a == b),
+        (range(10**30, 0, -3), same_repr),
+        (decimal.Decimal(10) ** 5000, lambda a, b: a == b),
+        (fractions.Fraction(7**9000, 3), lambda a, b: a == b),
     ],
 )
 def test_containers_of_libraries_come_back_as_they_were(sample, check):
     with RaggedCache("1MB", 1) as cache:
         cache.set_slot(0, sample)
         assert check(cache.get_slot(0), sample)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_members_and_values_that_vary_have_one_skeleton(ready):
+    wrap = (lambda value: value) if ready else (lambda value: {"x": [value], Space.RAS: 1})
+    for kind in ([*Kind, Kind.MASK], [Access(n) for n in range(9)], [pathlib.Path("a"), pathlib.Path("b/c")]):
+        assert len({write_skeleton(Record(wrap(value)).skeleton) for value in kind}) == 1
+
+
+class Day(datetime.date):
+    """May hold more than a date."""
+
+
+class Days(set):
+    pass
+
+
+@pytest.mark.parametrize("value", [Day(2026, 1, 1), Days([1]), datetime.datetime(2026, 1, 1, tzinfo=OddZone())], ids=str)
+def test_subclasses_are_not_silently_changed(value):
+    with RaggedCache("1MB", 1) as cache, pytest.raises(SampleError, match=r"value is a .*, which has no bytes of its own"):
+        cache.set_slot(0, value)
+    assert same(round_trip_allowed(value), value)
+
+
+def test_metatensors_of_monai_come_back_as_they_were(tmp_path):
+    transforms = pytest.importorskip("monai.transforms")
+    np.save(tmp_path / "volume.npy", np.arange(60, dtype=np.float32).reshape(5, 4, 3))
+    load = transforms.Compose([transforms.LoadImaged("img"), transforms.EnsureChannelFirstd("img", channel_dim="no_channel")])
+    sample = load({"img": tmp_path / "volume.npy"})
+    for options in ({}, {"allow_pickle": True}):
+        with RaggedCache("1MB", 1, **options) as cache:
+            cache.set_slot(0, sample)
+            same_metatensors(cache.get_slot(0)["img"], sample["img"])
+
+
+def same_metatensors(a, b):
+    assert type(a) is type(b)
+    assert a.stride() == b.stride()
+    assert torch.equal(a.as_subclass(torch.Tensor), b.as_subclass(torch.Tensor))
+    assert everywhere(same, a.meta, b.meta)
+    assert any(isinstance(key, enum.Enum) for key in a.meta)
+    assert a.applied_operations == b.applied_operations
+
+
+def test_strides_come_back():
+    image = torch.from_numpy(np.arange(60, dtype=np.uint8).reshape(4, 5, 3)).permute(2, 0, 1)
+    volume = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    sample = (image, volume, 1), {"array": np.asfortranarray(np.arange(6).reshape(2, 3)), "view": image[:, ::2]}
+    for part in (image, (image, 1), sample):
+        with RaggedCache("1MB", 1) as cache:
+            cache.set_slot(0, part)
+            for copy in (True, False):
+                got = cache.get_slot(0, copy=copy)
+                assert everywhere(identical, got, part)
+    assert got[0][0].stride() == image.stride()
+    assert got[0][1].is_contiguous(memory_format=torch.channels_last)
+    assert got[1]["array"].flags.f_contiguous
+    assert got[1]["view"].is_contiguous()
 
 
 def test_a_memmap_comes_back_as_an_array(tmp_path):
@@ -282,6 +477,100 @@ def round_trip_allowed(sample):
         return cache.get_slot(0)
 
 
+def local(value):
+    @dataclasses.dataclass
+    class Local:
+        x: object
+
+        def __reduce__(self):
+            return local, (self.x,)
+
+        def __eq__(self, other):
+            return type(other).__name__ == "Local" and other.x == self.x
+
+    return Local(value)
+
+
+@dataclasses.dataclass
+class Locked:
+    """Pickles, though one of its parts does not."""
+
+    x: int
+    lock: object = None
+
+    def __getstate__(self):
+        return {"x": self.x, "lock": None}
+
+    def __eq__(self, other):
+        return other.x == self.x
+
+
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def equal_dense(a, b):
+    return type(a) is type(b) and a.layout == b.layout and torch.equal(a.to_dense(), b.to_dense())
+
+
+def equal_arrays(a, b):
+    return type(a) is type(b) and a.dtype == b.dtype and a.tolist() == b.tolist()
+
+
+PICKLED = [
+    (torch.eye(3).to_sparse(), equal_dense),
+    (np.ma.array([1, 2], mask=[0, 1]), equal_arrays),
+    (np.array([None, "x"]), equal_arrays),
+    (np.array([(1, None)], dtype=[("a", "i4"), ("b", "O")]), equal_arrays),
+    (np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]), equal_arrays),
+    (np.array(["a"], dtype=np.dtypes.StringDType()) if hasattr(np.dtypes, "StringDType") else np.array([""]), equal_arrays),
+    (torch.nn.Parameter(torch.ones(2), requires_grad=False), lambda a, b: type(a) is type(b) and torch.equal(a, b)),
+    ({frozenset({1}): 1, np.str_("a"): 2, 3: [4]}, same_repr),
+    (local([1, "x"]), lambda a, b: a == b),
+    (Locked(1, threading.Lock()), lambda a, b: a == b),
+    (nested(100), lambda a, b: a == b),
+    (types.SimpleNamespace(a=1), lambda a, b: a == b),
+    (Exception("x"), same_repr),
+]
+
+
+@pytest.mark.parametrize(("value", "check"), PICKLED, ids=lambda value: type(value).__name__)
+def test_whatever_pickles_is_taken_if_allowed(value, check):
+    sample = {"first": torch.ones(2), "list": ["a", value, 1], "last": value}
+    with RaggedCache("1MB", 1) as cache, pytest.raises(SampleError, match=r'sample\["list"\]\[1\].*pass allow_pickle=True\.$'):
+        cache.set_slot(0, sample)
+    got = round_trip_allowed(sample)
+    assert check(got["list"][1], value)
+    assert check(got["last"], value)
+    assert (got["list"][::2], list(got)) == (["a", 1], list(sample))
+    assert torch.equal(got["first"], sample["first"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage")
+def test_quantized_tensors_are_pickled_if_allowed():
+    value = torch.quantize_per_tensor(torch.rand(3), 0.1, 0, torch.quint8)
+    with (
+        RaggedCache("1MB", 1) as cache,
+        pytest.raises(SampleError, match=r"value is a quantized tensor.*pass allow_pickle=True"),
+    ):
+        cache.set_slot(0, value)
+    assert torch.equal(round_trip_allowed(value).dequantize(), value.dequantize())
+
+
+@pytest.mark.parametrize(
+    "value", [torch.zeros(2, requires_grad=True), torch.zeros(2, device="meta"), torch.nn.Parameter(torch.ones(2))]
+)
+def test_what_the_transform_has_to_do_is_not_pickled_either(value):
+    with RaggedCache("1MB", 1, allow_pickle=True) as cache:
+        with pytest.raises(
+            SampleError, match=r'sample\["x"\]\[1\] is (on|a Parameter).*cache gives.*back\. (Leave|Convert)[^=]*$'
+        ):
+            cache.set_slot(0, {"x": [1, value]})
+
+
 def test_nothing_is_unpickled_unless_allowed():
     text = write_skeleton(Record([object()], allow_pickle=True).skeleton)
     with pytest.raises(SegmentError, match="was pickled, which needs allow_pickle=True"):
@@ -295,6 +584,15 @@ def test_nothing_is_unpickled_unless_allowed():
         (b"__import__('os')", "cannot be read here"),
         (b"('tensor', 'no_such_dtype', 1)", "no_such_dtype"),
         (b"('what',)", "what"),
+        (b"('enum', 'no_such_module:Kind')", "No module named"),
+        (b"('tensor', 'uint8', 2, (0, 0))", "is not an order of dimensions"),
+        (b"('tensor', 'uint8', 2, (1, 0, 2))", "is not an order of dimensions"),
+        (b"('array', '|u1', 1, (1,))", "is not an order of dimensions"),
+        (b"('in', 'dict', 'builtins:dict', (('enum', 'os:system', 'A'),), (), (('str',),), 'coded')", "is not a class of enum"),
+        (b"('in', 'dict', 'builtins:dict', (('enum', 'enum:Enum', 'A'),), (), (('str',),), 'coded')", "has no member 'A'"),
+        (b"('in', 'dict', 'builtins:dict', ('plain',), (), (('str',),), 'coded')", "cannot be read here"),
+        (b"('in', 'defaultdict', 'collections:defaultdict', (), (), ())", "cannot be read here"),
+        (b"('in', 'defaultdict', 'collections:defaultdict', (), ('os:gone',), ())", "gone"),
         (b"('in', 'namedtuple', 'tests.test_records:Extra', ('image', 'label'), (), (('str',), ('str',)))", "it has "),
         (b"('in', 'dataclass', 'tests.test_records:Gone', (), (), ())", "Gone"),
         (b"('in', 'list', 'no_such_module:List', (), (), ())", "No module named 'no_such_module'"),
@@ -341,3 +639,34 @@ def test_what_is_parsed_within_the_parsing_of_a_skeleton_does_no_harm(monkeypatc
     monkeypatch.setattr(ast, "literal_eval", disturbed)
     assert parse_skeleton("('a', 1)") == ("a", 1)
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("sample", "old", "new", "message"),
+    [
+        (Kind.BOX, b"BOX", b"TOP", "Kind has no member 'TOP'"),
+        (Access(3), b"READ", b"REED", "Access has no member 'REED|WRITE'"),
+        (datetime.date(2026, 11, 22), b"2026", b"2O26", "b'2O26-11-22' is not a date"),
+        (decimal.Decimal("123.5"), b"123.5", b"12x.5", "is not a Decimal"),
+        (torch.float32, b"float32", b"tensor_", "is not a dtype"),
+        (torch.device("cpu"), b"cpu", b"gpu", "is not a device"),
+        ("abc", b"abc", b"\xffbc", "the cache is damaged"),
+    ],
+)
+def test_damaged_values_are_errors(sample, old, new, message):
+    with RaggedCache("1MB", 1) as cache:
+        cache.set_slot(0, sample)
+        at = bytes(cache._memory[:4096]).index(old, cache._arena.offsets[0])
+        cache._memory[at : at + len(old)] = new
+        with pytest.raises(SegmentError, match=message.replace("|", r"\|")):
+            cache.get_slot(0)
+
+
+def test_a_class_that_is_not_an_enum_is_not_asked_for_members():
+    with RaggedCache("1MB", 1) as cache:
+        cache.set_slot(0, Kind.BOX)
+        record = Record(Kind.BOX)
+        read = reader_of(repr(("enum", "collections:OrderedDict")).encode(), allow_pickle=False)
+        data, integers = record.pack()
+        with pytest.raises(SegmentError, match="is not a class of enum members"):
+            read(data, 0, 0, len(data), tuple(integers), True)

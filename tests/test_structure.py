@@ -28,7 +28,7 @@ def same(a, b):
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+        return list(a) == list(b) and list(map(type, a)) == list(map(type, b)) and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if is_dataclass(a):
@@ -138,6 +138,85 @@ def test_from_dims_builds_the_structure_of_tensors():
 def test_from_dims_refuses_what_is_no_shape_or_dtype(dims, dtype, message):
     with pytest.raises(SampleError, match=message):
         Structure.from_dims(dims, dtype)
+
+
+@pytest.mark.parametrize(
+    ("value", "order"),
+    [
+        (torch.zeros(6, 5, 3).permute(2, 0, 1), (1, 2, 0)),
+        (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), (0, 2, 3, 1)),
+        (np.zeros((3, 4), order="F"), (1, 0)),
+        (torch.zeros(3, 4), None),
+        (torch.zeros(3, 8)[:, ::2], None),
+        (torch.zeros(3, 1).expand(3, 4), None),
+        (torch.zeros(5, 1, 0).permute(2, 1, 0), None),
+        (torch.zeros(4, 1, 1).permute(2, 0, 1), None),
+        (np.zeros((3, 4))[::-1].T, None),
+        (np.float32(1), None),
+    ],
+)
+def test_what_is_dense_in_another_order_is_held_in_it(value, order):
+    structure = Structure.of(value)
+    assert structure.leaves[0].order == order
+    assert (order is not None) == (" order [" in str(structure))
+    assert Structure.of(value.copy() if isinstance(value, np.ndarray | np.generic) else value.contiguous()).encode(value)
+
+
+def test_the_bytes_of_an_order_are_those_in_memory():
+    image = torch.arange(60, dtype=torch.uint8).view(4, 5, 3).permute(2, 0, 1)
+    structure = Structure.of(image)
+    assert bytes(structure.encode(image)[0]) == bytes(range(60)) == bytes(structure.encode(image.contiguous())[0])
+    assert str(structure) == "uint8[3, 4, 5] order [1, 2, 0]"
+
+
+def test_sets_are_of_no_fixed_size():
+    with pytest.raises(SampleError, match=r'^sample\["x"\] is a set, which has no fixed size'):
+        Structure.of({"x": {1, 2}})
+
+
+class Meta(torch.Tensor):
+    """As MONAI's MetaTensor."""
+
+    @property
+    def meta(self):
+        return self._meta
+
+
+@pytest.mark.parametrize(
+    ("sample", "way"),
+    [
+        ({"a\n": ["x"]}, r'sample\["a\\n"\]\[0\] is'),
+        ({1: {(2, "b"): "x"}}, r"sample\[1\]\[\(2, 'b'\)\] is"),
+        (Point(1, {"ü": "x"}), r'sample\.y\["ü"\] is'),
+        (Box((1, "x"), 2), r"sample\.corner\[1\] is"),
+        (slice("x", 1), r"sample\.start is"),
+    ],
+)
+def test_a_part_is_named_as_its_user_would_write_it(sample, way):
+    with pytest.raises(SampleError, match=f"^{way} a str, which has no fixed size"):
+        Structure.of(sample)
+
+
+def test_attributes_of_tensors_are_named_by_their_public_names():
+    image = torch.zeros(2).as_subclass(Meta)
+    image._meta, image._other = {"space": 1}, 2
+    structure = Structure.of({"img": image})
+    image._meta = {"space": "RAS"}
+    with pytest.raises(
+        SampleError, match=r'^sample 3: sample\["img"\]\.meta\["space"\] is \'RAS\', a str; the cache holds int'
+    ):
+        structure.encode({"img": image}, "sample 3")
+    image._meta, image._other = {"space": 1}, "x"
+    with pytest.raises(SampleError, match=r'^sample 3: sample\["img"\]\._other is'):
+        structure.encode({"img": image}, "sample 3")
+
+
+def test_a_long_way_is_shortened():
+    sample = "x"
+    for _ in range(59):
+        sample = {"a long key": sample}
+    with pytest.raises(SampleError, match=r'^sample\["a long key"\].{90,120}….{100,120} is a str'):
+        Structure.of(sample)
 
 
 def test_quantized_dtypes_are_refused():
