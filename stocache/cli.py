@@ -334,8 +334,8 @@ def _describe(node: Any) -> tuple[str, list[tuple[str, Any]]]:
         return "one of", [("or", child) for child in node["children"]]
     if kind in ("list", "tuple"):
         return f"{kind} of any length", [("each", node["items"])]
-    if kind in ("str", "bytes", "long", "pickle"):
-        return {"long": "int", "pickle": "pickled"}.get(kind, kind), []
+    if "dtype" not in node and "type" not in node:  # str, bytes, dates, …; members of an enum, which has a class
+        return {"long": "int", "pickle": "pickled"}.get(kind, node.get("class", kind)), []
     words = [node["class"], "of", node["type"]] if kind == "numbers" else [node["type"] if kind == "number" else kind]
     if "dtype" in node:
         words.append(str(node["dtype"]))

@@ -53,9 +53,10 @@ class RaggedCache(SampleCache):
         cache = RaggedCache(size_limit_gib=32, dataset_len=len(dataset))
         sample = cache.get_or_load(idx, load)       # or get_slot and set_slot, as with SharedCache
 
-    A sample is any tree of dicts, lists, tuples, namedtuples, dataclasses and other mappings, with tensors, numpy arrays,
-    Python numbers, str, bytes and None at its ends; each may differ from the others. It comes back equal in type, structure,
-    dtype, shape and value. Nothing is pickled unless allowed.
+    A sample is any tree of dicts, lists, tuples, namedtuples, dataclasses, sets, deques and other mappings, with tensors (and
+    their subclasses: MetaTensors, tv_tensors), numpy arrays, Python numbers, str, bytes, None, enum members, paths, dates, times,
+    Decimals, Fractions, ranges, slices and PIL images in it; each sample may differ from the others. It comes back equal in
+    type, structure, dtype, shape, strides (of what is dense) and value. Nothing is pickled unless allowed.
 
     Samples are kept in the order in which they come until the limit is reached, and then stay: under shuffling a random share.
 
@@ -66,8 +67,9 @@ class RaggedCache(SampleCache):
         admit: "all", or "cost": the time each sample takes to load is measured when it is first loaded, and those with the
             highest cost per byte are kept. Most of them in the first epoch, if its order is random; all in the second.
         codec: compress samples without loss: "zstd" (smaller) or "lz4" (faster); needs ``pip install 'stocache[codecs]'``.
-        allow_pickle: True to pickle what has no bytes of its own (other objects, enum members, sets). Reading such a cache
-            runs what the pickles say: never give it a name that others of your user use for other things.
+        allow_pickle: True to pickle what has no bytes of its own: other objects, sparse tensors, arrays of objects, whatever
+            pickles. Reading such a cache runs what the pickles say: never give it a name that others of your user use for other
+            things.
         name, persist, fingerprint: as for `SharedCache`.
 
     Raises:

@@ -1,9 +1,12 @@
 """Samples of any kind come back from a block as they were, one by one and all together."""
 
 import collections
+import datetime
 import json
+import pathlib
 import subprocess
 import sys
+import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +22,21 @@ from tensordict import TensorDict
 from stocache import DamagedError, SampleError, StorageError
 from stocache.block import Block, Memory, encode
 from stocache.checksums import checksum
-from tests.test_records import Annotated, Odd, everywhere, identical, samples
+from tests.test_records import (
+    PICKLED,
+    Access,
+    Annotated,
+    Kind,
+    Odd,
+    Space,
+    everywhere,
+    identical,
+    made,
+    made_by_name,
+    same_metatensors,
+    samples,
+    tv_boxes,
+)
 from tests.test_structure import Box, Point, same
 
 
@@ -96,6 +113,100 @@ def alike(a, b):
     if isinstance(a, TensorDict):
         return a.batch_size == b.batch_size and bool((a == b).all())
     return same(a, b)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [*Kind, Kind.MASK],
+        [Access(n) for n in range(12)],
+        [{Kind.BOX: 1, Space.RAS: 2}, {"box": 3, "ras": 4}, {(Space.RAS, (True,)): 5}, {("ras", (1,)): 5}],
+        [{b"x": 1}, {1 + 2j: 2}],
+        [made(None), made(int), made(dict)],
+        [datetime.date(2026, 11, 22), datetime.datetime(2026, 11, 22, tzinfo=datetime.timezone.utc), datetime.timedelta(1, 2)],
+        [pathlib.Path("a"), pathlib.Path("b/c"), pathlib.PureWindowsPath("c:/d")],
+        [collections.deque([1], 3), collections.deque()],
+        [slice(1, 2), slice(None, 2)],
+        [bytearray(b"a"), range(3), torch.float16, torch.device("cpu"), torch.Size([1]), collections.Counter("abba")],
+        [tv_boxes()],
+    ],
+    ids=lambda values: str(values)[:40],
+)
+def test_values_with_text_of_their_own_come_back_equal(values):
+    for got in round_trip(values):
+        assert everywhere(identical, got, values)
+        assert [getattr(value, "default_factory", None) for value in got] == [
+            getattr(value, "default_factory", None) for value in values
+        ]
+    assert block_of(values, allow_pickle=True).all() is not None
+
+
+def test_members_that_vary_are_one_column():
+    data, _ = whole([{"kind": kind, "day": datetime.date(2026, 11, 1 + n)} for n, kind in enumerate([*Kind, Kind.BOX])])
+    tensors = safetensors.torch.load(data)
+    assert bytes(tensors["kind"].numpy()) == b"BOXMASKBOX"
+    assert set(tensors) == {"kind", "kind:offsets", "day", ":checks"}
+
+
+def test_strides_come_back():
+    images = [torch.arange(3 * 4 * n, dtype=torch.uint8).view(4, n, 3).permute(2, 0, 1) for n in (5, 5, 6)]
+    pairs = [(image, np.asfortranarray(image.numpy())) for image in images]
+    for values in (images[:2], images, pairs, [*images, torch.zeros(2, 2)]):
+        for got in round_trip(values):
+            assert everywhere(identical, got, values)
+    tensors = safetensors.torch.load(whole(images[:2])[0])
+    assert tensors["sample"].shape == (2, 4, 5, 3)
+    assert torch.equal(tensors["sample"][0], images[0].permute(1, 2, 0))
+    plain = json.dumps(block_of([image.contiguous() for image in images]).structure)
+    assert "order" not in plain
+
+
+def test_a_metatensor_of_monai_comes_back_as_it_was(tmp_path):
+    transforms = pytest.importorskip("monai.transforms")
+    np.save(tmp_path / "volume.npy", np.arange(60, dtype=np.float32).reshape(5, 4, 3))
+    load = transforms.Compose([transforms.LoadImaged("img"), transforms.EnsureChannelFirstd("img", channel_dim="no_channel")])
+    sample = load({"img": tmp_path / "volume.npy"})
+    for got in round_trip([sample, sample]):
+        same_metatensors(got[1]["img"], sample["img"])
+
+
+@pytest.mark.parametrize(("value", "check"), PICKLED, ids=lambda value: type(value).__name__)
+def test_whatever_pickles_is_taken_if_allowed(value, check):
+    values = [{"first": torch.ones(n), "list": ["a"] * n + [value, 1], "last": value} for n in range(3)] + [[], 1]
+    with pytest.raises(SampleError, match=r'^sample 0: sample\["(list"\]\[0|last")\].*pass allow_pickle=True\.$'):
+        whole(values)
+    for got in round_trip(values, allow_pickle=True):
+        for n in range(3):
+            assert check(got[n]["list"][n], value)
+            assert check(got[n]["last"], value)
+            assert got[n]["list"][n + 1] == 1
+            assert torch.equal(got[n]["first"], torch.ones(n))
+        assert got[3:] == [[], 1]
+
+
+@pytest.mark.parametrize(
+    "value", [torch.zeros(2, requires_grad=True), torch.zeros(2, device="meta"), torch.nn.Parameter(torch.ones(2))]
+)
+def test_what_the_transform_has_to_do_is_not_pickled_either(value):
+    with pytest.raises(SampleError, match=r'^sample 2: sample\["x"\]\[1\] is (on|a Parameter).*back\. (Leave|Convert)[^=]*$'):
+        whole([{"x": [1, 2]}, {"x": [1]}, {"x": [1, value]}], allow_pickle=True)
+
+
+def test_what_does_not_pickle_is_named():
+    with pytest.raises(SampleError, match=r'^sample 1: sample\["a"\]\[2\] is a lock, which cannot be pickled: '):
+        whole([{"a": ["x"]}, {"a": ["x", 1, threading.Lock()]}], allow_pickle=True)
+
+
+def test_a_default_factory_that_would_have_to_be_imported_needs_allow_pickle_on_both_sides():
+    values = [made(made_by_name)]
+    with pytest.raises(
+        SampleError, match=r"value has the default_factory tests.test_records:made_by_name.*pass allow_pickle=True"
+    ):
+        whole(values)
+    data, _ = whole(values, allow_pickle=True)
+    assert Block(Memory(data), "a block", allow_pickle=True).sample(0).default_factory is made_by_name
+    with pytest.raises(StorageError, match=r"have the default_factory tests.test_records:made_by_name.*pass allow_pickle=True"):
+        Block(Memory(data), "a block")
 
 
 def test_samples_are_the_callers_own():
@@ -220,6 +331,66 @@ def test_a_module_is_not_imported_for_a_forged_class():
     with pytest.raises(StorageError, match="Import antigravity first, or pass allow_pickle=True"):
         Block(Memory(data), "a block")
     assert "antigravity" not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["subprocess:Popen", "os:system", "builtins:int", "enum:auto", "tests.test_records:Odd"])
+def test_a_forged_class_of_members_is_not_called(name):
+    data = forged([Kind.BOX], lambda tree: tree.update({"class": name}))
+    with pytest.raises(StorageError, match=f"its samples have members of {name}, which is not an enum"):
+        Block(Memory(data), "a block")
+    data = forged([{Kind.BOX: 1}], lambda tree: tree.update(keys=[{"enum": [name, "BOX"]}]))
+    with pytest.raises(StorageError, match=f"its samples have members of {name}, which is not an enum"):
+        Block(Memory(data), "a block")
+
+
+def test_a_module_is_not_imported_for_forged_members_and_factories():
+    changes = [
+        (Kind.BOX, {"class": "antigravity:Kind"}),
+        ({Kind.BOX: 1}, {"keys": [{"tuple": [{"enum": ["antigravity:Kind", "BOX"]}]}]}),
+        (made(list), {"extra": ["antigravity:fly"]}),
+        (made(list), {"extra": ["os:getcwd"]}),
+    ]
+    for value, change in changes:
+        data = forged([value], lambda tree, change=change: tree.update(change))
+        with pytest.raises(
+            StorageError, match=r"Import antigravity first|have the default_factory (antigravity:fly|os:getcwd)"
+        ):
+            Block(Memory(data), "a block")
+    assert "antigravity" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        (Kind.MASK, {"class": "tests.test_records:Space"}),
+        (Kind.MASK, {"class": "enum:Enum"}),
+        ({Kind.MASK: 1}, {"keys": [{"enum": ["tests.test_records:Space", "MASK"]}]}),
+        ({Kind.MASK: 1}, {"keys": [{"enum": ["tests.test_records:Kind"]}]}),
+        ({Kind.MASK: 1}, {"keys": [{"pickle": "x"}]}),
+        ({Kind.MASK: 1}, {"keys": [{}]}),
+        ({b"": 1}, {"keys": [{"bytes": "xyz"}]}),
+        *(
+            ("xyz", {"kind": kind})
+            for kind in ("date", "datetime", "range", "Fraction", "torch.dtype", "torch.device", "long|")
+        ),
+        ("[]", {"kind": "time"}),
+        ({1, 2}, {"children": []}),
+        ({1, 2}, {"class": "builtins:list"}),
+        (slice(1), {"class": "builtins:range"}),
+        (made(list), {"extra": []}),
+        (made(list), {"extra": [["builtins:list"]]}),
+        (torch.zeros(2, 3), {"order": [0, 0]}),
+        (torch.zeros(2, 3), {"order": [1]}),
+        (torch.zeros(2, 3), {"order": [2, 1, 0]}),
+        (torch.zeros(2, 3), {"order": "ab"}),
+        (np.zeros((2, 3)), {"order": {"a": 1}}),
+    ],
+    ids=str,
+)
+def test_forged_kinds_are_errors(value, change):
+    data = forged([value], lambda tree: tree.update(change))
+    with pytest.raises(StorageError, match=r"a block is damaged|a block: its samples are made of .*, which is no"):
+        Block(Memory(data), "a block").all()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from torch.utils.data import Subset, default_collate
 from stocache import CachedDataset, SharedCache
 from stocache.dataset import reading_later
 from stocache.gathering import BatchForm, Unread
+from stocache.structure import Structure
+from tests.test_records import everywhere, identical
 from tests.test_structure import same
 
 Pair = namedtuple("Pair", "image label")
@@ -63,6 +65,68 @@ def test_a_gathered_batch_is_that_of_default_collate(kind, indices):
 def test_what_default_collate_does_not_simply_stack_is_not_gathered(sample):
     with SharedCache.like(sample, 1, 3) as cache:
         assert BatchForm.of(cache) is None
+
+
+def permuted(n=N):
+    return [image.permute(1, 2, 0).contiguous().permute(2, 0, 1) for image in images(n)]
+
+
+ORDERED = {
+    "permuted": permuted,
+    "tuple": lambda: [(image, idx) for idx, image in enumerate(permuted(20))],
+    "channels_last": lambda: [image[None].to(memory_format=torch.channels_last) for image in images(20)],
+    "volumes": lambda: [torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last) for _ in range(20)],
+    "Fortran": lambda: [{"x": np.asfortranarray(image.numpy())} for image in images()],
+}
+
+
+@pytest.mark.parametrize("kind", ORDERED)
+def test_samples_in_another_order_come_back_and_are_collated_as_they_were(kind):
+    samples = ORDERED[kind]()
+    with CachedDataset(samples, 1) as dataset:
+        assert isinstance(dataset.cache, SharedCache)
+        dataset.warm(progress=False)
+        assert BatchForm.of(dataset.cache) is None
+        assert reading_later(dataset) is None
+        indices = list(range(len(samples)))
+        for got in (dataset.__getitems__(indices), dataset.__getitems__([1, 0]), [dataset.cache.get_slot(1, copy=False)]):
+            wanted = samples if len(got) > 2 else [samples[1], samples[0]][: len(got)]
+            assert everywhere(identical, got, wanted)
+        batch, wanted = default_collate(dataset.__getitems__(indices)), default_collate(samples)
+        assert same(batch, wanted)
+        assert str(Structure.of(batch)) == str(Structure.of(wanted))  # strides, too
+
+
+def test_whole_batches_of_another_order_are_contiguous_and_may_be_set():
+    samples = [(image, image.numpy(), idx) for idx, image in enumerate(permuted())]
+    with fill(SharedCache.like(samples[0], 1, N), samples) as cache:
+        rows, mask = cache.get_slots([3, 1, 3])
+        assert mask.all()
+        assert rows[0].is_contiguous()
+        assert torch.equal(rows[0], torch.stack([samples[idx][0] for idx in (3, 1, 3)]))
+        assert np.array_equal(rows[1], np.stack([samples[idx][1] for idx in (3, 1, 3)]))
+        assert cache.get_slots([1, 2, 3], out=rows)[0][0] is rows[0]
+        assert torch.equal(rows[0], torch.stack([samples[idx][0] for idx in (1, 2, 3)]))
+        assert cache.array[0].shape == (N, 3, 4, 5)
+        assert torch.equal(cache.array[0][:N], torch.stack([image for image, _, _ in samples]))
+        assert np.array_equal(cache[2][1], samples[2][1])
+        cache.clear()
+        cache.set_slots([5, 6, 7], rows)
+        for idx, row in ((5, 1), (6, 2), (7, 3)):
+            assert everywhere(identical, cache.get_slot(idx), (*samples[row][:2], row))
+        rows, mask = cache.get_slots([5, 0])
+        assert mask.tolist() == [True, False]
+        assert not rows[0][1].any()
+
+
+def test_a_sample_in_another_order_than_the_first_is_no_misfit():
+    samples = permuted()
+    samples[4] = samples[4].contiguous()
+    with CachedDataset(samples, 1, probe=2) as dataset:
+        for _ in range(2):
+            assert torch.equal(dataset[4], samples[4])
+        assert dataset[4].stride() == samples[0].stride()
+        assert dataset.stats().total.misfits == 0
 
 
 @given(st.data())
