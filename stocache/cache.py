@@ -106,6 +106,7 @@ class SharedCache(SampleCache):
         self._slot = operator.index if self._residency.identity else self._residency.slot
         self._columns = Columns(structure, segment, slots)
         self._load = self._columns.load
+        self._gathers_from = 1 if self._columns.has_large else SampleCache._gathers_from
         self._samples, self._room = str(structure), f"{slots} ({format_size(slots * structure.nbytes)})"
 
     # ------------------------------------------------------------------------------------------------ how samples are held
@@ -125,8 +126,7 @@ class SharedCache(SampleCache):
         return self._columns.refused(self._slot(idx))
 
     def _load_many(self, index: np.ndarray[Any, np.dtype[np.int64]]) -> list[Any]:
-        items = self._columns.gathered(self._residency.slots(torch.from_numpy(index)))
-        return self._columns.samples(items, len(index))
+        return self._columns.private_samples(self._residency.slots(torch.from_numpy(index)))
 
     def _forget(self) -> None:
         self._segment.forget()

@@ -6,6 +6,7 @@ the widest words that a row divides into, at 1.1 to 1.3 times the speed of bytes
 move, so every dtype is alike.
 """
 
+import logging
 from collections.abc import Callable
 from ctypes import memmove
 from typing import Any, Literal
@@ -15,9 +16,14 @@ import torch
 from torch import Tensor
 
 from stocache.errors import SampleError
+from stocache.pool import Pool
+from stocache.private import PrivateViews
 from stocache.segment import Segment
 from stocache.structure import ArrayLeaf, Leaf, NumberLeaf, Order, Structure, TensorLeaf, inverse
 
+logger = logging.getLogger("stocache")
+
+_LARGE = 1 << 16  # bytes of a value, from which a view that is copied on write costs less than a copy
 _ALIGNMENT = 64  # of a column: a cache line, and more than any dtype asks for
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -35,8 +41,8 @@ class Column:
     _like: Any  # memory for one value, of the kind that batches are of
     _back: tuple[int, ...] | None
 
-    def __init__(self, leaf: Leaf, memory: Tensor, slots: int) -> None:
-        self.nbytes = leaf.nbytes
+    def __init__(self, leaf: Leaf, memory: Tensor, slots: int, pool: Pool) -> None:
+        self.nbytes, self._pool = leaf.nbytes, pool
         order: Order = getattr(leaf, "order", None)
         self._stored, self._back = getattr(leaf, "shape", ()), None  # a value's shape in memory; how to permute what has it
         if order is not None:
@@ -58,6 +64,10 @@ class Column:
     def _empty(self, shape: tuple[int, ...]) -> Any:
         return torch.empty(shape, dtype=self._like.dtype)
 
+    def leased(self, memory: Any, offsets: list[int]) -> list[Any]:
+        """Return the values whose bytes are at those offsets in the memory of a lease."""
+        raise NotImplementedError
+
     def check_batch(self, batch: Any, count: int, where: str) -> None:
         """Raise SampleError unless ``batch`` has the type, dtype and shape of ``self.batch(count)``."""
         like = self._like
@@ -78,11 +88,14 @@ class Column:
             self._gather(slots, out)
 
     def gathered(self, slots: Tensor) -> Any:
-        """Return the values of ``slots`` in new memory, each in the order of its leaf."""
-        out = self._empty((len(slots), *self._stored))
+        """Return the values of ``slots`` in memory of their own, each in the order of its leaf."""
+        out = self._pooled((len(slots), *self._stored))
         if self.nbytes:
             self._gather(slots, out)
         return self._ordered(out)
+
+    def _pooled(self, shape: tuple[int, ...]) -> Any:
+        return self._pool.empty(shape, self._like.dtype)
 
     def _ordered(self, rows: Any) -> Any:
         """Return rows as they lie in memory with the dimensions of the leaf."""
@@ -111,8 +124,8 @@ def _as_matrix(batch: Any) -> Tensor:
 
 
 class _TensorColumn(Column):
-    def __init__(self, leaf: TensorLeaf, memory: Tensor, slots: int) -> None:
-        super().__init__(leaf, memory, slots)
+    def __init__(self, leaf: TensorLeaf, memory: Tensor, slots: int, pool: Pool) -> None:
+        super().__init__(leaf, memory, slots, pool)
         self.array = self._ordered(memory.view(leaf.dtype).view(slots, *self._stored))
         self._like = self._ordered(torch.empty((1, *self._stored), dtype=leaf.dtype))[0]
 
@@ -124,10 +137,15 @@ class _TensorColumn(Column):
         memmove(value.data_ptr(), self._address + slot * self.nbytes, self.nbytes)
         return value
 
+    def leased(self, memory: Any, offsets: list[int]) -> list[Tensor]:
+        view, dtype, count, shape = torch.frombuffer, self._like.dtype, self._like.numel(), self._stored
+        values = [view(memory, dtype=dtype, count=count, offset=at).view(shape) for at in offsets]
+        return values if self._back is None else [self._ordered(value[None])[0] for value in values]
+
 
 class _ArrayColumn(Column):
-    def __init__(self, leaf: ArrayLeaf, memory: Tensor, slots: int) -> None:
-        super().__init__(leaf, memory, slots)
+    def __init__(self, leaf: ArrayLeaf, memory: Tensor, slots: int, pool: Pool) -> None:
+        super().__init__(leaf, memory, slots, pool)
         self.array = self._ordered(np.ndarray((slots, *self._stored), leaf.dtype, memory.numpy()))
         self._like = np.empty(leaf.shape, leaf.dtype)
         self._scalar = leaf.scalar
@@ -143,13 +161,22 @@ class _ArrayColumn(Column):
     def _empty(self, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         return np.empty(shape, self._like.dtype)
 
+    def _pooled(self, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        memory = self._pool.empty((shape[0] * self.nbytes,), torch.uint8)
+        rows: np.ndarray[Any, Any] = np.ndarray(shape, self._like.dtype, memory.numpy())
+        return rows
+
+    def leased(self, memory: Any, offsets: list[int]) -> list[Any]:
+        values: list[Any] = [np.ndarray((1, *self._stored), self._like.dtype, memory, at) for at in offsets]
+        return [self._ordered(value)[0, ...] for value in values]
+
     def values(self, batch: np.ndarray[Any, Any]) -> list[Any]:
         return list(batch) if self._scalar or batch.ndim > 1 else [batch[position, ...] for position in range(len(batch))]
 
 
 class _NumberColumn(Column):
-    def __init__(self, leaf: NumberLeaf, memory: Tensor, slots: int) -> None:
-        super().__init__(leaf, memory, slots)
+    def __init__(self, leaf: NumberLeaf, memory: Tensor, slots: int, pool: Pool) -> None:
+        super().__init__(leaf, memory, slots, pool)
         self.array = memory.view(leaf.dtype)
         self._like = torch.empty((), dtype=leaf.dtype)
         self._memory = memory.numpy().data
@@ -164,12 +191,12 @@ class _NumberColumn(Column):
         return batch.tolist()
 
 
-def _make_column(leaf: Leaf, memory: Tensor, slots: int) -> Column:
+def _make_column(leaf: Leaf, memory: Tensor, slots: int, pool: Pool) -> Column:
     if isinstance(leaf, TensorLeaf):
-        return _TensorColumn(leaf, memory, slots)
+        return _TensorColumn(leaf, memory, slots, pool)
     if isinstance(leaf, ArrayLeaf):
-        return _ArrayColumn(leaf, memory, slots)
-    return _NumberColumn(leaf, memory, slots)
+        return _ArrayColumn(leaf, memory, slots, pool)
+    return _NumberColumn(leaf, memory, slots, pool)
 
 
 # ---------------------------------------------------------------------------------------------------- all columns
@@ -185,14 +212,17 @@ class Columns:
     load: Callable[[int, bool], Any]
 
     def __init__(self, structure: Structure, segment: Segment, slots: int) -> None:
-        self._structure, self._segment = structure, segment
+        self._structure, self._segment, self._slots = structure, segment, slots
         leaves = structure.leaves
         # where each column begins, and how many bytes a row of it has
         self._places = list(zip(column_offsets(structure, slots), (leaf.nbytes for leaf in leaves), strict=False))
+        pool = Pool()
         self._columns = [
-            _make_column(leaf, segment.tensor(offset, slots * nbytes), slots)
+            _make_column(leaf, segment.tensor(offset, slots * nbytes), slots, pool)
             for leaf, (offset, nbytes) in zip(leaves, self._places, strict=True)
         ]
+        self._large = [column.nbytes >= _LARGE and not isinstance(column, _NumberColumn) for column in self._columns]
+        self._private: PrivateViews | None = None
         self.load = structure.maker([column.load for column in self._columns])
 
     def reserve(self, start: int, stop: int) -> bool:
@@ -239,9 +269,42 @@ class Columns:
         for column, item in zip(self._columns, items, strict=True):
             column.gather(slots, item)
 
-    def gathered(self, slots: Tensor) -> list[Any]:
-        """Return the samples in ``slots`` in new memory, an item per column, from which `samples` makes them as they were."""
-        return [column.gathered(slots) for column in self._columns]
+    @property
+    def has_large(self) -> bool:
+        """Whether some values are so large that they are leased rather than copied; see NOTE [ Private views ]."""
+        return any(self._large)
+
+    def private_samples(self, slots: Tensor) -> list[Any]:
+        """Return private copies of the samples in ``slots`` (int64, 1-D): views of a batch in memory that is used again, or of
+        leased memory."""
+        if not self.has_large or (private := self._private_views()) is None:
+            return self._made([column.values(column.gathered(slots)) for column in self._columns], len(slots))
+        numbers = slots.tolist()
+        memory, usable = private.lease(numbers)
+        values = []
+        for column, large, (offset, nbytes) in zip(self._columns, self._large, self._places, strict=True):
+            if large:
+                begin = self._segment.layout.data_at + offset
+                leased = column.leased(memory, [begin + slot * nbytes for slot in numbers])
+                if not all(usable):
+                    pairs = zip(leased, usable, numbers, strict=True)
+                    leased = [value if may else column.load(slot, True) for value, may, slot in pairs]
+                values.append(leased)
+            else:
+                values.append(column.values(column.gathered(slots)))
+        return self._made(values, len(numbers))
+
+    def _private_views(self) -> PrivateViews | None:
+        if self._private is None:
+            at = self._segment.layout.data_at
+            places = zip(self._large, self._places, strict=True)
+            leased = [(at + offset, nbytes) for large, (offset, nbytes) in places if large]
+            try:
+                self._private = PrivateViews(self._segment.fd, self._segment.layout.size, leased, self._slots)
+            except OSError as error:  # no address space
+                logger.debug("no private mapping: %s", error)
+                self._large = [False] * len(self._large)
+        return self._private
 
     def put(self, items: list[Any], row: int, buffers: list[Any]) -> None:
         """Write the bytes of a sample, as its structure encodes them, into a row of a contiguous batch."""
@@ -256,8 +319,10 @@ class Columns:
 
     def samples(self, items: list[Any], count: int) -> list[Any]:
         """Return the ``count`` samples of a batch; their tensors and arrays are views of it."""
-        values = [iter(column.values(item)) for column, item in zip(self._columns, items, strict=True)]
-        make = self._structure.maker([value.__next__ for value in values])
+        return self._made([column.values(item) for column, item in zip(self._columns, items, strict=True)], count)
+
+    def _made(self, values: list[list[Any]], count: int) -> list[Any]:
+        make = self._structure.maker([iter(its).__next__ for its in values])
         return [make() for _ in range(count)]
 
 

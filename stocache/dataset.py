@@ -114,8 +114,8 @@ class CachedDataset(Dataset[Any]):
         self.transform = as_transform(transform)
         self._fingerprint = fingerprint
         self._len = length
-        self._source = dataset  # where samples are loaded; `dataset` has the attributes, and may be a view of it
         self._rows: np.ndarray[Any, Any] | None = None  # of a view: the samples it has
+        self._whole: Any = None  # of a view: the dataset that they are loaded from
         self._ways: dict[type, Combine | None] = {}  # how the dataset puts several samples together, by type of index
         self._form: BatchForm | None = None  # of batches that are to be read later; see reading_later
         self._copy = copy or transform is not None
@@ -235,6 +235,10 @@ class CachedDataset(Dataset[Any]):
     def _in_cache(self, indices: list[int]) -> Any:
         return indices if self._rows is None else self._rows[indices]
 
+    @property
+    def _source(self) -> Any:
+        return self.dataset if self._whole is None else self._whole
+
     def _load(self, idx: int) -> Any:
         return self._source[idx] if self._blockwise is None else self._blockwise.load([idx])[0]
 
@@ -292,7 +296,8 @@ class CachedDataset(Dataset[Any]):
         """Return this cached dataset with some of its samples; ``dataset`` is what has their attributes."""
         view = copy.copy(self)
         own = rows if self._rows is None else self._rows[rows]
-        vars(view).update(dataset=dataset, _rows=own, _len=len(rows), _ways={}, _epochs=Epochs(len(rows), self.cache))
+        epochs = Epochs(len(rows), self.cache)
+        vars(view).update(dataset=dataset, _rows=own, _whole=self._source, _len=len(rows), _ways={}, _epochs=epochs)
         return view
 
     # ------------------------------------------------------------------------------------------------ filling ahead

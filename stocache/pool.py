@@ -33,15 +33,16 @@ class Pool:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < _SMALL:
             return torch.empty(shape, dtype=dtype)
+        size = 1 << (nbytes - 1).bit_length()  # few sizes, whatever the batches; what is not touched takes no memory
         for memory in self._loans.returned():
             self._spare.setdefault(len(memory), deque(maxlen=_SPARE)).append(memory)
         try:
-            memory = self._spare[nbytes].pop()
+            memory = self._spare[size].pop()
         except LookupError:
-            memory = _new(nbytes)
+            memory = _new(size)
         owner = np.frombuffer(memory, np.uint8)
         self._loans.lend(memory, owner)
-        return torch.frombuffer(owner.data, dtype=dtype).view(shape)
+        return torch.frombuffer(owner.data[:nbytes], dtype=dtype).view(shape)
 
 
 def _new(nbytes: int) -> mmap.mmap:

@@ -37,8 +37,6 @@ logger = logging.getLogger("stocache")
 _Self = TypeVar("_Self", bound="SampleCache")
 _Indices = np.ndarray[Any, np.dtype[np.int64]]
 
-_GATHER_FROM = 16  # samples; fewer are faster one by one (measured)
-
 MISSING: Any = object()
 """What `SampleCache.hit` returns instead of a sample, which may be None."""
 
@@ -57,6 +55,9 @@ class SampleCache:
 
     _RELEASED: ClassVar[tuple[str, ...]] = ("_segment", "_states", "_aux")
     """Attributes that hold memory: what close() lets go."""
+
+    _gathers_from: int = 16
+    """Samples of a batch that are read together; fewer are faster one by one (measured)."""
 
     revises: bool = False
     """Whether a sample that was not kept when it was set may be kept when it is set again."""
@@ -268,7 +269,7 @@ class SampleCache:
         index = check_indices(indices, self._dataset_len, "get_or_load_many")
         hit = (self._aux.numpy()[index] == SET).tolist()
         there = index[hit]
-        if copy and len(there) >= _GATHER_FROM:
+        if copy and len(there) >= self._gathers_from:
             found = iter(self._load_many(there))
         else:
             found = (self._load(self._slot(idx), copy) for idx in there.tolist())

@@ -54,8 +54,8 @@ class RaggedCache(SampleCache):
         sample = cache.get_or_load(idx, load)       # or get_slot and set_slot, as with SharedCache
 
     A sample is any tree of dicts, lists, tuples, namedtuples, dataclasses, sets, deques and other mappings, with tensors (and
-    their subclasses: MetaTensors, tv_tensors), numpy arrays, Python numbers, str, bytes, None, enum members, paths, dates, times,
-    Decimals, Fractions, ranges, slices and PIL images in it; each sample may differ from the others. It comes back equal in
+    their subclasses: MetaTensors, tv_tensors), numpy arrays, Python numbers, str, bytes, None, enum members, paths, dates,
+    times, Decimals, Fractions, ranges, slices and PIL images in it; each may differ from the others. It comes back equal in
     type, structure, dtype, shape, strides (of what is dense) and value. Nothing is pickled unless allowed.
 
     Samples are kept in the order in which they come until the limit is reached, and then stay: under shuffling a random share.

@@ -12,7 +12,7 @@ PACKAGE = Path(stocache.__file__).parent
 FLOORS = [
     {"errors", "limits", "placement", "kinds", "containers", "structure", "stats", "indices", "compression", "records"}
     | {"readers"}
-    | {"packing", "randomness", "forks", "loans", "pinned", "pool", "checksums", "columnar", "rows", "remote"}
+    | {"packing", "randomness", "forks", "loans", "pinned", "pool", "private", "checksums", "columnar", "rows", "remote"}
     | {"transforms", "indexing", "huggingface", "children", "probing"}
     | {"textfiles", "lines", "engines", "parsing", "schema", "ranks", "permutation"},
     {"layout", "directory", "segment", "named"},
@@ -72,7 +72,14 @@ WITHIN |= {
 }
 WITHIN |= {("schema", "lines"), ("schema", "parsing"), ("schema", "engines"), ("windows", "buffers")}
 WITHIN |= {("stream", below) for below in ("buffers", "windows", "collation", "epochs", "loader")}
-WITHIN |= {("pool", "loans"), ("gathering", "cache"), ("loader", "dataset"), ("loader", "orders"), ("loader", "collation")}
+WITHIN |= {
+    ("pool", "loans"),
+    ("private", "loans"),
+    ("gathering", "cache"),
+    ("loader", "dataset"),
+    ("loader", "orders"),
+    ("loader", "collation"),
+}
 WITHIN |= {("orders", "dataset"), ("reading", "collation"), ("reading", "loader")}
 WITHIN |= {("__main__", "cli"), ("cli", "bench"), ("cli", "listing"), ("cli", "doctor"), ("cli", "top")}
 WITHIN |= {("doctor", "listing"), ("top", "listing"), ("cli", "sources"), ("sources", "bench")}
