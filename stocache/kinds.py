@@ -201,7 +201,7 @@ def _read_zone(zone: list[Any]) -> tzinfo | None:
         return None
     if isinstance(zone[0], str):
         return ZoneInfo(zone[0])
-    return timezone(timedelta(*zone[0]), *zone[1:]) if any(zone[0]) or len(zone) > 1 else timezone.utc
+    return timezone(timedelta(*zone[0]), *zone[1:])
 
 
 def _dtype(name: str) -> torch.dtype:

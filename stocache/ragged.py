@@ -55,8 +55,8 @@ class RaggedCache(SampleCache):
 
     A sample is any tree of dicts, lists, tuples, namedtuples, dataclasses, sets, deques and other mappings, with tensors (and
     their subclasses: MetaTensors, tv_tensors), numpy arrays, Python numbers, str, bytes, None, enum members, paths, dates,
-    times, Decimals, Fractions, ranges, slices and PIL images in it; each may differ from the others. It comes back equal in
-    type, structure, dtype, shape, strides (of what is dense) and value. Nothing is pickled unless allowed.
+    times, Decimals, Fractions, ranges, slices and PIL images in it; each sample may differ from the others. It comes back equal
+    in type, structure, dtype, shape, strides (of what is dense) and value. Nothing is pickled unless allowed.
 
     Samples are kept in the order in which they come until the limit is reached, and then stay: under shuffling a random share.
 

@@ -439,8 +439,8 @@ def _flatten(node: Node, sample: Any, take: Callable[[Leaf, Any], None]) -> None
     if parted is None or parted[0].cls is not wanted.cls:
         raise Unfit(f"is {a(sample)}, the cache holds {node}")
     container, parts = parted
-    if container != wanted:
-        if container.cls is not dict or set(container.keys) != set(wanted.keys):
+    if container != wanted or not _keys_alike(container, wanted):
+        if container.cls is not dict or not _keys_alike(container, wanted):
             raise Unfit(f"has {_contents(container)}, the cache holds {_contents(wanted)}")
         parts = [sample[key] for key in wanted.keys]
     for key, child, part in zip(wanted.keys, node.children, parts, strict=True):
@@ -448,6 +448,14 @@ def _flatten(node: Node, sample: Any, take: Callable[[Leaf, Any], None]) -> None
             _flatten(child, part, take)
         except Unfit as error:
             raise error.within(wanted, key) from error.__cause__
+
+
+def _keys_alike(container: Container, wanted: Container) -> bool:
+    """Whether two containers have the same keys, in any order: a member of a str-Enum equals a str, and 1 equals True."""
+    if container.kind in ("list", "tuple"):
+        return len(container.keys) == len(wanted.keys)
+    own, others = ({key: type(key) for key in keys} for keys in (container.keys, wanted.keys))
+    return own == others
 
 
 def _contents(container: Container) -> str:

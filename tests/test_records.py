@@ -450,7 +450,7 @@ def test_a_memmap_comes_back_as_an_array(tmp_path):
         ),
         (torch.nn.Parameter(torch.zeros(2)), "value is a Parameter"),
         ({frozenset(): 1}, r"value has a key, frozenset\(\), that is not a str, number, enum member or tuple of such"),
-        ({"x": {np.str_("a"): 1}}, r'sample\["x"\] has a key, np.str_\(\'a\'\), that is not a str'),
+        ({"x": {np.str_("a"): 1}}, r'sample\["x"\] has a key, .*a.*, that is not a str'),
         (collections.defaultdict(lambda: 0, a=1), "a defaultdict, which has no bytes of its own"),
     ],
 )
@@ -520,13 +520,15 @@ def equal_arrays(a, b):
     return type(a) is type(b) and a.dtype == b.dtype and a.tolist() == b.tolist()
 
 
+STRING = getattr(getattr(np, "dtypes", None), "StringDType", lambda: object)()  # numpy 2 has one
+
 PICKLED = [
     (torch.eye(3).to_sparse(), equal_dense),
     (np.ma.array([1, 2], mask=[0, 1]), equal_arrays),
     (np.array([None, "x"]), equal_arrays),
     (np.array([(1, None)], dtype=[("a", "i4"), ("b", "O")]), equal_arrays),
     (np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]), equal_arrays),
-    (np.array(["a"], dtype=np.dtypes.StringDType()) if hasattr(np.dtypes, "StringDType") else np.array([""]), equal_arrays),
+    (np.array(["a"], dtype=STRING), equal_arrays),
     (torch.nn.Parameter(torch.ones(2), requires_grad=False), lambda a, b: type(a) is type(b) and torch.equal(a, b)),
     ({frozenset({1}): 1, np.str_("a"): 2, 3: [4]}, same_repr),
     (local([1, "x"]), lambda a, b: a == b),

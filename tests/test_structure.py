@@ -1,5 +1,6 @@
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, is_dataclass
+from enum import Enum
 
 import numpy as np
 import pytest
@@ -11,6 +12,10 @@ from stocache import SampleError, Structure
 from stocache.structure import check_dtype
 
 Point = namedtuple("Point", "x y")
+
+
+class Key(str, Enum):
+    A = "a"
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,9 @@ def test_dict_entries_may_come_in_another_order():
         ((1, 2), (1, 2, 3), r"has the entries \[0, 1, 2\]"),
         ((1, 2), [1, 2], "value is a list, the cache holds tuple"),
         (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1), r"has the entries \['b', 'a'\]"),
+        ({Key.A: 1}, {"a": 1}, r"has the entries \['a'\]"),
+        ({1: 1}, {True: 1}, r"has the entries \[True\], the cache holds the entries \[1\]"),
+        ({1: 1, 2: 2}, {2: 2, True: 1}, r"has the entries \[2, True\], the cache holds the entries \[1, 2\]"),
         (Point(1, 2), (1, 2), "value is a tuple, the cache holds Point"),
         ({"a": [1, 2.0]}, {"a": [1, 2]}, r'sample\["a"\]\[1\] is 2, a int; the cache holds float\.$'),
         ({"a": None}, {"a": 1}, r'sample\["a"\] is a int, the cache holds NoneType'),
