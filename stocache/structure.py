@@ -439,8 +439,9 @@ def _flatten(node: Node, sample: Any, take: Callable[[Leaf, Any], None]) -> None
     if parted is None or parted[0].cls is not wanted.cls:
         raise Unfit(f"is {a(sample)}, the cache holds {node}")
     container, parts = parted
-    if container != wanted or not _keys_alike(container, wanted):
-        if container.cls is not dict or not _keys_alike(container, wanted):
+    alike = _keys_alike(container, wanted)
+    if container != wanted or not alike:
+        if container.cls is not dict or not alike:
             raise Unfit(f"has {_contents(container)}, the cache holds {_contents(wanted)}")
         parts = [sample[key] for key in wanted.keys]
     for key, child, part in zip(wanted.keys, node.children, parts, strict=True):
