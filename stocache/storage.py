@@ -162,8 +162,8 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
     """A folder of blocks, each a file of samples: for datasets larger than memory.
 
     A sample is read by itself, without its block; one after another from the same block has the rest of it read ahead. Each is
-    checked against its checksum. Samples are those of a `RaggedCache`: tensors, arrays, numbers, str, enum members, dates, paths
-    and so on in any containers. They come back equal; nothing is pickled unless allowed, and no module is imported then either.
+    checked against its checksum. Samples are those of a `RaggedCache`: tensors, arrays, numbers, str, enum members, dates and
+    so on in any containers. They come back equal; nothing is pickled unless allowed, and no module is imported then either.
 
     Args:
         base_folder: the folder.
