@@ -1,0 +1,102 @@
+"""Describes any value by plain tuples, which are equal when the values are: types, dtypes, shapes, strides and bytes."""
+
+import enum
+import functools
+import hashlib
+import io
+import struct
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def describe(value: Any, _above: tuple[int, ...] = ()) -> Any:
+    """Return what ``value`` is, in tuples, str and numbers.
+
+    A value of an unknown class is told by its attributes or by what it pickles; an open file by its position; what has neither
+    (a lock, a handle of a library) by its class alone.
+    """
+    cls = type(value)
+    name = f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.").replace("__mp_main__.", "__main__.")
+    if id(value) in _above:
+        return name, "itself", len(_above) - _above.index(id(value))
+    if cls in (bool, int, str, type(None)):
+        return name, value
+    if cls in (float, complex):
+        return name, struct.pack("2d", value.real, value.imag)
+    if cls in (bytes, bytearray):
+        return name, len(value), _digest(value)
+    if isinstance(value, enum.Enum):
+        return name, value.name
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | types.ModuleType):
+        return name, getattr(value, "__qualname__", value.__name__)
+    if isinstance(value, io.IOBase):
+        return name, "closed" if value.closed else value.tell() if value.seekable() else "open"
+
+    def inner(part: Any) -> Any:
+        return describe(part, (*_above, id(value)))
+
+    if isinstance(value, types.MethodType):
+        return name, value.__name__, inner(value.__self__)
+    if isinstance(value, functools.partial):
+        return name, inner(value.func), inner(value.args), inner(value.keywords)
+    if isinstance(value, Tensor):
+        return name, *_tensor(value), inner(getattr(value, "__dict__", {}))
+    if isinstance(value, np.ndarray | np.generic):
+        data = inner(value.tolist()) if value.dtype.hasobject else _digest(value.tobytes())
+        return name, value.dtype.str, value.shape, value.strides, data
+    if isinstance(value, dict):
+        own = getattr(value, "__dict__", {})
+        return name, tuple((inner(key), inner(part)) for key, part in value.items()), inner(own) if own else None
+    if isinstance(value, list | tuple):
+        return name, tuple(map(inner, value))
+    if isinstance(value, set | frozenset):
+        return name, tuple(sorted(map(inner, value), key=repr))
+    if isinstance(value, Mapping):
+        return name, tuple((inner(key), inner(part)) for key, part in value.items())
+    if name.startswith("PIL.") and hasattr(value, "tobytes"):
+        return name, value.mode, value.size, _digest(value.tobytes())
+    if hasattr(value, "__dict__"):
+        return name, inner(vars(value))
+    return name, _state(value, inner)
+
+
+def _state(value: Any, inner: Any) -> Any:
+    """Return what a value pickles; None where it does not."""
+    try:
+        reduced = value.__reduce_ex__(4)
+    except Exception:  # whatever a class raises that cannot be pickled
+        return None
+    return reduced if isinstance(reduced, str) else tuple(inner(list(part) if _is_iterator(part) else part) for part in reduced)
+
+
+def _is_iterator(part: Any) -> bool:
+    return hasattr(part, "__next__")
+
+
+def _tensor(value: Tensor) -> tuple[Any, ...]:
+    plain = value.detach().as_subclass(Tensor)
+    if plain.layout != torch.strided:
+        return str(plain.layout), str(plain.dtype), tuple(plain.shape), describe(plain.to_dense())
+    data = plain.cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return str(plain.dtype), tuple(plain.shape), plain.stride(), str(plain.device), value.requires_grad, _digest(data)
+
+
+def _digest(data: Any) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def difference(one: Any, other: Any, where: str = "") -> str | None:
+    """Return where two descriptions differ first, and how; None when they are equal."""
+    if type(one) is tuple and type(other) is tuple and len(one) == len(other):
+        for place, (mine, others) in enumerate(zip(one, other, strict=True)):
+            found = difference(mine, others, f"{where}.{place}")
+            if found is not None:
+                label = one[0][1] if place == 1 and type(one[0]) is tuple and len(one[0]) == 2 else None
+                return f"in {label!r}: {found}" if isinstance(label, str | int) else found
+        return None
+    return None if one == other and type(one) is type(other) else f"{where}: {one!r:.200} is not {other!r:.200}"

@@ -1,0 +1,94 @@
+"""Lightning: a small classifier on two processes of DDP, each of which finds the cache by its name."""
+
+import os
+import time
+
+import lightning
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from tests.programs.running import run
+
+COUNT = 64
+
+
+class Digits(Dataset):
+    """Pictures of 8x8, made when they are asked for."""
+
+    def __init__(self, first, count):
+        self.first, self.count = first, count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, idx):
+        time.sleep(0.001)
+        generator = torch.Generator().manual_seed(self.first + idx)
+        label = (self.first + idx) % 10
+        return torch.rand(1, 8, 8, generator=generator) + label / 10, label
+
+
+class Classifier(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.ReLU(), torch.nn.Linear(16, 10))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = torch.nn.functional.cross_entropy(self.net(x), y)
+        self.log("train_loss", loss, on_epoch=True, sync_dist=True)
+        self.seen.append((y.tolist(), loss.item()))
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", torch.nn.functional.cross_entropy(self.net(x), y), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class Data(lightning.LightningDataModule):
+    def __init__(self, wrap, num_workers, name):
+        super().__init__()
+        self.wrap, self.num_workers, self.name = wrap, num_workers, name
+
+    def setup(self, stage):
+        self.train = self.wrap(Digits(0, COUNT), name=f"{self.name}-train", fingerprint="v1")
+        self.val = self.wrap(Digits(1000, COUNT // 4), name=f"{self.name}-val", fingerprint="v1")
+
+    def train_dataloader(self):
+        return DataLoader(self.train, batch_size=8, shuffle=True, num_workers=self.num_workers)
+
+    def val_dataloader(self):
+        return DataLoader(self.val, batch_size=8, num_workers=self.num_workers)
+
+
+def main(wrap, folder, strategy="ddp", num_workers=0, name="digits", devices=2):
+    """Train for three epochs; return the rank's losses, the logged metrics and the weights."""
+    lightning.seed_everything(0, verbose=False)
+    model = Classifier()
+    trainer = lightning.Trainer(
+        max_epochs=3,
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    if strategy == "ddp":
+        trainer.fit(model, datamodule=Data(wrap, num_workers, name))
+    else:  # forked: the loaders are made here, and their caches go with the processes
+        data = Data(wrap, num_workers, name)
+        data.setup("fit")
+        trainer.fit(model, data.train_dataloader(), data.val_dataloader())
+    metrics = {key: value.cpu() for key, value in trainer.callback_metrics.items()}
+    return os.environ.get("LOCAL_RANK", "0"), model.seen, metrics, dict(model.state_dict())
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,66 @@
+"""MONAI: volumes and masks from .npy and .nii files, as dicts of MetaTensors, through its transforms and collate functions."""
+
+import monai
+import nibabel
+import numpy as np
+import torch
+from monai.data import DataLoader, Dataset, decollate_batch, list_data_collate
+from monai.transforms import Compose, EnsureChannelFirstd, LoadImaged, RandFlipd, RandGaussianNoised, ScaleIntensityd
+
+from tests.programs.running import run
+
+COUNT = 24
+
+
+def make(folder, suffix):
+    rng = np.random.default_rng(0)
+    for number in range(COUNT):
+        image = rng.random((8, 8, 6)).astype(np.float32)
+        for name, volume in {"img": image, "seg": (image > 0.5).astype(np.uint8)}.items():
+            path = folder / f"{name}{number:02d}{suffix}"
+            if suffix == ".npy":
+                np.save(path, volume)
+            else:
+                nibabel.save(nibabel.Nifti1Image(volume, np.diag([1.0, 1.0, 2.5, 1.0])), path)
+
+
+def main(wrap, folder, suffix=".npy", num_workers=0, start_method="fork", augment=False):
+    """Collect the batches of three epochs, and take the last ones apart again."""
+    monai.utils.set_determinism(seed=0)
+    if not list(folder.glob(f"*{suffix}")):
+        make(folder, suffix)
+    images, segs = sorted(folder.glob(f"img*{suffix}")), sorted(folder.glob(f"seg*{suffix}"))
+    files = [{"img": str(img), "seg": str(seg)} for img, seg in zip(images, segs, strict=True)]
+    transforms = Compose(
+        [
+            LoadImaged(keys=["img", "seg"]),
+            EnsureChannelFirstd(keys=["img", "seg"], channel_dim="no_channel"),
+            ScaleIntensityd(keys="img"),
+        ]
+    )
+    dataset = Dataset(data=files, transform=transforms)
+    if augment:
+        random = Compose([RandFlipd(keys=["img", "seg"], prob=0.5, spatial_axis=0), RandGaussianNoised(keys="img", prob=0.5)])
+        random.set_random_state(seed=0)
+        dataset = wrap(dataset, transform=random)
+    else:
+        dataset = wrap(dataset)
+    loader = DataLoader(
+        dataset,
+        batch_size=4,
+        shuffle=True,
+        num_workers=num_workers,
+        collate_fn=list_data_collate,
+        pin_memory=torch.cuda.is_available(),
+        multiprocessing_context=start_method if num_workers else None,
+        persistent_workers=num_workers > 0,
+    )
+    results = []
+    for _epoch in range(3):
+        for batch in loader:
+            results.append((batch["img"], batch["seg"], batch["img"].meta, decollate_batch(batch)))
+    return results
+
+
+if __name__ == "__main__":
+    run(main)

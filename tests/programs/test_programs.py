@@ -1,0 +1,177 @@
+"""Programs as people write them give the same, bit for bit, with the one line and without.
+
+Each runs twice, in processes of its own: plain, and cached. All batches of three epochs, or the losses and weights of a
+training, are compared: types, dtypes, shapes, strides and bytes.
+"""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmark.describe import difference
+from stocache import DatasetError
+from tests.programs import timm_loader
+from tests.programs.running import WARNED
+
+ROOT = Path(__file__).parents[2]
+PHOTOS = ROOT.parent / "shared" / "data" / "photos"
+
+# What CachedDataset cannot do yet. Take a line away to run the tests that need it; STOCACHE_TEST_PENDING=1 runs all.
+PENDING = {
+    "MetaTensor samples": "enums as values and as keys of dicts",
+    "enums in samples": "kept as what they are",
+    "strides of samples": "an image that was permuted comes back contiguous",
+    "probes in a child process": "no file is opened in the parent",
+    "transform={...}": "a transform for one part of a sample",
+    "example=": "a sample instead of probes",
+    "probe=0": "nothing is loaded ahead",
+    "refusal of cached.transform = ...": "where the dataset has a transform of its own",
+}
+
+
+def needs(*features):
+    """Skip a test while one of the features is pending."""
+    missing = [f"{feature} ({PENDING[feature]})" for feature in features if feature in PENDING]
+    skipped = bool(missing) and "STOCACHE_TEST_PENDING" not in os.environ
+    return pytest.mark.skipif(skipped, reason=f"needs {', '.join(missing)}")
+
+
+def case(program, /, *features, slow=False, **options):
+    marks = [needs(*features), *([pytest.mark.slow] if slow else [])]
+    name = "-".join([program, *(str(value) for value in options.values())])
+    return pytest.param(program, options, id=name.replace(" ", "_"), marks=marks)
+
+
+def execute(program, way, folder, options, timeout_s=60):
+    """Run a program, and return what each of its ranks has written down, and its stderr."""
+    out = folder / f"{way}.pickle"
+    (folder / "data").mkdir(exist_ok=True)
+    command = [sys.executable, "-m", f"tests.programs.{program}", way, "data", json.dumps(options), str(out)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONHASHSEED": "0",  # MONAI walks over sets of str
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "huggingface"),
+        "TOKENIZERS_PARALLELISM": "false",
+        "STOCACHE_TEST_PHOTOS": str(PHOTOS),
+    }
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _, told = process.communicate(timeout=timeout_s)  # until all of its processes have closed it
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        _, told = process.communicate()
+        code = f"hang: not over after {timeout_s} s"
+    assert code == 0, f"{program}, {way}: {code}\n{told[-4000:]}"
+    return [pickle.loads(path.read_bytes()) for path in sorted(folder.glob(f"{out.name}*"))], told
+
+
+def compare(program, options, folder):
+    """Run a program without and with the one line; demand the same results, and that there was a cache."""
+    plain, _ = execute(program, "plain", folder, options)
+    cached, told = execute(program, "cached", folder, options)
+    assert len(plain) == len(cached)
+    for without, rank in zip(plain, cached, strict=True):
+        assert difference(without["results"], rank["results"]) is None
+        assert rank["stats"]
+        for stats in rank["stats"]:
+            assert stats["hits"] > stats["misses"]  # of three epochs, two come from the cache
+            assert (stats["misfits"], stats["refused"]) == (0, 0)
+        assert rank["changes"] == [None] * len(rank["changes"])
+    assert WARNED not in told
+    return cached
+
+
+LAZY = "probes in a child process"
+
+
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        *(
+            case("lazy_files", LAZY, slow=True, kind=kind)
+            for kind in ("h5py", "lmdb", "zip", "tar", "raw", "memmap", "memmap rows", "sqlite")
+        ),
+        case("lazy_files", LAZY, slow=True, kind="h5py", start_method="spawn", workers=[2]),
+        case("lazy_files", LAZY, slow=True, kind="lmdb", start_method="forkserver", workers=[2]),
+        case("lazy_files", LAZY, splits=True),
+        case("lazy_files", LAZY, slow=True, splits=True, start_method="spawn"),
+        *(case("monai_dicts", "MetaTensor samples", slow=True, num_workers=workers) for workers in (0, 2)),
+        case("monai_dicts", "MetaTensor samples", slow=True, suffix=".nii", num_workers=2),
+        case("monai_dicts", "MetaTensor samples", slow=True, augment=True, num_workers=2),
+        case("monai_dicts", "MetaTensor samples", slow=True, num_workers=2, start_method="spawn"),
+        *(case("hf_trainer", slow=True, num_workers=workers) for workers in (0, 2)),
+        case("hf_trainer", slow=True, padding="max", with_format="torch"),
+        case("hf_trainer", slow=True, trained=False, padding="max", num_workers=2),
+        case("accelerate_loop", num_workers=0),
+        case("accelerate_loop", slow=True, num_workers=2),
+        case("accelerate_loop", slow=True, seedable=True),
+        case("accelerate_loop", slow=True, num_workers=2, start_method="spawn"),
+        case("accelerate_loop", slow=True, num_workers=2, ring=True),
+        *(case("timm_loader", num_workers=workers) for workers in (0, 2)),
+        case("timm_loader", "transform={...}", num_workers=2, by_part=True),  # needs transform={...}
+        case(
+            "timm_loader", "transform={...}", slow=True, num_workers=2, by_part=True, start_method="spawn"
+        ),  # needs transform={...}
+        *(case("detection", "enums in samples", num_workers=workers) for workers in (0, 2)),
+        case("detection", "enums in samples", num_workers=2, flip=True),
+        case("detection", "enums in samples", "strides of samples", num_workers=0, permuted=True),
+        case("detection", "enums in samples", slow=True, num_workers=2, start_method="spawn"),
+        case("worker_init", "example=", example=True),  # needs example=
+        case("worker_init", "example=", slow=True, example=True, start_method="spawn"),  # needs example=
+        case("worker_init", "probe=0", probe=0),  # needs probe=0
+    ],
+)
+def test_the_one_line_changes_nothing(program, options, tmp_path):
+    compare(program, options, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PHOTOS.is_dir(), reason="no photographs here")
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        *(case("vision", num_workers=workers) for workers in (0, 2)),
+        case("vision", num_workers=2, start_method="spawn"),
+        case("vision", "transform={...}", num_workers=2, by_part=True),  # needs transform={...}
+    ],
+)
+def test_photographs_are_augmented_as_before(program, options, tmp_path):
+    compare(program, options, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "num_workers"), [("ddp", 0), ("ddp", 2), ("ddp_fork", 2)])
+def test_lightning_trains_on_two_processes_that_share_a_cache(strategy, num_workers, tmp_path):
+    name = f"programs-{os.getpid()}"
+    ranks = compare("lightning_ddp", {"strategy": strategy, "num_workers": num_workers, "name": name}, tmp_path)
+    assert len(ranks) == (2 if strategy == "ddp" else 1)
+    for train, _ in (rank["stats"] for rank in ranks):
+        assert train["misses"] <= train["dataset_len"]  # by both together
+
+
+# needs the refusal of an assignment to .transform
+@needs("refusal of cached.transform = ...")
+def test_create_loader_over_a_cache_is_told_what_to_do(tmp_path):
+    with pytest.raises(DatasetError, match="transform") as caught:
+        timm_loader.misuse(tmp_path)
+    assert "before" in str(caught.value)  # set it on the dataset before wrapping
+    assert "transform=" in str(caught.value)  # or give it to the cache
