@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 
-def describe(value: Any, _above: tuple[int, ...] = ()) -> Any:
+def describe(value: Any, strides: bool = True, _above: tuple[int, ...] = ()) -> Any:
     """Return what ``value`` is, in tuples, str and numbers.
 
     A value of an unknown class is told by its attributes or by what it pickles; an open file by its position; what has neither
-    (a lock, a handle of a library) by its class alone.
+    (a lock, a handle of a library) by its class alone. Without ``strides`` they make no difference.
     """
     cls = type(value)
     name = f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.").replace("__mp_main__.", "__main__.")
@@ -38,17 +38,17 @@ def describe(value: Any, _above: tuple[int, ...] = ()) -> Any:
         return name, "closed" if value.closed else value.tell() if value.seekable() else "open"
 
     def inner(part: Any) -> Any:
-        return describe(part, (*_above, id(value)))
+        return describe(part, strides, (*_above, id(value)))
 
     if isinstance(value, types.MethodType):
         return name, value.__name__, inner(value.__self__)
     if isinstance(value, functools.partial):
         return name, inner(value.func), inner(value.args), inner(value.keywords)
     if isinstance(value, Tensor):
-        return name, *_tensor(value), inner(getattr(value, "__dict__", {}))
+        return name, *_tensor(value, strides), inner(getattr(value, "__dict__", {}))
     if isinstance(value, np.ndarray | np.generic):
         data = inner(value.tolist()) if value.dtype.hasobject else _digest(value.tobytes())
-        return name, value.dtype.str, value.shape, value.strides, data
+        return name, value.dtype.str, value.shape, value.strides if strides else None, data
     if isinstance(value, dict):
         own = getattr(value, "__dict__", {})
         return name, tuple((inner(key), inner(part)) for key, part in value.items()), inner(own) if own else None
@@ -78,12 +78,14 @@ def _is_iterator(part: Any) -> bool:
     return hasattr(part, "__next__")
 
 
-def _tensor(value: Tensor) -> tuple[Any, ...]:
+def _tensor(value: Tensor, strides: bool) -> tuple[Any, ...]:
     plain = value.detach().as_subclass(Tensor)
     if plain.layout != torch.strided:
-        return str(plain.layout), str(plain.dtype), tuple(plain.shape), describe(plain.to_dense())
-    data = plain.cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return str(plain.dtype), tuple(plain.shape), plain.stride(), str(plain.device), value.requires_grad, _digest(data)
+        return str(plain.layout), str(plain.dtype), tuple(plain.shape), describe(plain.to_dense(), strides)
+    flat = torch.empty(plain.numel(), dtype=plain.dtype).copy_(plain.reshape(-1))  # a single element may have any stride
+    data = flat.view(torch.uint8).numpy().tobytes()
+    steps = plain.stride() if strides else None
+    return str(plain.dtype), tuple(plain.shape), steps, str(plain.device), value.requires_grad, _digest(data)
 
 
 def _digest(data: Any) -> str:

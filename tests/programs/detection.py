@@ -121,18 +121,18 @@ def random_flip(sample):
     return img, target
 
 
-def make(root):
+def make(root, count=30):
     rng = np.random.default_rng(0)
     for name in ("PNGImages", "PedMasks"):
         (root / name).mkdir(parents=True)
-    for number in range(30):
+    for number in range(count):
         height, width = 20 + number % 7, 24 + number % 5
         mask = np.zeros((height, width), dtype=np.uint8)
         for person in range(number % 4):
             mask[3 + person : 15, 6 * person : 6 * person + 4] = person + 1
         image = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        PILImage.fromarray(image).save(root / "PNGImages" / f"{number:03d}.png")
-        PILImage.fromarray(mask).save(root / "PedMasks" / f"{number:03d}_mask.png")
+        PILImage.fromarray(image).save(root / "PNGImages" / f"{number:05d}.png")
+        PILImage.fromarray(mask).save(root / "PedMasks" / f"{number:05d}_mask.png")
 
 
 def collate_fn(batch):

@@ -44,10 +44,10 @@ class H5Dataset(Dataset):
         return torch.from_numpy(self.f["images"][idx]), int(self.f["labels"][idx])
 
     @staticmethod
-    def make(path):
+    def make(path, count=COUNT):
         with h5py.File(path, "w") as f:
-            f.create_dataset("images", data=np.stack([picture(idx) for idx in range(COUNT)]), chunks=(8, 16, 16, 3))
-            f.create_dataset("labels", data=np.arange(COUNT) % 10)
+            f.create_dataset("images", data=np.stack([picture(idx) for idx in range(count)]), chunks=(8, 16, 16, 3))
+            f.create_dataset("labels", data=np.arange(count) % 10)
 
 
 class LMDBDataset(Dataset):
@@ -73,9 +73,9 @@ class LMDBDataset(Dataset):
         return torch.from_numpy(np.array(image)).permute(2, 0, 1), index % 10
 
     @staticmethod
-    def make(path):
-        keys = [f"{idx:08d}".encode() for idx in range(COUNT)]
-        with lmdb.open(str(path), subdir=False, map_size=1 << 24) as env, env.begin(write=True) as txn:
+    def make(path, count=COUNT):
+        keys = [f"{idx:08d}".encode() for idx in range(count)]
+        with lmdb.open(str(path), subdir=False, map_size=1 << 27) as env, env.begin(write=True) as txn:
             for idx, key in enumerate(keys):
                 txn.put(key, png(idx))
             txn.put(b"__keys__", pickle.dumps(keys))
@@ -107,9 +107,9 @@ class ZipDataset(Dataset):
         return np.asarray(image).transpose(2, 0, 1).copy(), idx
 
     @staticmethod
-    def make(path):
+    def make(path, count=COUNT):
         with zipfile.ZipFile(path, "w") as archive:
-            for idx in range(COUNT):
+            for idx in range(count):
                 archive.writestr(f"{idx:04d}.png", png(idx))
 
 
@@ -134,9 +134,9 @@ class TarDataset(Dataset):
         return torch.from_numpy(np.array(image)), self.samples[index]
 
     @staticmethod
-    def make(path):
+    def make(path, count=COUNT):
         with tarfile.open(path, "w") as tar:
-            for idx in range(COUNT):
+            for idx in range(count):
                 info = tarfile.TarInfo(f"{idx:04d}.png")
                 info.size = len(data := png(idx))
                 tar.addfile(info, BytesIO(data))
@@ -163,8 +163,8 @@ class RecordDataset(Dataset):
         return torch.frombuffer(bytearray(record), dtype=torch.uint8).view(16, 16, 3).float() / 255
 
     @staticmethod
-    def make(path):
-        path.write_bytes(b"".join(picture(idx).tobytes() for idx in range(COUNT)))
+    def make(path, count=COUNT):
+        path.write_bytes(b"".join(picture(idx).tobytes() for idx in range(count)))
 
 
 class MemmapDataset(Dataset):
@@ -182,8 +182,8 @@ class MemmapDataset(Dataset):
         return torch.from_numpy(self.data[idx].astype(np.float32)), idx
 
     @staticmethod
-    def make(path):
-        np.save(path, np.stack([picture(idx) for idx in range(COUNT)]))
+    def make(path, count=COUNT):
+        np.save(path, np.stack([picture(idx) for idx in range(count)]))
 
 
 class MemmapRows(MemmapDataset):
@@ -214,10 +214,10 @@ class SQLiteDataset(Dataset):
         return {"image": torch.frombuffer(bytearray(image), dtype=torch.uint8), "label": label, "name": name}
 
     @staticmethod
-    def make(path):
+    def make(path, count=COUNT):
         conn = sqlite3.connect(path)
         conn.execute("CREATE TABLE samples (id INTEGER PRIMARY KEY, image BLOB, label INTEGER, name TEXT)")
-        rows = [(idx, picture(idx).tobytes(), idx % 10, "name" * (idx % 5)) for idx in range(COUNT)]
+        rows = [(idx, picture(idx).tobytes(), idx % 10, "name" * (idx % 5)) for idx in range(count)]
         conn.executemany("INSERT INTO samples VALUES (?, ?, ?, ?)", rows)
         conn.commit()
         conn.close()

@@ -12,23 +12,21 @@ from tests.programs.running import run
 COUNT = 24
 
 
-def make(folder, suffix):
+def make(folder, suffix, count=COUNT):
     rng = np.random.default_rng(0)
-    for number in range(COUNT):
+    for number in range(count):
         image = rng.random((8, 8, 6)).astype(np.float32)
         for name, volume in {"img": image, "seg": (image > 0.5).astype(np.uint8)}.items():
-            path = folder / f"{name}{number:02d}{suffix}"
+            path = folder / f"{name}{number:05d}{suffix}"
             if suffix == ".npy":
                 np.save(path, volume)
             else:
                 nibabel.save(nibabel.Nifti1Image(volume, np.diag([1.0, 1.0, 2.5, 1.0])), path)
 
 
-def main(wrap, folder, suffix=".npy", num_workers=0, start_method="fork", augment=False):
-    """Collect the batches of three epochs, and take the last ones apart again."""
-    monai.utils.set_determinism(seed=0)
+def make_dataset(folder, suffix, count=COUNT):
     if not list(folder.glob(f"*{suffix}")):
-        make(folder, suffix)
+        make(folder, suffix, count)
     images, segs = sorted(folder.glob(f"img*{suffix}")), sorted(folder.glob(f"seg*{suffix}"))
     files = [{"img": str(img), "seg": str(seg)} for img, seg in zip(images, segs, strict=True)]
     transforms = Compose(
@@ -38,7 +36,13 @@ def main(wrap, folder, suffix=".npy", num_workers=0, start_method="fork", augmen
             ScaleIntensityd(keys="img"),
         ]
     )
-    dataset = Dataset(data=files, transform=transforms)
+    return Dataset(data=files, transform=transforms)
+
+
+def main(wrap, folder, suffix=".npy", num_workers=0, start_method="fork", augment=False):
+    """Collect the batches of three epochs, and take the last ones apart again."""
+    monai.utils.set_determinism(seed=0)
+    dataset = make_dataset(folder, suffix)
     if augment:
         random = Compose([RandFlipd(keys=["img", "seg"], prob=0.5, spatial_axis=0), RandGaussianNoised(keys="img", prob=0.5)])
         random.set_random_state(seed=0)
