@@ -111,6 +111,7 @@ class CachedDataset(Dataset[Any]):
         allow_pickle: bool = False,
     ) -> None:
         length = _check_dataset(dataset)
+        self.dataset = dataset  # first, for those that walk through the attributes: MONAI seeds what it finds in their order
         self.transform = as_transform(transform)
         self._fingerprint = fingerprint
         self._len = length
@@ -154,7 +155,7 @@ class CachedDataset(Dataset[Any]):
         elif admit == "all":  # else their cost would have to be known
             self.cache.get_or_load_many(list(probed), lambda indices: [probed[idx] for idx in indices], strict=False)
         self._epochs = Epochs(length, self.cache)
-        self.dataset = dataset  # from here on attributes are set there; see __setattr__
+        self._made = True  # from here on attributes are set where they are read; see __setattr__
 
     # ------------------------------------------------------------------------------------------------ samples
 
@@ -271,7 +272,7 @@ class CachedDataset(Dataset[Any]):
         return getattr(self.dataset, name) if method is None else method
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "dataset" not in vars(self):  # it is being made
+        if "_made" not in vars(self):
             super().__setattr__(name, value)
         elif name in ("dataset", "cache"):
             raise DatasetError(f"{name} of a CachedDataset cannot be replaced: the cache has its samples. Make a new one.")

@@ -22,28 +22,9 @@ from tests.programs.running import WARNED
 ROOT = Path(__file__).parents[2]
 PHOTOS = ROOT.parent / "shared" / "data" / "photos"
 
-# What CachedDataset cannot do yet. Take a line away to run the tests that need it; STOCACHE_TEST_PENDING=1 runs all.
-PENDING = {
-    "MetaTensor samples": "enums as values and as keys of dicts",
-    "enums in samples": "kept as what they are",
-    "strides of samples": "an image that was permuted comes back contiguous",
-    "probes in a child process": "no file is opened in the parent",
-    "transform={...}": "a transform for one part of a sample",
-    "example=": "a sample instead of probes",
-    "probe=0": "nothing is loaded ahead",
-    "refusal of cached.transform = ...": "where the dataset has a transform of its own",
-}
 
-
-def needs(*features):
-    """Skip a test while one of the features is pending."""
-    missing = [f"{feature} ({PENDING[feature]})" for feature in features if feature in PENDING]
-    skipped = bool(missing) and "STOCACHE_TEST_PENDING" not in os.environ
-    return pytest.mark.skipif(skipped, reason=f"needs {', '.join(missing)}")
-
-
-def case(program, /, *features, slow=False, **options):
-    marks = [needs(*features), *([pytest.mark.slow] if slow else [])]
+def case(program, /, slow=False, **options):
+    marks = [pytest.mark.slow] if slow else []
     name = "-".join([program, *(str(value) for value in options.values())])
     return pytest.param(program, options, id=name.replace(" ", "_"), marks=marks)
 
@@ -100,24 +81,21 @@ def compare(program, options, folder):
     return cached
 
 
-LAZY = "probes in a child process"
-
-
 @pytest.mark.parametrize(
     ("program", "options"),
     [
         *(
-            case("lazy_files", LAZY, slow=True, kind=kind)
+            case("lazy_files", slow=True, kind=kind)
             for kind in ("h5py", "lmdb", "zip", "tar", "raw", "memmap", "memmap rows", "sqlite")
         ),
-        case("lazy_files", LAZY, slow=True, kind="h5py", start_method="spawn", workers=[2]),
-        case("lazy_files", LAZY, slow=True, kind="lmdb", start_method="forkserver", workers=[2]),
-        case("lazy_files", LAZY, splits=True),
-        case("lazy_files", LAZY, slow=True, splits=True, start_method="spawn"),
-        *(case("monai_dicts", "MetaTensor samples", slow=True, num_workers=workers) for workers in (0, 2)),
-        case("monai_dicts", "MetaTensor samples", slow=True, suffix=".nii", num_workers=2),
-        case("monai_dicts", "MetaTensor samples", slow=True, augment=True, num_workers=2),
-        case("monai_dicts", "MetaTensor samples", slow=True, num_workers=2, start_method="spawn"),
+        case("lazy_files", slow=True, kind="h5py", start_method="spawn", workers=[2]),
+        case("lazy_files", slow=True, kind="lmdb", start_method="forkserver", workers=[2]),
+        case("lazy_files", splits=True),
+        case("lazy_files", slow=True, splits=True, start_method="spawn"),
+        *(case("monai_dicts", slow=True, num_workers=workers) for workers in (0, 2)),
+        case("monai_dicts", slow=True, suffix=".nii", num_workers=2),
+        case("monai_dicts", slow=True, augment=True, num_workers=2),
+        case("monai_dicts", slow=True, num_workers=2, start_method="spawn"),
         *(case("hf_trainer", slow=True, num_workers=workers) for workers in (0, 2)),
         case("hf_trainer", slow=True, padding="max", with_format="torch"),
         case("hf_trainer", slow=True, trained=False, padding="max", num_workers=2),
@@ -127,17 +105,15 @@ LAZY = "probes in a child process"
         case("accelerate_loop", slow=True, num_workers=2, start_method="spawn"),
         case("accelerate_loop", slow=True, num_workers=2, ring=True),
         *(case("timm_loader", num_workers=workers) for workers in (0, 2)),
-        case("timm_loader", "transform={...}", num_workers=2, by_part=True),  # needs transform={...}
-        case(
-            "timm_loader", "transform={...}", slow=True, num_workers=2, by_part=True, start_method="spawn"
-        ),  # needs transform={...}
-        *(case("detection", "enums in samples", num_workers=workers) for workers in (0, 2)),
-        case("detection", "enums in samples", num_workers=2, flip=True),
-        case("detection", "enums in samples", "strides of samples", num_workers=0, permuted=True),
-        case("detection", "enums in samples", slow=True, num_workers=2, start_method="spawn"),
-        case("worker_init", "example=", example=True),  # needs example=
-        case("worker_init", "example=", slow=True, example=True, start_method="spawn"),  # needs example=
-        case("worker_init", "probe=0", probe=0),  # needs probe=0
+        case("timm_loader", num_workers=2, by_part=True),
+        case("timm_loader", slow=True, num_workers=2, by_part=True, start_method="spawn"),
+        *(case("detection", num_workers=workers) for workers in (0, 2)),
+        case("detection", num_workers=2, flip=True),
+        case("detection", num_workers=0, permuted=True),
+        case("detection", slow=True, num_workers=2, start_method="spawn"),
+        case("worker_init", example=True),
+        case("worker_init", slow=True, example=True, start_method="spawn"),
+        case("worker_init", probe=0),
     ],
 )
 def test_the_one_line_changes_nothing(program, options, tmp_path):
@@ -151,7 +127,7 @@ def test_the_one_line_changes_nothing(program, options, tmp_path):
     [
         *(case("vision", num_workers=workers) for workers in (0, 2)),
         case("vision", num_workers=2, start_method="spawn"),
-        case("vision", "transform={...}", num_workers=2, by_part=True),  # needs transform={...}
+        case("vision", num_workers=2, by_part=True),
     ],
 )
 def test_photographs_are_augmented_as_before(program, options, tmp_path):
@@ -168,8 +144,6 @@ def test_lightning_trains_on_two_processes_that_share_a_cache(strategy, num_work
         assert train["misses"] <= train["dataset_len"]  # by both together
 
 
-# needs the refusal of an assignment to .transform
-@needs("refusal of cached.transform = ...")
 def test_create_loader_over_a_cache_is_told_what_to_do(tmp_path):
     with pytest.raises(DatasetError, match="transform") as caught:
         timm_loader.misuse(tmp_path)
