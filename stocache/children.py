@@ -16,6 +16,7 @@ NOTE [ A child loads ]
 import contextlib
 import ctypes
 import fcntl
+import gc
 import logging
 import os
 import pickle
@@ -194,6 +195,7 @@ def _become_worker(parent: int, dataset: Any, number: int, count: int) -> None:
     signal.set_wakeup_fd(-1)
     for name in (signal.SIGINT, signal.SIGTERM):  # whose handlers, say for a checkpoint, are the parent's
         signal.signal(name, signal.SIG_DFL)
+    gc.freeze()  # a collection would write to, and so copy, the memory of all objects of the parent
     _reopen_files()
     torch.set_num_threads(1)
     seed = (torch.initial_seed() + number) % 2**63
