@@ -1,6 +1,6 @@
 """Kinds of datasets, as people write them, through a cache: wrong samples of three epochs, and what wrapping changed.
 
-    pip install -e ".[test]" && python -m benchmark.kinds [--kinds TensorDataset h5py] [--samples 4000] [--spawned 400]
+    pip install -e ".[test]" && python -m benchmark.kinds [--kinds TensorDataset h5py] [--samples 4000] [--spawned 200]
 
 Each kind is read by the process itself, and by 2 and 4 workers that are forked, spawned or come from a forkserver, in another
 random order each epoch. A sample is wrong if it differs in type, structure, dtype, shape or bytes from that of a fresh dataset
@@ -245,7 +245,7 @@ KINDS: dict[str, Callable[[Path, int], Any]] = {
     "lru_cache": shards,
     "handle per process": per_process,
 }
-COSTLY = {"MONAI dicts": 10}  # so many times fewer samples
+COSTLY = {"MONAI dicts": 10, "detection": 10}  # so many times fewer samples
 
 
 # ---------------------------------------------------------------------------------------------------- the experiment
@@ -346,7 +346,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), metavar="KIND")
     parser.add_argument("--start-methods", nargs="+", choices=START_METHODS, default=START_METHODS)
     parser.add_argument("--samples", type=int, default=4000)
-    parser.add_argument("--spawned", type=int, default=400, help="samples where workers are spawned or come from a forkserver")
+    parser.add_argument("--spawned", type=int, default=200, help="samples where workers are spawned or come from a forkserver")
     parser.add_argument("--timeout-s", type=float, default=300, help="of a kind with one start method")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # kind, start method, samples: in a process of its own
     arguments = parser.parse_args()

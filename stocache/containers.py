@@ -2,7 +2,7 @@
 
 Dicts and other mappings (also TensorDicts), lists, tuples, namedtuples, dataclasses, sets, deques, slices, None; subclasses of
 Tensor, whose parts are the plain tensor and their attributes (MetaTensors, tv_tensors); PIL images, whose parts are the state
-they pickle.
+they pickle; numpy's memmaps, whose part is the array that was read.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -121,6 +122,7 @@ _BY_TYPE: dict[type, Callable[[Any], tuple[Container, list[Any]] | None]] = {
     deque: _split_deque,
     slice: _split_slice,
     defaultdict: _split_defaultdict,
+    np.memmap: lambda value: (Container("memmap", np.memmap, ("data",)), [np.asarray(value)]),  # in memory, of the same type
 }
 
 
@@ -211,6 +213,7 @@ _JOINERS: dict[str, Callable[[Container], Callable[[list[Any]], Any]]] = {
     "deque": lambda container: lambda parts: deque(*parts),
     "slice": lambda container: lambda parts: slice(*parts),
     "defaultdict": _join_defaultdict,
+    "memmap": lambda container: lambda parts: parts[0].view(np.memmap),
 }
 
 

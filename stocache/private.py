@@ -103,7 +103,8 @@ class PrivateViews:
                 begins = self._address + at + np.array(slots, np.int64) * nbytes
                 first, stop = begins // _PAGE, -(-(begins + nbytes) // _PAGE)
                 for page, end in zip(*_written(first, stop), strict=True):
-                    _libc.madvise(page * _PAGE, (end - page) * _PAGE, mmap.MADV_DONTNEED)
+                    if _libc.madvise(page * _PAGE, (end - page) * _PAGE, mmap.MADV_DONTNEED):
+                        return  # of locked memory (mlockall): these slots are not handed out any more
             self._leased.difference_update(slots)
 
 

@@ -305,4 +305,5 @@ _NATURES: dict[str, Callable[[Any], bool]] = {
     "deque": lambda cls: cls is deque,
     "slice": lambda cls: cls is slice,
     "defaultdict": lambda cls: cls is defaultdict,
+    "memmap": lambda cls: cls is np.memmap,
 }

@@ -141,6 +141,13 @@ def test_transforms_in_place_see_the_cache_in_every_epoch(workers):
         del loader
 
 
+def test_what_is_written_and_cannot_be_given_back_is_not_handed_out_again(cached, monkeypatch):
+    monkeypatch.setattr(private._libc, "madvise", lambda *arguments: -1)
+    cached.__getitems__([3])[0]["image"].fill_(1)
+    for _ in range(3):
+        assert all(map(is_right, cached.__getitems__(range(N)), range(N)))
+
+
 def test_without_address_space_samples_are_copied(monkeypatch):
     monkeypatch.setattr(private._libc, "mmap", lambda *arguments: private._FAILED)
     with CachedDataset([sample(idx) for idx in range(N)], 1) as cached:

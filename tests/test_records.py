@@ -23,7 +23,7 @@ from hypothesis.extra import numpy as hnp
 from PIL import Image
 from tensordict import TensorDict
 
-from stocache import RaggedCache, SampleError, SegmentError
+from stocache import RaggedCache, SampleError, SegmentError, SharedCache
 from stocache.readers import reader_of
 from stocache.records import Record, parse_skeleton, write_skeleton
 from stocache.structure import array_order_of, order_of
@@ -421,13 +421,16 @@ def test_strides_come_back():
     assert got[1]["view"].is_contiguous()
 
 
-def test_a_memmap_comes_back_as_an_array(tmp_path):
+def test_a_memmap_comes_back_in_memory_and_of_its_type(tmp_path):
     np.save(tmp_path / "data.npy", np.arange(6))
     data = np.load(tmp_path / "data.npy", mmap_mode="r")
-    assert same(round_trip([np.asarray(data[2:4])]), [np.arange(2, 4)])
-    with RaggedCache("1MB", 1) as cache:
-        cache.set_slot(0, data[2:4])
-        assert same(cache.get_slot(0), np.arange(2, 4))
+    for cache in (RaggedCache("1MB", 1), SharedCache.like(data[2:4], "1MB", 1)):
+        with cache:
+            cache.set_slot(0, data[2:4])
+            got = cache.get_slot(0)
+            assert type(got) is np.memmap is type(data[2:4])
+            assert same(np.asarray(got), np.arange(2, 4))
+            del got
 
 
 @pytest.mark.parametrize(
