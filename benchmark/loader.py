@@ -3,6 +3,7 @@
 python -m benchmark.loader warm                  # all cached: torch's DataLoader over stocaching, over stocache, and ours
 python -m benchmark.loader uncached [--folder]   # a dataset without a cache, with transforms of each sample
 python -m benchmark.loader costs                 # minor page faults, bytes through queues, processor time, per batch
+python -m benchmark.loader large                 # samples of 200 MB
 """
 
 import argparse
@@ -100,8 +101,8 @@ def compare(loaders: dict[str, Iterable[Any]], rounds: int) -> dict[str, float]:
 
 def warm(rounds: int) -> None:
     """Everything cached, shuffled, workers kept from epoch to epoch."""
-    print("| samples | torch over stocaching | torch over stocache | ours | ratio to stocaching |")
-    print("| --- | ---: | ---: | ---: | ---: |")
+    print("| samples | torch over stocaching | torch over stocache, ratio | ours, ratio |")
+    print("| --- | ---: | ---: | ---: |")
     for dims, samples, labels in ((SMALL, 81_920, False), (SMALL, 81_920, True), (LARGE, 20_480, False), (LARGE, 20_480, True)):
         settle(4 * samples * torch.Size(dims).numel())
         theirs, cached = filled(Images(samples, dims, labels))
@@ -111,9 +112,10 @@ def warm(rounds: int) -> None:
             "ours": stocache.DataLoader(cached, BATCH, **OPTIONS),
         }
         took = compare(loaders, rounds)
-        rates = " | ".join(f"{samples / seconds:,.0f}/s" for seconds in took.values())
+        theirs_s, *ours_s = took.values()
+        rates = " | ".join(f"{samples / seconds:,.0f}/s, {theirs_s / seconds:.2f}" for seconds in ours_s)
         name = f"{'x'.join(map(str, dims))} uint8{', label' * labels}"
-        print(f"| {name} | {rates} | {took['torch over stocaching'] / took['ours']:.2f} |", flush=True)
+        print(f"| {name} | {samples / theirs_s:,.0f}/s | {rates} |", flush=True)
         del loaders, theirs, cached
         gc.collect()
 
@@ -220,6 +222,39 @@ def costs(rounds: int) -> None:
         del theirs, cached
 
 
+class Volumes(Dataset[Any]):
+    """Samples of 200 MB, made anew each time."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, idx: int) -> Any:
+        return torch.full((200 << 20,), idx, dtype=torch.uint8), idx
+
+
+def large(rounds: int) -> None:
+    """Samples of 200 MB: in batches of 1, 2 and 4 without a cache, and in batches of 1 from a filled one."""
+    print("| samples of 200 MB | torch | ours | ratio |\n| --- | ---: | ---: | ---: |")
+    with CachedDataset(Volumes(24), 6) as cached:
+        cached.warm(progress=False)
+        for name, dataset, batch in (
+            ("16, batches of 1", Volumes(16), 1),
+            ("24, batches of 2", Volumes(24), 2),
+            ("16, batches of 4", Volumes(16), 4),
+            ("24 from the cache, batches of 1", cached, 1),
+        ):
+            seconds: dict[Any, list[float]] = {torch.utils.data.DataLoader: [], stocache.DataLoader: []}
+            for _ in range(rounds):
+                for make, times in seconds.items():
+                    times.append(epoch(make(dataset, batch, num_workers=WORKERS)))
+                    gc.collect()
+            theirs, ours = map(statistics.median, seconds.values())
+            print(f"| {name} | {theirs:.1f} s | {ours:.1f} s | {theirs / ours:.2f} |", flush=True)
+
+
 def usage(process: psutil.Process) -> tuple[int, float]:
     """Return the minor page faults of a process so far, and its processor time in seconds."""
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
@@ -243,14 +278,14 @@ def counted_writes(written: torch.Tensor) -> Iterator[None]:
 def main() -> None:
     """Run one of the experiments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", choices=["warm", "uncached", "costs"])
+    parser.add_argument("experiment", choices=["warm", "uncached", "costs", "large"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="of photographs, for uncached")
     arguments = parser.parse_args()
     if arguments.experiment == "uncached":
         uncached(arguments.rounds, arguments.folder)
     else:
-        {"warm": warm, "costs": costs}[arguments.experiment](arguments.rounds)
+        {"warm": warm, "costs": costs, "large": large}[arguments.experiment](arguments.rounds)
 
 
 if __name__ == "__main__":

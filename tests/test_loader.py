@@ -462,7 +462,7 @@ def test_a_thread_gathers_ahead_only_what_is_cached():
             for images, labels in loader:
                 assert torch.equal(images, torch.stack([image(idx) for idx in labels.tolist()]))
         assert set(loads) == {threading.main_thread()}
-        assert len(loads) == N
+        assert len(loads) == N - 1  # one was loaded by the probe, in a child process
         assert any(thread.name.startswith("stocache-gather") for thread in threading.enumerate())
         del loader, images, labels
         gc.collect()
