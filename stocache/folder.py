@@ -200,15 +200,15 @@ class Workshop:
             SampleError: a sample cannot be stored.
             OSError: the disk is full, or fails.
         """
-        pieces, entry = self._encoded(samples, first)
+        return self.write_encoded(number, *self.encoded(samples, first))
+
+    def write_encoded(self, number: int, pieces: Sequence[Buffer], entry: Entry) -> Entry:
+        """Write a block as `encoded` returns it. Raises OSError: the disk is full, or fails."""
         self.folder.write(block_name(number), *pieces)
         return entry
 
-    def entry(self, samples: Sequence[Any], first: int) -> Entry:
-        """Return what the index would say of a block of these samples."""
-        return self._encoded(samples, first)[1]
-
-    def _encoded(self, samples: Sequence[Any], first: int) -> tuple[list[Buffer], Entry]:
+    def encoded(self, samples: Sequence[Any], first: int) -> tuple[list[Buffer], Entry]:
+        """Return the file of a block of these samples, in pieces, and what the index is to say of it. Raises SampleError."""
         pieces, checksum = encode(samples, first, self.allow_pickle)
         return pieces, Entry(len(samples), sum(map(len, pieces)), checksum)
 

@@ -5,7 +5,7 @@ import os
 import random
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
@@ -72,7 +72,7 @@ def prepare(
         folder: where to, new or empty: a path, or a URL that fsspec can write to. A URL cannot be locked: have one process at
             a time prepare there.
         num_workers: child processes that load and write blocks of a dataset; of a `DataPreparer`, whose samples come one after
-            the other, threads that write. With 0, a dataset is loaded by one child process, of which another thread writes.
+            the other, threads that write. With 0, a dataset is loaded by one child process while this one writes.
             With Ray, blocks to be at, at one time, and 0 for what the cluster can do.
         block_size, block_bytes, allow_pickle: as for `OnDiskBlockDataStorage`.
         shuffle_seed: assign samples to blocks at random, by this seed: sample i of the storage is then not sample i of the
@@ -207,7 +207,7 @@ class _Job:
         order = np.arange(length) if shuffle_seed is None else np.random.default_rng(shuffle_seed).permutation(length)
         blocks = _Blocks(dataset, order, size, self._workshop)
         found = self._workshop.begin(self._plan, resume)
-        if found and next(beside(dataset, [partial(blocks.entries, [max(found)])])) != (max(found), found[max(found)]):
+        if found and next(beside(dataset, [partial(blocks.encoded, [max(found)])]))[2] != found[max(found)]:
             logger.warning("%s: the dataset gives other samples than last time; starting again", self._workshop.path)
             found = {}
             self._workshop.keep(found)
@@ -218,7 +218,7 @@ class _Job:
         elif count:
             written = beside(dataset, [partial(blocks.written, missing[first::count]) for first in range(count)])
         else:
-            written = beside(dataset, [partial(self._written_by_threads, blocks, missing)])
+            written = self._loaded_by_a_child(blocks, missing)
         with self._bar(length) as bar, closing(written):  # nobody writes afterwards
             bar.update(sum(entry.samples for entry in found.values()))
             for number, entry in written:
@@ -231,17 +231,19 @@ class _Job:
         with closing(self._cluster.entries(blocks.write, ((number,) for number in missing), self._num_workers)) as entries:
             yield from zip(missing, entries, strict=True)
 
-    def _written_by_threads(self, blocks: "_Blocks", missing: list[int]) -> Iterator[tuple[int, Entry]]:
-        calls = ((number, blocks.samples(number), number * blocks.size) for number in missing)
-        return zip(missing, self._by_threads(calls), strict=True)
+    def _loaded_by_a_child(self, blocks: "_Blocks", missing: list[int]) -> Generator[tuple[int, Entry], None, None]:
+        with closing(beside(blocks.dataset, [partial(blocks.encoded, missing)])) as encoded:
+            yield from zip(missing, self._by_threads(self._workshop.write_encoded, encoded), strict=True)
 
-    def _by_threads(self, calls: Iterable[tuple[int, list[Any], int]]) -> Generator[Entry, None, None]:
-        """Write blocks, and give their entries in order; while some are written, the next ones come."""
+    def _by_threads(
+        self, write: Callable[..., Entry], calls: Iterable[tuple[int, list[Any], Any]]
+    ) -> Generator[Entry, None, None]:
+        """Write blocks by calls of ``write``, and give their entries in order; while some are written, the next ones come."""
         count = max(1, self._num_workers)
         pending: deque[Future[Entry]] = deque()
         with ThreadPoolExecutor(count) as pool:
             for call in calls:
-                pending.append(pool.submit(self._workshop.write_block, *call))
+                pending.append(pool.submit(write, *call))
                 if len(pending) > count:
                     yield pending.popleft().result()
             while pending:
@@ -267,7 +269,7 @@ class _Job:
         entries: list[Entry] = []
         with self._bar(None) as bar:
             for number, block in islice(blocks, kept):
-                if number == kept - 1 and self._workshop.entry(block, number * size) != found[number]:
+                if number == kept - 1 and self._workshop.encoded(block, number * size)[1] != found[number]:
                     raise _Changed
                 entries.append(found[number])
                 bar.update(len(block))
@@ -277,7 +279,7 @@ class _Job:
             if self._cluster is not None:
                 written = self._cluster.entries(self._workshop.write_block, calls, self._num_workers)
             else:
-                written = self._by_threads(calls)
+                written = self._by_threads(self._workshop.write_block, calls)
             with closing(written):
                 for entry in written:
                     entries.append(entry)
@@ -289,7 +291,7 @@ class _Blocks:
     """The blocks of a dataset, to be written where it is loaded: in child processes, or on a cluster."""
 
     def __init__(self, dataset: Any, order: np.ndarray[Any, Any], size: int, workshop: Workshop) -> None:
-        self._dataset, self._order, self.size, self._workshop = dataset, order, size, workshop
+        self.dataset, self._order, self.size, self._workshop = dataset, order, size, workshop
 
     def __len__(self) -> int:
         return -(-len(self._order) // self.size)
@@ -303,17 +305,18 @@ class _Blocks:
         for number in numbers:
             yield number, self.write(number)
 
-    def entries(self, numbers: Iterable[int]) -> Iterator[tuple[int, Entry]]:
-        """Yield the numbers of blocks and what the index would say of them, without writing them."""
+    def encoded(self, numbers: Iterable[int]) -> Iterator[tuple[int, list[bytes], Entry]]:
+        """Yield the numbers of blocks, their files in pieces, and what the index is to say of them."""
         for number in numbers:
-            yield number, self._workshop.entry(self.samples(number), number * self.size)
+            pieces, entry = self._workshop.encoded(self.samples(number), number * self.size)
+            yield number, list(map(bytes, pieces)), entry
 
     def samples(self, number: int) -> list[Any]:
         """Return the samples of a block."""
         indices = self._order[number * self.size : (number + 1) * self.size].tolist()
-        together = getattr(self._dataset, "__getitems__", None)
+        together = getattr(self.dataset, "__getitems__", None)
         with _seeded(number):
-            return list(together(indices)) if together is not None else [self._dataset[idx] for idx in indices]
+            return list(together(indices)) if together is not None else [self.dataset[idx] for idx in indices]
 
 
 @contextmanager
