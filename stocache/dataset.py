@@ -216,10 +216,10 @@ class CachedDataset(Dataset[Any]):
         indices, kind = indices_in(key, self._len), type(key)
         if not indices:
             return self.dataset[key]
+        cached: Any = indices if self._rows is None else self._rows[indices]
         if kind not in self._ways:
             answer = self.dataset[key]
-            samples = self.cache.get_or_load_many(self._in_cache(indices), self._load_many, strict=False)
-            self._ways[kind] = way_to(answer, samples)
+            self._ways[kind] = way_to(answer, self.cache.get_or_load_many(cached, self._load_many, strict=False))
             if self.transform is None:
                 return answer
         combine = self._ways[kind]
@@ -230,11 +230,8 @@ class CachedDataset(Dataset[Any]):
                 f"{type(self.dataset).__name__}[{key!r:.50}] is not made of its samples, so transform= cannot run on it. Ask "
                 f"for one sample at a time, or leave the transform out."
             )
-        samples = self.cache.get_or_load_many(self._in_cache(indices), self._load_many, copy=self._copy, strict=False)
+        samples = self.cache.get_or_load_many(cached, self._load_many, copy=self._copy, strict=False)
         return combine(samples if self.transform is None else [self.transform(sample) for sample in samples])
-
-    def _in_cache(self, indices: list[int]) -> Any:
-        return indices if self._rows is None else self._rows[indices]
 
     @property
     def _source(self) -> Any:

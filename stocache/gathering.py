@@ -60,9 +60,9 @@ class BatchForm:
         for tensor, leaf in zip(tensors, leaves, strict=True):
             if type(tensor) is not Tensor or tuple(tensor.shape) != (2, *getattr(leaf, "shape", ())):
                 return None
-            if not tensor.is_contiguous():
+            if not tensor.is_contiguous() or tensor.nbytes != 2 * leaf.nbytes:
                 return None
-            if tensor.nbytes != 2 * leaf.nbytes or not (tensor.contiguous().view(torch.uint8) == _PATTERN).all():
+            if not (tensor.view(torch.uint8) == _PATTERN).all():
                 return None
         return cls(structure)
 
