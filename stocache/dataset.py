@@ -19,17 +19,20 @@ from stocache import huggingface
 from stocache.blockwise import Blockwise, units_of
 from stocache.cache import SharedCache
 from stocache.children import beside
+from stocache.cutting import plan_split, warn_of_random_parts
 from stocache.epochs import DatasetStats, Epochs, is_first_rank
-from stocache.errors import ClosedError, DatasetError, LimitError, SampleError
+from stocache.errors import ClosedError, DatasetError, LimitError, MismatchError, SampleError
 from stocache.gathering import BatchForm, Unread
 from stocache.indexing import Combine, indices_in, way_to
 from stocache.indices import check_index, check_indices, check_len, length_of
-from stocache.limits import parse_size
+from stocache.limits import parse_size, recommended_limit
+from stocache.named import DETAIL, identity_of
 from stocache.placement import Placement
 from stocache.probing import Probe, probe_samples
 from stocache.protocol import MISSING, SlotState
 from stocache.ragged import RaggedCache
 from stocache.records import Record
+from stocache.splitting import Split
 from stocache.structure import Structure
 from stocache.transforms import PartTransform, as_transform
 
@@ -106,48 +109,79 @@ class CachedDataset(Dataset[Any]):
         probe: int = 8,
         example: Any = None,
         copy: bool = True,
+        split: bool = True,
+        cut: Literal["latest", "smallest"] | None = None,
+        store: Literal["decoded", "encoded"] = "decoded",
         admit: Literal["all", "cost"] = "all",
         codec: Literal["zstd", "lz4"] | None = None,
         allow_pickle: bool = False,
     ) -> None:
         length = _check_dataset(dataset)
         self.dataset = dataset  # first, for those that walk through the attributes: MONAI seeds what it finds in their order
-        self.transform = as_transform(transform)
+        self.after_cache = as_transform(transform)
         self._fingerprint = fingerprint
         self._len = length
         self._rows: np.ndarray[Any, Any] | None = None  # of a view: the samples it has
         self._whole: Any = None  # of a view: the dataset that they are loaded from
         self._ways: dict[type, Combine | None] = {}  # how the dataset puts several samples together, by type of index
         self._form: BatchForm | None = None  # of batches that are to be read later; see reading_later
-        self._copy = copy or transform is not None
-        options: dict[str, Any] = {"name": name, "persist": persist, "fingerprint": fingerprint}
-        compact = admit != "all" or codec is not None
-        if variable is False and compact:
+        self._split: Split | None = None  # how samples are made in two parts; see NOTE [ Splitting ]
+        self._blockwise: Blockwise | None = None
+        self._asked_copy = copy
+        if cut not in (None, "latest", "smallest") or store not in ("decoded", "encoded"):
+            raise LimitError(f"cut={cut!r}, store={store!r}: cut is 'latest' or 'smallest', store is 'decoded' or 'encoded'.")
+        if variable is False and (admit != "all" or codec is not None):
             raise LimitError("admit='cost' and a codec are for samples of varying size. Leave variable=False out.")
         switched_off = size_limit_gib != "auto" and parse_size(size_limit_gib) == 0
-        self._blockwise: Blockwise | None = None
         placed = placement if isinstance(placement, Placement) else Placement(placement)
         unit = units_of(dataset) if admit == "all" and placed.unit == 1 and not switched_off else None
-        found = _look_at(dataset, length, probe, example, variable) if not switched_off else Probe()
-        self._reads, self._loaded_here = found.reads, found.loaded_here
-        if isinstance(self.transform, PartTransform):
-            for sample in list(found.named.values())[:1]:
-                self.transform.check(sample)
-        structure = _common_structure(found, (True if compact else variable), allow_pickle)
-        self.cache: SharedCache | RaggedCache
-        if structure is not None:
-            if unit is not None:
-                placed = dataclasses.replace(placed, unit=unit)
-            self.cache = SharedCache(size_limit_gib, length, structure, placement=placed, **options)
-        elif placed == Placement("scattered"):
-            options |= {"admit": admit, "codec": codec, "allow_pickle": allow_pickle}
-            self.cache = RaggedCache(size_limit_gib, length, **options)
-        else:
+        self._splits = split and unit is None and not switched_off and length > 0
+
+        def look() -> Probe:
+            if switched_off:
+                return Probe()
+            return _look_at(dataset, length, probe, example, variable, self._split.load if self._split is not None else None)
+
+        def make(found: Probe) -> SharedCache | RaggedCache:
+            own = fingerprint
+            if self._split is not None and (told := self._split.told_before()):
+                own = f"{fingerprint or ''}{DETAIL}{told}" if name is not None else None
+            options: dict[str, Any] = {"name": name, "persist": persist, "fingerprint": own}
+            structure = _common_structure(found, True if admit != "all" or codec is not None else variable, allow_pickle)
+            if structure is not None:
+                its = placed if unit is None else dataclasses.replace(placed, unit=unit)
+                return SharedCache(size_limit_gib, length, structure, placement=its, **options)
+            if placed == Placement("scattered"):
+                return RaggedCache(size_limit_gib, length, admit=admit, codec=codec, allow_pickle=allow_pickle, **options)
             raise LimitError(
                 f"placement={placement!r} is for samples of one shape. Those of varying size are kept in the order in which "
                 f"they come; leave it out."
             )
-        probed = found.samples
+
+        if self._splits and probe and example is None:
+            limit = recommended_limit(name is not None) if size_limit_gib == "auto" else parse_size(size_limit_gib)
+            self._plan = partial(plan_split, length=length, limit=limit, cut=cut, encoded=store == "encoded")
+            self._split = self._plan(dataset, wanted=_told_of(name))
+            self._splits = self._split is not None
+        elif self._splits:
+            self._splits = False
+            if store == "encoded":
+                raise LimitError("store='encoded' needs to know what samples look like. Leave probe= and example= out.")
+            warn_of_random_parts(dataset, "no sample was loaded" if example is None else "only an example is known")
+        found = look()
+        try:
+            self.cache = make(found)
+        except MismatchError:  # another process may have made it at this moment, and cut elsewhere
+            told = _told_of(name)
+            if self._split is None or told in (None, self._split.told_before()):
+                raise
+            self._split = self._plan(dataset, wanted=told)
+            found = look()
+            self.cache = make(found)
+        self._reads, self._loaded_here, probed = found.reads, found.loaded_here, found.samples
+        if isinstance(self.after_cache, PartTransform) and not self._has_rest:
+            for sample in list(found.named.values())[:1]:
+                self.after_cache.check(sample)
         if unit is not None:
             self._blockwise = Blockwise(dataset, self.cache)
             if self.cache.stats().capacity_bytes and bool((self.cache.aux_array == SlotState.OOB).all()):
@@ -156,6 +190,24 @@ class CachedDataset(Dataset[Any]):
             self.cache.get_or_load_many(list(probed), lambda indices: [probed[idx] for idx in indices], strict=False)
         self._epochs = Epochs(length, self.cache)
         self._made = True  # from here on attributes are set where they are read; see __setattr__
+
+    @property
+    def transform(self) -> Any:
+        """The transform of the dataset; where it has none, the one that runs after the cache."""
+        return self.dataset.transform if hasattr(self.dataset, "transform") else self.after_cache
+
+    @property
+    def _has_rest(self) -> bool:
+        return self._split is not None and self._split.has_rest
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether batches are those of the cache as it has them."""
+        return self.after_cache is None and not self._has_rest and isinstance(self.cache, SharedCache)
+
+    @property
+    def _copy(self) -> bool:
+        return self._asked_copy or self.after_cache is not None or self._has_rest
 
     # ------------------------------------------------------------------------------------------------ samples
 
@@ -191,10 +243,13 @@ class CachedDataset(Dataset[Any]):
             idx = self._from_end(idx)
         if self._rows is not None:
             idx = int(self._rows[idx])
+        self._follow_transforms()
         sample = self.cache.hit(idx, self._copy)
         if sample is MISSING:
             sample = self.cache.get_or_load(idx, self._load, copy=self._copy, strict=False)
-        return sample if self.transform is None else self.transform(sample)
+        if self._split is not None and self._split.has_rest:
+            sample = self._split.finish(idx, sample)
+        return sample if self.after_cache is None else self.after_cache(sample)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any] | Unread:
         """Return the samples ``indices``; hits in one gather, misses from the ``__getitems__`` of the dataset if it has one.
@@ -206,43 +261,52 @@ class CachedDataset(Dataset[Any]):
             indices = [self._from_end(idx) for idx in indices]
         if self._rows is not None:
             indices = self._rows[check_indices(indices, self._len, "view")]
-        if self._form is not None and self.transform is None and isinstance(self.cache, SharedCache):
+        self._follow_transforms()
+        if self._form is not None and self._gathers and isinstance(self.cache, SharedCache):
             return Unread(self.cache, indices, self._load_many, self._form)
         samples = self.cache.get_or_load_many(indices, self._load_many, copy=self._copy, strict=False)
-        return samples if self.transform is None else [self.transform(sample) for sample in samples]
+        if self._split is not None and self._split.has_rest:
+            samples = self._split.finish_many(indices, samples)
+        return samples if self.after_cache is None else [self.after_cache(sample) for sample in samples]
 
     def _several(self, key: Any) -> Any:
         """Return what the dataset returns for several indices, or for a name."""
         indices, kind = indices_in(key, self._len), type(key)
-        if not indices:
+        if not indices or (self._has_rest and self.after_cache is None):
             return self.dataset[key]
         cached: Any = indices if self._rows is None else self._rows[indices]
-        if kind not in self._ways:
+        if self._has_rest:
+            self._ways[kind] = None
+        elif kind not in self._ways:
             answer = self.dataset[key]
             self._ways[kind] = way_to(answer, self.cache.get_or_load_many(cached, self._load_many, strict=False))
-            if self.transform is None:
+            if self.after_cache is None:
                 return answer
         combine = self._ways[kind]
         if combine is None:
-            if self.transform is None:
+            if self.after_cache is None:
                 return self.dataset[key]
             raise DatasetError(
                 f"{type(self.dataset).__name__}[{key!r:.50}] is not made of its samples, so transform= cannot run on it. Ask "
                 f"for one sample at a time, or leave the transform out."
             )
         samples = self.cache.get_or_load_many(cached, self._load_many, copy=self._copy, strict=False)
-        return combine(samples if self.transform is None else [self.transform(sample) for sample in samples])
+        return combine(samples if self.after_cache is None else [self.after_cache(sample) for sample in samples])
 
     @property
     def _source(self) -> Any:
         return self.dataset if self._whole is None else self._whole
 
     def _load(self, idx: int) -> Any:
+        if self._split is not None and self._split.has_rest:
+            return self._split.load(idx)
         return self._source[idx] if self._blockwise is None else self._blockwise.load([idx])[0]
 
     def _load_many(self, indices: list[int]) -> Iterable[Any]:
         if self._blockwise is not None:
             return self._blockwise.load(indices)
+        if self._split is not None and self._split.has_rest:
+            return self._split.load_many(indices)
         together = getattr(self._source, "__getitems__", None)
         loaded: Iterable[Any] = map(self._load, indices) if together is None else together(indices)
         return loaded
@@ -271,13 +335,16 @@ class CachedDataset(Dataset[Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         if "_made" not in vars(self):
             super().__setattr__(name, value)
+        elif name in _OWN:
+            super().__setattr__(name, value)
         elif name in ("dataset", "cache"):
             raise DatasetError(f"{name} of a CachedDataset cannot be replaced: the cache has its samples. Make a new one.")
-        elif name == "transform" and not hasattr(self.dataset, name):
-            super().__setattr__(name, as_transform(value))
-            self._copy = self._copy or value is not None
+        elif name == "after_cache" or (name == "transform" and not hasattr(self.dataset, name)):
+            super().__setattr__("after_cache", as_transform(value))
         elif name != "transform" and (name in vars(self) or hasattr(type(self), name) or not hasattr(self.dataset, name)):
             super().__setattr__(name, value)
+        elif self._splits and name in _MAKES_SAMPLES:
+            self._set_transform(name, value)
         elif name in self._reads | _MAKES_SAMPLES and getattr(self.dataset, name) is not value and self._holds_samples():
             raise DatasetError(
                 f"{name} of {type(self.dataset).__name__} cannot be set: its samples are made with it, and some are cached as "
@@ -286,6 +353,35 @@ class CachedDataset(Dataset[Any]):
             )
         else:
             setattr(self.dataset, name, value)
+
+    def _set_transform(self, name: str, value: Any) -> None:
+        before = getattr(self.dataset, name)
+        setattr(self.dataset, name, value)
+        try:
+            self._follow_transforms()
+        except BaseException:
+            setattr(self.dataset, name, before)
+            raise
+
+    def _follow_transforms(self) -> None:
+        """Split anew where a transform of the dataset has been set or changed.
+
+        Raises:
+            DatasetError: cached samples were made with another beginning.
+        """
+        if self._split is not None and self._split.has_changed():
+            old = self._split if self._holds_samples() else None
+            split = self._plan(self._source, old=old)
+            if split is None:
+                raise DatasetError(
+                    f"the transforms of {type(self._source).__name__} were changed, and cannot be split any more. Make a new "
+                    f"CachedDataset."
+                )
+            self._split = split
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._follow_transforms()
+        return vars(self)
 
     def _holds_samples(self) -> bool:
         return bool((self.cache.aux_array == SlotState.SET).any())
@@ -389,7 +485,7 @@ def reading_later(dataset: Any) -> Any:
     """
     if type(dataset) is Subset:
         later = reading_later(dataset.dataset)
-    elif isinstance(dataset, CachedDataset) and dataset.transform is None and isinstance(dataset.cache, SharedCache):
+    elif isinstance(dataset, CachedDataset) and dataset._gathers:
         later = BatchForm.of(dataset.cache) if type(dataset).__getitems__ is CachedDataset.__getitems__ else None
     else:
         later = None
@@ -401,6 +497,9 @@ def reading_later(dataset: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------- looking at the dataset
+
+_OWN = frozenset({"_split", "_form", "_rows"})
+"""Attributes that are set after it is made."""
 
 _MAKES_SAMPLES = frozenset({"transform", "transforms", "target_transform"})
 """Attributes that samples are made with, by the conventions of torchvision and timm, whether or not the probe saw it."""
@@ -430,14 +529,22 @@ def _check_dataset(dataset: Any) -> int:
     return length
 
 
-def _look_at(dataset: Any, length: int, count: int, example: Any, variable: bool | None) -> Probe:
+def _told_of(name: str | None) -> str | None:
+    """Return what ran before the cache of that name, if it is there."""
+    identity = identity_of(name) if name is not None else None
+    return None if identity is None else str(identity.get("fingerprint") or "").partition(DETAIL)[2]
+
+
+def _look_at(
+    dataset: Any, length: int, count: int, example: Any, variable: bool | None, load: Callable[[int], Any] | None
+) -> Probe:
     """Return what is known of the samples: from an example, or the probe."""
     if not isinstance(count, int) or count < 0:
         raise LimitError(f"probe={count!r} is not a number of samples. Use 1 or more, or 0 for no probe.")
     if example is not None:
         return Probe(example=example)
     if count:
-        return probe_samples(dataset, length, count)
+        return probe_samples(dataset, length, count, load)
     if variable is False:
         raise LimitError("variable=False needs to know what samples look like. Give example=sample, or leave probe=0 out.")
     return Probe()

@@ -25,6 +25,9 @@ logger = logging.getLogger("stocache")
 
 Identity = Mapping[str, str | int | None]
 
+DETAIL = " | before the cache: "
+"""What comes between a user's fingerprint and what else the data depends on."""
+
 _LONGEST = 400  # characters of a value of an identity; what is longer is told apart by its hash
 
 
@@ -115,6 +118,19 @@ def join(name: str, wanted: Identity, persist: bool, plan: Callable[[], Plan | N
         if persist:
             found[0].persist()
         return found
+
+
+def identity_of(name: str) -> Identity | None:
+    """Return the identity of the named segment that is there; None where there is none, or a damaged one."""
+    path = directory.path_of(name)
+    with directory.locked(os.path.dirname(path)) as at:
+        try:
+            if at is None:
+                return None
+            with peek(at, path) as (fd, _):
+                return Descriptor.read(Layout.read(fd)).identity
+        except SegmentError:
+            return None
 
 
 @contextlib.contextmanager
@@ -216,7 +232,7 @@ def _users(key: directory.Key) -> str:
 
 def _take_over(fd: int, path: str, layout: Layout, descriptor: Descriptor) -> None:
     """Begin a new life over data that nobody holds: count from 0, warn again, give refused extents another chance."""
-    if descriptor.identity.get("fingerprint") is None:
+    if str(descriptor.identity.get("fingerprint") or DETAIL).startswith(DETAIL):
         logger.warning(
             "cache %r is of an earlier run, from %s. Without a fingerprint nobody can tell whether its data has changed since: "
             "pass fingerprint=…, or remove it: stocache rm %s",

@@ -9,8 +9,9 @@ NOTE [ What a sample is made of ]
 
 import contextlib
 import logging
+import operator
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -96,8 +97,11 @@ class _Again(NamedTuple):
     reads: frozenset[str]
 
 
-def probe_samples(dataset: Any, length: int, count: int) -> Probe:
+def probe_samples(dataset: Any, length: int, count: int, load: Callable[[int], Any] | None = None) -> Probe:
     """Load ``count`` samples, evenly spread, in a child process; those that fail are left for later.
+
+    Args:
+        load: called in place of ``dataset.__getitem__``, where cached samples are made in another way.
 
     Raises:
         WorkerError: the child died before it had loaded one.
@@ -107,11 +111,12 @@ def probe_samples(dataset: Any, length: int, count: int) -> Probe:
     if not indices:
         return Probe()
     found, at = Probe(), None
+    load = partial(operator.getitem, dataset) if load is None else load
     errors: list[tuple[int, Exception, bool]] = []
     drawn: list[int] = []
     differing: list[int] = []
     try:
-        with contextlib.closing(in_children([partial(_load_all, dataset, indices)], dataset, _PATIENCE_S)) as items:
+        with contextlib.closing(in_children([partial(_load_all, dataset, load, indices)], dataset, _PATIENCE_S)) as items:
             for item in items:
                 if isinstance(item, _Began):
                     at = item.idx
@@ -125,7 +130,7 @@ def probe_samples(dataset: Any, length: int, count: int) -> Probe:
                     errors.append((item.idx, rebuild(item.error), item.raised))
     except ChildError as error:
         if at is None:
-            return _probe_here(dataset, indices, error)
+            return _probe_here(dataset, load, indices, error)
         logger.warning("sample %d is not loaded after %.0f s. %s.", at, _PATIENCE_S, _WAYS)
     except WorkerError as error:
         if not found.samples:
@@ -135,21 +140,21 @@ def probe_samples(dataset: Any, length: int, count: int) -> Probe:
         idx, problem, raised = errors[0]
         if not raised:
             raise problem
-        if loads_only_here(lambda: dataset[idx], problem):
-            return _probe_here(dataset, indices, problem)
+        if loads_only_here(lambda: load(idx), problem):
+            return _probe_here(dataset, load, indices, problem)
         raise noted(problem, f"probing sample {idx} of {type(dataset).__name__}. {_WAYS}. It raised")
     _warn_of_randomness(differing, drawn)
     found.loaded_here = False if found.samples else None
     return found
 
 
-def _probe_here(dataset: Any, indices: list[int], reason: Exception) -> Probe:
+def _probe_here(dataset: Any, load: Callable[[int], Any], indices: list[int], reason: Exception) -> Probe:
     warn_of_this_process(reason)
     found, failure = Probe(loaded_here=True), None
     with kept():
         for idx in indices:
             try:
-                found.samples[idx] = dataset[idx]
+                found.samples[idx] = load(idx)
             except Exception as error:  # it is raised again when the sample is asked for
                 failure = noted(error, f"probing sample {idx} of {type(dataset).__name__}. {_WAYS}. It raised")
     if failure is not None and not found.samples:
@@ -170,7 +175,7 @@ def _warn_of_randomness(differing: list[int], drawn: list[int]) -> None:
 # ---------------------------------------------------------------------------------------------------- in the child
 
 
-def _load_all(dataset: Any, indices: list[int]) -> Iterator[_Began | _Loaded | _Again]:
+def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> Iterator[_Began | _Loaded | _Again]:
     began, loaded = time.monotonic(), 0
     for idx in indices:
         if loaded > 1 and time.monotonic() - began > _BUDGET_S:
@@ -178,7 +183,7 @@ def _load_all(dataset: Any, indices: list[int]) -> Iterator[_Began | _Loaded | _
         yield _Began(idx)
         before, watch = dict(_attributes(dataset)), Watch()
         try:
-            sample = dataset[idx]
+            sample = load(idx)
         except Exception as error:
             yield _Loaded(idx, error=describe(error), raised=True)
             continue
@@ -194,13 +199,13 @@ def _load_all(dataset: Any, indices: list[int]) -> Iterator[_Began | _Loaded | _
             # see NOTE [ What a sample is made of ]
             del sample
             anew = {name for name, value in _attributes(dataset).items() if before.get(name, before) is not value}
-            yield _load_again(dataset, idx, record, anew)
+            yield _load_again(dataset, load, idx, record, anew)
 
 
-def _load_again(dataset: Any, idx: int, first: _Record, anew: set[str]) -> _Again:
+def _load_again(dataset: Any, load: Callable[[int], Any], idx: int, first: _Record, anew: set[str]) -> _Again:
     reads, differs = _noted_reads(dataset), False
     with contextlib.suppress(Exception):  # then it cannot be told
-        second = _record(dataset[idx], idx)
+        second = _record(load(idx), idx)
         differs = b"'pickle'" not in first[0] and second != first  # equal objects may have different pickles
     return _Again(idx, differs, frozenset(reads - anew))
 
@@ -209,10 +214,10 @@ def _noted_reads(dataset: Any) -> set[str]:
     """Return the names of attributes of the dataset that are read from now on; in a child that goes on to nothing else."""
     reads: set[str] = set()
     cls: Any = type(dataset)
-    original = cls.__getattribute__
+    original, own = cls.__getattribute__, getattr(dataset, "__dict__", None)
 
     def __getattribute__(self: Any, name: str) -> Any:
-        if self is dataset and not name.startswith("__"):
+        if not name.startswith("__") and (self is dataset or (own is not None and original(self, "__dict__") is own)):  # its twin
             reads.add(name)
         return original(self, name)
 

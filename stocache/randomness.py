@@ -63,14 +63,22 @@ class Watch:
     """Tells whether anybody has drawn from the global generators since it was made, in some 10 us."""
 
     def __init__(self) -> None:
-        self._before = _fingerprint()
+        self._before = fingerprint()
 
     def drawn(self) -> bool:
         """Whether anybody has drawn."""
-        return _fingerprint() != self._before
+        return fingerprint() != self._before
 
 
-def _fingerprint() -> tuple[Any, ...]:
+def disturb() -> None:
+    """Draw from each of the global generators."""
+    random.random()
+    np.random.random_sample()
+    torch.rand(1)
+
+
+def fingerprint() -> tuple[Any, ...]:
+    """Return something for each of the global generators that differs when it has been drawn from."""
     numbers = np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy's stubs lack it
     if isinstance(numbers, np.random.MT19937):  # by its memory: numpy takes 40 us to tell its state
         told: Any = ctypes.string_at(numbers.ctypes.state_address, _MT19937_BYTES)

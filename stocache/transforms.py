@@ -1,12 +1,15 @@
 """Transforms of some parts of a sample: ``{"image": augment}``, ``{0: augment}``."""
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
+from stocache.containers import DEEP
 from stocache.errors import DatasetError
 
 
@@ -78,7 +81,10 @@ def _is_field(sample: Any, key: Any) -> bool:
 def _replaced(sample: Any, key: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(sample, Tensor | np.ndarray):
         raise DatasetError(f"transform={{{key!r}: ...}}: the sample is a {type(sample).__name__}, without parts.")
-    new = function(_part(sample, key))
+    return _with(sample, key, function(_part(sample, key)))
+
+
+def _with(sample: Any, key: Any, new: Any) -> Any:
     if isinstance(sample, tuple):
         parts: list[Any] = list(sample)
         parts[getattr(sample, "_fields", ()).index(key) if isinstance(key, str) else key] = new
@@ -89,3 +95,48 @@ def _replaced(sample: Any, key: Any, function: Callable[[Any], Any]) -> Any:
     else:
         changed[key] = new
     return changed
+
+
+# ---------------------------------------------------------------------------------------------------- parts by their place
+
+Path: TypeAlias = tuple[Any, ...]
+"""Keys, positions and names of fields that lead to a part of a sample; () for the sample itself."""
+
+_MANY = 256  # parts of a container, of which the rest is not looked through
+
+
+def paths_to(sample: Any, part: Any) -> tuple[Path, ...]:
+    """Return all ways to an object in a sample."""
+    return tuple(_paths_to(sample, part, 0))
+
+
+def _paths_to(sample: Any, part: Any, depth: int) -> Iterator[Path]:
+    if sample is part:
+        yield ()
+        return
+    inner: Iterable[tuple[Any, Any]] = ()
+    if isinstance(sample, Mapping):
+        inner = sample.items()
+    elif isinstance(sample, list | tuple):
+        inner = enumerate(sample)
+    elif dataclasses.is_dataclass(sample) and not isinstance(sample, type):
+        inner = vars(sample).items() if hasattr(sample, "__dict__") else ()
+    if depth < DEEP:
+        for key, value in islice(inner, _MANY):
+            for path in _paths_to(value, part, depth + 1):
+                yield key, *path
+
+
+def part_at(sample: Any, path: Path) -> Any:
+    """Return the part of a sample at a path."""
+    for key in path:
+        sample = getattr(sample, key) if _is_field(sample, key) else sample[key]
+    return sample
+
+
+def with_part(sample: Any, path: Path, part: Any) -> Any:
+    """Return a sample with another part at a path; its containers are new, and as they were."""
+    if not path:
+        return part
+    key = path[0]
+    return _with(sample, key, part if len(path) == 1 else with_part(part_at(sample, (key,)), path[1:], part))

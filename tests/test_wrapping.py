@@ -71,7 +71,7 @@ def test_a_worker_sets_attributes_of_its_dataset():
 @pytest.mark.parametrize("name", ["transform", "size"])
 def test_what_cached_samples_are_made_with_cannot_be_set(name):
     folder = Folder()
-    with CachedDataset(folder, 1) as cached:
+    with CachedDataset(folder, 1, split=False) as cached:
         way = r"before CachedDataset.*CachedDataset\(\.\.\., transform=\.\.\.\).*transform={0: \.\.\.}"
         with pytest.raises(DatasetError, match=f"{name} of Folder cannot be set: its samples are made with it.*{way}"):
             setattr(cached, name, torch.flip)

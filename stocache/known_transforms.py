@@ -1,0 +1,234 @@
+"""Which transforms of well-known libraries are deterministic: the same output each time, and no random number drawn.
+
+A transform is told by the name and the module of its class, so no library is imported here. A class that is not in the table is
+not known, and treated as random; that goes for subclasses as well, as they may do anything. MONAI marks its classes, and so
+its users theirs. The lists are those of torchvision 0.29, timm 1.0, MONAI 1.6, albumentations 2.0, Kornia 0.9 and
+audiomentations 0.43.
+"""
+
+import functools
+import numbers
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+MARK = "__stocache_deterministic__"
+"""The attribute of functions, classes and objects that `stocache.deterministic` has marked."""
+
+
+def mark_of(transform: Any) -> Any:
+    """Return the value of the mark: of a function, where it is defined; `functools.wraps` copies marks to other functions."""
+    code = getattr(transform, "__code__", None)
+    return True if code is None else (code.co_filename, code.co_firstlineno)
+
+
+class Library(NamedTuple):
+    """What is known of a library.
+
+    Attributes:
+        module: where its transforms are defined, or below.
+        deterministic, random: names of classes.
+        condition: whether one of ``deterministic`` is so with the options it has.
+    """
+
+    module: str
+    deterministic: frozenset[str]
+    random: frozenset[str]
+    condition: Callable[[Any], bool] = lambda transform: True
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+def _albumentation_is_deterministic(transform: Any) -> bool:
+    """Whether it is always applied, at a fixed place, with a fixed size."""
+    fixed = all(getattr(transform, name, "center") != "random" for name in ("position", "pad_position"))
+    return transform.p >= 1 and fixed and isinstance(getattr(transform, "max_size", 0), numbers.Integral | None)
+
+
+def _has_no_parameters(module: Any) -> bool:
+    return not any(True for _ in module.parameters())
+
+
+LIBRARIES = (
+    Library(
+        "torchvision.transforms",
+        _names(
+            """CenterCrop ClampBoundingBoxes ClampKeyPoints ConvertBoundingBoxFormat ConvertImageDtype FiveCrop Grayscale
+            Identity LinearTransformation Normalize PILToTensor Pad RGB Resize SanitizeBoundingBoxes SanitizeKeyPoints
+            SetClampingMode TenCrop ToDtype ToImage ToPILImage ToPureTensor ToTensor UniformTemporalSubsample
+            ImageClassification ObjectDetection OpticalFlow SemanticSegmentation VideoClassification"""
+        ),
+        _names(
+            """AugMix AutoAugment ColorJitter CutMix ElasticTransform GaussianBlur GaussianNoise JPEG Lambda MixUp RandAugment
+            RandomAdjustSharpness RandomAffine RandomApply RandomAutocontrast RandomChannelPermutation RandomChoice RandomCrop
+            RandomEqualize RandomErasing RandomGrayscale RandomHorizontalFlip RandomInvert RandomIoUCrop RandomOrder
+            RandomPerspective RandomPhotometricDistort RandomPosterize RandomResize RandomResizedCrop RandomRotation
+            RandomShortestSize RandomSolarize RandomVerticalFlip RandomZoomOut ScaleJitter Transform TrivialAugmentWide"""
+        ),
+    ),
+    Library(
+        "timm.data",
+        _names("CenterCropOrPad MaybePILToTensor MaybeToTensor ResizeKeepRatio ToNumpy ToTensor TrimBorder"),
+        _names("AugMixAugment AugmentOp AutoAugment RandAugment RandomCropOrPad RandomErasing RandomPad")
+        | {"RandomResizedCropAndInterpolation"},
+        lambda transform: not (getattr(transform, "random_scale_prob", 0) or getattr(transform, "random_aspect_prob", 0)),
+    ),
+    Library(
+        "albumentations",
+        _names(
+            """AutoContrast CenterCrop Crop Equalize FromFloat HorizontalFlip InvertImg LongestMaxSize NoOp Normalize Pad Pad3D
+            PadIfNeeded Resize SmallestMaxSize TimeReverse ToFloat ToGray ToRGB ToSepia ToTensor3D ToTensorV2 Transpose
+            VerticalFlip"""
+        ),
+        _names(
+            """AdditiveNoise AdvancedBlur Affine AtLeastOneBBoxRandomCrop BBoxSafeRandomCrop BaseCompose BasicTransform Blur CLAHE
+            CenterCrop3D ChannelDropout ChannelShuffle ChromaticAberration CoarseDropout CoarseDropout3D ColorJitter Compose
+            ConstrainedCoarseDropout CropAndPad CropNonEmptyMaskIfExists CubicSymmetry D4 Defocus Downscale DualTransform
+            ElasticTransform Emboss Erasing FDA FancyPCA FrequencyMasking GaussNoise GaussianBlur GlassBlur GridDistortion
+            GridDropout GridElasticDeform HEStain HistogramMatching HueSaturationValue ISONoise Illumination ImageCompression
+            ImageOnlyTransform Lambda MaskDropout MedianBlur Morphological Mosaic MotionBlur MultiplicativeNoise OneOf
+            OneOrOther OpticalDistortion OverlayElements PadIfNeeded3D Perspective PiecewiseAffine PixelDistributionAdaptation
+            PixelDropout PlanckianJitter PlasmaBrightnessContrast PlasmaShadow Posterize RGBShift RandomBrightnessContrast
+            RandomCrop RandomCrop3D RandomCropFromBorders RandomCropNearBBox RandomFog RandomGamma RandomGravel
+            RandomGridShuffle RandomOrder RandomRain RandomResizedCrop RandomRotate90 RandomScale RandomShadow
+            RandomSizedBBoxSafeCrop RandomSizedCrop RandomSnow RandomSunFlare RandomToneCurve ReplayCompose RingingOvershoot
+            Rotate SafeRotate SaltAndPepper SelectiveChannelTransform Sequential Sharpen ShiftScaleRotate ShotNoise Solarize
+            SomeOf Spatter SquareSymmetry Superpixels TextImage ThinPlateSpline TimeMasking Transform3D UnsharpMask XYMasking
+            ZoomBlur"""
+        ),
+        _albumentation_is_deterministic,
+    ),
+    Library(
+        "kornia.augmentation",
+        _names("CenterCrop CenterCrop3D Denormalize LongestMaxSize Normalize PadTo Resize SmallestMaxSize"),
+        _names(
+            """AugmentationBase2D AugmentationBase3D AugmentationSequential ColorJiggle ColorJitter GeometricAugmentationBase2D
+            GeometricAugmentationBase3D ImageSequential IntensityAugmentationBase2D IntensityAugmentationBase3D
+            ManyToManyAugmentationDispather ManyToOneAugmentationDispather MixAugmentationBaseV2 PatchMix PatchSequential
+            RandomAffine RandomAffine3D RandomAutoContrast RandomBoxBlur RandomBrightness RandomChannelDropout
+            RandomChannelShuffle RandomClahe RandomContrast RandomCrop RandomCrop3D RandomCutMixV2 RandomDepthicalFlip3D
+            RandomDissolving RandomElasticTransform RandomEqualize RandomEqualize3D RandomErasing RandomFisheye RandomGamma
+            RandomGaussianBlur RandomGaussianIllumination RandomGaussianNoise RandomGrayscale RandomHorizontalFlip
+            RandomHorizontalFlip3D RandomHue RandomInvert RandomJPEG RandomJigsaw RandomLinearCornerIllumination
+            RandomLinearIllumination RandomMedianBlur RandomMixUpV2 RandomMosaic RandomMotionBlur RandomMotionBlur3D
+            RandomPerspective RandomPerspective3D RandomPlanckianJitter RandomPlasmaBrightness RandomPlasmaContrast
+            RandomPlasmaShadow RandomPosterize RandomRGBShift RandomRain RandomResizedCrop RandomRotation RandomRotation3D
+            RandomRotation90 RandomSaltAndPepperNoise RandomSaturation RandomSharpness RandomShear RandomSnow RandomSolarize
+            RandomThinPlateSpline RandomTranslate RandomTransplantation RandomTransplantation3D RandomVerticalFlip
+            RandomVerticalFlip3D RigidAffineAugmentationBase2D RigidAffineAugmentationBase3D VideoSequential"""
+        ),
+        lambda transform: transform.p == 1 and transform.p_batch == 1,
+    ),
+    Library(
+        "kornia.color",
+        _names(
+            """ApplyColorMap BgrToGrayscale BgrToRgb BgrToRgba GrayscaleToRgb HlsToRgb HsvToRgb LabToRgb LinearRgbToRgb LuvToRgb
+            NormalsToRgb255 RawToRgb RawToRgb2x2Downscaled Rgb255ToNormals Rgb255ToRgb RgbToBgr RgbToGrayscale RgbToHls RgbToHsv
+            RgbToLab RgbToLinearRgb RgbToLuv RgbToRaw RgbToRgb255 RgbToRgba RgbToXyz RgbToYcbcr RgbToYuv RgbToYuv420
+            RgbToYuv422 RgbaToBgr RgbaToRgb Sepia XyzToRgb YcbcrToRgb Yuv420ToRgb Yuv422ToRgb YuvToRgb"""
+        ),
+        frozenset(),
+    ),
+    Library(
+        "kornia.enhance",
+        _names(
+            """AddWeighted AdjustBrightness AdjustBrightnessAccumulative AdjustContrast AdjustContrastWithMeanSubtraction
+            AdjustGamma AdjustHue AdjustLog AdjustSaturation AdjustSaturationWithGraySubtraction AdjustSigmoid Denormalize
+            IntegralImage IntegralTensor Invert JPEGCodecDifferentiable Normalize Rescale Threshold"""
+        ),
+        _names("ZCAWhitening"),  # learns from what it sees
+        _has_no_parameters,
+    ),
+    Library(
+        "kornia.filters",
+        _names(
+            """BilateralBlur BlurPool2D BoxBlur Canny EdgeAwareBlurPool2D GaussianBlur2d GuidedBlur InRange JointBilateralBlur
+            Laplacian MaxBlurPool2D MedianBlur MotionBlur MotionBlur3D OtsuThreshold Sobel SpatialGradient SpatialGradient3d
+            UnsharpMask"""
+        ),
+        _names("StableDiffusionDissolving"),
+        _has_no_parameters,
+    ),
+    Library(
+        "kornia.geometry.transform",
+        _names("Affine CenterCrop2D Hflip HomographyWarper PyrDown PyrUp Rescale Resize Rot180 Rotate Scale ScalePyramid Shear")
+        | _names("Translate Vflip"),
+        _names("BaseModel BaseWarper Homography ImageRegistrator Similarity"),  # they learn
+        _has_no_parameters,
+    ),
+    Library(
+        "audiomentations",  # each draws a number, also with p=1
+        frozenset(),
+        _names(
+            """AddBackgroundNoise AddColorNoise AddGaussianNoise AddGaussianSNR AddShortNoises AdjustDuration AirAbsorption Aliasing
+            ApplyImpulseResponse BandPassFilter BandStopFilter BitCrush Clip ClippingDistortion Compose Gain GainTransition
+            HighPassFilter HighShelfFilter Lambda Limiter LoudnessNormalization LowPassFilter LowShelfFilter Mp3Compression
+            Normalize OneOf Padding PeakingFilter PitchShift PolarityInversion RepeatPart Resample Reverse RoomSimulator
+            SevenBandParametricEQ Shift SomeOf TanhDistortion TimeMask TimeStretch Trim"""
+        ),
+    ),
+    Library("torch.nn.modules", _names("Flatten Identity Unflatten Upsample ZeroPad2d"), frozenset(), _has_no_parameters),
+)
+
+_FUNCTIONS: frozenset[Any] = frozenset(
+    {bool, bytes, complex, dict, float, int, list, set, str, tuple}
+    | {np.array, np.asarray, np.ascontiguousarray, np.float16, np.float32, np.float64, np.int32, np.int64, np.uint8, np.squeeze}
+    | {torch.as_tensor, torch.asarray, torch.from_numpy, torch.squeeze, torch.stack, torch.tensor}
+)
+"""Functions and types that are deterministic."""
+
+_FUNCTION_MODULES = ("torchvision.transforms.functional", "torchvision.transforms.v2.functional", "PIL.ImageOps")
+"""Modules all of whose functions are."""
+
+
+def library_of(cls: type) -> Library | None:
+    """Return the library that defines a class of transforms."""
+    module = f"{cls.__module__}."
+    return next((library for library in LIBRARIES if module.startswith(f"{library.module}.")), None)
+
+
+def is_known(cls: type) -> bool:
+    """Whether a class is one of the table's, or MONAI's."""
+    library = library_of(cls)
+    listed = library is not None and cls.__name__ in library.deterministic | library.random
+    return listed or _is_of_monai(cls) or cls.__name__ == "Compose" and library is not None
+
+
+def is_deterministic(transform: Any) -> bool:
+    """Whether it is known that a transform gives the same each time, and draws nothing. What is not known is not."""
+    cls = type(transform)
+    if MARK in vars(cls) or getattr(transform, "__dict__", {}).get(MARK, mark_of) == mark_of(transform):
+        return True
+    if isinstance(transform, functools.partial):
+        return is_deterministic(transform.func)
+    if cls.__name__ == "Lambda":  # of torchvision, MONAI or albumentations: whatever its function is
+        function = getattr(transform, "lambd", getattr(transform, "func", None))
+        if function is not None and library_of(cls) is not None:
+            return is_deterministic(function)
+    if _is_of_monai(cls):
+        return not isinstance(transform, sys.modules["monai.transforms.traits"].RandomizableTrait)  # type: ignore[attr-defined]
+    library = library_of(cls)
+    if library is not None:
+        try:
+            return cls.__name__ in library.deterministic and library.condition(transform)
+        except AttributeError:  # another version's
+            return False
+    return any(transform is function for function in _FUNCTIONS) or _is_of_a_module_of_functions(transform)
+
+
+def _is_of_a_module_of_functions(function: Any) -> bool:
+    module, name = getattr(function, "__module__", None) or "", getattr(function, "__name__", None)
+    if not module.startswith(_FUNCTION_MODULES) or not isinstance(name, str):
+        return False
+    return getattr(sys.modules.get(module), name, None) is function
+
+
+def _is_of_monai(cls: type) -> bool:
+    """Whether a class is a transform of MONAI's, or of a user's who derives from it; these are marked where they are random."""
+    transforms = sys.modules.get("monai.transforms.transform")
+    return transforms is not None and issubclass(cls, transforms.Transform)
