@@ -637,7 +637,7 @@ def _examples(route: Route, length: int) -> dict[int, tuple[float, list[_Example
     """Return for each kind of dataset within: its share of the samples, and some of these."""
     spread = np.unique(np.linspace(0, max(0, length - 1), min(length, 4096)).round().astype(int)).tolist()
     found: dict[int, list[_Example]] = {}
-    for idx in [*spread, *(start for start in route.starts if start < length)]:
+    for idx in sorted({*spread, *(start for start in route.starts if start < length)}):
         number, at = route(idx)
         found.setdefault(route.kinds[number], []).append((idx, at))
     several = np.linspace(0, 1, _EXAMPLES)

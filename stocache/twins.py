@@ -66,8 +66,8 @@ def _sites(dataset: Any, way: tuple[tuple[str, Any], ...], seen: set[int]) -> It
 
 
 def _is_dataset(value: Any) -> bool:
-    if isinstance(value, Dataset):
-        return True
+    if isinstance(value, Dataset) or callable(value):
+        return isinstance(value, Dataset)
     return hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__") and bool(_CONVENTIONAL & _own(value).keys())
 
 
