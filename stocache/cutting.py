@@ -35,7 +35,7 @@ from stocache.splitting import (
     style_of,
     told_before,
 )
-from stocache.transforms import paths_to
+from stocache.transforms import Path, paths_to
 from stocache.twins import Call, Calls, Site, Tap, twin_of
 
 logger = logging.getLogger("stocache")
@@ -129,12 +129,14 @@ class _Trial(NamedTuple):
     Attributes:
         calls: where the output of each cut transform is in it.
         seeded: whether the dataset sets the seed of random numbers while it loads a sample.
+        repeated: see `splitting.Plan`.
     """
 
     idx: int
     record: _Record
     calls: tuple[PlannedCall, ...]
     seeded: bool
+    repeated: tuple[tuple[Path, Path], ...]
 
 
 def _bytes_of(value: Any) -> int | None:
@@ -240,7 +242,7 @@ def _try_out(leaf: Any, plan: Plan, examples: Sequence[_Example]) -> Iterator[_T
         before = fingerprint()
         sample, made = bound.load_with_calls(at)
         after = fingerprint()
-        calls = tuple(_located(call, plan.cuts[call.site], sample) for call in made)
+        calls, repeated = _apart(made, [_located(call, plan.cuts[call.site], sample) for call in made])
         for call in calls:
             sample = finished(sample, call, carrying(bound.pipelines[call.site].part(call.cut), call.style))
         record, seeded = _record(sample), False
@@ -248,7 +250,22 @@ def _try_out(leaf: Any, plan: Plan, examples: Sequence[_Example]) -> Iterator[_T
             disturb()
             bound.load_with_calls(at)
             seeded = any(one == other != old for one, other, old in zip(after, fingerprint(), before, strict=True))
-        yield _Trial(idx, record, calls, seeded)
+        yield _Trial(idx, record, calls, seeded, repeated)
+
+
+def _apart(
+    made: Sequence[Call], located: Sequence[PlannedCall]
+) -> tuple[tuple[PlannedCall, ...], tuple[tuple[Path, Path], ...]]:
+    """Return calls with one place each where several had the same output, an image of which several views are made."""
+    calls, repeated = list(located), []
+    for number, call in enumerate(made):
+        alike = [other for other, its in enumerate(made) if its.result is call.result]
+        paths = located[number].parts[0][1]
+        if len(alike) > 1 and len(alike) == len(paths):
+            place = paths[alike.index(number)]
+            calls[number] = located[number]._replace(parts=((None, (place,)),))
+            repeated += [(place, paths[0])] * (place != paths[0])
+    return tuple(calls), tuple(repeated)
 
 
 def _located(call: Call, cut: int, sample: Any) -> PlannedCall:
@@ -574,11 +591,11 @@ class _Planner:
                 PlannedCall(site, cut, "", ()) for site, cut in cuts.items() if cut < len(kind.pipelines[site].steps)
             )
             plan = Plan(cuts, calls, self._encoded, bool(kind.rest))
-            plans[number] = plan._replace(calls=self._compared(kind, plan)) if calls else plan
+            plans[number] = self._compared(kind, plan) if calls else plan
         return plans
 
-    def _compared(self, kind: _Kind, plan: Plan) -> tuple[PlannedCall, ...]:
-        """Return the calls of a plan with their places in the samples."""
+    def _compared(self, kind: _Kind, plan: Plan) -> Plan:
+        """Return a plan with the places in the samples."""
         trials = list(self._in_child(partial(_try_out, kind.leaf, plan, kind.examples)))
         for trial in trials:
             if trial.seeded:
@@ -586,7 +603,10 @@ class _Planner:
             plain = self._plain[trial.idx]
             if trial.record[0] != plain[0] or (b"'pickle'" not in plain[0] and trial.record != plain):
                 raise _Unsplit(f"sample {trial.idx} would not be the same")
-        return _in_common([trial.calls for trial in trials])
+        repeated = trials[0].repeated
+        if any(trial.repeated != repeated for trial in trials):
+            raise _Unsplit("it does not call its transforms in the same way for each sample")
+        return plan._replace(calls=_in_common([trial.calls for trial in trials]), repeated=repeated)
 
     def _tell(self, attempt: Mapping[int, Option]) -> None:
         for number, kind in self._kinds.items():

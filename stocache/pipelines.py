@@ -6,6 +6,7 @@ itself: MONAI's with lazy resampling, albumentations' with boxes or keypoints, w
 """
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -271,8 +272,7 @@ def name_of_step(step: Any) -> str:
     inner = getattr(step, "func", None) if type(step).__name__ == "partial" else None
     if inner is not None:
         return name_of_step(inner)
-    name = getattr(step, "__name__", None)
-    return name if isinstance(name, str) else type(step).__name__
+    return str(step.__name__) if isinstance(step, type) or inspect.isroutine(step) else type(step).__name__
 
 
 def told_step(step: Any) -> str:

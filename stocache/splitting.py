@@ -48,12 +48,14 @@ class Plan(NamedTuple):
         calls: of those that are cut, in order.
         encoded: whether files are cached as they are, and decoded after the cache.
         reads: whether it is one of Hugging Face that transforms samples when they are read.
+        repeated: places in a sample of what is in another place too, and cached only there: several views are made of one image.
     """
 
     cuts: dict[Site, int]
     calls: tuple[PlannedCall, ...] = ()
     encoded: bool = False
     reads: bool = False
+    repeated: tuple[tuple[Path, Path], ...] = ()
 
     @property
     def has_rest(self) -> bool:
@@ -108,6 +110,8 @@ class BoundPlan:
         try:
             sample = self._twin[idx]
             if self._is_as_planned(sample, made):
+                for place, _ in self.plan.repeated:
+                    sample = with_part(sample, place, None)
                 return sample
         finally:
             made.clear()
@@ -129,6 +133,8 @@ class BoundPlan:
                     its = call.result if key is None else call.result[key]
                     if any(part_at(sample, path) is not its for path in paths):
                         return False
+            if any(part_at(sample, place) is not part_at(sample, first) for place, first in self.plan.repeated):
+                return False
         except (LookupError, AttributeError, TypeError):
             return False
         return True
@@ -137,6 +143,8 @@ class BoundPlan:
         """Return a sample with the rest of its transforms."""
         if type(sample) is UnplannedSample:
             return sample.sample
+        for place, first in self.plan.repeated:
+            sample = with_part(sample, place, part_at(sample, first))
         for call, after in self._after:
             sample = finished(sample, call, after)
         return sample
