@@ -175,8 +175,13 @@ def _compile(skeleton: Skeleton, allow_pickle: bool) -> _Read:
     return _read_bytes(FROM_BYTES[kind])
 
 
+_PIXELS = 4  # position among the parts of an image
+
+
 def _read_container(skeleton: Skeleton, allow_pickle: bool) -> _Read:
     join, reads = _container(skeleton).joiner(), [_compile(child, allow_pickle) for child in skeleton[5]]
+    if skeleton[1] == "image" and skeleton[5][_PIXELS] == ("bytes",):  # which the image copies
+        reads[_PIXELS] = _read_bytes(lambda view: view)
     return lambda reader: join([read(reader) for read in reads])
 
 
