@@ -25,6 +25,7 @@ from stocache.limits import get_shm_size, recommended_limit
 from stocache.loader import DataLoader, LoaderStats
 from stocache.locality import LocalityDistributedSampler
 from stocache.permutation import Permutation
+from stocache.pipelines import deterministic, split_transforms
 from stocache.placement import Placement
 from stocache.prepare import DataPreparer, prepare
 from stocache.protocol import SlotState
@@ -78,8 +79,10 @@ __all__ = [
     "StreamStats",
     "Structure",
     "WorkerError",
+    "deterministic",
     "get_shm_size",
     "prepare",
     "recommended_limit",
     "shuffle_quality",
+    "split_transforms",
 ]

@@ -2,8 +2,8 @@
 
 NOTE [ Where to cut ]
     A later cut saves more work, an earlier one may need less memory: a float tensor has four times the bytes of the image.
-    While everything fits, the latest cut is the best. If not, the smallest samples are, as more of them fit; but not where
-    loading them saves next to nothing: a path is smaller than its image.
+    While everything fits, the latest cut is the best; else the latest at which everything fits, or where samples are smallest.
+    But not where that saves next to nothing: a path is smaller than its image.
 """
 
 import logging
@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from stocache.children import in_children
+from stocache.encoded import encoded_pipeline
 from stocache.errors import DatasetError, SampleError
 from stocache.huggingface import read_transform_of
 from stocache.limits import format_size
@@ -54,8 +55,8 @@ _REFUSED = "Set it before CachedDataset, or make a new one."
 
 _ENCODED = (
     "store='encoded' is for datasets that load each file by an attribute `loader`, called with its path, as torchvision's "
-    "folders do; with {} it does not work: {}. Leave store= out; or have your dataset return the bytes of its files, and decode "
-    "them in transform=."
+    "folders do; with {} it does not work: {}. Leave store= out; or have your dataset return the bytes of its files, and "
+    "decode them in transform=."
 )
 
 
@@ -276,7 +277,7 @@ def _located(call: Call, cut: int, sample: Any) -> PlannedCall:
     """
     style, result = style_of(call), call.result
     paths = paths_to(sample, result)
-    parts = ((None, paths),)
+    parts: tuple[tuple[Any, tuple[Path, ...]], ...] = ((None, paths),)
     if not paths and style == "args" and isinstance(result, tuple):
         parts = tuple((key, paths_to(sample, value)) for key, value in enumerate(result))
     elif not paths and style == "kwargs" and isinstance(result, dict):
@@ -383,29 +384,25 @@ def _options(looks: Sequence[_Look], chains: Sequence[_Chain]) -> list[Option]:
     return options
 
 
-def chosen(options: Sequence[Option], cut: Cut, fits: Callable[[float], bool]) -> Option:
+def chosen(options: Sequence[Option], cut: Cut, share: Callable[[float], float]) -> Option:
     """Return the option to take; see NOTE [ Where to cut ].
 
     Args:
         options: the latest cut first.
-        fits: whether all samples fit, if they have so many bytes.
+        share: what share of the samples is cached if each has so many bytes.
     """
     if cut == "latest":
         return options[0]
     smallest = min(options, key=lambda option: option.size)  # of equal ones, the latest
     if cut == "smallest":
         return smallest
-    for option in options:
-        if fits(option.size):
-            return option
-    best = max(options, key=_worth)
-    more_s = best.saved_s - smallest.saved_s
-    return best if _worth(best) > 2 * _worth(smallest) and more_s > _LITTLE_S else smallest
 
+    def saved_s(option: Option) -> float:
+        return share(option.size) * option.saved_s
 
-def _worth(option: Option) -> float:
-    """Return the seconds that a byte of the cache saves."""
-    return option.saved_s / max(1.0, option.size)
+    usual = next((option for option in options if share(option.size) == 1.0), smallest)
+    best = max(options, key=saved_s)
+    return best if saved_s(best) > 2 * saved_s(usual) and saved_s(best) - saved_s(usual) > _LITTLE_S else usual
 
 
 # ---------------------------------------------------------------------------------------------------- planning
@@ -451,6 +448,8 @@ def plan_split(
     """
     name = type(dataset).__name__
     route = Route(dataset)
+    if encoded and not any(encoded_pipeline(leaf) or read_transform_of(leaf, True) for leaf in route.leaves):
+        raise DatasetError(_ENCODED.format(name, "it has no loader"))
     if not encoded and not any(pipelines_of(leaf, False) or read_transform_of(leaf, False) for leaf in route.leaves):
         return Split(dataset, dict.fromkeys(route.kinds, Plan({})), old.before if old else None)
     try:
@@ -462,7 +461,9 @@ def plan_split(
         if encoded:
             raise DatasetError(_ENCODED.format(name, reason)) from error
         if old is not None:
-            raise DatasetError(f"the transforms of {name} cannot be set while samples are cached: {reason}. {_REFUSED}") from error
+            raise DatasetError(
+                f"the transforms of {name} cannot be set while samples are cached: {reason}. {_REFUSED}"
+            ) from error
         if not isinstance(error, _Unloadable):  # of which the probe tells
             warn_of_random_parts(dataset, reason)
         return None
@@ -487,7 +488,9 @@ class _Planner:
                 raise _Unloadable("its samples cannot be loaded")
             leaf = route.leaves[kind]
             reads = read_transform_of(leaf, encoded)
-            found = _Kind(leaf, {} if reads else pipelines_of(leaf, encoded), loaded, share, rest=tuple(reads.rest) if reads else ())
+            found = _Kind(
+                leaf, {} if reads else pipelines_of(leaf, encoded), loaded, share, rest=tuple(reads.rest) if reads else ()
+            )
             self._kinds[kind] = self._measured(kind, found)
 
     def _in_child(self, job: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -500,8 +503,12 @@ class _Planner:
             return kind._replace(options=[Option({}, 0.0, 0.0)])
         looks = list(self._in_child(partial(_measure, kind.leaf, kind.examples, self._encoded)))
         chains = _chains(looks)
-        if not chains and _random_steps(kind.pipelines):
-            raise _Unsplit(f"{type(kind.leaf).__name__} does not call its {', '.join(map(str, kind.pipelines))}")
+        called = {site for chain in chains for site in chain.sites}
+        idle = [str(site) for site in kind.pipelines if site not in called]
+        if self._encoded and not any(site.name == "loader" for site in called):
+            raise _Unsplit("it does not call its loader")
+        if not called and self._old is None and _random_steps(kind.pipelines):
+            raise _Unsplit(f"{type(kind.leaf).__name__} does not call its {', '.join(idle)}")
         before = self._before(number, kind.pipelines)
         if before is None:
             options: list[Option] = _options(looks, chains)
@@ -521,9 +528,10 @@ class _Planner:
                 steps = before.get(site, ())
                 now = pipelines[site].steps if site in pipelines else ()
                 if len(steps) != len(befores[0].get(site, ())) or not _begins_with(now, steps):
+                    names = ", ".join(map(name_of_step, steps)) or "other steps"
                     raise DatasetError(
-                        f"{site} cannot be set: samples are cached as they are after "
-                        f"{', '.join(map(name_of_step, steps)) or 'other steps'}, with which the new one does not begin. {_REFUSED}"
+                        f"{site} cannot be set: samples are cached as they are after {names}, with which the new one does not "
+                        f"begin. {_REFUSED}"
                     )
                 fixed[site] = len(steps)
         return fixed
@@ -549,20 +557,24 @@ class _Planner:
         """Return what to try: the best; and in case a transform's beginning cannot be run by itself, all after the cache."""
         several = range(max(len(kind.options) for kind in self._kinds.values()))
 
-        def fits(size: float) -> bool:
-            return size * self._length * 1.02 <= limit
+        def share(size: float) -> float:
+            return min(1.0, limit / max(1.0, size * self._length * 1.02))
 
-        together = [sum(kind.share * self._at(at)[number].size for number, kind in self._kinds.items()) for at in several]
-        fitting = next((at for at, size in zip(several, together, strict=True) if fits(size)), None)
-        if cut is None and fitting is not None:
-            best = self._at(fitting)
+        if cut is None:  # for all kinds together
+            together = [self._together(self._at(at)) for at in several]
+            best = self._at(together.index(chosen(together, None, share)))
         else:
-            best = {number: chosen(kind.options, cut, lambda size: False) for number, kind in self._kinds.items()}
+            best = {number: chosen(kind.options, cut, share) for number, kind in self._kinds.items()}
         last = self._at(-1)
         return [best] + [last] * (last != best)
 
     def _at(self, position: int) -> dict[int, Option]:
         return {number: kind.options[min(position, len(kind.options) - 1)] for number, kind in self._kinds.items()}
+
+    def _together(self, attempt: Mapping[int, Option]) -> Option:
+        """Return the mean over all samples."""
+        kinds = [(self._kinds[number].share, option) for number, option in attempt.items()]
+        return Option({}, sum(share * its.size for share, its in kinds), sum(share * its.saved_s for share, its in kinds))
 
     def _told(self, attempt: Mapping[int, Option]) -> str:
         if all(not self._rest(number, attempt[number]) for number in self._kinds):
@@ -576,7 +588,10 @@ class _Planner:
 
     def _rest(self, number: int, option: Option) -> list[str]:
         kind = self._kinds[number]
-        return [*kind.rest, *(name_of_step(step) for site, cut in option.cuts.items() for step in kind.pipelines[site].steps[cut:])]
+        return [
+            *kind.rest,
+            *(name_of_step(step) for site, cut in option.cuts.items() for step in kind.pipelines[site].steps[cut:]),
+        ]
 
     def _tried(self, attempt: Mapping[int, Option]) -> dict[int, Plan]:
         """Return plans with which samples are those of the dataset.
@@ -587,9 +602,7 @@ class _Planner:
         plans = {}
         for number, kind in self._kinds.items():
             cuts = attempt[number].cuts
-            calls = tuple(
-                PlannedCall(site, cut, "", ()) for site, cut in cuts.items() if cut < len(kind.pipelines[site].steps)
-            )
+            calls = tuple(PlannedCall(site, cut, "", ()) for site, cut in cuts.items() if cut < len(kind.pipelines[site].steps))
             plan = Plan(cuts, calls, self._encoded, bool(kind.rest))
             plans[number] = self._compared(kind, plan) if calls else plan
         return plans

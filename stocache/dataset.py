@@ -335,8 +335,6 @@ class CachedDataset(Dataset[Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         if "_made" not in vars(self):
             super().__setattr__(name, value)
-        elif name in _OWN:
-            super().__setattr__(name, value)
         elif name in ("dataset", "cache"):
             raise DatasetError(f"{name} of a CachedDataset cannot be replaced: the cache has its samples. Make a new one.")
         elif name == "after_cache" or (name == "transform" and not hasattr(self.dataset, name)):
@@ -486,7 +484,8 @@ def reading_later(dataset: Any) -> Any:
     if type(dataset) is Subset:
         later = reading_later(dataset.dataset)
     elif isinstance(dataset, CachedDataset) and dataset._gathers:
-        later = BatchForm.of(dataset.cache) if type(dataset).__getitems__ is CachedDataset.__getitems__ else None
+        cache: Any = dataset.cache
+        later = BatchForm.of(cache) if type(dataset).__getitems__ is CachedDataset.__getitems__ else None
     else:
         later = None
     if later is None:
@@ -497,9 +496,6 @@ def reading_later(dataset: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------- looking at the dataset
-
-_OWN = frozenset({"_split", "_form", "_rows"})
-"""Attributes that are set after it is made."""
 
 _MAKES_SAMPLES = frozenset({"transform", "transforms", "target_transform"})
 """Attributes that samples are made with, by the conventions of torchvision and timm, whether or not the probe saw it."""

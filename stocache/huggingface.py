@@ -3,8 +3,9 @@
 ``set_transform`` and ``with_transform`` give a dataset a function of batches that runs whenever samples are read. So all of it
 runs after the cache, which has the samples as they are without it.
 
-Of the methods, some choose rows: what they return is a view of the cached dataset. To know its rows, they are called for a dataset of row
-numbers. Others change the dataset behind the cache, or make another one, which would not be cached: they are refused.
+Of the methods, some choose rows: what they return is a view of the cached dataset. To know its rows, they are called for a
+dataset of row numbers. Others change the dataset behind the cache, or make another one, which would not be
+cached: they are refused.
 """
 
 import functools
@@ -105,8 +106,10 @@ class ReadTransform:
         names = list(dataset.column_names) if form["output_all_columns"] else self._columns
         self._remaining = [name for name in names if name not in self._columns]
         source = dataset.with_format(None, columns=names)
-        image = sys.modules["datasets"].Image  # type: ignore[attr-defined]
-        self._images = {name: its for name, its in dataset.features.items() if encoded and isinstance(its, image) and its.decode}
+        image = sys.modules["datasets"].Image
+        self._images = {
+            name: its for name, its in dataset.features.items() if encoded and isinstance(its, image) and its.decode
+        }
         for name in self._images:
             source = source.cast_column(name, image(decode=False))
         self._source = source
@@ -171,6 +174,6 @@ def read_transform_of(dataset: Any, encoded: bool) -> ReadTransform | None:
     found = ReadTransform(dataset, encoded) if kind in (None, "custom") else None
     if encoded and (found is None or not found._images):
         raise DatasetError(
-            "store='encoded' is for datasets of Hugging Face with images, and without a format but for set_transform. Leave it out."
+            "store='encoded' is for datasets of Hugging Face with images, and with no format but set_transform. Leave it out."
         )
     return found if found is not None and found.rest else None

@@ -65,10 +65,11 @@ LIBRARIES = (
         ),
         _names(
             """AugMix AutoAugment ColorJitter CutMix ElasticTransform GaussianBlur GaussianNoise JPEG Lambda MixUp RandAugment
-            RandomAdjustSharpness RandomAffine RandomApply RandomAutocontrast RandomChannelPermutation RandomChoice RandomCrop
-            RandomEqualize RandomErasing RandomGrayscale RandomHorizontalFlip RandomInvert RandomIoUCrop RandomOrder
-            RandomPerspective RandomPhotometricDistort RandomPosterize RandomResize RandomResizedCrop RandomRotation
-            RandomShortestSize RandomSolarize RandomVerticalFlip RandomZoomOut ScaleJitter Transform TrivialAugmentWide"""
+            RandomAdjustSharpness RandomAffine RandomApply RandomAutocontrast RandomChannelPermutation RandomChoice
+            RandomCrop RandomEqualize RandomErasing RandomGrayscale RandomHorizontalFlip RandomInvert RandomIoUCrop
+            RandomOrder RandomPerspective RandomPhotometricDistort RandomPosterize RandomResize RandomResizedCrop
+            RandomRotation RandomShortestSize RandomSolarize RandomVerticalFlip RandomZoomOut ScaleJitter Transform
+            TrivialAugmentWide"""
         ),
     ),
     Library(
@@ -86,20 +87,20 @@ LIBRARIES = (
             VerticalFlip"""
         ),
         _names(
-            """AdditiveNoise AdvancedBlur Affine AtLeastOneBBoxRandomCrop BBoxSafeRandomCrop BaseCompose BasicTransform Blur CLAHE
-            CenterCrop3D ChannelDropout ChannelShuffle ChromaticAberration CoarseDropout CoarseDropout3D ColorJitter Compose
-            ConstrainedCoarseDropout CropAndPad CropNonEmptyMaskIfExists CubicSymmetry D4 Defocus Downscale DualTransform
-            ElasticTransform Emboss Erasing FDA FancyPCA FrequencyMasking GaussNoise GaussianBlur GlassBlur GridDistortion
-            GridDropout GridElasticDeform HEStain HistogramMatching HueSaturationValue ISONoise Illumination ImageCompression
-            ImageOnlyTransform Lambda MaskDropout MedianBlur Morphological Mosaic MotionBlur MultiplicativeNoise OneOf
-            OneOrOther OpticalDistortion OverlayElements PadIfNeeded3D Perspective PiecewiseAffine PixelDistributionAdaptation
-            PixelDropout PlanckianJitter PlasmaBrightnessContrast PlasmaShadow Posterize RGBShift RandomBrightnessContrast
-            RandomCrop RandomCrop3D RandomCropFromBorders RandomCropNearBBox RandomFog RandomGamma RandomGravel
-            RandomGridShuffle RandomOrder RandomRain RandomResizedCrop RandomRotate90 RandomScale RandomShadow
-            RandomSizedBBoxSafeCrop RandomSizedCrop RandomSnow RandomSunFlare RandomToneCurve ReplayCompose RingingOvershoot
-            Rotate SafeRotate SaltAndPepper SelectiveChannelTransform Sequential Sharpen ShiftScaleRotate ShotNoise Solarize
-            SomeOf Spatter SquareSymmetry Superpixels TextImage ThinPlateSpline TimeMasking Transform3D UnsharpMask XYMasking
-            ZoomBlur"""
+            """AdditiveNoise AdvancedBlur Affine AtLeastOneBBoxRandomCrop BBoxSafeRandomCrop BaseCompose BasicTransform Blur
+            CLAHE CenterCrop3D ChannelDropout ChannelShuffle ChromaticAberration CoarseDropout CoarseDropout3D ColorJitter
+            Compose ConstrainedCoarseDropout CropAndPad CropNonEmptyMaskIfExists CubicSymmetry D4 Defocus Downscale
+            DualTransform ElasticTransform Emboss Erasing FDA FancyPCA FrequencyMasking GaussNoise GaussianBlur GlassBlur
+            GridDistortion GridDropout GridElasticDeform HEStain HistogramMatching HueSaturationValue ISONoise Illumination
+            ImageCompression ImageOnlyTransform Lambda MaskDropout MedianBlur Morphological Mosaic MotionBlur
+            MultiplicativeNoise OneOf OneOrOther OpticalDistortion OverlayElements PadIfNeeded3D Perspective PiecewiseAffine
+            PixelDistributionAdaptation PixelDropout PlanckianJitter PlasmaBrightnessContrast PlasmaShadow Posterize
+            RGBShift RandomBrightnessContrast RandomCrop RandomCrop3D RandomCropFromBorders RandomCropNearBBox RandomFog
+            RandomGamma RandomGravel RandomGridShuffle RandomOrder RandomRain RandomResizedCrop RandomRotate90 RandomScale
+            RandomShadow RandomSizedBBoxSafeCrop RandomSizedCrop RandomSnow RandomSunFlare RandomToneCurve ReplayCompose
+            RingingOvershoot Rotate SafeRotate SaltAndPepper SelectiveChannelTransform Sequential Sharpen ShiftScaleRotate
+            ShotNoise Solarize SomeOf Spatter SquareSymmetry Superpixels TextImage ThinPlateSpline TimeMasking Transform3D
+            UnsharpMask XYMasking ZoomBlur"""
         ),
         _albumentation_is_deterministic,
     ),
@@ -127,10 +128,10 @@ LIBRARIES = (
     Library(
         "kornia.color",
         _names(
-            """ApplyColorMap BgrToGrayscale BgrToRgb BgrToRgba GrayscaleToRgb HlsToRgb HsvToRgb LabToRgb LinearRgbToRgb LuvToRgb
-            NormalsToRgb255 RawToRgb RawToRgb2x2Downscaled Rgb255ToNormals Rgb255ToRgb RgbToBgr RgbToGrayscale RgbToHls RgbToHsv
-            RgbToLab RgbToLinearRgb RgbToLuv RgbToRaw RgbToRgb255 RgbToRgba RgbToXyz RgbToYcbcr RgbToYuv RgbToYuv420
-            RgbToYuv422 RgbaToBgr RgbaToRgb Sepia XyzToRgb YcbcrToRgb Yuv420ToRgb Yuv422ToRgb YuvToRgb"""
+            """ApplyColorMap BgrToGrayscale BgrToRgb BgrToRgba GrayscaleToRgb HlsToRgb HsvToRgb LabToRgb LinearRgbToRgb
+            LuvToRgb NormalsToRgb255 RawToRgb RawToRgb2x2Downscaled Rgb255ToNormals Rgb255ToRgb RgbToBgr RgbToGrayscale
+            RgbToHls RgbToHsv RgbToLab RgbToLinearRgb RgbToLuv RgbToRaw RgbToRgb255 RgbToRgba RgbToXyz RgbToYcbcr RgbToYuv
+            RgbToYuv420 RgbToYuv422 RgbaToBgr RgbaToRgb Sepia XyzToRgb YcbcrToRgb Yuv420ToRgb Yuv422ToRgb YuvToRgb"""
         ),
         frozenset(),
     ),
@@ -165,11 +166,11 @@ LIBRARIES = (
         "audiomentations",  # each draws a number, also with p=1
         frozenset(),
         _names(
-            """AddBackgroundNoise AddColorNoise AddGaussianNoise AddGaussianSNR AddShortNoises AdjustDuration AirAbsorption Aliasing
-            ApplyImpulseResponse BandPassFilter BandStopFilter BitCrush Clip ClippingDistortion Compose Gain GainTransition
-            HighPassFilter HighShelfFilter Lambda Limiter LoudnessNormalization LowPassFilter LowShelfFilter Mp3Compression
-            Normalize OneOf Padding PeakingFilter PitchShift PolarityInversion RepeatPart Resample Reverse RoomSimulator
-            SevenBandParametricEQ Shift SomeOf TanhDistortion TimeMask TimeStretch Trim"""
+            """AddBackgroundNoise AddColorNoise AddGaussianNoise AddGaussianSNR AddShortNoises AdjustDuration AirAbsorption
+            Aliasing ApplyImpulseResponse BandPassFilter BandStopFilter BitCrush Clip ClippingDistortion Compose Gain
+            GainTransition HighPassFilter HighShelfFilter Lambda Limiter LoudnessNormalization LowPassFilter LowShelfFilter
+            Mp3Compression Normalize OneOf Padding PeakingFilter PitchShift PolarityInversion RepeatPart Resample Reverse
+            RoomSimulator SevenBandParametricEQ Shift SomeOf TanhDistortion TimeMask TimeStretch Trim"""
         ),
     ),
     Library("torch.nn.modules", _names("Flatten Identity Unflatten Upsample ZeroPad2d"), frozenset(), _has_no_parameters),
@@ -196,7 +197,7 @@ def is_known(cls: type) -> bool:
     """Whether a class is one of the table's, or MONAI's."""
     library = library_of(cls)
     listed = library is not None and cls.__name__ in library.deterministic | library.random
-    return listed or _is_of_monai(cls) or cls.__name__ == "Compose" and library is not None
+    return listed or _is_of_monai(cls) or (cls.__name__ == "Compose" and library is not None)
 
 
 def is_deterministic(transform: Any) -> bool:
@@ -211,7 +212,7 @@ def is_deterministic(transform: Any) -> bool:
         if function is not None and library_of(cls) is not None:
             return is_deterministic(function)
     if _is_of_monai(cls):
-        return not isinstance(transform, sys.modules["monai.transforms.traits"].RandomizableTrait)  # type: ignore[attr-defined]
+        return not isinstance(transform, sys.modules["monai.transforms.traits"].RandomizableTrait)
     library = library_of(cls)
     if library is not None:
         try:

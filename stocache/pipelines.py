@@ -123,14 +123,16 @@ def open_pipeline(transform: Any) -> Pipeline:
         return Pipeline(Chain(), ())
     kind = _kind(transform)
     if kind == "named":
-        return Pipeline(transform, tuple(transform.transforms), _rejoin(transform, NamedChain), True, _held(transform.transforms))
+        return Pipeline(
+            transform, tuple(transform.transforms), _rejoin(transform, NamedChain), True, _held(transform.transforms)
+        )
     if kind == "monai":
         steps, held = _flat(transform, kind)
         return Pipeline(transform, tuple(steps), _rejoin(transform), held=tuple(held))
     if kind == "pair":
         steps, held = [], []
         for position, part in enumerate((transform.transform, transform.target_transform)):
-            inner, its = _flat(part, "chain") if part is not None else ([], [])
+            inner, its = _flat(part, "chain") if callable(part) else ([], [])
             steps += [OnPart(position, step) for step in inner]
             held += its
         return Pipeline(transform, tuple(steps), held=tuple(held))
@@ -227,7 +229,7 @@ def split_transforms(transform: Any) -> tuple[Any, Any]:
 
 
 def deterministic(transform: _Transform) -> _Transform:
-    """Mark a transform of your own as one that gives the same each time and draws no random numbers; it then runs before the cache.
+    """Mark a transform of your own that gives the same each time and draws no random numbers: it may run before the cache.
 
     Args:
         transform: a function, an object, or a class, whose objects are then marked (but not those of its subclasses). Also

@@ -217,7 +217,9 @@ def _noted_reads(dataset: Any) -> set[str]:
     original, own = cls.__getattribute__, getattr(dataset, "__dict__", None)
 
     def __getattribute__(self: Any, name: str) -> Any:
-        if not name.startswith("__") and (self is dataset or (own is not None and original(self, "__dict__") is own)):  # its twin
+        if not name.startswith("__") and (
+            self is dataset or (own is not None and original(self, "__dict__") is own)
+        ):  # its twin
             reads.add(name)
         return original(self, name)
 

@@ -60,9 +60,9 @@ def leaves_of(dataset: Any) -> list[Any]:
     return [dataset]
 
 
-def _is(dataset: Any, cls: type) -> bool:
+def _is(dataset: Any, cls: Any) -> bool:
     """Whether it takes samples from others as torch's class does."""
-    return isinstance(dataset, cls) and type(dataset).__getitem__ is cls.__getitem__  # type: ignore[attr-defined]
+    return isinstance(dataset, cls) and type(dataset).__getitem__ is cls.__getitem__
 
 
 def _key(leaf: Any) -> Any:

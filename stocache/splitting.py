@@ -10,7 +10,7 @@ NOTE [ Splitting ]
     numbers, and compared (cutting.py). If they differ, nothing is split.
 
     Every later load is checked as well: unless each transform was called as planned, and what it returned is in the places
-    planned, the sample is made by the dataset as it is, and not cached.
+    planned, the sample is made by the dataset as it is, each time, and not cached.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ class PlannedCall(NamedTuple):
     Attributes:
         cut: how many of its steps run before the cache.
         style: how it is called: "value" with one argument, "args", "kwargs", or "mixed".
-        parts: where in the sample its beginning's output is: as a whole (None), or by position or name.
+        parts: where in the sample the output of its beginning is: as a whole (None), or by position or name.
     """
 
     site: Site
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
         calls: of those that are cut, in order.
         encoded: whether files are cached as they are, and decoded after the cache.
         reads: whether it is one of Hugging Face that transforms samples when they are read.
-        repeated: places in a sample of what is in another place too, and cached only there: several views are made of one image.
+        repeated: places in a sample of what is in another place, too, and cached only there: several views of one image.
     """
 
     cuts: dict[Site, int]
@@ -64,10 +64,14 @@ class Plan(NamedTuple):
 
 
 class UnplannedSample:
-    """A sample that a dataset made in another way than planned. It is complete, and cannot be cached."""
+    """In place of a sample that a dataset makes in another way than planned. It cannot be cached.
 
-    def __init__(self, sample: Any) -> None:
-        self.sample = sample
+    Args:
+        idx: of the sample, in the dataset that makes it. It is loaded when it is finished: random numbers are drawn in turn.
+    """
+
+    def __init__(self, idx: int) -> None:
+        self.idx = idx
 
     def __reduce__(self) -> Any:
         raise TypeError("it was made in another way than those that were probed")
@@ -113,9 +117,12 @@ class BoundPlan:
                 for place, _ in self.plan.repeated:
                     sample = with_part(sample, place, None)
                 return sample
+        except Exception:  # the dataset expects something else of its transform; or it fails, and will again
+            if not self.plan.calls:
+                raise
         finally:
             made.clear()
-        return UnplannedSample(self.dataset[idx])
+        return UnplannedSample(idx)
 
     def load_with_calls(self, idx: int) -> tuple[Any, list[Call]]:
         """Return a sample, and the calls of those transforms that are cut."""
@@ -142,7 +149,7 @@ class BoundPlan:
     def finish(self, sample: Any) -> Any:
         """Return a sample with the rest of its transforms."""
         if type(sample) is UnplannedSample:
-            return sample.sample
+            return self.dataset[sample.idx]
         for place, first in self.plan.repeated:
             sample = with_part(sample, place, part_at(sample, first))
         for call, after in self._after:
@@ -154,7 +161,7 @@ def finished(sample: Any, call: PlannedCall, after: Callable[[Any], Any]) -> Any
     """Return a sample with ``after`` of what a transform's beginning has put into it."""
     found = {key: part_at(sample, paths[0]) for key, paths in call.parts}
     if None in found:
-        results = {None: after(found[None])}
+        results: dict[Any, Any] = {None: after(found[None])}
     elif call.style == "args":
         results = dict(enumerate(after(tuple(found[key] for key in sorted(found)))))
     else:
@@ -216,8 +223,8 @@ def _check_beginning(dataset: Any, site: Site, steps: tuple[Any, ...], pipeline:
     if len(now) < len(steps) or not all(map(same_step, steps, now)):
         raise DatasetError(
             f"{site} of {type(dataset).__name__} cannot be set: its samples are cached as they are after "
-            f"{', '.join(map(name_of_step, steps))}, with which the new one does not begin. Set it before CachedDataset, or make "
-            f"a new one."
+            f"{', '.join(map(name_of_step, steps))}, with which the new one does not begin. Set it before "
+            f"CachedDataset, or make a new one."
         )
 
 
@@ -310,6 +317,9 @@ ALL = ""
 
 def told_before(before: Mapping[int, Mapping[Site, tuple[Any, ...]]]) -> str:
     """Return the steps before the cache of each transform, in words."""
-    return "; ".join(
-        f"{site}: {', '.join(map(told_step, steps)) or 'nothing'}" for its in before.values() for site, steps in its.items()
-    ) or "no transform"
+    return (
+        "; ".join(
+            f"{site}: {', '.join(map(told_step, steps)) or 'nothing'}" for its in before.values() for site, steps in its.items()
+        )
+        or "no transform"
+    )

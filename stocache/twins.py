@@ -122,7 +122,8 @@ def twin_of(dataset: Any, instead: Mapping[Site, Any]) -> Any:
     cls = type(dataset)
     properties: dict[str, Any] = {name: _instead(name, value) for name, value in attributes.items()}
     properties |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    twin = object.__new__(type(cls)(cls.__name__, (cls,), properties))
+    metaclass: Any = type(cls)
+    twin = object.__new__(metaclass(cls.__name__, (cls,), properties))
     twin.__dict__ = dataset.__dict__
     return twin
 
@@ -179,6 +180,7 @@ class Tap:
         self._site, self._original, self._run, self._calls = site, original, run, calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what runs in its place."""
         result = self._run(*args, **kwargs)
         self._calls.made.append(Call(self._site, args, kwargs, result))
         return result

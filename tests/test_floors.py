@@ -14,6 +14,7 @@ FLOORS = [
     | {"readers"}
     | {"packing", "randomness", "forks", "loans", "pinned", "pool", "private", "checksums", "columnar", "rows", "remote"}
     | {"transforms", "indexing", "huggingface", "children", "probing"}
+    | {"known_transforms", "pipelines", "twins", "routes", "encoded", "splitting", "cutting"}
     | {"textfiles", "lines", "engines", "parsing", "schema", "ranks", "permutation"},
     {"layout", "directory", "segment", "named"},
     {"opening", "columns", "arena", "admission", "protocol", "cache", "ragged", "gathering", "ring"}
@@ -35,6 +36,14 @@ WITHIN |= {
 }
 WITHIN |= {("indexing", "containers"), ("indexing", "records"), ("children", "randomness")}
 WITHIN |= {("probing", below) for below in ("children", "randomness", "readers", "records")}
+WITHIN |= {("transforms", "containers"), ("pipelines", "known_transforms"), ("twins", "known_transforms")}
+WITHIN |= {("huggingface", "pipelines"), ("routes", "pipelines"), ("routes", "twins")}
+WITHIN |= {("encoded", below) for below in ("limits", "pipelines", "twins")}
+WITHIN |= {("splitting", below) for below in ("encoded", "huggingface", "pipelines", "routes", "transforms", "twins")}
+WITHIN |= {
+    ("cutting", below) for below in ("children", "encoded", "huggingface", "limits", "pipelines", "randomness", "records")
+}
+WITHIN |= {("cutting", below) for below in ("routes", "splitting", "transforms", "twins")}
 WITHIN |= {("locality", below) for below in ("cache", "sampler", "sharing")}
 WITHIN |= {
     ("placement", "checksums"),
