@@ -44,18 +44,20 @@ _Self = TypeVar("_Self", bound="CachedDataset")
 class CachedDataset(Dataset[Any]):
     """Any map-style dataset, cached in shared memory: one copy for all workers, ranks and (with a name) jobs of the machine.
 
-        dataset = CachedDataset(ImageFolder("photos", transform=resize), size_limit_gib=32, transform=augment)
+        dataset = CachedDataset(ImageFolder("photos", transform=train_transform), size_limit_gib=32)
         loader = DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8)
 
     The first epoch fills the cache while training runs; from the second on, only what did not fit is read from the dataset. The
-    samples, their order and the random numbers are those of the dataset without a cache.
+    samples, their order and the random numbers are those of the dataset without a cache: the transforms of the dataset are split,
+    the deterministic beginning runs before the cache, the rest after it (NOTE [ Splitting ]).
 
     Args:
         dataset: has ``__len__`` and ``__getitem__``: of torch, torchvision, Hugging Face, MONAI, or your own. Its samples must
-            be the same each time: what is random belongs into ``transform``. They may be any tree of tensors, numpy arrays,
+            be the same each time, but for its transforms: other randomness belongs into ``transform``. They may be any tree of tensors, numpy arrays,
             numbers, str, bytes and None in containers (`RaggedCache` says which), and come back equal.
         size_limit_gib: GiB for the cache on this machine, as for `SharedCache`; "auto" for what the machine can spare.
-        transform: called with each sample after the cache; what it returns is the sample. It gets a private copy. Or a mapping
+        transform: called with each sample after the cache, and after the dataset's own transforms; what it returns is the
+            sample. It gets a private copy. Or a mapping
             from parts of the sample to functions of these: ``{0: augment}``, ``{"image": augment}``.
         name, persist, fingerprint: as for `SharedCache`: to share the cache with other jobs, and later runs.
         placement: which samples are cached when all have one shape and not all fit: "scattered", evenly spread; "prefix", the
@@ -70,13 +72,20 @@ class CachedDataset(Dataset[Any]):
         example: a sample as the dataset returns it, in place of the probe: for datasets that are not ready yet
             (``worker_init_fn`` makes them ready), or slow.
         copy: False to return views of the cache itself where nothing is done to them afterwards: writing to one changes all
-            later epochs. With a ``transform`` samples are copied all the same.
+            later epochs. With transforms after the cache samples are copied all the same.
+        split: False to leave all transforms of the dataset before the cache, as those are that cannot be followed.
+        cut: which of the deterministic steps at the beginning of a transform run before the cache: "latest", all; "smallest",
+            those after which a sample is smallest. None takes the latest cut at which all samples fit, else the smallest, but
+            for one that saves next to nothing.
+        store: "encoded" to cache the bytes of image files, and decode them after the cache: of datasets with a ``loader`` that
+            is called with a path, as torchvision's folders, and of Hugging Face's with images.
         admit, codec, allow_pickle: as for `RaggedCache`, where "cost" and a codec lead to.
 
     Attributes:
         dataset: the dataset within. Its own attributes (``classes``, ``targets``) are found here too, and set there.
         cache: the `SharedCache` or `RaggedCache`.
-        transform: what runs after the cache.
+        after_cache: what was given as ``transform``; it may be set.
+        transform: that of the dataset; setting it splits it anew. Where the dataset has none, ``after_cache``.
 
     Raises:
         DatasetError: the dataset is iterable, has no length, or is a mapping of other keys; ``transform`` is not callable, or
@@ -90,8 +99,8 @@ class CachedDataset(Dataset[Any]):
     not fit the cache later is served uncached and counted (``stats().total.misfits``), with one warning. What the dataset
     raises passes through.
 
-    Setting an attribute that the dataset has sets it there, unless its samples are made with it (``dataset.transform``), and
-    some are cached: that is a `DatasetError`. Of a Hugging Face dataset, ``select``, ``shuffle``, ``shard``, ``skip``, ``take``
+    Setting an attribute that the dataset has sets it there, unless its samples are made with it, and some are cached: that is a
+    `DatasetError`. So is setting a transform that begins in another way than those which cached samples were made with. Of a Hugging Face dataset, ``select``, ``shuffle``, ``shard``, ``skip``, ``take``
     and ``train_test_split`` return views of the cached one, and what changes it or makes another is a `DatasetError`.
     """
 
@@ -203,11 +212,20 @@ class CachedDataset(Dataset[Any]):
     @property
     def _gathers(self) -> bool:
         """Whether batches are those of the cache as it has them."""
-        return self.after_cache is None and not self._has_rest and isinstance(self.cache, SharedCache)
+        return not self._is_transformed and isinstance(self.cache, SharedCache)
+
+    @property
+    def _is_transformed(self) -> bool:
+        return self.after_cache is not None or self._has_rest
+
+    @property
+    def _reads_in_turn(self) -> bool:
+        """Whether samples are too large to be held all at once while they are transformed."""
+        return isinstance(self.cache, RaggedCache) or self.cache.slot_bytes >= _LARGE
 
     @property
     def _copy(self) -> bool:
-        return self._asked_copy or self.after_cache is not None or self._has_rest
+        return self._asked_copy or self._is_transformed
 
     # ------------------------------------------------------------------------------------------------ samples
 
@@ -264,10 +282,16 @@ class CachedDataset(Dataset[Any]):
         self._follow_transforms()
         if self._form is not None and self._gathers and isinstance(self.cache, SharedCache):
             return Unread(self.cache, indices, self._load_many, self._form)
-        samples = self.cache.get_or_load_many(indices, self._load_many, copy=self._copy, strict=False)
+        samples: Iterable[Any]
+        if self._is_transformed and self._reads_in_turn:
+            samples = self.cache.each(indices, self._load_many, copy=self._copy, strict=False)
+        else:
+            samples = self.cache.get_or_load_many(indices, self._load_many, copy=self._copy, strict=False)
         if self._split is not None and self._split.has_rest:
             samples = self._split.finish_many(indices, samples)
-        return samples if self.after_cache is None else [self.after_cache(sample) for sample in samples]
+        if self.after_cache is not None:
+            samples = map(self.after_cache, samples)
+        return samples if isinstance(samples, list) else list(samples)
 
     def _several(self, key: Any) -> Any:
         """Return what the dataset returns for several indices, or for a name."""
@@ -496,6 +520,8 @@ def reading_later(dataset: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------- looking at the dataset
+
+_LARGE = 1 << 16  # bytes of a sample
 
 _MAKES_SAMPLES = frozenset({"transform", "transforms", "target_transform"})
 """Attributes that samples are made with, by the conventions of torchvision and timm, whether or not the probe saw it."""

@@ -300,6 +300,22 @@ class SampleCache:
                 )
         return samples
 
+    def each(
+        self, indices: Sequence[int] | Tensor, load: Callable[[list[int]], Iterable[Any]], *, copy: bool, strict: bool
+    ) -> Iterator[Any]:
+        """Yield the samples ``indices`` as `get_or_load_many` returns them; cached ones are read when it is their turn.
+
+        So the memory of a large sample that has been dealt with is used again for the next.
+        """
+        index = check_indices(indices, self._dataset_len, "each")
+        missing = dict.fromkeys(index[self._aux.numpy()[index] != SET].tolist())
+        loaded = dict(zip(missing, self.get_or_load_many(list(missing), load, copy=copy, strict=strict), strict=True))
+        for idx in index.tolist():
+            sample = loaded.pop(idx, MISSING)
+            if sample is MISSING:
+                sample = self.get_or_load(idx, lambda idx: next(iter(load([idx]))), copy=copy, strict=strict)
+            yield sample
+
     def _timed(self, wanted: list[int], load: Callable[[list[int]], Iterable[Any]]) -> Iterator[Any]:
         """Yield what is loaded, noting for each sample since when it was missed: its share of the call, and its own time."""
         began = time.perf_counter()

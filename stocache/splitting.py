@@ -291,12 +291,10 @@ class Split:
         together = self._together(indices)
         return map(self.load, indices) if together is None else together[0].load_many(together[1])
 
-    def finish_many(self, indices: Sequence[int], samples: Sequence[Any]) -> list[Any]:
-        """Return the samples ``indices`` with the rest of their transforms."""
+    def finish_many(self, indices: Sequence[int], samples: Iterable[Any]) -> Iterable[Any]:
+        """Return, or yield, the samples ``indices`` with the rest of their transforms."""
         together = self._together(indices)
-        if together is None:
-            return [self.finish(idx, sample) for idx, sample in zip(indices, samples, strict=True)]
-        return together[0].finish_many(samples)
+        return map(self.finish, indices, samples) if together is None else together[0].finish_many(list(samples))
 
     def _together(self, indices: Sequence[int]) -> tuple[ReadTransform, list[int]] | None:
         """Return what makes batches of samples, and the indices there; None where samples are made one by one."""

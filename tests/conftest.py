@@ -19,6 +19,8 @@ from hypothesis import settings
 
 from stocache.protocol import SampleCache, SlotState
 
+os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it would ask the network
+
 settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("seeded")
 

@@ -77,6 +77,7 @@ def test_no_class_is_in_both_lists():
         assert not library.deterministic & library.random
 
 
+@pytest.mark.filterwarnings("ignore")  # an image that is an RGB already, an alias
 def test_what_is_called_deterministic_in_albumentations_draws_nothing():
     albumentations = pytest.importorskip("albumentations")
     options = {

@@ -1,13 +1,16 @@
 """The README's code runs as pasted, and its commands are the ones that exist."""
 
+import os
 import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader
 
 from stocache import listing, named
@@ -36,10 +39,14 @@ def test_the_example_of_a_cache_of_ones_own_caches_a_dataset():
 
 
 def _run(block, folder):
-    folder.mkdir()
+    for number in range(4):
+        (folder / "photos" / f"class{number % 2}").mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30), (number, 0, 0)).save(folder / "photos" / f"class{number % 2}" / f"{number}.png")
     (folder / "example.py").write_text(block)
     command = [sys.executable, "example.py"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    standins = [] if find_spec("torchvision") else [str(ROOT / "tests" / "standins"), str(ROOT)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(standins)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize("begin", range(0, len(BLOCKS), 4))

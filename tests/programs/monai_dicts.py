@@ -24,7 +24,7 @@ def make(folder, suffix, count=COUNT):
                 nibabel.save(nibabel.Nifti1Image(volume, np.diag([1.0, 1.0, 2.5, 1.0])), path)
 
 
-def make_dataset(folder, suffix, count=COUNT):
+def make_dataset(folder, suffix, count=COUNT, random=()):
     if not list(folder.glob(f"*{suffix}")):
         make(folder, suffix, count)
     images, segs = sorted(folder.glob(f"img*{suffix}")), sorted(folder.glob(f"seg*{suffix}"))
@@ -34,6 +34,7 @@ def make_dataset(folder, suffix, count=COUNT):
             LoadImaged(keys=["img", "seg"]),
             EnsureChannelFirstd(keys=["img", "seg"], channel_dim="no_channel"),
             ScaleIntensityd(keys="img"),
+            *random,
         ]
     )
     return Dataset(data=files, transform=transforms)
@@ -42,13 +43,8 @@ def make_dataset(folder, suffix, count=COUNT):
 def main(wrap, folder, suffix=".npy", num_workers=0, start_method="fork", augment=False):
     """Collect the batches of three epochs, and take the last ones apart again."""
     monai.utils.set_determinism(seed=0)
-    dataset = make_dataset(folder, suffix)
-    if augment:
-        random = Compose([RandFlipd(keys=["img", "seg"], prob=0.5, spatial_axis=0), RandGaussianNoised(keys="img", prob=0.5)])
-        random.set_random_state(seed=0)
-        dataset = wrap(dataset, transform=random)
-    else:
-        dataset = wrap(dataset)
+    random = [RandFlipd(keys=["img", "seg"], prob=0.5, spatial_axis=0), RandGaussianNoised(keys="img", prob=0.5)]
+    dataset = wrap(make_dataset(folder, suffix, random=random if augment else ()))
     loader = DataLoader(
         dataset,
         batch_size=4,

@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 
 from benchmark.describe import difference
-from stocache import DatasetError
-from tests.programs import timm_loader
 from tests.programs.running import WARNED
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +93,7 @@ def compare(program, options, folder):
         *(case("monai_dicts", slow=True, num_workers=workers) for workers in (0, 2)),
         case("monai_dicts", slow=True, suffix=".nii", num_workers=2),
         case("monai_dicts", slow=True, augment=True, num_workers=2),
-        case("monai_dicts", slow=True, num_workers=2, start_method="spawn"),
+        case("monai_dicts", slow=True, num_workers=2, start_method="spawn", augment=True),
         *(case("hf_trainer", slow=True, num_workers=workers) for workers in (0, 2)),
         case("hf_trainer", slow=True, padding="max", with_format="torch"),
         case("hf_trainer", slow=True, trained=False, padding="max", num_workers=2),
@@ -104,9 +102,14 @@ def compare(program, options, folder):
         case("accelerate_loop", slow=True, seedable=True),
         case("accelerate_loop", slow=True, num_workers=2, start_method="spawn"),
         case("accelerate_loop", slow=True, num_workers=2, ring=True),
-        *(case("timm_loader", slow=True, num_workers=workers) for workers in (0, 2)),
-        case("timm_loader", num_workers=2, by_part=True),
-        case("timm_loader", slow=True, num_workers=2, by_part=True, start_method="spawn"),
+        case("timm_loader"),
+        case("timm_loader", slow=True, num_workers=2),
+        case("timm_loader", slow=True, num_workers=2, start_method="spawn"),
+        *(case("hf_transform", slow=True, num_workers=workers) for workers in (0, 2)),
+        case("hf_transform", slow=True, num_workers=2, start_method="spawn"),
+        case("hf_transform", slow=True, store="encoded"),
+        *(case("albumentations_masks", slow=True, num_workers=workers) for workers in (0, 2)),
+        case("albumentations_masks", slow=True, num_workers=2, start_method="spawn"),
         *(case("detection", slow=True, num_workers=workers) for workers in (0, 2)),
         case("detection", num_workers=2, flip=True),
         case("detection", num_workers=0, permuted=True),
@@ -127,7 +130,7 @@ def test_the_one_line_changes_nothing(program, options, tmp_path):
     [
         *(case("vision", num_workers=workers) for workers in (0, 2)),
         case("vision", num_workers=2, start_method="spawn"),
-        case("vision", num_workers=2, by_part=True),
+        case("vision", store="encoded"),
     ],
 )
 def test_photographs_are_augmented_as_before(program, options, tmp_path):
@@ -142,10 +145,3 @@ def test_lightning_trains_on_two_processes_that_share_a_cache(strategy, num_work
     assert len(ranks) == (2 if strategy == "ddp" else 1)
     for train, _ in (rank["stats"] for rank in ranks):
         assert train["misses"] <= train["dataset_len"]  # by both together
-
-
-def test_create_loader_over_a_cache_is_told_what_to_do(tmp_path):
-    with pytest.raises(DatasetError, match="transform") as caught:
-        timm_loader.misuse(tmp_path)
-    assert "before" in str(caught.value)  # set it on the dataset before wrapping
-    assert "transform=" in str(caught.value)  # or give it to the cache

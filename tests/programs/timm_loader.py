@@ -1,8 +1,6 @@
 """timm's idiom in miniature: ``create_dataset``, and ``create_loader``, which sets ``dataset.transform``.
 
-The classes and functions up to `create_loader` are those of timm.data, shortened. With a cache, ``create_loader`` is not the
-place for the transforms any more: the deterministic ones are set on the dataset before it is wrapped, the random ones are given
-to the cache, and the loader is made of the same parts.
+The classes and functions up to `create_loader` are those of timm.data, shortened. The one line comes in between.
 """
 
 import random
@@ -12,8 +10,8 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from stocache import CachedDataset
-from tests.programs.running import plain, run
+from tests.lookalikes import CenterCrop, Compose, RandomHorizontalFlip, Resize
+from tests.programs.running import run
 
 IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -65,36 +63,6 @@ def create_dataset(name, root, split="train", **kwargs):
     return ImageDataset(root / split, **kwargs)
 
 
-class Compose:
-    def __init__(self, transforms):
-        self.transforms = transforms
-
-    def __call__(self, img):
-        for transform in self.transforms:
-            img = transform(img)
-        return img
-
-
-class Resize:
-    def __init__(self, size):
-        self.size = size
-
-    def __call__(self, img):
-        return img.resize((self.size, self.size), Image.Resampling.BILINEAR)
-
-
-class RandomHorizontalFlip:
-    """Takes a PIL image, or an array of (channels, height, width)."""
-
-    def __init__(self, p=0.5):
-        self.p = p
-
-    def __call__(self, img):
-        if random.random() >= self.p:
-            return img
-        return img.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if isinstance(img, Image.Image) else img[..., ::-1].copy()
-
-
 class ToNumpy:
     def __call__(self, pil_img):
         np_img = np.array(pil_img, dtype=np.uint8)
@@ -105,7 +73,7 @@ class ToNumpy:
 
 def create_transform(input_size, is_training=False, hflip=0.5):
     flips = [RandomHorizontalFlip(hflip)] if is_training else []
-    return Compose([Resize(input_size), *flips, ToNumpy()])
+    return Compose([Resize(input_size), CenterCrop(input_size), *flips, ToNumpy()])
 
 
 def fast_collate(batch):
@@ -191,45 +159,17 @@ def make(root):
         Image.fromarray(image).save(folder / f"{number}.png")
 
 
-def augment(sample):
-    image, target = sample
-    return FLIP(image), target
-
-
-FLIP = RandomHorizontalFlip()
-
-
-def cached_loader(wrap, dataset, input_size, batch_size, is_training, num_workers, context, by_part):
-    """What takes the place of ``create_loader``."""
-    dataset.transform = create_transform(input_size)  # the deterministic part
-    dataset = wrap(dataset, transform={0: FLIP} if by_part else augment) if is_training else wrap(dataset)
-    return _make_loader(dataset, batch_size, is_training, num_workers, True, context)
-
-
-def main(wrap, folder, num_workers=0, start_method="fork", by_part=False):
+def main(wrap, folder, num_workers=0, start_method="fork"):
     """Collect the batches of three epochs of training and validation."""
     if not (folder / "train").exists():
         make(folder)
     random.seed(0)
     torch.manual_seed(0)
-    dataset_train = create_dataset("", root=folder, split="train")
-    dataset_eval = create_dataset("", root=folder, split="val")
-    loaders = []
-    for dataset, is_training in ((dataset_train, True), (dataset_eval, False)):
-        arguments = 16, 8, is_training, num_workers
-        if wrap is plain:
-            loaders.append(create_loader(dataset, *arguments, context=start_method))
-        else:
-            loaders.append(cached_loader(wrap, dataset, *arguments, start_method, by_part))
-    return [list(loader) for epoch in range(3) for loader in loaders]
-
-
-def misuse(folder):
-    """Wrap, and then call ``create_loader`` as ever: it sets the transform, random parts and all, on what is cached."""
-    make(folder)
-    dataset = CachedDataset(create_dataset("", root=folder, transform=ToNumpy()), size_limit_gib=0.05)
-    with dataset:
-        create_loader(dataset, 16, 8, is_training=True, num_workers=0)
+    dataset_train = wrap(create_dataset("", root=folder, split="train"))
+    dataset_eval = wrap(create_dataset("", root=folder, split="val"))
+    loader_train = create_loader(dataset_train, 16, 8, True, num_workers, context=start_method)
+    loader_eval = create_loader(dataset_eval, 16, 8, False, num_workers, context=start_method)
+    return [list(loader) for epoch in range(3) for loader in (loader_train, loader_eval)]
 
 
 if __name__ == "__main__":

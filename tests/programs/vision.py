@@ -1,4 +1,4 @@
-"""The plain torch vision style: an ImageFolder over photographs, resized before the cache and augmented after it."""
+"""The plain torchvision style: an ImageFolder over photographs, split at random into train and val, transforms inside."""
 
 import os
 import random
@@ -6,63 +6,40 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Subset
 
+from tests.lookalikes import (
+    CenterCrop,
+    Compose,
+    ImageFolder,
+    Normalize,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    Resize,
+    ToTensor,
+)
 from tests.programs.running import run
 
 SIZE = 96
 
 
-class ImageFolder(Dataset):
-    """As torchvision's: one folder for each class."""
-
-    def __init__(self, root, transform=None, target_transform=None):
-        self.root = root
-        self.classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
-        self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
-        self.samples = [
-            (str(path), self.class_to_idx[name]) for name in self.classes for path in sorted((root / name).iterdir())
-        ]
-        self.targets = [target for _, target in self.samples]
-        self.transform, self.target_transform = transform, target_transform
-
-    def __getitem__(self, index):
-        path, target = self.samples[index]
-        with open(path, "rb") as f:
-            sample = Image.open(f).convert("RGB")
-        if self.transform is not None:
-            sample = self.transform(sample)
-        if self.target_transform is not None:
-            target = self.target_transform(target)
-        return sample, target
-
-    def __len__(self):
-        return len(self.samples)
+def jitter(image):
+    """Change the brightness, with the generator of numpy, and flip, with that of Python."""
+    image = image.mul(np.random.uniform(0.6, 1.4)).clamp_(0, 1)
+    return image.flip(-1) if random.random() < 0.5 else image
 
 
-def resize(image):
-    """Resize the shorter side, and cut out the middle: uint8 of (3, SIZE, SIZE)."""
-    scale = SIZE / min(image.size)
-    image = image.resize((max(SIZE, round(image.width * scale)), max(SIZE, round(image.height * scale))))
-    left, top = (image.width - SIZE) // 2, (image.height - SIZE) // 2
-    image = image.crop((left, top, left + SIZE, top + SIZE))
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
-
-
-def augment_image(image):
-    """Flip, cut out, change the brightness, normalise: with the generators of Python, numpy and torch."""
-    if random.random() < 0.5:
-        image = image.flip(-1)
-    top, left = torch.randint(0, SIZE - 64 + 1, (2,)).tolist()
-    image = image[:, top : top + 64, left : left + 64].float().div(255)
-    image = image.mul_(np.random.uniform(0.6, 1.4)).clamp_(0, 1)
-    return image.sub_(0.45).div_(0.225)
-
-
-def augment(sample):
-    image, target = sample
-    return augment_image(image), target
+TRAIN = Compose(
+    [
+        Resize(SIZE),
+        RandomResizedCrop(64),
+        RandomHorizontalFlip(),
+        ToTensor(),
+        jitter,
+        Normalize([0.485, 0.456, 0.406], [0.2] * 3),
+    ]
+)
+VAL = Compose([Resize(SIZE), CenterCrop(64), ToTensor(), Normalize([0.485, 0.456, 0.406], [0.2] * 3)])
 
 
 def seed_worker(worker_id):
@@ -71,8 +48,8 @@ def seed_worker(worker_id):
     random.seed(seed)
 
 
-def main(wrap, folder, num_workers=0, start_method="fork", by_part=False):
-    """Collect the batches of three epochs."""
+def main(wrap, folder, num_workers=0, start_method="fork", **options):
+    """Collect the batches of three epochs of training and validation."""
     if not (folder / "train").exists():
         for photo in sorted(Path(os.environ["STOCACHE_TEST_PHOTOS"]).glob("*.JPEG")):
             name = photo.stem.split("_")[-1][0].lower()
@@ -82,19 +59,23 @@ def main(wrap, folder, num_workers=0, start_method="fork", by_part=False):
     np.random.seed(0)
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
-    dataset = ImageFolder(folder / "train", transform=resize)
-    dataset = wrap(dataset, transform={0: augment_image} if by_part else augment)
-    loader = DataLoader(
-        dataset,
-        batch_size=32,
-        shuffle=True,
-        num_workers=num_workers,
-        worker_init_fn=seed_worker,
-        generator=generator,
-        multiprocessing_context=start_method if num_workers else None,
-        persistent_workers=num_workers > 0,
-    )
-    return [list(loader) for epoch in range(3)]
+    whole = ImageFolder(folder / "train", transform=TRAIN), ImageFolder(folder / "train", transform=VAL)
+    indices = torch.randperm(len(whole[0]), generator=generator).tolist()
+    datasets = [wrap(Subset(whole[0], indices[:128]), **options), wrap(Subset(whole[1], indices[128:]), **options)]
+    loaders = [
+        DataLoader(
+            dataset,
+            batch_size=32,
+            shuffle=dataset is datasets[0],
+            num_workers=num_workers,
+            worker_init_fn=seed_worker,
+            generator=generator,
+            multiprocessing_context=start_method if num_workers else None,
+            persistent_workers=num_workers > 0,
+        )
+        for dataset in datasets
+    ]
+    return [list(loader) for epoch in range(3) for loader in loaders]
 
 
 if __name__ == "__main__":

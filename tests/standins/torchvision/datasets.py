@@ -1,0 +1,1 @@
+from tests.lookalikes import ImageFolder as ImageFolder
