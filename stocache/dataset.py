@@ -48,17 +48,17 @@ class CachedDataset(Dataset[Any]):
         loader = DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8)
 
     The first epoch fills the cache while training runs; from the second on, only what did not fit is read from the dataset. The
-    samples, their order and the random numbers are those of the dataset without a cache: the transforms of the dataset are split,
-    the deterministic beginning runs before the cache, the rest after it (NOTE [ Splitting ]).
+    samples, their order and the random numbers are those of the dataset without a cache: its transforms are split, the
+    deterministic beginning runs before the cache, and the rest after it (NOTE [ Splitting ]).
 
     Args:
         dataset: has ``__len__`` and ``__getitem__``: of torch, torchvision, Hugging Face, MONAI, or your own. Its samples must
-            be the same each time, but for its transforms: other randomness belongs into ``transform``. They may be any tree of tensors, numpy arrays,
-            numbers, str, bytes and None in containers (`RaggedCache` says which), and come back equal.
+            be the same each time, but for its transforms: other randomness belongs into ``transform``. They may be any tree of
+            tensors, numpy arrays, numbers, str, bytes and None in containers (`RaggedCache` says which), and come back equal.
         size_limit_gib: GiB for the cache on this machine, as for `SharedCache`; "auto" for what the machine can spare.
         transform: called with each sample after the cache, and after the dataset's own transforms; what it returns is the
-            sample. It gets a private copy. Or a mapping
-            from parts of the sample to functions of these: ``{0: augment}``, ``{"image": augment}``.
+            sample. It gets a private copy. Or a mapping from parts of the sample to functions of these: ``{0: augment}``,
+            ``{"image": augment}``.
         name, persist, fingerprint: as for `SharedCache`: to share the cache with other jobs, and later runs.
         placement: which samples are cached when all have one shape and not all fit: "scattered", evenly spread; "prefix", the
             first; or a `Placement`: ``Placement.here()`` gives each of several machines its own. Samples of varying size are
@@ -100,8 +100,9 @@ class CachedDataset(Dataset[Any]):
     raises passes through.
 
     Setting an attribute that the dataset has sets it there, unless its samples are made with it, and some are cached: that is a
-    `DatasetError`. So is setting a transform that begins in another way than those which cached samples were made with. Of a Hugging Face dataset, ``select``, ``shuffle``, ``shard``, ``skip``, ``take``
-    and ``train_test_split`` return views of the cached one, and what changes it or makes another is a `DatasetError`.
+    `DatasetError`. So is setting a transform that begins in another way than those which cached samples were made with. Of a
+    Hugging Face dataset, ``select``, ``shuffle``, ``shard``, ``skip``, ``take`` and ``train_test_split`` return views of the
+    cached one, and what changes it or makes another is a `DatasetError`.
     """
 
     def __init__(
