@@ -37,7 +37,7 @@ from stocache.splitting import (
     told_before,
 )
 from stocache.transforms import Path, paths_to
-from stocache.twins import Call, Calls, Site, Tap, twin_of
+from stocache.twins import Call, Calls, Site, Tap, find_sites, twin_of
 
 logger = logging.getLogger("stocache")
 
@@ -433,7 +433,7 @@ class _Kind(NamedTuple):
 def plan_split(
     dataset: Any, length: int, limit: int, cut: Cut, encoded: bool, wanted: str | None = None, old: Split | None = None
 ) -> Split | None:
-    """Return how the samples of a dataset are to be made; None where its transforms cannot be split, or it has none.
+    """Return how the samples of a dataset are to be made; None where its transforms cannot be split, or it can have none.
 
     Args:
         length: samples of the dataset.
@@ -450,6 +450,8 @@ def plan_split(
     route = Route(dataset)
     if encoded and not any(encoded_pipeline(leaf) or read_transform_of(leaf, True) for leaf in route.leaves):
         raise DatasetError(_ENCODED.format(name, "it has no loader"))
+    if not encoded and not any(find_sites(leaf) or read_transform_of(leaf, False) for leaf in route.leaves):
+        return None
     if not encoded and not any(pipelines_of(leaf, False) or read_transform_of(leaf, False) for leaf in route.leaves):
         return Split(dataset, dict.fromkeys(route.kinds, Plan({})), old.before if old else None)
     try:

@@ -153,9 +153,9 @@ class CachedDataset(Dataset[Any]):
             return _look_at(dataset, length, probe, example, variable, self._split.load if self._split is not None else None)
 
         def make(found: Probe) -> SharedCache | RaggedCache:
-            own = fingerprint
-            if self._split is not None and (told := self._split.told_before()):
-                own = f"{fingerprint or ''}{DETAIL}{told}" if name is not None else None
+            own, told = fingerprint, "" if self._split is None else self._split.told_before()
+            if told and name is not None and isinstance(fingerprint, str | None):
+                own = f"{fingerprint or ''}{DETAIL}{told}"
             options: dict[str, Any] = {"name": name, "persist": persist, "fingerprint": own}
             structure = _common_structure(found, True if admit != "all" or codec is not None else variable, allow_pickle)
             if structure is not None:
@@ -168,15 +168,14 @@ class CachedDataset(Dataset[Any]):
                 f"they come; leave it out."
             )
 
-        if self._splits and probe and example is None:
+        loads = bool(probe) and example is None
+        if store == "encoded" and not (split and loads and unit is None):
+            raise LimitError("store='encoded' is for samples that are probed and split. Leave probe=, example= and split= out.")
+        if self._splits and loads:
             limit = recommended_limit(name is not None) if size_limit_gib == "auto" else parse_size(size_limit_gib)
             self._plan = partial(plan_split, length=length, limit=limit, cut=cut, encoded=store == "encoded")
             self._split = self._plan(dataset, wanted=_told_of(name))
-            self._splits = self._split is not None
         elif self._splits:
-            self._splits = False
-            if store == "encoded":
-                raise LimitError("store='encoded' needs to know what samples look like. Leave probe= and example= out.")
             warn_of_random_parts(dataset, "no sample was loaded" if example is None else "only an example is known")
         found = look()
         try:
@@ -188,6 +187,9 @@ class CachedDataset(Dataset[Any]):
             self._split = self._plan(dataset, wanted=told)
             found = look()
             self.cache = make(found)
+        if self._splits and found.loaded_here:
+            warn_of_random_parts(dataset, "no child process can load its samples")
+        self._splits = self._split is not None
         self._reads, self._loaded_here, probed = found.reads, found.loaded_here, found.samples
         if isinstance(self.after_cache, PartTransform) and not self._has_rest:
             for sample in list(found.named.values())[:1]:
@@ -262,7 +264,8 @@ class CachedDataset(Dataset[Any]):
             idx = self._from_end(idx)
         if self._rows is not None:
             idx = int(self._rows[idx])
-        self._follow_transforms()
+        if self._split is not None and self._split.has_changed((idx,)):
+            self._follow_transforms()
         sample = self.cache.hit(idx, self._copy)
         if sample is MISSING:
             sample = self.cache.get_or_load(idx, self._load, copy=self._copy, strict=False)
@@ -280,7 +283,8 @@ class CachedDataset(Dataset[Any]):
             indices = [self._from_end(idx) for idx in indices]
         if self._rows is not None:
             indices = self._rows[check_indices(indices, self._len, "view")]
-        self._follow_transforms()
+        if self._split is not None and self._split.has_changed(indices):
+            self._follow_transforms()
         if self._form is not None and self._gathers and isinstance(self.cache, SharedCache):
             return Unread(self.cache, indices, self._load_many, self._form)
         samples: Iterable[Any]

@@ -13,6 +13,7 @@ NOTE [ Splitting ]
     planned, the sample is made by the dataset as it is, each time, and not cached.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ from stocache.pipelines import Pipeline, name_of_step, open_pipeline, same_step,
 from stocache.routes import Route
 from stocache.transforms import Path, part_at, with_part
 from stocache.twins import Call, Calls, Site, Tap, find_sites, holder_of, transform_at, twin_of
+
+logger = logging.getLogger("stocache")
 
 
 class PlannedCall(NamedTuple):
@@ -90,7 +93,7 @@ class BoundPlan:
 
     def __init__(self, dataset: Any, plan: Plan, before: Mapping[Site, tuple[Any, ...]] | None = None) -> None:
         self.dataset, self.plan = dataset, plan
-        self._calls = Calls()
+        self._calls, self._warned = Calls(), False
         self._watched = _watched(dataset)
         self.pipelines = pipelines_of(dataset, plan.encoded)
         for site, steps in (before or {}).items():
@@ -117,11 +120,17 @@ class BoundPlan:
                 for place, _ in self.plan.repeated:
                     sample = with_part(sample, place, None)
                 return sample
-        except Exception:  # the dataset expects something else of its transform; or it fails, and will again
-            if not self.plan.calls:
+        except Exception as error:  # the dataset expects something else of its transform; or it fails, and will again
+            if isinstance(error, OSError) or not self.plan.calls:
                 raise
         finally:
             made.clear()
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "sample %d of %s calls its transforms in another way than those that were probed. It is made anew each time; "
+                "so will others like it be, unmentioned.", idx, type(self.dataset).__name__,
+            )  # fmt: skip
         return UnplannedSample(idx)
 
     def load_with_calls(self, idx: int) -> tuple[Any, list[Call]]:
@@ -272,10 +281,12 @@ class Split:
         self._bind()
         return {number: its.before for number, its in enumerate(self._bound)}
 
-    def has_changed(self) -> bool:
-        """Whether a transform was set or changed since."""
-        self._bind()
-        return any(its.has_changed() for its in self._bound)
+    def has_changed(self, indices: Iterable[int] | None = None) -> bool:
+        """Whether a transform was set or changed since; of the datasets that make the samples ``indices``, or any."""
+        route, bound = self._bind(), self._bound
+        if len(bound) > 1 and indices is not None:
+            bound = [bound[number] for number in {route(idx)[0] for idx in indices}]
+        return any(its.has_changed() for its in bound)
 
     def load(self, idx: int) -> Any:
         """Return what is cached of sample ``idx``."""

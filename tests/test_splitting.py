@@ -471,7 +471,7 @@ def test_without_a_probe_nothing_is_split(folder, caplog):
         caplog.clear()
         with CachedDataset(ImageFolder(folder, training(16)), 1, **options):
             assert "are not split" in caplog.text
-    with pytest.raises(LimitError, match="store='encoded' needs to know what samples look like"):
+    with pytest.raises(LimitError, match="store='encoded' is for samples that are probed"):
         CachedDataset(ImageFolder(folder), 1, store="encoded", probe=0)
 
 
