@@ -93,7 +93,6 @@ def trial(seed: int) -> Counter[str]:
         AssertionError: a sample was wrong, a survivor failed or hung, or something was left.
     """
     rng = random.Random(seed)
-    before = os.listdir("/dev/shm"), os.statvfs("/dev/shm").f_bfree
     roles = [_use] * rng.randint(4, 6) + [_remove] * rng.randint(1, 2)
     pids = [_fork(role, rng.randrange(1 << 30)) for role in roles]
     victims = rng.sample(range(len(pids)), rng.choice((1, 2, 3, len(pids), len(pids))))
@@ -111,19 +110,23 @@ def trial(seed: int) -> Counter[str]:
             assert status == 0, f"seed {seed}: process {number} failed"
     _wait_for_orphans(deadline)
 
-    for cache in listing.find():  # none, or one, which a worker may be about to remove
+    for cache in _left():  # none, or one, which a worker may be about to remove
         happened["caches left behind"] += 1
         happened["of them with samples"] += cache.stats.filled > 0
     kill = rng.random() < 0.5
     pid = _fork(lambda _: _next_run(kill), 0)
     status = _wait(pid, deadline, f"seed {seed}: the next run hangs")
     assert status == (signal.SIGKILL if kill else 0), f"seed {seed}: the next run failed"
-    for cache in listing.find():
+    for cache in _left():
         assert cache.state == "dead", f"seed {seed}: {cache}"
         named.remove(cache.path)
-    after = os.listdir("/dev/shm"), os.statvfs("/dev/shm").f_bfree
-    assert after == before, f"seed {seed}: before {before}, after {after}"
+    assert not _left(), f"seed {seed}"
     return happened
+
+
+def _left() -> list[listing.NamedCache]:
+    """Return the cache of that name, if it is there, and no other program's."""
+    return [cache for cache in listing.find() if cache.name == NAME]
 
 
 def _next_run(kill: bool) -> None:
