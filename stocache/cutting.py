@@ -19,6 +19,7 @@ from stocache.children import in_children
 from stocache.encoded import encoded_pipeline
 from stocache.errors import DatasetError, SampleError
 from stocache.huggingface import read_transform_of
+from stocache.known_transforms import is_deterministic, is_known
 from stocache.limits import format_size
 from stocache.pipelines import Pipeline, name_of_step, same_step
 from stocache.randomness import Watch, disturb, fingerprint
@@ -96,6 +97,7 @@ class _Measured(NamedTuple):
         sizes: bytes of what is carried before and after each of these; None where it cannot be cached.
         result_size: bytes of its output.
         total_s: of the call.
+        draws: whether it drew random numbers.
     """
 
     site: Site
@@ -106,6 +108,12 @@ class _Measured(NamedTuple):
     sizes: tuple[int | None, ...]
     result_size: int
     total_s: float
+    draws: bool
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds after the deterministic beginning."""
+        return self.total_s - sum(self.seconds)
 
 
 class _Look(NamedTuple):
@@ -202,7 +210,7 @@ class _Meter:
         carried: Any = {"value": args[:1], "args": args, "kwargs": kwargs}.get(style, (args, kwargs))
         carried = carried[0] if style == "value" else carried
         began, aside_s = time.perf_counter(), self.aside_s
-        sizes, seconds, done = [self._size(carried)], [], 0
+        sizes, seconds, done, whole = [self._size(carried)], [], 0, Watch()
         while done < (0 if style == "mixed" else self._pipeline.deterministic):
             watch, at = Watch(), time.perf_counter()
             carried = carrying(self._pipeline.part(done, done + 1), style)(carried)
@@ -215,7 +223,7 @@ class _Meter:
             carried = carrying(self._pipeline.part(done), style)(carried)
         total_s = time.perf_counter() - began - (self.aside_s - aside_s)
         look = {"steps": len(self._pipeline.steps), "seconds": tuple(seconds), "sizes": tuple(sizes), "total_s": total_s}
-        self._looks.append(look | {"result_size": self._size(carried) or 0})
+        self._looks.append(look | {"result_size": self._size(carried) or 0, "draws": whole.drawn()})
         return carried
 
     def _size(self, value: Any) -> int | None:
@@ -419,6 +427,8 @@ class _Kind(NamedTuple):
         options: where to cut.
         decodes: whether its transforms are given images.
         rest: what runs after the cache without being an attribute.
+        load_s: seconds to load a sample.
+        undrawn_s: of transforms that are not wholly deterministic but drew no random numbers: seconds after the last such step.
     """
 
     leaf: Any
@@ -428,6 +438,8 @@ class _Kind(NamedTuple):
     options: Sequence[Option] = ()
     decodes: bool = False
     rest: tuple[str, ...] = ()
+    load_s: float = 0.0
+    undrawn_s: Mapping[Site, float] = {}
 
 
 def plan_split(
@@ -453,7 +465,7 @@ def plan_split(
     if not encoded and not any(find_sites(leaf) or read_transform_of(leaf, False) for leaf in route.leaves):
         return None
     if not encoded and not any(pipelines_of(leaf, False) or read_transform_of(leaf, False) for leaf in route.leaves):
-        return Split(dataset, dict.fromkeys(route.kinds, Plan({})), old.before if old else None)
+        return Split(dataset, dict.fromkeys(route.kinds, Plan({})))
     try:
         return _Planner(dataset, route, length, encoded, old).plan(limit, cut, wanted)
     except DatasetError:
@@ -517,7 +529,11 @@ class _Planner:
         else:
             cuts = {site: cut for chain in chains for site, cut in chain.fixed(before).items()}
             options = [Option(cuts, _mean([look.size for look in looks]), 0.0)]
-        return kind._replace(options=options, decodes=looks[0].decodes)
+        load_s = float(np.median([look.load_s for look in looks]))
+        calls = [call for look in looks for call in look.calls]
+        drawn = {call.site for call in calls if call.draws or len(call.seconds) == call.steps}
+        undrawn_s = {site: _mean([call.rest_s for call in calls if call.site == site]) for site in called - drawn}
+        return kind._replace(options=options, decodes=looks[0].decodes, load_s=load_s, undrawn_s=undrawn_s)
 
     def _before(self, number: int, pipelines: Mapping[Site, Pipeline]) -> dict[Site, int] | None:
         """Return how many steps of each transform must run before the cache; None where that is free."""
@@ -547,7 +563,7 @@ class _Planner:
         problems = []
         for attempt in attempts:
             try:
-                split = Split(self._dataset, self._tried(attempt), self._old.before if self._old else None)
+                split = Split(self._dataset, self._tried(attempt))
             except Exception as error:  # whatever the dataset raises that is given what it does not expect
                 problems.append(error)
             else:
@@ -633,6 +649,20 @@ class _Planner:
                 ", ".join(["decode" if kind.decodes else "load", *before]), ", ".join(after) or "nothing",
                 _figures(option, kind.options),
             )  # fmt: skip
+            self._warn_of_unknown(number, option)
+
+    def _warn_of_unknown(self, number: int, option: Option) -> None:
+        """Say so where most of the time goes into a step that is only taken for random as it is not known."""
+        kind = self._kinds[number]
+        for site, rest_s in kind.undrawn_s.items():
+            step = kind.pipelines[site].steps[option.cuts[site]]
+            unknown = not is_known(type(step)) and not is_deterministic(step)
+            if unknown and self._old is None and rest_s > max(_LITTLE_S, kind.load_s / 2):
+                logger.warning(
+                    "%s is not known to be deterministic, so it runs after the cache, in each epoch: %.3g of the %.3g ms of a "
+                    "sample. If it gives the same each time and draws nothing random, mark it: stocache.deterministic(%s).",
+                    name_of_step(step), rest_s * 1e3, kind.load_s * 1e3, name_of_step(step),
+                )  # fmt: skip
 
 
 def _begins_with(steps: Sequence[Any], beginning: Sequence[Any]) -> bool:

@@ -105,6 +105,8 @@ class CachedDataset(Dataset[Any]):
     cached one, and what changes it or makes another is a `DatasetError`.
     """
 
+    _hides_transforms = True  # of the dataset within: they are split here
+
     def __init__(
         self,
         dataset: Any,

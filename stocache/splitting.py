@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from stocache.encoded import encoded_pipeline
-from stocache.errors import DatasetError
 from stocache.huggingface import ReadTransform, read_transform_of
-from stocache.pipelines import Pipeline, name_of_step, open_pipeline, same_step, told_step
+from stocache.pipelines import Pipeline, open_pipeline, told_step
 from stocache.routes import Route
 from stocache.transforms import Path, part_at, with_part
 from stocache.twins import Call, Calls, Site, Tap, find_sites, holder_of, transform_at, twin_of
@@ -88,16 +87,13 @@ class BoundPlan:
 
     Args:
         dataset: what makes the samples.
-        before: for each transform, the steps that cached samples were made with.
     """
 
-    def __init__(self, dataset: Any, plan: Plan, before: Mapping[Site, tuple[Any, ...]] | None = None) -> None:
+    def __init__(self, dataset: Any, plan: Plan) -> None:
         self.dataset, self.plan = dataset, plan
         self._calls, self._warned = Calls(), False
         self._watched = _watched(dataset)
         self.pipelines = pipelines_of(dataset, plan.encoded)
-        for site, steps in (before or {}).items():
-            _check_beginning(dataset, site, steps, self.pipelines.get(site))
         self.before = {site: self.pipelines[site].steps[:cut] for site, cut in plan.cuts.items()}
         cut = {call.site: call.cut for call in plan.calls}
         taps = {site: _tap(dataset, site, self.pipelines[site], cut[site], self._calls) for site in cut}
@@ -106,8 +102,9 @@ class BoundPlan:
 
     def has_changed(self) -> bool:
         """Whether a transform of the dataset was set or changed since."""
-        if any(held.get(name) is not value for held, name, value in self._watched):
-            return True
+        for held, name, value, items in self._watched:
+            if held.get(name) is not value or (items is not None and _items(value) != items):
+                return True
         return any(pipeline.has_changed() for pipeline in self.pipelines.values())
 
     def load(self, idx: int) -> Any:
@@ -212,13 +209,18 @@ def _tap(dataset: Any, site: Site, pipeline: Pipeline, cut: int, calls: Calls) -
     return Tap(site, transform_at(dataset, site), run, calls)
 
 
-def _watched(dataset: Any) -> list[tuple[dict[str, Any], str, Any]]:
-    """Return where transforms are, or might be: the attributes of a dataset, a name, and what is there."""
+def _watched(dataset: Any) -> list[tuple[dict[str, Any], str, Any, list[Any] | None]]:
+    """Return where transforms are, or might be: the attributes of a dataset, a name, what is there, and what that holds."""
     watched = {}
     for site in find_sites(dataset):
         held = vars(holder_of(dataset, site))
-        watched[id(held), site.name] = held, site.name, held.get(site.name)
+        value = held.get(site.name)
+        watched[id(held), site.name] = held, site.name, value, None if site.key is None else _items(value)
     return list(watched.values())
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else list(value)
 
 
 def pipelines_of(dataset: Any, encoded: bool) -> dict[Site, Pipeline]:
@@ -227,19 +229,9 @@ def pipelines_of(dataset: Any, encoded: bool) -> dict[Site, Pipeline]:
     return pipelines | (encoded_pipeline(dataset) if encoded else {})
 
 
-def _check_beginning(dataset: Any, site: Site, steps: tuple[Any, ...], pipeline: Pipeline | None) -> None:
-    now = () if pipeline is None else pipeline.steps
-    if len(now) < len(steps) or not all(map(same_step, steps, now)):
-        raise DatasetError(
-            f"{site} of {type(dataset).__name__} cannot be set: its samples are cached as they are after "
-            f"{', '.join(map(name_of_step, steps))}, with which the new one does not begin. Set it before "
-            f"CachedDataset, or make a new one."
-        )
-
-
-def _bound(leaf: Any, plan: Plan, before: Mapping[Site, tuple[Any, ...]] | None) -> "BoundPlan | ReadTransform":
+def _bound(leaf: Any, plan: Plan) -> "BoundPlan | ReadTransform":
     reads = read_transform_of(leaf, plan.encoded) if plan.reads else None
-    return BoundPlan(leaf, plan, before) if reads is None else reads
+    return BoundPlan(leaf, plan) if reads is None else reads
 
 
 class Split:
@@ -248,18 +240,15 @@ class Split:
     Args:
         dataset: what makes the samples.
         plans: for each kind of dataset within, by the number of the first one of its kind.
-        before: the steps that cached samples were made with, by the numbers of the datasets within.
 
     It pickles as its plans and the dataset. Its attributes are hidden from libraries that walk through those of a dataset and
     seed what they find (MONAI).
     """
 
-    __slots__ = ("_before", "_bound", "_dataset", "_plans", "_route", "has_rest")
+    __slots__ = ("_bound", "_dataset", "_plans", "_route", "has_rest")
 
-    def __init__(
-        self, dataset: Any, plans: Mapping[int, Plan], before: Mapping[int, Mapping[Site, tuple[Any, ...]]] | None = None
-    ) -> None:
-        self._dataset, self._plans, self._before = dataset, dict(plans), before
+    def __init__(self, dataset: Any, plans: Mapping[int, Plan]) -> None:
+        self._dataset, self._plans = dataset, dict(plans)
         self._bound: list[BoundPlan | ReadTransform] = []  # by the numbers of the datasets within
         self._route: Route | None = None
         self.has_rest = any(plan.has_rest for plan in self._plans.values())
@@ -269,9 +258,8 @@ class Split:
 
     def _bind(self) -> Route:
         if self._route is None:
-            route, before = Route(self._dataset), self._before or {}
-            for number, leaf in enumerate(route.leaves):
-                self._bound.append(_bound(leaf, self._plans[route.kinds[number]], before.get(number)))
+            route = Route(self._dataset)
+            self._bound = [_bound(leaf, self._plans[kind]) for leaf, kind in zip(route.leaves, route.kinds, strict=True)]
             self._route = route
         return self._route
 

@@ -14,6 +14,9 @@ from torch.utils.data import Dataset
 
 from stocache.known_transforms import is_known
 
+HIDES_TRANSFORMS = "_hides_transforms"
+"""An attribute of classes of datasets that run the transforms of those within by themselves: other caches."""
+
 _CONVENTIONAL = frozenset({"transform", "transforms", "target_transform"})
 _MOST = 64  # datasets, or transforms, in a list or dict of them
 _DEEP = 8  # datasets within each other
@@ -43,7 +46,7 @@ def find_sites(dataset: Any) -> dict[Site, Any]:
 
 
 def _sites(dataset: Any, way: tuple[tuple[str, Any], ...], seen: set[int]) -> Iterator[tuple[Site, Any]]:
-    if id(dataset) in seen or len(way) > _DEEP or not hasattr(dataset, "__dict__"):
+    if id(dataset) in seen or len(way) > _DEEP or not hasattr(dataset, "__dict__") or hasattr(type(dataset), HIDES_TRANSFORMS):
         return
     seen.add(id(dataset))
     held = dict(vars(dataset))

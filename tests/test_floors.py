@@ -41,7 +41,8 @@ WITHIN |= {("huggingface", "pipelines"), ("routes", "pipelines"), ("routes", "tw
 WITHIN |= {("encoded", below) for below in ("limits", "pipelines", "twins")}
 WITHIN |= {("splitting", below) for below in ("encoded", "huggingface", "pipelines", "routes", "transforms", "twins")}
 WITHIN |= {
-    ("cutting", below) for below in ("children", "encoded", "huggingface", "limits", "pipelines", "randomness", "records")
+    ("cutting", below)
+    for below in ("children", "encoded", "huggingface", "known_transforms", "limits", "pipelines", "randomness", "records")
 }
 WITHIN |= {("cutting", below) for below in ("routes", "splitting", "transforms", "twins")}
 WITHIN |= {("locality", below) for below in ("cache", "sampler", "sharing")}

@@ -7,6 +7,7 @@ import copy
 import logging
 import pickle
 import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -464,6 +465,38 @@ def test_what_cannot_be_followed_is_not_split(cls, transform, reason, folder, ca
     told = not_split(cls(folder, transform), caplog)
     assert "RandomResizedCrop" in told
     assert pytest.importorskip("re").search(reason, told), told
+
+
+def test_a_cache_within_is_left_alone(folder, caplog):
+    with CachedDataset(ImageFolder(folder, middle()), 1) as inner:
+        outer = Transformed(Subset(inner, range(N)), Normalize([0.5] * 3, [0.2] * 3))
+        with CachedDataset(outer, 1) as cached:  # whose samples are random
+            assert cached[0][0].shape == (3, 16, 16)
+        assert isinstance(inner.cache.get_slot(0)[0], Image.Image)
+        assert difference(epochs(ImageFolder(folder, middle())), epochs(inner)) is None
+    assert "was different the second time" in caplog.text
+
+
+def test_a_list_of_transforms_that_grows_is_noticed(folder):
+    dataset = Steps(folder, [Resize(24), RandomCrop(16), ToTensor()])
+    with CachedDataset(dataset, 1) as cached:
+        cached.warm(progress=False)
+        dataset.transform.append(normal())
+        assert difference(epochs(copy.copy(dataset)), epochs(cached)) is None
+
+
+def slow_and_unknown(image):
+    time.sleep(0.002)
+    return PILToTensor()(image)
+
+
+def test_a_slow_step_that_is_not_known_is_told_of(folder, caplog):
+    with CachedDataset(ImageFolder(folder, slow_and_unknown), 1):
+        assert "mark it: stocache.deterministic(slow_and_unknown)" in caplog.text
+    caplog.clear()
+    with CachedDataset(ImageFolder(folder, deterministic(slow_and_unknown)), 1) as cached:
+        assert isinstance(cached.cache.get_slot(0)[0], torch.Tensor)
+    assert not caplog.records
 
 
 def test_without_a_probe_nothing_is_split(folder, caplog):
