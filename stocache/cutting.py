@@ -532,7 +532,7 @@ class _Planner:
         load_s = float(np.median([look.load_s for look in looks]))
         calls = [call for look in looks for call in look.calls]
         drawn = {call.site for call in calls if call.draws or len(call.seconds) == call.steps}
-        undrawn_s = {site: _mean([call.rest_s for call in calls if call.site == site]) for site in called - drawn}
+        undrawn_s = {site: float(np.median([call.rest_s for call in calls if call.site == site])) for site in called - drawn}
         return kind._replace(options=options, decodes=looks[0].decodes, load_s=load_s, undrawn_s=undrawn_s)
 
     def _before(self, number: int, pipelines: Mapping[Site, Pipeline]) -> dict[Site, int] | None:
@@ -654,7 +654,7 @@ class _Planner:
     def _warn_of_unknown(self, number: int, option: Option) -> None:
         """Say so where most of the time goes into a step that is only taken for random as it is not known."""
         kind = self._kinds[number]
-        for site, rest_s in kind.undrawn_s.items():
+        for site, rest_s in () if self._encoded else kind.undrawn_s.items():
             step = kind.pipelines[site].steps[option.cuts[site]]
             unknown = not is_known(type(step)) and not is_deterministic(step)
             if unknown and self._old is None and rest_s > max(_LITTLE_S, kind.load_s / 2):
