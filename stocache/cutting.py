@@ -464,7 +464,8 @@ def plan_split(
         raise DatasetError(_ENCODED.format(name, "it has no loader"))
     if not encoded and not any(find_sites(leaf) or read_transform_of(leaf, False) for leaf in route.leaves):
         return None
-    if not encoded and not any(pipelines_of(leaf, False) or read_transform_of(leaf, False) for leaf in route.leaves):
+    cached = old is not None and any(steps for its in old.before.values() for steps in its.values())
+    if not (encoded or cached or any(pipelines_of(leaf, False) or read_transform_of(leaf, False) for leaf in route.leaves)):
         return Split(dataset, dict.fromkeys(route.kinds, Plan({})))
     try:
         return _Planner(dataset, route, length, encoded, old).plan(limit, cut, wanted)

@@ -286,6 +286,9 @@ def told_step(step: Any) -> str:
     return shown if shows else f"{type(step).__module__}.{name_of_step(step)}"
 
 
+_HEAP_TYPE = 1 << 9  # of the flags of a type: whether it is a class of Python's own making, whose state is in __dict__
+
+
 def same_step(one: Any, other: Any) -> bool:
     """Whether two steps do the same, as far as can be told: one object, or of one class with equal attributes."""
     if one is other:
@@ -294,9 +297,9 @@ def same_step(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, OnPart):
         return one.position == other.position and same_step(one.transform, other.transform)
-    if "<" not in repr(one):
-        return repr(one) == repr(other) and _same_state(one, other)
-    return bool(getattr(one, "__dict__", None)) and _same_state(one, other)
+    cls = type(one)
+    hides = cls.__flags__ & _HEAP_TYPE == 0 or any(vars(base).get("__slots__") for base in cls.__mro__)  # some of its state
+    return not hides and _same_state(one, other)
 
 
 def _same_state(one: Any, other: Any) -> bool:

@@ -287,6 +287,27 @@ def test_a_transform_with_another_beginning_is_refused(folder):
         assert cached[0][0].shape == (3, 16, 16)
 
 
+def test_a_transform_that_is_taken_away_is_refused_if_samples_are_cached_after_it(folder):
+    class Plain(Dataset):  # with one attribute only, not three
+        def __init__(self, transform):
+            self.images, self.tfm = ImageFolder(folder), transform
+
+        def __len__(self):
+            return N
+
+        def __getitem__(self, idx):
+            image = self.images[idx][0]
+            return image if self.tfm is None else self.tfm(image)
+
+    for transform in (middle(), Compose([Resize(24), CenterCrop(20)])):
+        dataset = Plain(transform)
+        with CachedDataset(dataset, 1) as cached:
+            assert min(cached[0].size if isinstance(cached[0], Image.Image) else cached[0].shape[1:]) in (16, 20)
+            dataset.tfm = None
+            with pytest.raises(DatasetError, match="cannot be set|cannot be split any more"):
+                cached[0]
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_transform_that_is_set_behind_the_cache_is_noticed(folder, num_workers):
     dataset = ImageFolder(folder)
