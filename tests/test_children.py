@@ -105,7 +105,9 @@ def numbers(dataset, workers, start_method):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
-@pytest.mark.parametrize(("workers", "start_method"), [(4, "fork"), (1, "spawn"), (1, "forkserver"), (0, "none")])
+@pytest.mark.parametrize(
+    ("workers", "start_method"), [(4, "fork"), pytest.param(1, "spawn", marks=pytest.mark.slow), (1, "forkserver"), (0, "none")]
+)
 @pytest.mark.parametrize("warmed", [False, True])
 def test_a_dataset_that_opens_its_file_lazily_stays_closed_here(lazy, workers, start_method, warmed):
     if start_method in ("spawn", "forkserver") and warmed:

@@ -227,6 +227,7 @@ def test_a_killed_node_costs_the_block_it_was_at(tmp_path, driver):
     assert digest(tmp_path / "ray") == digest(tmp_path / "here")
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_each_time_is_an_error_and_whole_blocks_stay(tmp_path, driver):
     source = Logged(Images(), tmp_path / "log", 60, die_while_a_flag_is_there)
     (tmp_path / "log" / "flag").touch()
@@ -393,6 +394,7 @@ assert not [name for name in names if "raylet" in name or "gcs" in name], names
 """
 
 
+@pytest.mark.slow
 def test_a_ray_of_its_own_is_quiet_and_ends_with_the_preparation(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | FAIR
     command = [sys.executable, "-c", ALONE, str(tmp_path / "ray")]

@@ -286,6 +286,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_share_the_samples_and_one_cache(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(DDP)

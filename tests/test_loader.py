@@ -502,6 +502,7 @@ def test_batches_without_workers_are_private_and_their_memory_is_used_again():
         gc.collect()
 
 
+@pytest.mark.slow
 def test_cold_first_batches_gathered_by_two_threads_are_right():
     for _ in range(200):
         with CachedDataset(Images(16), 1, probe=1) as dataset:

@@ -40,6 +40,7 @@ def decoded(request):
     return source, [source[idx][0] for idx in range(len(source))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", ["1GiB", "half"])
 def test_photos_come_back_bit_for_bit_and_are_read_once(decoded, limit, start_method):
     source, images = decoded
