@@ -9,7 +9,6 @@ NOTE [ Where to cut ]
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -19,18 +18,20 @@ from stocache.children import in_children
 from stocache.encoded import encoded_pipeline
 from stocache.errors import DatasetError, SampleError
 from stocache.huggingface import read_transform_of
+from stocache.indices import spread
 from stocache.known_transforms import is_deterministic, is_known
 from stocache.limits import format_size
 from stocache.pipelines import Pipeline, name_of_step, same_step
 from stocache.randomness import Watch, disturb, fingerprint
-from stocache.records import Record, write_skeleton
-from stocache.routes import Route
+from stocache.records import PackedRecord, Record, pack_sample
+from stocache.routes import Route, leaves_of
 from stocache.splitting import (
     ALL,
     BoundPlan,
     Plan,
     PlannedCall,
     Split,
+    carried,
     carrying,
     finished,
     pipelines_of,
@@ -44,10 +45,10 @@ logger = logging.getLogger("stocache")
 
 Cut: TypeAlias = Literal["latest", "smallest"] | None
 _Example: TypeAlias = tuple[int, int]  # an index, and that in the dataset within
-_Record: TypeAlias = tuple[bytes, Any]
 
 _EXAMPLES = 3  # samples of each kind of dataset that are tried out
 _SLOW_S = 2.0  # after which no further one is begun
+_SEEN = 4096  # samples that are looked at for the kinds of datasets that make them
 _KINDS = 8  # of datasets within one
 _PATIENCE_S = 120.0  # for one sample
 _LITTLE_S = 1e-4  # per sample; not worth a larger one
@@ -71,7 +72,7 @@ class _Unloadable(_Unsplit):
 
 def warn_of_random_parts(dataset: Any, reason: str) -> None:
     """Say that what is random in a dataset's transforms is not run anew in each epoch, if anything is."""
-    random = [name_of_step(step) for leaf in Route(dataset).leaves for step in _random_steps(pipelines_of(leaf, False))]
+    random = [name_of_step(step) for leaf in leaves_of(dataset) for step in _random_steps(pipelines_of(leaf, False))]
     if random:
         logger.warning(
             "the transforms of %s are not split: %s. They run before the cache, and every epoch will see the first outcome of "
@@ -142,7 +143,7 @@ class _Trial(NamedTuple):
     """
 
     idx: int
-    record: _Record
+    record: PackedRecord
     calls: tuple[PlannedCall, ...]
     seeded: bool
     repeated: tuple[tuple[Path, Path], ...]
@@ -156,19 +157,14 @@ def _bytes_of(value: Any) -> int | None:
     return len(data) + 4 * len(integers) + 16
 
 
-def _record(sample: Any) -> _Record:
-    record = Record(sample, allow_pickle=True)
-    return write_skeleton(record.skeleton), record.pack()
-
-
-def _load_plainly(dataset: Any, indices: Sequence[int]) -> Iterator[tuple[int, _Record]]:
+def _load_plainly(dataset: Any, indices: Sequence[int]) -> Iterator[tuple[int, PackedRecord]]:
     began = time.monotonic()
     for idx in indices:
         try:
             sample = dataset[idx]
         except Exception:  # of this sample; the probe tells
             continue
-        yield idx, _record(sample)
+        yield idx, pack_sample(sample)
         if time.monotonic() - began > _SLOW_S:
             return
 
@@ -206,25 +202,23 @@ class _Meter:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._looks:
             self.aside_s = 0.0
-        style = style_of(Call(Site((), ""), args, kwargs, None))
-        carried: Any = {"value": args[:1], "args": args, "kwargs": kwargs}.get(style, (args, kwargs))
-        carried = carried[0] if style == "value" else carried
+        style, value = style_of(args, kwargs), carried(args, kwargs)
         began, aside_s = time.perf_counter(), self.aside_s
-        sizes, seconds, done, whole = [self._size(carried)], [], 0, Watch()
+        sizes, seconds, done, whole = [self._size(value)], [], 0, Watch()
         while done < (0 if style == "mixed" else self._pipeline.deterministic):
             watch, at = Watch(), time.perf_counter()
-            carried = carrying(self._pipeline.part(done, done + 1), style)(carried)
+            value = carrying(self._pipeline.part(done, done + 1), style)(value)
             took_s, done = time.perf_counter() - at, done + 1
             if watch.drawn():  # so it is random, whatever it is called
                 break
             seconds.append(took_s)
-            sizes.append(self._size(carried))
+            sizes.append(self._size(value))
         if done < len(self._pipeline.steps):
-            carried = carrying(self._pipeline.part(done), style)(carried)
+            value = carrying(self._pipeline.part(done), style)(value)
         total_s = time.perf_counter() - began - (self.aside_s - aside_s)
         look = {"steps": len(self._pipeline.steps), "seconds": tuple(seconds), "sizes": tuple(sizes), "total_s": total_s}
-        self._looks.append(look | {"result_size": self._size(carried) or 0, "draws": whole.drawn()})
-        return carried
+        self._looks.append(look | {"result_size": self._size(value) or 0, "draws": whole.drawn()})
+        return value
 
     def _size(self, value: Any) -> int | None:
         began = time.perf_counter()
@@ -241,7 +235,7 @@ def _measured(calls: Sequence[Call], number: int, look: Mapping[str, Any]) -> _M
         parts = result if isinstance(result, tuple) else result.values() if isinstance(result, dict) else ()
         if any(value is made for value in given for made in (result, *parts)):
             upstream = earlier
-    return _Measured(call.site, style_of(call), upstream, **look)
+    return _Measured(call.site, style_of(call.args, call.kwargs), upstream, **look)
 
 
 def _try_out(leaf: Any, plan: Plan, examples: Sequence[_Example]) -> Iterator[_Trial]:
@@ -254,7 +248,7 @@ def _try_out(leaf: Any, plan: Plan, examples: Sequence[_Example]) -> Iterator[_T
         calls, repeated = _apart(made, [_located(call, plan.cuts[call.site], sample) for call in made])
         for call in calls:
             sample = finished(sample, call, carrying(bound.pipelines[call.site].part(call.cut), call.style))
-        record, seeded = _record(sample), False
+        record, seeded = pack_sample(sample), False
         if idx == examples[-1][0] and before != after:  # it draws numbers itself; or sets the seed for its transforms
             disturb()
             bound.load_with_calls(at)
@@ -283,7 +277,7 @@ def _located(call: Call, cut: int, sample: Any) -> PlannedCall:
     Raises:
         _Unsplit: it is not there.
     """
-    style, result = style_of(call), call.result
+    style, result = style_of(call.args, call.kwargs), call.result
     paths = paths_to(sample, result)
     parts: tuple[tuple[Any, tuple[Path, ...]], ...] = ((None, paths),)
     if not paths and style == "args" and isinstance(result, tuple):
@@ -460,13 +454,15 @@ def plan_split(
     """
     name = type(dataset).__name__
     route = Route(dataset)
-    if encoded and not any(encoded_pipeline(leaf) or read_transform_of(leaf, True) for leaf in route.leaves):
+    read_late = any(read_transform_of(leaf, encoded) for leaf in route.leaves)
+    if encoded and not read_late and not any(map(encoded_pipeline, route.leaves)):
         raise DatasetError(_ENCODED.format(name, "it has no loader"))
-    if not encoded and not any(find_sites(leaf) or read_transform_of(leaf, False) for leaf in route.leaves):
-        return None
-    cached = old is not None and any(steps for its in old.before.values() for steps in its.values())
-    if not (encoded or cached or any(pipelines_of(leaf, False) or read_transform_of(leaf, False) for leaf in route.leaves)):
-        return Split(dataset, dict.fromkeys(route.kinds, Plan({})))
+    if not encoded and not read_late:
+        if not any(map(find_sites, route.leaves)):
+            return None
+        cached = old is not None and any(steps for its in old.before.values() for steps in its.values())
+        if not cached and not any(pipelines_of(leaf, False) for leaf in route.leaves):
+            return Split(dataset, dict.fromkeys(route.kinds, Plan({})))
     try:
         return _Planner(dataset, route, length, encoded, old).plan(limit, cut, wanted)
     except DatasetError:
@@ -494,7 +490,7 @@ class _Planner:
             raise _Unsplit(f"there are {len(set(route.kinds))} kinds of datasets within it")
         if set(examples) != set(route.kinds):
             raise _Unsplit("some datasets within it have no samples here")
-        self._plain: dict[int, _Record] = {}
+        self._plain: dict[int, PackedRecord] = {}
         self._kinds: dict[int, _Kind] = {}
         for kind, (share, its) in examples.items():
             self._plain |= dict(self._in_child(partial(_load_plainly, dataset, [idx for idx, _ in its])))
@@ -508,15 +504,14 @@ class _Planner:
             )
             self._kinds[kind] = self._measured(kind, found)
 
-    def _in_child(self, job: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        with closing(in_children([job], self._dataset, _PATIENCE_S)) as items:
-            yield from items
+    def _in_child(self, job: Callable[[], Iterator[Any]]) -> list[Any]:
+        return list(in_children([job], self._dataset, _PATIENCE_S))
 
     def _measured(self, number: int, kind: _Kind) -> _Kind:
         if not kind.pipelines:
             self._before(number, {})
             return kind._replace(options=[Option({}, 0.0, 0.0)])
-        looks = list(self._in_child(partial(_measure, kind.leaf, kind.examples, self._encoded)))
+        looks = self._in_child(partial(_measure, kind.leaf, kind.examples, self._encoded))
         chains = _chains(looks)
         called = {site for chain in chains for site in chain.sites}
         idle = [str(site) for site in kind.pipelines if site not in called]
@@ -628,12 +623,12 @@ class _Planner:
 
     def _compared(self, kind: _Kind, plan: Plan) -> Plan:
         """Return a plan with the places in the samples."""
-        trials = list(self._in_child(partial(_try_out, kind.leaf, plan, kind.examples)))
+        trials = self._in_child(partial(_try_out, kind.leaf, plan, kind.examples))
         for trial in trials:
             if trial.seeded:
                 raise _Unsplit("it sets the seed of random numbers for each sample")
             plain = self._plain[trial.idx]
-            if trial.record[0] != plain[0] or (b"'pickle'" not in plain[0] and trial.record != plain):
+            if trial.record.skeleton != plain.skeleton or (not plain.has_pickles and trial.record != plain):
                 raise _Unsplit(f"sample {trial.idx} would not be the same")
         repeated = trials[0].repeated
         if any(trial.repeated != repeated for trial in trials):
@@ -701,13 +696,13 @@ def _in_common(calls: Sequence[tuple[PlannedCall, ...]]) -> tuple[PlannedCall, .
 
 def _examples(route: Route, length: int) -> dict[int, tuple[float, list[_Example]]]:
     """Return for each kind of dataset within: its share of the samples, and some of these."""
-    spread = np.unique(np.linspace(0, max(0, length - 1), min(length, 4096)).round().astype(int)).tolist()
+    seen = spread(length, _SEEN)
     found: dict[int, list[_Example]] = {}
-    for idx in sorted({*spread, *(start for start in route.starts if start < length)}):
+    for idx in sorted({*seen, *(start for start in route.starts if start < length)}):
         number, at = route(idx)
         found.setdefault(route.kinds[number], []).append((idx, at))
     several = np.linspace(0, 1, _EXAMPLES)
     return {
-        kind: (len(its) / len(spread), [its[at] for at in sorted({round(share * (len(its) - 1)) for share in several})])
+        kind: (len(its) / len(seen), [its[at] for at in sorted({round(share * (len(its) - 1)) for share in several})])
         for kind, its in found.items()
     }

@@ -17,6 +17,11 @@ def length_of(value: Any) -> int | None:
         return None
 
 
+def spread(length: int, count: int) -> list[int]:
+    """Return at most ``count`` indices of ``length`` samples, evenly spread, the first and the last among them."""
+    return [int(idx) for idx in np.unique(np.linspace(0, length - 1, min(count, length)).round())]
+
+
 def check_len(dataset_len: Any) -> int:
     """Return ``dataset_len`` as an int.
 

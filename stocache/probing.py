@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,9 +29,10 @@ from stocache.children import (
     warn_of_this_process,
 )
 from stocache.errors import SampleError, WorkerError
+from stocache.indices import spread
 from stocache.randomness import Watch, kept
 from stocache.readers import reader_of
-from stocache.records import Record, write_skeleton
+from stocache.records import PackedRecord, pack_sample
 
 logger = logging.getLogger("stocache")
 
@@ -43,8 +44,6 @@ _WAYS = (
     "dataset is made ready later (by worker_init_fn), give CachedDataset example=sample, one as the dataset returns it; or "
     "probe=0, and samples are kept as ones of varying size"
 )
-
-_Record: TypeAlias = tuple[bytes, bytes, list[int]]  # skeleton, bytes of the leaves, integers
 
 
 @dataclass
@@ -83,7 +82,7 @@ class _Loaded(NamedTuple):
     """What a child sends of a sample: its record; or else what the dataset ``raised``, or why it cannot be cached."""
 
     idx: int
-    record: _Record | None = None
+    record: PackedRecord | None = None
     error: Description = (None, "", "")
     raised: bool = False
     drawn: bool = False
@@ -107,7 +106,7 @@ def probe_samples(dataset: Any, length: int, count: int, load: Callable[[int], A
         WorkerError: the child died before it had loaded one.
         Exception: what the dataset raises, when all fail, with a message that says so.
     """
-    indices = np.unique(np.linspace(0, length - 1, min(count, length)).round().astype(int)).tolist()
+    indices = spread(length, count)
     if not indices:
         return Probe()
     found, at = Probe(), None
@@ -189,7 +188,7 @@ def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> I
             continue
         drawn = watch.drawn()
         try:
-            record = _record(sample, idx)
+            record = pack_sample(sample, f"sample {idx}")
         except SampleError as error:
             yield _Loaded(idx, error=describe(error))
             continue
@@ -202,11 +201,11 @@ def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> I
             yield _load_again(dataset, load, idx, record, anew)
 
 
-def _load_again(dataset: Any, load: Callable[[int], Any], idx: int, first: _Record, anew: set[str]) -> _Again:
+def _load_again(dataset: Any, load: Callable[[int], Any], idx: int, first: PackedRecord, anew: set[str]) -> _Again:
     reads, differs = _noted_reads(dataset), False
     with contextlib.suppress(Exception):  # then it cannot be told
-        second = _record(load(idx), idx)
-        differs = b"'pickle'" not in first[0] and second != first  # equal objects may have different pickles
+        second = pack_sample(load(idx), f"sample {idx}")
+        differs = not first.has_pickles and second != first
     return _Again(idx, differs, frozenset(reads - anew))
 
 
@@ -232,13 +231,7 @@ def _attributes(dataset: Any) -> dict[str, Any]:
     return getattr(dataset, "__dict__", {})
 
 
-def _record(sample: Any, idx: int) -> _Record:
-    record = Record(sample, f"sample {idx}", allow_pickle=True)
-    data, integers = record.pack()
-    return write_skeleton(record.skeleton), data, integers
-
-
-def _sample(record: _Record) -> Any:
+def _sample(record: PackedRecord) -> Any:
     skeleton, data, integers = record
     address = np.frombuffer(data, np.uint8).ctypes.data if data else 0
     return reader_of(skeleton, True)(data, address, 0, len(data), tuple(integers), True)

@@ -23,7 +23,7 @@ import pickle
 import struct
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.lib.format import descr_to_dtype, dtype_to_descr
@@ -181,6 +181,25 @@ class Record:
 
     def _add(self, stream: int, buffer: Any) -> None:
         self.streams[stream].append(buffer)
+
+
+class PackedRecord(NamedTuple):
+    """A sample as plain bytes and numbers, to send and to compare: its skeleton, the bytes of its leaves, and all integers."""
+
+    skeleton: bytes
+    data: bytes
+    integers: list[int]
+
+    @property
+    def has_pickles(self) -> bool:
+        """Whether a part is a pickle. Equal objects may have different ones."""
+        return b"'pickle'" in self.skeleton
+
+
+def pack_sample(sample: Any, where: str = "sample") -> PackedRecord:
+    """Return a sample as a packed record, pickled where it cannot be otherwise. Raises SampleError as `Record`."""
+    record = Record(sample, where, allow_pickle=True)
+    return PackedRecord(write_skeleton(record.skeleton), *record.pack())
 
 
 def pack_integers(integers: list[int]) -> tuple[bytes, int]:

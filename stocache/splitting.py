@@ -140,7 +140,7 @@ class BoundPlan:
             return False
         try:
             for call, planned in zip(made, self.plan.calls, strict=True):
-                if call.site != planned.site or style_of(call) != planned.style:
+                if call.site != planned.site or style_of(call.args, call.kwargs) != planned.style:
                     return False
                 for key, paths in planned.parts:
                     its = call.result if key is None else call.result[key]
@@ -178,11 +178,16 @@ def finished(sample: Any, call: PlannedCall, after: Callable[[Any], Any]) -> Any
     return sample
 
 
-def style_of(call: Call) -> str:
+def style_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Return how a transform is called; see `PlannedCall`."""
-    if not call.kwargs:
-        return "value" if len(call.args) == 1 else "args"
-    return "mixed" if call.args else "kwargs"
+    if not kwargs:
+        return "value" if len(args) == 1 else "args"
+    return "mixed" if args else "kwargs"
+
+
+def carried(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the arguments of a call as one value, as `carrying` takes it."""
+    return {"value": args[0] if args else None, "args": args, "kwargs": kwargs, "mixed": (args, kwargs)}[style_of(args, kwargs)]
 
 
 def carrying(function: Callable[..., Any], style: str) -> Callable[[Any], Any]:
@@ -200,11 +205,7 @@ def _tap(dataset: Any, site: Site, pipeline: Pipeline, cut: int, calls: Calls) -
     beginning = pipeline.part(0, cut)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if cut:
-            return beginning(*args, **kwargs)
-        if not kwargs:
-            return args[0] if len(args) == 1 else args
-        return (args, kwargs) if args else kwargs
+        return beginning(*args, **kwargs) if cut else carried(args, kwargs)
 
     return Tap(site, transform_at(dataset, site), run, calls)
 

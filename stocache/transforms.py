@@ -64,7 +64,7 @@ class PartTransform:
 
 def _part(sample: Any, key: Any) -> Any:
     try:
-        return getattr(sample, key) if _is_field(sample, key) else sample[key]
+        return part_at(sample, (key,))
     except (LookupError, AttributeError, TypeError):
         shown = type(sample).__name__
         if isinstance(sample, Mapping):

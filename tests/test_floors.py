@@ -35,14 +35,24 @@ WITHIN |= {
     ("dataset", "blockwise"),
 }
 WITHIN |= {("indexing", "containers"), ("indexing", "records"), ("children", "randomness")}
-WITHIN |= {("probing", below) for below in ("children", "randomness", "readers", "records")}
+WITHIN |= {("probing", below) for below in ("children", "indices", "randomness", "readers", "records")}
 WITHIN |= {("transforms", "containers"), ("pipelines", "known_transforms"), ("twins", "known_transforms")}
 WITHIN |= {("huggingface", "pipelines"), ("routes", "pipelines"), ("routes", "twins")}
 WITHIN |= {("encoded", below) for below in ("limits", "pipelines", "twins")}
 WITHIN |= {("splitting", below) for below in ("encoded", "huggingface", "pipelines", "routes", "transforms", "twins")}
 WITHIN |= {
     ("cutting", below)
-    for below in ("children", "encoded", "huggingface", "known_transforms", "limits", "pipelines", "randomness", "records")
+    for below in (
+        "children",
+        "encoded",
+        "huggingface",
+        "indices",
+        "known_transforms",
+        "limits",
+        "pipelines",
+        "randomness",
+        "records",
+    )
 }
 WITHIN |= {("cutting", below) for below in ("routes", "splitting", "transforms", "twins")}
 WITHIN |= {("locality", below) for below in ("cache", "sampler", "sharing")}
