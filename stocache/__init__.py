@@ -4,6 +4,7 @@ from stocache.cache import SharedCache, SharedCacheDDP
 from stocache.dataset import CachedDataset
 from stocache.epochs import DatasetStats, EpochStats
 from stocache.errors import (
+    BusyError,
     CacheNameError,
     ClosedError,
     CodecError,
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockSampler",
+    "BusyError",
     "CacheNameError",
     "CacheStats",
     "CachedDataset",

@@ -44,6 +44,10 @@ class CostAdmission:
         self._kept = np.frombuffer(control, np.uint64, _BINS, at + 8 * _BINS)  # of those that were admitted
         self._dataset_len, self._capacity = dataset_len, capacity
 
+    def forget(self) -> None:
+        """Begin anew with nothing kept; what samples cost is still known."""
+        self._kept.fill(0)
+
     def judge(self, idx: int, cost_s: float, nbytes: int, used: int = 0) -> str:
         """Return whether to keep a sample that took so long to load: YES, or not LATER either: NEVER.
 

@@ -14,18 +14,24 @@ NOTE [ Control of an arena ]
 """
 
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
+from stocache.errors import SegmentError
+from stocache.ordering import WEAKLY_ORDERED, order_loads
 from stocache.segment import Segment
+
+_Result = TypeVar("_Result")
 
 _USED, _GENERATION, _NEWEST, _COUNT = range(4)
 _WORDS = 8
+WORDS_BYTES = 8 * _WORDS
 
 NO_ROOM, NO_MEMORY = -1, -2
-"""What `Arena.append` returns instead of an offset: it is full; or the machine gives no more memory."""
+"""What `Arena.append` returns instead of an offset: it is full; or the machine gives no more memory, or another process keeps
+the lock."""
 
 _SKELETON = struct.Struct("<QII")  # one past the offset of the skeleton before, number, bytes of text
 
@@ -40,9 +46,9 @@ def control_bytes(dataset_len: int) -> int:
     return words_at(dataset_len) + 8 * (_WORDS + dataset_len)
 
 
-def amounts(control: bytes | memoryview, dataset_len: int, capacity: int, filled: int) -> dict[str, int]:
-    """Return what statistics say of an arena."""
-    used = int(np.frombuffer(control, np.uint64, 1, words_at(dataset_len) + 8 * _USED)[0])
+def amounts(words: bytes | memoryview, dataset_len: int, capacity: int, filled: int) -> dict[str, int]:
+    """Return what statistics say of an arena, given its words."""
+    used = int(np.frombuffer(words, np.uint64, 1, 8 * _USED)[0])
     return {"slots": dataset_len, "slot_bytes": used // max(1, filled), "capacity_bytes": capacity}
 
 
@@ -65,14 +71,9 @@ class Arena:
         self._numbers: dict[bytes, int] = {}
         self._texts: dict[int, bytes] = {}
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the arena's lock, in a process that holds the segment's guard. Not reentrant."""
-        self._segment.lock(self._lock_number)
-        try:
-            yield
-        finally:
-            self._segment.unlock(self._lock_number)
+    def run_locked(self, work: Callable[[], _Result], late: _Result) -> _Result:
+        """Return ``work()``, with the arena's lock held; see `Segment.run_locked`."""
+        return self._segment.run_locked(self._lock_number, 1, work, late)
 
     @property
     def used(self) -> int:
@@ -87,8 +88,7 @@ class Arena:
 
     def append(self, blob: bytes) -> int:
         """Store bytes at a multiple of 8; return where, or NO_ROOM or NO_MEMORY. With the segment's guard held."""
-        with self.locked():
-            at = self._take(len(blob))
+        at = self.run_locked(lambda: self._take(len(blob)), NO_MEMORY)
         if at >= 0:
             self._segment.write(at, blob, len(blob))
         return at
@@ -111,18 +111,20 @@ class Arena:
         number = self._numbers.get(text)
         if number is not None:
             return number
-        with self.locked():
-            self._learn()
-            if text in self._numbers:
-                return self._numbers[text]
-            at = self._take(_SKELETON.size + len(text))
-            if at < 0:
-                return at
-            number = self._words[_COUNT]
-            blob = _SKELETON.pack(self._words[_NEWEST], number, len(text)) + text
-            self._segment.write(at, blob, len(blob))
-            self._words[_COUNT] = number + 1
-            self._words[_NEWEST] = at + 1
+        return self.run_locked(lambda: self._add(text), NO_MEMORY)
+
+    def _add(self, text: bytes) -> int:
+        self._learn()
+        if text in self._numbers:
+            return self._numbers[text]
+        at = self._take(_SKELETON.size + len(text))
+        if at < 0:
+            return at
+        number = self._words[_COUNT]
+        blob = _SKELETON.pack(self._words[_NEWEST], number, len(text)) + text
+        self._segment.write(at, blob, len(blob))
+        self._words[_COUNT] = number + 1
+        self._words[_NEWEST] = at + 1
         self._numbers[text] = number
         self._texts[number] = text
         return number
@@ -134,20 +136,35 @@ class Arena:
         return self._texts.get(number, b"")
 
     def _learn(self) -> None:
-        """Read the skeletons, from the newest back to the first that is known."""
+        """Read the skeletons, from the newest back to the first that is known.
+
+        Raises:
+            SegmentError: one is not within the memory that is reserved.
+        """
         newest = self._words[_NEWEST]
+        if WEAKLY_ORDERED:
+            order_loads()
         while newest:
-            head = self._segment.view(newest - 1, _SKELETON.size)
-            before, number, nbytes = _SKELETON.unpack(head)
+            before, number, nbytes = _SKELETON.unpack(self._part(newest - 1, _SKELETON.size))
             if number in self._texts and self._texts[number] in self._numbers:
                 return
-            text = bytes(self._segment.view(newest - 1 + _SKELETON.size, nbytes))
+            text = self._part(newest - 1 + _SKELETON.size, nbytes)
             self._texts[number] = text
             self._numbers[text] = number
             newest = before
 
+    def _part(self, at: int, nbytes: int) -> bytes:
+        """Return bytes of the arena, where another process says that they are."""
+        if not self._segment.has(at, at + nbytes):
+            raise SegmentError("the cache is damaged: what tells its samples lies outside of its memory.")
+        return bytes(self._segment.view(at, nbytes))
+
     def forget(self) -> None:
-        """Begin anew; nobody may be reading or writing. Skeletons are numbered on, so nobody takes an old one for a new."""
-        with self.locked():
-            self._words[_GENERATION] += 1
-            self._words[_USED] = self._words[_NEWEST] = 0
+        """Begin anew; nobody may be reading or writing. Skeletons are numbered on, so nobody takes an old one for a new.
+
+        Killed after any of the steps, the arena is sound: first writers look for skeletons anew, then they find none, then
+        the room is free again. The bytes may be zeroed after that.
+        """
+        self._words[_GENERATION] += 1
+        self._words[_NEWEST] = 0
+        self._words[_USED] = 0

@@ -33,6 +33,8 @@ from safetensors.torch import save
 from stocache.checksums import ZEROS, Buffer, seal, seal_in
 from stocache.columnar import CHECKS, INFO, Columns
 from stocache.errors import DamagedError, StorageError
+from stocache.records import BARE_NODES
+from stocache.resolve import Unresolved, check_size
 from stocache.rows import RAW, reader
 
 VERSION = 1
@@ -40,17 +42,6 @@ _MARK = b'\\"checksum\\": \\"'
 _HEAD = 64 << 10  # bytes read when a block is opened: the header, sizes, checksums, and most often the labels
 _STEP = 128 << 10  # bytes read ahead by one call: of more, the kernel may take only the beginning
 _READ_AHEAD = 8  # samples, after which the rest of their block is read ahead
-_UNREADABLE = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-    MemoryError,
-    struct.error,
-)
 
 
 def encode(samples: Sequence[Any], first: int = 0, allow_pickle: bool = False, info: bytes = b"") -> tuple[list[Buffer], str]:
@@ -154,18 +145,28 @@ class Memory:
 class _Walk:
     """See `rows.Walk`."""
 
-    __slots__ = ("_source", "hash")
+    __slots__ = ("_bytes", "_nodes", "_source", "hash")
 
     def __init__(self, source: Source) -> None:
         self._source, self.hash = source, xxhash.xxh3_64()
+        # What a sample may still have, however it is made. Twice the nodes that a writer needs room for: earlier ones left none
+        self._bytes, self._nodes = source.nbytes, BARE_NODES + 2 * source.nbytes
 
     def take(self, at: int, nbytes: int, own: bool) -> tuple[Any, int]:
+        self._bytes -= nbytes
+        if self._bytes < 0:
+            raise ValueError("a sample has more bytes than its file")
         buffer, begin = self._source.read(at, nbytes, own)
         self.hash.update(buffer if len(buffer) == nbytes else memoryview(buffer)[begin : begin + nbytes])
         return buffer, begin
 
     def note(self, *sizes: int) -> None:
         self.hash.update(struct.pack(f"<{len(sizes)}q", *sizes))
+
+    def make(self, nodes: int) -> None:
+        self._nodes -= nodes
+        if self._nodes < 0:
+            raise ValueError("a list has more items than its file has bytes for")
 
 
 class Block:
@@ -194,16 +195,19 @@ class Block:
         self.nbytes = source.nbytes
         try:
             facts = self._open(verify)
-            self.samples, self.structure = int(facts["samples"]), facts["structure"]
+            self.samples, self.structure = check_size(facts["samples"]), facts["structure"]
             if len(self._checks) != self.samples:
                 raise ValueError(f"it claims {self.samples} samples, and has checksums of {len(self._checks)}")
             if allow_pickle is not None:
                 self._check = self._read = reader(self.structure, self, pickle.loads if allow_pickle else None)
-            if allow_pickle is None or (allow_pickle and facts["pickled"]):  # pickles are checked before they are loaded
+            # Pickles are checked before they are loaded; however the JSON of the file is written, this finds them
+            if allow_pickle is None or (allow_pickle and '"kind": "pickle"' in json.dumps(self.structure)):
                 self._check = reader(self.structure, self, RAW)
+        except Unresolved as error:
+            raise StorageError(f"{name}: {error}") from None
         except StorageError as error:
             raise type(error)(f"{name}: {error}") from None
-        except _UNREADABLE as error:
+        except Exception as error:  # whatever forged bytes lead numpy, torch and classes to raise
             raise self._damaged(error) from error
 
     def _open(self, verify: bool) -> Any:
@@ -215,17 +219,16 @@ class Block:
         self.begin = 8 + length
         header = json.loads(self._bytes(8, length))
         text = header.pop("__metadata__")["stocache"]
-        facts = json.loads(text) | {"pickled": '"kind": "pickle"' in text}
+        facts = json.loads(text)
         if facts["version"] != VERSION:
             raise StorageError(f"it is of version {facts['version']!r:.20}, and this stocache reads version {VERSION}.")
         self._spans: dict[str, tuple[int, int]] = {}
         end = 0
-        for column, entry in header.items():
-            first, last = map(int, entry["data_offsets"])
-            if not 0 <= first <= last:
-                raise ValueError(f"its column {column!r} ends before it begins")
+        for first, last, column in sorted((*map(check_size, entry["data_offsets"]), name) for name, entry in header.items()):
+            if first != end or last < first:
+                raise ValueError(f"its column {column!r:.80} is not where the one before it ends")
             self._spans[column] = self.begin + first, last - first
-            end = max(end, last)
+            end = last
         if self.begin + end != source.nbytes:
             raise ValueError(f"its columns end at {self.begin + end}, the file has {source.nbytes} bytes")
         checks = self._column(CHECKS)
@@ -302,7 +305,7 @@ class Block:
             value = self._check(walk, row)
             if walk.hash.intdigest() != self._checks[row]:
                 raise ValueError(f"sample {row} in it has the checksum {walk.hash.hexdigest()}, not {self._checks[row]:016x}")
-        except _UNREADABLE as error:
+        except Exception as error:  # as above
             raise self._damaged(error) from error
         return value
 

@@ -24,6 +24,7 @@ logger = logging.getLogger("stocache")
 
 _TIGHTER = 4  # times shorter than at the beginning of the first file may rows be, on the average, before buffers stay uncached
 _COMPRESSION = 16  # the same, how much more text may come out of compressed files than there are bytes
+_SHOWN = 1000  # bytes of a line that an error may show, of which it takes the first characters
 _ROW = 3 * 8  # bytes of a row of the table; and one more for its state
 
 
@@ -209,12 +210,16 @@ class Buffers:
     def _parse(self, pieces: list[Piece]) -> Buffer:
         trees, faults, rows, skipped = [], list[Fault](), 0, 0
         for piece in pieces:
+            if piece.fault:
+                faults.append((piece.place(0), piece.fault))
+                rows, skipped = rows + 1, skipped + 1
+                continue
             tree, bad = self._parse_piece(piece)
             if tree is not None:
                 trees.append(tree)
             if bad:
                 number, reason = bad[0]
-                line = piece.text().split(b"\n")[number].decode(errors="replace")
+                line = piece.text().split(b"\n")[number][:_SHOWN].decode(errors="replace")
                 reason = f"{line!r:.200}: {reason}; expected {self.parser.expected}"
                 faults.append((piece.place(number), reason))
             if piece.damage:

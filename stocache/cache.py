@@ -14,7 +14,7 @@ from stocache.errors import CacheNameError, SampleError, SampleIndexError, Segme
 from stocache.indices import check_indices, check_len
 from stocache.limits import affordable_slots, asked_slots, format_size
 from stocache.named import Plan
-from stocache.opening import EMPTY, SET, Blueprint, mark_outsiders, open_memory
+from stocache.opening import EMPTY, SET, Blueprint, OnBusy, mark_outsiders, open_memory
 from stocache.placement import Placement, residency
 from stocache.protocol import SampleCache
 from stocache.segment import Segment
@@ -53,6 +53,8 @@ class SharedCache(SampleCache):
         persist: have a named cache stay without processes, so that the next run starts warm; ``stocache rm`` removes it.
         fingerprint: a string that says which data a named cache holds, and in which form: whatever changes the samples must
             change it. What was left behind with another fingerprint is not used.
+        on_busy: what to do when another process, which is stopped perhaps, has kept the lock of the named caches for 10
+            seconds: "uncached" for a cache that holds nothing, with a warning; or "raise".
 
     Raises:
         LimitError: the limit is no size, or leaves no room for one slot.
@@ -60,9 +62,12 @@ class SharedCache(SampleCache):
         CacheNameError: ``name`` has characters a name cannot have; or there is none, and ``persist`` or ``fingerprint``.
         MismatchError: the name is in use for a cache of other arguments.
         SegmentError: under that name is something of another user, a link, or a damaged file.
+        BusyError: another process keeps the lock, and ``on_busy`` is "raise".
 
-    A limit above what the machine can give is lowered to that, with a warning on the logger "stocache". Where no shared
-    memory can be had at all, the cache holds nothing, with a warning.
+    Where another user has taken the place of this user's caches, they are in the user's runtime directory, if that is in
+    memory; else a named cache is not shared, and each rank has its part of the limit. A limit above what the machine can give
+    is lowered to that. Where no shared memory can be had at all, the cache holds nothing. Each with a warning on the logger
+    "stocache".
     Source: the API and the idea of stocaching 0.2 (C. Jones, MIT).
     """
 
@@ -79,12 +84,13 @@ class SharedCache(SampleCache):
         name: str | None = None,
         persist: bool = False,
         fingerprint: str | None = None,
+        on_busy: OnBusy = "uncached",
     ) -> None:
         structure = data_dims if isinstance(data_dims, Structure) else Structure.from_dims(data_dims, dtype)
         dataset_len = check_len(dataset_len)
         placement = placement if isinstance(placement, Placement) else Placement(placement)
         blueprint = _Blueprint(size_limit_gib, dataset_len, structure, placement)
-        segment, slots = open_memory(blueprint, name, persist, fingerprint)
+        segment, slots = open_memory(blueprint, name, persist, fingerprint, on_busy)
         self._assemble(structure, placement, dataset_len, slots, segment)
         logger.info("%r", self)
 
@@ -165,8 +171,7 @@ class SharedCache(SampleCache):
 
     def _gather_hits(self, index: np.ndarray[Any, np.dtype[np.int64]], items: list[Any]) -> tuple[Any, int]:
         """Copy those of the samples that are set into their rows of a contiguous batch; return which, and how many."""
-        states = self._aux.numpy()[index]  # numpy: its calls cost a third of torch's, which at 12 KB a row is felt
-        mask = states == SET
+        mask = self.set_among(index)
         hits = int(np.count_nonzero(mask))
         if hits:
             # a hit's row is gathered in place of each that is missing: its memory is safe to touch
@@ -332,7 +337,7 @@ class _Blueprint(Blueprint):
     def __init__(self, limit: float | str, dataset_len: int, structure: Structure, placement: Placement) -> None:
         self._limit, self._dataset_len, self._structure, self._placement = limit, dataset_len, structure, placement
         asked = asked_slots(limit, dataset_len, structure.nbytes)
-        self.wanted = {"dataset_len": dataset_len, "samples": str(structure), "placement": str(placement)}
+        self.wanted = {"dataset_len": dataset_len, "samples": structure.identity, "placement": str(placement)}
         if asked is not None:  # "auto" takes what is there, else ranks that look at different moments would not agree
             self.wanted["slots"] = asked
 

@@ -43,6 +43,7 @@ logger = logging.getLogger("stocache")
 _POLL_S = 1.0  # between looks at children that say nothing
 _SLOW_S = 30.0  # for one item; then say so
 _PR_SET_PDEATHSIG = 1
+_OPEN_FILES = "/proc/self/fd"
 
 _NOT_OF_THE_CHILD = (TypeError, AttributeError, LookupError, NameError, NotImplementedError, FileNotFoundError)
 """What a dataset raises that is wrong, or not ready: it would raise the same in any process."""
@@ -102,6 +103,8 @@ class _Child:
     """One forked process that runs a job."""
 
     def __init__(self, job: Callable[[], Iterator[Any]], dataset: Any, number: int, count: int) -> None:
+        if not os.path.isdir(_OPEN_FILES):
+            raise ChildError("no child process can have file positions of its own: /proc is hidden")
         for stream in (sys.stdout, sys.stderr):  # else what they hold back would be written twice
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -154,13 +157,21 @@ class _Child:
             if self._status is None:
                 self._status = os.waitpid(self.pid, 0)[1]
             code = os.waitstatus_to_exitcode(self._status)
-            how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with code {code}"
+            how = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else f"exited with code {code}"
         return WorkerError(
             f"the child process {self.pid}, which loads samples, {how}. Something in the dataset ended it, or from outside."
         )
 
 
 # ---------------------------------------------------------------------------------------------------- in the child
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, also of a real-time one."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
 
 
 def _run(job: Callable[[], Iterator[Any]], pipe: Connection, parent: int, dataset: Any, number: int, count: int) -> NoReturn:
@@ -207,12 +218,12 @@ def _become_worker(parent: int, dataset: Any, number: int, count: int) -> None:
 
 def _reopen_files() -> None:
     """Give this process file positions of its own, for all regular files that are open to be read."""
-    for fd in map(int, os.listdir("/proc/self/fd")):
+    for fd in map(int, os.listdir(_OPEN_FILES)):
         with contextlib.suppress(OSError):  # the directory's own descriptor; files that may not be opened again
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
             if fd <= 2 or flags & os.O_ACCMODE == os.O_WRONLY or not stat.S_ISREG(os.fstat(fd).st_mode):
                 continue
-            path = f"/proc/self/fd/{fd}"
+            path = f"{_OPEN_FILES}/{fd}"
             if flags & os.O_ACCMODE == os.O_RDWR and os.readlink(path).startswith(("/dev/shm/", "/memfd:")):
                 continue  # ours: mapped, never read by position, and with locks that closing would drop
             position = os.lseek(fd, 0, os.SEEK_CUR)

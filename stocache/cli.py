@@ -421,7 +421,7 @@ def rm(
     user: _User = None,
 ) -> None:
     """Remove named caches that nobody holds. With --force, those who hold one go on, but nobody finds it any more."""
-    from stocache import directory, limits, listing, named
+    from stocache import limits, listing, named
     from stocache.errors import StocacheError
 
     if bool(names) == dead:
@@ -437,7 +437,7 @@ def rm(
         paths = []
         for name in names or ():
             try:
-                paths.append(directory.path_of(name, uid))
+                paths.append(named.find(name, uid))
             except StocacheError as error:
                 _fail(str(error))
     failed = False

@@ -21,6 +21,9 @@ NOTE [ Columns ]
     of one. A key that is a tuple is written {"tuple": [...]}, an enum member {"enum": [class, name]}, bytes {"bytes": hex
     digits}, a complex {"complex": [real, imaginary]}.
 
+    Where lists have more items without bytes than NOTE [ Items without bytes ] lets a file of this size have, one more column,
+    ":room", makes up for it with zeros.
+
     The checksum of a sample is the XXH3-64 of what is met on a walk through the tree: of a list its length, of a union the
     kind, of a leaf of varying shape the shape (int64s, little-endian), and of every leaf the bytes.
 """
@@ -35,10 +38,12 @@ import torch
 from torch import Tensor
 
 from stocache.containers import DEEP, Container, split, told
-from stocache.kinds import FACTORIES, KIND_NAMES, Unfit, class_of, long_bytes, name_of
+from stocache.kinds import KIND_NAMES, Unfit, long_bytes, name_of
 from stocache.records import (
+    BARE_NODES,
     NUMBER_TYPES,
     NUMBERS,
+    check_container,
     check_key,
     dense_leaf,
     kind_bytes,
@@ -49,11 +54,12 @@ from stocache.records import (
     thaw,
     too_deep,
 )
+from stocache.resolve import TORCH_DTYPES, import_class
 
 Tree: TypeAlias = dict[str, Any] | None
 _Kind: TypeAlias = tuple[Any, ...]
 
-CHECKS, INFO = RESERVED = ":checks", ":info"
+CHECKS, INFO, ROOM = RESERVED = ":checks", ":info", ":room"
 """Names of columns that are not of samples."""
 
 _FIELDS = 16  # items of a list that get a column each, at most
@@ -87,6 +93,20 @@ class Columns:
             self.tree = self._take(samples, "sample", 0)
         except Unfit as error:
             raise told(error, f"sample {first + error.row}", pickles=not allow_pickle) from error.__cause__
+        room = self._nodes(self.tree) - BARE_NODES
+        if room > 0 and (room := room - sum(tensor.nbytes for tensor in self.tensors.values())) > 0:
+            self.tensors[ROOM] = torch.zeros(room, dtype=torch.uint8)
+
+    def _nodes(self, tree: Any) -> int:
+        """Return how many nodes all lists of a tree make, as its reader counts them."""
+        if tree is None:
+            return 0
+        if tree["kind"] in ("in", "union"):
+            return sum(map(self._nodes, tree["children"]))
+        if tree["kind"] not in ("list", "tuple"):
+            return 0
+        items = int(self.tensors[tree["offsets"]][-1])
+        return items * max(1, bare_columns(tree["items"])) + self._nodes(tree["items"])
 
     def _take(self, values: Sequence[Any], path: str, depth: int, whole: frozenset[type] = frozenset()) -> Tree:
         """Add the values of one node, and return its tree; those of the types ``whole`` as pickles."""
@@ -172,11 +192,9 @@ class Columns:
                 check_key(key)
             told = repr(list(map(_json_key, keys)))  # 1, 1.0 and True are equal, and hash the same
         extra = literal_extra(container)
-        if container.kind == "defaultdict" and not self._allow_pickle and not FACTORIES.issuperset(filter(None, extra)):
-            raise Unfit(
-                f"has the default_factory {extra[0]}, and blocks call only those of Python's own types", "Use one of them"
-            )
-        return ("in", container.kind, name_of(container.cls), keys, extra, told), items
+        name = name_of(container.cls)
+        check_container(container, name, extra, items, self._allow_pickle)
+        return ("in", container.kind, name, keys, extra, told), items
 
     def _sequence_kind(self, value: Any) -> tuple[_Kind, Any]:
         name, types = type(value).__name__, set(map(type, value))
@@ -219,7 +237,7 @@ class Columns:
             try:
                 children.append(self._take([part[position] for part in parts], within, depth + 1))
             except Unfit as error:
-                raise error.within(Container(container, class_of(cls), keys), key) from error.__cause__
+                raise error.within(Container(container, import_class(cls), keys), key) from error.__cause__
         described = {"container": container, "class": cls, "keys": list(map(_json_key, keys)), "extra": extra}
         return {"kind": "in", **described, "children": children}
 
@@ -270,6 +288,19 @@ def _bytes(kind: str, data: bytes) -> tuple[_Kind, Any]:
     return (kind,), (data, (len(data),))
 
 
+def bare_columns(tree: Any) -> int:
+    """Return how many nodes of a tree have no bytes in a row, outside of lists in it; see NOTE [ Items without bytes ]."""
+    if tree is None:
+        return 0
+    if tree["kind"] == "in":
+        return 1 + sum(map(bare_columns, tree["children"]))
+    if tree["kind"] == "union":
+        return max(map(bare_columns, tree["children"]), default=0)
+    if tree["kind"] in ("list", "tuple") or "shape" not in tree:  # which have offsets
+        return 0
+    return int(0 in tree["shape"] or (tree["kind"] in ("array", "scalar") and not thaw(tree["dtype"]).itemsize))
+
+
 def stored_as(kind: str, described: Sequence[Any]) -> tuple[torch.dtype, tuple[int, ...]]:
     """Return the dtype in which the values of a leaf are stored, and the dimensions that takes besides their own.
 
@@ -277,13 +308,13 @@ def stored_as(kind: str, described: Sequence[Any]) -> tuple[torch.dtype, tuple[i
         KeyError, ValueError, TypeError: the leaf is of no known type.
     """
     if kind == "tensor":
-        dtype = getattr(torch, described[0])
+        dtype = TORCH_DTYPES[described[0]]
         return (dtype, ()) if dtype in _KNOWN else (torch.uint8, (dtype.itemsize,))
     if kind not in ("array", "scalar", "number", "numbers"):
         return torch.uint8, ()
     plain = thaw(described[0]) if kind in ("array", "scalar") else np.dtype(NUMBERS[NUMBER_TYPES[described[-1]]][0])
     if plain.kind in "biuf" and plain.isnative:
-        dtype = getattr(torch, plain.name, None)
-        if dtype in _KNOWN:
-            return dtype, ()
+        known: Any = getattr(torch, plain.name, None)
+        if known in _KNOWN:
+            return known, ()
     return torch.uint8, (plain.itemsize,)

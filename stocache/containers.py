@@ -20,6 +20,7 @@ from torch import Tensor
 
 from stocache.errors import SampleError
 from stocache.kinds import Unfit, name_of
+from stocache.resolve import check_image, static_attribute
 
 DEEP = 60
 """Containers within each other, at most."""
@@ -46,8 +47,36 @@ class Container:
         """Return the function that makes the container of its parts."""
         return _JOINERS[self.kind](self)
 
+    @property
+    def identity(self) -> str:
+        """What it is but for the parts, with modules of classes that are not Python's own types."""
+        return class_text(self.cls) + ("" if not self.extra else f"[{', '.join(map(_extra_text, self.extra))}]")
+
     def __str__(self) -> str:
         return str(self.cls.__name__)
+
+
+def class_text(cls: Any) -> str:
+    """Return a class or function by name: Python's own types by that alone, others with their module."""
+    module, name = getattr(cls, "__module__", None), getattr(cls, "__qualname__", repr(cls))
+    return name if module == "builtins" else f"{'__main__' if module == '__mp_main__' else module}:{name}"
+
+
+def _extra_text(extra: Any) -> str:
+    return class_text(extra) if callable(extra) else repr(extra)
+
+
+def key_text(key: Any) -> str:
+    """Return a key of a container so that keys which differ in type or value read differently: 1, True, "1" and 1.0."""
+    cls = type(key)
+    if isinstance(key, Enum):
+        return f"{class_text(cls)}.{key._name_ if key._name_ is not None else key._value_!r}"
+    if cls is tuple:
+        return f"({', '.join(map(key_text, key))}{',' * (len(key) == 1)})"
+    return repr(key) if cls in _PLAIN_KEYS else f"{class_text(cls)}({key!r})"
+
+
+_PLAIN_KEYS = frozenset({str, int, float, bool, complex, bytes, type(None)})
 
 
 def split(value: Any) -> tuple[Container, list[Any]] | None:
@@ -152,6 +181,32 @@ def _join_dict(container: Container) -> Callable[[list[Any]], Any]:
     return lambda parts: cls(zip(keys, parts, strict=True))
 
 
+def _join_tuple(container: Container) -> Callable[[list[Any]], Any]:
+    """A subclass is made without code of its own, unless that is in C: `torch.Size` and the like cannot be made otherwise."""
+    cls = container.cls
+    if cls is tuple:
+        return tuple
+    new: Any = static_attribute(cls, "__new__")
+    if type(new) is _BUILTIN and new is not _TUPLE_NEW:
+        return lambda parts: new(cls, parts)
+    return lambda parts: tuple.__new__(cls, parts)
+
+
+_BUILTIN: Any = type(len)
+_TUPLE_NEW: Any = tuple.__new__
+
+
+def _join_namedtuple(container: Container) -> Callable[[list[Any]], Any]:
+    cls, count = container.cls, len(container.keys)
+
+    def join(parts: list[Any]) -> Any:
+        if len(parts) != count:
+            raise ValueError(f"a {cls.__name__} of {len(parts)} parts has {count} fields")
+        return tuple.__new__(cls, parts)
+
+    return join
+
+
 def _join_mapping(container: Container) -> Callable[[list[Any]], Any]:
     cls, keys = container.cls, container.keys
     return lambda parts: cls(dict(zip(keys, parts, strict=True)))
@@ -182,6 +237,8 @@ def _join_dataclass(container: Container) -> Callable[[list[Any]], Any]:
 def _join_tensor(container: Container) -> Callable[[list[Any]], Any]:
     def join(parts: list[Any]) -> Any:
         tensor, attributes = parts
+        if type(tensor) is not Tensor or type(attributes) is not dict:
+            raise ValueError(f"a {container.cls.__name__} is made of a tensor and a dict of its attributes")
         value = tensor.as_subclass(container.cls)
         value.__dict__.update(attributes)
         return value
@@ -191,6 +248,7 @@ def _join_tensor(container: Container) -> Callable[[list[Any]], Any]:
 
 def _join_image(container: Container) -> Callable[[list[Any]], Any]:
     def join(parts: list[Any]) -> Any:
+        check_image(parts)
         image = container.cls.__new__(container.cls)
         image.__setstate__(parts)
         return image
@@ -201,9 +259,9 @@ def _join_image(container: Container) -> Callable[[list[Any]], Any]:
 _JOINERS: dict[str, Callable[[Container], Callable[[list[Any]], Any]]] = {
     "dict": _join_dict,
     "list": lambda container: list,
-    "tuple": lambda container: container.cls,
+    "tuple": _join_tuple,
     "none": lambda container: lambda parts: None,
-    "namedtuple": lambda container: container.cls._make,
+    "namedtuple": _join_namedtuple,
     "mapping": _join_mapping,
     "tensordict": _join_tensordict,
     "dataclass": _join_dataclass,

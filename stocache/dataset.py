@@ -27,6 +27,7 @@ from stocache.indexing import Combine, indices_in, way_to
 from stocache.indices import check_index, check_indices, check_len, length_of
 from stocache.limits import parse_size, recommended_limit
 from stocache.named import DETAIL, identity_of
+from stocache.opening import OnBusy
 from stocache.placement import Placement
 from stocache.probing import Probe, probe_samples
 from stocache.protocol import MISSING, SlotState
@@ -59,7 +60,7 @@ class CachedDataset(Dataset[Any]):
         transform: called with each sample after the cache, and after the dataset's own transforms; what it returns is the
             sample. It gets a private copy. Or a mapping from parts of the sample to functions of these: ``{0: augment}``,
             ``{"image": augment}``.
-        name, persist, fingerprint: as for `SharedCache`: to share the cache with other jobs, and later runs.
+        name, persist, fingerprint, on_busy: as for `SharedCache`: to share the cache with other jobs, and later runs.
         placement: which samples are cached when all have one shape and not all fit: "scattered", evenly spread; "prefix", the
             first; or a `Placement`: ``Placement.here()`` gives each of several machines its own. Samples of varying size are
             kept in the order in which they come. In front of a `StorageDataset` of blocks, whole blocks are, and each is read
@@ -116,6 +117,7 @@ class CachedDataset(Dataset[Any]):
         name: str | None = None,
         persist: bool = False,
         fingerprint: str | None = None,
+        on_busy: OnBusy = "uncached",
         placement: Literal["prefix", "scattered"] | Placement = "scattered",
         variable: bool | None = None,
         probe: int = 8,
@@ -158,7 +160,7 @@ class CachedDataset(Dataset[Any]):
             own, told = fingerprint, "" if self._split is None else self._split.told_before()
             if told and name is not None and isinstance(fingerprint, str | None):
                 own = f"{fingerprint or ''}{DETAIL}{told}"
-            options: dict[str, Any] = {"name": name, "persist": persist, "fingerprint": own}
+            options: dict[str, Any] = {"name": name, "persist": persist, "fingerprint": own, "on_busy": on_busy}
             structure = _common_structure(found, True if admit != "all" or codec is not None else variable, allow_pickle)
             if structure is not None:
                 its = placed if unit is None else dataclasses.replace(placed, unit=unit)

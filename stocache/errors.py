@@ -9,7 +9,8 @@ StocacheError
 ├── CodecError        (ValueError)                  a codec that does not exist, or is not installed
 ├── DatasetError      (TypeError)                   a dataset that cannot be cached by index
 ├── SegmentError      (OSError)                     shared memory that cannot be had, or not be attached to
-│   └── MismatchError (ValueError)                  the named cache is in use for other data
+│   ├── MismatchError (ValueError)                  the named cache is in use for other data
+│   └── BusyError     (TimeoutError)                another process keeps what it should hold for milliseconds
 ├── ClosedError       (ValueError)                  the cache was used after close()
 ├── StorageError      (RuntimeError)                a storage used out of turn, or a folder that is none
 │   └── DamagedError  (OSError)                     a file of a storage is missing, cut or changed
@@ -61,6 +62,10 @@ class DatasetError(StocacheError, TypeError):
 
 class MismatchError(SegmentError, ValueError):
     """A named cache is in use with another geometry or fingerprint."""
+
+
+class BusyError(SegmentError, TimeoutError):
+    """Another process, which is stopped perhaps, keeps a lock that it should hold for milliseconds."""
 
 
 class ClosedError(StocacheError, ValueError):

@@ -38,6 +38,7 @@ from stocache.block import Block, Source, encode
 from stocache.checksums import ZEROS, Buffer, seal, seal_in
 from stocache.errors import DamagedError, StorageError
 from stocache.places import Folder, open_file
+from stocache.resolve import check_size
 
 FORMAT, VERSION = "stocache blocks", 1
 INDEX, _PREPARING, INFO, _BLOCKS, STAGING = "index.json", "preparing.json", "info.safetensors", "blocks", "staging"
@@ -87,7 +88,7 @@ def parse_index(text: bytes, path: str) -> Index:
         facts = json.loads(text)
         if facts.pop("format") != FORMAT:
             raise KeyError("format")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError):
         raise StorageError(
             f"{path} is no index of stocache, or damaged. Give a folder that was prepared, or prepare again."
         ) from None
@@ -98,14 +99,28 @@ def parse_index(text: bytes, path: str) -> Index:
         found, wanted = seal_in(text, _MARK)
         if found != wanted:
             raise ValueError(f"checksum {found}, its content gives {wanted}")
-        blocks = [Entry(*entry) for entry in facts.pop("blocks")]
+        blocks = [_entry_of(entry) for entry in facts.pop("blocks")]
         index = Index(blocks=blocks, **{"info": None, "info_checksum": None} | facts)
+        check_size(index.samples), check_size(index.block_size)
+        if type(index.plan) is not dict or type(index.info_checksum) not in (str, type(None)):
+            raise ValueError("its facts are not what they should be")
         sizes = {entry.samples for entry in blocks[:-1]}
         if sum(entry.samples for entry in blocks) != index.samples or not sizes <= {index.block_size} or index.block_size < 1:
             raise ValueError("its blocks do not add up")
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{path} is damaged ({error}). Prepare again.") from error
     return index
+
+
+def _entry_of(entry: Any) -> Entry:
+    """Return what the index says of a block. Raises ValueError where its file could not hold as many samples."""
+    samples, nbytes, checksum = entry
+    if type(checksum) is not str or _LEAST_BYTES * check_size(samples) > check_size(nbytes):
+        raise ValueError(f"a block of {nbytes} bytes cannot hold {samples} samples")
+    return Entry(samples, nbytes, checksum)
+
+
+_LEAST_BYTES = 8  # of a sample in a block: its checksum
 
 
 def open_block(
@@ -125,7 +140,9 @@ def open_block(
         if isinstance(error, StorageError):
             raise
         raise DamagedError(f"{name} cannot be read: {error}.") from error
-    if entry is not None and (block.checksum, block.samples) != (entry.checksum, entry.samples):
+    if entry is not None and (block.checksum, block.samples, block.nbytes) != (
+        entry.checksum, entry.samples, entry.nbytes or block.nbytes
+    ):  # fmt: skip
         raise DamagedError(
             f"{name} is another block than the index says (checksum {block.checksum}, expected {entry.checksum}): swapped, or "
             f"prepared anew. Prepare again; 'stocache check DIR' lists all damage."

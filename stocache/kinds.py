@@ -1,17 +1,20 @@
 """Leaves that are neither tensors, arrays nor numbers: how a value of each kind becomes bytes, and comes back from them.
 
 A kind is of one exact type: a subclass of date or Path may hold more than its text says, and is not of that kind. Reading runs
-no code that the bytes could choose: an enum member is looked up by its name in a class that the caller has checked.
+no code that the bytes could choose; see NOTE [ Names in data ].
 """
 
 import functools
-import importlib
+import importlib.util
 import json
+import os
 import pathlib
+import re
+import zoneinfo
 from collections.abc import Callable
 from datetime import date, datetime, time, timedelta, timezone, tzinfo
 from decimal import Decimal
-from enum import Enum, Flag
+from enum import Flag
 from fractions import Fraction
 from typing import Any, NamedTuple
 from zoneinfo import ZoneInfo
@@ -19,6 +22,7 @@ from zoneinfo import ZoneInfo
 import torch
 
 from stocache.errors import SampleError
+from stocache.resolve import TORCH_DTYPES, Unresolved, find_class, import_class, is_class, member_of, torch_dtype
 
 
 class Unfit(SampleError):
@@ -65,31 +69,13 @@ def name_of(cls: Any) -> str:
     name = f"{'__main__' if module == '__mp_main__' else module}:{path}"  # what spawn calls the script in a child
     if _classes.get(name) is not cls:
         try:
-            found = _find(name)
-        except (ImportError, AttributeError, ValueError):
+            found = find_class(name) if is_class(cls) else import_class(name)
+        except (Unresolved, ImportError, AttributeError, ValueError):
             found = None
         if found is not cls:
             raise Unfit(f"is of a class that other processes do not find as {name}", "Define it at the top of a module")
         _classes[name] = cls
     return name
-
-
-def class_of(name: str) -> Any:
-    """Return the class or function of a name; imports its module, as pickle would, but calls nothing in it."""
-    if name not in _classes:
-        _classes[name] = _find(name)
-    return _classes[name]
-
-
-def _find(name: str) -> Any:
-    if name == "builtins:NoneType":
-        return type(None)
-    module, _, path = name.partition(":")
-    return functools.reduce(getattr, path.split("."), importlib.import_module(module))
-
-
-FACTORIES = {f"builtins:{cls.__name__}" for cls in (list, dict, set, int, float, str, tuple, frozenset, bool, bytes)}
-"""What the default_factory of a defaultdict may be where classes are not to be imported by name."""
 
 
 # ---------------------------------------------------------------------------------------------------- enum members
@@ -113,26 +99,6 @@ def member_name(member: Any) -> str | None:
     except Exception:  # whatever a class does that makes its members in another way
         return None
     return name if again is member or (again == member and type(again) is cls) else None
-
-
-def member_of(cls: Any, name: str) -> Any:
-    """Return the member of an enum class that has a name, as `member_name` gives it.
-
-    Raises:
-        ValueError: it has no such member, or is not an enum class.
-    """
-    if not (isinstance(cls, type) and issubclass(cls, Enum)):
-        raise ValueError(f"{cls!r:.50} is not a class of enum members")
-    member = cls.__members__.get(name)
-    if member is None:
-        try:
-            if not issubclass(cls, Flag):
-                raise KeyError(name)
-            values = [int(part) if part.lstrip("-").isdigit() else cls.__members__[part]._value_ for part in name.split("|")]
-            member = cls(functools.reduce(int.__or__, values))
-        except (KeyError, ValueError, TypeError):
-            raise ValueError(f"{cls.__name__} has no member {name!r:.50}") from None
-    return member
 
 
 # ---------------------------------------------------------------------------------------------------- values
@@ -200,15 +166,34 @@ def _read_zone(zone: list[Any]) -> tzinfo | None:
     if not zone:
         return None
     if isinstance(zone[0], str):
-        return ZoneInfo(zone[0])
+        return _zone_of(zone[0])
     return timezone(timedelta(*zone[0]), *zone[1:])
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError("torch has it as something else")
-    return dtype
+_ZONE = re.compile(r"[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+){0,3}")
+
+
+@functools.lru_cache(maxsize=512)
+def _zone_of(key: str) -> tzinfo:
+    """Return the time zone of a key. The package tzdata, where the system has no zones, is imported only for a zone it has.
+
+    Raises:
+        ValueError: there is none.
+    """
+    there = _ZONE.fullmatch(key) and any(os.path.isfile(os.path.join(folder, key)) for folder in zoneinfo.TZPATH)
+    if not there and _ZONE.fullmatch(key):
+        spec = importlib.util.find_spec("tzdata")  # imports nothing
+        there = spec is not None and any(
+            os.path.isfile(os.path.join(folder, "zoneinfo", key)) for folder in spec.submodule_search_locations or ()
+        )
+    if not there:
+        raise ValueError("there is no such time zone here")
+    return ZoneInfo(key)
+
+
+def _write_dtype(dtype: torch.dtype) -> str | None:
+    name = str(dtype).removeprefix("torch.")
+    return name if name in TORCH_DTYPES else None
 
 
 KINDS: dict[str, Kind] = {
@@ -228,7 +213,7 @@ KINDS: dict[str, Kind] = {
     "Fraction": _text(
         Fraction, lambda value: _integers(value.numerator, value.denominator), lambda text: Fraction(*_parsed(text))
     ),
-    "torch.dtype": _text(torch.dtype, lambda value: str(value).removeprefix("torch."), _dtype),
+    "torch.dtype": _text(torch.dtype, _write_dtype, torch_dtype),
     "torch.device": _text(torch.device, str, torch.device),
 } | {
     cls.__name__: _text(cls, str, cls)

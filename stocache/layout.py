@@ -13,6 +13,7 @@ import mmap
 import os
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,7 @@ EXTENTS_AT = ROWS_AT + ROWS * ROW_WORDS * 8
 UNRESERVED, RESERVED, REFUSED = range(3)  # the states of an extent
 
 HUGE_PAGE = 2 * MIB
+_CHUNK = MIB  # read at a time
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,15 @@ class Layout:
 
     def reserved_bytes(self, states: bytes | memoryview) -> int:
         """Return the bytes of data that are backed by memory, given the states of the extents."""
-        return sum(self.span(extent)[1] for extent in range(self.extent_count) if states[extent] == RESERVED)
+        return self._reserved_bytes(bytes(states), 0)
+
+    def _reserved_bytes(self, states: bytes, first: int) -> int:
+        """Return what `reserved_bytes` does of some of the extents, from the extent ``first`` on."""
+        count = states.count(RESERVED)
+        last = self.extent_count - 1
+        if first + len(states) > last and states[last - first : last - first + 1] == bytes([RESERVED]):
+            return (count - 1) * self.extent_bytes + self.span(last)[1]
+        return count * self.extent_bytes
 
     def allocate(self, fd: int) -> None:
         """Give a new, empty file its size, its header, and memory for all but the data.
@@ -112,17 +122,27 @@ class Layout:
         layout = cls(control_bytes, data_bytes, extent_bytes, os.pread(fd, min(descriptor_bytes, DESCRIPTOR_MAX), _HEADER.size))
         if layout._checksum() != checksum:
             raise SegmentError(f"has a damaged header (crc32 {layout._checksum():08x}, expected {checksum:08x}).")
-        states = os.pread(fd, layout.extent_count, EXTENTS_AT)  # before the look at the blocks, for others may be filling
+        if extent_bytes == 0 or extent_bytes % HUGE_PAGE or descriptor_bytes != len(layout.descriptor):
+            raise SegmentError(f"is damaged: extents of {extent_bytes} bytes, {descriptor_bytes} bytes of descriptor.")
+        # Before anything else is read: what a forged header claims is no more than what the file has
+        layout._check_backed(fd, 0)
+        layout._check_backed(fd, layout.count_reserved(fd))
+        return layout
+
+    def _check_backed(self, fd: int, reserved_bytes: int) -> None:
+        """Raise SegmentError unless the file has the size, and the memory, that it should have with so much data reserved."""
         status = os.fstat(fd)
-        if status.st_size != layout.size:
-            raise SegmentError(f"is damaged: it has {status.st_size} bytes, its header says {layout.size}.")
-        backed = _round_up(layout.control_at + control_bytes, mmap.PAGESIZE)
-        backed += _round_up(layout.reserved_bytes(states), mmap.PAGESIZE)
+        if status.st_size != self.size:
+            raise SegmentError(f"is damaged: it has {status.st_size} bytes, its header says {self.size}.")
+        backed = _round_up(self.control_at + self.control_bytes, mmap.PAGESIZE) + _round_up(reserved_bytes, mmap.PAGESIZE)
         if status.st_blocks * 512 < backed:  # somebody cut the file and stretched it again
             raise SegmentError(
                 f"is damaged: {format_size(status.st_blocks * 512)} of memory are behind it, of {format_size(backed)}."
             )
-        return layout
+
+    def count_reserved(self, fd: int) -> int:
+        """Return the bytes of data of a file that are backed by memory."""
+        return sum(self._reserved_bytes(states, first) for first, states in read_chunks(fd, EXTENTS_AT, self.extent_count))
 
     def _pack(self, checksum: int) -> bytes:
         sizes = self.control_bytes, self.data_bytes, self.extent_bytes, len(self.descriptor)
@@ -132,14 +152,21 @@ class Layout:
         return zlib.crc32(self._pack(0) + self.descriptor)
 
 
+def read_chunks(fd: int, at: int, nbytes: int) -> Iterator[tuple[int, bytes]]:
+    """Yield so many bytes of a file in pieces, each after its place among them; fewer where another process cuts the file."""
+    for begin in range(0, nbytes, _CHUNK):
+        yield begin, os.pread(fd, min(_CHUNK, nbytes - begin), at + begin)
+
+
 def persists(fd: int) -> bool:
     """Whether a file is to stay after its last holder."""
     return os.pread(fd, 1, PERSISTS_AT) != b"\0"
 
 
 def sum_rows(rows: bytes | memoryview) -> list[int]:
-    """Return the sums of the counter rows."""
-    return [int(total) for total in np.frombuffer(rows, dtype=np.uint64).reshape(ROWS, ROW_WORDS).sum(axis=0)]
+    """Return the sums of the counter rows; of a file that is being cut, of those there are."""
+    whole = len(rows) // (8 * ROW_WORDS)
+    return [int(total) for total in np.frombuffer(rows, np.uint64, whole * ROW_WORDS).reshape(whole, ROW_WORDS).sum(axis=0)]
 
 
 def _round_up(n: int, step: int) -> int:

@@ -107,9 +107,9 @@ def _statvfs_bytes(field: Literal["f_blocks", "f_bavail"]) -> int:
 
 def open_memfd() -> int | None:
     """Return the descriptor of a new anonymous file in memory, not bounded by /dev/shm; None where that is forbidden."""
-    for flags in (os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL, os.MFD_CLOEXEC):
+    for flags in (_MFD_NOEXEC_SEAL, 0):
         try:
-            return os.memfd_create("stocache", flags)
+            return os.memfd_create("stocache", flags | os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 return None
@@ -248,10 +248,19 @@ class Memory:
 
 def memory() -> Memory:
     """Return this process's memory of now."""
-    machine, cgroup = psutil.virtual_memory(), cgroup_memory()
+    machine, cgroup = _machine_memory(), cgroup_memory()
     if cgroup is None:
-        return Memory(machine.total, machine.available)
+        return machine
     return Memory(min(machine.total, cgroup.limit), min(machine.available, cgroup.available))
+
+
+def _machine_memory() -> Memory:
+    try:
+        machine = psutil.virtual_memory()
+    except OSError:  # /proc is hidden: then what is free, without what the page cache would give
+        page = os.sysconf("SC_PAGE_SIZE")
+        return Memory(page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES"))
+    return Memory(machine.total, machine.available)
 
 
 # ---------------------------------------------------------------------------------------------------- limits

@@ -9,6 +9,11 @@ NOTE [ Ranks ]
     Rank r of R reads the bytes from r/R to (r+1)/R of all files, both moved on to the next beginning of a line: so every line
     belongs to the one rank in whose range it begins, however long it is, and nobody has to ask the others. Compressed files
     have no such bytes: ranks take whole files, or, where there are fewer files than ranks, every R-th buffer.
+
+NOTE [ Bounded memory ]
+    A file may be hostile: a line of gigabytes, or a KiB of compressed data that becomes a terabyte. So nothing is read until a
+    line ends, however long that takes. Every line is limited, also comments, blank lines and those of a header. Text is read in
+    pieces of bounded size, of which only the rows are kept, and what takes memory for each line works on a MiB at a time.
 """
 
 import contextlib
@@ -33,7 +38,10 @@ _BOM = b"\xef\xbb\xbf"
 _BLANKS = " \t\v\f\r"
 _IS_BLANK = np.isin(np.arange(256), list(_BLANKS.encode()))
 _HEAD = 1 << 16
-_LONGEST = 1 << 28  # bytes of a line; more is no text, but a file without line ends
+_LONGEST = 16 << 20  # bytes of a line, unless the user says otherwise
+_PIECE = 16 << 20  # of text that is read before its rows are handed on, unless one line is longer
+_BLOCK = 1 << 20  # of text that is looked through line by line
+_DEEPEST = 64  # blanks before the text of a line that are looked at for all lines together
 
 
 class Position(NamedTuple):
@@ -46,38 +54,38 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Whole lines of one file, as they stand there.
+    """The rows among whole lines of one file.
 
     Attributes:
-        file, offset: where they begin.
-        data: the lines, each with its newline.
-        rows: of them.
-        noise: the numbers of the lines that are none.
+        file, offset: where the lines begin.
+        nbytes: of the lines.
+        lines: how many they are.
+        data: the rows, each with its newline.
+        rows: how many they are.
+        numbers: which of the lines they are; None where all are.
         damage: why the file ends here, though it should not.
+        fault: why the only row is left out, unread; None where that is not so.
     """
 
     file: int
     offset: int
+    nbytes: int
+    lines: int
     data: bytes
     rows: int
-    noise: _Numbers
+    numbers: _Numbers | None = None
     damage: str | None = None
-
-    def row_numbers(self) -> list[int]:
-        """Return the numbers of the lines that are rows."""
-        return np.delete(np.arange(self.rows + len(self.noise)), self.noise).tolist()  # type: ignore[no-any-return]
+    fault: str | None = None
 
     def text(self) -> bytes:
         """Return the rows alone, each with its newline."""
-        if not len(self.noise):
-            return self.data
-        lines = self.data.split(b"\n")
-        return b"".join(lines[number] + b"\n" for number in self.row_numbers())
+        return self.data
 
     def place(self, row: int) -> "Place":
         """Return where a row is, or, one past the last, where the piece ends."""
-        rows = self.row_numbers()
-        return self.file, self.offset, rows[row] if row < len(rows) else len(rows) + len(self.noise)
+        if row >= self.rows:
+            return self.file, self.offset, self.lines
+        return self.file, self.offset, row if self.numbers is None else int(self.numbers[row])
 
 
 Place = tuple[int, int, int]
@@ -94,6 +102,11 @@ class Lines:
         comments: what a line that is no row begins with; None if there are none such.
         delimiter: white space that makes a line a row.
         rank, world_size: see NOTE [ Ranks ].
+        max_line_bytes: of a line without its newline.
+        skip_long: whether a longer line is a row with a fault, rather than an error.
+
+    Raises:
+        StreamError: a line of a header, or one where the share begins or ends, is too long.
 
     Attributes:
         begin, end: of the share.
@@ -111,19 +124,26 @@ class Lines:
         delimiter: str | None,
         rank: int,
         world_size: int,
+        max_line_bytes: int = _LONGEST,
+        skip_long: bool = False,
     ) -> None:
         self.files, self.buffer_size = list(files), buffer_size
         self._skip_header = skip_header
         self._mark = comments.encode() if comments else b""
         self._delimiter = ord(delimiter) if delimiter is not None and delimiter in _BLANKS else -1
-        self._starts: dict[int, int] = {}
+        self._max_line_bytes, self._skip_long = max_line_bytes, skip_long
+        self._tops: dict[int, tuple[int, int]] = {}
         self._open: tuple[int, OpenFile] | None = None
         self._drop_handle()
         self._bounds = [0, *accumulate(file.size for file in self.files)]  # where each file begins among all bytes
         self.total_bytes = self._bounds[-1]
-        head = self._read_at(0, self._start_of(0), _HEAD)[0]
-        self._seen = len(head) + 1, 1 + head.count(b"\n")  # bytes, and about how many rows they have
-        begin, end = self._share(rank, world_size)
+        try:
+            head = self._read_at(0, self._start_of(0), _HEAD)[0]
+            self._seen = len(head) + 1, 1 + head.count(b"\n")  # bytes, and about how many rows they have
+            begin, end = self._share(rank, world_size)
+        except BaseException:
+            self._close()
+            raise
         self.begin, self.end = Position(*begin, 0), end
 
     @property
@@ -144,7 +164,11 @@ class Lines:
         other = object.__new__(Lines)
         other.__dict__.update(self.__getstate__())
         other._drop_handle()
-        begin, other.end = other._share(rank, world_size)
+        try:
+            begin, other.end = other._share(rank, world_size)
+        except BaseException:
+            other._close()
+            raise
         other.begin = Position(*begin, 0)
         return other
 
@@ -169,36 +193,52 @@ class Lines:
         at -= self._bounds[number]
         if at <= start:
             return number, start
-        at -= 1  # if this is a newline, the line begins where it was asked for
-        while data := self._read_at(number, at, _HEAD)[0]:
-            end = data.find(b"\n")
-            if end >= 0 and at + end + 1 < self.files[number].size:
-                return number, at + end + 1
-            at += len(data)
+        end, whole = self._line_end(number, at - 1, self._skip_long)  # a newline there ends the line before
+        if whole and end < self.files[number].size:
+            return number, end
         number += 1
         return (number, self._start_of(number)) if number < len(self.files) else (number, 0)
 
+    def _line_end(self, number: int, begin: int, skip: bool = False) -> tuple[int, bool]:
+        """Return where the next line begins, and whether there is a newline before that; else it is the end of the file.
+
+        Raises:
+            StreamError: the line is too long, unless it is to be skipped.
+        """
+        at = begin
+        while data := self._read_at(number, at, _HEAD)[0]:
+            end = data.find(b"\n")
+            if not skip and (at + end if end >= 0 else at + len(data)) - begin > self._max_line_bytes:
+                raise self._too_long(number, begin, "")
+            if end >= 0:
+                return at + end + 1, True
+            at += len(data)
+        return at, False
+
+    def _too_long(self, number: int, offset: int, other_way: str) -> StreamError:
+        where, limit = self.where((number, offset, 0)), _size(self._max_line_bytes)
+        return StreamError(f"{where}: the line is longer than {limit}. Raise max_line_bytes if it is text{other_way}.")
+
     def _start_of(self, number: int) -> int:
         """Return where the lines of a file begin that may be rows."""
-        if number not in self._starts:
-            self._starts[number] = len(self._top_of(number, self._skip_header))
-        return self._starts[number]
+        return self._top_of(number)[1]
 
-    def _top_of(self, number: int, lines: int) -> bytes:
-        """Return a byte order mark and the first ``lines`` lines of a file."""
-        head = self._read_at(number, 0, _HEAD)[0]
-        at = len(_BOM) if head.startswith(_BOM) else 0
-        for _ in range(lines):
-            while (end := head.find(b"\n", at)) < 0:
-                if not (more := self._read_at(number, len(head), len(head))[0]):
-                    return head
-                head += more
-            at = end + 1
-        return head[:at]
+    def _top_of(self, number: int) -> tuple[int, int]:
+        """Return where the last line of a file's header begins, and where the header ends."""
+        if number not in self._tops:
+            begin = end = len(_BOM) if self._read_at(number, 0, _HEAD)[0].startswith(_BOM) else 0
+            whole = True
+            for _ in range(self._skip_header):
+                if whole:
+                    begin = end
+                    end, whole = self._line_end(number, begin)
+            self._tops[number] = begin, end
+        return self._tops[number]
 
     def header(self) -> str:
         """Return the last line of the first file's header."""
-        lines = self._top_of(0, self._skip_header).removeprefix(_BOM).splitlines()
+        begin, end = self._top_of(0)
+        lines = self._read_at(0, begin, end - begin)[0].splitlines()
         return lines[-1].decode(errors="replace") if lines else ""
 
     def first_row(self) -> bytes:
@@ -229,72 +269,137 @@ class Lines:
             if piece.rows or piece.damage:
                 pieces.append(piece)
             got += piece.rows
-            offset += len(piece.data)
+            offset += piece.nbytes
             if ends:
                 number += 1
                 offset = self._start_of(number) if number < len(self.files) else 0
         return pieces, Position(number, offset, before + got)
 
     def _read_piece(self, number: int, offset: int, want: int) -> tuple[Piece, bool]:
-        """Return lines of one file, up to ``want`` rows, and whether it ends there."""
+        """Return up to ``want`` rows of one file, and whether it ends there; see NOTE [ Bounded memory ]."""
         limit = self.end[1] - offset if number == self.end[0] else None
-        size, data, ends = min(int(want * self.mean * 1.02) + 256, _LONGEST), b"", False
+        size = min(int(want * self.mean * 1.02) + 256, _PIECE)
         if self.files[number].compression is None:
             size = min(size, self.files[number].size - offset + 1)  # one more, to see the end
+        found: list[_Rows] = []
+        taken, rows, rest = 0, 0, b""  # of the rest no line has ended yet
         while True:
-            asked = (size if limit is None else min(size, limit)) - len(data)
-            more, damage = self._read_at(number, offset + len(data), asked)
-            data += more
+            asked = (size if limit is None else min(size, limit)) - taken - len(rest)
+            more, damage = self._read_at(number, offset + taken + len(rest), asked)
+            chunk = rest + more if rest else more
             ends = len(more) < asked
-            if ends and data and not data.endswith(b"\n"):
-                data = data[: data.rfind(b"\n") + 1] if damage else data + b"\n"
-            is_end, noise = self._row_ends(data)
-            rows = int(np.count_nonzero(is_end))
-            if rows >= want or ends or len(data) == limit:
+            if (ends or taken + len(chunk) == limit) and chunk and not chunk.endswith(b"\n"):
+                chunk = chunk[: chunk.rfind(b"\n") + 1] if damage else chunk + b"\n"
+            long = self._find_long(chunk)
+            if long == taken == 0:
+                return self._skip_line(number, offset)
+            found.append(self._find_rows(chunk, chunk.rfind(b"\n", 0, long) + 1, want - rows))
+            taken, rows = taken + found[-1].nbytes, rows + found[-1].rows
+            rest = chunk[found[-1].nbytes :]
+            have = taken + len(rest)
+            if rows >= want or ends or long is not None or have == limit or (taken and have >= _PIECE):
                 break
-            if len(data) >= _LONGEST and b"\n" not in data:
-                raise StreamError(f"{self.files[number].path}: no line ends in {_LONGEST >> 20} MiB from byte {offset} on.")
-            missing = int((want - rows) * max(self.mean, len(data) / max(1, rows)))
-            size = len(data) + min(missing, len(data)) + _HEAD  # comments may be all that follows, or one long line have come
+            missing = int((want - rows) * max(self.mean, have / max(1, rows)))
+            # comments may be all that follows, or one long line has come
+            size = min(have + min(missing, have) + _HEAD, _PIECE) if have < _PIECE else min(2 * have, self._max_line_bytes + 1)
         self.files[number].check()
-        if rows >= want and (cut := _nth(is_end, want) + 1) < len(data):
-            data, rows, ends, damage = data[:cut], want, False, None
-            noise = noise[noise < data.count(b"\n")] if len(noise) else noise
-        self._seen = self._seen[0] + len(data), self._seen[1] + rows
-        return Piece(number, offset, data, rows, noise, damage), ends
+        self._seen = self._seen[0] + taken, self._seen[1] + rows
+        data = b"".join([its.data for its in found]) if len(found) > 1 else found[0].data
+        lines, numbers = sum(its.lines for its in found), _numbers_in(found)
+        if rest:  # the file does not end here
+            return Piece(number, offset, taken, lines, data, rows, numbers), False
+        return Piece(number, offset, taken, lines, data, rows, numbers, damage), ends
 
-    def _row_ends(self, data: bytes) -> tuple[_Bits, _Numbers]:
-        """Return which bytes of whole lines end a row, and the numbers of the lines that are none.
+    def _find_long(self, chunk: bytes) -> int | None:
+        """Return where the first line of some that is too long begins; None where none is."""
+        at, most = 0, self._max_line_bytes
+        while len(chunk) - at > most:
+            end = chunk.rfind(b"\n", at, at + most + 1)  # of one of the lines that begin there, which thus are not
+            if end < 0:
+                return at
+            at = end + 1
+        return None
+
+    def _skip_line(self, number: int, offset: int) -> tuple[Piece, bool]:
+        """Return a line that is too long, as one row without its text, and whether the file ends after it.
+
+        Raises:
+            StreamError: such lines are not to be skipped.
+        """
+        if not self._skip_long:
+            raise self._too_long(number, offset, ", or leave such lines out: on_error='skip'")
+        end, whole = self._line_end(number, offset, skip=True)
+        self.files[number].check()
+        damage = None if whole else self._read_at(number, end, 1)[1]
+        fault = f"the line is longer than {_size(self._max_line_bytes)}"
+        piece = Piece(number, offset, end - offset, 1, b"", int(not damage), damage=damage, fault=None if damage else fault)
+        return piece, not whole
+
+    def _find_rows(self, chunk: bytes, size: int, want: int) -> "_Rows":
+        """Return the first ``want`` rows in ``size`` bytes, which are whole lines.
 
         Takes a twentieth of the time of parsing, unless some line begins with white space or there is a comment.
         """
-        array = np.frombuffer(data, np.uint8)
+        if not size:
+            return _Rows(b"", 0, 0, 0, None)
+        array = np.frombuffer(chunk, np.uint8, size)
         is_newline = array == 10
-        if data[:1] > b" " and not (is_newline[:-1] & (array[1:] <= 32)).any() and not (self._mark and self._mark in data):
-            return is_newline, np.zeros(0, np.int64)
-        newlines = np.flatnonzero(is_newline)
-        noise = self._noise(array, newlines)
-        is_newline[newlines[noise]] = False
-        return is_newline, noise
+        marked = self._mark and chunk.find(self._mark, 0, size) >= 0
+        if array[0] > 32 and not marked and not (is_newline[:-1] & (array[1:] <= 32)).any():
+            rows = int(np.count_nonzero(is_newline))
+            if rows > want:
+                rows, size = want, _nth(is_newline, want) + 1
+            return _Rows(chunk if size == len(chunk) else chunk[:size], size, rows, rows, None)
+        del is_newline
+        found, at, rows = [], 0, 0
+        while at < size and rows < want:
+            end = chunk.rfind(b"\n", at, min(at + _BLOCK, size)) + 1 or chunk.index(b"\n", at) + 1
+            found.append(self._rows_of_block(array[at:end], want - rows))
+            at, rows = at + found[-1].nbytes, rows + found[-1].rows
+        return _Rows(b"".join([its.data for its in found]), at, sum(its.lines for its in found), rows, _numbers_in(found))
 
-    def _noise(self, array: _Bytes, newlines: Any) -> _Numbers:
-        """Return the numbers of the lines that are no rows."""
-        if not len(newlines):
-            return np.zeros(0, np.int64)
+    def _rows_of_block(self, block: _Bytes, want: int) -> "_Rows":
+        """Return the first ``want`` rows of whole lines."""
+        newlines = np.flatnonzero(block == 10)
+        is_row = self._are_rows(block, newlines)
+        numbers = np.flatnonzero(is_row)
+        if len(numbers) > want:  # the lines end with the last of these rows
+            numbers = numbers[:want]
+            newlines, is_row = newlines[: numbers[-1] + 1], is_row[: numbers[-1] + 1]
+            block = block[: newlines[-1] + 1]
+        if len(numbers) == len(newlines):
+            return _Rows(block.tobytes(), len(block), len(newlines), len(numbers), None)
+        text = block[np.repeat(is_row, np.diff(newlines, prepend=-1))]
+        return _Rows(text.tobytes(), len(block), len(newlines), len(numbers), numbers)
+
+    def _are_rows(self, block: _Bytes, newlines: Any) -> _Bits:
+        """Return which lines are rows."""
         at = np.append(0, newlines[:-1] + 1)
         delimited = np.zeros(len(at), bool)
         noise = np.zeros(len(at), bool)
         lines = np.arange(len(at))
         mark = self._mark
-        while len(lines):  # as often as the longest indentation is long
-            first = array[at[lines]]
+        for _ in range(_DEEPEST):  # as often as the longest indentation is long
+            if not len(lines):
+                return ~noise
+            first = block[at[lines]]
             noise[lines[(first == 10) & ~delimited[lines]]] = True
             delimited[lines[first == self._delimiter]] = True
             if mark:
-                noise[[line for line in lines[first == mark[0]] if array[at[line] :][: len(mark)].tobytes() == mark]] = True
+                marked = lines[first == mark[0]]
+                for ahead in range(1, len(mark)):
+                    marked = marked[block[np.minimum(at[marked] + ahead, len(block) - 1)] == mark[ahead]]
+                noise[marked] = True
             lines = lines[_IS_BLANK[first]]
             at[lines] += 1
-        return np.flatnonzero(noise)
+        for line in lines.tolist():
+            text = block[at[line] : newlines[line]].tobytes()
+            begun = text.lstrip(_BLANKS.encode())
+            if not begun:
+                noise[line] = not delimited[line] and (self._delimiter < 0 or self._delimiter not in text)
+            elif mark:
+                noise[line] = begun.startswith(mark)
+        return ~noise
 
     # ------------------------------------------------------------------------------------------------ bytes
 
@@ -357,6 +462,29 @@ class Lines:
             return (number, offset) == (len(self.files), 0)
         start = self._start_of(number)
         return offset == start or (offset > start and self._read_at(number, offset - 1, 1)[0] == b"\n")
+
+
+class _Rows(NamedTuple):
+    """Rows of some lines: their text, the bytes and number of the lines, the number of the rows, and which lines they are."""
+
+    data: bytes
+    nbytes: int
+    lines: int
+    rows: int
+    numbers: _Numbers | None
+
+
+def _numbers_in(found: list[_Rows]) -> _Numbers | None:
+    """Return which of all lines are rows; None where all are."""
+    if all(its.numbers is None for its in found):
+        return None
+    begins = accumulate((its.lines for its in found), initial=0)
+    numbers = [np.arange(its.rows) if its.numbers is None else its.numbers for its in found]
+    return np.concatenate([begin + its for begin, its in zip(begins, numbers, strict=False)])
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:g} MiB" if nbytes >= 1 << 20 else f"{nbytes} bytes"
 
 
 def _nth(bits: _Bits, n: int) -> int:

@@ -10,10 +10,11 @@ import psutil
 
 from stocache import arena, directory, named
 from stocache.errors import SegmentError, StocacheError
-from stocache.layout import EXTENTS_AT, ROWS_AT, Layout, persists, sum_rows
+from stocache.layout import EXTENTS_AT, ROWS_AT, Layout, persists, read_chunks, sum_rows
 from stocache.named import Descriptor
 from stocache.opening import SET
 from stocache.stats import CacheStats
+from stocache.waiting import Key, identify, printable
 
 
 @dataclass(frozen=True)
@@ -70,64 +71,75 @@ def find(uid: int | None = None) -> list[NamedCache]:
     return [cache for each in uids for cache in _find(each, pids)]
 
 
-def _find(uid: int, pids: dict[directory.Key, list[int]]) -> Iterator[NamedCache]:
-    folder, user = directory.directory_of(uid), user_name(uid)
+def _find(uid: int, pids: dict[Key, list[int]]) -> Iterator[NamedCache]:
+    user = user_name(uid)
+    for folder in directory.directories_of(uid):
+        try:
+            with directory.locked(folder) as at:
+                for name in sorted(os.listdir(at)) if at is not None else ():
+                    assert at is not None
+                    yield _look_at(at, folder, name, user, pids)
+        except PermissionError:
+            yield NamedCache("?", user, folder, problem="belongs to another user; root can look.")
+        except OSError as error:
+            yield NamedCache("?", user, folder, problem=printable(str(error)))
+
+
+def _look_at(at: int, folder: str, name: str, user: str, pids: dict[Key, list[int]]) -> NamedCache:
+    """Return what is known of a file, which may be another user's, and is not trusted: it may change at any moment, too."""
+    shown = printable(name)
     try:
-        with directory.locked(folder) as at:
-            for name in sorted(os.listdir(at)) if at is not None else ():
-                assert at is not None
-                try:
-                    yield _read(at, f"{folder}/{name}", user, pids)
-                except StocacheError as error:
-                    yield NamedCache(name, user, f"{folder}/{name}", problem=str(error))
-    except PermissionError:
-        yield NamedCache("?", user, folder, problem="belongs to another user; root can look.")
-    except SegmentError as error:
-        yield NamedCache("?", user, folder, problem=str(error))
+        return _read(at, f"{folder}/{name}", shown, user, pids)
+    except (StocacheError, OSError) as error:
+        return NamedCache(shown, user, f"{folder}/{shown}", problem=printable(str(error)))
 
 
-def _read(at: int, path: str, user: str, pids: dict[directory.Key, list[int]]) -> NamedCache:
+def _read(at: int, path: str, shown: str, user: str, pids: dict[Key, list[int]]) -> NamedCache:
     with named.peek(at, path) as (fd, held):
         layout = Layout.read(fd)
         descriptor = Descriptor.read(layout)
-        control = os.pread(fd, layout.control_bytes, layout.control_at)
         facts, identity = descriptor.facts, descriptor.identity
-        filled = control.count(SET, 0, facts["dataset_len"])
+        samples = facts["dataset_len"]
+        filled = sum(states.count(SET) for _, states in read_chunks(fd, layout.control_at, samples))
+        rows = os.pread(fd, EXTENTS_AT - ROWS_AT, ROWS_AT)
         stats = CacheStats.of(
-            sum_rows(os.pread(fd, EXTENTS_AT - ROWS_AT, ROWS_AT)),
-            dataset_len=facts["dataset_len"],
+            sum_rows(rows),
+            dataset_len=samples,
             filled=filled,
-            reserved_bytes=layout.reserved_bytes(os.pread(fd, layout.extent_count, EXTENTS_AT)),
-            **_amounts(facts, control, filled),
+            reserved_bytes=layout.count_reserved(fd),
+            **_amounts(fd, layout, facts, filled),
         )
         return NamedCache(
-            os.path.basename(path),
+            shown,
             user,
-            path,
+            f"{os.path.dirname(path)}/{shown}",
             memory_bytes=os.fstat(fd).st_blocks * 512,
             alive=held,
             persistent=persists(fd),
-            holders=[holder for pid in pids.get(directory.identify(fd), []) if (holder := _holder(pid))],
+            holders=[holder for pid in pids.get(identify(fd), []) if (holder := _holder(pid))],
             created=descriptor.created,
-            samples=str(identity["samples"]),
-            fingerprint=None if identity["fingerprint"] is None else str(identity["fingerprint"]),
+            samples=printable(str(identity.get("samples", "?"))),
+            fingerprint=None if identity.get("fingerprint") is None else printable(str(identity["fingerprint"])),
             stats=stats,
         )
 
 
-def _amounts(facts: Mapping[str, Any], control: bytes, filled: int) -> dict[str, int]:
-    capacity = facts["capacity"]
+def _amounts(fd: int, layout: Layout, facts: Mapping[str, Any], filled: int) -> dict[str, int]:
+    capacity, samples = facts["capacity"], facts["dataset_len"]
     if "slot_bytes" in facts:  # a SharedCache, whose capacity is in slots
         return {"slots": capacity, "slot_bytes": facts["slot_bytes"], "capacity_bytes": capacity * facts["slot_bytes"]}
-    return arena.amounts(control, facts["dataset_len"], capacity, filled)
+    words = os.pread(fd, arena.WORDS_BYTES, layout.control_at + arena.words_at(samples))
+    if len(words) < arena.WORDS_BYTES or arena.control_bytes(samples) > layout.control_bytes:
+        raise SegmentError("is damaged: its control is too small.")
+    return arena.amounts(words, samples, capacity, filled)
 
 
 def _holder(pid: int) -> Holder | None:
     try:
-        return Holder(pid, " ".join(psutil.Process(pid).cmdline()))
+        return Holder(pid, printable(" ".join(psutil.Process(pid).cmdline())))
     except psutil.NoSuchProcess:
         return None
-    except psutil.AccessDenied:
+    except (psutil.Error, OSError):
         return Holder(pid, "?")
 
 
@@ -135,5 +147,5 @@ def user_name(uid: int) -> str:
     """Return the name of a user, or the number where it has none."""
     try:
         return pwd.getpwuid(uid).pw_name
-    except KeyError:
+    except (KeyError, OverflowError):
         return str(uid)

@@ -13,12 +13,10 @@ import copy
 import functools
 import inspect
 import multiprocessing
-import signal
 import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -34,6 +32,7 @@ from stocache.locality import LocalityDistributedSampler
 from stocache.orders import Order, Progress, Sender, layers, samplers_in, set_epoch
 from stocache.pool import Pool
 from stocache.ring import Ring
+from stocache.worker_group import WorkerGroup, try_to_start
 
 _SIGNATURE = inspect.signature(torch.utils.data.DataLoader.__init__)
 _STATE_VERSION = 1
@@ -82,7 +81,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     Raises:
         ValueError, TypeError: as torch's.
         LimitError: a `LocalityDistributedSampler` is for batches of another size.
-        WorkerError: while iterating, when a worker dies; it names its process, its signal and its batch.
+        WorkerError: while iterating, when a worker dies; it names its process, its signal and its batch. Or none can start.
     """
 
     @functools.wraps(torch.utils.data.DataLoader.__init__)  # type: ignore[misc]  # for its signature
@@ -98,7 +97,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise LimitError(f"the sampler shares out batches of {planned}, and batch_size={self.batch_size}. Make them equal.")
         self._ring: Ring | None = None
         self._pool = Pool()  # where there are no workers
-        self._crew: _Crew | None = None  # the persistent workers
+        self._crew: WorkerGroup | None = None  # the persistent workers
         self._progress = Progress(finished=True)
         self._loaded: dict[str, Any] | None = None  # the state the next iterator goes on from
         self._epoch: int | None = None
@@ -109,17 +108,19 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __iter__(self) -> Any:
         """Return an iterator over the batches. The first one after `load_state_dict` goes on where the state was taken."""
         progress = self._next_progress()
+        if self._crew is not None and self._crew.dead:
+            self.end_workers()
         if self._iterator is None or self._crew is None:  # which torch keeps where workers are persistent
             batches, crew = self._make_iterator(progress)
         else:
             crew = self._crew
-            with crew.order.being_made(progress):
+            with crew.order.being_made(progress), crew.explained():
                 batches = super().__iter__()
         self._crew = crew if self.persistent_workers else None
         self._progress, self._loaded = progress, None
         return _Iteration(batches, progress, self._totals, crew)
 
-    def _make_iterator(self, progress: Progress) -> "tuple[Any, _Crew]":
+    def _make_iterator(self, progress: Progress) -> "tuple[Any, WorkerGroup]":
         # see NOTE [ How torch's DataLoader is used ]
         stacking = self.batch_sampler is not None and stacks(self.collate_fn)
         source = reading_later(self.dataset) if stacking else None
@@ -127,24 +128,27 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         replaced: dict[str, Any] = {"batch_sampler" if self.batch_sampler is not None else "sampler": order}
         if self.num_workers == 0:
             if source is None or self._pins:
-                return self._torch_iterator(order, progress, replaced), _Crew(order)
+                return self._torch_iterator(order, progress, replaced), WorkerGroup(order)
             replaced |= {"dataset": source, "collate_fn": as_is}
             unread = self._torch_iterator(order, progress, replaced)
-            return Gatherer(unread, self._pool, self.prefetch_factor or 0), _Crew(order)
+            return Gatherer(unread, self._pool, self.prefetch_factor or 0), WorkerGroup(order)
         ring = self.ring
         iteration = ring.begin()
         order.sender = Sender(ring, iteration, arrays=source is not None, epoch=self._epoch)
         replaced |= {"dataset": self.dataset if source is None else source}
         replaced |= {"collate_fn": RingCollate(self.collate_fn, stacking, ring, iteration)}
-        others = multiprocessing.active_children()
+        crew = WorkerGroup(order, ring if iteration else None, self._start_method, persistent=self.persistent_workers)
         try:
-            iterator = self._torch_iterator(order, progress, replaced)
+            with crew.explained():
+                try_to_start(self.multiprocessing_context or multiprocessing.get_context())
+                iterator = self._torch_iterator(order, progress, replaced)
         except BaseException:
             ring.end(iteration)
             raise
         weakref.finalize(iterator, ring.end, iteration).atexit = False
-        workers = tuple(child for child in multiprocessing.active_children() if child not in others)
-        return iterator, _Crew(order, ring, workers)
+        crew.workers = tuple(iterator._workers)  # also those that have ended, which multiprocessing forgets
+        crew.watch()
+        return iterator, crew
 
     def _torch_iterator(self, order: Order, progress: Progress, replaced: dict[str, Any]) -> Any:
         """Return the iterator that torch makes of a copy of this loader, with other arguments."""
@@ -164,6 +168,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         owned = [self.generator, *(its for sampler in samplers_in(self._index_source) for its in _attributes(sampler))]
         generators = {id(its): its for its in owned if isinstance(its, torch.Generator)}
         return Order(self._index_source, list(generators.values()))
+
+    @property
+    def _start_method(self) -> str:
+        return (self.multiprocessing_context or multiprocessing).get_start_method()  # type: ignore[no-any-return]
 
     @property
     def _pins(self) -> bool:
@@ -324,41 +332,10 @@ class _Totals:
     waited_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Crew:
-    """Who makes the batches of an iterator."""
-
-    order: Order
-    ring: Ring | None = None
-    workers: tuple[BaseProcess, ...] = ()
-
-    def death(self) -> str | None:
-        """Return what a worker died of; None when none did."""
-        for worker in self.workers:
-            code = worker.exitcode
-            if not code:
-                continue
-            number = None if self.ring is None else self.ring.errand_of(worker.pid or 0)
-            ended, hint = f"exited with code {code}", "Something in the dataset or collate_fn ends the process."
-            if code < 0:
-                ended = f"was killed by signal {-code} ({signal.Signals(-code).name})"
-                hint = _HINTS.get(-code, "Something outside of Python ended it.")
-            at_work = "before its first batch" if number is None else f"at work on batch {number} of the epoch"
-            return f"DataLoader worker (pid {worker.pid}) {ended} {at_work}. {hint}"
-        return None
-
-
-_HINTS: dict[int, str] = {
-    signal.SIGKILL: "Often that is the kernel, out of memory (see dmesg): use fewer workers or smaller batches.",
-    signal.SIGSEGV: "A library that the dataset uses crashed: num_workers=0 and python -X faulthandler show where.",
-    signal.SIGBUS: "It wrote to shared memory that the machine does not have: raise the size of /dev/shm.",
-}
-
-
 class _Iteration:
     """An iterator over batches, counted."""
 
-    def __init__(self, batches: Iterator[Any], progress: Progress, totals: _Totals, crew: _Crew) -> None:
+    def __init__(self, batches: Iterator[Any], progress: Progress, totals: _Totals, crew: WorkerGroup) -> None:
         self._batches, self._progress, self._totals, self._crew = batches, progress, totals, crew
 
     def __iter__(self) -> "_Iteration":
@@ -382,7 +359,9 @@ class _Iteration:
             self._progress.finished = True
             raise
         except Exception as error:
-            death = self._crew.death() if str(error).startswith("DataLoader worker") else None
+            death = self._crew.explanation(error)
+            if isinstance(error, WorkerError) and death is not None:
+                raise
             if death is not None:
                 raise WorkerError(death) from error
             if not str(error).startswith("DataLoader timed out"):

@@ -6,6 +6,7 @@ for the same data, whether anybody holds it or not; replaced when it was not and
 """
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import logging
@@ -19,7 +20,8 @@ from typing import Any
 from stocache import directory, limits
 from stocache.errors import MismatchError, SegmentError
 from stocache.layout import EXTENTS_AT, REFUSED, ROWS, ROWS_AT, UNRESERVED, WARNED_AT, Layout
-from stocache.segment import ROW_LOCKS, Segment, attached
+from stocache.segment import ROW_LOCKS, Segment, abandon, attached
+from stocache.waiting import Key, identify
 
 logger = logging.getLogger("stocache")
 
@@ -27,6 +29,8 @@ Identity = Mapping[str, str | int | None]
 
 DETAIL = " | before the cache: "
 """What comes between a user's fingerprint and what else the data depends on."""
+
+_AT_EMPTY_PATH = 0x1000  # of linkat: the descriptor itself is meant
 
 _LONGEST = 400  # characters of a value of an identity; what is longer is told apart by its hash
 
@@ -65,11 +69,24 @@ class Descriptor:
         """
         try:
             descriptor = cls(**json.loads(layout.descriptor))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise SegmentError(f"has a header without a descriptor ({error}).") from None
-        if not (isinstance(descriptor.identity, dict) and isinstance(descriptor.facts, dict)):
+        if not (isinstance(descriptor.identity, dict) and isinstance(descriptor.facts, dict) and descriptor._is_sane(layout)):
             raise SegmentError("has a header with another descriptor.")
         return descriptor
+
+    def _is_sane(self, layout: Layout) -> bool:
+        """Whether all that is told is of the type it should be, and not more than the file has."""
+        samples, capacity, slot = (self.facts.get(name, 0) for name in ("dataset_len", "capacity", "slot_bytes"))
+        return (
+            type(self.created) in (int, float)
+            and 0 <= self.created < 2**40
+            and all(type(value) in (str, int, bool, type(None)) for value in self.identity.values())
+            and {"dataset_len", "capacity"} <= self.facts.keys()
+            and all(type(number) is int and number >= 0 for number in (samples, capacity, slot))
+            and samples <= layout.control_bytes
+            and capacity * max(1, slot) <= max(samples, layout.data_bytes)
+        )
 
     def pack(self) -> bytes:
         """Return the bytes for a layout."""
@@ -98,39 +115,66 @@ def join(name: str, wanted: Identity, persist: bool, plan: Callable[[], Plan | N
         plan: called when a new one is to be made; None when none can be, which `join` then returns.
 
     Raises:
-        CacheNameError: the name is none.
+        CacheNameError: the name cannot be one.
         MismatchError: the name is in use for something else.
-        SegmentError: what is there is no segment of this user's, or damaged.
+        ForeignError: another user has taken the place of this user's caches, and there is not another one.
+        BusyError: another process keeps the lock of that place.
+        SegmentError: what is there is not a segment, or damaged.
         OSError: /dev/shm takes no more files.
     """
-    path = directory.path_of(name)
-    with directory.locked(os.path.dirname(path), create=True) as at:
+    path, problem = directory.path_of(name), ""
+
+    def find_or_make(at: int | None) -> tuple[Segment, Descriptor] | None:
         assert at is not None
         found = _attach(at, path, wanted)
         if found is None:
-            _warn_of_deleted(path)
+            _warn_of_deleted(at, path)
             new = plan()
             if new is None:
                 return None
-            _make(at, path, new)
-            found = _attach(at, path, wanted, new=True)
-            assert found is not None
+            found = _make(at, path, new)
         if persist:
             found[0].persist()
         return found
 
+    for folder in directory.directories_of():
+        path = f"{folder}/{name}"
+        try:
+            found = directory.run_locked(folder, find_or_make, create=True)
+        except directory.ForeignError as error:
+            problem = problem or str(error)  # not the error, for its traceback would hold the segment
+            continue
+        if problem:
+            logger.warning("%s Cache %r is in %s instead.", problem, name, folder)
+        return found
+    raise directory.ForeignError(problem)
+
 
 def identity_of(name: str) -> Identity | None:
     """Return the identity of the named segment that is there; None where there is none, or a damaged one."""
-    path = directory.path_of(name)
-    with directory.locked(os.path.dirname(path)) as at:
-        try:
-            if at is None:
-                return None
-            with peek(at, path) as (fd, _):
-                return Descriptor.read(Layout.read(fd)).identity
-        except SegmentError:
+    path = find(name)
+
+    def read(at: int | None) -> Identity | None:
+        if at is None:
             return None
+        with peek(at, path) as (fd, _):
+            return Descriptor.read(Layout.read(fd)).identity
+
+    try:
+        return directory.run_locked(os.path.dirname(path), read)
+    except OSError:
+        return None
+
+
+def find(name: str, uid: int | None = None) -> str:
+    """Return the path of a user's named segment: where there is one, or would be.
+
+    Raises:
+        CacheNameError: the name cannot be one.
+    """
+    usual = directory.path_of(name, uid)
+    paths = [f"{folder}/{name}" for folder in directory.directories_of(uid)]
+    return next((path for path in paths if os.path.lexists(path)), usual)
 
 
 @contextlib.contextmanager
@@ -162,7 +206,8 @@ def remove(path: str, force: bool = False, dead: bool = False) -> None:
             ``dead``, ``force`` is for another user's alone.
     """
     name = os.path.basename(path)
-    with directory.locked(os.path.dirname(path)) as at:
+
+    def unlink(at: int | None) -> None:
         if at is None:
             raise SegmentError(f"there is no cache {name!r}.")
         if not force and os.fstat(at).st_uid != os.geteuid():
@@ -171,15 +216,21 @@ def remove(path: str, force: bool = False, dead: bool = False) -> None:
             with peek(at, path) as (fd, held):
                 Layout.read(fd)
                 if held:
-                    users = _users(directory.identify(fd))
+                    users = _users(identify(fd))
                     raise SegmentError(f"cache {name!r} is in use by {users}. Nevertheless: stocache rm --force {name}")
         try:
             os.unlink(name, dir_fd=at)
         except FileNotFoundError:
             raise SegmentError(f"there is no cache {name!r}.") from None
 
+    folder = os.path.dirname(path)
+    directory.run_locked(folder, unlink)
+    if directory.owner_of(folder) != os.geteuid():  # what is not locked does not go by itself
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
 
-def holders() -> dict[directory.Key, list[int]]:
+
+def holders() -> dict[Key, list[int]]:
     """Return the processes attached to each segment that has any, as far as this process can see them."""
     return directory.lock_owners(ROW_LOCKS, ROWS)
 
@@ -191,41 +242,54 @@ def _attach(at: int, path: str, wanted: Identity, new: bool = False) -> tuple[Se
         return None
     segment = attached(key)
     if segment is not None:
-        return segment, _check(path, key, segment.layout, wanted)
+        _, descriptor = _read(segment.fd, path)  # raises where the file was cut: to read there would be the end of this process
+        _check(path, key, descriptor, wanted)
+        return segment, descriptor
     fd = directory.open_file(at, path)
     if fd is None:
         return None
-    with contextlib.ExitStack() as stack:
-        stack.callback(directory.close, fd)
-        try:
-            layout = Layout.read(fd)
-            descriptor = Descriptor.read(layout)
-        except SegmentError as error:
-            raise SegmentError(f"{path} {error} Remove it: stocache rm --force {os.path.basename(path)}") from None
+    fds = [fd]
+    try:
+        layout, descriptor = _read(fd, path)
         if directory.is_held(fd):
-            _check(path, key, layout, wanted)
+            _check(path, key, descriptor, wanted)
         elif difference := descriptor.differences(wanted):
             logger.warning("cache %r was left behind for other data: %s. Starting afresh.", os.path.basename(path), difference)
             os.unlink(os.path.basename(path), dir_fd=at)
+            abandon(key, fds)
             return None
         elif not new:
             _take_over(fd, path, layout, descriptor)
         directory.hold(fd)
-        stack.pop_all()
-    return Segment(fd, layout, limits.SHM_DIR, path), descriptor
+        return Segment(fds, layout, os.path.dirname(os.path.dirname(path)), path), descriptor
+    except BaseException:
+        abandon(key, fds)
+        raise
 
 
-def _check(path: str, key: directory.Key, layout: Layout, wanted: Identity) -> Descriptor:
-    descriptor = Descriptor.read(layout)
+def _read(fd: int, path: str) -> tuple[Layout, Descriptor]:
+    """Read the header of a segment.
+
+    Raises:
+        SegmentError: it is damaged; says how to remove it.
+    """
+    try:
+        layout = Layout.read(fd)
+        return layout, Descriptor.read(layout)
+    except SegmentError as error:
+        raise SegmentError(f"{path} {error} Remove it: stocache rm --force {os.path.basename(path)}") from None
+
+
+def _check(path: str, key: Key, descriptor: Descriptor, wanted: Identity) -> None:
+    """Raise MismatchError unless a segment that is in use is for the wanted data."""
     if difference := descriptor.differences(wanted):
         raise MismatchError(
             f"cache {os.path.basename(path)!r} is in use by {_users(key)} for other data: {difference}. "
             f"Use another name, or wait for them to end."
         )
-    return descriptor
 
 
-def _users(key: directory.Key) -> str:
+def _users(key: Key) -> str:
     """Return who has a segment attached, in words."""
     return "processes " + (", ".join(map(str, holders().get(key, []))) or "of another container")
 
@@ -244,8 +308,22 @@ def _take_over(fd: int, path: str, layout: Layout, descriptor: Descriptor) -> No
     os.pwrite(fd, b"\0", WARNED_AT)
 
 
-def _make(at: int, path: str, plan: Plan) -> None:
-    """Put a new segment where there is none."""
+def _make(at: int, path: str, plan: Plan) -> tuple[Segment, Descriptor]:
+    """Put a new segment where there is none, and attach to it."""
+    found = None
+    try:
+        _draft(at, path, plan)
+        found = _attach(at, path, plan.identity, new=True)
+        assert found is not None
+        return found
+    finally:
+        if found is None:  # an interrupt came: it is not in use, and nobody else would remove it
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.basename(path), dir_fd=at)
+
+
+def _draft(at: int, path: str, plan: Plan) -> None:
+    """Make the file of a new segment, and then give it its name."""
     layout = Layout.plan(plan.control_bytes, plan.data_bytes, Descriptor(plan.identity, plan.facts).pack())
     draft = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=at)
     try:
@@ -255,15 +333,25 @@ def _make(at: int, path: str, plan: Plan) -> None:
             memoryview(memory)[layout.control_at :] as control,
         ):
             plan.initialise(control)
-        # Given a directory's descriptor Python calls linkat, the one that follows this link to the file
-        os.link(f"/proc/self/fd/{draft}", os.path.basename(path), dst_dir_fd=at)
+        _link(at, draft, os.path.basename(path))
     finally:
         os.close(draft)
 
 
-def _warn_of_deleted(path: str) -> None:
+def _link(at: int, draft: int, name: str) -> None:
+    """Give a file without a name one, in a directory where there is not such a name yet."""
+    try:
+        # Given a directory's descriptor Python calls linkat, the one that follows this link to the file
+        os.link(f"/proc/self/fd/{draft}", name, dst_dir_fd=at)
+    except FileNotFoundError:  # /proc is hidden; then it takes root
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.linkat(draft, b"", at, name.encode(), _AT_EMPTY_PATH):
+            raise OSError(ctypes.get_errno(), "a new file cannot be given a name without /proc") from None
+
+
+def _warn_of_deleted(at: int, path: str) -> None:
     """Say so when a segment of this name was deleted while processes use it."""
-    device = os.stat(limits.SHM_DIR).st_dev
+    device = os.fstat(at).st_dev
     pids = [pid for key, pids in holders().items() if key[0] == device for pid in pids if path in directory.deleted_files(pid)]
     if pids:
         logger.warning(

@@ -2,16 +2,22 @@
 
 import logging
 import os
+from typing import Literal, TypeAlias
 
 import torch
 
 from stocache import limits, named
-from stocache.errors import CacheNameError, SegmentError
+from stocache.directory import ForeignError
+from stocache.errors import BusyError, CacheNameError, SegmentError
 from stocache.named import Plan
 from stocache.placement import Residency, UnitResidency
+from stocache.ranks import ranks_here
 from stocache.segment import Segment
 
 logger = logging.getLogger("stocache")
+
+OnBusy: TypeAlias = Literal["uncached", "raise"]
+"""What to do when another process keeps the lock that it takes to open a named cache."""
 
 EMPTY, SET, OOB = 0, 1, 2  # the state byte of a sample; plain ints, for an enum look-up costs as much as the byte itself
 
@@ -36,16 +42,21 @@ class Blueprint:
         raise NotImplementedError
 
 
-def open_memory(blueprint: Blueprint, name: str | None, persist: bool, fingerprint: str | None) -> tuple[Segment, int]:
+def open_memory(
+    blueprint: Blueprint, name: str | None, persist: bool, fingerprint: str | None, on_busy: OnBusy
+) -> tuple[Segment, int]:
     """Return a segment and its capacity: a new anonymous one, or the one of that name, attached to or new.
 
     Where there is no shared memory, its backing is "none", and its capacity 0.
 
     Raises:
-        CacheNameError: the name or the fingerprint is none, or options are given that need a name.
-        SegmentError: what is there under that name is no segment of this user's, or damaged.
+        CacheNameError: the name or the fingerprint cannot be one, or options are given that need a name.
+        SegmentError: what is there under that name is not a segment of this user's, or damaged.
         MismatchError: it is in use for other data.
+        BusyError: another process keeps the lock that it takes to open it, and ``on_busy`` is "raise".
     """
+    if on_busy not in ("uncached", "raise"):
+        raise CacheNameError(f"on_busy={on_busy!r} is unknown. Use 'uncached' or 'raise'.")
     if name is None:
         if persist or fingerprint is not None:
             raise CacheNameError("persist and fingerprint are for caches with a name. Give one.")
@@ -61,9 +72,17 @@ def open_memory(blueprint: Blueprint, name: str | None, persist: bool, fingerpri
     found = None
     try:
         found = named.join(name, blueprint.wanted, persist, plan)
+    except BusyError as error:
+        if on_busy == "raise":
+            raise
+        logger.warning("cache %r holds nothing: %s", name, str(error))
+    except ForeignError as error:
+        return _open_part(blueprint, name, str(error))
     except SegmentError:
         raise
     except OSError as error:
+        if not os.path.isdir(limits.SHM_DIR):
+            return _open_part(blueprint, name, f"There is no {limits.SHM_DIR}.")
         logger.warning(
             "cache %r holds nothing: %s: %s. In Docker: --shm-size=…; on a host: mount -o remount,rw,size=… %s",
             name, limits.SHM_DIR, os.strerror(error.errno or 0), limits.SHM_DIR,
@@ -76,6 +95,13 @@ def open_memory(blueprint: Blueprint, name: str | None, persist: bool, fingerpri
     if (segment.layout.control_bytes, segment.data_bytes) != (its.control_bytes, its.data_bytes):
         raise SegmentError(f"{segment.path} is damaged: its sizes do not belong to a capacity of {capacity}.")
     return segment, capacity
+
+
+def _open_part(blueprint: Blueprint, name: str, problem: str) -> tuple[Segment, int]:
+    """Return a segment of this process's own, with its part of the limit, where a named one cannot be had."""
+    logger.warning("%s Cache %r is not shared: this process has its own part of the limit.", problem, name)
+    ranks = ranks_here()
+    return _open_own(blueprint, blueprint.afford(False) // max(1, ranks.world_size // ranks.nodes))
 
 
 def _open_own(blueprint: Blueprint, capacity: int) -> tuple[Segment, int]:

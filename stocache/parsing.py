@@ -26,6 +26,7 @@ from stocache.errors import StreamError
 Bad = list[tuple[int, str]]
 """Rows that are not as they should be, by their number in the piece, and why."""
 
+_PADDING = 1024  # blanks after the last of fixed fields that bulk readers take
 _EXACT = 2**53  # from here on, float64 does not tell an integer from the next
 
 
@@ -210,7 +211,7 @@ class Delimited(Table):
 
     def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> Columns:
         if self.comments and self.comments.encode() in data:
-            data = re.sub(rb"[ \t]*" + re.escape(self.comments.encode()) + rb"[^\n]*", b"", data)
+            data = re.sub(rb"(?<![ \t])[ \t]*" + re.escape(self.comments.encode()) + rb"[^\n]*", b"", data)
         if self.delimiter is None:
             data = squeezed(data)
         delimiter = self.delimiter or " "
@@ -254,6 +255,8 @@ class FixedWidth(Table):
         array = np.frombuffer(data, np.uint8)
         newlines = np.flatnonzero(array == 10)
         lengths = np.diff(newlines, prepend=-1) - 1
+        if lengths.max() > sum(self.widths) + _PADDING:  # each row would take that
+            raise Refused("a longer row")
         padded = np.full((len(lengths), max(int(lengths.max()), sum(self.widths))), 32, np.uint8)
         padded[np.arange(padded.shape[1]) < lengths[:, None]] = array[array != 10]
         padded[padded == 13] = 32
@@ -285,7 +288,7 @@ class JsonLines(Table):
     def fields_of(self, row: str) -> list[Any]:  # noqa: D102
         try:
             found = json.loads(row)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
             raise ValueError(f"no JSON: {error}") from None
         if not isinstance(found, dict):
             raise ValueError("no JSON object")

@@ -6,6 +6,7 @@ itself: MONAI's with lazy resampling, albumentations' with boxes or keypoints, w
 """
 
 import copy
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from stocache.callables import callable_text
 from stocache.errors import DatasetError
 from stocache.known_transforms import MARK, is_deterministic, mark_of
 
@@ -283,7 +285,11 @@ def told_step(step: Any) -> str:
         step = step.transform
     shown = " ".join(repr(step).split())
     shows = not re.search(r"0x[0-9a-f]+|<|\{", shown) and len(shown) < 1000
-    return shown if shows else f"{type(step).__module__}.{name_of_step(step)}"
+    if shows:
+        return shown
+    if inspect.isroutine(step) or type(step) is functools.partial:
+        return callable_text(step)
+    return f"{type(step).__module__}.{name_of_step(step)}"
 
 
 _HEAP_TYPE = 1 << 9  # of the flags of a type: whether it is a class of Python's own making, whose state is in __dict__

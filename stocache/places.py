@@ -3,8 +3,10 @@
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from typing import Any, TypeAlias
@@ -13,6 +15,12 @@ from stocache.block import File
 from stocache.checksums import Buffer
 from stocache.errors import StorageError
 from stocache.remote import RemoteFolder, is_url
+from stocache.waiting import describe_first, flock_owners, is_at_work, try_flock, wait_until
+
+logger = logging.getLogger("stocache")
+
+_REPORT_S = 30.0  # between two messages of whom a process waits for
+_STANDSTILL_S = 300.0  # without a new file, or a sign of that process
 
 
 class LocalFolder:
@@ -28,16 +36,19 @@ class LocalFolder:
     def locked(self, wait: bool = True) -> Iterator[None]:
         """Make the folder, and keep all others from preparing there.
 
+        Another process that prepares there is waited for, and named, as long as it gets on.
+
         Raises:
-            StorageError: another process prepares there, and we are not to wait for it.
+            StorageError: another process prepares there, and we are not to ``wait`` for it; or it does not get on.
         """
         os.makedirs(self.path, exist_ok=True)
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                raise StorageError(f"{self.path} is being prepared by another process. Wait for it, or end it.") from None
+                if not try_flock(fd):
+                    if not wait:
+                        raise StorageError(f"{self.path} is being prepared by another process. Wait for it, or end it.")
+                    self._wait(fd)
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EBADF):  # file systems without locks
                     raise
@@ -46,6 +57,23 @@ class LocalFolder:
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)  # for workers too, which have it open as long as an error's traceback holds them
             os.close(fd)
+
+    def _wait(self, fd: int) -> None:
+        """Wait for the lock of the folder, which another process has, while that is at work or files come."""
+        moved, seen = time.monotonic(), self._newest()
+        while not wait_until(lambda: try_flock(fd), _REPORT_S):
+            pids = flock_owners(fd)
+            who, newest = describe_first(pids), self._newest()
+            if newest != seen or any(map(is_at_work, pids)):
+                moved, seen = time.monotonic(), newest
+            if time.monotonic() - moved > _STANDSTILL_S:
+                raise StorageError(f"{self.path} is being prepared by {who}, which does not get on. End it, or have it go on.")
+            logger.warning("waiting for %s, which is being prepared by %s.", self.path, who)
+
+    def _newest(self) -> float:
+        """Return when the last file came, or went."""
+        folders = [self.path, *(entry.path for entry in os.scandir(self.path) if entry.is_dir(follow_symlinks=False))]
+        return max(os.stat(folder).st_mtime for folder in folders)
 
     def exists(self, name: str) -> bool:
         """Whether there is such a file."""

@@ -7,16 +7,24 @@ NOTE [ Publishing a slot ]
     has both looks at the state byte again, copies the sample in, lets the fence lock go and takes it again, and only then
     sets the byte to SET. Releasing a lock and then taking one keeps the two stores in that order on every processor, also
     on ARM. Killed before the byte is set, a writer leaves an empty slot and a lock the kernel drops; the next one to miss
-    fills it. Since a set slot never changes again, a reader needs no lock: the byte, then the row.
+    fills it. Since a set slot never changes again, a reader needs no lock: the byte, then the row, in this order (NOTE
+    [ Reading in order ]).
 
 NOTE [ Races and errors ]
     Whoever missed a slot will set it, and may find that somebody else was faster: that is no error, the samples are equal.
     Setting a slot that is set *without* having missed it is one, for then two samples claim one index. So each process
     remembers what it has missed and not yet set, and how often (threads may miss one slot together).
+
+NOTE [ Nested loads ]
+    The load of a sample may need others: A needs B, and in another process B needs A. Each has claimed its own and would wait
+    for the other's. So a thread that loads under a claim waits for no claim: what it needs it loads at once, though another
+    may be loading it, too. The same holds for a sample that is asked for within its own load. Only claims of blocks are waited
+    for within the load of a sample: who loads a block waits for nobody.
 """
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
@@ -26,16 +34,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.errors import ClosedError, SampleError, SampleIndexError, SlotError
+from stocache.errors import BusyError, ClosedError, SampleError, SampleIndexError, SlotError
 from stocache.indices import check_index, check_indices
 from stocache.opening import EMPTY, OOB, SET
+from stocache.ordering import WEAKLY_ORDERED, order_loads
 from stocache.segment import MISFIT_WARNING, Segment
 from stocache.stats import FILLS, HITS, MISFITS, MISSES, RACES, REFUSED, CacheStats
+from stocache.waiting import describe_process
 
 logger = logging.getLogger("stocache")
 
 _Self = TypeVar("_Self", bound="SampleCache")
 _Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class _Loading(threading.local):
+    """Whether this thread loads samples, or a block, under claims of its own; see NOTE [ Nested loads ]."""
+
+    samples = block = False
+
+
+_loading = _Loading()
 
 MISSING: Any = object()
 """What `SampleCache.hit` returns instead of a sample, which may be None."""
@@ -58,6 +77,11 @@ class SampleCache:
 
     _gathers_from: int = 16
     """Samples of a batch that are read together; fewer are faster one by one (measured)."""
+
+    _unread: str = ""
+    """Why `_load` returned MISSING in this process, if it did: a sample's class is of a module that is not imported here."""
+
+    _warned_of_unread: bool = False
 
     revises: bool = False
     """Whether a sample that was not kept when it was set may be kept when it is set again."""
@@ -130,6 +154,12 @@ class SampleCache:
         outside = self._states[idx] == OOB
         if outside and not allow_oob_idx:
             self._outside(idx, "get_slot")
+        if self._unread and self._states[idx] == SET:
+            if not allow_empty_slot:
+                raise SlotError(
+                    f"get_slot({idx}): the sample is of a class whose module is not imported here. Import it first."
+                )
+            self._warn_of_unread()
         if not outside and not allow_empty_slot:
             raise SlotError(f"get_slot({idx}): the slot is empty. Set it first, or pass allow_empty_slot=True.")
         self._miss(idx, time.perf_counter())
@@ -142,8 +172,19 @@ class SampleCache:
                 return MISSING
         except (TypeError, ValueError, RuntimeError):  # not an integer; _index says so
             return MISSING
-        self._segment.counters[HITS] += 1
-        return self._load(self._slot(idx), copy)
+        if WEAKLY_ORDERED:
+            order_loads()
+        value = self._load(self._slot(idx), copy)
+        if value is not MISSING:  # else it is of a class that is not imported here
+            self._segment.counters[HITS] += 1
+        return value
+
+    def set_among(self, index: _Indices) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+        """Return which of the samples ``index`` are set: these may be read from now on."""
+        mask: np.ndarray[Any, np.dtype[np.bool_]] = self._aux.numpy()[index] == SET  # at a third of the cost of torch's
+        if WEAKLY_ORDERED:
+            order_loads()
+        return mask
 
     def set_slot(self, idx: int, value: Any, allow_oob_idx: bool = True, allow_overwrite: bool = False) -> None:
         """Cache ``value`` as sample ``idx``; does nothing when the sample lies outside the cache.
@@ -181,12 +222,15 @@ class SampleCache:
 
     def _publish(self, idx: int, encoded: Any, overwrite: bool, cost_s: float | None) -> int | None:
         """Store sample ``idx``, under the guard; return what became of it: the counter to raise, if any."""
-        if not self._segment.try_lock(idx):
-            return RACES
+        segment = self._segment
         try:
-            return self._publish_locked(idx, encoded, overwrite, cost_s)
-        finally:
-            self._segment.unlock(idx)
+            try:
+                return self._publish_locked(idx, encoded, overwrite, cost_s) if segment.try_lock(idx) else RACES
+            finally:
+                segment.unlock(idx)
+        except BaseException:  # an interrupt may have come before the lock was given back
+            segment.unlock(idx)
+            raise
 
     def _publish_locked(self, idx: int, encoded: Any, overwrite: bool, cost_s: float | None) -> int | None:
         # see NOTE [ Publishing a slot ]
@@ -235,6 +279,8 @@ class SampleCache:
             return value
         idx = self._index(idx, "get_or_load")
         claimed = self.fillable(idx) and self._wait(idx, timeout_s, lambda: self._states[idx] == SET)
+        outer = _loading.samples
+        _loading.samples = outer or claimed
         try:
             value = self.hit(idx, copy)
             if value is MISSING:
@@ -243,6 +289,7 @@ class SampleCache:
                 self._keep(idx, value, strict)
             return value
         finally:
+            _loading.samples = outer
             if claimed:
                 self._segment.release_claim(idx)
 
@@ -267,21 +314,24 @@ class SampleCache:
             SampleIndexError, SampleError: as `get_or_load`.
         """
         index = check_indices(indices, self._dataset_len, "get_or_load_many")
-        hit = (self._aux.numpy()[index] == SET).tolist()
+        hit = self.set_among(index).tolist()
         there = index[hit]
         if copy and len(there) >= self._gathers_from:
             found = iter(self._load_many(there))
         else:
             found = (self._load(self._slot(idx), copy) for idx in there.tolist())
-        self._segment.counters[HITS] += len(there)
         samples = [next(found) if is_hit else MISSING for is_hit in hit]
-        if len(there) == len(index):
+        hits = sum(sample is not MISSING for sample in samples) if self._unread else len(there)
+        self._segment.counters[HITS] += hits
+        if hits == len(index):
             return samples
         missing: dict[int, int] = {}  # and where they are wanted first
         for position, idx in enumerate(index.tolist()):
             if not hit[position]:
                 missing.setdefault(idx, position)
         claims = {idx for idx in missing if self.fillable(idx) and self._segment.try_claim(idx)}
+        outer = _loading.samples
+        _loading.samples = outer or bool(claims)
         try:
             wanted = [idx for idx in missing if self._states[idx] != SET and (idx in claims or not self.fillable(idx))]
             for idx, value in zip(wanted, self._timed(wanted, load), strict=True):
@@ -291,6 +341,7 @@ class SampleCache:
                     claims.remove(idx)
                     self._segment.release_claim(idx)
         finally:
+            _loading.samples = outer
             for idx in claims:
                 self._segment.release_claim(idx)
         for position, idx in enumerate(index.tolist()):  # claimed by others, or asked for twice
@@ -332,15 +383,18 @@ class SampleCache:
 
     def peek(self, idx: int) -> Any:
         """Return a copy of sample ``idx`` if it is set, else MISSING; counts nothing."""
-        return self._load(self._slot(idx), True) if self._states[idx] == SET else MISSING
+        return self._load(self._slot(idx), True) if self.set_among(np.array([idx]))[0] else MISSING
 
     @contextlib.contextmanager
     def alone(self, number: int, timeout_s: float = 10.0) -> Iterator[None]:
         """Exclude all others that ask for the same number, of a block or whatever it may be; for so long at most."""
-        claim, claimed = self._dataset_len + number, self._wait(self._dataset_len + number, timeout_s, lambda: False)
+        claim = self._dataset_len + number
+        claimed = self._segment.wait_for_claim(claim, 0.0 if _loading.block else timeout_s, lambda: False)
+        outer, _loading.block = _loading.block, True
         try:
             yield
         finally:
+            _loading.block = outer
             if claimed:
                 self._segment.release_claim(claim)
 
@@ -358,20 +412,17 @@ class SampleCache:
 
     def _shut_out(self, idx: int) -> None:
         """Have sample ``idx`` stay uncached, unless it is cached, or just being stored; under the guard."""
-        if self._segment.try_lock(idx):
-            if self._states[idx] == EMPTY:
+        try:
+            if self._segment.try_lock(idx) and self._states[idx] == EMPTY:
                 self._states[idx] = OOB
+        finally:
             self._segment.unlock(idx)
 
     def _wait(self, claim: int, timeout_s: float, over: Callable[[], bool]) -> bool:
-        """Wait until a claim is ours (True), or waiting is ``over``, or the time is."""
-        pause_s, deadline = 0.0002, time.monotonic() + timeout_s
-        while not self._segment.try_claim(claim):
-            if over() or time.monotonic() > deadline:
-                return False
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.01)
-        return True
+        """Wait until the claim of a sample is ours (True), or waiting is ``over``, or the time is."""
+        if _loading.samples or _loading.block:
+            return self._segment.try_claim(claim)
+        return self._segment.wait_for_claim(claim, timeout_s, over)
 
     def _miss(self, idx: int, since: float) -> None:
         """Count a miss, and remember it where the sample may be set."""
@@ -379,6 +430,12 @@ class SampleCache:
         if self._states[idx] != OOB:
             with self._segment.guard:
                 self._missed[idx] = self._missed.get(idx, (0, since))[0] + 1, since
+
+    def _warn_of_unread(self) -> None:
+        """Say once why samples that are cached are missed here."""
+        if not self._warned_of_unread:
+            self._warned_of_unread = True
+            logger.warning("%s Until then such samples are loaded again, and count as misses.", self._unread)
 
     def _miss_many(self, index: _Indices) -> None:
         now = time.perf_counter()
@@ -390,6 +447,8 @@ class SampleCache:
         if self._states[idx] == SET:  # by others, or with its block
             with self._segment.guard:
                 self._missed.pop(idx, None)
+            if self._unread and self.peek(idx) is MISSING:  # loading the sample has not imported its class
+                self._warn_of_unread()
             return
         try:
             self.set_slot(idx, value)
@@ -415,18 +474,25 @@ class SampleCache:
         return self._aux
 
     def clear(self) -> None:
-        """Empty the cache; its memory stays reserved. Waits for writers; nobody should be reading meanwhile."""
+        """Empty the cache; its memory stays reserved. Waits for writers; nobody should be reading meanwhile.
+
+        Raises:
+            BusyError: another process, which is stopped perhaps, is just writing a sample. Nothing is cleared.
+        """
         segment = self._segment
         if segment.backing == "none":
             return
+
+        def forget() -> bool:
+            states = self._aux.numpy()
+            states[states == SET] = EMPTY
+            self._forget()
+            return True
+
         with segment.guard:
-            segment.lock(0, self._dataset_len)
-            try:
-                states = self._aux.numpy()
-                states[states == SET] = EMPTY
-                self._forget()
-            finally:
-                segment.unlock(0, self._dataset_len)
+            if not segment.run_locked(0, self._dataset_len, forget, False):
+                owner = describe_process(segment.slot_owner(0, self._dataset_len))
+                raise BusyError(f"clear: {owner} keeps the lock of a slot. Have it go on, or end it.")
 
     def stats(self) -> CacheStats:
         """Return the counts and amounts of now, summed over all processes. Reads one byte per sample."""

@@ -5,6 +5,7 @@ import logging
 import operator
 import struct
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -19,10 +20,11 @@ from stocache.errors import LimitError, SampleError, SegmentError
 from stocache.indices import check_indices, check_len
 from stocache.limits import affordable_bytes, asked_bytes, format_size
 from stocache.named import Plan
-from stocache.opening import EMPTY, OOB, Blueprint, open_memory
-from stocache.protocol import SampleCache
-from stocache.readers import reader_of
+from stocache.opening import EMPTY, OOB, Blueprint, OnBusy, open_memory
+from stocache.protocol import MISSING, SampleCache
+from stocache.readers import RecordReader
 from stocache.records import HEAD, Record, integers_codec, pack_integers, write_skeleton
+from stocache.resolve import NotImported
 from stocache.segment import Segment
 from stocache.stats import FILLS, REFUSED
 
@@ -58,6 +60,9 @@ class RaggedCache(SampleCache):
     times, Decimals, Fractions, ranges, slices and PIL images in it; each sample may differ from the others. It comes back equal
     in type, structure, dtype, shape, strides (of what is dense) and value. Nothing is pickled unless allowed.
 
+    Samples name their classes; a process that reads one looks for its class in the modules it has imported, and imports none
+    for it. Where it is not there, the sample is a miss: it is loaded again, which is counted, and warned of once.
+
     Samples are kept in the order in which they come until the limit is reached, and then stay: under shuffling a random share.
 
     Args:
@@ -70,12 +75,12 @@ class RaggedCache(SampleCache):
         allow_pickle: True to pickle what has no bytes of its own: other objects, sparse tensors, arrays of objects, whatever
             pickles. Reading such a cache runs what the pickles say: never give it a name that others of your user use for other
             things.
-        name, persist, fingerprint: as for `SharedCache`.
+        name, persist, fingerprint, on_busy: as for `SharedCache`.
 
     Raises:
         LimitError: the limit is no size, or leaves no room for samples; or ``admit`` is unknown.
         CodecError: the codec is unknown, or not installed.
-        CacheNameError, MismatchError, SegmentError: as for `SharedCache`.
+        CacheNameError, MismatchError, SegmentError, BusyError: as for `SharedCache`.
     """
 
     _RELEASED = (*SampleCache._RELEASED, "_arena", "_offsets", "_memory", "_admission")
@@ -91,6 +96,7 @@ class RaggedCache(SampleCache):
         name: str | None = None,
         persist: bool = False,
         fingerprint: str | None = None,
+        on_busy: OnBusy = "uncached",
     ) -> None:
         if admit not in ("all", "cost"):
             raise LimitError(f"admit={admit!r} is unknown. Use 'all' or 'cost'.")
@@ -98,7 +104,7 @@ class RaggedCache(SampleCache):
             Codec(codec)  # raises
         dataset_len = check_len(dataset_len)
         blueprint = _Blueprint(size_limit_gib, dataset_len, admit, codec, allow_pickle)
-        segment, _ = open_memory(blueprint, name, persist, fingerprint)
+        segment, _ = open_memory(blueprint, name, persist, fingerprint, on_busy)
         self._assemble(dataset_len, admit, codec, allow_pickle, segment)
         logger.info("%r", self)
 
@@ -111,7 +117,8 @@ class RaggedCache(SampleCache):
         self._offsets = self._arena.offsets
         self._memory = segment.view(0, segment.data_bytes)
         self._address = segment.tensor(0, segment.data_bytes).data_ptr()
-        self._readers: dict[int, Any] = {}
+        self._readers: dict[int, RecordReader] = {}
+        self._reads: dict[int, Any] = {}  # their functions, which are looked up more quickly
         self._admission = None
         self.revises = admit == "cost"
         if self.revises:
@@ -132,8 +139,8 @@ class RaggedCache(SampleCache):
     def _store(self, idx: int, encoded: _Encoded, cost_s: float | None) -> int | None:
         skeleton, data, packed, tail = encoded
         if self._admission is not None and cost_s is not None:
-            with self._arena.locked():
-                verdict = self._admission.judge(idx, cost_s, encoded.room, self._arena.used)
+            judge = partial(self._admission.judge, idx, cost_s, encoded.room, self._arena.used)
+            verdict = self._arena.run_locked(judge, LATER)
             if verdict in (LATER, NEVER):
                 if verdict == NEVER:
                     self._states[idx] = OOB
@@ -158,18 +165,40 @@ class RaggedCache(SampleCache):
             nbytes, number, packed = _unpack_head(memory, at)
             at += HEAD.size
             integers = integers_codec(packed).unpack_from(memory, at + nbytes)
-        except struct.error:
+        except (struct.error, OverflowError, MemoryError):
             raise SegmentError(f"the cache is damaged: the record of sample {idx} reaches beyond it.") from None
-        read = self._readers.get(number)
+        read = self._reads.get(number)
         if read is None:
-            if len(self._readers) >= _READERS:
-                self._readers.clear()
-            read = self._readers[number] = reader_of(self._arena.skeleton(number), self._allow_pickle)
-        if packed & _COMPRESSED and self._codec is not None:
-            data = self._codec.decompress(memory[at : at + nbytes])
+            reader = self._reader(number)
+            if reader is None:
+                return MISSING
+            read = reader.read
+        if packed & _COMPRESSED:
+            data = self._decompressed(memory[at : at + nbytes], self._readers[number].nbytes(integers))
             address = np.frombuffer(data, np.uint8).ctypes.data if data else 0
             return read(data, address, 0, len(data), integers, True)
         return read(memory, self._address, at, nbytes, integers, copy)
+
+    def _reader(self, number: int) -> RecordReader | None:
+        """Return what reads the records of a skeleton; None where a module is not imported here: that is a miss."""
+        if len(self._readers) >= _READERS:
+            self._readers.clear()
+            self._reads.clear()
+        try:
+            reader = RecordReader(self._arena.skeleton(number), self._allow_pickle)
+        except NotImported as error:
+            self._unread = str(error)
+            return None
+        self._readers[number], self._reads[number] = reader, reader.read
+        return reader
+
+    def _decompressed(self, data: Any, limit: int) -> bytes:
+        if self._codec is None:
+            raise SegmentError("the cache is damaged: it has a compressed sample, and no codec.")
+        try:
+            return self._codec.decompress(data, limit)
+        except (ValueError, MemoryError) as error:
+            raise SegmentError(f"the cache is damaged: {error}.") from error
 
     def offer(self, indices: Iterable[int], values: Iterable[Any]) -> None:
         """Cache samples that were loaded along with one that was missed: all that are empty, or none if not all have room."""
@@ -193,12 +222,15 @@ class RaggedCache(SampleCache):
         return [self._load(idx, True) for idx in index.tolist()]
 
     def _forget(self) -> None:
-        self._segment.forget()
         self._arena.forget()
+        if self._admission is not None:
+            self._admission.forget()
         self._aux.numpy().fill(EMPTY if self._segment.data_bytes else OOB)
+        self._segment.forget()
 
     def _amounts(self, filled: int) -> dict[str, int]:
-        return arena.amounts(self._segment.control, self._dataset_len, self._segment.data_bytes, filled)
+        words = self._segment.control[arena.words_at(self._dataset_len) :]
+        return arena.amounts(words, self._dataset_len, self._segment.data_bytes, filled)
 
     # ------------------------------------------------------------------------------------------------ many samples
 
@@ -212,8 +244,12 @@ class RaggedCache(SampleCache):
             SampleIndexError: an index is no integer or outside the dataset.
         """
         index = check_indices(indices, self._dataset_len, "get_slots")
-        mask = self._aux.numpy()[index] == 1
-        return [self.get_slot(idx) for idx in index.tolist()], torch.from_numpy(mask)
+        samples = [self.hit(idx, True) for idx in index.tolist()]
+        mask = np.array([sample is not MISSING for sample in samples], dtype=bool)
+        if self._unread and self.set_among(index[~mask]).any():
+            self._warn_of_unread()
+        self._miss_many(index[~mask])
+        return [None if sample is MISSING else sample for sample in samples], torch.from_numpy(mask)
 
     def set_slots(
         self, indices: Sequence[int] | Tensor, values: Sequence[Any], allow_oob_idx: bool = True, allow_overwrite: bool = False

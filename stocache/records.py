@@ -15,10 +15,17 @@ NOTE [ Records ]
     however many there are, and a list of numbers is stored as an array. Keys are written as they are where all are str, int,
     bytes or None; else with their types, and enum members by class and name. The name of an enum member that is a value is in
     its bytes: a skeleton holds for all members.
+
+NOTE [ Items without bytes ]
+    A list of None, or of empty dicts, has a length and nothing else, so a forged length would make objects without end. So what
+    a list may make is bounded by the bytes it comes from: each item makes so many *bare* nodes (containers, and values of no
+    bytes and no sizes), and all lists of a record may make as many as `BARE_NODES` and one for each byte and integer in it.
+    Where a sample has more, zeros are put behind its leaves. Blocks count in the same way (see NOTE [ Columns ]).
 """
 
 import ast
 import functools
+import math
 import pickle
 import struct
 from collections.abc import Callable
@@ -26,12 +33,23 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.lib.format import descr_to_dtype, dtype_to_descr
+from numpy.lib.format import dtype_to_descr
 from torch import Tensor
 
 from stocache.containers import DEEP, Container, split, told
 from stocache.errors import SampleError
-from stocache.kinds import KIND_NAMES, KINDS, Unfit, a, class_of, long_bytes, member_name, member_of, name_of
+from stocache.kinds import KIND_NAMES, KINDS, Unfit, a, long_bytes, member_name, name_of
+from stocache.resolve import (
+    FACTORIES,
+    TORCH_DTYPES,
+    Unresolved,
+    check_class,
+    check_image,
+    enum_class,
+    factory_of,
+    member_of,
+    numpy_dtype,
+)
 from stocache.structure import (
     NUMBER_CODECS,
     array_bytes,
@@ -50,6 +68,9 @@ BYTES = 3  # the stream of what needs no alignment
 
 NUMBERS: dict[type, tuple[str, int]] = {int: ("<i8", 0), float: ("<f8", 0), complex: ("<c16", 0), bool: ("?", BYTES)}
 NUMBER_TYPES = {cls.__name__: cls for cls in NUMBERS}
+
+BARE_NODES = 1 << 16
+"""See NOTE [ Items without bytes ]."""
 
 # ---------------------------------------------------------------------------------------------------- writing
 
@@ -70,7 +91,7 @@ class Record:
     def __init__(self, sample: Any, where: str = "sample", allow_pickle: bool = False) -> None:
         self.streams: tuple[list[Any], ...] = ([], [], [], [])
         self.integers: list[int] = []
-        self._allow_pickle = allow_pickle
+        self._allow_pickle, self._bare = allow_pickle, 0
         try:
             self.skeleton = self._take(sample, 0)
         except Unfit as error:
@@ -79,7 +100,10 @@ class Record:
     def pack(self) -> tuple[bytes, list[int]]:
         """Return the bytes of the leaves, and all integers."""
         parts = [b"".join(stream) for stream in self.streams if stream]
-        return b"".join(parts), [*map(len, parts[:-1]), *self.integers]
+        integers = [*map(len, parts[:-1]), *self.integers]
+        if self._bare > BARE_NODES:  # see NOTE [ Items without bytes ]
+            parts.append(bytes(max(0, self._bare - BARE_NODES - sum(map(len, parts)) - len(integers))))
+        return b"".join(parts), integers
 
     def _take(self, value: Any, depth: int) -> Skeleton:
         """Add a value, and return its skeleton."""
@@ -89,6 +113,7 @@ class Record:
         if not self._allow_pickle:
             return self._take_parts(value, depth)
         before = [len(stream) for stream in self.streams], self.integers, len(self.integers)
+        bare = self._bare
         try:
             return self._take_parts(value, depth)
         except Unfit as error:
@@ -102,6 +127,7 @@ class Record:
         for stream, length in zip(self.streams, lengths, strict=True):
             del stream[length:]
         del self.integers[count:]
+        self._bare = bare
         return self._take_bytes("pickle", data)
 
     def _take_parts(self, value: Any, depth: int) -> Skeleton:
@@ -116,6 +142,7 @@ class Record:
             raise too_deep()
         container, parts = parted
         name, keys, extra = name_of(container.cls), container.keys, literal_extra(container)
+        check_container(container, name, extra, parts, self._allow_pickle)
         coded = None if set(map(type, keys)) <= _PLAIN else tuple(map(_coded, keys))
         children = []
         for key, part in zip(keys, parts, strict=True):
@@ -175,6 +202,7 @@ class Record:
             children = tuple(skeleton for skeleton, _ in items)
             return "in", "tuple", "builtins:tuple", tuple(range(len(values))), (), children
         self.integers.append(len(values))
+        self._bare += len(values) * max(map(bare_nodes, kinds))
         for skeleton, own in items:  # of several kinds, each item says of which it is
             self.integers += own if len(kinds) == 1 else [kinds.index(skeleton), *own]
         return "items", cls.__name__, tuple(kinds)
@@ -226,6 +254,39 @@ def array_stream(dtype: np.dtype[Any]) -> int:
     return BYTES if dtype.kind == "V" else stream_of(dtype.alignment)  # records may have lost their alignment on the way
 
 
+def check_container(container: Container, name: str, extra: Any, parts: Any, allow_pickle: bool) -> None:
+    """Raise Unfit unless a container can be put together again where its class is only looked up."""
+    if container.cls in _PLAIN_CONTAINERS:
+        return
+    try:
+        check_class(container.kind, container.cls, name, container.keys, extra)
+        if container.kind == "image":
+            check_image(parts)
+    except (Unresolved, ValueError, TypeError) as error:
+        raise Unfit(f"is a {container.cls.__name__}, which could not be put together again: {str(error).rstrip('.')}") from None
+    if container.kind == "defaultdict" and not allow_pickle and extra[0] is not None and extra[0] not in FACTORIES:
+        raise Unfit(
+            f"has the default_factory {extra[0]}, and only those of Python's own types are called when it is read",
+            "Use one of them",
+        )
+
+
+_PLAIN_CONTAINERS = frozenset({dict, list, tuple, set, frozenset, type(None)})
+
+
+@functools.lru_cache(maxsize=1024)
+def bare_nodes(skeleton: Skeleton) -> int:
+    """Return how many bare nodes a value of a skeleton has, outside of lists in it; see NOTE [ Items without bytes ]."""
+    kind = skeleton[0]
+    if kind == "in":
+        return 1 + sum(map(bare_nodes, skeleton[5]))
+    if kind == "tensor":
+        return int(skeleton[2] == 0 and not TORCH_DTYPES[skeleton[1]].itemsize)
+    if kind in ("array", "scalar"):
+        return int(skeleton[2] == 0 and not thaw(skeleton[1]).itemsize)
+    return 0
+
+
 def freeze(descr: Any) -> Any:
     """Return a dtype's description without lists, which could not be hashed."""
     return tuple(map(freeze, descr)) if isinstance(descr, list | tuple) else descr
@@ -243,8 +304,10 @@ def dense_leaf(value: Any) -> tuple[Skeleton, int, Any, tuple[int, ...]]:
         if order is not None:
             value = value.permute(order)
         data = tensor_bytes(value)
-        dtype, dims = value.dtype, value.dim()
-        skeleton = ("tensor", str(dtype).removeprefix("torch."), dims, *(() if order is None else (order,)))
+        dtype, dims, name = value.dtype, value.dim(), str(value.dtype).removeprefix("torch.")
+        if name not in TORCH_DTYPES:
+            raise Unfit(f"is of {dtype}, which could not be read back", "Convert it first")
+        skeleton = ("tensor", name, dims, *(() if order is None else (order,)))
         return skeleton, stream_of(dtype.itemsize), data, tuple(value.shape)
     if isinstance(value, np.generic) and not value.dtype.hasobject:
         return ("scalar", _descr(value.dtype), value.ndim), array_stream(value.dtype), array_bytes(value), value.shape
@@ -368,18 +431,26 @@ def _coded(key: Any) -> Any:
     return type(key).__name__, _CODED[type(key)](key)
 
 
-def decoded(code: Any) -> Any:
-    """Return the key of a code.
+def decoded(code: Any, trusted: bool = False) -> Any:
+    """Return the key of a code; ``trusted`` as in `resolve.resolve`.
 
     Raises:
         KeyError, ValueError, TypeError: it is not a code.
+        Unresolved: its class is not here.
     """
     kind, value, *rest = code
     if kind == "tuple":
-        return tuple(map(decoded, value))
+        return tuple(decoded(part, trusted) for part in value)
     if kind == "enum":
-        return member_of(class_of(value), *rest)
+        return member_of(enum_class(value, trusted), *rest)
     return None if kind == "NoneType" else _DECODED[kind](value)
+
+
+def check_plain_keys(keys: Any) -> tuple[Any, ...]:
+    """Return keys that are written as they are. Raises ValueError where they are not such."""
+    if type(keys) is not tuple or not set(map(type, keys)) <= _PLAIN:
+        raise ValueError(f"{keys!r:.80} are not keys")
+    return keys
 
 
 def literal_extra(container: Container) -> tuple[Any, ...]:
@@ -389,19 +460,19 @@ def literal_extra(container: Container) -> tuple[Any, ...]:
     return tuple(None if factory is None else name_of(factory) for factory in container.extra)
 
 
-def read_extra(kind: str, extra: Any) -> tuple[Any, ...]:
-    """Undo `literal_extra`."""
+def read_extra(kind: str, extra: Any, trusted: bool = False) -> tuple[Any, ...]:
+    """Undo `literal_extra`; ``trusted`` as in `resolve.resolve`. Raises Unresolved where a name is not here, or not allowed."""
     if kind != "defaultdict":
         return tuple(extra)
     (name,) = extra
-    return (None if name is None else class_of(name),)
+    return (factory_of(name, trusted),)
 
 
 # ---------------------------------------------------------------------------------------------------- skeletons
 
 
 def parse_skeleton(text: str) -> Any:
-    """Return what a skeleton's text says. Raises ValueError or SyntaxError."""
+    """Return what a skeleton's text says. Raises ValueError, SyntaxError, RecursionError or MemoryError (of the parser)."""
     try:
         return ast.literal_eval(text)
     except SystemError:  # python/cpython#106905: something was parsed meanwhile, by a finalizer or another thread
@@ -419,7 +490,7 @@ def write_skeleton(skeleton: Skeleton) -> bytes:
     try:
         text = repr(skeleton)
         good = repr(parse_skeleton(text)) == text
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         good = False
     if not good:
         raise SampleError(f"sample: what its containers are cannot be written down: {text:.300}")
@@ -427,12 +498,23 @@ def write_skeleton(skeleton: Skeleton) -> bytes:
 
 
 def thaw(descr: Any) -> np.dtype[Any]:
-    """Return the numpy dtype that a skeleton names."""
-    return descr_to_dtype(_lists(descr) if isinstance(descr, tuple) else descr)
+    """Return the numpy dtype that a skeleton names. Raises ValueError as `resolve.numpy_dtype`."""
+    return _thawed(descr) if type(descr) is str else numpy_dtype(descr)
 
 
-def _lists(descr: Any) -> Any:
-    """Undo `freeze`: the fields of a record are a list of tuples, a subarray is a tuple."""
-    if isinstance(descr, tuple) and descr and all(isinstance(field, tuple) for field in descr):
-        return [(field[0], _lists(field[1]), *field[2:]) for field in descr]
-    return descr
+def empty_array(shape: Any, dtype: np.dtype[Any]) -> Any:
+    """Return an array that has no bytes: of no values, or of a dtype of none.
+
+    `numpy.empty` would allocate one value all the same, of whatever size the dtype claims.
+
+    Raises:
+        ValueError: its sizes are too large.
+    """
+    if dtype.kind not in "SU" or dtype.itemsize:
+        return np.ndarray(shape, dtype, bytearray())
+    if math.prod(shape) > BARE_NODES:  # numpy makes one character of none
+        raise ValueError(f"an array of shape {list(shape)} has no bytes")
+    return np.zeros(shape, dtype)
+
+
+_thawed = functools.lru_cache(maxsize=1024)(numpy_dtype)

@@ -1,17 +1,22 @@
 """Folders at an fsspec URL: files read and written there, or fetched once per machine (extra ``remote``)."""
 
 import contextlib
-import fcntl
+import logging
 import os
 import time
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
 from stocache.checksums import Buffer, checksum
 from stocache.errors import DamagedError, LimitError, StocacheError, StorageError
 from stocache.limits import format_size, parse_size
+from stocache.waiting import describe_first, flock_owners, try_flock, wait_until
+
+logger = logging.getLogger("stocache")
 
 _PART = ".part"
+_STANDSTILL_S = 30.0  # seconds without a byte, after which the fetching of another process is no longer waited for
 _HEAD = 64 << 10  # bytes read when a file is opened: most often all that is wanted of it
 
 
@@ -140,8 +145,8 @@ class Mirror:
     Raises:
         LimitError: no such size.
 
-    Any number of processes and threads may fetch: one does, and the others wait for it. Killed, it leaves a file that the next
-    one writes over.
+    Any number of processes and threads may fetch: one does, and the others wait for it as long as it gets on. Killed, it leaves
+    a file that the next one writes over.
     """
 
     def __init__(self, remote: RemoteFolder, local_folder: str | None, limit: int | str) -> None:
@@ -170,18 +175,23 @@ class Mirror:
         while not _touched(local):
             os.makedirs(os.path.dirname(local), exist_ok=True)
             with _locked(local + _PART) as part:
-                if not os.path.exists(local) and _is(part, local + _PART):  # else another one has it done meanwhile
-                    self._download(name, local)
+                if part is None:  # who fetches it is stopped, perhaps
+                    self._download(name, local, f"{local}.{uuid.uuid4().int}{_PART}")
+                elif not os.path.exists(local) and _is(part, local + _PART):  # else another one has it done meanwhile
+                    self._download(name, local, local + _PART)
         return local
 
-    def _download(self, name: str, local: str) -> None:
+    def _download(self, name: str, local: str, part: str) -> None:
         try:
-            self._remote.get(name, local + _PART)
-        except FileNotFoundError:
-            os.unlink(local + _PART)
-            raise DamagedError(f"{self._remote.path}/{name} is missing. Prepare it (again).") from None
-        self._make_room(os.path.getsize(local + _PART))
-        os.rename(local + _PART, local)
+            self._remote.get(name, part)
+            self._make_room(os.path.getsize(part))
+            os.rename(part, local)
+        except BaseException as error:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(part)
+            if isinstance(error, FileNotFoundError):
+                raise DamagedError(f"{self._remote.path}/{name} is missing. Prepare it (again).") from None
+            raise
 
     def _make_room(self, nbytes: int) -> None:
         """Remove the files that were not used for longest, until ``nbytes`` more are within the limit."""
@@ -235,12 +245,18 @@ def _touched(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(path: str) -> Iterator[int]:
-    """Keep all others from this file; the kernel unlocks it when its holder dies."""
+def _locked(path: str) -> Iterator[int | None]:
+    """Keep all others from this file; the kernel unlocks it when its holder dies.
+
+    None where another process has it, and has not written to it for `_STANDSTILL_S`.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield fd
+        while not (locked := wait_until(lambda: try_flock(fd), _STANDSTILL_S)):
+            if os.fstat(fd).st_mtime < time.time() - _STANDSTILL_S:
+                logger.warning("%s is fetched twice: %s does not get on.", path, describe_first(flock_owners(fd)))
+                break
+        yield fd if locked else None
     finally:
         os.close(fd)
 

@@ -160,7 +160,8 @@ class Ring:
 
     def _claim(self, iteration: int) -> "Lane | None":
         segment = self._segment
-        for number in range(self.lanes):
+        # last those of processes that have ended in this iteration: what they noted tells of which batch
+        for number in sorted(range(self.lanes), key=lambda number: self._owners[number * _LANE_WORDS] == iteration):
             owner = self._owners[number * _LANE_WORDS : (number + 1) * _LANE_WORDS]
             first = number * self.depth
             words = self._words[first : first + self.depth]

@@ -5,22 +5,19 @@ forged: whatever they find, they raise, and neither run code of it nor take memo
 """
 
 import math
-import sys
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
-from enum import Enum
+from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.columnar import Tree
-from stocache.containers import Container
+from stocache.columnar import Tree, bare_columns
+from stocache.containers import DEEP, Container
 from stocache.errors import StorageError
-from stocache.kinds import FACTORIES, FROM_BYTES, class_of, member_of
-from stocache.records import NUMBER_TYPES, NUMBERS, freeze, read_extra, thaw
+from stocache.kinds import FROM_BYTES
+from stocache.records import NUMBER_TYPES, NUMBERS, empty_array, read_extra, thaw
+from stocache.resolve import check_class, check_dims, check_shape, enum_class, member_of, resolve, torch_dtype
 from stocache.structure import NUMBER_CODECS, inverse
 
 
@@ -35,6 +32,9 @@ class Walk(Protocol):
 
     def note(self, *sizes: int) -> None:
         """Note sizes as met."""
+
+    def make(self, nodes: int) -> None:
+        """Count nodes that are about to be made. Raises ValueError where they are more than the file accounts for."""
 
 
 class Table(Protocol):
@@ -55,22 +55,51 @@ Read: TypeAlias = Callable[[Walk, int], Any]
 _Make: TypeAlias = Callable[[Any, int, int, tuple[int, ...]], Any]  # of a buffer, where in it, how many values, and their shape
 
 
+_LEVELS = 4 * DEEP  # of a tree, in which a list may be a union of lists
+
+
+class _Once:
+    """A table each of whose columns is asked for once, so that what is made of it has no more bytes than it."""
+
+    def __init__(self, table: Table) -> None:
+        self._table, self._used = table, set[str]()
+
+    def _use(self, name: Any) -> str:
+        if type(name) is not str or name in self._used:
+            raise ValueError(f"the column {name!r:.80} is of two leaves, or not a name")
+        self._used.add(name)
+        return name
+
+    def span(self, name: str) -> tuple[int, int]:
+        return self._table.span(self._use(name))
+
+    def integers(self, name: str) -> Any:
+        return self._table.integers(self._use(name))
+
+
 def reader(tree: Tree, table: Table, loads: _Loads) -> Read:
     """Return the function that reads what a structure describes; ``loads`` reads pickles, where they are allowed.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError: it describes nothing.
-        StorageError: it names classes that are not here.
+        Unresolved: it names classes that are not here, or may not be used so.
+        StorageError: it has pickles, which are not allowed.
     """
+    return _reader(tree, _Once(table), loads, 0)
+
+
+def _reader(tree: Any, table: Table, loads: _Loads, level: int) -> Read:
     if tree is None:
         return _nothing
+    if level > _LEVELS:
+        raise ValueError(f"its structure has more than {_LEVELS} levels")
     kind = tree["kind"]
     if kind == "in":
-        return _read_container(tree, table, loads)
+        return _read_container(tree, table, loads, level + 1)
     if kind == "union":
-        return _read_union(tree, table, loads)
+        return _read_union(tree, table, loads, level + 1)
     if kind in ("list", "tuple"):
-        return _read_items(tree, table, loads)
+        return _read_items(tree, table, loads, level + 1)
     if kind == "pickle" and loads is None:
         raise StorageError("its samples are partly pickled. To run what the pickles say, pass allow_pickle=True.")
     size, make = _maker(kind, tree, loads)
@@ -83,20 +112,20 @@ def _nothing(walk: Walk, row: int) -> Any:
     raise ValueError("it has a row in a column of none")
 
 
-def _read_container(tree: Any, table: Table, loads: _Loads) -> Read:
+def _read_container(tree: Any, table: Table, loads: _Loads, level: int) -> Read:
     join = list if loads is RAW else _container(tree, loads).joiner()
-    reads = [reader(child, table, loads) for child in tree["children"]]
+    reads = [_reader(child, table, loads, level) for child in tree["children"]]
     return lambda walk, row: join([read(walk, row) for read in reads])
 
 
-def _read_union(tree: Any, table: Table, loads: _Loads) -> Read:
+def _read_union(tree: Any, table: Table, loads: _Loads, level: int) -> Read:
     kinds = np.array(table.integers(tree["kinds"]), dtype=np.int64)
-    reads = [reader(child, table, loads) for child in tree["children"]]
+    reads = [_reader(child, table, loads, level) for child in tree["children"]]
     if kinds.size and not 0 <= kinds.min() <= kinds.max() < len(reads):
-        raise ValueError("a kind is none of its union")
-    rows = np.zeros_like(kinds)
-    for number in range(len(reads)):
-        rows[kinds == number] = np.arange(np.count_nonzero(kinds == number))
+        raise ValueError("a kind is not one of its union")
+    rows, order = np.zeros_like(kinds), np.argsort(kinds, kind="stable")  # one pass, however many kinds it claims to have
+    counts = np.bincount(kinds, minlength=1)
+    rows[order] = np.arange(len(kinds)) - np.repeat(np.cumsum(counts) - counts, counts)
 
     def read(walk: Walk, row: int) -> Any:
         kind = int(kinds[row])
@@ -106,15 +135,17 @@ def _read_union(tree: Any, table: Table, loads: _Loads) -> Read:
     return read
 
 
-def _read_items(tree: Any, table: Table, loads: _Loads) -> Read:
+def _read_items(tree: Any, table: Table, loads: _Loads, level: int) -> Read:
     cls = list if tree["kind"] == "list" else tuple
-    offsets, read_item = table.integers(tree["offsets"]), reader(tree["items"], table, loads)
+    offsets, read_item = table.integers(tree["offsets"]), _reader(tree["items"], table, loads, level)
+    each = max(1, bare_columns(tree["items"]))
 
     def read(walk: Walk, row: int) -> Any:
         begin, end = offsets[row], offsets[row + 1]
         if not 0 <= begin <= end:
             raise ValueError("the items of a list end before they begin")
         walk.note(end - begin)
+        walk.make((end - begin) * each)
         return cls([read_item(walk, item) for item in range(begin, end)])
 
     return read
@@ -124,10 +155,10 @@ def _read_leaf(tree: Any, table: Table, size: int, own: bool, make: _Make) -> Re
     """``own``: what is made keeps the bytes, and its owner may write to them."""
     begin, nbytes = table.span(tree["column"])
     if "shape" in tree:
-        shape = tuple(map(int, tree["shape"]))
+        shape = check_shape(tree["shape"])
         count = math.prod(shape)
         width = count * size
-        if min(shape, default=0) < 0 or width > nbytes:
+        if width > nbytes:
             raise ValueError(f"the column {tree['column']!r} is too small for values of shape {shape}")
 
         def read(walk: Walk, row: int) -> Any:
@@ -138,7 +169,9 @@ def _read_leaf(tree: Any, table: Table, size: int, own: bool, make: _Make) -> Re
 
         return read
 
-    dims = int(tree["dims"])
+    dims = check_dims(tree["dims"])
+    if not dims:
+        raise ValueError("a value of no dimensions cannot vary in shape")
     offsets, shapes = table.integers(tree["offsets"]), table.integers(tree["shapes"]) if dims > 1 else None
 
     def read_varying(walk: Walk, row: int) -> Any:
@@ -160,19 +193,19 @@ def _read_leaf(tree: Any, table: Table, size: int, own: bool, make: _Make) -> Re
 def _maker(kind: str, tree: Any, loads: _Loads) -> tuple[int, _Make]:
     """Return the bytes of one value of a leaf, and what makes the leaf of bytes, which it may keep as they are."""
     if kind == "tensor":
-        dtype = getattr(torch, tree["dtype"])
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{dtype!r:.50} is no dtype")
+        dtype = torch_dtype(tree["dtype"])
         return dtype.itemsize, _ordered(_tensor(dtype), tree)
     if kind in ("array", "scalar"):
-        size, make = _array(thaw(freeze(tree["dtype"])), kind == "scalar")
+        if kind == "scalar" and tree.get("shape") != []:
+            raise ValueError("a scalar has no dimensions")
+        size, make = _array(thaw(tree["dtype"]), kind == "scalar")
         return size, _ordered(make, tree)
     if kind == "number":
         return _number(NUMBER_TYPES[tree["type"]])
     if kind == "numbers":
         return _numbers(NUMBER_TYPES[tree["type"]], list if tree["class"] == "list" else tuple)
     if kind == "enum":
-        cls = None if loads is RAW else _enum(tree["class"], loads)
+        cls = None if loads is RAW else enum_class(tree["class"], loads is not None)
         return 1, _bytes_to(lambda data: member_of(cls, str(data, "utf-8")))
     return 1, _bytes_to(loads if kind == "pickle" and loads is not None else FROM_BYTES[kind])
 
@@ -206,7 +239,7 @@ def _tensor(dtype: torch.dtype) -> _Make:
 def _array(dtype: np.dtype[Any], scalar: bool) -> tuple[int, _Make]:
     def make(buffer: Any, at: int, count: int, shape: tuple[int, ...]) -> Any:
         if not count or not dtype.itemsize:
-            return np.empty(shape, dtype)
+            return empty_array(shape, dtype)[()] if scalar else empty_array(shape, dtype)
         value = np.ndarray(shape, dtype, buffer, at)
         return value.copy()[()] if scalar else value
 
@@ -222,7 +255,9 @@ def _number(cls: Any) -> tuple[int, _Make]:
 
 def _numbers(cls: Any, outer: Any) -> tuple[int, _Make]:
     dtype = np.dtype(NUMBERS[cls][0])
-    return dtype.itemsize, lambda buffer, at, count, shape: outer(np.frombuffer(buffer, dtype, count, at).tolist())
+    return dtype.itemsize, lambda buffer, at, count, shape: outer(
+        np.frombuffer(buffer, dtype, count, at).tolist() if count else []
+    )
 
 
 def _bytes_to(make: Callable[[Any], Any]) -> _Make:
@@ -236,41 +271,15 @@ def _bytes_to(make: Callable[[Any], Any]) -> _Make:
 
 
 def _container(tree: Any, loads: _Loads) -> Container:
-    """Return the container that a tree describes, if making one runs no code that the tree could choose.
-
-    So its class is one of Python's own, or what it should be by nature, and of a module that this process has imported anyway.
-    """
-    kind, name = tree["container"], tree["class"]
+    """Return the container that a tree describes. Raises Unresolved, or ValueError and the like; see NOTE [ Names in data ]."""
+    kind, name, extra, trusted = tree["container"], tree["class"], tree["extra"], loads is not None
+    cls = resolve(name, trusted)
     keys = tuple(_key(key, loads) for key in tree["keys"])
-    cls = _class(name, loads)
-    if not (isinstance(cls, type) and _NATURES[kind](cls)):
-        raise StorageError(f"its samples are made of {name}, which is no {kind}.")
-    if kind == "namedtuple" and getattr(cls, "_fields", ()) != keys:
-        raise StorageError(f"its samples are made of {name} with the fields {list(keys)}, which it has no longer.")
     if len(keys) != len(tree["children"]):
         raise ValueError("a container has more or fewer keys than children")
-    extra = tree["extra"]
-    if kind == "defaultdict" and loads is None and not FACTORIES.issuperset(filter(None, extra)):
-        raise StorageError(f"its samples have the default_factory {extra[0]}. To call it, pass allow_pickle=True.")
-    return Container(kind, cls, keys, read_extra(kind, extra))
-
-
-def _class(name: str, loads: _Loads) -> Any:
-    """Return the class of a name, if its module is imported already or pickles are allowed anyway."""
-    module = name.partition(":")[0]
-    if loads is None and module not in sys.modules:
-        raise StorageError(f"its samples are made of {name}. Import {module} first, or pass allow_pickle=True.")
-    try:
-        return class_of(name)
-    except (ImportError, AttributeError) as error:
-        raise StorageError(f"its samples are made of {name}, which is not here: {error}.") from None
-
-
-def _enum(name: str, loads: _Loads) -> Any:
-    cls = _class(name, loads)
-    if not (isinstance(cls, type) and issubclass(cls, Enum)):
-        raise StorageError(f"its samples have members of {name}, which is not an enum.")
-    return cls
+    hash(keys)
+    check_class(kind, cls, name, keys, extra)
+    return Container(kind, cls, keys, read_extra(kind, extra, trusted))
 
 
 def _key(key: Any, loads: _Loads) -> Any:
@@ -279,31 +288,9 @@ def _key(key: Any, loads: _Loads) -> Any:
     ((kind, value),) = key.items()
     if kind == "enum":
         name, member = value
-        return member_of(_enum(name, loads), member)
+        return member_of(enum_class(name, loads is not None), member)
     if kind == "tuple":
         return tuple(_key(part, loads) for part in value)
+    if kind not in ("bytes", "complex"):
+        raise ValueError(f"{key!r:.80} is not a key")
     return bytes.fromhex(value) if kind == "bytes" else complex(*value)
-
-
-def _is_image(cls: type) -> bool:
-    images = sys.modules.get("PIL.Image")
-    return images is not None and issubclass(cls, images.Image)
-
-
-_NATURES: dict[str, Callable[[Any], bool]] = {
-    "dict": lambda cls: cls in (dict, OrderedDict),
-    "list": lambda cls: cls is list,
-    "tuple": lambda cls: issubclass(cls, tuple),
-    "none": lambda cls: cls is type(None),
-    "namedtuple": lambda cls: issubclass(cls, tuple) and hasattr(cls, "_fields"),
-    "mapping": lambda cls: issubclass(cls, Mapping),
-    "tensordict": lambda cls: issubclass(cls, Mapping),
-    "dataclass": is_dataclass,
-    "tensor": lambda cls: issubclass(cls, Tensor),
-    "image": _is_image,
-    "set": lambda cls: cls in (set, frozenset),
-    "deque": lambda cls: cls is deque,
-    "slice": lambda cls: cls is slice,
-    "defaultdict": lambda cls: cls is defaultdict,
-    "memmap": lambda cls: cls is np.memmap,
-}

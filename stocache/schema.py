@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
+from stocache.callables import callable_text
 from stocache.engines import engines
 from stocache.errors import StreamError
 from stocache.lines import Lines
@@ -69,7 +70,7 @@ class Schema:
         if self.format == "jsonl":
             try:
                 found = json.loads(first)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 found = None
             if not isinstance(found, dict):
                 raise StreamError(f"{where}: the first row is no JSON object: {first!r:.200}")
@@ -90,9 +91,13 @@ class Schema:
 
     @property
     def identity(self) -> str:
-        """What parsed rows follow from, apart from the text."""
-        its: Any = self.parse if hasattr(self.parse, "__qualname__") else type(self.parse)  # a function, or another callable
-        parse = None if self.parse is None else f"{its.__module__}.{its.__qualname__}"
+        """What parsed rows follow from, apart from the text.
+
+        A function of a module is its name. A lambda, one within a function and one of the script that runs are their code,
+        too, and what they close over: many have one name. Of another callable it is the class: change ``fingerprint`` when
+        what it parses changes.
+        """
+        parse = None if self.parse is None else callable_text(self.parse)
         return repr([parse if name == "parse" else value for name, value in vars(self).items() if name != "engine"])
 
     @property

@@ -8,11 +8,14 @@ NOTE [ Kernel record locks ]
     inside Python's mmap (until 3.13) as long as the last view, which can outlive it.
 """
 
+import contextlib
 import errno
 import fcntl
+import functools
 import logging
 import mmap
 import os
+import struct
 import sys
 import threading
 import time
@@ -21,14 +24,13 @@ from collections.abc import Callable
 from multiprocessing import util
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from stocache import directory, limits
-from stocache.directory import Key
 from stocache.errors import SegmentError
 from stocache.layout import (
     EXTENTS_AT,
@@ -45,6 +47,7 @@ from stocache.layout import (
     sum_rows,
 )
 from stocache.limits import format_size
+from stocache.waiting import PATIENCE_S, Key, describe_process, identify, wait_until
 
 logger = logging.getLogger("stocache")
 
@@ -53,9 +56,15 @@ ROW_LOCKS, _EXTENTS_LOCK, _OWNER_LOCKS, _CLAIM_LOCKS = 1 << 40, 1 << 41, 1 << 42
 
 _REFUSAL_WARNING, MISFIT_WARNING = 1, 2  # bits of the byte that says what has been warned of
 
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock: kind, whence, start, length, process
+_WAITED_TO_IDLE = 6.0  # a process that was waited for in vain is left alone for so many times as long
+
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named in the mmap module
 
+_Result = TypeVar("_Result")
+
 _attached: "weakref.WeakValueDictionary[Key, Segment]" = weakref.WeakValueDictionary()
+_to_leave: dict[Key, Callable[[], None]] = {}  # how to leave each named segment: an interrupt may have kept that from running
 _mapped: "weakref.WeakValueDictionary[Key, mmap.mmap]" = weakref.WeakValueDictionary()
 
 
@@ -75,23 +84,26 @@ class Segment:
     guard: threading.Lock
     fence: threading.Lock
 
-    def __init__(self, fd: int, layout: Layout, backing: str, path: str | None = None) -> None:
+    def __init__(self, fds: list[int], layout: Layout, backing: str, path: str | None = None) -> None:
         self.layout, self.backing, self.path = layout, backing, path
         self.data_bytes, self.extent_bytes = layout.data_bytes, layout.extent_bytes
         self._data_at = layout.data_at
-        self._fds = [fd] if fd >= 0 else []  # ours from here on, whatever happens
+        self._fds = fds  # ours from here on, whatever happens: whoever closes one takes it from the list
         if self._fds:
-            self._key = directory.identify(fd)
-            weakref.finalize(self, _leave, self._key, self._fds, path).atexit = False  # see _leave_at_exit
+            self._key = identify(fds[0])
+            task = functools.partial(_leave, self._key, fds, path)
+            if path is not None:
+                _to_leave[self._key] = task
+            weakref.finalize(self, directory.when_free, task).atexit = False  # see _leave_at_exit
         self._mmap = self._map()
         self._huge = self.data_bytes >= HUGE_PAGE and self._ask_for_huge_pages()
         self._bytes = memoryview(self._mmap)
         self._extents = self._bytes[EXTENTS_AT : layout.control_at]
         self.control = self._bytes[layout.control_at : layout.control_at + layout.control_bytes]
-        if self._fds:
-            _attached[self._key] = self
-            _watch_processes()
         self._enter_process()
+        if self._fds:
+            _watch_processes()
+            _attached[self._key] = self
 
     def _map(self) -> mmap.mmap:
         if not self._fds:
@@ -103,7 +115,10 @@ class Segment:
             elif self.path is None:
                 mapping = mmap.mmap(self._fds[0], self.layout.size)
             else:  # the duplicate in it must not hold the file, and so is of another open file description
-                with open(f"/proc/self/fd/{self._fds[0]}", "r+b", buffering=0) as file:
+                path = f"/proc/self/fd/{self._fds[0]}"
+                with open(path if os.path.exists(path) else self.path, "r+b", buffering=0) as file:
+                    if identify(file.fileno()) != self._key:
+                        raise SegmentError(f"{self.path} was replaced while it was opened.")
                     mapping = mmap.mmap(file.fileno(), self.layout.size)
             _mapped[self._key] = mapping
         return mapping
@@ -113,6 +128,8 @@ class Segment:
         self.guard, self.fence = threading.Lock(), threading.Lock()
         self.fence.acquire()
         self._claims: set[int] = set()
+        self._in_vain: dict[int, tuple[float, float]] = {}  # processes waited for in vain: again when, and how long until now
+        self._warned_of: set[int] = set()  # of these
         # A row goes from a process that ended to the next that comes, which counts on from there: no count is lost. The
         # last row is for whoever finds the others taken; its counts may lose some to races.
         if self._fds:
@@ -135,12 +152,14 @@ class Segment:
                 continue
             try:
                 layout.allocate(fd)
+                if backing == "memfd":  # a reader of a file that somebody cuts dies of SIGBUS; of /dev/shm none can be sealed
+                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             except OSError as error:
                 os.close(fd)
                 logger.debug("no segment in %s: %s", backing, error)
                 continue
             try:
-                return cls(fd, layout, backing)
+                return cls([fd], layout, backing)
             except OSError as error:  # no address space to map it, say under ulimit -v
                 logger.debug("cannot map the segment in %s: %s", backing, error)
         return _blank(control_bytes)
@@ -192,14 +211,20 @@ class Segment:
         except OSError as error:  # an old kernel: then page by page
             logger.debug("madvise(MADV_POPULATE_WRITE): %s", error)
 
+    def has(self, start: int, stop: int) -> bool:
+        """Whether data bytes ``[start, stop)`` are there, and reserved."""
+        first, last = start // self.extent_bytes, -(-stop // self.extent_bytes)
+        return stop <= self.data_bytes and self._extents[first:last].tobytes().count(RESERVED) == last - first
+
     def refused(self, start: int, stop: int) -> bool:
         """Whether the machine has refused memory for some of the data bytes ``[start, stop)``."""
         first, last = start // self.extent_bytes, -(-stop // self.extent_bytes)
         return any(self._extents[extent] == REFUSED for extent in range(first, last))
 
     def _reserve_extent(self, extent: int, warn: bool) -> bool:
-        self._lock(_EXTENTS_LOCK, wait=True)  # one for all extents: together they must not take more than is spare
         try:
+            if not self._wait(_EXTENTS_LOCK):  # one for all extents: together they must not take more than is spare
+                return False
             if self._extents[extent] == UNRESERVED:
                 problem = self._allocate(*self.layout.span(extent))
                 self._extents[extent] = REFUSED if problem else RESERVED
@@ -221,14 +246,15 @@ class Segment:
         try:
             os.posix_fallocate(self._fds[0], at, nbytes)
         except OSError as error:
-            self._mmap.madvise(mmap.MADV_REMOVE, at, nbytes)
+            with contextlib.suppress(OSError):  # which gives back what was taken for a part of it, where the kernel can
+                self._mmap.madvise(mmap.MADV_REMOVE, at, nbytes)
             return f"{self.backing} gave no more: {os.strerror(error.errno or errno.ENOSPC)}"
         return ""
 
     def first_to_warn(self, warning: int) -> bool:
         """Whether no process has given this warning yet; from now on one has. Call with `guard` held."""
-        self._lock(_EXTENTS_LOCK, wait=True)
         try:
+            self._wait(_EXTENTS_LOCK)  # else two may warn
             return self._first_to_warn(warning)
         finally:
             fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, _EXTENTS_LOCK)
@@ -285,12 +311,27 @@ class Segment:
             return False
         return True
 
-    def lock(self, number: int, count: int = 1) -> None:
-        """Take the owner's lock ``number``, and the ``count - 1`` after it; wait for who has them. Call with `guard` held."""
-        self._lock(_OWNER_LOCKS + number, length=count, wait=True)
+    def lock(self, number: int, count: int = 1) -> bool:
+        """Take the owner's lock ``number``, and the ``count - 1`` after it; wait for who has them. Call with `guard` held.
+
+        False, with a warning, when another process keeps one for `PATIENCE_S`.
+        """
+        return self._wait(_OWNER_LOCKS + number, count)
+
+    def run_locked(self, number: int, count: int, work: Callable[[], _Result], late: _Result) -> _Result:
+        """Return ``work()``, with the owner's lock ``number`` and the ``count - 1`` after it; ``late`` where another process
+        keeps one. Call with `guard` held; not reentrant."""
+        try:
+            try:
+                return work() if self.lock(number, count) else late
+            finally:
+                self.unlock(number, count)
+        except BaseException:  # an interrupt may have come before the lock was given back
+            self.unlock(number, count)
+            raise
 
     def unlock(self, number: int, count: int = 1) -> None:
-        """Give the owner's lock ``number``, and the ``count - 1`` after it, back."""
+        """Give the owner's lock ``number``, and the ``count - 1`` after it, back, if this process has them."""
         fcntl.lockf(self._fds[0], fcntl.LOCK_UN, count, _OWNER_LOCKS + number)
 
     def try_claim(self, number: int) -> bool:
@@ -307,18 +348,67 @@ class Segment:
             fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, _CLAIM_LOCKS + number)
             self._claims.remove(number)
 
-    def _lock(self, offset: int, length: int = 1, wait: bool = False) -> bool:
-        while True:
-            try:
-                fcntl.lockf(self._fds[0], fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), length, offset)
-                return True
-            except (BlockingIOError, PermissionError):
-                return False
-            except OSError as error:
-                # The kernel looks for circles by process, so threads waiting for different caches may look like one
-                if error.errno != errno.EDEADLK:
-                    raise
-                time.sleep(0.001)
+    def wait_for_claim(self, number: int, timeout_s: float, over: Callable[[], bool]) -> bool:
+        """Wait until a claim is ours (True), or waiting is ``over``, or the time is."""
+        if self.try_claim(number):
+            return True
+        claimed = False
+
+        def ready() -> bool:
+            nonlocal claimed
+            claimed = self.try_claim(number)
+            return claimed or over()
+
+        self._wait_for(_CLAIM_LOCKS + number, 1, ready, timeout_s)
+        return claimed
+
+    def _lock(self, offset: int, length: int = 1) -> bool:
+        try:
+            fcntl.lockf(self._fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB, length, offset)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def _wait(self, offset: int, length: int = 1) -> bool:
+        """Take a lock that is usually held for microseconds; False, with a warning, when another process keeps it."""
+        if self._lock(offset, length):
+            return True
+        pid = self._wait_for(offset, length, lambda: self._lock(offset, length), PATIENCE_S)
+        if pid is not None and pid not in self._warned_of:
+            self._warned_of.add(pid)
+            logger.warning(
+                "%s has kept a lock of the cache in %s for %.0f s, which should take microseconds. What needs it stays "
+                "uncached, training goes on. Have that process go on, or end it.",
+                describe_process(pid), self.path or self.backing, PATIENCE_S,
+            )  # fmt: skip
+        return pid is None
+
+    def _wait_for(self, offset: int, length: int, ready: Callable[[], bool], timeout_s: float) -> int | None:
+        """Wait until ``ready``; return the process that was in the way all the time, 0 where it cannot be seen, else None.
+
+        A process that was waited for in vain is waited for again only after a while, and then for as long.
+        """
+        pid = self.owner_of(offset, length)
+        again_at, _ = self._in_vain.get(pid, (0.0, 0.0))
+        if time.monotonic() < again_at:
+            return None if ready() else pid
+        if wait_until(ready, timeout_s) or not timeout_s or ready():
+            return None
+        pid = self.owner_of(offset, length)
+        _, waited_s = self._in_vain.get(pid, (0.0, 0.0))
+        waited_s += timeout_s
+        self._in_vain[pid] = time.monotonic() + _WAITED_TO_IDLE * waited_s, waited_s
+        return pid
+
+    def slot_owner(self, number: int, count: int = 1) -> int:
+        """Return the process that has one of the owner's locks; 0 where that cannot be seen from here, or they are free."""
+        return self.owner_of(_OWNER_LOCKS + number, count)
+
+    def owner_of(self, offset: int, length: int = 1) -> int:
+        """Return the process that has a lock; 0 where that cannot be seen from here, or it is free."""
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, length, 0)
+        kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(self._fds[0], fcntl.F_GETLK, asked))
+        return 0 if kind == fcntl.F_UNLCK else max(0, pid)
 
     def totals(self) -> list[int]:
         """Return the sums of the `counters` of all processes that are or were attached."""
@@ -356,20 +446,31 @@ def attached(key: Key) -> Segment | None:
     return _attached.get(key)
 
 
+def abandon(key: Key, fds: list[int]) -> None:
+    """Close the descriptors of a file that is not to be attached to after all. With `directory.attaching` held."""
+    _attached.pop(key, None)
+    while fds:
+        directory.close(fds.pop())
+
+
 def _leave(key: Key, fds: list[int], path: str | None) -> None:
-    """Let the descriptors of a segment that is gone go, and the file of a named one with its last holder."""
-    with directory.attaching:
-        successor = _attached.get(key)
-        if successor is not None:  # attached again meanwhile: closing these would drop its locks
-            successor._fds += fds
-            return
+    """Let the descriptors of a segment that is gone go, and the file of a named one with its last holder.
+
+    With `directory.attaching` held. Does nothing when it is called again.
+    """
+    successor = _attached.get(key)
+    if successor is not None:  # attached again meanwhile: closing these would drop its locks
         while fds:
-            os.close(fds.pop())
-        if path is not None:
-            try:
-                directory.remove_unheld(path, key)
-            except OSError as error:
-                logger.debug("cannot remove %s: %s", path, error)
+            successor._fds.append(fds.pop())
+        return
+    while fds:
+        os.close(fds.pop())
+    if path is not None:
+        _to_leave.pop(key, None)
+        try:
+            directory.remove_unheld(path, key)
+        except OSError as error:
+            logger.debug("cannot remove %s: %s", path, error)
 
 
 _HUGE_POLICIES = ("always", "within_size", "advise", "force")
@@ -397,34 +498,46 @@ def _open_anonymous(backing: str) -> int | None:
 
 
 def _blank(control_bytes: int) -> Segment:
-    return Segment(-1, Layout.plan(control_bytes, 0), "none")
+    return Segment([], Layout.plan(control_bytes, 0), "none")
 
 
 def _attach(key: Key, handle: Any, backing: str, path: str | None) -> Segment:
     """Return the segment behind a pickled handle: the one this process has, or a new attachment."""
-    with directory.attaching:  # two threads must not make two segments of one file
-        segment = _attached.get(key)
-        if segment is not None:
+    try:
+        with directory.attaching:  # two threads must not make two segments of one file
+            segment = _attached.get(key)
+            if segment is None:
+                return _attach_anew(key, handle, backing, path)
             if not isinstance(handle, str) and (fd := handle.detach()) not in segment._fds:
                 segment._fds.append(fd)  # closing it would drop this process's locks
             return segment
-        fd = _open_path(key, handle) if isinstance(handle, str) else handle.detach()
-        os.set_inheritable(fd, False)
-        try:
-            layout = Layout.read(fd)
-            if path is not None:
-                directory.hold(fd)
-        except OSError as error:
-            os.close(fd)
+    finally:
+        directory.do_what_is_due()
+
+
+def _attach_anew(key: Key, handle: Any, backing: str, path: str | None) -> Segment:
+    fds = [_open_path(key, handle) if isinstance(handle, str) else handle.detach()]
+    try:
+        os.set_inheritable(fds[0], False)
+        layout = Layout.read(fds[0])
+        if path is not None:
+            directory.hold(fds[0])
+        return Segment(fds, layout, backing, path)
+    except BaseException as error:
+        abandon(key, fds)
+        if isinstance(error, OSError):
             raise SegmentError(f"cannot attach to the cache: its segment {error}") from None
-        return Segment(fd, layout, backing, path)
+        raise
 
 
 def _open_path(key: Key, path: str) -> int:
     try:
         status = os.stat(path)  # before opening: closing what turns out to be another segment would drop its locks
         if (status.st_dev, status.st_ino) == key:
-            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            if identify(fd) == key:
+                return fd
+            os.close(fd)
     except OSError as error:
         raise SegmentError(
             f"cannot attach to the cache through {path}: {error.strerror}. The process that pickled it must be alive, on this "
@@ -459,7 +572,6 @@ def _leave_at_exit() -> None:
 
 
 def _leave_all() -> None:
-    for segment in list(_attached.values()):
-        if segment.path is not None:
-            del _attached[segment._key]
-            _leave(segment._key, segment._fds, segment.path)
+    for key, task in list(_to_leave.items()):
+        _attached.pop(key, None)
+        directory.when_free(task)

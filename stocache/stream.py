@@ -16,6 +16,7 @@ from stocache.checksums import checksum
 from stocache.collation import as_is
 from stocache.epochs import is_first_rank
 from stocache.errors import CacheNameError, ClosedError, MismatchError, StateError, StreamError
+from stocache.limits import parse_size
 from stocache.lines import Lines, Position
 from stocache.loader import DataLoader
 from stocache.ranks import torch_ranks
@@ -27,6 +28,7 @@ from stocache.windows import Deliveries, Delivery, Key, Part, Shuffle, Windows, 
 logger = logging.getLogger("stocache")
 
 _STATE_VERSION = 1
+_LONGEST_LINE = "16MiB"
 _LEAST = {"batch_size": 1, "buffer_size": 1, "window": 1, "seed": 0, "skip_header": 0, "num_workers": 0}
 _KNOWN = {
     "shuffle": (False, True, "buffers"),
@@ -93,6 +95,9 @@ class StreamLoader(IterableDataset[Any]):
         skip_header: lines at the beginning of each file.
         nan: "error" for missing values ("", NA, nan, null, …) to be errors, "keep" for them to be NaN, in floating point.
         on_error: "raise", or "skip" lines that are not as they should be; the skipped ones are counted and reported.
+        max_line_bytes: of a line, as a number of bytes or a size such as "64MiB". A longer one is an error, also a comment or
+            a blank line; with ``on_error="skip"`` it is left out as a row that is wrong, unread. Lines of a header that are too
+            long are always an error. About 16 MiB of text and a few such lines are in memory while a buffer is read.
         parse: a function of a list of lines that returns arrays, or a tree of them, with one row a line, instead of all this.
             Apart from their rows, arrays are of one shape whatever the lines.
         transform: called with each batch; what it returns is delivered. Nothing of it is cached.
@@ -141,6 +146,7 @@ class StreamLoader(IterableDataset[Any]):
         skip_header: int = 0,
         nan: Literal["error", "keep"] = "error",
         on_error: Literal["raise", "skip"] = "raise",
+        max_line_bytes: int | str = _LONGEST_LINE,
         parse: Callable[[list[str]], Any] | None = None,
         transform: Callable[[Any], Any] | None = None,
         num_workers: int = 0,
@@ -180,6 +186,7 @@ class StreamLoader(IterableDataset[Any]):
         )
         self._paths, self._options = path, storage_options
         self._buffer_size, self._skip_header, self._on_error = buffer_size, skip_header, on_error
+        self._max_line_bytes = _line_limit(max_line_bytes)
         self._ways: dict[str, Any] = {
             "batch_size": batch_size,
             "shuffle": shuffle,
@@ -212,7 +219,9 @@ class StreamLoader(IterableDataset[Any]):
             empty = next(file.path for file in files if not file.size)
             raise StreamError(f"{empty} is empty: a file of at least one line was expected.")
         whose = self._rank, self._world_size
-        lines = Lines(full, self._buffer_size, self._skip_header, self._schema.comments, self._schema.white_delimiter, *whose)
+        marks = self._schema.comments, self._schema.white_delimiter
+        skip = self._on_error == "skip"
+        lines = Lines(full, self._buffer_size, self._skip_header, *marks, *whose, self._max_line_bytes, skip)
         with contextlib.closing(lines):
             if lines.compressed and self._ways["shuffle"] == "buffers":
                 packed = next(file for file in full if file.compression)
@@ -223,7 +232,7 @@ class StreamLoader(IterableDataset[Any]):
             parser = self._schema.parser(lines)
             keeping = self._keeping(full) if cached else Keeping(None, None, False, "")
             whole = self._ways["drop_last"] is True
-            buffers = Buffers(lines, parser, self._on_error == "skip", whole, keeping, *whose)
+            buffers = Buffers(lines, parser, skip, whole, keeping, *whose)
             self._windows = Windows(buffers, **self._ways, transform=self._transform, rank=self._rank)
             self._files = files if cached or get_worker_info() is not None else None  # else it tries again
             if self._counts:
@@ -232,7 +241,7 @@ class StreamLoader(IterableDataset[Any]):
     def _keeping(self, files: list[TextFile]) -> Keeping:
         """Return how buffers are cached: by ranks together, in a cache that is named by what is in it if it has no name."""
         facts = [(os.path.abspath(file.path), file.size, file.stamp, file.ends) for file in files]
-        settings = (self._buffer_size, self._skip_header, self._on_error, self._world_size, self._fingerprint)
+        settings = (self._buffer_size, self._skip_header, self._lenience, self._world_size, self._fingerprint)
         identity = checksum(repr((facts, settings, self._schema.identity)).encode())
         name = self._name
         if name is None and self._world_size > 1:
@@ -425,13 +434,19 @@ class StreamLoader(IterableDataset[Any]):
             raise StateError("the state is of a StreamLoader with other files, or other arguments that its order follows from.")
         self._resumed = dict(state)
 
+    @property
+    def _lenience(self) -> str:
+        """Which lines are left out. The longest line that is read is part of it only where others are left out."""
+        skips = self._on_error == "skip" and self._max_line_bytes != _line_limit(_LONGEST_LINE)
+        return f"{self._on_error} {self._max_line_bytes}" if skips else self._on_error
+
     def _beginning(self, epoch: int) -> dict[str, Any]:
         return {"epoch": epoch, "key": None, "window": None, "batch": 0}
 
     def _identity(self) -> str:
         """Return what the batches follow from: not where the files lie, nor how many processes parse them."""
         files = [(file.size, file.ends) for file in self._current().buffers.lines.files]
-        ways = (self._rank, self._world_size, self._buffer_size, self._skip_header, self._on_error, self._ways)
+        ways = (self._rank, self._world_size, self._buffer_size, self._skip_header, self._lenience, self._ways)
         return checksum(repr((files, ways, self._schema.identity)).encode())
 
     def __len__(self) -> int:
@@ -486,3 +501,18 @@ def _check_arguments(given: dict[str, Any]) -> None:
     for what, values in _KNOWN.items():
         if not any(given[what] is value or (type(value) is str and given[what] == value) for value in values):
             raise StreamError(f"{what}={given[what]!r} is unknown. Use {' or '.join(map(repr, values))}.")
+
+
+def _line_limit(size: int | str) -> int:
+    """Return ``max_line_bytes`` as bytes.
+
+    Raises:
+        LimitError: it is a string that is not a size.
+        StreamError: it is not a size of at least one byte.
+    """
+    found = parse_size(size, "max_line_bytes") if isinstance(size, str) and not size.strip().isdecimal() else size
+    if isinstance(found, str):
+        found = int(found)
+    if type(found) is not int or found < 1:
+        raise StreamError(f"max_line_bytes={size!r} must be at least 1 byte: a number of bytes, or a size such as '64MiB'.")
+    return found

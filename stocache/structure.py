@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.containers import Container, split, told
+from stocache.containers import Container, class_text, key_text, split, told
 from stocache.errors import SampleError
 from stocache.kinds import Unfit, a
 
@@ -130,12 +130,39 @@ class ArrayLeaf(_Dense):
         if isinstance(value, np.ma.MaskedArray):
             raise Unfit("is a masked array, which would lose its mask", "Give the data and the mask as two arrays")
         if value.dtype != self.dtype or value.shape != self.shape:
-            raise Unfit(f"is numpy {value.dtype.str}{list(value.shape)}, the cache holds {self}")
+            raise Unfit(f"is numpy {dtype_text(value.dtype)}{list(value.shape)}, the cache holds {self}")
         array: Any = value
         return array_bytes(array if self.order is None else array.transpose(self.order))
 
     def __str__(self) -> str:
-        return f"numpy {self.dtype.str}{list(self.shape)}" + " scalar" * self.scalar + self._ordered
+        return f"numpy {dtype_text(self.dtype)}{list(self.shape)}" + " scalar" * self.scalar + self._ordered
+
+
+def dtype_text(dtype: np.dtype[Any]) -> str:
+    """Return a numpy dtype so that dtypes which differ read differently: ``<f4``, ``{'a': <i2, 'b': <f8[3]}``.
+
+    Of records the offsets are given where fields are not packed one after the other, and with them the size of all.
+    """
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return f"{dtype_text(base)}{list(shape)}"
+    if dtype.names is None:
+        plain = dtype.kind in "biufcSUVMmO" and np.dtype(dtype.str) == dtype  # else it is of a library, such as ml_dtypes
+        return dtype.str if plain else f"{dtype.str}({class_text(dtype.type)} {dtype.name})"
+    fields, end, packed = [], 0, True
+    for name in dtype.names:
+        its: Any = dict(dtype.fields or {})[name]
+        packed &= its[1] == end
+        end = its[1] + its[0].itemsize
+        fields.append((name, its))
+    packed &= end == dtype.itemsize and not dtype.isalignedstruct
+    text = ", ".join(
+        f"{name!r}{f' titled {its[2]!r}' if len(its) > 2 else ''}: {dtype_text(its[0])}"
+        + (f" at {its[1]}" if not packed else "")
+        for name, its in fields
+    )
+    size = "" if packed else f"; {dtype.itemsize} bytes" + ", aligned" * dtype.isalignedstruct
+    return f"{{{text}{size}}}" + ("" if dtype.type is np.void else f"({class_text(dtype.type)})")
 
 
 @dataclass(frozen=True)
@@ -260,6 +287,8 @@ def check_dense(value: Tensor) -> None:
 
 def array_bytes(value: Any) -> np.ndarray[Any, Any]:
     """Return the values of a numpy array or scalar, of any strides, as one buffer."""
+    if not value.dtype.itemsize:  # of an empty str numpy makes one character
+        return np.empty(0, np.uint8)
     return np.asarray(value, order="C").reshape(-1).view(np.uint8)
 
 
@@ -300,9 +329,17 @@ class _Inner:
     container: Container
     children: "tuple[Node, ...]"
 
+    @property
+    def identity(self) -> str:
+        """What containers and leaves these are: as `__str__`, with the modules of classes."""
+        return self._text(self.container.identity, [getattr(child, "identity", child) for child in self.children])
+
+    def _text(self, name: str, children: Sequence[object]) -> str:
+        inner = ", ".join(f"{key_text(key)}: {child}" for key, child in zip(self.container.keys, children, strict=True))
+        return f"{name}({inner})"
+
     def __str__(self) -> str:
-        inner = ", ".join(f"{key!r}: {child}" for key, child in zip(self.container.keys, self.children, strict=True))
-        return f"{self.container}({inner})"
+        return self._text(str(self.container), self.children)
 
 
 Node: TypeAlias = _Inner | Leaf
@@ -411,6 +448,14 @@ class Structure:
     def maker(self, leaf_makers: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
         """Return the function that makes a sample: it calls the maker of each leaf with its own arguments."""
         return _maker(self.root, iter(leaf_makers))
+
+    @property
+    def identity(self) -> str:
+        """A text that differs where two structures hold different samples: whole dtypes, keys with types, classes with modules.
+
+        It is the same for two classes that functions define under one name.
+        """
+        return str(getattr(self.root, "identity", self.root))
 
     def __str__(self) -> str:
         return str(self.root)

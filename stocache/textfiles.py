@@ -19,6 +19,10 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zstd"}
 _ENDS = 1 << 16  # bytes at either end of a file that tell whether it is another one
 _FEED = 1 << 16  # compressed bytes at a time
+_WINDOW = 1 << 27  # bytes that zstd may look back, and so keep in memory: as many as it writes without being told --long=28
+_BLOCKS = 16  # of zstd at a time, of 128 KiB each
+_FRAME_HEADER = 18  # bytes of the longest
+_SKIPPABLE = [bytes([0x50 + n]) for n in range(16)]  # first bytes of frames that hold no text
 
 
 @dataclass(frozen=True)
@@ -203,34 +207,85 @@ class _Inflated(OpenFile):
 
 
 class _ZstdStream:
-    """A zstd file as it is decompressed; unlike the readers of the library, it notices when the last frame is not complete."""
+    """A zstd file as it is decompressed; unlike the readers of the library, it notices when the last frame is not complete.
+
+    What the library's ``decompressobj`` makes of its input has no limit of its own: 64 KiB of it may become 2 GiB. But a frame
+    is a header and then blocks, of which each becomes 128 KiB at most, and begins with its length. So it is fed few blocks at
+    a time. Source: RFC 8878, section 3.1.1.
+    """
 
     def __init__(self, path: str, raw: IO[bytes]) -> None:
         try:
             import zstandard
         except ImportError:
             raise StreamError(f"{path} is compressed with zstd. pip install 'stocache[codecs]'") from None
-        self._new, self._error = zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
+        self._library = zstandard
+        self._new = zstandard.ZstdDecompressor(max_window_size=_WINDOW).decompressobj
         self._raw, self._rest, self._out = raw, b"", b""
         self._frame: Any = None
+        self._due = 0  # bytes from the beginning of the rest to the next block, or to the end of the frame
+        self._complete = False  # whether it is the end
+        self._summed = False  # whether a checksum follows the last block
 
     def read1(self, nbytes: int) -> bytes:
         """Return up to ``nbytes``, none only at the end."""
         while not self._out:
-            data = self._rest or self._raw.read(_FEED)
-            if not data:
-                if self._frame is not None:
-                    raise EOFError("the last frame is not complete")
+            if self._frame is None and not self._begin():
                 return b""
-            self._frame = self._frame or self._new()
+            size = self._few_blocks()
+            if not size:
+                if self._complete and not self._due:
+                    raise OSError("a frame does not end with its last block")
+                if not self._read_more():
+                    raise EOFError("the last frame is not complete")
+                continue
+            data, self._rest, self._due = self._rest[:size], self._rest[size:], self._due - size
             try:
-                self._out, self._rest = self._frame.decompress(data), b""
-            except self._error as error:
+                self._out = self._frame.decompress(data)
+            except self._library.ZstdError as error:
                 raise OSError(str(error)) from None
             if self._frame.eof:
-                self._rest, self._frame = self._frame.unused_data, None
+                self._rest, self._frame = self._frame.unused_data + self._rest, None
         out, self._out = self._out[:nbytes], self._out[nbytes:]
         return out
+
+    def _read_more(self) -> bool:
+        more = self._raw.read(_FEED)
+        self._rest += more
+        return bool(more)
+
+    def _begin(self) -> bool:
+        """Begin a frame; False when there is none."""
+        while len(self._rest) < _FRAME_HEADER and self._read_more():
+            pass
+        if not self._rest:
+            return False
+        if self._rest[:1] in _SKIPPABLE and self._rest[1:4] == b"\x2a\x4d\x18":
+            self._due, self._complete = 8 + int.from_bytes(self._rest[4:8], "little"), True
+        else:
+            try:
+                self._due = self._library.frame_header_size(self._rest)
+                its = self._library.get_frame_parameters(self._rest)
+            except self._library.ZstdError as error:
+                if len(self._rest) < _FRAME_HEADER:
+                    raise EOFError("the last frame is not complete") from None
+                raise OSError(str(error)) from None
+            if its.window_size > _WINDOW:
+                raise OSError(f"a frame wants {its.window_size >> 20} MiB of memory, {_WINDOW >> 20} MiB are allowed")
+            self._complete, self._summed = False, its.has_checksum
+        self._frame = self._new()
+        return True
+
+    def _few_blocks(self) -> int:
+        """Return how many bytes of the rest may be decompressed; 0 when more of them are needed."""
+        for _ in range(_BLOCKS):
+            if self._complete or self._due + 3 > len(self._rest):
+                break
+            head = int.from_bytes(self._rest[self._due : self._due + 3], "little")
+            self._complete = bool(head & 1)
+            self._due += 3 + (1 if head >> 1 & 3 == 1 else head >> 3)  # a block may be one byte, repeated
+            self._due += 4 if self._complete and self._summed else 0
+        return min(self._due, len(self._rest))
 
 
 def _read_all(file: Any, nbytes: int) -> bytes:

@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from stocache.limits import format_size
 from stocache.listing import NamedCache
@@ -32,14 +33,14 @@ def table(caches: list[NamedCache], users: bool = False) -> Table:
         stats = cache.stats
         view.add_row(
             *[cache.user] * users,
-            cache.name,
+            Text(cache.name),  # as it is: brackets of a str would be taken for markup
             format_size(cache.memory_bytes),
             f"{stats.filled} of {stats.dataset_len} ({stats.fill_fraction:.0%})" if stats else "",
             hit_rate(cache),
             cache.state,
             "yes" if cache.persistent else "no",
             age(cache),
-            cache.problem or _holders(cache),
+            Text(cache.problem or _holders(cache)),
         )
     return view
 
@@ -94,7 +95,7 @@ def live_table(caches: list[NamedCache], rates: dict[str, float]) -> Table:
         stats = cache.stats
         share = stats.filled / max(1, stats.slots) if stats else 0.0
         view.add_row(
-            cache.name,
+            Text(cache.name),
             format_size(cache.memory_bytes),
             f"{stats.filled} of {stats.slots}" if stats else "",
             "█" * round(10 * share) + "░" * (10 - round(10 * share)),

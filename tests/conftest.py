@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
@@ -25,6 +26,19 @@ settings.register_profile("seeded", derandomize=True, deadline=None, max_example
 settings.load_profile("seeded")
 
 START_METHODS = ("fork", "spawn", "forkserver")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what `sampled` tests leave out."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is not None:
+            name = item.nodeid.partition("[")[0]
+            if seen[name] % mark.args[0]:
+                item.add_marker("slow")
+            seen[name] += 1
 
 
 @pytest.fixture(scope="session", autouse=True)

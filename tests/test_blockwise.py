@@ -91,6 +91,7 @@ SUBSETS = {"all": None, "irregular": np.sort(np.random.default_rng(0).permutatio
 @pytest.mark.parametrize("subset", SUBSETS)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("loader_class", [torch.utils.data.DataLoader, stocache.DataLoader])
+@pytest.mark.sampled(4)
 def test_with_half_of_it_cached_half_of_the_blocks_are_read(storage, subset, workers, loader_class):
     dataset = StorageDataset(storage, SUBSETS[subset])
     with CachedDataset(dataset, half(dataset)) as cached:

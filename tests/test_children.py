@@ -109,6 +109,7 @@ def numbers(dataset, workers, start_method):
     ("workers", "start_method"), [(4, "fork"), pytest.param(1, "spawn", marks=pytest.mark.slow), (1, "forkserver"), (0, "none")]
 )
 @pytest.mark.parametrize("warmed", [False, True])
+@pytest.mark.sampled(3)
 def test_a_dataset_that_opens_its_file_lazily_stays_closed_here(lazy, workers, start_method, warmed):
     if start_method in ("spawn", "forkserver") and warmed:
         return  # seconds each
@@ -258,6 +259,7 @@ stocache.CachedDataset(Hanging(), 0.01)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.sampled(3)
 def test_ctrl_c_ends_a_dataset_that_hangs_and_no_process_is_left(number):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     with subprocess.Popen([sys.executable, "-c", HANGING], **options) as process:
@@ -439,3 +441,24 @@ def test_what_is_random_before_the_cache_is_told_once(draw, warning, caplog):
 def test_what_is_the_same_each_time_is_not_told(draw, caplog):
     CachedDataset(Drawing(draw), 0.01).close()
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_without_proc_samples_are_loaded_in_this_process(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr("stocache.children._OPEN_FILES", str(tmp_path / "fd"))
+    cached = CachedDataset([torch.full((2,), n) for n in range(9)], 0.01)
+    assert cached.warm().total.filled == 9
+    assert "/proc is hidden), so they are loaded in this one" in caplog.text
+
+
+@pytest.mark.parametrize("ending", ["os._exit(0)", "sys.exit()", "raise KeyboardInterrupt", "os.kill(os.getpid(), 40)"])
+def test_a_child_that_ends_is_an_error_however_it_ends(ending):
+    def job():
+        yield 1
+        exec(ending)
+
+    items = in_children([job], None)
+    assert next(items) == 1
+    with pytest.raises(
+        WorkerError, match=r"which loads samples, (exited with code [01]|was killed by signal 40 \(SIGRTMIN\+6\))"
+    ):
+        list(items)

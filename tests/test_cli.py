@@ -367,6 +367,7 @@ def test_an_error_of_a_worker_is_one_line(photos, tmp_path):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_errors_go_to_stderr_and_damage_to_stdout(out):
     (out / "index.json").unlink()
     inspected, checked = run_alone("inspect", out), run_alone("check", out)

@@ -136,6 +136,7 @@ def die_while_a_flag_is_there(dataset):
 
 @pytest.mark.parametrize("source", [Images(seeded=True), Batched(), Preparer()], ids=lambda source: type(source).__name__)
 @pytest.mark.parametrize("shuffle_seed", [None, 3])
+@pytest.mark.sampled(3)
 def test_content_is_that_of_one_process(tmp_path, driver, source, shuffle_seed):
     driver(by_ray, source, tmp_path / "ray", shuffle_seed=shuffle_seed)
     here(source, tmp_path / "here", shuffle_seed=shuffle_seed)
@@ -219,6 +220,7 @@ class DiesElsewhere:
         wait_until(flag.exists)
 
 
+@pytest.mark.slow
 def test_a_killed_node_costs_the_block_it_was_at(tmp_path, driver):
     driver(with_another_node, tmp_path)
     (again,) = Counter(map(int, logged(tmp_path / "log" / "loads"))) - Counter(range(N))

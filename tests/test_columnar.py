@@ -4,6 +4,7 @@ import collections
 import datetime
 import json
 import pathlib
+import resource
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from tensordict import TensorDict
 
+from benchmark.fuzz import seal_block
 from stocache import DamagedError, SampleError, StorageError
 from stocache.block import Block, Memory, encode
 from stocache.checksums import checksum
@@ -26,8 +28,10 @@ from tests.test_records import (
     PICKLED,
     Access,
     Annotated,
+    Extra,
     Kind,
     Odd,
+    Slotted,
     Space,
     everywhere,
     identical,
@@ -35,6 +39,7 @@ from tests.test_records import (
     made_by_name,
     same_metatensors,
     samples,
+    tensordict,
     tv_boxes,
 )
 from tests.test_structure import Box, Point, same
@@ -425,8 +430,177 @@ def test_a_pickle_is_checked_before_it_is_loaded():
     assert Trap.sprung == []
 
 
+def test_a_pickle_is_checked_before_it_is_loaded_however_its_kind_is_written():
+    data = whole([Trap()], allow_pickle=True)[0]
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    facts = json.loads(header["__metadata__"]["stocache"]) | {"checksum": "0" * 16}
+    text = json.dumps(facts).replace('"kind": "pickle"', '"kind":"\\u0070ickle"')
+    forged = bytearray(seal_block(header, text, bytearray(data[8 + length :])))
+    at = forged.index(b"sprung")
+    forged[at : at + 6] = b"SPRUNG"
+    with pytest.raises(DamagedError, match="sample 0 in it has the checksum"):
+        Block(Memory(bytes(forged)), "a block", allow_pickle=True).sample(0)
+    assert Trap.sprung == []
+
+
 class Trap:
     sprung: list = []  # noqa: RUF012
 
     def __reduce__(self):
         return Trap.sprung.append, ("sprung",)
+
+
+def refused(data, message="a block is damaged"):
+    """Reading a forged block is an error, and takes little memory."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(StorageError, match=message):
+        Block(Memory(data), "a block").all()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "|O8",
+        "O",
+        [["a", "|O8"]],
+        [["a", "<i4"], ["b", [["c", "|O8"]]]],
+        [["a", "|O8", [1]]],
+        "qint8",
+        "f4,O",
+        "|V2147483647",
+        None,
+    ],
+    ids=str,
+)
+def test_a_forged_dtype_is_an_error(dtype):
+    for value in (np.zeros(4), np.zeros((2, 0)), np.float64(1), torch.zeros(4)):
+        refused(forged([value], lambda tree: tree.update(dtype=dtype)))
+
+
+@pytest.mark.parametrize("items", [None, (), {}])
+def test_a_list_has_no_more_items_than_its_file_accounts_for(items):
+    data = bytearray(whole([[items] * 20, [items] * 21])[0])
+    at = data.rindex((41).to_bytes(8, "little"))
+    for count in (2**40, 2**62, 2**63 - 1, 10**6):
+        data[at : at + 8] = count.to_bytes(8, "little")
+        refused(resealed(bytes(data)))
+
+
+def resealed(data):
+    """A block with the checksums that it should have, but for those of samples that cannot be read."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    return seal_block(header, json.loads(header["__metadata__"]["stocache"]), bytearray(data[8 + length :]))
+
+
+@pytest.mark.parametrize("items", [None, {}, {"a": None, "b": ()}, torch.zeros(0, 3)], ids=str)
+def test_lists_of_many_items_without_bytes_come_back(items):
+    values = [[items] * 70_000, [items] * 3]
+    data, _ = whole(values)
+    assert list(map(len, Block(Memory(data), "a block").all())) == [70_000, 3]
+    assert ":room" in safetensors.torch.load(data)
+    assert ":room" not in safetensors.torch.load(whole([[items] * 30_000, [items] * 3] if items is None else [[items] * 40])[0])
+
+
+def test_a_block_without_room_is_read_as_before():
+    """As they were written before there was a column for it."""
+    data = whole([[None] * 60_000, [None] * 3])[0]
+    assert len(data) < 1000
+    assert [len(value) for value in Block(Memory(data), "a block").all()] == [60_000, 3]
+
+
+def test_lists_that_share_their_items_do_not_multiply():
+    """Each of 30 levels twice what is in it: a gigabyte of items in 4 KB."""
+    tree = {"kind": "tensor", "dtype": "uint8", "shape": [], "column": "sample"}
+    for _ in range(30):
+        tree = {"kind": "list", "offsets": "sample:offsets", "items": tree}
+    refused(forged([["a"], ["b", "c"]], lambda facts: (facts.clear(), facts.update(tree))))
+    data = forged([torch.zeros(1000), torch.ones(1000)], lambda facts: facts.update(
+        kind="in", container="list", keys=list(range(9)), extra=[], children=[dict(facts)] * 9, **{"class": "builtins:list"}
+    ))  # fmt: skip
+    refused(data)
+
+
+def test_offsets_that_go_back_do_not_multiply():
+    data = bytearray(whole([["x" * (5000 + item % 2) for item in range(n)] for n in (30, 31)])[0])
+    begin = data.index(b"".join(n.to_bytes(8, "little") for n in (0, 5000, 10_001)))
+    for item in range(62):
+        data[begin + 8 * item : begin + 8 * item + 8] = (0 if item % 2 == 0 else 61 * 5000).to_bytes(8, "little")
+    refused(resealed(bytes(data)))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [[2**62, 2**62, 0], [2**63], [-1, 0], [0.5], [True], [0] * 65, ["0"], "0", None, [[0]], [0, 2**31, 2**31, 2**31]],
+    ids=str,
+)
+def test_a_forged_shape_is_an_error(shape):
+    for value in (torch.zeros(0, 3), np.zeros((0, 3))):
+        refused(forged([value], lambda tree: tree.update(shape=shape)))
+
+
+@pytest.mark.parametrize("dims", [-1, 0, 65, 2**40, 1.0, True, None, "2"])
+def test_forged_dimensions_are_an_error(dims):
+    refused(forged([torch.zeros(2, 1), torch.zeros(2, 2)], lambda tree: tree.update(dims=dims)))
+
+
+@pytest.mark.parametrize("depth", [300, 100_000])
+def test_a_deep_structure_is_an_error(depth):
+    for piece in ('{"kind": "list", "offsets": "a", "items": ', "["):
+        text = json.dumps({"version": 1, "samples": 1, "structure": 0})
+        text = text.replace('"structure": 0', f'"structure": {piece * depth}0{("}" if "{" in piece else "]") * depth}')
+        header = {":checks": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}
+        refused(seal_block(header, text[:-1] + ', "checksum": "' + "0" * 16 + '"}', bytearray(8)))
+
+
+@pytest.mark.parametrize("value", [2**60, -1, 1.0, True, None, "2", [2]])
+def test_a_forged_number_of_samples_is_an_error(value):
+    data, _ = whole([1, 2])
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    facts = json.loads(header["__metadata__"]["stocache"]) | {"samples": value}
+    refused(seal_block(header, facts, bytearray(data[8 + length :])))
+
+
+@pytest.mark.parametrize("offsets", [[0, 2**60], [4, 12], [-8, 0], [8, 0], [0.0, 8.0], [0], None, [0, 8, 16], [False, True]])
+def test_columns_that_overlap_or_lie_elsewhere_are_an_error(offsets):
+    data, _ = whole([torch.zeros(3), torch.ones(3)])
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["sample"]["data_offsets"] = offsets
+    refused(seal_block(header, json.loads(header["__metadata__"]["stocache"]), bytearray(data[8 + length :])))
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        (Extra(1, 2), {"keys": ["image", "label"]}),
+        (Extra(1, 2), {"class": "tests.test_records:Slotted"}),
+        (Slotted(1), {"keys": ["__class__"]}),
+        (Slotted(1), {"keys": ["__dict__"]}),
+        (Slotted(1), {"keys": [1]}),
+        (collections.Counter("a"), {"class": "collections.abc:Mapping"}),
+        (collections.Counter("a"), {"class": "weakref:WeakValueDictionary"}),
+        (image(4), {"class": "PIL.Image:Image", "keys": [0, 1, 2, 3]}),
+        ({"a": 1}, {"keys": [["a"]]}),
+        ({"a": 1}, {"keys": [{"tuple": [["a"]]}]}),
+        (tensordict(), {"extra": [2**70]}),
+        (tensordict(), {"extra": ["a"]}),
+        (tensordict(), {"extra": 3}),
+        (tv_boxes(), {"class": "torch:Size"}),
+        (tv_boxes(), {"class": "torch:Generator"}),
+    ],
+    ids=str,
+)
+def test_a_forged_container_is_an_error(value, change):
+    refused(forged([value], lambda tree: tree.update(change)), "a block")
+
+
+def test_an_image_that_claims_more_pixels_than_it_has_is_an_error():
+    data = whole([image(4)])[0]
+    at = data.index((4).to_bytes(8, "little") * 2)
+    refused(
+        resealed(data[:at] + (2**30).to_bytes(8, "little") * 2 + data[at + 16 :]), "takes 1152921504606846976 bytes, and has 16"
+    )

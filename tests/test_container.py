@@ -56,6 +56,7 @@ def container():
 
 
 @pytest.mark.parametrize("size_limit", ["auto", "700MB"])
+@pytest.mark.slow
 def test_a_job_is_not_killed_by_its_container(container, size_limit):
     job = subprocess.run(
         [sys.executable, "-c", JOB, container, size_limit], capture_output=True, text=True, timeout=25, check=False

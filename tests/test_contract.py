@@ -229,6 +229,7 @@ def test_get_or_load_gives_up_its_claim_when_the_load_fails(cache, resident):
         cache.get_or_load(N, sample)
 
 
+@pytest.mark.sampled(2)
 def test_threads_that_want_one_sample_load_it_once(cache, resident):
     loads, barrier, loading = [], threading.Barrier(8), threading.Event()
 

@@ -186,6 +186,7 @@ def test_copy_false_gives_the_memory_itself_and_copy_true_does_not(size):
     [("fork", one_size), ("fork", many_sizes), ("spawn", many_sizes), ("forkserver", one_size)],  # seconds each but for fork
     indirect=["start_method"],
 )
+@pytest.mark.sampled(2)
 def test_every_worker_reads_the_one_cache(size, start_method):
     source = Source(size)
     with CachedDataset(source, 1) as cached:

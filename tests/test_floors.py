@@ -10,8 +10,9 @@ import stocache
 
 PACKAGE = Path(stocache.__file__).parent
 FLOORS = [
-    {"errors", "limits", "placement", "kinds", "containers", "structure", "stats", "indices", "compression", "records"}
-    | {"readers"}
+    {"waiting", "ordering"}
+    | {"errors", "limits", "placement", "kinds", "containers", "structure", "stats", "indices", "compression", "records"}
+    | {"readers", "resolve", "callables"}
     | {"packing", "randomness", "forks", "loans", "pinned", "pool", "private", "checksums", "columnar", "rows", "remote"}
     | {"transforms", "indexing", "huggingface", "children", "probing"}
     | {"known_transforms", "pipelines", "twins", "routes", "encoded", "splitting", "cutting"}
@@ -19,7 +20,19 @@ FLOORS = [
     {"layout", "directory", "segment", "named"},
     {"opening", "columns", "arena", "admission", "protocol", "cache", "ragged", "gathering", "ring"}
     | {"block", "places", "folder", "writing", "storage", "stored", "sampler", "sharing", "locality"},
-    {"epochs", "blockwise", "dataset", "orders", "collation", "loader", "buffers", "windows", "stream", "reading"}
+    {
+        "epochs",
+        "blockwise",
+        "dataset",
+        "orders",
+        "collation",
+        "worker_group",
+        "loader",
+        "buffers",
+        "windows",
+        "stream",
+        "reading",
+    }
     | {"cluster", "prepare"},
     {"__init__"},
     {"bench", "listing", "doctor", "top", "sources", "datamodule", "cli", "__main__"},
@@ -34,6 +47,7 @@ WITHIN |= {
     ("dataset", "epochs"),
     ("dataset", "blockwise"),
 }
+WITHIN |= {(module, "resolve") for module in ("kinds", "containers", "records", "readers", "columnar", "rows")}
 WITHIN |= {("indexing", "containers"), ("indexing", "records"), ("children", "randomness")}
 WITHIN |= {("probing", below) for below in ("children", "indices", "randomness", "readers", "records")}
 WITHIN |= {("transforms", "containers"), ("pipelines", "known_transforms"), ("twins", "known_transforms")}
@@ -62,6 +76,7 @@ WITHIN |= {
     ("rows", "columnar"),
     ("remote", "checksums"),
     ("remote", "limits"),
+    ("remote", "waiting"),
 }
 WITHIN |= {(module, below) for module in ("columnar", "rows") for below in ("containers", "records", "structure")}
 WITHIN |= {
@@ -90,7 +105,15 @@ WITHIN |= {
     ("parsing", "containers"),
     ("parsing", "engines"),
 }
-WITHIN |= {("schema", "lines"), ("schema", "parsing"), ("schema", "engines"), ("windows", "buffers")}
+WITHIN |= {
+    ("schema", "callables"),
+    ("pipelines", "callables"),
+    ("callables", "checksums"),
+    ("schema", "lines"),
+    ("schema", "parsing"),
+    ("schema", "engines"),
+    ("windows", "buffers"),
+}
 WITHIN |= {("stream", below) for below in ("buffers", "windows", "collation", "epochs", "loader")}
 WITHIN |= {
     ("pool", "loans"),
@@ -98,6 +121,8 @@ WITHIN |= {
     ("gathering", "cache"),
     ("loader", "dataset"),
     ("loader", "orders"),
+    ("loader", "worker_group"),
+    ("worker_group", "orders"),
     ("loader", "collation"),
 }
 WITHIN |= {("orders", "dataset"), ("reading", "collation"), ("reading", "loader")}
@@ -165,7 +190,7 @@ def test_every_error_is_a_stocache_error_and_drawn_in_the_docstring():
     from stocache import errors
 
     classes = [item for item in vars(errors).values() if isinstance(item, type)]
-    assert len(classes) == 17
+    assert len(classes) == 18
     for item in classes:
         assert issubclass(item, errors.StocacheError)
         assert item.__name__ in errors.__doc__

@@ -33,8 +33,8 @@ def write(folder, *contents, compression="plain"):
     return paths
 
 
-def lines_of(paths, buffer_size=3, skip_header=0, comments="#", rank=0, world_size=1):
-    return Lines(find_files(paths), buffer_size, skip_header, comments, None, rank, world_size)
+def lines_of(paths, buffer_size=3, skip_header=0, comments="#", rank=0, world_size=1, **options):
+    return Lines(find_files(paths), buffer_size, skip_header, comments, None, rank, world_size, **options)
 
 
 def buffers_of(found):
@@ -208,11 +208,152 @@ def test_where_counts_all_lines_of_the_file(tmp_path):
     found.close()
 
 
-def test_a_file_without_line_ends_is_no_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(lines, "_LONGEST", 1000)
-    found = lines_of(write(tmp_path, b"x" * 1_000_000))
-    with pytest.raises(StreamError, match=r"000\.txt: no line ends in 0 MiB from byte 0 on"):
-        found.read(found.begin)
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize(
+    "long", [b"x" * 1001, b" " * 1001, b"# " + b"x" * 999, b"x" * 500_000], ids=["row", "blank", "comment", "far"]
+)
+def test_a_line_that_is_too_long_is_an_error_with_its_number(tmp_path, long, compression):
+    path, other = write(tmp_path, b"1\n2\n# 3\n" + long + b"\n5\n6\n", b"7\n" + long, compression=compression)
+    for which, number in ((path, 4), (other, 2)):
+        found = lines_of(which, 100, max_line_bytes=1000)
+        with pytest.raises(
+            StreamError, match=rf"00.\.txt, line {number}: the line is longer than 1000 bytes\. Raise max_line_bytes"
+        ):
+            found.read(found.begin)
+        with pytest.raises(StreamError, match=f"line {number}: the line is longer"):
+            found.count()
+        assert [piece.rows for piece in found.read(found.begin, 1)[0]] == [1]  # what comes before is not at fault
+        found.close()
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_a_line_may_be_as_long_as_the_limit(tmp_path, compression):
+    content = b"1\n" + b"x" * 1000 + b"\n" + b"# " + b"x" * 998 + b"\n2\n" + b"y" * 1000
+    found = lines_of(write(tmp_path, content, compression=compression), max_line_bytes=1000)
+    assert [row for buffer in buffers_of(found) for row in buffer] == oracle([content])
+    found.close()
+
+
+@given(
+    contents=st.lists(FILE, min_size=1, max_size=3), limit=st.integers(1, 45), world_size=st.integers(1, 4), gz=st.booleans()
+)
+def test_long_lines_that_are_left_out_count_as_rows(tmp_path_factory, contents, limit, world_size, gz):
+    contents = [content for content in contents if content]
+    if not contents:
+        return
+    paths = write(tmp_path_factory.mktemp("long"), *contents, compression="gz" if gz else "plain")
+    wanted = []
+    for content in contents:
+        found = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+        wanted += [b"" if len(line) > limit else line for line in found if len(line) > limit or oracle([line])]
+    got = []
+    for rank in range(world_size):
+        share = lines_of(paths, 3, rank=rank, world_size=world_size, max_line_bytes=limit, skip_long=True)
+        for number, pieces in enumerate(_buffers(share)):
+            if number % share.step == share.first:
+                got += [row for piece in pieces for row in (piece.text().split(b"\n")[: piece.rows])]
+                assert all(bool(piece.fault) == (piece.data == b"") for piece in pieces)
+        share.close()
+    assert sorted(got) == sorted(wanted)
+
+
+def _buffers(found):
+    position = found.begin
+    while True:
+        pieces, end = found.read(position)
+        if end.rows == position.rows:
+            return
+        assert end.rows - position.rows == sum(piece.rows for piece in pieces) <= found.buffer_size
+        yield pieces
+        position = end
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_a_header_that_is_too_long_is_an_error(tmp_path, compression):
+    paths = write(tmp_path, b"x" * 500_000 + b"\n1\n2\n", compression=compression)
+    for skip_long in (False, True):
+        with pytest.raises(StreamError, match=r"000\.txt, line 1: the line is longer than 1536 bytes"):
+            lines_of(paths, skip_header=1, max_line_bytes=1536, skip_long=skip_long)
+
+
+def test_ranks_stop_looking_for_a_line_end(tmp_path):
+    paths = write(tmp_path, b"1\n" * 1000 + b"x" * 500_000)
+    for rank in (0, 1):
+        with pytest.raises(StreamError, match=r"000\.txt, line 1001: the line is longer than 1000 bytes"):
+            lines_of(paths, rank=rank, world_size=2, max_line_bytes=1000)
+    shares = [lines_of(paths, 1000, rank=rank, world_size=2, max_line_bytes=1000, skip_long=True) for rank in (0, 1)]
+    assert [share.count() for share in shares] == [1001, 0]
+    for share in shares:
+        share.close()
+
+
+def test_deep_indentation_is_looked_through_like_any(tmp_path):
+    for delimiter in (None, "\t"):
+        blank, tabs, text = b" " * 3000, b" " * 200 + b"\t" + b" " * 90, b" " * 100_000 + b"1"
+        content = b"\n".join([blank, tabs, text, b"2", b" " * 77 + b"# no", b" " * 64, b" " * 63, b" " * 65 + b"\r", b"3"])
+        found = Lines(find_files(write(tmp_path, content)), 10, 0, "#", delimiter, 0, 1)
+        assert buffers_of(found) == [[tabs, text, b"2", b"3"] if delimiter else [text, b"2", b"3"]]
+        (piece,), _ = found.read(found.begin)
+        assert [piece.place(row)[2] for row in range(piece.rows + 1)] == [*([1, 2, 3, 8] if delimiter else [2, 3, 8]), 9]
+        found.close()
+
+
+def test_pieces_are_of_bounded_size_and_keep_rows_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "_PIECE", 4096)
+    monkeypatch.setattr(lines, "_BLOCK", 512)
+    content = b"".join(b"%d\n" % n + b"# much to say\n" * 50 + b"\n" * (n % 300) for n in range(500))
+    for compression in COMPRESSIONS:
+        found = lines_of(write(tmp_path, content, compression=compression), 200)
+        pieces, _ = found.read(found.begin)
+        assert sum(len(piece.data) for piece in pieces) == len(b"".join(b"%d\n" % n for n in range(200)))
+        assert max(piece.nbytes for piece in pieces) <= 4096
+        rows = [row for buffer in buffers_of(found) for row in buffer]
+        assert rows == oracle([content])
+        numbers = [number for number, line in enumerate(content.split(b"\n")) if line.isdigit()][:200]
+        wanted = [f"line {number + 1}" for number in numbers]
+        got = [found.where(piece.place(row)) for piece in pieces[::40] for row in range(piece.rows)]
+        assert got
+        assert all(any(line.endswith(f", {one}") for one in wanted) for line in got)
+        found.close()
+
+
+def test_zstd_frames_of_any_kind_are_read_as_they_were_written(tmp_path):
+    text = b"".join(b"%d,%d\n" % (n, n * n) for n in range(40_000))
+    stream = zstandard.ZstdCompressor(write_checksum=True).compressobj()
+    blocks = b"".join(
+        stream.compress(text[at : at + 999]) + stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+        for at in range(0, len(text), 999)
+    )
+    frames = {
+        "of small blocks": (blocks + stream.flush(), text),
+        "raw": (zstandard.compress(os.urandom(300_000).replace(b"\n", b"")), None),
+        "of one byte": (zstandard.compress(b"7" * 10_000_000), b"7" * 10_000_000),
+        "empty": (zstandard.compress(b""), b""),
+        "skippable": (b"\x53\x2a\x4d\x18\x05\0\0\0hello", b""),
+    }
+    data = b"".join(frame for frame, _ in frames.values())
+    (tmp_path / "all.zst").write_bytes(data)
+    (file,) = find_files(tmp_path / "all.zst")
+    opened = file.open()
+    wanted = b"".join(zstandard.decompress(frame) if content is None else content for frame, content in frames.values())
+    assert opened.read_at(0, 1 << 28) == wanted
+    assert opened.damage is None
+    opened.close()
+    for cut in range(1, 20):
+        (tmp_path / "cut.zst").write_bytes(data[:-cut] if cut < 13 else blocks[:-cut])
+        opened = find_files(tmp_path / "cut.zst")[0].open()
+        opened.read_at(0, 1 << 28)
+        assert opened.damage == "its zstd data is cut: the last frame is not complete"
+        opened.close()
+
+
+def test_a_zstd_frame_that_wants_much_memory_is_refused(tmp_path):
+    parameters = zstandard.ZstdCompressionParameters(window_log=28, write_content_size=False)
+    stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "wide.zst").write_bytes(stream.compress(b"1\n") + stream.flush())
+    found = lines_of(str(tmp_path / "wide.zst"))
+    pieces, _ = found.read(found.begin)
+    assert pieces[-1].damage == "its zstd data is damaged: a frame wants 256 MiB of memory, 128 MiB are allowed"
     found.close()
 
 

@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -12,10 +13,19 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, Subset, WeightedRandomSampler, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    IterableDataset,
+    Subset,
+    WeightedRandomSampler,
+    default_collate,
+    get_worker_info,
+)
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 import stocache
-from stocache import CachedDataset, limits
+from stocache import CachedDataset, WorkerError, limits, reading
 from stocache.ring import FULL, NOTHING
 from tests.test_packing import TORCHS_WAY
 from tests.test_structure import same
@@ -101,6 +111,7 @@ def agree(ours, theirs, epochs=2):
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("dataset", [Images(), Named()], ids=["pairs", "dicts"])
+@pytest.mark.sampled(3)
 def test_batches_order_and_random_numbers_are_those_of_torch(dataset, options, workers):
     assert agree(*both(dataset, **options, **workers))
 
@@ -299,11 +310,249 @@ def until_death(name):
         ("Exiting", "exited with code 3"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_the_death_of_a_worker_names_process_signal_and_batch(name, words):
     program = f"import tests.test_loader as t; t.until_death({name!r})"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=25, check=True)
     assert result.stdout.startswith("WorkerError DataLoader worker (pid "), result.stdout + result.stderr
     assert f"{words} at work on batch 2 of the epoch" in result.stdout
+
+
+ENDINGS = {
+    "os._exit(0)": "exited with code 0",
+    "os._exit(7)": "exited with code 7",
+    "sys.exit()": "exited with code 0",
+    "sys.exit('words')": "exited with code 1",
+    "raise KeyboardInterrupt": "exited with code 0",
+    "signal.raise_signal(signal.SIGINT)": "exited with code 0",
+    "signal.raise_signal(signal.SIGTERM)": "was killed by signal 15 (SIGTERM)",
+    "signal.raise_signal(signal.SIGSEGV)": "was killed by signal 11 (SIGSEGV)",
+}
+
+
+class Ending(Images):
+    """Images of which one ends the worker that loads it; or something else in it does."""
+
+    def __init__(self, place, ending, idx=20):
+        super().__init__()
+        self.place, self.ending, self.idx = place, ending, idx
+
+    def end(self, place, idx):
+        if place == self.place and idx == self.idx and get_worker_info() is not None:
+            exec(self.ending)  # one of the above
+
+    def __getitem__(self, idx):
+        self.end("getitem", idx)
+        return super().__getitem__(idx), idx
+
+    def collate(self, samples):
+        for _, idx in samples:
+            self.end("collate", idx)
+        return default_collate(samples)
+
+    def init(self, _):
+        self.end("init", self.idx)
+
+
+class EndingStream(Ending, IterableDataset):
+    def __iter__(self):
+        for idx in range(len(self)):
+            self.end("iter", idx)
+            yield self[idx]
+
+
+def until_the_end(place, ending, kind="plain", idx=20, epochs=1, **options):
+    """Iterate over a dataset whose workers end; print what was raised. In a process of its own, as above."""
+    dataset = (EndingStream if place == "iter" else Ending)(place, ending, idx)
+    functions = {"collate_fn": dataset.collate} if place == "collate" else {"worker_init_fn": dataset.init}
+    source = stocache.CachedDataset(dataset, 0.01) if kind == "cached" else dataset
+    if kind == "no ring":
+        stocache.ring.Ring.works = property(lambda ring: False)
+    loader = stocache.DataLoader(source, 8, **({"num_workers": 2} | functions | options))
+    try:
+        for _ in range(epochs):
+            for _ in loader:
+                pass
+    except stocache.WorkerError as error:
+        sys.stdout.write(f"{error}\n")
+    if options.get("persistent_workers"):  # others take their place
+        dataset.place = source.place = ""
+        assert len(list(loader)) == (2 if place == "iter" else 1) * -(-len(dataset) // 8)
+        sys.stdout.write("again\n")
+    sys.stdout.flush()
+    os._exit(0)  # torch's processes and threads may take seconds to end
+
+
+def said_at_the_end(*arguments, **options):
+    program = f"import tests.test_loader as t; t.until_the_end(*{arguments!r}, **{options!r})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=55, check=False)
+    assert done.stdout.startswith("DataLoader worker (pid "), done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("ending", [pytest.param(its, marks=[pytest.mark.slow] * (its != "os._exit(0)")) for its in ENDINGS])
+def test_a_worker_that_ends_is_an_error_however_it_ends(ending):
+    assert f"{ENDINGS[ending]} at work on batch 2 of the epoch. " in said_at_the_end("getitem", ending)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["os._exit(0)", "raise KeyboardInterrupt"])
+@pytest.mark.parametrize(
+    ("place", "where"),
+    [("collate", "at work on batch 2 of"), ("init", "before its first batch"), ("iter", r"at work on batch [456] of")],
+)
+def test_a_worker_that_ends_is_an_error_wherever_it_ends(place, where, ending):
+    assert re.search(f"{re.escape(ENDINGS[ending])} {where}", said_at_the_end(place, ending))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"idx": 0},
+        {"num_workers": 1, "idx": 47},
+        {"kind": "cached"},
+        {"persistent_workers": True},
+        {"place": "iter", "persistent_workers": True, "idx": 45},
+        {"timeout": 6},
+        {"in_order": False},
+        {"multiprocessing_context": "spawn"},
+        {"multiprocessing_context": "forkserver", "num_workers": 1},
+    ],
+    ids=str,
+)
+def test_a_worker_that_ends_well_is_an_error_in_any_loader(options):
+    options = {"place": "getitem", "ending": "sys.exit(0)"} | options
+    said = said_at_the_end(**options)
+    number = rf"{options.get('idx', 20) // 8}" if options["place"] == "getitem" else "1[01]"
+    assert re.search(f"exited with code 0 at work on batch {number} of the epoch", said)
+    assert ("again" in said) == ("persistent_workers" in options)
+
+
+def until_a_death_in_a_step():
+    try:
+        for _ in stocache.DataLoader(Ending("getitem", "os._exit(7)"), 8, num_workers=2):
+            time.sleep(20)  # until the signal
+    except WorkerError as error:
+        sys.stdout.write(f"{error}\n")
+        sys.stdout.flush()
+        os._exit(0)
+
+
+@pytest.mark.slow
+def test_a_death_in_the_midst_of_a_step_is_told_like_any():
+    program = "import tests.test_loader as t; t.until_a_death_in_a_step()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=55, check=True)
+    assert re.match(r"DataLoader worker \(pid \d+\) exited with code 7 at work on batch 2 of the epoch\.", done.stdout), (
+        done.stderr
+    )
+
+
+@pytest.mark.slow
+def test_without_a_ring_the_batch_of_a_worker_that_ended_is_not_known():
+    assert re.match(
+        r"DataLoader worker \(pid \d+\) exited with code 0\. Something", said_at_the_end("getitem", "sys.exit(0)", "no ring")
+    )
+
+
+class Interrupting(Images):
+    def __getitem__(self, idx):
+        if idx == 20:
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(2)
+        return super().__getitem__(idx)
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_the_main_process_stays_what_it_is():
+    batches = iter(stocache.DataLoader(Interrupting(), 8, num_workers=1))
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        list(batches)
+    del batches
+
+
+UNGUARDED = {
+    "a loader": "[b for b in stocache.DataLoader(list(range(9)), 2, num_workers=2, multiprocessing_context=START)]",
+    "much data": "[b for b in stocache.DataLoader(Large(), 2, num_workers=1, multiprocessing_context=START)]",
+    "the default": "multiprocessing.set_start_method(START); list(stocache.DataLoader(list(range(9)), num_workers=1))",
+    "text": "list(stocache.StreamLoader(sys.argv[2], 1, 1, delimiter=',', num_workers=1, multiprocessing_context=START))",
+    "DataPipes": "from stocache import reading; from torch.utils.data.datapipes.iter import IterableWrapper as W; "
+    "list(reading.DataLoader2(W(range(9)).sharding_filter(), "
+    "reading_service=reading.MultiProcessingReadingService(1, multiprocessing_context=START)))",
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "start_method"),
+    [
+        pytest.param(what, method, marks=[pytest.mark.slow] * ((what, method) != ("much data", "spawn")))
+        for what in UNGUARDED
+        for method in ("spawn", "forkserver")
+    ],
+)
+def test_a_script_without_a_guard_is_told_of_it(tmp_path, what, start_method):
+    (tmp_path / "rows.csv").write_text("1,2,0\n" * 9)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing, sys\nimport stocache\nSTART = sys.argv[1]\n"
+        "class Large(list):\n    def __init__(self): super().__init__([bytes(5_000_000)] * 9)\n" + UNGUARDED[what]
+    )
+    command = [sys.executable, str(script), start_method, str(tmp_path / "rows.csv")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert done.returncode == 1
+    assert "WorkerError: the worker processes of the DataLoader cannot start: one exited with code 1. " in done.stderr
+    assert f"import {script}, and so run it once more. Put the code that starts it under if __name__ ==" in done.stderr
+
+
+def refused_semaphore(error):
+    class SemLock:
+        SEM_VALUE_MAX = 1
+
+        def __init__(self, *_):
+            raise type(error)(*error.args)  # another: each holds the frames it came through
+
+    return SemLock
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(38, "Function not implemented"), FileNotFoundError(2, "No such file"), PermissionError(13, "denied")]
+)
+@pytest.mark.parametrize("kind", ["loader", "text", "DataPipes"])
+def test_without_semaphores_no_workers_is_the_way_out(monkeypatch, tmp_path, start_method, error, kind):
+    monkeypatch.setattr("_multiprocessing.SemLock", refused_semaphore(error))
+    (tmp_path / "rows.csv").write_text("1,2,0\n" * 9)
+    options = {"num_workers": 1, "multiprocessing_context": start_method}
+    wanted = rf"cannot start its worker processes \(\w+: \[Errno {error.errno}\].*\)\. num_workers=0 loads .* /dev/shm"
+    if kind == "loader":
+        for dataset in (Images(), stocache.CachedDataset(Images(), 0.01)):
+            with pytest.raises(WorkerError, match=wanted):
+                iter(stocache.DataLoader(dataset, 8, **options))
+            assert len(list(stocache.DataLoader(dataset, 8))) == 7
+    elif kind == "text":
+        with (
+            stocache.StreamLoader(tmp_path / "rows.csv", 1, 1, delimiter=",", **options) as loader,
+            pytest.raises(WorkerError, match=wanted),
+        ):
+            list(loader)
+    else:
+        service = reading.MultiProcessingReadingService(**options)
+        loader = reading.DataLoader2(IterableWrapper(range(9)).sharding_filter(), reading_service=service)
+        with pytest.raises(WorkerError, match=wanted):
+            list(loader)
+        loader.shutdown()
+
+
+def test_errors_of_a_sampler_are_not_taken_for_those_of_processes():
+    def indices():
+        raise FileNotFoundError("order.txt")
+        yield
+
+    class Sampler:
+        def __iter__(self):
+            return indices()
+
+    with pytest.raises(FileNotFoundError, match=r"^order\.txt$"):
+        list(stocache.DataLoader(Images(), 8, sampler=Sampler(), num_workers=1))
 
 
 def test_a_timeout_is_torchs():

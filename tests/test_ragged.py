@@ -1,7 +1,10 @@
 """RaggedCache: what it does beyond the contract of all caches."""
 
 import json
+import logging
+import logging.handlers
 import math
+import multiprocessing
 import os
 import random
 import signal
@@ -13,6 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from stocache import (
+    CachedDataset,
     CodecError,
     LimitError,
     MismatchError,
@@ -20,6 +24,7 @@ from stocache import (
     SampleError,
     SampleIndexError,
     SegmentError,
+    SlotError,
     SlotState,
     limits,
     listing,
@@ -404,3 +409,134 @@ def test_the_cache_measures_loads_and_keeps_the_costly(monkeypatch):
         assert len(costly - kept) <= 1  # the first epoch's guess may have let in one too many of the others
         assert len(kept) == 52  # as many as fit
         assert (cache.aux_array != SlotState.EMPTY).all()
+
+
+# ---------------------------------------------------------------------------------------------------- classes of late modules
+
+LATE = """
+from typing import NamedTuple
+from dataclasses import dataclass
+
+@dataclass
+class Scan:
+    image: object
+    idx: int
+"""
+
+
+class LateScans:
+    """Imports the module of its samples when the first is loaded, as datasets do that a worker makes ready."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, idx):
+        if self.folder not in sys.path:
+            sys.path.append(self.folder)
+        import late_scans
+
+        return late_scans.Scan(torch.full((3, idx), idx), idx)
+
+
+def read_scans(dataset, ways, results):
+    """In a process that has not imported late_scans: read samples in several ways, and say what came of it."""
+    assert "late_scans" not in sys.modules
+    warnings = logging.handlers.BufferingHandler(100)
+    logging.getLogger("stocache").addHandler(warnings)
+    before = dataset.cache.stats()
+    found = {"each": lambda: [dataset[idx] for idx in range(8)], "batch": lambda: dataset.__getitems__(list(range(8)))}[ways]()
+    after = dataset.cache.stats()
+    good = [scan.idx for scan in found] == list(range(8)) and all((scan.image == scan.idx).all() for scan in found)
+    good = good and not warnings.buffer  # for loading the first of them imports the module
+    results.put((good, after.hits - before.hits, after.misses - before.misses, after.fills - before.fills))
+
+
+def get_scans(cache, results):
+    """As users of `get_slot` do."""
+    found = [cache.get_slot(idx) for idx in range(8)], cache.get_slots(range(8))
+    try:
+        cache.get_slot(0, allow_empty_slot=False)
+    except SlotError as error:
+        results.put((found[0] == [None] * 8, found[1][0] == [None] * 8, found[1][1].any().item(), str(error)))
+    results.put("late_scans" in sys.modules)
+
+
+@pytest.fixture
+def scans(tmp_path):
+    (tmp_path / "late_scans.py").write_text(LATE)
+    with CachedDataset(LateScans(str(tmp_path)), "1MB", probe=0) as dataset:
+        yield dataset
+
+
+def in_spawned(target, *arguments):
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=target, args=(*arguments, results))
+    process.start()
+    got = results.get(timeout=120)
+    more = results.get(timeout=120) if target is get_scans else None
+    process.join(120)
+    assert process.exitcode == 0
+    results.close()
+    results.join_thread()
+    return got if more is None else (*got, more)
+
+
+@pytest.mark.parametrize("ways", ["each", "batch"])
+def test_a_process_that_has_not_imported_the_class_of_a_sample_loads_it_again(scans, ways):
+    assert in_spawned(read_scans, scans, ways) == (True, 0, 8, 8)
+    good, hits, misses, fills = in_spawned(read_scans, scans, ways)
+    assert (good, hits + misses, fills) == (True, 8, 0)
+    assert misses >= 1  # the first is loaded, which imports the module
+    assert hits >= (7 if ways == "each" else 0)
+
+
+def test_a_sample_of_a_class_that_is_not_imported_is_a_miss_that_says_what_to_import(scans):
+    assert in_spawned(read_scans, scans, "each")[0]
+    empty, none, any_there, message, imported = in_spawned(get_scans, scans.cache)
+    assert (empty, none, any_there, imported) == (True, True, False, False)
+    assert message == "get_slot(0): the sample is of a class whose module is not imported here. Import it first."
+
+
+def test_what_is_not_imported_is_warned_of_once(scans, caplog):
+    assert in_spawned(read_scans, scans, "each")[0]
+    with caplog.at_level("WARNING"):
+        assert [scans.cache.get_slot(idx) for idx in range(8)] == [None] * 8
+    (record,) = caplog.records
+    assert "Import late_scans first" in record.message
+    assert "late_scans" not in sys.modules
+
+
+def test_a_load_that_does_not_import_the_class_of_what_is_cached_warns_once(scans, caplog):
+    assert in_spawned(read_scans, scans, "each")[0]
+    for ways in (
+        lambda: [scans.cache.get_or_load(idx, str) for idx in range(4)],
+        lambda: scans.cache.get_or_load_many(range(4), lambda indices: map(str, indices)),
+    ):
+        with caplog.at_level("WARNING"):
+            assert ways() == ["0", "1", "2", "3"]
+    (record,) = caplog.records
+    assert "Import late_scans first" in record.message
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda words, memory: words.__setitem__(2, 1 << 62),  # where the newest skeleton is
+        lambda words, memory: words.__setitem__(2, 200 << 20),  # in memory that is not reserved
+        lambda words, memory: memory.__setitem__(slice(words[2] + 11, words[2] + 15), b"\xff" * 4),  # its length
+    ],
+    ids=["beyond all", "not reserved", "too long"],
+)
+def test_a_skeleton_outside_of_the_memory_is_an_error(forge):
+    with RaggedCache(1, 4) as cache:
+        cache.set_slot(0, "text")
+        forge(cache._arena._words, cache._segment.view(0, 4096))
+        fresh = RaggedCache.__new__(RaggedCache)
+        fresh.__setstate__(cache.__getstate__())
+        with pytest.raises(SegmentError, match="what tells its samples lies outside of its memory"):
+            fresh.get_slot(0)
+        fresh.close()

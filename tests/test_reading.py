@@ -65,6 +65,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create .* w
 
 
 @pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.sampled(3)
 def test_the_order_is_a_function_of_seed_and_epoch(name):
     numbers(1)
     epochs = {}
@@ -112,6 +113,7 @@ def test_a_loader_and_its_copy_do_not_share_a_graph():
 
 
 @pytest.mark.parametrize(("name", "method"), [("both", "spawn"), ("noisy", "forkserver")])
+@pytest.mark.sampled(2)
 def test_all_start_methods_give_the_same(name, method):
     with loader(GRAPHS[name](), 2) as forked, loader(GRAPHS[name](), 2, multiprocessing_context=method) as other:
         assert elements(other) == elements(forked)

@@ -67,6 +67,7 @@ def resumed(graph, workers, state, epoch, **options):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.sampled(3)
 def test_the_rest_is_that_of_one_run(name, workers):
     whole = run(GRAPHS[name], workers)
     draw = random.Random(f"{name} {workers}")
@@ -107,6 +108,7 @@ def test_what_was_resumed_can_be_broken_off_again(name, workers):
 
 @pytest.mark.parametrize("name", sorted(SAME_FOR_ANY_WORKERS - {"both", "both, branches of dispatched", "prefetched"}))
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 3), (3, 0)])
+@pytest.mark.sampled(3)
 def test_another_number_of_workers_goes_on_where_that_is_exact(name, before, after):
     whole = run(GRAPHS[name], 0)
     for position in (1, 11):

@@ -8,7 +8,9 @@ import decimal
 import enum
 import fractions
 import pathlib
+import resource
 import string
+import sys
 import threading
 import types
 import zoneinfo
@@ -23,9 +25,10 @@ from hypothesis.extra import numpy as hnp
 from PIL import Image
 from tensordict import TensorDict
 
+from benchmark.fuzz import compress, read_record
 from stocache import RaggedCache, SampleError, SegmentError, SharedCache
 from stocache.readers import reader_of
-from stocache.records import Record, parse_skeleton, write_skeleton
+from stocache.records import Record, pack_integers, parse_skeleton, write_skeleton
 from stocache.structure import array_order_of, order_of
 from tests.test_structure import Box, Point, same
 
@@ -342,7 +345,7 @@ def same_tensordicts(a, b):
             lambda a, b: a.dtype == b.dtype and a == b,
         ),
         (torch.tensor([1 + 2j]).conj(), lambda a, b: torch.equal(a, b)),
-        *((factory, same_factories) for factory in (made(None), made(int), made(made_by_name), made(collections.OrderedDict))),
+        *((factory, same_factories) for factory in (made(None), made(int), made(collections.OrderedDict))),
         (tv_boxes(), lambda a, b: same_annotated(a, b) and a.format is BoxFormat.XYXY),
         (decimal.Decimal("sNaN123"), lambda a, b: repr(a) == repr(b)),
         (datetime.datetime(2026, 10, 25, 2, 30, fold=1, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin")), same_repr),
@@ -589,21 +592,25 @@ def test_nothing_is_unpickled_unless_allowed():
         (b"__import__('os')", "cannot be read here"),
         (b"('tensor', 'no_such_dtype', 1)", "no_such_dtype"),
         (b"('what',)", "what"),
-        (b"('enum', 'no_such_module:Kind')", "No module named"),
+        (b"('enum', 'no_such_module:Kind')", "Import no_such_module first"),
         (b"('tensor', 'uint8', 2, (0, 0))", "is not an order of dimensions"),
         (b"('tensor', 'uint8', 2, (1, 0, 2))", "is not an order of dimensions"),
         (b"('array', '|u1', 1, (1,))", "is not an order of dimensions"),
-        (b"('in', 'dict', 'builtins:dict', (('enum', 'os:system', 'A'),), (), (('str',),), 'coded')", "is not a class of enum"),
+        (
+            b"('in', 'dict', 'builtins:dict', (('enum', 'os:system', 'A'),), (), (('str',),), 'coded')",
+            "which is not an enum",
+        ),
         (b"('in', 'dict', 'builtins:dict', (('enum', 'enum:Enum', 'A'),), (), (('str',),), 'coded')", "has no member 'A'"),
         (b"('in', 'dict', 'builtins:dict', ('plain',), (), (('str',),), 'coded')", "cannot be read here"),
         (b"('in', 'defaultdict', 'collections:defaultdict', (), (), ())", "cannot be read here"),
-        (b"('in', 'defaultdict', 'collections:defaultdict', (), ('os:gone',), ())", "gone"),
+        (b"('in', 'defaultdict', 'collections:defaultdict', (), ('os:gone',), ())", "have the default_factory os:gone"),
         (b"('in', 'namedtuple', 'tests.test_records:Extra', ('image', 'label'), (), (('str',), ('str',)))", "it has "),
         (b"('in', 'dataclass', 'tests.test_records:Gone', (), (), ())", "Gone"),
-        (b"('in', 'list', 'no_such_module:List', (), (), ())", "No module named 'no_such_module'"),
+        (b"('in', 'list', 'no_such_module:List', (), (), ())", "Import no_such_module first"),
     ],
 )
 def test_a_skeleton_that_cannot_be_read_says_why(text, message):
+    text = text.replace(b"tests.test_records", __name__.encode())
     with pytest.raises(SegmentError, match=message):
         reader_of(text, allow_pickle=False)
 
@@ -670,8 +677,149 @@ def test_damaged_values_are_errors(sample, old, new, message):
 def test_a_class_that_is_not_an_enum_is_not_asked_for_members():
     with RaggedCache("1MB", 1) as cache:
         cache.set_slot(0, Kind.BOX)
-        record = Record(Kind.BOX)
-        read = reader_of(repr(("enum", "collections:OrderedDict")).encode(), allow_pickle=False)
-        data, integers = record.pack()
-        with pytest.raises(SegmentError, match="is not a class of enum members"):
-            read(data, 0, 0, len(data), tuple(integers), True)
+        with pytest.raises(SegmentError, match="have members of collections:OrderedDict, which is not an enum"):
+            reader_of(repr(("enum", "collections:OrderedDict")).encode(), allow_pickle=False)
+
+
+def forged(sample, text=None, integers=None, data=None, codec=None, packed=None):
+    """Read a record that says something else than the sample's."""
+    record = Record(sample)
+    own, sizes = record.pack()
+    text = repr(record.skeleton).encode() if text is None else text
+    given = sizes if integers is None else integers
+    return read_record(sample, text, own if data is None else data, given, codec=codec, packed=packed)
+
+
+def refused(sample, message, **changes):
+    """Reading a forged record is an error, and takes little memory."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(SegmentError, match=message):
+        forged(sample, **changes)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+
+
+@pytest.mark.parametrize("name", ["subprocess:Popen", "os:system", "builtins:exec", "builtins:list", "pathlib:Path", "os:gone"])
+def test_a_forged_class_is_not_called(name, tmp_path):
+    for kind in ("tuple", "namedtuple", "mapping", "dataclass", "tensor", "list", "dict", "set", "defaultdict"):
+        if f"builtins:{kind}" == name:
+            continue
+        text = repr(("in", kind, name, (0, 1), (), (("str",), ("str",)))).encode()
+        refused(("touch", str(tmp_path / "x")), f"made of {name}, which is no {kind}", text=text)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_module_is_not_imported_for_a_forged_class():
+    for text in (
+        ("in", "tuple", "antigravity:fly", (0,), (), (("str",),)),
+        ("enum", "antigravity:Kind"),
+        ("in", "dict", "builtins:dict", (("enum", "antigravity:Kind", "A"),), (), (("str",),), "coded"),
+    ):
+        with pytest.raises(SegmentError, match="Import antigravity first"):
+            reader_of(repr(text).encode(), allow_pickle=False)
+    with pytest.raises(SegmentError, match="have the default_factory antigravity:fly"):
+        reader_of(b"('in', 'defaultdict', 'collections:defaultdict', (), ('antigravity:fly',), ())", allow_pickle=False)
+    assert "antigravity" not in sys.modules
+
+
+def test_a_default_factory_that_would_have_to_be_imported_needs_allow_pickle():
+    with RaggedCache("1MB", 1) as cache:
+        with pytest.raises(
+            SampleError, match=r'sample\["a"\] has the default_factory .*made_by_name.*, or pass allow_pickle=True'
+        ):
+            cache.set_slot(0, {"a": made(made_by_name)})
+    assert round_trip_allowed({"a": made(made_by_name)})["a"].default_factory is made_by_name
+
+
+@pytest.mark.parametrize(
+    "descr",
+    ["|O8", "O", (("a", "|O8"),), (("a", "<i4"), ("b", (("c", "|O8"),))), (("a", "|O8", (1,)),), "f4,O", 1, None],
+    ids=str,
+)
+def test_a_forged_dtype_is_an_error(descr):
+    for kind, value, dims in (("array", np.zeros(4), 1), ("scalar", np.float64(1), 0), ("array", np.zeros(0), 1)):
+        refused(value, "cannot be read here", text=repr((kind, descr, dims)).encode())
+
+
+@pytest.mark.parametrize("name", ["qint8", "quint4x2", "save", "Tensor", "nn", 1, None])
+def test_a_forged_dtype_of_torch_is_an_error(name):
+    refused(torch.zeros(4), "is not a dtype of torch", text=repr(("tensor", name, 1)).encode())
+    refused((torch.zeros(4), 1), "is not a dtype of torch", text=repr(
+        ("in", "tuple", "builtins:tuple", (0, 1), (), (("tensor", name, 1), ("number", "int")))
+    ).encode())  # fmt: skip
+
+
+def test_a_dtype_that_is_quantized_is_not_a_value():
+    with RaggedCache("1MB", 1) as cache, pytest.raises(SampleError, match="value is a dtype, which has no bytes of its own"):
+        cache.set_slot(0, torch.qint8)
+
+
+@pytest.mark.parametrize("items", [[None] * 3, [{}] * 3, [(None, None)] * 3, [[]] * 3], ids=str)
+def test_a_list_has_no_more_items_than_its_record_accounts_for(items):
+    for count in (2**40, 2**62, 2**63, 10**6):
+        refused(items, "the cache is damaged", integers=[count])
+
+
+@pytest.mark.parametrize("codec", [None, "zstd", "lz4"])
+@pytest.mark.parametrize("item", [None, {}, {"a": None, "b": ()}, np.str_("")], ids=str)
+@pytest.mark.sampled(4)
+def test_lists_of_many_items_without_bytes_come_back(item, codec):
+    with RaggedCache("4MB", 1, codec=codec) as cache:
+        cache.set_slot(0, [[item] * 70_000, [item] * 3])
+        assert same(cache.get_slot(0), [[item] * 70_000, [item] * 3])
+
+
+@pytest.mark.parametrize(
+    "sizes", [[2**40], [2**62, 2**62, 0], [2**63, 0, 0], [0, 2**63, 2**63], [], [1], [1, 1, 1, 1]], ids=str
+)
+def test_a_forged_shape_is_an_error(sizes):
+    value = torch.zeros(1, 1, 1, dtype=torch.uint8)
+    for sample in (value, (value, 1), value.numpy(), [value, "x"]):
+        record = Record(sample)
+        count = len(record.pack()[1]) - len(record.integers)
+        lengths = record.pack()[1][:count]
+        refused(sample, "the cache is damaged", integers=[*lengths, *sizes])
+
+
+@pytest.mark.parametrize("depth", [70, 150, 5000, 200_000])
+def test_a_deep_skeleton_is_an_error(depth):
+    deep = "('in', 'tuple', 'builtins:tuple', (0,), (), (" * depth + "('str',)" + ",))" * depth
+    for text in (deep, "(" * depth + ")" * depth, "-" * depth + "1", "9" * max(5000, depth)):
+        with pytest.raises(SegmentError, match="cannot be read here"):
+            reader_of(text.encode(), allow_pickle=False)
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_a_compressed_record_is_not_larger_than_its_leaves(codec):
+    sample = "much that is easy to compress " * 20
+    data, integers = Record(sample).pack()
+    packed = pack_integers(integers)[1] | 4
+    assert forged(sample, data=compress(codec, data), codec=codec, packed=packed) == "equal"
+    refused(
+        sample,
+        "compressed data claims 67108864 bytes, where 600",
+        data=compress(codec, bytes(64 << 20)),
+        codec=codec,
+        packed=packed,
+    )
+    huge = (b"\xff\xff\xff\x7f" if codec == "lz4" else b"\x28\xb5\x2f\xfd\xe0" + (2**50).to_bytes(8, "little")) + bytes(20)
+    refused(sample, "compressed data claims", data=huge, codec=codec, packed=packed)
+    refused(sample, "compressed data", data=compress(codec, data)[:-3], codec=codec, packed=packed)
+    refused(sample, "compressed data", data=b"", codec=codec, packed=packed)
+    refused(sample, "it has a compressed sample, and no codec", data=data, packed=packed)
+
+
+def test_a_forged_place_is_an_error():
+    with RaggedCache("1MB", 1) as cache:
+        cache.set_slot(0, "abc")
+        for place in (2**63, 2**64 - 1, 2**40, cache._segment.data_bytes):
+            cache._offsets[0] = place
+            with pytest.raises(SegmentError, match="the record of sample 0 reaches beyond it"):
+                cache.get_slot(0)
+
+
+def test_an_empty_string_of_numpy_takes_no_bytes_of_others():
+    sample = [np.str_(""), "hello", np.bytes_(b""), b"x"]
+    assert same(round_trip(sample), sample)
+    with SharedCache.like([np.str_(""), 5], "1MB", 1) as cache:
+        cache.set_slot(0, [np.str_(""), 7])
+        assert same(cache.get_slot(0), [np.str_(""), 7])

@@ -95,6 +95,7 @@ def make(sampler, workers, seed=1, dataset=None):
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.sampled(4)
 def test_resumed_after_any_batch_it_delivers_what_would_have_come(sampler, workers):
     loader = make(sampler, workers)
     torch.manual_seed(11)

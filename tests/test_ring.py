@@ -383,3 +383,18 @@ def test_forks_while_nothing_is_held_cost_no_descriptors(ring):
 def test_what_goes_outside_and_does_not_pickle_is_an_error_at_once():
     with pytest.raises(TypeError, match="cannot pickle"):  # and not in the thread of a queue, which would lose it
         ring_module.outside("key", ring_module.FULL, threading.Lock())
+
+
+def test_which_batch_a_process_ended_at_is_known_when_others_have_come():
+    ring = Ring(3, 2)
+    iteration = ring.begin()
+    ended = []
+    for number in (5, 6):
+        pid = os.fork()
+        if pid == 0:
+            ring.lane(iteration).note(number)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        ended.append(pid)
+    assert [ring.errand_of(pid) for pid in ended] == [5, 6]
+    ring.end(iteration)

@@ -172,6 +172,7 @@ def attach(connection):
     connection.recv()
 
 
+@pytest.mark.slow
 def test_a_running_process_attaches_through_proc(segment, start_method):
     context = multiprocessing.get_context(start_method)
     ours, theirs = context.Pipe()

@@ -27,6 +27,7 @@ def _needs_root():
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.sampled(4)
 def test_a_job_completes_and_caches_what_it_can(case):
     result = run(case.name, case.mount)
     assert result["filled"] >= LEAST[case.name]
@@ -39,6 +40,7 @@ def test_a_job_completes_and_caches_what_it_can(case):
 
 
 @pytest.mark.parametrize("name", ["ours, no cache", "ours, cached"])
+@pytest.mark.sampled(2)
 def test_large_batches_pass_through_the_64_mib_of_docker(name):
     result = run(name, "size=64m")
     assert (result["batches"], result["outside"]) == (20, 0)

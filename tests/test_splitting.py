@@ -175,6 +175,7 @@ def epochs(dataset, num_workers=0, context=None, count=3):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("name", MADE)
+@pytest.mark.sampled(4)
 def test_samples_and_random_numbers_are_those_without_a_cache(name, num_workers, folder, caplog):
     make = MADE[name]
     plain = epochs(make(folder), num_workers, "fork")

@@ -449,6 +449,15 @@ def test_an_index_that_is_none_is_an_error(disk, text, error, message):
         {"blocks": [[7, 100, "0"]]},
         {"blocks": 7},
         {"blocks": [["7", 100, "0"]]},
+        {"blocks": [[2**60, 2**60, "0"]], "samples": 2**60, "block_size": 2**60},
+        {"blocks": [[N, 100, "0"]], "block_size": N},
+        {"blocks": [[float(N), 10_000, "0"]], "block_size": N},
+        {"blocks": [[N, 10_000, 0]], "block_size": N},
+        {"blocks": [[True, 100, "0"]], "samples": 1},
+        {"samples": float(N)},
+        {"block_size": 7.0},
+        {"plan": []},
+        {"info_checksum": 1},
         {"unknown": 1},
         {"plan": None, "structure": None, "info": None, "info_checksum": None, "blocks": None},
     ],
@@ -549,3 +558,12 @@ def test_a_lock_is_not_left_behind(tmp_path):
     storage.start_preparation()
     del storage
     save(OnDiskBlockDataStorage(tmp_path / "data"))
+
+
+def test_a_block_of_another_size_than_the_index_says_is_an_error(disk):
+    path = Path(disk.base_folder, "index.json")
+    facts = json.loads(path.read_bytes())
+    facts["blocks"][0][1] += 1
+    path.write_bytes(seal(json.dumps(facts | {"checksum": "0" * 16}).encode(), b'"checksum": "'))
+    with pytest.raises(DamagedError, match="another block than the index says"):
+        OnDiskBlockDataStorage(disk.base_folder).load_sample(0)

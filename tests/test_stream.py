@@ -1,5 +1,6 @@
 """StreamLoader: every row once, in an order that follows from seed and epoch alone, whoever parses and whatever is cached."""
 
+import bz2
 import contextlib
 import functools
 import gc
@@ -10,18 +11,23 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
+import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
 import torch
+import zstandard
 from torch.utils.data import DataLoader
 
 import stocache
 from stocache import (
     ClosedError,
     DamagedError,
+    LimitError,
     StateError,
     StreamError,
     StreamLoader,
@@ -65,11 +71,17 @@ def rows(begin=0, end=N):
     return b"".join(b"%d\t%s\t%d\n" % (n, b"0" * (n * 7 % 13) + b"%d" % n, n) for n in range(begin, end))
 
 
+def ours():
+    """Paths of named caches that are not of another program, which may come and go at any moment."""
+    return {cache.path for cache in listing.find() if cache.name.startswith(("rows-", "texts"))}
+
+
 @pytest.fixture
 def _removed():
+    others = ours()
     yield
-    for cache in listing.find():
-        named.remove(cache.path)
+    for path in ours() - others:
+        named.remove(path)
     with contextlib.suppress(FileNotFoundError):
         os.rmdir(f"/dev/shm/stocache-{os.getuid()}")
 
@@ -180,6 +192,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("ways", WAYS, ids=str)
+@pytest.mark.sampled(2)
 def test_the_order_is_the_same_whoever_parses_and_whatever_is_cached(numbered, ways):
     for shuffle, window, drop_last in [(False, 1, False), (True, 2, "batch"), ("buffers", 2, True)]:
         options = {"shuffle": shuffle, "window": window, "drop_last": drop_last}
@@ -499,7 +512,7 @@ def test_ranks_read_every_row_once(tmp_path, options, compression):
     per_rank = [json.loads((tmp_path / f"{rank}.json").read_text())[0] for rank in range(3)]
     for epoch in range(2):
         assert sorted(n for epochs in per_rank for n in epochs[epoch]) == list(range(N))
-    assert not listing.find()
+    assert not ours()
 
 
 @pytest.mark.parametrize("compression", ["plain", "gz"])
@@ -997,6 +1010,7 @@ def test_a_parse_function_returns_as_many_rows_as_lines(numbered):
             list(loader)
 
 
+@pytest.mark.slow
 def test_a_torch_dataloader_says_that_there_is_nothing_and_follows_changes(numbered):
     with StreamLoader(numbered, 10, 440) as loader:
         with pytest.raises(StreamError, match="drop_last=True leaves no batch"):
@@ -1082,3 +1096,191 @@ def test_quoted_text_beside_numbers(tmp_path):
     for engine in ("pyarrow", "numpy"):
         with StreamLoader(path, 10, 20, delimiter=",", columns=[1, 2], engine=engine) as loader:
             assert numbers(loader) == list(range(40))
+
+
+# ---------------------------------------------------------------------------------------------------- lines that are too long
+
+READING = """
+import json, sys
+from stocache import StreamLoader
+
+def ints(lines):
+    import numpy
+    return numpy.array([[int(field) for field in line.split(",")] for line in lines])
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+if __name__ == "__main__":
+    before, found = peak(), []
+    for options in json.loads(sys.argv[2]):
+        if options.pop("parse", False):
+            options["parse"] = ints
+        rows, skipped, error = 0, None, None
+        try:
+            with StreamLoader(sys.argv[1], 2, 1000, delimiter=",", drop_last=False, **options) as loader:
+                for batch in loader:
+                    rows += len(batch if "parse" in options else batch[0])
+                skipped = loader.stats().skipped
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        found.append([rows, skipped, error])
+    print(json.dumps([*found, (peak() - before) // 1024]))
+"""
+
+
+def read_in_a_child(path, *options):
+    """Return rows, skipped lines and the error for each reading of a file, and the MiB of memory that they took at most."""
+    command = [sys.executable, "-c", READING, str(path), json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    return json.loads(done.stdout)
+
+
+def write_bomb(path, text, times, before=b"", after=b"\n"):
+    """Write ``text`` so many times; compressed as the name of the file says."""
+    open_one = {
+        ".gz": functools.partial(gzip.open, compresslevel=1),
+        ".bz2": functools.partial(bz2.open, compresslevel=1),
+        ".zst": functools.partial(zstandard.open, cctx=zstandard.ZstdCompressor(level=1)),
+        ".csv": open,
+    }[path.suffix]
+    with open_one(path, "wb") as file:
+        file.write(b"1,2,0\n3,4,1\n" + before)
+        for _ in range(times):
+            file.write(text)
+        file.write(after + b"5,6,2\n")
+    return path
+
+
+MIB = 1 << 20
+BOMBS = {"row": b"x" * MIB, "blank": b" " * MIB, "comment": b"#" + b"x" * (MIB - 1), "numbers": b"12345678" * (MIB // 8)}
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "mib"),
+    [
+        ("row", "a.zst", 600),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("blank", "a.zst", 600),
+                ("comment", "a.zst", 600),
+                ("numbers", "a.zst", 600),
+                ("row", "a.csv", 300),
+                ("row", "a.gz", 200),
+                ("blank", "a.bz2", 100),
+            ]
+        ),
+    ],
+)
+def test_a_line_that_is_too_long_is_refused_in_bounded_memory(tmp_path, content, name, mib):
+    path = write_bomb(tmp_path / name, BOMBS[content], mib)
+    refused, skipped, grown = read_in_a_child(path, {}, {"on_error": "skip", "max_line_bytes": "8MiB"})
+    assert re.search(rf"StreamError: .*{name}, line 3: the line is longer than 16 MiB\. Raise max_line_bytes", refused[2])
+    assert skipped == [3, 1, None]
+    assert grown < 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"parse": True}, {"num_workers": 1}, {"skip_header": 3}, {"format": "jsonl"}], ids=str)
+def test_long_lines_are_refused_however_they_would_be_read(tmp_path, options):
+    path = write_bomb(tmp_path / "a.zst", b"x" * MIB, 600)
+    if "format" in options:
+        path = write_bomb(tmp_path / "b.zst", b"[" * MIB, 600)
+        options |= {"comments": "1", "skip_header": 2, "label_columns": None}
+    (rows, _, error), grown = read_in_a_child(path, options)
+    assert "line 3: the line is longer than 16 MiB" in error
+    assert rows == 0
+    assert grown < 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text",
+    [b"\n" * MIB, b"#\n" * (MIB // 2), b" \n" * (MIB // 2), b"7,8,1\n" + b"\n" * (MIB - 6)],
+    ids=["empty", "#", "blank", "rare"],
+)
+def test_lines_that_are_not_rows_take_no_memory_however_many(tmp_path, text):
+    path = write_bomb(tmp_path / "a.zst", text, 100, after=b"")
+    found, grown = read_in_a_child(path, {})
+    assert found == [3 + text.count(b"7,8") * 100, 0, None]
+    assert grown < 300
+
+
+def test_a_kib_of_zstd_is_not_decompressed_at_once(tmp_path):
+    block = (MIB // 8) << 3 | 0b010  # one byte, 128 Ki times
+    frame = zstandard.compress(b"1,2,0\n" * 9, level=1)[:4] + b"\x00\x70" + (block.to_bytes(3, "little") + b"x") * 16000
+    (tmp_path / "a.zst").write_bytes(frame)
+    (_, _, error), grown = read_in_a_child(tmp_path / "a.zst", {"label_columns": None})
+    assert "line 1: the line is longer than 16 MiB" in error
+    assert grown < 300
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_max_line_bytes_may_be(tmp_path, workers):
+    path = tmp_path / "a.csv"
+    path.write_text("1,2,0\n" + "3,4" + " " * 2000 + ",1\n5,6,2\n")
+    for limit in (3000, "3000", "3KB", "2.5KiB"):
+        with StreamLoader(path, 1, 1, delimiter=",", max_line_bytes=limit, num_workers=workers) as loader:
+            assert [y.item() for _, y in loader] == [0, 1, 2]
+    for limit in (2004, "2kb", "1KiB"):
+        with (
+            StreamLoader(path, 1, 1, delimiter=",", max_line_bytes=limit, num_workers=workers) as loader,
+            pytest.raises(StreamError, match=r"a\.csv, line 2: the line is longer than"),
+        ):
+            list(loader)
+    for limit in (0, -1, True, 1.5, None, "0MiB", b"1"):
+        with pytest.raises(StreamError, match=r"max_line_bytes=.* must be at least 1 byte"):
+            StreamLoader(path, 1, 1, delimiter=",", max_line_bytes=limit)
+    with pytest.raises(LimitError, match=r"max_line_bytes='much' is not a size"):
+        StreamLoader(path, 1, 1, delimiter=",", max_line_bytes="much")
+
+
+def test_max_line_bytes_is_not_part_of_a_state_unless_lines_are_left_out_for_it(numbered):
+    def state(**options):
+        with StreamLoader(numbered, 4, 8, **options) as loader:
+            next(iter(loader))
+            return loader.state_dict()
+
+    assert state(max_line_bytes="1MiB") == state()
+    with StreamLoader(numbered, 4, 8, max_line_bytes=10_000) as loader:
+        loader.load_state_dict(state())
+    with (
+        StreamLoader(numbered, 4, 8, max_line_bytes=10_000, on_error="skip") as loader,
+        pytest.raises(StateError, match="other arguments"),
+    ):
+        loader.load_state_dict(state(on_error="skip"))
+
+
+def test_long_lines_are_left_out_counted_and_reported_once(tmp_path, caplog):
+    path = tmp_path / "a.csv"
+    path.write_text("".join(f"{n},{n},{n}{' ' * 500 * (n % 10 == 3)}\n" for n in range(40)))
+    options = {"delimiter": ",", "on_error": "skip", "max_line_bytes": 100, "drop_last": False, "size_limit_gib": 0.01}
+    with StreamLoader(path, 3, 9, **options) as loader:
+        for _ in range(2):  # the second time out of the cache
+            assert [n for _, y in loader for n in y.tolist()] == [n for n in range(40) if n % 10 != 3]
+        assert loader.stats().skipped == 8
+    assert caplog.text.count("line 4: the line is longer than 100 bytes") == 1
+
+
+@pytest.mark.slow
+def test_a_line_in_fixed_widths_that_is_longer_than_others_does_not_widen_them(tmp_path):
+    path = write_bomb(tmp_path / "a.csv", b"1 2 0\n", 100_000, before=b"1 2 0" + b" " * 8 * MIB + b"\n", after=b"")
+    path.write_bytes(path.read_bytes().replace(b",", b" "))
+    found, grown = read_in_a_child(path, {"format": "fixed", "widths": [2, 2, 1]})
+    assert found == [100_004, 0, None]
+    assert grown < 400
+
+
+def test_json_that_is_nested_too_deep_is_a_bad_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    for bad in ('{"a": ' + "[" * 100_000 + "]" * 100_000 + ', "b": 1}', '{"a": ' + "1" * 5000 + ', "b": 1}'):
+        path.write_text('{"a": 1, "b": 1}\n' + bad + "\n")
+        with (
+            StreamLoader(path, 1, 2, format="jsonl", columns=["a"], label_columns="b", engine="numpy") as loader,
+            pytest.raises(StreamError, match=r"a\.jsonl, line 2: "),
+        ):
+            list(loader)
+        path.write_text(bad + "\n")
+        with pytest.raises(StreamError, match="the first row is no JSON object"):
+            StreamLoader(path, 1, 2, format="jsonl", columns=["a"], label_columns="b")

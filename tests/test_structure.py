@@ -235,3 +235,78 @@ def test_quantized_dtypes_are_refused():
 def test_structure_prints_as_people_read():
     text = str(Structure.of({"image": torch.zeros(3, 2, dtype=torch.uint8), "label": 1, "point": Point(np.zeros(2), 0.5)}))
     assert text == "dict('image': uint8[3, 2], 'label': int, 'point': Point('x': numpy <f8[2], 'y': float))"
+
+
+class Twins:
+    """Classes of the same name."""
+
+    class Left:
+        Point = namedtuple("Point", "x y")
+
+    class Right:
+        Point = namedtuple("Point", "x y")
+
+
+Twins.Left.Point.__qualname__, Twins.Right.Point.__qualname__ = "Twins.Left.Point", "Twins.Right.Point"
+
+
+class Other(str, Enum):
+    A = "a"
+
+
+AB, BA = [("a", "<f4"), ("b", "<f4")], [("b", "<f4"), ("a", "<f4")]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        *(
+            (np.zeros(2, one), np.zeros(2, other))
+            for one, other in (
+                (AB, BA),
+                (AB, "V8"),
+                (AB, [("a", "<f4"), ("b", "<i4")]),
+                (AB, [("a", "<f4"), ("b", ">f4")]),
+                ([("a", AB)], [("a", BA)]),
+                ([("a", "<f4", (2,))], AB),
+                ([("a", "<f4", (2, 1))], [("a", "<f4", (1, 2))]),
+                ([(("t", "a"), "<f4")], [("a", "<f4")]),
+                ([("a", "i1"), ("b", "<f8")], np.dtype([("a", "i1"), ("b", "<f8")], align=True)),
+                (
+                    {"names": ["a", "b"], "formats": ["<i2", "<i2"], "offsets": [0, 4], "itemsize": 8},
+                    {"names": ["a", "b"], "formats": ["<i2", "<i2"], "offsets": [0, 6], "itemsize": 8},
+                ),
+                ("<M8[ns]", "<M8[us]"),
+                ("<m8[s]", "<m8[25s]"),
+                ("<U3", "<U4"),
+                ("<U1", "S4"),
+                ([("a", "<M8[s]")], [("a", "<M8[ms]")]),
+            )
+        ),
+        (np.zeros((), AB)[()], np.zeros((), BA)[()]),
+        (np.rec.array([(1, 2)], dtype=AB), np.zeros(1, AB)),
+        (Twins.Left.Point(1, 2), Twins.Right.Point(1, 2)),
+        ([Twins.Left.Point(1, 2)], [Twins.Right.Point(1, 2)]),
+        *(
+            ({one: 1}, {other: 1})
+            for one, other in ((1, True), (1, 1.0), (1, "1"), (Key.A, "a"), (Key.A, Other.A), (b"a", "a"))
+        ),
+        ({("a", 1): 1}, {("a", True): 1}),
+        ({(1,): 1}, {1: 1}),
+        ({"a: int, 'b'": 1}, {"a": 1, "b": 1}),
+    ],
+    ids=str,
+)
+def test_the_identity_of_a_structure_tells_what_differs(one, other):
+    assert Structure.of(one).identity != Structure.of(other).identity
+    assert Structure.of(one).identity == Structure.of(one).identity
+
+
+def test_plain_structures_read_as_people_write_them():
+    sample = {"a": torch.zeros(2), 1: [np.zeros(3), (1.5, None)]}
+    assert Structure.of(sample).identity == "dict('a': float32[2], 1: list(0: numpy <f8[3], 1: tuple(0: float, 1: NoneType())))"
+    assert str(Structure.of(sample)) == Structure.of(sample).identity
+    assert Structure.of(np.zeros(2, AB)).identity == "numpy {'a': <f4, 'b': <f4}[2]"
+    assert Structure.of(np.zeros(2, "<M8[ns]")).identity == "numpy <M8[ns][2]"
+    aligned = np.dtype([("a", "i1"), ("b", "<f8")], align=True)
+    assert Structure.of(np.zeros(2, aligned)).identity == "numpy {'a': |i1 at 0, 'b': <f8 at 8; 16 bytes, aligned}[2]"

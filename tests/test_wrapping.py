@@ -232,6 +232,7 @@ SEVERAL = [[1, 2, 5], [3], [-1, 0], slice(3), slice(None, None, 7), slice(-3, No
     ],
     ids=["columns", "tensors", "hugging face", "hugging face torch", "hugging face ragged"],
 )
+@pytest.mark.sampled(2)
 def test_several_indices_give_what_they_give_of_the_dataset(make, indices):
     dataset = make()
     with CachedDataset(dataset, 1) as cached:
@@ -349,6 +350,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
 @pytest.mark.parametrize("variable", [True, None])
+@pytest.mark.sampled(2)
 def test_rows_that_are_chosen_are_a_view_of_the_cached_dataset(choose, variable):
     source = rows() if variable else rows().select_columns(["label"])
     with CachedDataset(source, 1, variable=variable) as cached:

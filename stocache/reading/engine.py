@@ -118,9 +118,10 @@ class WorkerStream(Stream):
     def __iter__(self) -> Iterator[Any]:
         try:
             yield from self._put_together()
-        except RuntimeError as error:  # as which torch raises a death, wherever this process is at that moment
+        except RuntimeError as error:  # as which a death is raised, wherever this process is at that moment
+            reported = isinstance(error, WorkerError) and not str(error).startswith("DataLoader worker (pid ")
             for loader, what in ((self._loader, "a worker"), (self._dispatcher, "the dispatching process")):
-                death = None if loader is None or isinstance(error, WorkerError) else loader.dead_worker()
+                death = None if loader is None or reported else loader.dead_worker()
                 if death is not None:
                     raise WorkerError(f"{what} is gone: {death}") from error
             raise

@@ -119,6 +119,7 @@ def compare(program, options, folder):
         case("worker_init", slow=True, probe=0),
     ],
 )
+@pytest.mark.sampled(2)
 def test_the_one_line_changes_nothing(program, options, tmp_path):
     compare(program, options, tmp_path)
 

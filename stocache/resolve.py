@@ -1,0 +1,434 @@
+"""Names that stored data contains, looked up: classes, enum members, default factories, dtypes.
+
+NOTE [ Names in data ]
+    Blocks and records name classes and dtypes. What reads them may be damaged or forged, so a name is looked up, and nothing
+    else: no module is imported, no attribute hook, property or descriptor runs, and what is found is called only as its kind
+    says below. This holds unless ``trusted`` is True, which ``allow_pickle=True`` makes it: then a module is imported, as
+    pickle would.
+
+    A class is one of Python's own, or of a module that this process has imported anyway, and its nature is checked by its
+    method resolution order:
+
+    dict, list, tuple, set ...   exactly these types
+    tuple        a subclass of tuple, made by ``tuple.__new__``, or by its own where that is written in C (torch.Size)
+    namedtuple   a subclass of tuple with these ``_fields``, made by ``tuple.__new__``
+    dataclass    made by ``object.__new__``, its attributes set without properties
+    tensor       a subclass of Tensor, made by ``as_subclass``
+    mapping      a subclass of dict or Mapping: the one kind whose constructor is called, with one dict
+    tensordict   the same, with a ``batch_size``, which is passed, too
+    image        a subclass of PIL's Image, given pixels of the size that its mode and shape take
+    enum         members by name; combined flags where the class has no ``_missing_`` and no metaclass of its own
+    factory      of a defaultdict: Python's own types
+
+    Writers ask the same questions (`check_class`), so what cannot be read back is refused or pickled when it is written.
+"""
+
+import importlib
+import re
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from enum import Enum, EnumMeta, Flag, IntFlag
+from functools import reduce
+from types import GetSetDescriptorType, MemberDescriptorType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.lib.format import descr_to_dtype
+from torch import Tensor
+
+from stocache.errors import SegmentError, StocacheError
+
+_namespace: Callable[[Any], Any] = vars(ModuleType)["__dict__"].__get__  # of a module, without the hooks of its class
+_attributes: Callable[[Any], Any] = vars(type)["__dict__"].__get__  # of a class, without those of its metaclass
+_mro: Callable[[Any], Any] = vars(type)["__mro__"].__get__
+_ABSENT = object()
+
+
+class Unresolved(StocacheError):
+    """A name in stored data cannot be used here; says why, of "its samples".
+
+    Attributes:
+        module: the module to import first; "" where that is not what is missing.
+    """
+
+    def __init__(self, problem: str, module: str = "") -> None:
+        super().__init__(problem)
+        self.module = module
+
+
+class NotImported(SegmentError):
+    """A record in a cache is of a class whose module this process has not imported."""
+
+
+# ---------------------------------------------------------------------------------------------------- looking up
+
+
+def is_class(value: Any) -> bool:
+    """Whether a value is a class; unlike isinstance it never asks the value."""
+    return type in _mro(type(value))
+
+
+def derives(cls: type, base: type) -> bool:
+    """Whether a class has a base in its method resolution order; unlike issubclass it runs no hook."""
+    return base in _mro(cls)
+
+
+def static_attribute(cls: type, name: str) -> Any:
+    """Return an attribute of a class as it stands in the class or a base, None where there is none; runs no descriptor."""
+    for base in _mro(cls):
+        found = _attributes(base).get(name, _ABSENT)
+        if found is not _ABSENT:
+            return found
+    return None
+
+
+def find_class(name: str) -> type | None:
+    """Return the class of a name, "module:qualname"; None where it is not here, or not a class. Imports and calls nothing.
+
+    Raises:
+        Unresolved: the module is not imported.
+    """
+    if name == "builtins:NoneType":
+        return type(None)
+    module, _, path = name.partition(":")
+    owner: Any = sys.modules.get(module)
+    if owner is None:
+        raise Unresolved(f"its samples are made of {name:.300}. Import {module:.300} first, or pass allow_pickle=True.", module)
+    if ModuleType not in _mro(type(owner)):
+        return None
+    found: Any = owner
+    for number, part in enumerate(path.split(".")):
+        found = (_attributes(found) if number else _namespace(found)).get(part, _ABSENT)
+        if not is_class(found):
+            return None
+    return found  # type: ignore[no-any-return]
+
+
+def import_class(name: str) -> Any:
+    """Return the class or function of a name; imports its module, as pickle would. Only where that is allowed.
+
+    Raises:
+        ImportError, AttributeError, ValueError: it is not there.
+    """
+    if name == "builtins:NoneType":
+        return type(None)
+    module, _, path = name.partition(":")
+    return reduce(getattr, path.split("."), importlib.import_module(module))
+
+
+_trusted: dict[str, Any] = {}
+
+
+def resolve(name: Any, trusted: bool) -> Any:
+    """Return the class of a name, None where it is not one; where ``trusted``, also a function, and its module is imported.
+
+    Raises:
+        Unresolved: its module is not here.
+    """
+    if type(name) is not str:
+        raise Unresolved(f"its samples are made of {name!r:.50}, which is not a name.")
+    found = None
+    if name in _trusted and trusted:
+        return _trusted[name]
+    try:
+        found = find_class(name)
+    except Unresolved:
+        if not trusted:
+            raise
+    if found is None and trusted:
+        try:
+            found = _trusted[name] = import_class(name)
+        except Exception as error:  # whatever importing it raises
+            raise Unresolved(f"its samples are made of {name}, which is not here: {error}.") from None
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- natures
+
+
+def _is_mapping(cls: type) -> bool:
+    return derives(cls, dict) or derives(cls, Mapping)
+
+
+def _is_namedtuple(cls: type) -> bool:
+    return derives(cls, tuple) and type(static_attribute(cls, "_fields")) is tuple
+
+
+def _is_image(cls: type) -> bool:
+    image = loaded_image_class()
+    return image is not None and derives(cls, image)
+
+
+def loaded_image_class() -> type | None:
+    """Return PIL's Image, None where PIL is not imported."""
+    images = sys.modules.get("PIL.Image")
+    return None if images is None else images.Image
+
+
+_NATURES: dict[str, Callable[[type], bool]] = {
+    "dict": lambda cls: cls in (dict, OrderedDict),
+    "list": lambda cls: cls is list,
+    "tuple": lambda cls: derives(cls, tuple),
+    "none": lambda cls: cls is type(None),
+    "namedtuple": _is_namedtuple,
+    "mapping": _is_mapping,
+    "tensordict": lambda cls: _is_mapping(cls) and static_attribute(cls, "batch_size") is not None,
+    "dataclass": lambda cls: type(static_attribute(cls, "__dataclass_fields__")) is dict,
+    "tensor": lambda cls: derives(cls, Tensor),
+    "image": _is_image,
+    "set": lambda cls: cls in (set, frozenset),
+    "deque": lambda cls: cls is deque,
+    "slice": lambda cls: cls is slice,
+    "defaultdict": lambda cls: cls is defaultdict,
+    "memmap": lambda cls: cls is np.memmap,
+}
+
+_PARTS = {"none": 0, "tensor": 2, "set": 1, "deque": 2, "slice": 3, "memmap": 1}
+"""Parts of containers that always have as many."""
+
+_MAX_DIMS = 64
+
+
+def check_class(kind: str, cls: Any, name: str, keys: tuple[Any, ...], extra: Any) -> None:
+    """Raise Unresolved unless a class may be put together as containers of a kind are, with these keys and this extra.
+
+    See NOTE [ Names in data ].
+    """
+    nature = _NATURES.get(kind)
+    if nature is None or not (is_class(cls) and nature(cls)):
+        raise Unresolved(f"its samples are made of {name:.300}, which is no {kind}.")
+    if kind == "namedtuple" and (fields := static_attribute(cls, "_fields")) != keys:
+        raise Unresolved(
+            f"its samples are made of {name} with the fields {list(keys)}, which it has no longer: it has {list(fields)}."
+        )
+    if kind in ("list", "tuple", "image") and keys != tuple(range(len(keys))):
+        raise Unresolved(f"its samples are made of {name} with other keys than positions.")
+    if len(keys) != _PARTS.get(kind, len(keys)) or (kind == "image" and len(keys) < 5):
+        raise Unresolved(f"its samples are made of {name} with {len(keys)} parts.")
+    if kind == "dataclass":
+        for key in keys:
+            _check_attribute(cls, name, key)
+    if type(extra) not in (tuple, list) or (extra and kind not in ("tensordict", "defaultdict")):
+        raise Unresolved(f"its samples are made of {name} with {extra!r:.50}.")
+    if kind == "tensordict" and not (len(extra) <= _MAX_DIMS and all(type(n) is int and 0 <= n < 2**63 for n in extra)):
+        raise Unresolved(f"its samples are made of {name} with the batch size {extra!r:.50}.")
+
+
+def _check_attribute(cls: type, name: str, key: Any) -> None:
+    """Raise Unresolved where setting an attribute of a dataclass would run code, or change what it is."""
+    if type(key) is not str or key in ("__class__", "__dict__", "__weakref__"):
+        raise Unresolved(f"its samples are made of {name} with the attribute {key!r:.50}.")
+    found = static_attribute(cls, key)
+    if type(found) not in (type(None), MemberDescriptorType) and (
+        type(found) is GetSetDescriptorType or static_attribute(type(found), "__set__") is not None
+    ):
+        raise Unresolved(f"its samples are made of {name}, whose attribute {key} is a property.")
+
+
+# ---------------------------------------------------------------------------------------------------- factories
+
+_OWN = (list, dict, set, int, float, complex, str, tuple, frozenset, bool, bytes, bytearray)
+FACTORIES: dict[str, Any] = {f"builtins:{cls.__name__}": cls for cls in _OWN} | {
+    f"collections:{cls.__name__}": cls for cls in (OrderedDict, deque, Counter)
+}
+"""What the default_factory of a defaultdict may be where classes are not to be imported by name."""
+
+
+def factory_of(name: Any, trusted: bool) -> Any:
+    """Return the default_factory of a name, None for None.
+
+    Raises:
+        Unresolved: it is not one of `FACTORIES`, and ``trusted`` is False; or it is not here.
+        ValueError: it is not a name.
+    """
+    if name is None:
+        return None
+    if type(name) is not str:
+        raise ValueError(f"{name!r:.80} is not the name of a default_factory")
+    if name in FACTORIES:
+        return FACTORIES[name]
+    if not trusted:
+        raise Unresolved(f"its samples have the default_factory {name!s:.300}. To call it, pass allow_pickle=True.")
+    return resolve(name, trusted)
+
+
+# ---------------------------------------------------------------------------------------------------- enum members
+
+
+def enum_class(name: Any, trusted: bool) -> Any:
+    """Return the enum class of a name.
+
+    Raises:
+        Unresolved: it is not here, or not one.
+    """
+    cls = resolve(name, trusted)
+    if not (is_class(cls) and derives(cls, Enum)):
+        raise Unresolved(f"its samples have members of {name}, which is not an enum.")
+    return cls
+
+
+def member_of(cls: Any, name: Any) -> Any:
+    """Return the member of an enum class that has a name, as `kinds.member_name` gives it.
+
+    Raises:
+        ValueError: it has no such member, or is not an enum class.
+    """
+    if not (is_class(cls) and derives(cls, Enum)):
+        raise ValueError(f"{cls!r:.50} is not a class of enum members")
+    members = _attributes(cls).get("_member_map_", {})
+    if type(name) is str and name in members:
+        return members[name]
+    try:
+        if type(name) is not str or not _combines(cls):
+            raise KeyError(name)
+        values = [int(part) if part.lstrip("-").isdigit() else members[part]._value_ for part in name.split("|")]
+        return cls(reduce(int.__or__, values))
+    except (KeyError, ValueError, TypeError, OverflowError):
+        raise ValueError(f"{cls.__name__} has no member {name!r:.50}") from None
+
+
+def _combines(cls: type) -> bool:
+    """Whether flags of a class are combined by the code of Python's enum module."""
+    return (
+        derives(cls, Flag)
+        and static_attribute(cls, "_missing_") in (static_attribute(Flag, "_missing_"), static_attribute(IntFlag, "_missing_"))
+        and static_attribute(type(cls), "__call__") is _attributes(EnumMeta)["__call__"]
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- dtypes
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if type(dtype) is torch.dtype and not str(dtype).startswith(("torch.qint", "torch.quint"))
+}
+"""Those whose values each have bytes of their own, by name."""
+
+
+def torch_dtype(name: Any) -> torch.dtype:
+    """Return the torch dtype of a name.
+
+    Raises:
+        ValueError: there is none, or it is quantized: such tensors hold a scale outside of their bytes.
+    """
+    dtype = TORCH_DTYPES.get(name) if type(name) is str else None
+    if dtype is None:
+        raise ValueError(f"{name!r:.50} is not a dtype of torch that can be stored")
+    return dtype
+
+
+_PLAIN_DTYPE = re.compile(
+    r"[|<>]?b1|[|<>]?[iu][1248]|[<>]f(2|4|8|12|16)|[<>]c(8|16|24|32)|[|<>]?[SUV]\d{1,10}"
+    r"|[<>][Mm]8(\[(\d{1,9})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)(/\d{1,9})?\])?"
+)
+_MAX_FIELDS, _MAX_LEVELS, _MAX_ITEMSIZE = 10_000, 16, 1 << 24
+
+
+def numpy_dtype(descr: Any) -> np.dtype[Any]:
+    """Return the numpy dtype that a description names: a str; or a tuple or list of fields, each a name (or a title and a
+    name), a description, and perhaps a shape.
+
+    Only numbers, bool, str, bytes, void, dates and time differences, and records of such; never Python objects.
+
+    Raises:
+        ValueError: it does not name one.
+    """
+    count = [0]
+    try:
+        dtype = descr_to_dtype(_checked_descr(descr, 0, count))
+    except (TypeError, LookupError, OverflowError, RuntimeError, SyntaxError) as error:
+        raise ValueError(f"{descr!r:.80} is not a dtype: {error}") from None
+    if dtype.itemsize > _MAX_ITEMSIZE:
+        raise ValueError(f"{descr!r:.80} is a dtype of {dtype.itemsize} bytes, more than {_MAX_ITEMSIZE}")
+    if dtype.hasobject or dtype.subdtype is not None:  # cannot happen
+        raise ValueError(f"{descr!r:.80} is not a dtype that can be read")
+    return dtype
+
+
+def _checked_descr(descr: Any, level: int, count: list[int]) -> Any:
+    """Return a description with its fields in lists, as numpy wants it; raise ValueError where it is not one."""
+    count[0] += 1
+    if level > _MAX_LEVELS or count[0] > _MAX_FIELDS:
+        raise ValueError(f"a dtype has more than {_MAX_LEVELS} levels or {_MAX_FIELDS} fields")
+    if type(descr) is str:
+        if not _PLAIN_DTYPE.fullmatch(descr):
+            raise ValueError(f"{descr!r:.80} is not a dtype that can be read")
+        return descr
+    if type(descr) not in (tuple, list):
+        raise ValueError(f"{descr!r:.80} is not a dtype")
+    fields = []
+    for field in descr:
+        if type(field) not in (tuple, list) or len(field) not in (2, 3):
+            raise ValueError(f"{field!r:.80} is not a field of a dtype")
+        name, inner, *shape = field
+        names = name if type(name) in (tuple, list) else (name,)
+        if len(names) > 2 or not names or not all(type(part) is str for part in names):
+            raise ValueError(f"{name!r:.80} is not a name of a field")
+        fields.append((tuple(names) if len(names) == 2 else names[0], _checked_descr(inner, level + 1, count), *_shapes(shape)))
+    return fields
+
+
+def _shapes(shape: list[Any]) -> list[tuple[int, ...]]:
+    """Return the shape of a field, if any, as a tuple."""
+    if not shape:
+        return []
+    (sizes,) = shape
+    sizes = (sizes,) if type(sizes) is int else sizes
+    return [check_shape(sizes)]
+
+
+def check_shape(shape: Any) -> tuple[int, ...]:
+    """Return a shape as a tuple.
+
+    Raises:
+        ValueError: it is not a list of at most 64 sizes from 0 to 2^63 - 1.
+    """
+    if type(shape) not in (tuple, list) or len(shape) > _MAX_DIMS:
+        raise ValueError(f"{shape!r:.80} is not a shape")
+    for size in shape:
+        check_size(size)
+    return tuple(shape)
+
+
+def check_size(size: Any, limit: int = 2**63) -> int:
+    """Return a size.
+
+    Raises:
+        ValueError: it is not an int from 0 to below the limit.
+    """
+    if type(size) is not int or not 0 <= size < limit:
+        raise ValueError(f"{size!r:.80} is not a size")
+    return size
+
+
+def check_dims(dims: Any) -> int:
+    """Return a number of dimensions.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    return check_size(dims, _MAX_DIMS + 1)
+
+
+# ---------------------------------------------------------------------------------------------------- images
+
+_PIXEL_BITS = {"1": 1, "L": 8, "P": 8, "LA": 16, "PA": 16, "La": 16, "RGB": 24, "YCbCr": 24, "LAB": 24, "HSV": 24} | {
+    **{"RGBA": 32, "RGBX": 32, "RGBa": 32, "CMYK": 32, "I": 32, "F": 32},
+    **{"I;16": 16, "I;16L": 16, "I;16B": 16, "I;16N": 16},
+}
+_EMPTY_SIDE = 1 << 16  # pixels of an image that has none because its other side is 0
+
+
+def check_image(parts: Any) -> None:
+    """Raise ValueError unless the state of a PIL image has as many bytes of pixels as its mode and size take."""
+    _, mode, size, _, data = parts[:5]
+    bits = _PIXEL_BITS.get(mode) if type(mode) is str else None
+    if bits is None or type(size) not in (tuple, list) or len(size) != 2:
+        raise ValueError(f"an image cannot have the mode {mode!r:.50} and the size {size!r:.50}")
+    width, height = map(check_size, size)
+    wanted = (width * bits + 7) // 8 * height
+    if len(data) != wanted or (not wanted and max(width, height) > _EMPTY_SIDE):
+        raise ValueError(f"an image of {width} x {height} pixels takes {wanted} bytes, and has {len(data)}")
