@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 from benchmark.micro import alternate
 from benchmark.sharing import pss
 from stocache import CachedDataset, RaggedCache
-from stocache.bench import photo_like
-from stocache.limits import MIB
+from stocache.cli.bench import photo_like
+from stocache.system.limits import MIB
 
 
 class Ragged(Dataset[Any]):

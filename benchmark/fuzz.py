@@ -40,9 +40,9 @@ import torch
 from PIL import Image
 
 from stocache import OnDiskBlockDataStorage, RaggedCache, StocacheError
-from stocache.block import Block, Memory, encode
-from stocache.checksums import ZEROS, seal
-from stocache.records import HEAD, Record, pack_integers, pack_sample
+from stocache.samples.record_encoder import HEAD, Record, pack_integers, pack_sample
+from stocache.storage.block import Block, Memory, encode
+from stocache.system.hashing import ZEROS, seal
 
 GROWTH_KB = 96 << 10
 SECONDS = 20

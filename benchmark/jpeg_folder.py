@@ -23,9 +23,9 @@ import torch
 
 from benchmark.micro import settle
 from benchmark.peers import stocaching
-from stocache import bench
-from stocache.segment import Segment
-from stocache.structure import Structure
+from stocache.cli import bench
+from stocache.samples.spec import Structure
+from stocache.shm.segment import Segment
 
 SIZE = 256
 SAMPLE_BYTES = 3 * SIZE * SIZE

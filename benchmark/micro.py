@@ -21,8 +21,9 @@ import psutil
 import torch
 
 from benchmark.peers import stocaching
-from stocache import SharedCache, limits
-from stocache.limits import GIB, MIB, format_size
+from stocache import SharedCache
+from stocache.system import limits
+from stocache.system.limits import GIB, MIB, format_size
 
 DIMS = (3, 64, 64)
 ROW = 3 * 64 * 64

@@ -32,7 +32,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from stocache import MismatchError, RaggedCache, SegmentError, SharedCache, directory, limits, listing, named, segment
+from stocache import MismatchError, RaggedCache, SegmentError, SharedCache
+from stocache.cli import listing
+from stocache.shm import named, registry, segment
+from stocache.system import limits
 
 N, NAME, DEADLINE_S = 24, "moments", 30
 SIGNALS = {"kill": signal.SIGKILL, "int": signal.SIGINT, "stop": signal.SIGSTOP}
@@ -80,7 +83,7 @@ def use(rng: random.Random, kind: bool) -> None:
     """Do one of the things that processes do with a cache."""
     if rng.random() < 0.15:
         with contextlib.suppress(SegmentError):  # it is in use, or there is none
-            named.remove(directory.path_of(NAME), force=rng.random() < 0.3)
+            named.remove(registry.path_of(NAME), force=rng.random() < 0.3)
         return
     with contextlib.suppress(MismatchError), open_cache(kind) as cache:
         fill(cache, kind, rng.sample(range(N), rng.randint(1, N)), rng.random() < 0.5)
@@ -227,7 +230,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.signal == "stop":
-        segment.PATIENCE_S = directory.PATIENCE_S = PATIENCE_S
+        segment.PATIENCE_S = registry.PATIENCE_S = PATIENCE_S
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background processes ignore
     segment.Segment.create(0, 0)  # what the first segment sets up for forks is inherited
     happened: Counter[str] = Counter()
@@ -241,7 +244,7 @@ def main() -> None:
             seed += 1
     told = ", ".join(f"{count} {what}" for what, count in sorted(happened.items()))
     print(f"{seed - arguments.seed} trials in {time.monotonic() - began:.0f} s: {told}")
-    assert not Path(directory.path_of(NAME)).exists()
+    assert not Path(registry.path_of(NAME)).exists()
     print(f"wrong samples 0, hangs over {DEADLINE_S} s 0, failures 0, files left 0: a trial that finds one raises")
     print(f"memory of /dev/shm that was free before and is not now: {max(0, free - limits.shm_free())} bytes")
     sys.exit(0)

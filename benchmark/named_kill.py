@@ -21,8 +21,10 @@ from collections import Counter
 import torch
 from tqdm import tqdm
 
-from stocache import MismatchError, SegmentError, SharedCacheDDP, directory, listing, named
-from stocache.segment import Segment
+from stocache import MismatchError, SegmentError, SharedCacheDDP
+from stocache.cli import listing
+from stocache.shm import named, registry
+from stocache.shm.segment import Segment
 
 N, SLOT_BYTES = 24, 3 * 4096 + 64  # slots that share pages
 NAME = "named-kill"
@@ -68,7 +70,7 @@ def _use(rng: random.Random) -> None:
 def _remove(rng: random.Random) -> None:
     for _ in range(rng.randint(5, 30)):
         with contextlib.suppress(SegmentError):  # it is in use, or there is none
-            named.remove(directory.path_of(NAME), force=rng.random() < 0.3)
+            named.remove(registry.path_of(NAME), force=rng.random() < 0.3)
         time.sleep(rng.random() * 0.002)
 
 
@@ -149,7 +151,7 @@ def _wait(pid: int, deadline: float, message: str) -> int:
 
 def _wait_for_orphans(deadline: float) -> None:
     """Wait for the workers of killed users, which hold the cache until they end."""
-    path = directory.path_of(NAME)
+    path = registry.path_of(NAME)
     while any(cache.path == path and cache.alive for cache in listing.find()):
         assert time.monotonic() < deadline, "a worker hangs"
         time.sleep(0.0005)

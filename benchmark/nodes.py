@@ -33,9 +33,9 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler
 
 from stocache import CachedDataset, DataLoader, LocalityDistributedSampler, Placement, SharedCache, Structure, prepare
-from stocache.placement import line, residency
-from stocache.sharing import Epoch, Layout, Shuffled, Stratified, share_out
-from stocache.sources import open_source
+from stocache.cache.placement import line, residency
+from stocache.preparation.sources import open_source
+from stocache.samplers.assignment import Epoch, Layout, Shuffled, Stratified, share_out
 
 EPOCHS, BATCH = 4, 64
 READ_S = 0.0005  # a sample from a source far away

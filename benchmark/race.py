@@ -14,14 +14,15 @@ import os
 import signal
 import time
 
-from stocache import SegmentError, SharedCache, directory
+from stocache import SegmentError, SharedCache
+from stocache.shm import registry
 
 VICTIM, ATTACKER = 54321, 54322
 
 
 def attack() -> None:
     """Take the place, and give it free again, for ever."""
-    place = directory.directory_of(VICTIM)
+    place = registry.directory_of(VICTIM)
     os.setuid(ATTACKER)
     os.umask(0)
     while True:
@@ -76,7 +77,7 @@ def main() -> None:
     os.kill(attacker, signal.SIGKILL)
     os.waitpid(attacker, 0)
     with contextlib.suppress(OSError):
-        os.rmdir(directory.directory_of(VICTIM))
+        os.rmdir(registry.directory_of(VICTIM))
 
 
 if __name__ == "__main__":

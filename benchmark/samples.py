@@ -25,7 +25,7 @@ import torch
 
 from benchmark.micro import settle
 from stocache import CachedDataset
-from stocache.limits import GIB
+from stocache.system.limits import GIB
 
 COUNT, PASSES = 1000, 5
 

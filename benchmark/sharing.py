@@ -23,7 +23,9 @@ import torch.distributed
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from benchmark.micro import settle
-from stocache import SharedCache, SharedCacheDDP, listing, named
+from stocache import SharedCache, SharedCacheDDP
+from stocache.cli import listing
+from stocache.shm import named
 
 DIMS = (3, 224, 224)
 SLOT_BYTES = 3 * 224 * 224

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from stocache import SharedCache
-from stocache.stats import FILLS
+from stocache.cache.stats import FILLS
 
 N, DIMS = 96, (64, 1024)
 SLOT_BYTES = DIMS[0] * DIMS[1]

@@ -21,7 +21,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import stocache
-from stocache import CachedDataset, SharedCache, limits
+from stocache import CachedDataset, SharedCache
+from stocache.system import limits
 
 
 @dataclass(frozen=True)

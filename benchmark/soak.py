@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from stocache import CachedDataset, DataLoader
-from stocache.limits import format_size
+from stocache.system.limits import format_size
 
 N, DIMS = 8192, (3, 24, 24)
 TABLE = torch.randint(0, 256, (N, *DIMS), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

@@ -45,8 +45,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from benchmark.micro import settle
 from benchmark.peers import clean_mosaic, mosaic
 from stocache import BlockSampler, CachedDataset, OnDiskBlockDataStorage, StorageDataset, prepare
-from stocache.bench import drop_pages
-from stocache.limits import MIB
+from stocache.cli.bench import drop_pages
+from stocache.system.limits import MIB
 
 BLOCK_BYTES, BATCH, WINDOW = 8_000_000, 64, 16
 SHAPE = (3, 64, 64)

@@ -32,7 +32,7 @@ import torch
 
 from benchmark.micro import settle
 from stocache import StreamLoader
-from stocache.bench import drop_pages
+from stocache.cli.bench import drop_pages
 
 BATCH, BUFFER, COLUMNS = 1000, 50_000, 7
 NAMES = [str(number) for number in range(COLUMNS)]
@@ -287,7 +287,7 @@ def engines(rows: int, rounds: int, folder: Path) -> None:
     import pandas
     import polars
 
-    from stocache.parsing import Delimited, Target
+    from stocache.text.parsers import Delimited, Target
 
     path = folder / "employees.tsv"
     write_rows(path, rows)

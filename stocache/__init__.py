@@ -1,8 +1,13 @@
 """stocache: cache any PyTorch dataset in shared memory, one copy per machine."""
 
-from stocache.cache import SharedCache, SharedCacheDDP
-from stocache.dataset import CachedDataset
-from stocache.epochs import DatasetStats, EpochStats
+from stocache.cache.base import SlotState
+from stocache.cache.placement import Placement
+from stocache.cache.ragged import RaggedCache
+from stocache.cache.shared import SharedCache, SharedCacheDDP
+from stocache.cache.stats import CacheStats
+from stocache.datasets.cached import CachedDataset
+from stocache.datasets.epochs import DatasetStats, EpochStats
+from stocache.datasets.stored import StorageDataset
 from stocache.errors import (
     BusyError,
     CacheNameError,
@@ -22,21 +27,16 @@ from stocache.errors import (
     StreamError,
     WorkerError,
 )
-from stocache.limits import get_shm_size, recommended_limit
-from stocache.loader import DataLoader, LoaderStats
-from stocache.locality import LocalityDistributedSampler
-from stocache.permutation import Permutation
-from stocache.pipelines import deterministic, split_transforms
-from stocache.placement import Placement
-from stocache.prepare import DataPreparer, prepare
-from stocache.protocol import SlotState
-from stocache.ragged import RaggedCache
-from stocache.sampler import BlockSampler, ShuffleQuality, shuffle_quality
-from stocache.stats import CacheStats
-from stocache.storage import DataStorage, InMemoryDataStorage, OnDiskBlockDataStorage
-from stocache.stored import StorageDataset
-from stocache.stream import StreamLoader, StreamStats
-from stocache.structure import Structure
+from stocache.loader.dataloader import DataLoader, LoaderStats
+from stocache.preparation.prepare import DataPreparer, prepare
+from stocache.samplers.block import BlockSampler, ShuffleQuality, shuffle_quality
+from stocache.samplers.locality import LocalityDistributedSampler
+from stocache.samplers.permutation import Permutation
+from stocache.samples.spec import Structure
+from stocache.storage.storage import DataStorage, InMemoryDataStorage, OnDiskBlockDataStorage
+from stocache.system.limits import get_shm_size, recommended_limit
+from stocache.text.loader import StreamLoader, StreamStats
+from stocache.transforms.pipelines import deterministic, split_transforms
 
 __version__ = "0.1.0"
 

@@ -7,17 +7,17 @@ import numpy as np
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch.utils.data import Dataset, RandomSampler, Sampler, SequentialSampler
 
-from stocache.checksums import checksum
-from stocache.dataset import CachedDataset
+from stocache.datasets.cached import CachedDataset
+from stocache.datasets.stored import StorageDataset
 from stocache.errors import LimitError, StateError
-from stocache.indices import check_indices
-from stocache.limits import parse_size
-from stocache.loader import DataLoader
-from stocache.prepare import DataPreparer, prepare
-from stocache.remote import is_url
-from stocache.sampler import BlockSampler
-from stocache.storage import DataStorage, OnDiskBlockDataStorage, TInfo, TSample
-from stocache.stored import StorageDataset
+from stocache.loader.dataloader import DataLoader
+from stocache.preparation.prepare import DataPreparer, prepare
+from stocache.samplers.block import BlockSampler
+from stocache.samples.indices import check_indices
+from stocache.storage.storage import DataStorage, OnDiskBlockDataStorage, TInfo, TSample
+from stocache.system.hashing import checksum
+from stocache.system.limits import parse_size
+from stocache.system.urls import is_url
 
 Split = Mapping[str, float] | Callable[[Any, int], Mapping[str, Sequence[int]]]
 PARTS = ("train", "val", "test")

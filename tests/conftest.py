@@ -18,7 +18,7 @@ import pyarrow.csv
 import pytest
 from hypothesis import settings
 
-from stocache.protocol import SampleCache, SlotState
+from stocache.cache.base import SampleCache, SlotState
 
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it would ask the network
 

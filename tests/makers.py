@@ -5,7 +5,9 @@ import pickle
 
 import torch
 
-from stocache import Placement, RaggedCache, SharedCache, SharedCacheDDP, layout, limits
+from stocache import Placement, RaggedCache, SharedCache, SharedCacheDDP
+from stocache.shm import layout
+from stocache.system import limits
 
 N, SLOTS, DIMS = 20, 12, (3, 4, 5)
 LIMIT = f"{N + SLOTS * 60}B"

@@ -9,8 +9,8 @@ pytest.importorskip("PIL", reason="needs the extra bench")
 pytest.importorskip("matplotlib", reason="needs the extra bench")
 from PIL import Image
 
-from stocache import bench
-from stocache.bench import Epoch, Row
+from stocache.cli import bench
+from stocache.cli.bench import Epoch, Row
 
 PHOTOS = Path(__file__).parents[2] / "shared" / "data" / "photos"
 

@@ -219,8 +219,8 @@ def test_a_range_is_ordered_as_the_list_of_its_numbers(start, count, block_size,
 
 @pytest.mark.parametrize("listed", [range(10), [3, 1, 2]])
 def test_orders_of_more_than_the_limit_are_computed(listed, monkeypatch):
-    monkeypatch.setattr("stocache.sampler.LISTED", 0)
-    monkeypatch.setattr("stocache.sampler._AHEAD", 2)
+    monkeypatch.setattr("stocache.samplers.block.LISTED", 0)
+    monkeypatch.setattr("stocache.samplers.block._AHEAD", 2)
     samplers = [BlockSampler(listed, 2, True, window=2, rank=rank, world_size=2) for rank in range(2)]
     epochs = [list(itertools.chain(*samplers)) for _ in range(5)]
     assert all(sorted(epoch) == list(range(len(listed))) for epoch in epochs)

@@ -24,7 +24,7 @@ from stocache import (
     StorageDataset,
     prepare,
 )
-from stocache.placement import UnitResidency, Units, residency
+from stocache.cache.placement import UnitResidency, Units, residency
 from tests.conftest import run_all
 from tests.test_storage import FilePerSample, save
 

@@ -9,16 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from stocache import (
-    LimitError,
-    SampleError,
-    SampleIndexError,
-    SegmentError,
-    SharedCache,
-    limits,
-)
-from stocache import segment as segment_module
-from stocache.limits import GIB, MIB, Memory
+from stocache import LimitError, SampleError, SampleIndexError, SegmentError, SharedCache
+from stocache.shm import segment as segment_module
+from stocache.system import limits
+from stocache.system.limits import GIB, MIB, Memory
 from tests.makers import DIMS, LIMIT, SHARED, SLOTS, N, fill, in_shm, sample
 from tests.test_structure import Box, Point, same
 

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from stocache.callables import callable_text
-from stocache.pipelines import told_step
-from stocache.schema import Schema
+from stocache.system.function_hash import callable_text
+from stocache.text.schema import Schema
+from stocache.transforms.pipelines import told_step
 
 CODE = """
 def made(scale, words=frozenset({"a", "b", "c"})):

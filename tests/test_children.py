@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from stocache import CachedDataset, DatasetError, RaggedCache, SharedCache, WorkerError, prepare, probing
-from stocache.children import ChildError, in_children
+from stocache import CachedDataset, DatasetError, RaggedCache, SharedCache, WorkerError, prepare
+from stocache.datasets import probing
+from stocache.system.children import ChildError, in_children
 
 N = 400
 
@@ -444,7 +445,7 @@ def test_what_is_the_same_each_time_is_not_told(draw, caplog):
 
 
 def test_without_proc_samples_are_loaded_in_this_process(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr("stocache.children._OPEN_FILES", str(tmp_path / "fd"))
+    monkeypatch.setattr("stocache.system.children._OPEN_FILES", str(tmp_path / "fd"))
     cached = CachedDataset([torch.full((2,), n) for n in range(9)], 0.01)
     assert cached.warm().total.filled == 9
     assert "/proc is hidden), so they are loaded in this one" in caplog.text

@@ -7,9 +7,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from stocache import OnDiskBlockDataStorage, limits, prepare
-from stocache.cli import app
-from stocache.limits import GIB, CgroupMemory, Memory
+from stocache import OnDiskBlockDataStorage, prepare
+from stocache.cli.app import app
+from stocache.system import limits
+from stocache.system.limits import GIB, CgroupMemory, Memory
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def run():
 @pytest.mark.leaves_descriptors
 def test_bench_prints_a_table_and_writes_csv_and_plot(run, tmp_path):
     pytest.importorskip("PIL", reason="needs the extra bench")
-    from stocache.bench import photo_like
+    from stocache.cli.bench import photo_like
 
     photos = tmp_path / "photos"
     photos.mkdir()
@@ -108,7 +109,7 @@ def holdings():
 before, known = holdings(), set(sys.modules)
 import stocache
 assert holdings() == before
-assert not {"typer", "tqdm", "matplotlib", "PIL", "stocache.cli", "stocache.bench"} & (set(sys.modules) - known)
+assert not {"typer", "tqdm", "matplotlib", "PIL", "stocache.cli", "stocache.cli.bench"} & (set(sys.modules) - known)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

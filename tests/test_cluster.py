@@ -16,10 +16,11 @@ from tqdm import tqdm
 from typer.testing import CliRunner
 
 import stocache
-from stocache import LimitError, OnDiskBlockDataStorage, SampleError, StorageError, prepare, sources
-from stocache.cli import app
+from stocache import LimitError, OnDiskBlockDataStorage, SampleError, StorageError, prepare
+from stocache.cli.app import app
 from stocache.errors import WorkerError
-from stocache.folder import block_name
+from stocache.preparation import sources
+from stocache.storage.manifest import block_name
 from tests.test_photos import PHOTOS
 from tests.test_pinned import wait_until
 from tests.test_prepare import Batched, Images, N, Preparer, content, digest, written
@@ -370,7 +371,7 @@ def test_a_ray_that_is_not_there_is_an_error(tmp_path, monkeypatch):
 
 def test_without_ray_it_is_said_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "stocache.cluster", raising=False)
+    monkeypatch.delitem(sys.modules, "stocache.preparation.ray", raising=False)
     monkeypatch.delattr(stocache, "cluster", raising=False)
     with pytest.raises(StorageError, match=r"engine='ray' needs Ray, .*: pip install 'stocache\[ray\]'"):
         here(Images(), tmp_path / "a", engine="ray")

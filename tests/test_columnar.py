@@ -22,8 +22,8 @@ from tensordict import TensorDict
 
 from benchmark.fuzz import seal_block
 from stocache import DamagedError, SampleError, StorageError
-from stocache.block import Block, Memory, encode
-from stocache.checksums import checksum
+from stocache.storage.block import Block, Memory, encode
+from stocache.system.hashing import checksum
 from tests.test_records import (
     PICKLED,
     Access,

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from stocache import limits
-from stocache.limits import MIB
+from stocache.system import limits
+from stocache.system.limits import MIB
 
 LIMIT = 700 * MIB
 

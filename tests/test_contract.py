@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from stocache import (
-    ClosedError,
-    SampleError,
-    SampleIndexError,
-    SlotError,
-    SlotState,
-)
+from stocache import ClosedError, SampleError, SampleIndexError, SlotError, SlotState
 from tests.makers import RAGGED, SHARED, SLOTS, N, fill, sample
 from tests.test_structure import same
 

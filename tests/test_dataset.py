@@ -35,8 +35,8 @@ from stocache import (
     SampleError,
     SampleIndexError,
     SharedCache,
-    limits,
 )
+from stocache.system import limits
 from tests.test_structure import same
 
 N = 48

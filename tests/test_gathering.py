@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch.utils.data import Subset, default_collate
 
 from stocache import CachedDataset, SharedCache
-from stocache.dataset import reading_later
-from stocache.gathering import BatchForm, Unread
-from stocache.structure import Structure
+from stocache.cache.batches import BatchForm, Unread
+from stocache.datasets.cached import reading_later
+from stocache.samples.spec import Structure
 from tests.test_records import everywhere, identical
 from tests.test_structure import same
 

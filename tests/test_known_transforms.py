@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from stocache import DatasetError, deterministic
-from stocache.known_transforms import LIBRARIES, is_deterministic, is_known, library_of
-from stocache.randomness import Watch
+from stocache.system.rng import Watch
+from stocache.transforms.known import LIBRARIES, is_deterministic, is_known, library_of
 from tests import lookalikes
 
 

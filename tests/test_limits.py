@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stocache import LimitError, get_shm_size, limits
-from stocache.limits import GIB, MIB, Memory
+from stocache import LimitError, get_shm_size
+from stocache.system import limits
+from stocache.system.limits import GIB, MIB, Memory
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stocache import DamagedError, StreamError, lines
-from stocache.lines import Lines
-from stocache.textfiles import find_files
+from stocache import DamagedError, StreamError
+from stocache.text import lines
+from stocache.text.files import find_files
+from stocache.text.lines import Lines
 
 COMPRESSIONS = {
     "plain": lambda data: data,

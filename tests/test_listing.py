@@ -19,13 +19,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from stocache import SharedCacheDDP, directory, doctor, layout, limits, listing, top
-from stocache.cli import app
-from stocache.limits import GIB, MIB, CgroupMemory, Memory
-from stocache.segment import ROW_LOCKS
+from stocache import SharedCacheDDP
+from stocache.cli import doctor, listing, top
+from stocache.cli.app import app
+from stocache.shm import layout, registry
+from stocache.shm.segment import ROW_LOCKS
+from stocache.system import limits
+from stocache.system.limits import GIB, MIB, CgroupMemory, Memory
 
 N, DIMS = 10, (4,)
-FOLDER = Path(directory.directory_of())
+FOLDER = Path(registry.directory_of())
 
 
 def make(name, **options):
@@ -92,7 +95,7 @@ def test_find_tells_all_there_is_to_say(four):
 
 def test_looking_does_not_touch_the_locks_of_this_process(four):
     listing.find()
-    assert os.getpid() in directory.lock_owners(ROW_LOCKS, layout.ROWS)[four._segment._key]
+    assert os.getpid() in registry.lock_owners(ROW_LOCKS, layout.ROWS)[four._segment._key]
     fill(four)
     assert four.stats().filled == N
 
@@ -215,7 +218,7 @@ def test_the_caches_of_another_user(run):
         assert refused.exit_code == 1
         assert "belongs to user 12345. Nevertheless: --force" in refused.output
     assert run("rm", "--dead", "--user", "12345", "--force").exit_code == 0
-    assert not Path(directory.directory_of(12345)).exists()
+    assert not Path(registry.directory_of(12345)).exists()
 
 
 # ---------------------------------------------------------------------------------------------------- top

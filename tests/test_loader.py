@@ -25,8 +25,9 @@ from torch.utils.data import (
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import stocache
-from stocache import CachedDataset, WorkerError, limits, reading
-from stocache.ring import FULL, NOTHING
+from stocache import CachedDataset, WorkerError, reading
+from stocache.loader.ring import FULL, NOTHING
+from stocache.system import limits
 from tests.test_packing import TORCHS_WAY
 from tests.test_structure import same
 
@@ -688,7 +689,7 @@ def test_through_the_ring_and_outside_of_it():
 
 @TORCHS_WAY
 def test_without_shared_memory_it_is_torchs(monkeypatch):
-    monkeypatch.setattr("stocache.segment._backings", lambda nbytes: [])
+    monkeypatch.setattr("stocache.shm.segment._backings", lambda nbytes: [])
     ours, theirs = both(Images(), batch_size=8, shuffle=True, num_workers=2)
     assert agree(ours, theirs)
     assert ours.stats().ring == 0

@@ -17,8 +17,8 @@ from torch.utils.data import DistributedSampler, Subset
 
 import stocache
 from stocache import LimitError, LocalityDistributedSampler, Placement, SharedCache, StateError
-from stocache.placement import Units, residency
-from stocache.sharing import share_out
+from stocache.cache.placement import Units, residency
+from stocache.samplers.assignment import share_out
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 

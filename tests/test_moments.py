@@ -19,21 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from stocache import (
-    BusyError,
-    RaggedCache,
-    SharedCache,
-    SharedCacheDDP,
-    StorageError,
-    directory,
-    places,
-    prepare,
-    protocol,
-    remote,
-    segment,
-    waiting,
-)
-from stocache.segment import Segment
+from stocache import BusyError, RaggedCache, SharedCache, SharedCacheDDP, StorageError, prepare
+from stocache.cache import base
+from stocache.shm import registry, segment
+from stocache.shm.segment import Segment
+from stocache.storage import local, remote
+from stocache.system import waiting
 from tests.forking import in_child
 
 NAME, N = "test-moments", 6
@@ -127,9 +118,9 @@ def is_locked(path):
 
 
 def remove_leftover():
-    Path(directory.path_of(NAME)).unlink(missing_ok=True)
+    Path(registry.path_of(NAME)).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
-        os.rmdir(directory.directory_of())
+        os.rmdir(registry.directory_of())
 
 
 @pytest.fixture(autouse=True)
@@ -187,8 +178,8 @@ def test_an_interrupt_at_any_step_leaves_no_lock(work, every, caplog):
                 work()
             except KeyboardInterrupt as error:
                 kept.append(error)
-        assert not is_locked(directory.directory_of()), f"step {k} of {steps}"
-        assert not directory.attaching.locked(), f"step {k} of {steps}"
+        assert not is_locked(registry.directory_of()), f"step {k} of {steps}"
+        assert not registry.attaching.locked(), f"step {k} of {steps}"
         if k % 20 == 0:
             assert in_child(open_and_close) == 0
         if work is take_over:
@@ -198,7 +189,7 @@ def test_an_interrupt_at_any_step_leaves_no_lock(work, every, caplog):
     gc.collect()
     segment._leave_all()
     open_and_close()
-    assert not Path(directory.path_of(NAME)).exists()
+    assert not Path(registry.path_of(NAME)).exists()
 
 
 def fill_and_clear(cache):
@@ -258,7 +249,7 @@ def test_a_collection_at_any_step_leaves_what_is_gone_without_waiting_for_itself
         with at_step(k, gc.collect):
             open_and_close()
         gc.collect()
-        assert not Path(directory.path_of("test-moments-gone")).exists(), "it was not left"
+        assert not Path(registry.path_of("test-moments-gone")).exists(), "it was not left"
 
     def all_trials():
         for k in range(0, steps_of(open_and_close), every):
@@ -269,10 +260,10 @@ def test_a_collection_at_any_step_leaves_what_is_gone_without_waiting_for_itself
 
 def test_what_a_finalizer_cannot_do_now_is_done_later():
     done = []
-    with directory.attaching:
-        directory.when_free(lambda: done.append(1))
+    with registry.attaching:
+        registry.when_free(lambda: done.append(1))
         assert not done
-    directory.do_what_is_due()
+    registry.do_what_is_due()
     assert done == [1]
 
 
@@ -347,7 +338,7 @@ def test_clear_makes_room_again_where_samples_are_admitted_by_cost():
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr(segment, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(directory, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(registry, "PATIENCE_S", 0.2)
 
 
 @contextlib.contextmanager
@@ -448,7 +439,7 @@ def test_clear_says_which_stopped_process_is_writing(impatient, monkeypatch):
 
 
 def hold_directory():
-    with directory.locked(directory.directory_of(), create=True):
+    with registry.locked(registry.directory_of(), create=True):
         stop()
 
 
@@ -473,10 +464,10 @@ def test_a_wrong_choice_for_that_is_refused():
 
 
 def test_a_process_that_is_at_work_is_waited_for_longer(monkeypatch):
-    monkeypatch.setattr(directory, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(registry, "PATIENCE_S", 0.1)
 
     def work():
-        with directory.locked(directory.directory_of(), create=True):
+        with registry.locked(registry.directory_of(), create=True):
             os.write(begun, b"x")
             time.sleep(0.4)
         os._exit(0)
@@ -494,13 +485,13 @@ def test_a_process_that_is_at_work_is_waited_for_longer(monkeypatch):
 
 
 def test_leaving_does_not_wait_for_long(monkeypatch):
-    monkeypatch.setattr(directory, "_LEAVING_S", 0.1)
+    monkeypatch.setattr(registry, "_LEAVING_S", 0.1)
     cache = make()
     with stopped(hold_directory):
         began = time.monotonic()
         cache.close()
         assert time.monotonic() - began < 5
-    assert Path(directory.path_of(NAME)).exists()  # what the next one takes over
+    assert Path(registry.path_of(NAME)).exists()  # what the next one takes over
     with make() as cache:
         assert cache.stats().filled == 0
 
@@ -531,11 +522,11 @@ def test_a_stopped_process_that_fetches_a_file_is_not_waited_for(monkeypatch, tm
 
 
 def test_a_stopped_process_that_prepares_a_folder_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(places, "_REPORT_S", 0.05)
-    monkeypatch.setattr(places, "_STANDSTILL_S", 0.3)
+    monkeypatch.setattr(local, "_REPORT_S", 0.05)
+    monkeypatch.setattr(local, "_STANDSTILL_S", 0.3)
 
     def hold():
-        with places.LocalFolder(str(tmp_path)).locked():
+        with local.LocalFolder(str(tmp_path)).locked():
             stop()
 
     with stopped(hold) as pid:
@@ -597,7 +588,7 @@ def test_a_thread_waits_again_once_its_load_has_failed():
             cache.get_or_load_many([1, 2], lambda indices: (1 / 0 for _ in indices))
         with pytest.raises(ZeroDivisionError, match="division by zero"), cache.alone(1):
             raise ZeroDivisionError("division by zero")
-    assert (protocol._loading.samples, protocol._loading.block) == (False, False)
+    assert (base._loading.samples, base._loading.block) == (False, False)
 
 
 # ---------------------------------------------------------------------------------------------------- /proc, /dev/shm
@@ -648,8 +639,8 @@ def test_caches_work_where_it_is_hidden(what):
 
 def test_readers_order_their_loads_where_the_processor_does_not(monkeypatch):
     ordered = []
-    monkeypatch.setattr(protocol, "WEAKLY_ORDERED", True)
-    monkeypatch.setattr(protocol, "order_loads", lambda: ordered.append(1))
+    monkeypatch.setattr(base, "WEAKLY_ORDERED", True)
+    monkeypatch.setattr(base, "order_loads", lambda: ordered.append(1))
     with SharedCache(1, N, (4,)) as shared, RaggedCache(1, N) as ragged:
         for cache in (shared, ragged):
             cache.set_slots([1, 2], torch.stack([value(1), value(2)]) if cache is shared else ["a", "b"])
@@ -667,7 +658,7 @@ def test_readers_order_their_loads_where_the_processor_does_not(monkeypatch):
 
 
 def test_ordering_takes_no_lock_of_others():
-    from stocache.ordering import order_loads
+    from stocache.shm.load_order import order_loads
 
     context = multiprocessing.get_context("fork")
     order_loads()

@@ -19,20 +19,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from stocache import (
-    CacheNameError,
-    LimitError,
-    MismatchError,
-    SegmentError,
-    SharedCache,
-    SharedCacheDDP,
-    SlotState,
-    directory,
-    layout,
-    limits,
-)
-from stocache import segment as segment_module
-from stocache.segment import ROW_LOCKS
+from stocache import CacheNameError, LimitError, MismatchError, SegmentError, SharedCache, SharedCacheDDP, SlotState
+from stocache.shm import layout, registry
+from stocache.shm import segment as segment_module
+from stocache.shm.segment import ROW_LOCKS
+from stocache.system import limits
 from tests.forking import in_child
 
 N, DIMS = 40, (3, 8, 8)
@@ -55,7 +46,7 @@ def fill(cache, indices=range(N)):
 
 
 def path():
-    return Path(directory.path_of(NAME))
+    return Path(registry.path_of(NAME))
 
 
 def leave_behind(**options):
@@ -291,7 +282,7 @@ def test_attaching_again_beside_old_views_keeps_the_locks():
     again = make()
     del view
     gc.collect()
-    assert os.getpid() in directory.lock_owners(ROW_LOCKS, layout.ROWS)[again._segment._key]
+    assert os.getpid() in registry.lock_owners(ROW_LOCKS, layout.ROWS)[again._segment._key]
     again.close()
 
 
@@ -385,7 +376,7 @@ def test_long_identities_differ_by_their_end():
 
 def test_a_killed_maker_leaves_neither_a_file_nor_a_lock():
     def die_inside():
-        with directory.locked(directory.directory_of(), create=True) as at:
+        with registry.locked(registry.directory_of(), create=True) as at:
             os.open(".", os.O_TMPFILE | os.O_RDWR, 0o600, dir_fd=at)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -396,7 +387,7 @@ def test_a_killed_maker_leaves_neither_a_file_nor_a_lock():
 
 def test_a_child_forked_in_the_middle_does_not_keep_the_lock():
     go, start = os.pipe()
-    with directory.locked(directory.directory_of(), create=True):
+    with registry.locked(registry.directory_of(), create=True):
         forking = threading.Thread(target=lambda: pids.append(os.fork() or linger()))
 
         def linger():
@@ -407,7 +398,7 @@ def test_a_child_forked_in_the_middle_does_not_keep_the_lock():
         pids = []
         forking.start()
         forking.join()
-        assert directory._momentary
+        assert registry._momentary
     assert in_child(make) == 0  # hangs if the child has the lock
     os.close(start)
     os.waitpid(pids[0], 0)

@@ -16,9 +16,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from stocache import SegmentError, SharedCache, SharedCacheDDP, directory, limits, listing, named, top
-from stocache.layout import EXTENTS_AT, HUGE_PAGE, Layout
-from stocache.waiting import printable
+from stocache import SegmentError, SharedCache, SharedCacheDDP
+from stocache.cli import listing, top
+from stocache.shm import named, registry
+from stocache.shm.layout import EXTENTS_AT, HUGE_PAGE, Layout
+from stocache.system import limits
+from stocache.system.waiting import printable
 from tests.forking import in_child
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be several users")
@@ -41,7 +44,7 @@ def _clean():
     yield
     gc.collect()
     for uid in (VICTIM, ATTACKER):
-        place = Path(directory.directory_of(uid))
+        place = Path(registry.directory_of(uid))
         if place.is_symlink() or place.is_file():
             place.unlink()
         else:
@@ -65,7 +68,7 @@ def take_by_file(place):
 
 @pytest.mark.parametrize("take", [take_by_mkdir, take_by_link, take_by_file])
 def test_where_another_user_has_taken_the_place_a_cache_is_not_shared(take, caplog):
-    take(Path(directory.directory_of(VICTIM)))
+    take(Path(registry.directory_of(VICTIM)))
 
     def use():
         with make() as cache:
@@ -79,7 +82,7 @@ def test_where_another_user_has_taken_the_place_a_cache_is_not_shared(take, capl
 
 
 def test_each_rank_then_has_its_part_of_the_limit(monkeypatch):
-    Path(directory.directory_of(VICTIM)).mkdir()
+    Path(registry.directory_of(VICTIM)).mkdir()
 
     def use():
         monkeypatch.setenv("RANK", "1")
@@ -99,13 +102,13 @@ def runtime(monkeypatch):
     place.mkdir(parents=True)
     os.chown(place, VICTIM, VICTIM)
     place.chmod(0o700)
-    monkeypatch.setattr(directory, "_RUNTIME_DIR", f"{root}/{{}}")
+    monkeypatch.setattr(registry, "_RUNTIME_DIR", f"{root}/{{}}")
     yield place
     shutil.rmtree(root)
 
 
 def test_or_it_is_in_the_users_runtime_directory(runtime, caplog):
-    Path(directory.directory_of(VICTIM)).mkdir()
+    Path(registry.directory_of(VICTIM)).mkdir()
 
     def use():
         with make() as cache:
@@ -126,7 +129,7 @@ def test_or_it_is_in_the_users_runtime_directory(runtime, caplog):
     "spoil", [lambda place: place.chmod(0o755), lambda place: os.chown(place, ATTACKER, -1)], ids=["open", "another's"]
 )
 def test_but_only_if_that_is_the_users_alone(runtime, spoil):
-    Path(directory.directory_of(VICTIM)).mkdir()
+    Path(registry.directory_of(VICTIM)).mkdir()
     spoil(runtime)
 
     def use():
@@ -136,10 +139,10 @@ def test_but_only_if_that_is_the_users_alone(runtime, spoil):
 
 
 def test_and_only_if_that_is_in_memory(monkeypatch, tmp_path):
-    monkeypatch.setattr(directory, "_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(registry, "_RUNTIME_DIR", str(tmp_path))
     tmp_path.chmod(0o700)
     on_disk = not any(str(tmp_path).startswith(line.split()[1] + "/") for line in tmpfs_mounts())
-    assert len(directory.directories_of()) == (1 if on_disk else 2)
+    assert len(registry.directories_of()) == (1 if on_disk else 2)
 
 
 def tmpfs_mounts():
@@ -150,7 +153,7 @@ def tmpfs_mounts():
 
 
 def test_a_directory_that_is_changed_before_it_is_opened_is_not_used(monkeypatch):
-    place = Path(directory.directory_of())
+    place = Path(registry.directory_of())
     really_open = os.open
 
     def swapped(path, flags, *arguments, **options):
@@ -220,7 +223,7 @@ def test_a_file_that_is_changed_before_it_is_opened_is_refused(monkeypatch, repl
 
 def as_another_process(look):
     """Return what ``look`` returns to a process that has nothing attached."""
-    from stocache import segment
+    from stocache.shm import segment
 
     attached = dict(segment._attached)
     segment._attached.clear()
@@ -309,7 +312,7 @@ def shown(*arguments):
 
 @pytest.mark.parametrize("what", FORGED)
 def test_a_forged_file_is_listed_and_does_no_harm(what):
-    forge(Path(directory.directory_of(ATTACKER)), "forged", FORGED[what])
+    forge(Path(registry.directory_of(ATTACKER)), "forged", FORGED[what])
     (found,) = listing.find(ATTACKER)
     assert found.state in ("bad", "dead")
     assert json.loads(json.dumps(found.as_dict()))["name"] == "forged"
@@ -326,7 +329,7 @@ def test_a_forged_file_is_listed_and_does_no_harm(what):
 
 
 def test_the_commands_show_forged_files_of_all_users_to_root():
-    place = Path(directory.directory_of(ATTACKER))
+    place = Path(registry.directory_of(ATTACKER))
     for number, content in enumerate(FORGED.values()):
         forge(place, f"forged-{number}", content)
     forge(place, "\x1b[31mred", FORGED["no identity"])
@@ -347,7 +350,7 @@ def test_a_name_of_a_directory_that_is_not_a_users_is_passed_by():
     for name in ("99999999999999999999", "٣", "-1", "007", "4294967295"):
         Path(f"/dev/shm/stocache-{name}").mkdir()
     try:
-        assert not {99999999999999999999, 3, -1, 7, 2**32 - 1} & set(directory.users())
+        assert not {99999999999999999999, 3, -1, 7, 2**32 - 1} & set(registry.users())
         listing.find(-1)
     finally:
         for name in ("99999999999999999999", "٣", "-1", "007", "4294967295"):
@@ -355,13 +358,13 @@ def test_a_name_of_a_directory_that_is_not_a_users_is_passed_by():
 
 
 def test_a_lock_of_another_user_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(directory, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(registry, "PATIENCE_S", 60.0)
     ready, release = os.pipe()
 
     def keep():
         import fcntl
 
-        place = directory.directory_of(ATTACKER)
+        place = registry.directory_of(ATTACKER)
         os.mkdir(place, 0o700)
         for path in (place, f"{place}/locked"):
             fd = os.open(path, os.O_RDONLY if path == place else os.O_RDWR | os.O_CREAT, 0o600)
@@ -380,12 +383,12 @@ def test_a_lock_of_another_user_is_not_waited_for(monkeypatch):
     os.read(ready, 1)
     (found,) = listing.find(ATTACKER)
     assert found.state == "bad"
-    named.remove(directory.path_of("locked", ATTACKER), force=True)
+    named.remove(registry.path_of("locked", ATTACKER), force=True)
     os.close(go)
     os.waitpid(pid, 0)
     for fd in (ready, release):
         os.close(fd)
-    assert not Path(directory.directory_of(ATTACKER)).exists()
+    assert not Path(registry.directory_of(ATTACKER)).exists()
 
 
 def test_looking_at_another_users_cache_does_not_disturb_its_processes():
@@ -406,7 +409,7 @@ def test_looking_at_another_users_cache_does_not_disturb_its_processes():
     assert os.waitpid(pid, 0)[1] == 0
     for fd in (*opened, *goes_on):
         os.close(fd)
-    assert not Path(directory.directory_of(ATTACKER)).exists()
+    assert not Path(registry.directory_of(ATTACKER)).exists()
 
 
 def test_a_text_is_printable_whatever_is_in_it():
@@ -418,7 +421,7 @@ def test_a_text_is_printable_whatever_is_in_it():
 
 
 def test_an_anonymous_segment_in_a_memfd_cannot_be_cut(monkeypatch):
-    monkeypatch.setattr("stocache.segment._backings", lambda nbytes: ["memfd"])
+    monkeypatch.setattr("stocache.shm.segment._backings", lambda nbytes: ["memfd"])
     with SharedCache(1, N, (4,)) as cache:
         cache.set_slot(3, torch.full((4,), 7, dtype=torch.uint8))
         for nbytes in (0, cache._segment.layout.size * 2):

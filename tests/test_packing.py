@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from stocache.packing import pack, unpack
+from stocache.loader.pickling import pack, unpack
 from tests.test_structure import same
 
 Pair = namedtuple("Pair", "image label")

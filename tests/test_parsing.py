@@ -10,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stocache import StreamError, parsing
-from stocache.containers import leaves
-from stocache.engines import Refused, engines
-from stocache.parsing import Custom, Delimited, FixedWidth, JsonLines, Target, numpy_dtype
+from stocache import StreamError
+from stocache.samples.pytree import leaves
+from stocache.text import parsers
+from stocache.text.engines import Refused, engines
+from stocache.text.parsers import Custom, Delimited, FixedWidth, JsonLines, Target, numpy_dtype
 
 F4, F8, I8, U1, BOOL = (np.dtype(name) for name in ("f4", "f8", "i8", "u1", "?"))
 ENGINES = ["pyarrow", "numpy"]
@@ -249,7 +250,7 @@ def test_a_parse_function_may_return_any_tree_of_arrays_and_tensors():
     assert found["parts"][0].shape == (3, 2)
     assert found["parts"][1] is None
     assert len(leaves(found)) == 2
-    twice = parsing.joined([found, found])
+    twice = parsers.joined([found, found])
     assert twice["length"].tolist() == [1, 3, 1, 1, 3, 1]
 
 

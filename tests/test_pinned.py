@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import stocache
-from stocache import limits
-from stocache.pinned import Pinned
-from stocache.ring import Ring
+from stocache.loader.pinned import Pinned
+from stocache.loader.ring import Ring
+from stocache.system import limits
 from tests.test_ring import free, numbers
 from tests.test_structure import same
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stocache import LimitError, Placement
-from stocache.placement import Units, line, residency
+from stocache.cache.placement import Units, line, residency
 
 OUTSIDE = -1
 

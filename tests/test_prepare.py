@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from stocache import DataPreparer, DatasetError, LimitError, OnDiskBlockDataStorage, StorageDataset, StorageError, prepare
-from stocache.folder import block_name
+from stocache.storage.manifest import block_name
 from tests.test_structure import same
 
 N = 100

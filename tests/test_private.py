@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from stocache import CachedDataset, SharedCache, private
-from stocache.columns import _LARGE
+from stocache import CachedDataset, SharedCache
+from stocache.cache.slots import _LARGE
+from stocache.shm import private
 
 N = 24
 SHAPE = (3, 100, 229)  # 68,700 bytes: more than _LARGE, and not a multiple of a page, so that neighbours share one

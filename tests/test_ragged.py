@@ -26,12 +26,12 @@ from stocache import (
     SegmentError,
     SlotError,
     SlotState,
-    limits,
-    listing,
 )
-from stocache.admission import LATER, NEVER, YES, CostAdmission, control_bytes
-from stocache.cli import app
-from stocache.limits import GIB, Memory
+from stocache.cache.admission import LATER, NEVER, YES, CostAdmission, control_bytes
+from stocache.cli import listing
+from stocache.cli.app import app
+from stocache.system import limits
+from stocache.system.limits import GIB, Memory
 from tests.test_structure import same
 
 N = 60
@@ -390,7 +390,7 @@ def test_any_cost_has_a_bin(cost):
 def test_the_cache_measures_loads_and_keeps_the_costly(monkeypatch):
     """With a clock that only loading moves: 40 of 200 samples take 1000 times as long as the others."""
     now = [0.0]
-    monkeypatch.setattr("stocache.protocol.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("stocache.cache.base.time.perf_counter", lambda: now[0])
     n, costly = 200, set(range(0, 200, 5))
 
     def load(idx):

@@ -51,12 +51,12 @@ from stocache.reading import (
     ShardingRoundRobinDispatcher,
     Shuffle,
     find_dps,
-    pipes,
     traverse_dps,
 )
-from stocache.reading.feeding import Feed
-from stocache.reading.graph import pipes_of
-from stocache.reading.sharding import dispatched_end, replicable_end, share
+from stocache.reading.graph import pipes
+from stocache.reading.graph.feed import Feed
+from stocache.reading.graph.graph import pipes_of
+from stocache.reading.graph.sharding import dispatched_end, replicable_end, share
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes:UserWarning")
 

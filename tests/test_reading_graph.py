@@ -14,10 +14,10 @@ from torch.utils.data.datapipes.iter import IterableWrapper, Mapper, ShardingFil
 from torch.utils.data.datapipes.map import SequenceWrapper
 
 from stocache.errors import GraphError
-from stocache.randomness import Watch
 from stocache.reading import SeedGenerator, find_dps, list_dps, remove_dp, replace_dp, set_graph_random_seed, traverse_dps
-from stocache.reading.graph import clone, sources
-from stocache.reading.seeds import is_pure
+from stocache.reading.graph.graph import clone, sources
+from stocache.reading.graph.seeds import is_pure
+from stocache.system.rng import Watch
 
 
 class Untouchable:

@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from stocache import listing, named
+from stocache.cli import listing
+from stocache.shm import named
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

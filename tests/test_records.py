@@ -27,9 +27,9 @@ from tensordict import TensorDict
 
 from benchmark.fuzz import compress, read_record
 from stocache import RaggedCache, SampleError, SegmentError, SharedCache
-from stocache.readers import reader_of
-from stocache.records import Record, pack_integers, parse_skeleton, write_skeleton
-from stocache.structure import array_order_of, order_of
+from stocache.samples.record_decoder import reader_of
+from stocache.samples.record_encoder import Record, pack_integers, parse_skeleton, write_skeleton
+from stocache.samples.spec import array_order_of, order_of
 from tests.test_structure import Box, Point, same
 
 DTYPES = [

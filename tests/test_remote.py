@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stocache import DamagedError, LimitError, OnDiskBlockDataStorage, StorageError, prepare
-from stocache.folder import block_name
+from stocache.storage.manifest import block_name
 from tests.conftest import run_all
 from tests.test_prepare import Broken, Images, Preparer, content, written
 from tests.test_storage import N, files_of, sample, save

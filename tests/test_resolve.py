@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from stocache.kinds import FROM_BYTES, name_of
-from stocache.resolve import (
+from stocache.samples.kinds import FROM_BYTES, name_of
+from stocache.samples.type_lookup import (
     TORCH_DTYPES,
     Unresolved,
     check_class,
@@ -149,7 +149,7 @@ class Point(collections.namedtuple("Point", "x y")):
 
 
 def test_a_namedtuple_is_made_without_its_own_code():
-    from stocache.containers import Container
+    from stocache.samples.pytree import Container
 
     ran.clear()
     check_class("namedtuple", Point, "Point", ("x", "y"), ())

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from stocache import WorkerError, limits
-from stocache import ring as ring_module
-from stocache.ring import FULL, NO_LANE, NO_MEMORY, NOTHING, TOO_LARGE, Ring, outside, ring_of
+from stocache import WorkerError
+from stocache.loader import ring as ring_module
+from stocache.loader.ring import FULL, NO_LANE, NO_MEMORY, NOTHING, TOO_LARGE, Ring, outside, ring_of
+from stocache.system import limits
 from tests.test_packing import TORCHS_WAY
 from tests.test_structure import same
 
@@ -179,7 +180,7 @@ def test_buffers_grow_with_their_batches(ring):
 
 
 def test_a_machine_without_shared_memory_has_no_ring(monkeypatch):
-    monkeypatch.setattr("stocache.segment._backings", lambda nbytes: [])
+    monkeypatch.setattr("stocache.shm.segment._backings", lambda nbytes: [])
     ring = Ring(2, 2)
     assert not ring.works
     assert ring.lane(ring.begin()) is None

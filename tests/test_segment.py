@@ -7,11 +7,13 @@ import pickle
 import pytest
 import torch
 
-from stocache import SegmentError, layout, limits
-from stocache import segment as segment_module
-from stocache.layout import Layout
-from stocache.limits import GIB, MIB, Memory
-from stocache.segment import Segment
+from stocache import SegmentError
+from stocache.shm import layout
+from stocache.shm import segment as segment_module
+from stocache.shm.layout import Layout
+from stocache.shm.segment import Segment
+from stocache.system import limits
+from stocache.system.limits import GIB, MIB, Memory
 
 
 @pytest.fixture(params=["/dev/shm", "memfd"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, DataLoader
 
 from stocache import LimitError, SampleIndexError, StorageError, prepare
-from stocache.sources import InOrder, open_source
+from stocache.preparation.sources import InOrder, open_source
 
 BYTES = {"cat/1.jpg": b"one", "cat/old/0.PNG": b"two", "cat-1/x.webp": b"three", "dog/y.jpeg": b"four"}
 

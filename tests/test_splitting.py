@@ -655,7 +655,7 @@ def test_split_transforms_cuts_at_the_first_random_step(transform, before, after
 
 
 def split_steps(transform):
-    from stocache.pipelines import open_pipeline
+    from stocache.transforms.pipelines import open_pipeline
 
     return open_pipeline(transform).steps
 

@@ -23,10 +23,10 @@ from stocache import (
     SampleError,
     SampleIndexError,
     StorageError,
-    places,
 )
-from stocache.checksums import seal
-from stocache.folder import block_name
+from stocache.storage import local
+from stocache.storage.manifest import block_name
+from stocache.system.hashing import seal
 from tests.test_structure import Box, same
 
 N = 50
@@ -282,7 +282,7 @@ def test_a_sample_is_read_without_its_block(tmp_path, monkeypatch):
 
 
 def test_many_blocks_are_open_at_a_time_and_no_more(tmp_path, monkeypatch):
-    monkeypatch.setattr("stocache.storage._OPEN_BLOCKS", 5)
+    monkeypatch.setattr("stocache.storage.storage._OPEN_BLOCKS", 5)
     storage = save(OnDiskBlockDataStorage(tmp_path / "data", 1))
     before = len(os.listdir("/proc/self/fd"))
     for idx in range(N):
@@ -293,7 +293,7 @@ def test_many_blocks_are_open_at_a_time_and_no_more(tmp_path, monkeypatch):
 
 
 def test_threads_read_together(tmp_path, monkeypatch):
-    monkeypatch.setattr("stocache.storage._OPEN_BLOCKS", 3)
+    monkeypatch.setattr("stocache.storage.storage._OPEN_BLOCKS", 3)
     storage = save(OnDiskBlockDataStorage(tmp_path / "data", 5))
 
     def read(seed):
@@ -534,7 +534,7 @@ def test_a_full_disk_is_an_error_at_any_byte(make_one, tmp_path, monkeypatch):
         file = open(*arguments, **options)  # noqa: SIM115
         return Disk(file) if "wb" in arguments else file
 
-    monkeypatch.setattr(places, "open", open_file, raising=False)
+    monkeypatch.setattr(local, "open", open_file, raising=False)
     for attempt in range(100):
         budget = 997 * attempt
         storage = make_one(tmp_path)

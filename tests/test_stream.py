@@ -24,19 +24,11 @@ import zstandard
 from torch.utils.data import DataLoader
 
 import stocache
-from stocache import (
-    ClosedError,
-    DamagedError,
-    LimitError,
-    StateError,
-    StreamError,
-    StreamLoader,
-    limits,
-    lines,
-    listing,
-    named,
-    shuffle_quality,
-)
+from stocache import ClosedError, DamagedError, LimitError, StateError, StreamError, StreamLoader, shuffle_quality
+from stocache.cli import listing
+from stocache.shm import named
+from stocache.system import limits
+from stocache.text import lines
 from tests.conftest import run_all
 
 EMPLOYEES = """

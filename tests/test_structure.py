@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stocache import SampleError, Structure
-from stocache.structure import check_dtype
+from stocache.samples.spec import check_dtype
 
 Point = namedtuple("Point", "x y")
 

@@ -7,13 +7,13 @@ The names are those of torchdata up to 0.9, which this needs no part of. Importi
 where these names are free. The rest of stocache does not import DataPipes.
 """
 
-from stocache.reading.caching import SharedCacher
-from stocache.reading.graph import find_dps, list_dps, remove_dp, replace_dp, traverse_dps
+from stocache.reading.graph.caching import SharedCacher
+from stocache.reading.graph.graph import find_dps, list_dps, remove_dp, replace_dp, traverse_dps
+from stocache.reading.graph.pipes import FullSync, PinMemory, Prefetcher, ShardingRoundRobinDispatcher, UnZipper
+from stocache.reading.graph.seeds import SeedGenerator, set_graph_random_seed
 from stocache.reading.interfaces import CheckpointableReadingServiceInterface, ReadingServiceInterface
 from stocache.reading.loader import DataLoader2, DataLoader2Iterator, Shuffle
-from stocache.reading.pipes import FullSync, PinMemory, Prefetcher, ShardingRoundRobinDispatcher, UnZipper
-from stocache.reading.replica import WorkerInfo
-from stocache.reading.seeds import SeedGenerator, set_graph_random_seed
+from stocache.reading.run.replica import WorkerInfo
 from stocache.reading.services import (
     CachingReadingService,
     DistributedReadingService,

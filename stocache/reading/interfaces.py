@@ -2,8 +2,8 @@
 
 from abc import ABC, abstractmethod
 
-from stocache.reading.graph import Adapt, DataPipe
-from stocache.reading.seeds import SeedGenerator
+from stocache.reading.graph.graph import Adapt, DataPipe
+from stocache.reading.graph.seeds import SeedGenerator
 
 
 class ReadingServiceInterface(ABC):

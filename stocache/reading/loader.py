@@ -12,11 +12,11 @@ from typing import Any
 from torch.utils.data import MapDataPipe
 
 from stocache.errors import GraphError, StateError
-from stocache.reading.graph import Adapt, DataPipe, clone, is_random, pipes_of
+from stocache.reading.graph.graph import Adapt, DataPipe, clone, is_random, pipes_of
+from stocache.reading.graph.pipes import InOrder
+from stocache.reading.graph.replay import trace
+from stocache.reading.graph.seeds import SeedGenerator, check_seed, epoch_seed, random_seed
 from stocache.reading.interfaces import ReadingServiceInterface
-from stocache.reading.pipes import InOrder
-from stocache.reading.replay import trace
-from stocache.reading.seeds import SeedGenerator, check_seed, epoch_seed, random_seed
 from stocache.reading.services import completed, is_checkpointable, running_in
 
 _STATE_VERSION = 1

@@ -12,22 +12,22 @@ import torch.distributed as dist
 from torch import multiprocessing
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
+from stocache.cache.ragged import RaggedCache
 from stocache.errors import StateError
-from stocache.indices import length_of
-from stocache.ragged import RaggedCache
-from stocache.randomness import States
-from stocache.reading.caching import put_cache
-from stocache.reading.engine import Plan, WorkerStream
-from stocache.reading.feeding import Feed
-from stocache.reading.graph import Adapt, DataPipe, end_of, replace_dp, traverse_dps
+from stocache.reading.graph.caching import put_cache
+from stocache.reading.graph.feed import Feed
+from stocache.reading.graph.graph import Adapt, DataPipe, end_of, replace_dp, traverse_dps
+from stocache.reading.graph.pipes import DEFAULT_TIMEOUT_S, FullSync, Prefetcher
+from stocache.reading.graph.replay import trace
+from stocache.reading.graph.seeds import SeedGenerator, dist_share_seed, set_graph_random_seed
+from stocache.reading.graph.sharding import Counted, apply_sharding, dispatched_end, replicable_end, share
 from stocache.reading.interfaces import CheckpointableReadingServiceInterface, ReadingServiceInterface
-from stocache.reading.parts import Length, Seeding, is_full_sync, taken_ahead, without_prefetching
-from stocache.reading.pipes import DEFAULT_TIMEOUT_S, FullSync, Prefetcher
-from stocache.reading.replay import trace
-from stocache.reading.replica import Epoch, InitFn, Replica, ResetFn, Resume, WorkerInfo, clock_of
-from stocache.reading.seeds import SeedGenerator, dist_share_seed, set_graph_random_seed
-from stocache.reading.sharding import Counted, apply_sharding, dispatched_end, replicable_end, share
-from stocache.reading.streams import LocalStream, Position, Stream
+from stocache.reading.run.divide import Length, Seeding, is_full_sync, taken_ahead, without_prefetching
+from stocache.reading.run.engine import Plan, WorkerStream
+from stocache.reading.run.replica import Epoch, InitFn, Replica, ResetFn, Resume, WorkerInfo, clock_of
+from stocache.reading.run.stream import LocalStream, Position, Stream
+from stocache.samples.indices import length_of
+from stocache.system.rng import States
 
 _DISPATCHER = (1 << 32) - 1  # its number where workers have theirs
 

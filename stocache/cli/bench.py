@@ -1,0 +1,283 @@
+"""The stocaching experiment: epochs over a folder of JPEGs, cold and warm, at several cached fractions.
+
+Each sample is read from its file, decoded with Pillow, resized to a uint8 tensor and cached. For every fraction a fresh cache
+serves a cold epoch, which fills it, and a warm one, which reads from it. Needs the extra ``bench`` (Pillow, matplotlib).
+Source of the experiment: C. Jones, "Eliminating Dataloading Bottlenecks in PyTorch with Stochastic Caching", 2023.
+"""
+
+import csv
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from stocache.cache.shared import SharedCache
+from stocache.preparation.images import load_jpeg
+
+CacheMaker = Callable[[int, int, tuple[int, ...]], Any]
+"""Makes a cache of (size limit in bytes, dataset_len, data_dims): ours, or a peer's with the same two methods."""
+
+
+def our_cache(limit_bytes: int, dataset_len: int, data_dims: tuple[int, ...]) -> SharedCache:
+    """Return a `SharedCache` of these measures."""
+    return SharedCache(f"{limit_bytes}B", dataset_len, data_dims)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One measured epoch.
+
+    Attributes:
+        fraction: share of the dataset the cache may hold.
+        phase: "cold" for the first epoch over an empty cache, "warm" for the second.
+        seconds: wall time, from asking for the first batch to having the last.
+        samples: samples delivered.
+        reads: samples read from their file, counted by the dataset itself.
+    """
+
+    fraction: float
+    phase: str
+    seconds: float
+    samples: int
+    reads: int
+
+
+class JpegFolder(Dataset[tuple[Tensor, int]]):
+    """Photos as uint8 tensors of shape (3, size, size), each with 1 if it was read from its file and 0 if from the cache."""
+
+    def __init__(self, paths: Sequence[Path], size: int, cache: Any | None) -> None:
+        self.paths, self.size, self.cache = paths, size, cache
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, idx: int) -> tuple[Tensor, int]:
+        image = self.cache.get_slot(idx) if self.cache is not None else None
+        if image is not None:
+            return image, 0
+        image = load_jpeg(self.paths[idx], self.size)
+        if self.cache is not None:
+            self.cache.set_slot(idx, image)
+        return image, 1
+
+
+def find_jpegs(folder: Path) -> list[Path]:
+    """Return the JPEG files under ``folder``, sorted."""
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg") and path.is_file())
+
+
+def photo_folder(count: int, size: int = 512) -> Path:
+    """Return a folder of ``count`` photo-like JPEGs of size x size in the user's cache directory, made on first use."""
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache_home / "stocache" / f"photos-{count}x{size}"
+    if not folder.exists():
+        unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
+        unfinished.mkdir(parents=True)
+        for number in tqdm(range(count), desc=f"generating photos in {folder}", unit="photo"):
+            photo_like(number, size).save(unfinished / f"{number:06d}.jpg", quality=95)
+        os.sync()  # pages not yet written could not be dropped from the page cache
+        unfinished.rename(folder)
+    return folder
+
+
+def photo_like(seed: int, size: int) -> Any:
+    """Return a random Pillow image with the statistics that matter here: noise of all scales (1/f) and a few sharp edges."""
+    from PIL import Image, ImageDraw
+
+    rng = np.random.default_rng(seed)
+    shapes = Image.new("RGB", (size, size))
+    draw = ImageDraw.Draw(shapes)
+    for _ in range(12):
+        (left, right), (top, bottom) = np.sort(rng.integers(0, size, (2, 2))).tolist()
+        draw.ellipse((left, top, right, bottom), fill=tuple(rng.integers(0, 256, 3).tolist()))
+    pixels = np.asarray(shapes, np.float32)
+    for octave in range(1, size.bit_length()):
+        noise = Image.fromarray(rng.integers(0, 256, (2**octave, 2**octave, 3), np.uint8))
+        pixels = pixels + np.asarray(noise.resize((size, size), Image.Resampling.BILINEAR), np.float32) * 0.88**octave
+    return Image.fromarray((pixels * (255 / pixels.max())).astype(np.uint8))
+
+
+def drop_pages(paths: Iterable[Path]) -> None:
+    """Drop files from the page cache, so that reading them reads the disk."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def sweep(
+    paths: Sequence[Path],
+    fractions: Sequence[float] = (0, 0.25, 0.5, 0.75, 1),
+    *,
+    phases: Sequence[str] = ("cold", "warm"),
+    size: int = 256,
+    workers: int = 2,
+    batch_size: int = 32,
+    repeats: int = 1,
+    before_epoch: Callable[[], None] | None = None,
+    make_cache: CacheMaker = our_cache,
+    seed: int = 0,
+) -> list[Epoch]:
+    """Run a cold and a warm epoch at each fraction, all of it ``repeats`` times; return all epochs.
+
+    Args:
+        paths: JPEG files.
+        fractions: shares of the dataset to cache, in [0, 1]; 0 runs without a cache.
+        phases: names of the epochs over each cache.
+        size: edge length of the cached images.
+        workers, batch_size: as of torch's DataLoader.
+        repeats: sweeps; every other one runs backwards, so that a drift of the machine's speed falls on all fractions.
+        before_epoch: called before the clock of each epoch starts; by default drops the files from the page cache.
+        make_cache: makes the cache that is measured.
+        seed: of the shuffling.
+    """
+    before_epoch = before_epoch or (lambda: drop_pages(paths))
+    load_jpeg(paths[0], size)  # what is imported on first use is not the first epoch's cost
+    epochs = []
+    with tqdm(total=repeats * len(fractions) * len(phases) * len(paths), unit="photo", smoothing=0.05) as bar:
+        for repeat in range(repeats):
+            for fraction in fractions if repeat % 2 == 0 else reversed(fractions):
+                slots = round(fraction * len(paths))
+                dims = (3, size, size)
+                cache = make_cache(slots * 3 * size * size + len(paths), len(paths), dims) if slots else None
+                loader = DataLoader(
+                    JpegFolder(paths, size, cache),
+                    batch_size=batch_size,
+                    shuffle=True,
+                    num_workers=workers,
+                    persistent_workers=workers > 0,
+                    generator=torch.Generator().manual_seed(seed + repeat),
+                )
+                for phase in phases:
+                    bar.set_description(f"{fraction:.0%} cached, {phase} epoch")
+                    before_epoch()
+                    epochs.append(_run_epoch(loader, fraction, phase, bar))
+                del loader  # its workers hold the cache too
+                if isinstance(cache, SharedCache):
+                    cache.close()
+    return epochs
+
+
+def _run_epoch(loader: DataLoader[tuple[Tensor, int]], fraction: float, phase: str, bar: Any) -> Epoch:
+    samples = reads = 0
+    start = time.perf_counter()
+    for images, read in loader:
+        samples += len(images)
+        reads += int(read.sum())
+        bar.update(len(images))
+    return Epoch(fraction, phase, time.perf_counter() - start, samples, reads)
+
+
+# ---------------------------------------------------------------------------------------------------- results
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fraction of a sweep; times are medians over its repeats.
+
+    Attributes:
+        fraction: share of the dataset the cache may hold.
+        cold_s, warm_s: seconds of the first and second epoch.
+        cold_per_s, warm_per_s: samples per second.
+        cold_reads, warm_reads: samples read from their files; of all repeats, the most.
+        warm_hit_rate: share of the second epoch that came from the cache.
+        first_epoch_overhead: how much longer the first epoch took than without a cache; NaN where fraction 0 was not run.
+    """
+
+    fraction: float
+    cold_s: float
+    warm_s: float
+    cold_per_s: float
+    warm_per_s: float
+    cold_reads: int
+    warm_reads: int
+    warm_hit_rate: float
+    first_epoch_overhead: float
+
+
+def summarize(epochs: Sequence[Epoch]) -> list[Row]:
+    """Return one row per fraction, ascending."""
+
+    def of(fraction: float, phase: str) -> list[Epoch]:
+        return [epoch for epoch in epochs if (epoch.fraction, epoch.phase) == (fraction, phase)]
+
+    def seconds(fraction: float, phase: str) -> float:
+        return statistics.median([epoch.seconds for epoch in of(fraction, phase)] or [float("nan")])
+
+    rows = []
+    for fraction in sorted({epoch.fraction for epoch in epochs}):
+        samples = of(fraction, "warm")[0].samples
+        cold_s, warm_s = seconds(fraction, "cold"), seconds(fraction, "warm")
+        cold_reads, warm_reads = (max(epoch.reads for epoch in of(fraction, phase)) for phase in ("cold", "warm"))
+        rows.append(
+            Row(
+                fraction,
+                cold_s,
+                warm_s,
+                samples / cold_s,
+                samples / warm_s,
+                cold_reads,
+                warm_reads,
+                1 - warm_reads / samples,
+                cold_s / seconds(0, "cold") - 1,
+            )
+        )
+    return rows
+
+
+def linearity(rows: Sequence[Row]) -> float:
+    """Return R² of a straight line through the warm epochs' seconds over the cached fraction; NaN for fewer than 3 rows."""
+    if len(rows) < 3:
+        return float("nan")
+    x, y = np.array([row.fraction for row in rows]), np.array([row.warm_s for row in rows])
+    residuals = y - np.polyval(np.polyfit(x, y, 1), x)
+    return float(1 - (residuals**2).sum() / ((y - y.mean()) ** 2).sum())
+
+
+_HEADINGS = ("cached", "cold s", "warm s", "cold /s", "warm /s", "cold reads", "warm reads", "hit rate", "1st epoch")
+_FORMATS = ("{:.0%}", "{:.2f}", "{:.2f}", "{:.0f}", "{:.0f}", "{}", "{}", "{:.1%}", "{:+.1%}")
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """Return the rows as a Markdown table."""
+    lines = [[form.format(value) for form, value in zip(_FORMATS, asdict(row).values(), strict=True)] for row in rows]
+    widths = [max(map(len, column)) for column in zip(_HEADINGS, *lines, strict=True)]
+    rule = ["-" * (width - 1) + ":" for width in widths]
+    return "\n".join(
+        "| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+        for line in (list(_HEADINGS), rule, *lines)
+    )
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """Write the rows, one line each, with a header."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+def plot(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Draw the seconds of both epochs over the cached fraction into a PNG file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
+    percent = [100 * row.fraction for row in rows]
+    axes.plot(percent, [row.cold_s for row in rows], "o-", color="tab:red", label="first epoch (fills the cache)")
+    axes.plot(percent, [row.warm_s for row in rows], "o-", color="tab:blue", label="second epoch (reads it)")
+    axes.set(xlabel="share of the dataset cached (%)", ylabel="seconds per epoch", title=title, ylim=(0, None), xticks=percent)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)

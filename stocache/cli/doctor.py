@@ -1,0 +1,163 @@
+"""What on this machine stands in a cache's way, each with the command that changes it."""
+
+import os
+import re
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from stocache.cli import listing
+from stocache.shm import named
+from stocache.shm.registry import deleted_files, directory_of
+from stocache.system import limits
+from stocache.system.limits import GIB, SHM_DIR, format_size
+
+_LEAST_SHM = 1 * GIB  # Docker gives 64 MiB
+_LEAST_DESCRIPTORS = 4096  # each tensor a worker sends is one, until it is received
+_LOGIND = ("/etc/systemd", "/run/systemd", "/usr/local/lib/systemd", "/usr/lib/systemd")  # first found wins
+_SEATS, _LINGER = Path("/run/systemd/seats"), Path("/var/lib/systemd/linger")  # there while logind runs; a file per user
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something found: a problem, or a hint at something that would be better."""
+
+    kind: Literal["problem", "hint"]
+    what: str
+    remedy: str
+
+
+def examine(size_limit: int | None = None) -> list[Finding]:
+    """Return what there is to say of this machine, for a cache of ``size_limit`` bytes if given."""
+    return [*_shm(size_limit), *_memory(size_limit), *_named(), *_remove_ipc(), *_process()]
+
+
+def _problem(what: str, remedy: str) -> Finding:
+    return Finding("problem", what, remedy)
+
+
+def _shm(size_limit: int | None) -> Iterator[Finding]:
+    total, free = limits.shm_total(), limits.shm_free()
+    if not os.path.isdir(SHM_DIR):
+        yield _problem(f"there is no {SHM_DIR}.", f"as root: mkdir {SHM_DIR} && mount -t tmpfs tmpfs {SHM_DIR}")
+        return
+    if not os.access(SHM_DIR, os.W_OK):
+        yield _problem(
+            f"{SHM_DIR} cannot be written: DataLoader workers and named caches need it.",
+            f"as root: mount -o remount,rw {SHM_DIR}; in Docker with --read-only add --tmpfs {SHM_DIR}:rw,size=8g",
+        )
+        return
+    if (kind := _file_system(SHM_DIR)) not in ("tmpfs", ""):
+        yield _problem(
+            f"{SHM_DIR} is {kind}, not tmpfs: what is written there may go to a disk.",
+            f"as root: mount -t tmpfs -o size=50% tmpfs {SHM_DIR}",
+        )
+    wanted = max(size_limit * 4 // 3 if size_limit else 0, _LEAST_SHM)
+    if total < wanted:
+        gib = -(-wanted // GIB)
+        needs = f", a named cache of {format_size(size_limit)} needs {format_size(wanted)}" if size_limit else ""
+        yield _problem(
+            f"{SHM_DIR} is small: {format_size(total)}{needs}.",
+            f"as root: mount -o remount,size={gib}G {SHM_DIR}; in Docker: --shm-size={gib}g",
+        )
+    elif free < total // 10:
+        yield _problem(
+            f"{SHM_DIR} is nearly full: {format_size(free)} free of {format_size(total)}.",
+            f"look who takes it: stocache ls; du -sh {SHM_DIR}/* | sort -h; then: stocache rm --dead",
+        )
+
+
+def _file_system(path: str) -> str:
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    return next((fields[2] for fields in reversed(mounts) if fields[1] == path), "no mount")
+
+
+def _memory(size_limit: int | None) -> Iterator[Finding]:
+    cgroup, memory = limits.cgroup_memory(), limits.memory()
+    if size_limit and cgroup and cgroup.limit < size_limit:
+        gib = -(-size_limit // GIB) + 2
+        yield _problem(
+            f"the cgroup {cgroup.path} allows {format_size(cgroup.limit)}, the cache is to have {format_size(size_limit)}.",
+            f"docker run --memory={gib}g; in Slurm --mem={gib}G; or size_limit_gib={max(1, cgroup.limit * 3 // 4 // GIB)}",
+        )
+    elif size_limit and memory.spare < size_limit:
+        yield _problem(
+            f"{format_size(memory.available)} of memory are available, the cache is to have {format_size(size_limit)}, "
+            f"and {format_size(memory.floor)} stay free.",
+            "end what takes the memory, or lower size_limit_gib; 'auto' takes " + format_size(limits.recommended_limit()),
+        )
+    if limits.memfd_huge_policy() in ("never", "deny"):
+        yield Finding(
+            "hint",
+            "the kernel gives shared memory no huge pages: each process pays 2 MiB of page tables per GiB of a cache.",
+            f"as root: echo advise > {limits.SHMEM_HUGE} (for caches without a name)",
+        )
+    if not limits.has_memfd():
+        yield Finding(
+            "hint",
+            f"memfd_create is forbidden: caches without a name are bounded by {SHM_DIR} too.",
+            "in Docker: --security-opt seccomp=… with a profile that allows it; or a larger --shm-size",
+        )
+
+
+def _named() -> Iterator[Finding]:
+    caches = listing.find()
+    dead = [cache for cache in caches if cache.state == "dead"]
+    if dead:
+        size = format_size(sum(cache.memory_bytes for cache in dead))
+        names = ", ".join(cache.name for cache in dead)
+        yield _problem(f"left behind by processes that were killed: {names} ({size}).", "stocache rm --dead")
+    for cache in caches:
+        if cache.state == "bad":
+            yield _problem(f"{cache.path}: {cache.problem}", f"stocache rm --force {cache.name}")
+    users = {pid for pids in named.holders().values() for pid in pids}
+    cut_off = sorted(pid for pid in users if any(path.startswith(directory_of()) for path in deleted_files(pid)))
+    if cut_off:
+        yield _problem(
+            f"processes {', '.join(map(str, cut_off))} use a named cache whose file was deleted: no other can join them.",
+            "if nobody did it by hand, it was systemd: as root set RemoveIPC=no in /etc/systemd/logind.conf",
+        )
+
+
+def _remove_ipc() -> Iterator[Finding]:
+    uid, user = os.geteuid(), listing.user_name(os.geteuid())
+    if uid < 1000 or not _SEATS.is_dir() or (_LINGER / user).exists():
+        return  # it spares system users, those who linger, and machines that logind does not run on
+    if _logind_setting("RemoveIPC", "yes").lower() in ("yes", "true", "1", "on"):
+        yield _problem(
+            f"systemd deletes what you have in {SHM_DIR} when you log out, from under jobs that still run (RemoveIPC).",
+            f"loginctl enable-linger {user}; or as root: RemoveIPC=no in /etc/systemd/logind.conf, then "
+            "systemctl restart systemd-logind",
+        )
+
+
+def _logind_setting(key: str, default: str) -> str:
+    """Return a setting of systemd-logind: that of the last drop-in by name, else of the first logind.conf."""
+    main = [path for folder in reversed(_LOGIND) if (path := Path(folder, "logind.conf")).is_file()][-1:]
+    drop_ins = {path.name: path for folder in reversed(_LOGIND) for path in Path(folder, "logind.conf.d").glob("*.conf")}
+    value = default
+    for path in [*main, *(drop_ins[name] for name in sorted(drop_ins))]:
+        found = re.findall(rf"^\s*{key}\s*=\s*(\S+)", path.read_text(errors="replace"), re.MULTILINE)
+        value = found[-1] if found else value
+    return value
+
+
+def _process() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _LEAST_DESCRIPTORS:
+        more = min(65536, hard) if hard > 0 else 65536
+        yield _problem(
+            f"a process may open {soft} files: DataLoader workers that send many tensors end in 'Too many open files'.",
+            f"ulimit -n {more}" + (f" (as root first: the hard limit is {hard})" if more < _LEAST_DESCRIPTORS else ""),
+        )
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        yield _problem(
+            f"a process may map {format_size(address_space)} (ulimit -v), and every cache counts in full, filled or not.",
+            "ulimit -v unlimited",
+        )

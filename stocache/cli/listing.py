@@ -1,0 +1,152 @@
+"""What named caches there are on this machine, seen without attaching to them."""
+
+import os
+import pwd
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import psutil
+
+from stocache.cache import arena
+from stocache.cache.allocate import SET
+from stocache.cache.stats import CacheStats
+from stocache.errors import SegmentError, StocacheError
+from stocache.shm import named, registry
+from stocache.shm.layout import EXTENTS_AT, ROWS_AT, Layout, persists, read_chunks, sum_rows
+from stocache.shm.named import Descriptor
+from stocache.system.waiting import Key, identify, printable
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that has a cache attached, and its command line."""
+
+    pid: int
+    command: str
+
+
+@dataclass(frozen=True)
+class NamedCache:
+    """One entry in a user's directory of named caches.
+
+    Attributes:
+        memory_bytes: memory the file takes now.
+        alive: whether any process holds it. One that nobody holds is a leftover, unless ``persistent``.
+        holders: who they are, as far as this process can see them.
+        created: seconds since 1970.
+        samples: what a sample looks like.
+        stats: what it has done since its oldest holder came; None when ``problem`` says why it cannot be read.
+    """
+
+    name: str
+    user: str
+    path: str
+    memory_bytes: int = 0
+    alive: bool = False
+    persistent: bool = False
+    holders: list[Holder] = field(default_factory=list)
+    created: float = 0.0
+    samples: str = ""
+    fingerprint: str | None = None
+    stats: CacheStats | None = None
+    problem: str = ""
+
+    @property
+    def state(self) -> str:
+        """In a word: "live", "dead", "kept" (persistent, held by nobody) or "bad"."""
+        if self.problem:
+            return "bad"
+        return "live" if self.alive else "kept" if self.persistent else "dead"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON holds it."""
+        extra = {"hit_rate": self.stats.hit_rate, "fill_fraction": self.stats.fill_fraction} if self.stats else {}
+        return asdict(self) | {"state": self.state} | extra
+
+
+def find(uid: int | None = None) -> list[NamedCache]:
+    """Return the named caches of one user, by default this process's, or (-1) of all users."""
+    uids = registry.users() if uid == -1 else [os.geteuid() if uid is None else uid]
+    pids = named.holders()
+    return [cache for each in uids for cache in _find(each, pids)]
+
+
+def _find(uid: int, pids: dict[Key, list[int]]) -> Iterator[NamedCache]:
+    user = user_name(uid)
+    for folder in registry.directories_of(uid):
+        try:
+            with registry.locked(folder) as at:
+                for name in sorted(os.listdir(at)) if at is not None else ():
+                    assert at is not None
+                    yield _look_at(at, folder, name, user, pids)
+        except PermissionError:
+            yield NamedCache("?", user, folder, problem="belongs to another user; root can look.")
+        except OSError as error:
+            yield NamedCache("?", user, folder, problem=printable(str(error)))
+
+
+def _look_at(at: int, folder: str, name: str, user: str, pids: dict[Key, list[int]]) -> NamedCache:
+    """Return what is known of a file, which may be another user's, and is not trusted: it may change at any moment, too."""
+    shown = printable(name)
+    try:
+        return _read(at, f"{folder}/{name}", shown, user, pids)
+    except (StocacheError, OSError) as error:
+        return NamedCache(shown, user, f"{folder}/{shown}", problem=printable(str(error)))
+
+
+def _read(at: int, path: str, shown: str, user: str, pids: dict[Key, list[int]]) -> NamedCache:
+    with named.peek(at, path) as (fd, held):
+        layout = Layout.read(fd)
+        descriptor = Descriptor.read(layout)
+        facts, identity = descriptor.facts, descriptor.identity
+        samples = facts["dataset_len"]
+        filled = sum(states.count(SET) for _, states in read_chunks(fd, layout.control_at, samples))
+        rows = os.pread(fd, EXTENTS_AT - ROWS_AT, ROWS_AT)
+        stats = CacheStats.of(
+            sum_rows(rows),
+            dataset_len=samples,
+            filled=filled,
+            reserved_bytes=layout.count_reserved(fd),
+            **_amounts(fd, layout, facts, filled),
+        )
+        return NamedCache(
+            shown,
+            user,
+            f"{os.path.dirname(path)}/{shown}",
+            memory_bytes=os.fstat(fd).st_blocks * 512,
+            alive=held,
+            persistent=persists(fd),
+            holders=[holder for pid in pids.get(identify(fd), []) if (holder := _holder(pid))],
+            created=descriptor.created,
+            samples=printable(str(identity.get("samples", "?"))),
+            fingerprint=None if identity.get("fingerprint") is None else printable(str(identity["fingerprint"])),
+            stats=stats,
+        )
+
+
+def _amounts(fd: int, layout: Layout, facts: Mapping[str, Any], filled: int) -> dict[str, int]:
+    capacity, samples = facts["capacity"], facts["dataset_len"]
+    if "slot_bytes" in facts:  # a SharedCache, whose capacity is in slots
+        return {"slots": capacity, "slot_bytes": facts["slot_bytes"], "capacity_bytes": capacity * facts["slot_bytes"]}
+    words = os.pread(fd, arena.WORDS_BYTES, layout.control_at + arena.words_at(samples))
+    if len(words) < arena.WORDS_BYTES or arena.control_bytes(samples) > layout.control_bytes:
+        raise SegmentError("is damaged: its control is too small.")
+    return arena.amounts(words, samples, capacity, filled)
+
+
+def _holder(pid: int) -> Holder | None:
+    try:
+        return Holder(pid, printable(" ".join(psutil.Process(pid).cmdline())))
+    except psutil.NoSuchProcess:
+        return None
+    except (psutil.Error, OSError):
+        return Holder(pid, "?")
+
+
+def user_name(uid: int) -> str:
+    """Return the name of a user, or the number where it has none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OverflowError):
+        return str(uid)

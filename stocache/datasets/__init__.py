@@ -1,0 +1,1 @@
+"""CachedDataset and StorageDataset: map-style datasets in front of a cache or a storage."""

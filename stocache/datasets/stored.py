@@ -1,0 +1,86 @@
+"""StorageDataset: the samples of a storage, or some of them, as a dataset."""
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from stocache.errors import DatasetError
+from stocache.samples.indices import check_indices
+from stocache.storage.storage import DataStorage
+
+TSample = TypeVar("TSample", covariant=True)
+
+
+class StorageDataset(Dataset[TSample]):
+    """Those samples of a storage whose numbers are ``indices``.
+
+    A sample has a *global* index, by which the storage knows it, and in this dataset a *local* one: local index i is global
+    index ``indices[i]``.
+
+    Args:
+        storage: prepared, or to be prepared before the first sample is asked for (then give ``indices``).
+        indices: global indices, a list, range or array; None for all, of a storage that has a length. Sorted ones keep the
+            samples of a block together, which lets a cache in front admit whole blocks.
+
+    Raises:
+        DatasetError: ``indices`` is None, and the storage has no length.
+        SampleIndexError: an index is no integer, or outside a storage that has a length.
+
+    Source: the article on block storage in PyTorch Lightning.
+    """
+
+    def __init__(self, storage: DataStorage[TSample, Any], indices: Sequence[int] | np.ndarray[Any, Any] | None = None) -> None:
+        self.storage = storage
+        length = len(storage) if hasattr(storage, "__len__") else None
+        if indices is None:
+            if length is None:
+                raise DatasetError(f"{type(storage).__name__} has no length. Give the indices of its samples.")
+            self.indices: Any = range(length)
+        else:
+            self.indices = check_indices(indices, 2**62 if length is None else length, "StorageDataset")
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.indices)
+
+    def __getitem__(self, idx: int) -> TSample:
+        """Return the sample of local index ``idx``; a negative one counts from the end.
+
+        Raises:
+            IndexError: there is none.
+            DamagedError: it is not as it was written.
+        """
+        return self.storage.load_sample(int(self.indices[idx]))
+
+    def __getitems__(self, indices: Sequence[int]) -> list[TSample]:
+        """Return the samples of local ``indices``; of those that are all of one block, the block read once."""
+        wanted = [int(self.indices[idx]) for idx in indices]
+        size = getattr(self.storage, "block_size", None)
+        if size is None or len(wanted) < max(2, size // 2) or len({number // size for number in wanted}) > 1:
+            return [self.storage.load_sample(number) for number in wanted]
+        block: list[TSample] = self.storage.load_block(wanted[0] // size)  # type: ignore[attr-defined]
+        return [block[number % size] for number in wanted]
+
+    def expect(self, blocks: Iterable[int]) -> None:
+        """Have blocks of the storage read ahead, if it can; a `BlockSampler` says which."""
+        expect = getattr(self.storage, "expect", None)
+        if expect is not None:
+            expect(blocks)
+
+    @cached_property
+    def block_bounds(self) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+        """Where, among the local indices, each block begins, and the last one ends.
+
+        None when the storage has no blocks, or the samples of one are not next to each other here.
+        """
+        size = getattr(self.storage, "block_size", None)
+        if size is None or not len(self.indices):
+            return None
+        blocks = np.asarray(self.indices, dtype=np.int64) // size
+        begins = np.flatnonzero(np.append(True, blocks[1:] != blocks[:-1]))
+        if len(np.unique(blocks[begins])) != len(begins):
+            return None
+        return np.append(begins, len(blocks))

@@ -1,0 +1,125 @@
+"""How the batches of a DataLoader are made: by worker processes, into the ring; or by this process, from the cache."""
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import collate, default_collate_fn_map  # documented, for extending default_collate
+
+from stocache.cache.batches import Empty, Unread
+from stocache.loader.ring import FULL, NO_LANE, NO_MEMORY, Ring, outside
+from stocache.shm.pool import Pool
+
+_STACK = default_collate_fn_map[Tensor]
+
+
+def stacks(collate_fn: Any) -> bool:
+    """Whether a collate function is default_collate, with the way of stacking tensors that torch ships."""
+    return collate_fn is default_collate and default_collate_fn_map[Tensor] is _STACK
+
+
+class RingCollate:
+    """What worker processes collate with: it writes batches into the ring, and returns what unpickles to them.
+
+    Args:
+        collate_fn: the user's.
+        stacking: whether it `stacks`, and may be replaced by stacking into the ring.
+        iteration: of the ring.
+    """
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], stacking: bool, ring: Ring, iteration: int) -> None:
+        self._collate_fn, self._stacking, self._ring, self._iteration = collate_fn, stacking, ring, iteration
+
+    def __call__(self, samples: Any) -> Any:
+        """Return what to send for a list of samples."""
+        lane = self._ring.lane(self._iteration)
+        buffer = None if lane is None else lane.take()
+        if isinstance(samples, Unread):
+            batch = None if buffer is None else samples.gather(buffer.empty)
+            if buffer is not None and batch is not None:
+                return buffer.ship(batch, kind=len(samples))
+            samples = samples.read()
+        if buffer is None:
+            reason = FULL if lane is not None else NO_LANE if self._ring.works else NO_MEMORY
+            return outside(self._ring.key, reason, self._collate_fn(samples))
+        if self._stacking:
+            into_buffer = default_collate_fn_map | {Tensor: partial(_stack, buffer.empty)}
+            return buffer.ship(collate(samples, collate_fn_map=into_buffer))
+        return buffer.ship(self._collate_fn(samples))
+
+
+def _stack(empty: Empty, batch: list[Tensor], *, collate_fn_map: Any) -> Tensor:
+    """Stack tensors as default_collate does in a worker, but into memory that ``empty`` gives."""
+    first = batch[0]
+    if type(first) is Tensor and first.layout == torch.strided and first.device.type == "cpu" and not first.is_nested:
+        out = empty((len(batch), *first.shape), first.dtype)
+        if out is not None:
+            return torch.stack(batch, 0, out=out)
+    stacked: Tensor = _STACK(batch, collate_fn_map=collate_fn_map)
+    return stacked
+
+
+def as_is(samples: Any) -> Any:
+    """Return what is given, for an iterator that does not collate."""
+    return samples
+
+
+class Gatherer:
+    """An iterator that gathers the batches another one names, into memory of a pool; ``depth`` of them ahead in a thread.
+
+    Gathering leaves the GIL to the training step. The thread gathers only what is in the cache: samples that have to be loaded
+    are loaded by whoever asks for their batch, in the order in which they always were.
+    """
+
+    def __init__(self, unread: Iterator[Unread], pool: Pool, depth: int) -> None:
+        self._unread, self._pool, self._depth, self._pid = unread, pool, depth, os.getpid()
+        self._waiting: deque[tuple[Unread | None, Future[Any]]] = deque()
+        self._thread = ThreadPoolExecutor(1, "stocache-gather")
+        weakref.finalize(self, self._thread.shutdown, wait=False).atexit = False
+
+    def __iter__(self) -> "Gatherer":
+        return self
+
+    def __len__(self) -> int:
+        return len(self._unread)  # type: ignore[arg-type]  # torch's have one
+
+    def __next__(self) -> Any:
+        self._look_ahead()
+        if not self._waiting:
+            return _gather(next(self._unread), self._pool)
+        unread, future = self._waiting.popleft()
+        forked = os.getpid() != self._pid  # without the thread
+        batch = None if forked and unread is not None else future.result()
+        if batch is None and unread is not None:
+            batch = _gather(unread, self._pool)
+        self._look_ahead()
+        return batch
+
+    def _look_ahead(self) -> None:
+        while len(self._waiting) < self._depth and os.getpid() == self._pid:
+            try:
+                unread = next(self._unread)
+            except StopIteration:
+                return
+            except Exception as error:  # whose turn has not come
+                failed: Future[Any] = Future()
+                failed.set_exception(error)
+                self._waiting.append((None, failed))
+            else:
+                self._waiting.append((unread, self._thread.submit(_gather_cached, unread, self._pool)))
+
+
+def _gather_cached(unread: Unread, pool: Pool) -> Any:
+    return _gather(unread, pool) if unread.cached else None
+
+
+def _gather(unread: Unread, pool: Pool) -> Any:
+    batch = unread.gather(pool.empty)
+    return default_collate(unread.read()) if batch is None else batch

@@ -1,0 +1,378 @@
+"""DataLoader: torch's own, whose batches are born in shared memory that is used again and again.
+
+NOTE [ How torch's DataLoader is used ]
+    The loader *is* torch's, and its arguments stay what the user gave. An iterator is made by torch from a copy of it, in which
+    three of them are replaced: ``collate_fn`` by one that writes into the ring and returns what unpickles to the batch
+    (`RingCollate`), the sampler by one that can be resumed (`Order`), and a `CachedDataset` by itself, reading later
+    (`Unread`). Nothing of torch's is overridden but ``__iter__``, and nothing private is touched but what Lightning touches
+    too: the attribute ``_iterator``, where persistent workers are kept.
+"""
+
+import contextlib
+import copy
+import functools
+import inspect
+import multiprocessing
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils.data
+from torch.utils.data import IterableDataset
+
+from stocache.datasets.cached import CachedDataset, reading_later
+from stocache.errors import ClosedError, LimitError, StateError, WorkerError
+from stocache.loader.collate import Gatherer, RingCollate, as_is, stacks
+from stocache.loader.order import Order, Progress, Sender, layers, samplers_in, set_epoch
+from stocache.loader.ring import Ring
+from stocache.loader.worker_group import WorkerGroup, try_to_start
+from stocache.samplers.locality import LocalityDistributedSampler
+from stocache.samples.indices import length_of
+from stocache.shm.pool import Pool
+from stocache.system import rng
+
+_SIGNATURE = inspect.signature(torch.utils.data.DataLoader.__init__)
+_STATE_VERSION = 1
+_SPARE = 8  # buffers of a worker beyond those it prefetches, for batches that are held; only what is used takes memory
+
+
+@dataclass(frozen=True)
+class LoaderStats:
+    """What a `DataLoader` has done, over all its iterators.
+
+    Attributes:
+        batches: delivered.
+        waited_s: seconds that whoever iterates waited for them.
+        ring: batches that arrived through the ring.
+        outside: batches that worker processes sent outside of it, by reason.
+        ring_bytes: memory the ring takes now.
+        hit_rate: share of samples that the cache had, since the loader was made, among all that were asked for, by whomever;
+            None where the dataset is no `CachedDataset`.
+    """
+
+    batches: int
+    waited_s: float
+    ring: int
+    outside: dict[str, int]
+    ring_bytes: int
+    hit_rate: float | None
+
+
+class DataLoader(torch.utils.data.DataLoader[Any]):
+    """torch's DataLoader, with the same arguments, whose batches travel at the speed of memory.
+
+        loader = DataLoader(CachedDataset(dataset, 32), batch_size=256, shuffle=True, num_workers=8)
+
+    Worker processes write batches into a ring of buffers in shared memory, which are used again when nobody holds their batch
+    any more; a few hundred bytes tell the parent where they are. Where the samples come from a `CachedDataset` without a
+    transform, they are gathered straight into it. The batches are those of torch's DataLoader, in its order and with its random
+    numbers. A batch, or a view of it, is never overwritten as long as it is held, and holding many is fine. What cannot go
+    through the ring (no free buffer, no memory, no tensors) goes torch's way.
+
+    Args:
+        dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout,
+            worker_init_fn, multiprocessing_context, generator, persistent_workers, in_order: as for torch's DataLoader.
+        prefetch_factor: as for torch's; and with ``num_workers=0``, over a cached dataset without a transform, the number of
+            batches that a thread of this process gathers ahead.
+
+    Raises:
+        ValueError, TypeError: as torch's.
+        LimitError: a `LocalityDistributedSampler` is for batches of another size.
+        WorkerError: while iterating, when a worker dies; it names its process, its signal and its batch. Or none can start.
+    """
+
+    @functools.wraps(torch.utils.data.DataLoader.__init__)  # type: ignore[misc]  # for its signature
+    def __init__(self, dataset: Any, *args: Any, prefetch_factor: int | None = None, **kwargs: Any) -> None:
+        alone = _SIGNATURE.bind(self, dataset, *args, **kwargs).arguments.get("num_workers", 0) == 0
+        super().__init__(dataset, *args, prefetch_factor=None if alone else prefetch_factor, **kwargs)
+        if alone:
+            if prefetch_factor is not None and prefetch_factor < 0:
+                raise ValueError("prefetch_factor option should be non-negative")
+            self.prefetch_factor = prefetch_factor
+        planned = self.sampler.batch_size if isinstance(self.sampler, LocalityDistributedSampler) else None
+        if planned is not None and self.batch_size not in (planned, None):
+            raise LimitError(f"the sampler shares out batches of {planned}, and batch_size={self.batch_size}. Make them equal.")
+        self._ring: Ring | None = None
+        self._pool = Pool()  # where there are no workers
+        self._crew: WorkerGroup | None = None  # the persistent workers
+        self._progress = Progress(finished=True)
+        self._loaded: dict[str, Any] | None = None  # the state the next iterator goes on from
+        self._epoch: int | None = None
+        self._totals = _Totals(self._cache_counts())
+
+    # ------------------------------------------------------------------------------------------------ iterating
+
+    def __iter__(self) -> Any:
+        """Return an iterator over the batches. The first one after `load_state_dict` goes on where the state was taken."""
+        progress = self._next_progress()
+        if self._crew is not None and self._crew.dead:
+            self.end_workers()
+        if self._iterator is None or self._crew is None:  # which torch keeps where workers are persistent
+            batches, crew = self._make_iterator(progress)
+        else:
+            crew = self._crew
+            with crew.order.being_made(progress), crew.explained():
+                batches = super().__iter__()
+        self._crew = crew if self.persistent_workers else None
+        self._progress, self._loaded = progress, None
+        return _Iteration(batches, progress, self._totals, crew)
+
+    def _make_iterator(self, progress: Progress) -> "tuple[Any, WorkerGroup]":
+        # see NOTE [ How torch's DataLoader is used ]
+        stacking = self.batch_sampler is not None and stacks(self.collate_fn)
+        source = reading_later(self.dataset) if stacking else None
+        order = self._order()
+        replaced: dict[str, Any] = {"batch_sampler" if self.batch_sampler is not None else "sampler": order}
+        if self.num_workers == 0:
+            if source is None or self._pins:
+                return self._torch_iterator(order, progress, replaced), WorkerGroup(order)
+            replaced |= {"dataset": source, "collate_fn": as_is}
+            unread = self._torch_iterator(order, progress, replaced)
+            return Gatherer(unread, self._pool, self.prefetch_factor or 0), WorkerGroup(order)
+        ring = self.ring
+        iteration = ring.begin()
+        order.sender = Sender(ring, iteration, arrays=source is not None, epoch=self._epoch)
+        replaced |= {"dataset": self.dataset if source is None else source}
+        replaced |= {"collate_fn": RingCollate(self.collate_fn, stacking, ring, iteration)}
+        crew = WorkerGroup(order, ring if iteration else None, self._start_method, persistent=self.persistent_workers)
+        try:
+            with crew.explained():
+                try_to_start(self.multiprocessing_context or multiprocessing.get_context())
+                iterator = self._torch_iterator(order, progress, replaced)
+        except BaseException:
+            ring.end(iteration)
+            raise
+        weakref.finalize(iterator, ring.end, iteration).atexit = False
+        crew.workers = tuple(iterator._workers)  # also those that have ended, which multiprocessing forgets
+        crew.watch()
+        return iterator, crew
+
+    def _torch_iterator(self, order: Order, progress: Progress, replaced: dict[str, Any]) -> Any:
+        """Return the iterator that torch makes of a copy of this loader, with other arguments."""
+        changed = object.__new__(type(self))
+        vars(changed).update(vars(self) | replaced)
+        with order.being_made(progress):
+            iterator = torch.utils.data.DataLoader.__iter__(changed)
+        self._iterator = changed._iterator
+        return iterator
+
+    @property
+    def _index_source(self) -> Any:
+        return self.sampler if self.batch_sampler is None else self.batch_sampler
+
+    def _order(self) -> Order:
+        """Return the order of the batches, with the random number generators that belong to the loader and its samplers."""
+        owned = [self.generator, *(its for sampler in samplers_in(self._index_source) for its in _attributes(sampler))]
+        generators = {id(its): its for its in owned if isinstance(its, torch.Generator)}
+        return Order(self._index_source, list(generators.values()))
+
+    @property
+    def _start_method(self) -> str:
+        return (self.multiprocessing_context or multiprocessing).get_start_method()  # type: ignore[no-any-return]
+
+    @property
+    def _pins(self) -> bool:
+        return self.pin_memory and torch.cuda.is_available()
+
+    @property
+    def ring(self) -> Ring:
+        """The ring of its workers, made when it is first needed: two lanes for each, as two iterators may overlap."""
+        if self._ring is None or not self._ring.mine:
+            depth = _SPARE + (self.prefetch_factor or 0)
+            self._ring = Ring(2 * self.num_workers, depth, pinned=self._pins)
+        return self._ring
+
+    def dead_worker(self) -> str | None:
+        """Return what a worker of the newest iterator with persistent workers has died of; None when none has."""
+        return None if self._crew is None else self._crew.death()
+
+    def end_workers(self) -> None:
+        """End the persistent workers; the next iteration has others."""
+        # As Lightning does it. Left to the garbage collector, which may find their queues first, it takes 5 seconds a worker
+        if self._iterator is not None and self._crew is not None:
+            self._iterator._shutdown_workers()  # type: ignore[attr-defined]
+        self._iterator = self._crew = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_ring": None, "_crew": None, "_iterator": None}  # another process has its own
+
+    # ------------------------------------------------------------------------------------------------ resuming
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins: to the samplers and the dataset that have a ``set_epoch``, also in persistent workers.
+
+        Workers hear of it with their first batch. By then an iterable dataset has been asked for its iterator, so if it takes
+        its samples at that moment, rather than one by one, it gives those of the epoch before.
+        """
+        self._epoch = epoch
+        for sampler in samplers_in(self._index_source):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+        set_epoch(self.dataset, epoch)
+        if self._crew is not None and self._crew.order.sender is not None:
+            self._crew.order.sender.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the newest iterator stands, after the batches it has delivered: for a checkpoint.
+
+        Numbers, lists and tensors only. Random numbers that are drawn elsewhere (in transforms, by the model) are not in it;
+        nor are those of a sampler with a generator of its own kind, unless it has ``state_dict`` and ``load_state_dict``.
+
+        Raises:
+            StateError: the dataset is iterable, or batches come as they are ready (``in_order=False``), and it is mid-epoch.
+        """
+        if isinstance(self.dataset, IterableDataset):
+            raise StateError("an iterable dataset has no samples to skip by number. Give a map-style one, or no checkpoint.")
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded)
+        progress = self._progress
+        if not getattr(self, "in_order", True) and self.num_workers > 1 and progress.delivered and not progress.finished:
+            raise StateError("with in_order=False it is not known which batches have come. Take states between epochs.")
+        order = self._order()
+        now = rng.states(order.generators)
+        begun = None if progress.finished else progress.begun
+        return {
+            "version": _STATE_VERSION,
+            "batches": progress.delivered,
+            "finished": progress.finished,
+            "workers_persist": self._crew is not None,
+            "epoch": self._epoch,
+            "made": progress.made or now,
+            "begun": begun or now,
+            "asked": (progress.asked if begun else None) or now,
+            "sampler": progress.sampler if begun else order.sampler_state(),
+            "identity": self._identity(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken: the next iterator delivers the batches that followed, and loads no others.
+
+        Raises:
+            StateError: it is no such state, or of another dataset, or of batches of another size.
+        """
+        if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:
+            raise StateError(f"{state!r:.100} is no state of a DataLoader of this version of stocache.")
+        ours = self._identity()
+        for what, theirs in state["identity"].items():
+            if theirs != ours[what] and not (what == "fingerprint" and None in (theirs, ours[what])):
+                raise StateError(f"the state is of a DataLoader with {what} {theirs!r}, this one has {ours[what]!r}.")
+        order = self._order()
+        if len(order.generators) != len(state["begun"]["generators"]):
+            raise StateError(
+                f"the state is of a DataLoader with {len(state['begun']['generators'])} random number generators in it and its "
+                f"samplers, this one has {len(order.generators)}. Give it a generator as before, or none."
+            )
+        if state["epoch"] is not None:
+            self.set_epoch(state["epoch"])
+        self._loaded = None if state["finished"] else copy.deepcopy(state)
+        if state["finished"]:
+            with rng.kept():
+                order.restore(state["begun"], state["sampler"])
+            self._progress = Progress(finished=True, undrawn=state["workers_persist"])
+
+    def _next_progress(self) -> Progress:
+        if self._loaded is None:
+            return Progress(undrawn=self._progress.undrawn and self._crew is None)
+        parts = {key: self._loaded[key] for key in ("made", "begun", "asked", "sampler")}
+        return Progress(delivered=self._loaded["batches"], resumed=self._loaded["batches"], **parts)
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what must agree for a state to be resumed."""
+        fingerprints = [
+            getattr(layer, name, None) for layer in layers(self.dataset) for name in ("fingerprint", "_fingerprint")
+        ]  # the second is Hugging Face's, and ours
+        sampler, batch_size = self.sampler, self.batch_size
+        if isinstance(sampler, LocalityDistributedSampler):  # another number of ranks may go on with the same global batches
+            batch_size = sampler.global_batch_size
+        return {
+            "fingerprint": next((its for its in fingerprints if isinstance(its, str)), None),
+            "samples": length_of(self.dataset),
+            "batches": length_of(self._index_source),
+            "batch_size": batch_size,
+            "drop_last": self.drop_last,
+        }
+
+    # ------------------------------------------------------------------------------------------------ observing
+
+    def stats(self) -> LoaderStats:
+        """Return what the loader has done so far."""
+        ring, totals = self._ring, self._totals
+        counts = self._cache_counts()
+        hit_rate = None
+        if counts is not None and totals.counts is not None:
+            hits, misses = (now - then for now, then in zip(counts, totals.counts, strict=True))
+            hit_rate = hits / max(1, hits + misses)
+        return LoaderStats(
+            batches=totals.batches,
+            waited_s=totals.waited_s,
+            ring=0 if ring is None else ring.received,
+            outside={} if ring is None else {reason: count for reason, count in ring.passed.items() if count},
+            ring_bytes=0 if ring is None else ring.nbytes,
+            hit_rate=hit_rate,
+        )
+
+    def _cache_counts(self) -> tuple[int, int] | None:
+        """Return hits and misses of the cache; None where there is none, or it is closed."""
+        for layer in layers(self.dataset):
+            if isinstance(layer, CachedDataset):
+                with contextlib.suppress(ClosedError):
+                    return layer.cache.counts()[:2]
+        return None
+
+
+@dataclass
+class _Totals:
+    """What `LoaderStats` adds up; ``counts``: hits and misses of the cache when the loader was made."""
+
+    counts: tuple[int, int] | None
+    batches: int = 0
+    waited_s: float = 0.0
+
+
+class _Iteration:
+    """An iterator over batches, counted."""
+
+    def __init__(self, batches: Iterator[Any], progress: Progress, totals: _Totals, crew: WorkerGroup) -> None:
+        self._batches, self._progress, self._totals, self._crew = batches, progress, totals, crew
+
+    def __iter__(self) -> "_Iteration":
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":  # not even begun
+            raise AttributeError(name)
+        return getattr(self._batches, name)  # whatever torch's iterator has
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]  # torch's have one
+
+    def __next__(self) -> Any:
+        began = time.perf_counter()
+        try:  # torch raises a worker's death wherever the main thread is
+            if self._crew.ring is not None:
+                self._crew.ring.reap()
+            batch = next(self._batches)
+        except StopIteration:
+            self._progress.finished = True
+            raise
+        except Exception as error:
+            death = self._crew.explanation(error)
+            if isinstance(error, WorkerError) and death is not None:
+                raise
+            if death is not None:
+                raise WorkerError(death) from error
+            if not str(error).startswith("DataLoader timed out"):
+                self._progress.delivered += 1  # as an error
+            raise
+        finally:
+            self._totals.waited_s += time.perf_counter() - began
+        self._totals.batches += 1
+        self._progress.delivered += 1
+        return batch
+
+
+def _attributes(value: Any) -> list[Any]:
+    return list(getattr(value, "__dict__", {}).values())

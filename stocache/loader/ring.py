@@ -1,0 +1,379 @@
+"""A ring of reusable buffers in shared memory, in which worker processes hand batches to their parent.
+
+NOTE [ Whose a buffer is ]
+    A worker claims a lane of buffers, with a kernel lock that goes with it. It writes a batch into a buffer that is FREE, marks
+    it SENT, and sends a few bytes that say where. The parent, unpickling these, marks it HELD and builds tensors over that
+    same memory; when the last of them has died, and all views with them, it is FREE again. So each state has one who may end
+    it, and no lock is needed. Where no buffer is free nobody waits: the batch takes torch's way. The word of a buffer counts
+    its batches too, and a message that is not of the batch in the buffer is refused.
+
+    That tensors are dead is only noted where it happens (`Loans`); the buffer is freed (`reap`) when the next batch is asked
+    for, or arrives.
+
+    What was sent by a worker that is gone, and never received (a loop that was left early), is FREE for the next worker on the
+    lane when the iteration it was sent for is over: when it is no longer among those that the parent lists as live.
+
+    Memory is a segment of which most is never touched: each buffer has STRIDE bytes of addresses, and takes memory as its
+    batches need it, each page once. So the sizes of batches need not be known, and the pages are there when they are written.
+"""
+
+import itertools
+import math
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable
+from ctypes import memmove
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stocache.errors import WorkerError
+from stocache.loader.fork_tracker import Witnesses
+from stocache.loader.pickling import pack, unpack
+from stocache.loader.pinned import Pinned
+from stocache.shm.leases import Loans
+from stocache.shm.segment import Segment
+from stocache.system.limits import GIB, MIB, format_size
+
+STRIDE = 2 * GIB  # addresses of a buffer
+_EXTENT = 2 * MIB  # memory is taken in steps of these
+_ALIGNMENT = 64
+
+_FREE, _SENT, _HELD = range(3)  # the two low bits of a buffer's word; above them the number of its batch
+_LIVE = 8  # iterations over one loader at the same time
+_LANE_WORDS = 3  # of the owner: its iteration, its process, and the number of the batch it makes
+
+# Why a batch went outside of the ring
+FULL = "no buffer was free: the batches in them are still held"
+NO_LANE = "no lane was free: other iterators over the loader have them"
+NO_MEMORY = "the machine gave no memory"
+TOO_LARGE = f"it has more than {format_size(STRIDE)}"
+NOTHING = "it has no tensors or arrays in host memory"
+
+_rings: "weakref.WeakValueDictionary[str, Ring]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class Ring:
+    """``lanes`` times ``depth`` buffers. Made by the process that receives, and pickled to those that send.
+
+    Args:
+        pinned: whether batches are to lie in memory that is registered with CUDA.
+
+    Attributes:
+        received: batches that came through the ring.
+        passed: batches that went outside of it, by reason.
+    """
+
+    def __init__(self, lanes: int, depth: int, pinned: bool = False) -> None:
+        words = _LIVE + lanes * (_LANE_WORDS + depth)
+        segment = Segment.create(words * 8, lanes * depth * STRIDE, _EXTENT)
+        self._assemble(f"{os.getpid()}-{next(_numbers)}", lanes, depth, segment)
+        self.received, self.passed = 0, dict.fromkeys((FULL, NO_LANE, NO_MEMORY, TOO_LARGE, NOTHING), 0)
+        self._pid = os.getpid()
+        self._iterations = itertools.count(1)
+        self._loans: Loans[int] = Loans()  # slots, with the memory of their batches
+        self._copied: deque[int] = deque()  # slots whose batches are dead, and copied if they were to be
+        self._reaping = threading.Lock()
+        self._witnesses = Witnesses(self._loans.out)
+        self._mapped = [0] * (lanes * depth)
+        self._pinned = Pinned() if pinned else None
+        if self._pinned is not None:
+            weakref.finalize(self, self._pinned.close).atexit = False
+
+    def _assemble(self, key: str, lanes: int, depth: int, segment: Segment) -> None:
+        self.key, self.lanes, self.depth, self._segment = key, lanes, depth, segment
+        words = segment.control.cast("Q")
+        self._live, rest = words[:_LIVE], words[_LIVE:]
+        self._owners, self._words = rest[: lanes * _LANE_WORDS], rest[lanes * _LANE_WORDS :]
+        self._address = segment.tensor(0, 1).data_ptr() if self.works else 0
+        self._lane: Lane | None = None
+        _rings[key] = self
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.key, self.lanes, self.depth, self._segment
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._assemble(*state)
+        self._pid = 0  # another's
+
+    def errand_of(self, pid: int) -> int | None:
+        """Return the number of the batch that a worker was making last; None when it has not come to one."""
+        for at in range(0, len(self._owners), _LANE_WORDS):
+            if self._owners[at + 1] == pid and self._owners[at + 2]:
+                return int(self._owners[at + 2]) - 1
+        return None
+
+    @property
+    def mine(self) -> bool:
+        """Whether this process made it; a forked child has not."""
+        return self._pid == os.getpid()
+
+    @property
+    def works(self) -> bool:
+        """Whether the machine has shared memory for it."""
+        return self._segment.backing != "none"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory the buffers take now."""
+        return self._segment.reserved_bytes
+
+    def offset_of(self, tensor: Tensor) -> int | None:
+        """Return where a contiguous tensor lies in the memory of the buffers; None when it lies elsewhere."""
+        offset = tensor.data_ptr() - self._address
+        return offset if self.works and 0 <= offset < self.lanes * self.depth * STRIDE else None
+
+    def copied(self, offset: int, nbytes: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+        """Return a private copy of bytes of the buffers' memory, in any process that has the ring."""
+        return np.array(np.frombuffer(self._segment.view(offset, nbytes), np.uint8))
+
+    # ------------------------------------------------------------------------------------------------ iterations
+
+    def begin(self) -> int:
+        """Return the number of a new iteration, until its `end`; 0, which gets no lane, when too many are live."""
+        number = next(self._iterations)
+        for at in range(_LIVE):
+            if not self._live[at]:
+                self._live[at] = number
+                return number
+        return 0
+
+    def end(self, iteration: int) -> None:
+        """Say that nothing sent for an iteration will be received any more."""
+        if self.mine:  # a forked child has inherited the finalizer that calls this
+            for at in range(_LIVE):
+                if self._live[at] == iteration:
+                    self._live[at] = 0
+
+    # ------------------------------------------------------------------------------------------------ sending
+
+    def lane(self, iteration: int) -> "Lane | None":
+        """Return the lane of this process, claimed at the first call; None when there is none."""
+        if (self._lane is None or not self._lane.mine) and self.works and iteration:
+            self._lane = self._claim(iteration)
+        return self._lane
+
+    def _claim(self, iteration: int) -> "Lane | None":
+        segment = self._segment
+        # last those of processes that have ended in this iteration: what they noted tells of which batch
+        for number in sorted(range(self.lanes), key=lambda number: self._owners[number * _LANE_WORDS] == iteration):
+            owner = self._owners[number * _LANE_WORDS : (number + 1) * _LANE_WORDS]
+            first = number * self.depth
+            words = self._words[first : first + self.depth]
+            with segment.guard:
+                if not segment.try_lock(number):
+                    continue
+                if owner[0] in self._live and any(word & 3 == _SENT for word in words):
+                    segment.unlock(number)  # these will yet be received
+                    continue
+                owner[0], owner[1], owner[2] = iteration, os.getpid(), 0
+            return Lane(self.key, segment, self._address, first, owner, words)
+        return None
+
+    # ------------------------------------------------------------------------------------------------ receiving
+
+    def receive(self, slot: int, batch: int, nbytes: int, places: list[tuple[int, int]], payload: bytes) -> Any:
+        """Return the batch in a buffer, whose tensors and arrays lie there, and keep it until the last of them dies."""
+        # see NOTE [ Whose a buffer is ]
+        if self._words[slot] != batch << 2 | _SENT:
+            raise WorkerError(f"a batch is lost: the worker that made it is gone, and its buffer {slot} was given to another.")
+        self._words[slot] = batch << 2 | _HELD
+        self.received += 1
+        start = slot * STRIDE
+        if nbytes > self._mapped[slot]:
+            self._segment.populate(start, start + nbytes)
+            self._mapped[slot] = nbytes
+        memory = _Memory(nbytes, np.uint8, self._segment.view(start, nbytes))
+        self._loans.lend(slot, memory)
+        if self._pinned is not None:
+            self._pinned.register(self._address + start, -(-nbytes // _EXTENT) * _EXTENT)
+            memory.ring = self  # which keeps it registered
+        self.reap()
+        return unpack(payload, memory.data, places)
+
+    def passed_by(self, reason: str) -> None:
+        """Note that a batch has arrived outside of the ring."""
+        self.passed[reason] += 1
+        self.reap()
+
+    def reap(self) -> None:
+        """Free the buffers whose tensors are dead, which no GPU is reading and no child has inherited."""
+        if not self.mine or not self._reaping.acquire(blocking=False):
+            return  # another thread does
+        try:
+            for slot in self._loans.returned():
+                if self._pinned is not None and self._pinned.works:
+                    self._pinned.after_copies(self._copied.append, slot)
+                else:
+                    self._copied.append(slot)
+            if self._copied:
+                seen = self._witnesses.seen()
+                for _ in range(len(self._copied)):
+                    slot = self._copied.popleft()
+                    if slot in seen:
+                        self._copied.append(slot)
+                    else:  # with a lock taken since its tensors were read, which orders that before this
+                        self._words[slot] = self._words[slot] & ~3 | _FREE
+        finally:
+            self._reaping.release()
+
+
+class _Memory(np.ndarray[Any, np.dtype[np.uint8]]):
+    """The memory behind the tensors and arrays of one batch. No view of an array: numpy would leave it out of the chain."""
+
+    ring: Ring
+
+
+class Lane:
+    """The buffers of one sending process, on its side; of one thread of it.
+
+    Attributes:
+        packed: what `pack` returned for each kind of batch; see `Buffer.ship`.
+    """
+
+    def __init__(
+        self, key: str, segment: Segment, address: int, first: int, owner: "memoryview[int]", words: "memoryview[int]"
+    ) -> None:
+        self.key, self.segment, self.address, self._first = key, segment, address, first
+        self.words, self._owner = words, owner  # this lane's
+        self._pid = os.getpid()
+        for at, word in enumerate(words):
+            if word & 3 == _SENT:  # by one who is gone, for an iteration that is over
+                words[at] = word & ~3 | _FREE
+        self.packed: dict[Hashable, tuple[bytes, list[tuple[int, int]]]] = {}
+        self._ready = [0] * len(words)  # bytes from the start of a buffer that are reserved and mapped here
+
+    @property
+    def mine(self) -> bool:
+        """Whether this process has claimed it; a forked child has not."""
+        return self._pid == os.getpid()
+
+    def note(self, number: int) -> None:
+        """Note which batch is made now."""
+        self._owner[2] = number + 1
+
+    def take(self) -> "Buffer | None":
+        """Return a free buffer, the same until it is shipped; None when there is none."""
+        for at, word in enumerate(self.words):
+            if word & 3 == _FREE:
+                return Buffer(self, at, self._first + at)
+        return None
+
+    def ensure(self, at: int, nbytes: int) -> bool:
+        """Whether the first ``nbytes`` of a buffer may be touched."""
+        ready = self._ready[at]
+        if nbytes <= ready:
+            return True
+        start, stop = (self._first + at) * STRIDE, -(-nbytes // _EXTENT) * _EXTENT
+        with self.segment.guard:
+            if not self.segment.reserve(start + ready, start + stop, warn=False):
+                return False
+        self.segment.populate(start + ready, start + stop)
+        self._ready[at] = stop
+        return True
+
+
+class Buffer:
+    """One free buffer in the hands of a worker that fills it. Dropped without `ship`, it stays free."""
+
+    def __init__(self, lane: Lane, at: int, slot: int) -> None:
+        self._lane, self._at, self._slot = lane, at, slot
+        self._address = lane.address + slot * STRIDE
+        self._used = 0
+        self.problem = NOTHING
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """Return an uninitialised tensor in the buffer; None where it has no room."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        at = self._allocate(nbytes)
+        if at is None:
+            return None
+        return self._lane.segment.tensor(self._slot * STRIDE + at, nbytes).view(dtype).view(shape)
+
+    def ship(self, batch: Any, kind: Hashable = None) -> "Shipment":
+        """Return what to send instead of ``batch``, which then belongs to the receiver.
+
+        ``kind``: the same for batches whose tensors were all born here, and which differ in nothing but their values.
+        """
+        lane = self._lane
+        packed = None if kind is None else lane.packed.get(kind)
+        if packed is None:
+            packed = pack(batch, self._place)
+            if kind is not None:
+                lane.packed[kind] = packed
+        payload, places = packed
+        if not places:  # that payload, for it may hold descriptors that wait to be fetched
+            return Shipment(_unpack_outside, lane.key, (self.problem, payload))
+        number = (lane.words[self._at] >> 2) + 1
+        lane.words[self._at] = number << 2 | _SENT
+        return Shipment(_receive, lane.key, (self._slot, number, self._used, places, payload))
+
+    def _place(self, address: int, nbytes: int) -> int | None:
+        if self._address <= address < self._address + self._used:  # born here
+            return address - self._address
+        at = self._allocate(nbytes)
+        if at is not None:
+            memmove(self._address + at, address, nbytes)
+        return at
+
+    def _allocate(self, nbytes: int) -> int | None:
+        at = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+        if at + nbytes > STRIDE:
+            self.problem = TOO_LARGE
+            return None
+        if not self._lane.ensure(self._at, at + nbytes):
+            self.problem = NO_MEMORY
+            return None
+        self._used = at + nbytes
+        return at
+
+
+class Shipment:
+    """What a worker sends: unpickled, it is the batch."""
+
+    __slots__ = ("_reduced",)
+
+    def __init__(self, arrive: Callable[..., Any], key: str, content: tuple[Any, ...]) -> None:
+        self._reduced = arrive, (key, *content)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._reduced
+
+
+def outside(key: str, reason: str, batch: Any) -> Shipment:
+    """Return what to send where a batch goes outside of the ring of that key, for that ``reason``.
+
+    It is pickled here, where what that raises is noticed; a queue's own thread would lose the batch, and its loop would hang.
+    """
+    payload, _ = pack(batch, lambda address, nbytes: None)
+    return Shipment(_unpack_outside, key, (reason, payload))
+
+
+def _receive(key: str, *content: Any) -> Any:
+    return ring_of(key).receive(*content)
+
+
+def _pass_by(key: str, reason: str, batch: Any) -> Any:
+    ring_of(key).passed_by(reason)
+    return batch
+
+
+def _unpack_outside(key: str, reason: str, payload: bytes) -> Any:
+    return _pass_by(key, reason, unpack(payload, memoryview(b""), []))
+
+
+def ring_of(key: str) -> Ring:
+    """Return the ring of that key, which this process made or was handed.
+
+    Raises:
+        WorkerError: it did neither.
+    """
+    ring = _rings.get(key)
+    if ring is None:
+        raise WorkerError("a batch arrived in a process that did not make its DataLoader. Iterate it where it was made.")
+    return ring

@@ -1,0 +1,380 @@
+"""Sources to prepare from: images, tables, arrays and datasets as they lie on disk, each opened as a map-style dataset."""
+
+import csv
+import importlib
+import io
+import os
+import re
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from stocache.errors import LimitError, StorageError
+from stocache.preparation.images import load_jpeg
+from stocache.preparation.prepare import DataPreparer
+from stocache.samples.indices import check_index, check_indices
+from stocache.storage.block import File
+
+IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # those of torchvision's ImageFolder
+_ACCEPTED = (
+    "a folder of images, in subfolders by class or in none; a .csv, .tsv, .npy or .parquet file; a folder of .parquet files; "
+    "a folder that save_to_disk of Hugging Face datasets has written"
+)
+
+
+class Source(Dataset[Any], ABC):
+    """The samples of something on disk. Pickles without what is open or was read.
+
+    Attributes:
+        info: what is to be known of all samples, for `prepare`.
+    """
+
+    info: dict[str, Any]
+    _opened: Any = None  # what each process opens for itself
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def __getitem__(self, idx: int) -> Any:
+        """Return sample ``idx``.
+
+        Raises:
+            IndexError: there is none.
+            StorageError: it cannot be read.
+        """
+        return self._sample(check_index(idx, len(self), "__getitem__"))
+
+    @abstractmethod
+    def _sample(self, idx: int) -> Any:
+        """Return sample ``idx``, which there is."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_opened"}
+
+
+def open_source(path: str | os.PathLike[str], *, size: int | None = None) -> Source:
+    """Return what lies at ``path`` as a map-style dataset.
+
+    Args:
+        path: one of
+            a folder of images, in subfolders by class or in none: {"image": the bytes of the file, "name": its path in the
+            folder, "label": the number of the class}, without label where there are no classes;
+            a .csv or .tsv file, in UTF-8, whose first line names the columns: a dict of them, see `CsvFile`;
+            a .npy file: the rows of its array;
+            a .parquet file or a folder of them: a dict of the columns (needs pyarrow);
+            a folder that ``save_to_disk`` of Hugging Face datasets has written: what that dataset gives (needs datasets).
+        size: decode images to uint8 tensors of shape (3, size, size) (needs Pillow).
+
+    Raises:
+        StorageError: it is none of these, holds no samples, or cannot be read; or a library is missing.
+        LimitError: no such size.
+    """
+    path = os.fspath(path)
+    if size is not None and (type(size) is not int or size < 1):
+        raise LimitError(f"size={size!r} is no size of an image. Use 1 or more pixels.")
+    source = _open(path, size)
+    if size is not None and not isinstance(source, ImageFolder):
+        raise StorageError(f"{path} is no folder of images, and size={size} is for images. Leave it out.")
+    if not len(source):
+        raise StorageError(f"{path} holds no samples. Accepted: {_ACCEPTED}.")
+    return source
+
+
+def _open(path: str, size: int | None) -> Source:
+    if not os.path.exists(path):
+        raise StorageError(f"{path} does not exist. Accepted: {_ACCEPTED}.")
+    if os.path.isdir(path):
+        names = sorted(os.listdir(path))
+        if "dataset_dict.json" in names:
+            splits = [name for name in names if os.path.exists(os.path.join(path, name, "state.json"))]
+            raise StorageError(f"{path} holds several datasets. Give one of them: {path}/ and one of {', '.join(splits)}.")
+        if {"state.json", "dataset_info.json"} <= set(names):
+            return SavedDataset(path)
+        parquet = [os.path.join(path, name) for name in names if name.endswith(".parquet") and name[0] not in "._"]
+        return ParquetFiles(parquet) if parquet else ImageFolder(path, size)
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix in (".csv", ".tsv"):
+        return CsvFile(path)
+    if suffix == ".npy":
+        return NpyFile(path)
+    if suffix == ".parquet":
+        return ParquetFiles([path])
+    raise StorageError(f"{path} is nothing that could be prepared. Accepted: {_ACCEPTED}.")
+
+
+class ImageFolder(Source):
+    """Images, sorted by class and path, without hidden ones. Files that are not decoded are not looked into, either."""
+
+    def __init__(self, path: str, size: int | None = None) -> None:
+        self._path, self._size = path, size
+        if size is not None:
+            _library("PIL", "'stocache[bench]'")
+        with _reading(path, "a folder of images"):
+            found = list(_walk(path))
+        if not found:
+            raise StorageError(f"{path} holds no images ({', '.join(IMAGES)}). Accepted: {_ACCEPTED}.")
+        self._names = ["/".join(parts) for parts in sorted(found)]
+        classes = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
+        loose = [parts[0] for parts in found if len(parts) == 1]
+        if classes and loose:
+            raise StorageError(
+                f"{path} holds images, such as {loose[0]!r}, beside the folder {classes[0]!r}. Images are in subfolders, "
+                f"one for each class, or in none: move them."
+            )
+        if missing := sorted(set(classes) - {parts[0] for parts in found}):
+            raise StorageError(f"{path}: the folder {missing[0]!r} would be a class, and holds no images. Remove it.")
+        self._labels = {name: label for label, name in enumerate(classes)}
+        self.info = {"classes": classes}
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def _sample(self, idx: int) -> dict[str, Any]:
+        name = self._names[idx]
+        sample = {"image": self._image(os.path.join(self._path, name)), "name": name}
+        return sample | {"label": self._labels[name.partition("/")[0]]} if self._labels else sample
+
+    def _image(self, path: str) -> Any:
+        with _reading(path, "an image"):
+            if self._size is not None:
+                return load_jpeg(Path(path), self._size)  # or whatever else Pillow reads
+            with open(path, "rb") as file:
+                data = file.read()
+            if not data:
+                raise ValueError("it is empty")
+            return data
+
+
+def _walk(path: str) -> Iterator[list[str]]:
+    """Yield the way to each image under a folder, name by name."""
+    for folder, folders, files in os.walk(path, onerror=_raise, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        above = os.path.relpath(folder, path).split(os.sep) if folder != path else []
+        yield from ([*above, name] for name in files if name.lower().endswith(IMAGES) and not name.startswith("."))
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+_KINDS: list[tuple[Any, Any]] = [
+    (int, re.compile(r"-?(0|[1-9][0-9]*)\Z")),
+    (float, re.compile(r"-?(((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?|nan|inf)\Z", re.IGNORECASE)),
+    (str, re.compile("")),
+]
+
+
+class CsvFile(Source):
+    """Rows of a table: columns that hold nothing but numbers as int or float, the others as str.
+
+    A column with an empty cell is one of str, and so is one with numbers such as 007 or +49, which would not come back as they
+    are. Quoted cells may hold lines. The file is read when it is opened; of each row, 8 bytes stay in memory: where it begins.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._format: dict[str, Any] = {"delimiter": "\t" if path.lower().endswith(".tsv") else ",", "strict": True}
+        self._begins = array("q")
+        with _reading(path, "a table"), open(path, "rb") as file, _long_cells():
+            end = 0
+
+            def lines() -> Iterator[str]:
+                nonlocal end
+                for line in file:
+                    encoding = "utf-8" if end else "utf-8-sig"
+                    end += len(line)
+                    yield line.decode(encoding)
+
+            rows = csv.reader(lines(), **self._format)  # which asks for no more lines than make the row
+            columns = next(rows, [])
+            _check_columns(columns)
+            kinds, begin = [0] * len(columns), end
+            try:
+                for row in rows:
+                    if row:  # no blank line
+                        self._begins.append(begin)
+                        for number, cell in enumerate(self._whole(row, columns)):
+                            while not _KINDS[kinds[number]][1].match(cell):
+                                kinds[number] += 1
+                    begin = end
+            except (csv.Error, ValueError) as error:
+                raise ValueError(f"line {rows.line_num}: {error}") from error
+            self._begins.append(end)
+        self._columns = {name: _KINDS[kind][0] for name, kind in zip(columns, kinds, strict=True)}
+        self.info = {"columns": columns}
+
+    def _whole(self, row: list[str], columns: Sequence[str]) -> list[str]:
+        if len(row) != len(columns):
+            raise ValueError(f"{len(row)} cells, in a table of {len(columns)} columns")
+        return row
+
+    def __len__(self) -> int:
+        return len(self._begins) - 1
+
+    def _sample(self, idx: int) -> dict[str, Any]:
+        with _reading(self._path, "a table"), _long_cells():
+            if self._opened is None:
+                self._opened = File(self._path)
+            begin, end = self._begins[idx : idx + 2]
+            text = self._opened.read(begin, end - begin)[0].decode()
+            row = next(csv.reader(io.StringIO(text, newline=""), **self._format))
+            cells = zip(self._columns.items(), self._whole(row, list(self._columns)), strict=True)
+            return {name: kind(cell) for (name, kind), cell in cells}
+
+
+@contextmanager
+def _long_cells() -> Iterator[None]:
+    """Let csv read cells of more than 128 KiB."""
+    limit = csv.field_size_limit(2**31 - 1)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)
+
+
+class NpyFile(Source):
+    """Rows of an array, along its first dimension, each a copy; the file is mapped, not read."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        if not self._array.ndim:
+            raise StorageError(f"{path} holds one value without dimensions. Give an array with a row for each sample.")
+        self.info = {}
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def _sample(self, idx: int) -> Any:
+        return self._array[idx].copy()
+
+    @property
+    def _array(self) -> Any:
+        if self._opened is None:
+            with _reading(self._path, "an array"):
+                self._opened = np.load(self._path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+        return self._opened
+
+
+class ParquetFiles(Source):
+    """Rows of parquet files, one file after the other. A process keeps the row group it has read last.
+
+    So the order in which they lie, or many at once, costs least; each one from another row group reads that row group.
+    """
+
+    def __init__(self, paths: list[str]) -> None:
+        parquet = _library("pyarrow.parquet", "pyarrow")
+        self._groups: list[tuple[str, Any, int]] = []  # of each row group its file, what that says of itself, and the number
+        rows = []
+        for path in paths:
+            with _reading(path, "parquet"):
+                footer = parquet.read_metadata(path)
+                columns = footer.schema.to_arrow_schema().names
+                _check_columns(columns)
+                if path == paths[0]:
+                    self.info = {"columns": columns}
+                elif columns != self.info["columns"]:
+                    raise ValueError(f"its columns are {columns}, those of {paths[0]} are {self.info['columns']}")
+            self._groups += [(path, footer, number) for number in range(footer.num_row_groups)]
+            rows += [footer.row_group(number).num_rows for number in range(footer.num_row_groups)]
+        self._ends = np.cumsum([0, *rows])[1:]
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def _sample(self, idx: int) -> Any:
+        return self.__getitems__([idx])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return many samples; reads each row group once."""
+        wanted = check_indices(indices, len(self), "__getitems__")
+        groups = np.searchsorted(self._ends, wanted, side="right")
+        samples: list[Any] = [None] * len(wanted)
+        for group in np.unique(groups).tolist():
+            positions = np.flatnonzero(groups == group)
+            table = self._table(group)
+            rows = wanted[positions] - (self._ends[group] - table.num_rows)
+            in_order = (np.diff(rows) == 1).all()
+            table = table.slice(rows[0], len(rows)) if in_order else table.take(rows)  # which takes four times as long
+            for position, sample in zip(positions.tolist(), table.to_pylist(), strict=True):
+                samples[position] = sample
+        return samples
+
+    def _table(self, group: int) -> Any:
+        if self._opened is None or self._opened[0] != group:
+            self._opened = None  # before the next one takes its memory
+            path, footer, number = self._groups[group]
+            with _reading(path, "parquet"):
+                with _library("pyarrow.parquet", "pyarrow").ParquetFile(path, metadata=footer) as file:
+                    self._opened = group, file.read_row_group(number, use_threads=False)  # workers are what runs at once
+        return self._opened[1]
+
+
+class SavedDataset(Source):
+    """A Hugging Face dataset that was saved to disk. Images, audio and video stay encoded: {"bytes": ..., "path": ...}."""
+
+    def __init__(self, path: str) -> None:
+        library = _library("datasets", "datasets")
+        with _reading(path, "a Hugging Face dataset"):
+            self._dataset = library.load_from_disk(path)
+            for name, feature in self._dataset.features.items():
+                if getattr(feature, "decode", False):
+                    self._dataset = self._dataset.cast_column(name, replace(feature, decode=False))
+            self.info = {"columns": self._dataset.column_names, "features": self._dataset.features.to_dict()}
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def _sample(self, idx: int) -> Any:
+        return self._dataset[idx]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return many samples, read together."""
+        return list(self._dataset.__getitems__(list(indices)))
+
+
+class InOrder(DataPreparer[Any, Any]):
+    """A source as what yields its samples in order: to shuffle one that random access reads again and again."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def prepare_data(self) -> Iterator[Any]:
+        """Yield all samples."""
+        yield from (self._source[idx] for idx in range(len(self._source)))
+
+    def get_dataset_info(self) -> Any:
+        """Return the info of the source."""
+        return self._source.info
+
+
+def _check_columns(names: Sequence[str]) -> None:
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if list(names).count(name) > 1)
+        raise ValueError(f"it has two columns {twice!r}")
+
+
+def _library(name: str, package: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise StorageError(f"this source needs {name.partition('.')[0]}: pip install {package}") from error
+
+
+@contextmanager
+def _reading(path: str, kind: str) -> Iterator[None]:
+    """Have errors name the file."""
+    try:
+        yield
+    except (MemoryError, StorageError):
+        raise
+    except Exception as error:  # each library has its own
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise StorageError(f"{path} cannot be read as {kind}: {reason}. Repair, convert or remove it.") from error

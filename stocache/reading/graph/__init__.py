@@ -1,0 +1,1 @@
+"""A graph of DataPipes: walked, changed, seeded, sharded, cached and replayed."""

@@ -1,0 +1,133 @@
+"""What the dispatching process hands to the workers: parcels of elements, which the main process passes on unopened.
+
+The main process gets a round of parcels, one for each worker, through the ring of the dispatching process, and names to each
+worker the place of its own in that same memory. The worker copies it out, and the buffer is free when all have.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from ctypes import memmove
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterDataPipe
+
+from stocache.loader.pickling import pack, unpack
+from stocache.loader.ring import Ring
+
+_ALIGNMENT = 64
+_SCRATCH_BYTES = 1 << 16
+
+
+class Parcel(NamedTuple):
+    """Elements on their way: how many, their pickle, and the bytes of their tensors, if any, in ``block`` at ``places``."""
+
+    size: int
+    payload: bytes
+    places: list[tuple[int, int]]
+    block: Tensor | None
+
+
+class Passed(NamedTuple):
+    """A parcel as it is passed on: its block lies at an offset of the dispatching process's ring, or is here."""
+
+    payload: bytes
+    places: list[tuple[int, int]]
+    block: tuple[int, int] | bytes
+
+
+class Packer:
+    """Packs elements, in memory that it uses again: a parcel is valid until the next call of `clear`."""
+
+    def __init__(self) -> None:
+        self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
+        self._used = 0
+
+    def clear(self) -> None:
+        """Begin with other parcels."""
+        self._used = 0
+
+    def parcel(self, elements: list[Any]) -> Parcel:
+        """Return a parcel of elements."""
+        begin = self._used
+        payload, places = pack(elements, self._place)
+        block = torch.from_numpy(self._scratch[begin : self._used]) if places else None
+        return Parcel(len(elements), payload, [(at - begin, nbytes) for at, nbytes in places], block)
+
+    def _place(self, address: int, nbytes: int) -> int:
+        at = self._used
+        if at + nbytes > len(self._scratch):
+            larger = np.empty(2 * (at + nbytes), np.uint8)  # parcels that are made keep the old one
+            larger[:at] = self._scratch[:at]
+            self._scratch = larger
+        memmove(self._scratch.ctypes.data + at, address, nbytes)
+        self._used = at + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return at
+
+
+def pass_on(parcel: Parcel, ring: Ring) -> Passed:
+    """Return what to send to a worker instead of a parcel, which must be kept until the worker has answered."""
+    if parcel.block is None:
+        return Passed(parcel.payload, [], b"")
+    offset = ring.offset_of(parcel.block)
+    block = parcel.block.numpy().tobytes() if offset is None else (offset, len(parcel.block))
+    return Passed(parcel.payload, parcel.places, block)
+
+
+def unpacked(passed: Passed, ring: Ring) -> list[Any]:
+    """Return the elements of a parcel; their memory is their own."""
+    here = isinstance(passed.block, bytes)
+    memory = np.frombuffer(bytearray(passed.block), np.uint8) if here else ring.copied(*passed.block)
+    elements: list[Any] = unpack(passed.payload, memory.data, passed.places)
+    return elements
+
+
+class Feed(IterDataPipe[Any]):
+    """Stands in a worker's graph for the part that was dispatched, and gives what the worker was handed of it.
+
+    Attributes:
+        skipped: elements that the next iteration's feed leaves out.
+        taken: elements the graph has taken, with the skipped ones.
+        length: of the dispatched part; None when it has none.
+        shares: how many workers there are, and which one this is, for ``len``.
+    """
+
+    starve: Callable[[], None]  # called when there is nothing; returns when there is more, or no more will come
+
+    def __init__(self, length: int | None) -> None:
+        self.length, self.shares = length, (1, 0)
+        self.skipped = self.taken = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was handed in for an earlier iteration."""
+        self._waiting: deque[Any] = deque()
+        self._closed = False
+
+    def add(self, elements: Iterable[Any], closed: bool) -> None:
+        """Hand elements in, and whether they are the last."""
+        self._waiting.extend(elements)
+        self._closed = closed
+
+    @property
+    def waiting(self) -> int:
+        """How many elements the graph has not taken yet."""
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.taken = self.skipped
+        while True:
+            while not self._waiting:
+                if self._closed:
+                    return
+                self.starve()
+            self.taken += 1
+            yield self._waiting.popleft()
+
+    def __len__(self) -> int:
+        if self.length is None:
+            raise TypeError("what is dispatched has no length")
+        workers, worker = self.shares
+        return max(0, -(-(self.length - worker) // workers))

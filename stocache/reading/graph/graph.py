@@ -1,0 +1,238 @@
+"""The graph of DataPipes: walked over their attributes, and changed in place.
+
+NOTE [ How the graph is walked ]
+    A pipe's sources are the pipes among its attributes, also within lists, tuples, dicts and the like. They are found by
+    looking: nothing is pickled, called or changed, and what holds a million strings is passed over by the types in it. Each
+    pipe is visited once, so a diamond of shared pipes costs no more than its pipes, and threads may walk at the same time.
+    (torch's own walk pickles the pipes, with hooks on their classes.)
+"""
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+from stocache.cache.base import SampleCache
+from stocache.errors import GraphError
+
+DataPipe: TypeAlias = IterDataPipe[Any] | MapDataPipe[Any]
+DataPipeGraph: TypeAlias = "dict[int, tuple[DataPipe, DataPipeGraph]]"
+Adapt: TypeAlias = Callable[[DataPipe], DataPipe]
+"""What changes a graph, or makes another of it."""
+
+_PIPES = (IterDataPipe, MapDataPipe)
+_DATA = (torch.Tensor, np.ndarray, SampleCache)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+
+
+def traverse_dps(datapipe: DataPipe) -> DataPipeGraph:
+    """Return the graph that ends with a pipe: ``{id: (pipe, graph of its sources)}``.
+
+    Pipes that are shared have one graph, which is named wherever they are; a pipe that leads back to itself is named once.
+
+    Raises:
+        GraphError: it is no DataPipe.
+    """
+    if not isinstance(datapipe, _PIPES):
+        raise GraphError(f"expected an IterDataPipe or MapDataPipe, got {type(datapipe).__name__}.")
+    return {id(datapipe): (datapipe, _traversed(datapipe, {}))}
+
+
+def _traversed(pipe: DataPipe, known: "dict[int, DataPipeGraph | None]") -> DataPipeGraph:
+    # no closure that calls itself: such a cycle keeps what it has seen, and the caches in it, until the garbage is collected
+    known[id(pipe)] = None  # on the path
+    below: DataPipeGraph = {}
+    for source in sources(pipe):
+        graph = known[id(source)] if id(source) in known else _traversed(source, known)
+        if graph is not None:
+            below[id(source)] = source, graph
+    known[id(pipe)] = below
+    return below
+
+
+def list_dps(graph: DataPipeGraph, exclude_dps: DataPipe | list[DataPipe] | None = None) -> list[DataPipe]:
+    """Return all pipes of a graph, each once, breadth first from its end.
+
+    Args:
+        exclude_dps: pipes to leave out, with all that lead to them.
+    """
+    excluded = [exclude_dps] if isinstance(exclude_dps, _PIPES) else exclude_dps or []
+    seen = {id(pipe) for left_out in excluded for pipe in list_dps(traverse_dps(left_out))}
+    found: list[DataPipe] = []
+    waiting = deque(graph.items())
+    while waiting:
+        number, (pipe, below) = waiting.popleft()
+        if number not in seen:
+            seen.add(number)
+            found.append(pipe)
+            waiting.extend(below.items())
+    return found
+
+
+def find_dps(graph: DataPipeGraph, dp_type: type[Any]) -> list[DataPipe]:
+    """Return the pipes of a graph that are of a type, itself and not one derived from it."""
+    return [pipe for pipe in list_dps(graph) if type(pipe) is dp_type]
+
+
+def replace_dp(graph: DataPipeGraph, old_datapipe: DataPipe, new_datapipe: DataPipe) -> DataPipeGraph:
+    """Put a pipe in the place of another, in the pipes that read from it, and return the new graph."""
+    if id(old_datapipe) in graph:
+        return traverse_dps(new_datapipe)
+    for pipe in list_dps(graph):
+        relink(pipe, old_datapipe, new_datapipe)
+    return traverse_dps(end_of(graph))
+
+
+def remove_dp(graph: DataPipeGraph, datapipe: DataPipe) -> DataPipeGraph:
+    """Take a pipe out of a graph, so that those that read from it read from its source, and return the new graph.
+
+    Raises:
+        GraphError: it has no source, or several.
+    """
+    below = sources(datapipe)
+    if len(below) != 1:
+        raise GraphError(f"{datapipe} has {len(below)} sources, and only a pipe with one can be removed.")
+    return replace_dp(graph, datapipe, below[0])
+
+
+# ---------------------------------------------------------------------------------------------------- below the public ones
+
+
+def end_of(graph: DataPipeGraph) -> Any:
+    """Return the pipe a graph ends with."""
+    ((end, _),) = graph.values()
+    return end
+
+
+def pipes_of(datapipe: DataPipe) -> list[Any]:
+    """Return a pipe and all that lead to it, breadth first."""
+    return list_dps(traverse_dps(datapipe))
+
+
+def sources(datapipe: DataPipe) -> list[DataPipe]:
+    """Return the pipes a pipe reads from, each once."""
+    return _pipes_in(vars(datapipe).values())
+
+
+def _pipes_in(values: Iterable[Any]) -> list[DataPipe]:
+    # see NOTE [ How the graph is walked ]
+    found: dict[int, DataPipe] = {}
+    seen: set[int] = set()
+    level: list[Any] = [list(values)]
+    while level:
+        kinds = set(map(type, _contents(level)))
+        if any(issubclass(kind, _PIPES) for kind in kinds):
+            found |= {id(value): value for value in _contents(level) if isinstance(value, _PIPES)}
+        if not any(issubclass(kind, _CONTAINERS) for kind in kinds):
+            break
+        containers = {id(value): value for value in _contents(level) if isinstance(value, _CONTAINERS) and value}
+        for number in containers.keys() & seen:
+            del containers[number]
+        seen |= containers.keys()
+        level = list(containers.values())
+    return list(found.values())
+
+
+def _contents(containers: Iterable[Any]) -> Iterable[Any]:
+    """Return what is in containers, one after the other."""
+    return chain.from_iterable(chain(its.keys(), its.values()) if isinstance(its, dict) else its for its in containers)
+
+
+def relink(holder: DataPipe, old: DataPipe, new: DataPipe) -> None:
+    """Let a pipe hold another one where it holds ``old``."""
+    if any(pipe is old for pipe in sources(holder)):
+        for name, value in list(vars(holder).items()):
+            vars(holder)[name] = _relinked(value, old, new)
+
+
+def _relinked(value: Any, old: DataPipe, new: DataPipe) -> Any:
+    """Return a value with ``new`` for ``old``: the same list or dict, changed; another tuple."""
+    if value is old:
+        return new
+    if not isinstance(value, _CONTAINERS) or not any(pipe is old for pipe in _pipes_in([value])):
+        return value
+    if isinstance(value, dict):
+        for key, content in list(value.items()):
+            value[key] = _relinked(content, old, new)
+        return value
+    contents = [_relinked(content, old, new) for content in value]
+    if isinstance(value, list | deque):
+        for at, content in enumerate(contents):
+            value[at] = content
+        return value
+    if isinstance(value, set):
+        value.clear()
+        value.update(contents)
+        return value
+    return value._make(contents) if hasattr(value, "_make") else type(value)(contents)
+
+
+def clone(datapipe: DataPipe) -> DataPipe:
+    """Return a copy of a graph that may be changed and iterated without the other noticing.
+
+    Data and functions are shared, not copied: tensors, arrays, caches, what a map calls, and what an IterableWrapper wraps,
+    which copies that itself. So is all the pipes hold where something in it cannot be copied, such as an open file.
+    """
+    memo: dict[int, Any] = {}
+    for pipe in pipes_of(datapipe):
+        shared: list[Any] = [pipe.iterable] if isinstance(pipe, IterableWrapper) else []
+        shared += [value for value in vars(pipe).values() if isinstance(value, _DATA) or callable(value)]
+        memo |= {id(value): value for value in shared}
+    try:
+        return copy.deepcopy(datapipe, memo)
+    except Exception:  # what cannot be copied may raise anything
+        return _clone_pipes(datapipe)
+
+
+def _clone_pipes(datapipe: DataPipe) -> DataPipe:
+    """Return a copy whose pipes are new, and share all they hold but each other."""
+    pipes = pipes_of(datapipe)
+    copies: dict[int, DataPipe] = {}
+    for pipe in pipes:
+        twin = object.__new__(type(pipe))
+        vars(twin).update({name: _unshared(value) for name, value in vars(pipe).items()})
+        copies[id(pipe)] = twin
+    for twin in copies.values():
+        for source in sources(twin):
+            if id(source) in copies:
+                relink(twin, source, copies[id(source)])
+    return copies[id(datapipe)]
+
+
+def _unshared(value: Any) -> Any:
+    """Return a container's copy, down to those within it that hold pipes."""
+    if not isinstance(value, _CONTAINERS):
+        return value
+    if isinstance(value, dict):
+        return copy.copy(value) if not _pipes_in([value]) else {key: _unshared(content) for key, content in value.items()}
+    if isinstance(value, list) and _pipes_in([value]):
+        return [_unshared(content) for content in value]
+    return copy.copy(value)
+
+
+# ---------------------------------------------------------------------------------------------------- what pipes are
+
+
+def is_random(datapipe: DataPipe) -> bool:
+    """Whether a pipe draws random numbers after a seed that it is given."""
+    return _has_method(datapipe, "set_seed")
+
+
+def is_sharding(datapipe: DataPipe) -> bool:
+    """Whether a pipe lets through a share of its elements only."""
+    return _has_method(datapipe, "apply_sharding")
+
+
+def is_replicable(datapipe: DataPipe) -> bool:
+    """Whether each worker may have a pipe for itself, rather than the main process one for all."""
+    return not _has_method(datapipe, "is_replicable") or bool(datapipe.is_replicable())
+
+
+def _has_method(datapipe: DataPipe, name: str) -> bool:
+    return callable(getattr(type(datapipe), name, None))

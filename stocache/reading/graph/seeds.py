@@ -1,0 +1,156 @@
+"""Where the random numbers of a graph come from: one generator of seeds, for pipes, ranks and workers.
+
+A seed is a pure function of the generator's own seed, of what it is for, and of how many were drawn before, by numpy's
+SeedSequence. So nobody's seeds depend on how many workers there are, nor on who draws first.
+"""
+
+import contextlib
+import random
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from stocache.reading.graph.graph import DataPipe, is_random, is_sharding, list_dps, pipes_of, traverse_dps
+
+_SHARED, _OWN, _EPOCH = range(3)
+_LIMIT = 1 << 64
+
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_PLAIN = (type, ModuleType, str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray)
+_MOST = 10_000  # objects a function is searched through
+
+
+class SeedGenerator:
+    """Seeds for the random pipes of a graph: shared ones, equal in all ranks and workers, and ones of their own.
+
+    Args:
+        seed: in ``[0, 2**64)``; None draws one from torch's global generator.
+
+    Source: the interface of torchdata 0.9.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._path: tuple[int, ...] = ()
+        self.seed(seed)
+
+    def seed(self, seed: int | None = None) -> None:
+        """Begin again with a seed. The ranks and workers this generator is for stay.
+
+        Raises:
+            ValueError: it is outside of ``[0, 2**64)``.
+        """
+        self._seed = random_seed() if seed is None else check_seed(seed)
+        self._shared = self._own = 0
+
+    def generate_shared_seed(self) -> int:
+        """Return the next seed, in ``[0, 2**64)``, of those that are the same in all ranks and workers."""
+        self._shared += 1
+        return self._number(_SHARED, self._shared)
+
+    def generate_seed(self) -> int:
+        """Return the next seed, in ``[0, 2**64)``, of this rank and worker alone."""
+        self._own += 1
+        return self._number(_OWN, *self._path, self._own)
+
+    def spawn(self, worker_id: int, inplace: bool = False) -> "SeedGenerator":
+        """Return the generator for a rank, or a worker within it, which shares the shared seeds; this very one if ``inplace``.
+
+        Raises:
+            ValueError: ``worker_id`` is negative.
+        """
+        if worker_id < 0:
+            raise ValueError(f"worker_id={worker_id} is negative.")
+        spawned = self if inplace else object.__new__(type(self))
+        vars(spawned).update(vars(self) | {"_path": (*self._path, worker_id), "_own": 0})
+        return spawned
+
+    def _number(self, *key: int) -> int:
+        return int(np.random.SeedSequence(self._seed, spawn_key=key).generate_state(1, np.uint64)[0])
+
+
+def random_seed() -> int:
+    """Return a seed from torch's global generator."""
+    return int(torch.empty((), dtype=torch.int64).random_().item())
+
+
+def check_seed(seed: Any) -> int:
+    """Return a seed.
+
+    Raises:
+        ValueError: it is no integer in ``[0, 2**64)``.
+    """
+    if not isinstance(seed, int) or not 0 <= seed < _LIMIT:
+        raise ValueError(f"seed={seed!r} is no integer in [0, 2**64).")
+    return seed
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """Return the seed of an epoch."""
+    return int(np.random.SeedSequence(seed, spawn_key=(_EPOCH, epoch)).generate_state(1, np.uint64)[0])
+
+
+def set_graph_random_seed(datapipe: DataPipe, seed_generator: SeedGenerator) -> DataPipe:
+    """Give each random pipe of a graph a seed: a shared one before the graph is sharded or dispatched, one of its own after.
+
+    Returns:
+        The same graph.
+    """
+    seeds = {id(pipe): seed_generator.generate_shared_seed() for pipe in shared_pipes(datapipe)}
+    for pipe in random_pipes(datapipe):
+        pipe.set_seed(seeds[id(pipe)] if id(pipe) in seeds else seed_generator.generate_seed())
+    return datapipe
+
+
+def random_pipes(datapipe: DataPipe) -> list[Any]:
+    """Return the pipes of a graph that take seeds, in the order in which they get them."""
+    return [pipe for pipe in pipes_of(datapipe) if is_random(pipe)]
+
+
+def shared_pipes(datapipe: DataPipe) -> list[Any]:
+    """Return the random pipes that must do the same in all ranks and workers, as their elements are sharded or dispatched."""
+    graph = traverse_dps(datapipe)
+    own = {id(pipe) for pipe in list_dps(graph, exclude_dps=[pipe for pipe in list_dps(graph) if is_point(pipe)])}
+    return [pipe for pipe in random_pipes(datapipe) if id(pipe) not in own]
+
+
+def is_point(datapipe: DataPipe) -> bool:
+    """Whether a pipe is where elements go to different workers: by sharding, or by dispatching."""
+    return is_sharding(datapipe) or is_dispatching(datapipe)
+
+
+def is_dispatching(datapipe: DataPipe) -> bool:
+    """Whether all before a pipe is to run in one process that hands its elements out; whoever registered the pipe."""
+    return type(datapipe).__name__ == "ShardingRoundRobinDispatcherIterDataPipe"
+
+
+def dist_share_seed(seed: int, process_group: Any = None) -> int:
+    """Return the seed of rank 0 of a process group of torch.distributed."""
+    shared = torch.tensor(seed - _LIMIT // 2, dtype=torch.int64)
+    dist.broadcast(shared, src=0, group=process_group)
+    return int(shared.item()) + _LIMIT // 2
+
+
+def is_pure(fn: Any) -> bool:
+    """Whether no generator of random numbers is found in a function, or in what it is made of."""
+    seen: set[int] = set()
+    waiting: list[Any] = [fn]
+    while waiting and len(seen) < _MOST:
+        part = waiting.pop()
+        if isinstance(part, _GENERATORS):
+            return False
+        if isinstance(part, _PLAIN) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, dict):
+            waiting += part.values()
+        elif isinstance(part, list | tuple | set | frozenset):
+            waiting += part
+        waiting += getattr(part, "__dict__", {}).values()
+        waiting += [getattr(part, name, None) for name in ("__self__", "__func__", "func", "args", "keywords")]
+        for cell in getattr(part, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # it is empty
+                waiting.append(cell.cell_contents)
+    return not waiting

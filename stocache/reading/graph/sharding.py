@@ -1,0 +1,148 @@
+"""Which elements of a graph go to which rank and worker, and where a graph is cut for them.
+
+NOTE [ Shares ]
+    A ``sharding_filter`` lets every n-th element through. Ranks come first and the workers of a rank divide its share, so a
+    rank has the same elements whatever its number of workers: of D ranks with W workers each, worker w of rank r has elements
+    ``r + D*w``, ``r + D*w + D*W``, and so on. (torch counts the workers first.)
+
+NOTE [ Three parts of a graph ]
+    What comes before a ``sharding_round_robin_dispatch`` cannot be replicated: up to the lowest common ancestor of all of these
+    it is one part, run by one dispatching process. What comes after a pipe that says so itself (``is_replicable``), such as
+    ``fullsync``, stays in the main process. Each worker has a replica of all between.
+"""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import IterDataPipe
+from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES, ShardingFilterIterDataPipe
+
+from stocache.errors import GraphError
+from stocache.reading.graph.feed import Feed
+from stocache.reading.graph.graph import DataPipe, is_replicable, is_sharding, pipes_of, sources
+from stocache.reading.graph.seeds import is_dispatching
+
+
+class Shard(ShardingFilterIterDataPipe):
+    """torch's ``sharding_filter`` that knows how far it has come.
+
+    Attributes:
+        skipped: elements of its source that the source will leave out, at the beginning of the next iteration.
+        taken: elements it has let through, those it would have let through of the skipped ones among them.
+    """
+
+    skipped = 0
+    taken = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        count, mine = self.num_of_instances, self.instance_id
+        self.taken = -(-(self.skipped - mine) // count) if self.skipped > mine else 0
+        for number, element in enumerate(self.source_datapipe, self.skipped):
+            if number % count == mine:
+                self.taken += 1
+                yield element
+
+
+class Counted(IterDataPipe[Any]):
+    """What would be dispatched if there were workers, counted.
+
+    Attributes:
+        skipped, taken: as of a `Shard`.
+    """
+
+    def __init__(self, datapipe: DataPipe) -> None:
+        self.datapipe: Any = datapipe
+        self.skipped = self.taken = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.taken = self.skipped
+        for element in self.datapipe:
+            self.taken += 1
+            yield element
+
+    def __len__(self) -> int:
+        return len(self.datapipe)
+
+
+def apply_sharding(
+    datapipe: DataPipe,
+    num_of_instances: int,
+    instance_id: int,
+    sharding_group: SHARDING_PRIORITIES = SHARDING_PRIORITIES.DEFAULT,
+) -> None:
+    """Tell each sharding pipe of a graph which of how many instances it is in.
+
+    Raises:
+        GraphError: there is one behind another, so most elements would be lost.
+    """
+    sharding = [pipe for pipe in pipes_of(datapipe) if is_sharding(pipe) and not _is_fed(pipe)]
+    for pipe in sharding:
+        before = [other for other in pipes_of(pipe) if other is not pipe and is_sharding(other)]
+        if before:
+            raise GraphError(f"{pipe} shards what {before[0]} has sharded already, so elements would be lost. Remove one.")
+    for pipe in sharding:
+        numbers = (num_of_instances, instance_id)
+        if getattr(pipe, "groups", {}).get(SHARDING_PRIORITIES.DEFAULT) == (1, 0):
+            del pipe.groups[SHARDING_PRIORITIES.DEFAULT]  # which torch's DataLoader has left on a graph that it iterated
+        if len(inspect.signature(pipe.apply_sharding).parameters) < 3:
+            pipe.apply_sharding(*numbers)
+        else:
+            pipe.apply_sharding(*numbers, sharding_group=sharding_group)
+
+
+def share(datapipe: DataPipe, num_workers: int, worker_id: int) -> None:
+    """Give a worker its share of a graph, but for what is dispatched; all ``sharding_filter`` become `Shard`."""
+    # see NOTE [ Shares ]
+    apply_sharding(datapipe, num_workers, worker_id, SHARDING_PRIORITIES.MULTIPROCESSING)
+    for pipe in pipes_of(datapipe):
+        if type(pipe) in (ShardingFilterIterDataPipe, Shard) and not _is_fed(pipe):
+            pipe.__class__ = Shard
+            if pipe.sharding_group_filter is None:
+                ranks, rank = pipe.groups.get(SHARDING_PRIORITIES.DISTRIBUTED, (1, 0))
+                pipe.num_of_instances, pipe.instance_id = ranks * num_workers, rank + ranks * worker_id
+
+
+def _is_fed(datapipe: DataPipe) -> bool:
+    """Whether the elements of a pipe are dispatched ones, which other workers do not have."""
+    return any(isinstance(pipe, Feed) for pipe in pipes_of(datapipe))
+
+
+# -------------------------------------------------------------------------------------- see NOTE [ Three parts of a graph ]
+
+
+def replicable_end(datapipe: DataPipe) -> DataPipe:
+    """Return the last pipe before those that stay in the main process.
+
+    Raises:
+        GraphError: there is none, or several.
+    """
+    here = {id(pipe): any(not is_replicable(its) for its in pipes_of(pipe)) for pipe in pipes_of(datapipe)}
+    if not here[id(datapipe)]:
+        return datapipe
+    ends = {
+        id(source): source for pipe in pipes_of(datapipe) if here[id(pipe)] for source in sources(pipe) if not here[id(source)]
+    }
+    if len(ends) != 1:
+        raise GraphError(
+            f"{len(ends)} parts of the graph lead to the pipes that stay in the main process, and workers can run but one. Put "
+            f"pipes that are not replicable (fullsync, pin_memory) at the end of the graph."
+        )
+    return next(iter(ends.values()))
+
+
+def dispatched_end(datapipe: DataPipe) -> DataPipe | None:
+    """Return the lowest common ancestor of all pipes that dispatch, the last of what the dispatching process runs; None."""
+    alone = {id(its) for pipe in pipes_of(datapipe) if is_dispatching(pipe) for its in pipes_of(pipe)}
+    return _ancestor(datapipe, alone, {})
+
+
+def _ancestor(pipe: DataPipe, alone: set[int], known: dict[int, DataPipe | None]) -> DataPipe | None:
+    if id(pipe) not in known:
+        known[id(pipe)] = None  # also for a pipe that leads back to itself
+        found = {id(its): its for source in sources(pipe) if (its := _ancestor(source, alone, known)) is not None}
+        if id(pipe) in alone or len(found) > 1:
+            known[id(pipe)] = pipe
+        elif found:
+            known[id(pipe)] = next(iter(found.values()))
+    return known[id(pipe)]

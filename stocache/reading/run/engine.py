@@ -1,0 +1,242 @@
+"""A graph run by worker processes, and by a dispatching one before them where it has a part that cannot be replicated.
+
+NOTE [ One engine ]
+    The processes are those of `stocache.DataLoader`, which is torch's: it has requests in flight to each worker in turn, gets
+    their answers in that order, and notices who dies. Here a request says how many elements a worker may make, and its answer
+    is those that it made: as many as that, or as come in 20 ms. The answers are put together by the elements' keys, so the
+    order does not depend on who made how many when. A worker is asked for so many elements at a time as the prefetching
+    counts say.
+
+    The dispatching process is one worker of a second such loader, whose answers are parcels for the workers. The main process
+    sends them along with its requests, as workers use them up. They are handed out in turn, so where one worker uses up more of
+    them than another, as its filter drops more, the other's wait here.
+"""
+
+import heapq
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+
+from stocache.errors import WorkerError
+from stocache.loader.collate import as_is
+from stocache.loader.dataloader import DataLoader
+from stocache.reading.graph.feed import Parcel, pass_on
+from stocache.reading.graph.graph import DataPipe
+from stocache.reading.run.replica import Epoch, InitFn, ResetFn
+from stocache.reading.run.stream import Position, Stream
+from stocache.reading.run.workers import GO_ON, IDLE, Dispatcher, Request, Worker
+
+_IN_FLIGHT = 2  # requests to each worker
+
+
+class WorkerStream(Stream):
+    """A stream that worker processes make.
+
+    Args:
+        plan: the parts of the graph, and how they are run.
+        ahead, length: as for `Stream`.
+    """
+
+    # see NOTE [ One engine ]
+
+    def __init__(self, plan: "Plan", ahead: int, length: Callable[[], int]) -> None:
+        super().__init__(plan.num_workers, ahead, length)
+        self._plan = plan
+        self._all_dispatched = True
+        self._rounds: Iterator[Any] = iter(())
+        self._problem: Exception | None = None  # of the dispatching process
+        self._limit = max(1, -(-plan.prefetch // _IN_FLIGHT))
+        options: dict[str, Any] = {"batch_size": None, "prefetch_factor": _IN_FLIGHT, "persistent_workers": True}
+        options |= {"multiprocessing_context": plan.context, "collate_fn": as_is}
+        self._dispatcher: DataLoader | None = None
+        ring = None
+        if plan.dispatched is not None:
+            dispatcher = Dispatcher(plan.dispatched, plan.num_workers, self._limit, plan.reset_fn)
+            rounds = _Asking(self._ask_dispatcher)
+            self._dispatcher = DataLoader(dispatcher, sampler=rounds, num_workers=1, generator=torch.Generator(), **options)
+            ring = self._dispatcher.ring
+        self._ring = ring
+        worker = Worker(plan.end, plan.num_workers, plan.init_fn, plan.reset_fn, ring)
+        asked = _Asking(self._ask_workers)
+        self._loader = DataLoader(worker, sampler=asked, num_workers=plan.num_workers, generator=torch.Generator(), **options)
+
+    def begin_epoch(self, epochs: list[Epoch], begun: Position | None, dispatched: Epoch | None = None) -> None:
+        """Say what the next iteration's epoch is to each worker, and to the dispatching process if there is one."""
+        super().begin_epoch(epochs, begun)
+        self._dispatched = dispatched
+
+    # ------------------------------------------------------------------------------------------------ asking
+
+    def _ask_workers(self) -> "Request | None":
+        if all(hand.ended for hand in self._hands):
+            return None
+        worker = next(self._turns)
+        hand = self._hands[worker]
+        room = (_IN_FLIGHT + 1) * self._limit - len(hand.made) - sum(hand.asked)
+        limit = 0 if hand.ended else max(0, min(self._limit, room))
+        hand.asked.append(limit)
+        epoch, hand.epoch = hand.epoch, None
+        parcel = self._parcel_for(hand) if self._dispatcher is not None and not hand.ended else None
+        hand.lent.append(parcel)
+        passed = None if parcel is None or self._ring is None else pass_on(parcel, self._ring)
+        return Request(worker, limit, epoch, passed, self._all_dispatched and not hand.parcels)
+
+    def _parcel_for(self, hand: "_Hand") -> Parcel | None:
+        """Return a parcel for a worker that has used up what it was sent; None for now, or when there are no more."""
+        if hand.waiting + sum(map(_size, hand.lent)) >= self._limit:
+            return None
+        while not hand.parcels and not self._all_dispatched and self._problem is None:
+            try:
+                parcels, self._all_dispatched, drawn = next(self._rounds)
+            except Exception as problem:  # not to be raised within torch, which may be starting workers, and would leave them
+                self._problem = problem
+                break
+            self.drawn = self.drawn or drawn
+            for its, parcel in zip(self._hands, parcels, strict=True):
+                if parcel is not None:
+                    its.parcels.append(Parcel(*parcel))
+        return hand.parcels.popleft() if hand.parcels else None
+
+    def _ask_dispatcher(self) -> bytes | None:
+        # The first requests are sent before the workers are started, and ask for nothing: if the process died meanwhile, torch
+        # would raise that, by a signal, in the midst of starting them
+        asked = next(self._asked)
+        if asked < _IN_FLIGHT:
+            return IDLE
+        if asked == _IN_FLIGHT:
+            return _pickled(self._dispatched)
+        return None if self._all_dispatched else GO_ON
+
+    # ------------------------------------------------------------------------------------------------ putting together
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self._put_together()
+        except RuntimeError as error:  # as which a death is raised, wherever this process is at that moment
+            reported = isinstance(error, WorkerError) and not str(error).startswith("DataLoader worker (pid ")
+            for loader, what in ((self._loader, "a worker"), (self._dispatcher, "the dispatching process")):
+                death = None if loader is None or reported else loader.dead_worker()
+                if death is not None:
+                    raise WorkerError(f"{what} is gone: {death}") from error
+            raise
+
+    def _put_together(self) -> Iterator[Any]:
+        self._hands = [_Hand(_pickled(epoch)) for epoch in self._epochs]
+        self._turns, self._asked = itertools.cycle(range(self.workers)), itertools.count()
+        self._all_dispatched, self._problem = self._dispatcher is None, None
+        self._rounds = iter(()) if self._dispatcher is None else iter(self._dispatcher)
+        answers = self._answers()
+        heap = [(-1, worker) for worker in range(self.workers)]  # no element of a worker has a lesser key
+        while heap:
+            least, worker = heap[0]
+            hand = self._hands[worker]
+            if not hand.made and not hand.ended and hand.until <= least:
+                next(answers)
+            elif not hand.made and hand.ended:
+                heapq.heappop(heap)
+            elif hand.made and hand.made[0][0] <= least:
+                key, element = hand.made.popleft()
+                self._give(worker, key * self.workers + worker if hand.passing else None)
+                heapq.heapreplace(heap, (hand.made[0][0] if hand.made else hand.until, worker))
+                yield element
+            else:
+                heapq.heapreplace(heap, (hand.made[0][0] if hand.made else hand.until, worker))
+        for _ in answers:
+            pass
+
+    def _answers(self) -> Iterator[None]:
+        """Receive the workers' answers; a step for each."""
+        for worker, waiting, made in iter(self._loader):
+            hand = self._hands[worker]
+            hand.asked.popleft()
+            hand.lent.popleft()
+            hand.waiting = waiting
+            hand.made.extend(zip(made.keys, made.elements, strict=True))
+            hand.until, hand.ended, hand.passing = made.until, made.ended, made.passing
+            self.drawn = self.drawn or made.drawn
+            if self._problem is not None:
+                problem, self._problem = self._problem, None
+                try:
+                    raise problem
+                finally:
+                    del problem  # which holds this frame
+            yield
+
+    def close(self) -> None:
+        """End the processes."""
+        for loader in (self._loader, self._dispatcher):
+            if loader is not None:
+                loader.end_workers()
+
+
+@dataclass
+class Plan:
+    """The parts of a graph, and how they are run.
+
+    Attributes:
+        end: of what the workers have replicas of.
+        dispatched: the end of what one process runs for all of them; None when there is no such part.
+        prefetch: elements that each worker is asked for at a time.
+    """
+
+    end: DataPipe
+    dispatched: DataPipe | None
+    num_workers: int
+    context: Any
+    prefetch: int
+    init_fn: InitFn | None
+    reset_fn: ResetFn | None
+
+
+@dataclass
+class _Hand:
+    """What the main process knows of a worker.
+
+    Attributes:
+        epoch: what it is to be told with its next request.
+        made: keys and elements that were not delivered yet.
+        asked: the limits of the requests that it has not answered.
+        lent: what these requests hand to it.
+        parcels: what it is to be handed next.
+        waiting: elements it was handed, and had not taken at its last answer.
+        until, ended, passing: as it said of itself; see `Elements`.
+    """
+
+    epoch: bytes | None
+    made: deque[tuple[int, Any]] = field(default_factory=deque)
+    asked: deque[int] = field(default_factory=deque)
+    lent: deque[Parcel | None] = field(default_factory=deque)
+    parcels: deque[Parcel] = field(default_factory=deque)
+    waiting: int = 0
+    until: int = -1
+    ended: bool = False
+    passing: bool = False
+
+
+def _size(parcel: Parcel | None) -> int:
+    return 0 if parcel is None else parcel.size
+
+
+def _pickled(epoch: Epoch | None) -> bytes:
+    # here, where it can be raised: what a queue's own thread cannot pickle is lost
+    return bytes(ForkingPickler.dumps(epoch))
+
+
+class _Asking:
+    """A sampler whose elements are what a method returns, until None. It does not keep the method's object alive."""
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self._ask = weakref.WeakMethod(ask)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self, None)
+
+    def __call__(self) -> Any:
+        ask = self._ask()
+        return None if ask is None else ask()

@@ -1,0 +1,125 @@
+"""What runs in worker processes: datasets whose indices are requests, for elements or for parcels of them."""
+
+import functools
+import pickle
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from torch.utils.data import Dataset
+
+from stocache.errors import WorkerError
+from stocache.loader.ring import Ring
+from stocache.reading.graph.feed import Feed, Packer, Passed, unpacked
+from stocache.reading.graph.graph import DataPipe, pipes_of
+from stocache.reading.graph.sharding import share
+from stocache.reading.run.replica import Elements, FedReplica, InitFn, Replica, ResetFn, WorkerInfo
+
+IDLE, GO_ON = b"idle", b"go on"  # what the dispatching process may be asked, but for an epoch
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def reported(method: _Method) -> _Method:
+    """Let what a method raises cross to the main process: torch's workers send the type, and lose one that does not pickle."""
+
+    @functools.wraps(method)
+    def call(*args: Any) -> Any:
+        try:
+            return method(*args)
+        except Exception as error:
+            if isinstance(error, StopIteration) or not _pickles(type(error)):
+                raise WorkerError(f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}") from None
+            raise
+
+    return call  # type: ignore[return-value]
+
+
+def _pickles(kind: type) -> bool:
+    try:
+        return pickle.loads(pickle.dumps(kind)) is kind
+    except Exception:
+        return False
+
+
+class Request(NamedTuple):
+    """What a worker is asked.
+
+    Attributes:
+        worker: which one.
+        limit: elements it may make.
+        epoch: a pickled `Epoch` to begin; None to go on.
+        passed: a parcel of what is dispatched.
+        closed: whether it is the last one.
+    """
+
+    worker: int
+    limit: int
+    epoch: bytes | None
+    passed: Passed | None
+    closed: bool
+
+
+class Worker(Dataset[Any]):
+    """The workers' part of a graph as a map-style dataset, whose indices are requests."""
+
+    def __init__(
+        self, end: DataPipe, num_workers: int, init_fn: InitFn | None, reset_fn: ResetFn | None, ring: Ring | None
+    ) -> None:
+        self._end, self._num_workers, self._init_fn, self._reset_fn, self._ring = end, num_workers, init_fn, reset_fn, ring
+        self._replica: Replica | None = None
+
+    @reported
+    def __getitem__(self, request: Request) -> tuple[int, int, Elements]:
+        if request.epoch is not None:
+            if self._replica is None:
+                self._replica = self._made(request.worker)
+            self._replica.begin(pickle.loads(request.epoch))
+        replica = self._replica
+        assert replica is not None, "the first request begins an epoch"
+        if not isinstance(replica, FedReplica):
+            return request.worker, 0, replica.take(request.limit)
+        elements = [] if request.passed is None or self._ring is None else unpacked(request.passed, self._ring)
+        replica.feed.add(elements, request.closed)
+        made = replica.take(request.limit)
+        return request.worker, replica.feed.waiting, made
+
+    def _made(self, worker: int) -> Replica:
+        share(self._end, self._num_workers, worker)
+        arguments = self._end, WorkerInfo(self._num_workers, worker), self._init_fn, self._reset_fn, True
+        feeds: list[Any] = [pipe for pipe in pipes_of(self._end) if isinstance(pipe, Feed)]
+        return FedReplica(feeds[0], *arguments) if feeds else Replica(*arguments)
+
+
+class Dispatcher(Dataset[Any]):
+    """The part of a graph that one process runs, as a dataset whose items are rounds of parcels, one for each worker.
+
+    Its indices: a pickled `Epoch` to begin, `GO_ON`, or `IDLE` for an empty round.
+    """
+
+    def __init__(self, end: DataPipe, num_workers: int, limit: int, reset_fn: ResetFn | None) -> None:
+        self._end, self._num_workers, self._limit, self._reset_fn = end, num_workers, limit, reset_fn
+        self._replica: Replica | None = None
+        self._packer = Packer()
+
+    @reported
+    def __getitem__(self, epoch: bytes) -> tuple[list[tuple[Any, ...] | None], bool, bool]:
+        if epoch == IDLE:
+            return [None] * self._num_workers, False, False
+        if epoch != GO_ON:
+            if self._replica is None:
+                share(self._end, 1, 0)
+                self._replica = Replica(self._end, WorkerInfo(self._num_workers, 0), None, self._reset_fn, True)
+            self._begun = pickle.loads(epoch)
+            self._replica.begin(self._begun)
+        replica = self._replica
+        assert replica is not None, "the first request begins an epoch"
+        made = replica.take(self._limit * self._num_workers)
+        first = replica.count - len(made.elements)
+        shares: list[list[Any]] = [[] for _ in range(self._num_workers)]
+        for number, element in enumerate(made.elements, first):
+            turn, worker = divmod(number, self._num_workers)
+            if turn >= self._begun.sent[worker]:
+                shares[worker].append(element)
+        self._packer.clear()
+        return [tuple(self._packer.parcel(its)) if its else None for its in shares], made.ended, made.drawn

@@ -1,0 +1,1 @@
+"""The order of samples: permutations that take no memory, blocks, and the machine that has a sample cached."""

@@ -1,0 +1,339 @@
+"""What may hold the parts of a sample: how each container is taken apart, and put together again as it was.
+
+Dicts and other mappings (also TensorDicts), lists, tuples, namedtuples, dataclasses, sets, deques, slices, None; subclasses of
+Tensor, whose parts are the plain tensor and their attributes (MetaTensors, tv_tensors); PIL images, whose parts are the state
+they pickle; numpy's memmaps, whose part is the array that was read.
+"""
+
+import dataclasses
+import json
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stocache.errors import SampleError
+from stocache.samples.kinds import Unfit, name_of
+from stocache.samples.type_lookup import check_image, static_attribute
+
+DEEP = 60
+"""Containers within each other, at most."""
+
+_LEAVES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, complex, str, bytes})
+
+
+@dataclass(frozen=True)
+class Container:
+    """A container without its parts.
+
+    Attributes:
+        kind: the way to put it together: a key of the table below.
+        keys: one for each part.
+        extra: what is needed besides the parts: the batch size of a TensorDict, the default_factory of a defaultdict.
+    """
+
+    kind: str
+    cls: Any
+    keys: tuple[Any, ...]
+    extra: tuple[Any, ...] = ()
+
+    def joiner(self) -> Callable[[list[Any]], Any]:
+        """Return the function that makes the container of its parts."""
+        return _JOINERS[self.kind](self)
+
+    @property
+    def identity(self) -> str:
+        """What it is but for the parts, with modules of classes that are not Python's own types."""
+        return class_text(self.cls) + ("" if not self.extra else f"[{', '.join(map(_extra_text, self.extra))}]")
+
+    def __str__(self) -> str:
+        return str(self.cls.__name__)
+
+
+def class_text(cls: Any) -> str:
+    """Return a class or function by name: Python's own types by that alone, others with their module."""
+    module, name = getattr(cls, "__module__", None), getattr(cls, "__qualname__", repr(cls))
+    return name if module == "builtins" else f"{'__main__' if module == '__mp_main__' else module}:{name}"
+
+
+def _extra_text(extra: Any) -> str:
+    return class_text(extra) if callable(extra) else repr(extra)
+
+
+def key_text(key: Any) -> str:
+    """Return a key of a container so that keys which differ in type or value read differently: 1, True, "1" and 1.0."""
+    cls = type(key)
+    if isinstance(key, Enum):
+        return f"{class_text(cls)}.{key._name_ if key._name_ is not None else key._value_!r}"
+    if cls is tuple:
+        return f"({', '.join(map(key_text, key))}{',' * (len(key) == 1)})"
+    return repr(key) if cls in _PLAIN_KEYS else f"{class_text(cls)}({key!r})"
+
+
+_PLAIN_KEYS = frozenset({str, int, float, bool, complex, bytes, type(None)})
+
+
+def split(value: Any) -> tuple[Container, list[Any]] | None:
+    """Return the container and the parts of ``value``; None for a leaf, and for what could not be put together again."""
+    cls = type(value)
+    if cls in _LEAVES:
+        return None
+    if cls is dict or cls is OrderedDict:
+        return Container("dict", cls, tuple(value)), list(value.values())
+    if cls is list or cls is tuple:
+        return Container(cls.__name__, cls, tuple(range(len(value)))), list(value)
+    if value is None:
+        return Container("none", cls, ()), []
+    if isinstance(value, Enum):
+        return None
+    if cls in _BY_TYPE:
+        return _BY_TYPE[cls](value)
+    if isinstance(value, tuple):
+        fields = getattr(value, "_fields", None)
+        if fields is None:
+            return _checked(Container("tuple", cls, tuple(range(len(value)))), list(value), value)
+        return Container("namedtuple", cls, fields), list(value)
+    if isinstance(value, Tensor):
+        try:
+            plain = value.as_subclass(Tensor)
+        except Exception:  # whatever a class does that holds its data elsewhere
+            return None
+        return Container("tensor", cls, ("data", "attributes")), [plain, dict(vars(value))]
+    if isinstance(value, Mapping):
+        extra = tuple(value.batch_size) if hasattr(value, "batch_size") else ()
+        container = Container("tensordict" if hasattr(value, "batch_size") else "mapping", cls, tuple(value.keys()), extra)
+        return _checked(container, [value[key] for key in container.keys], value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        names += [name for name in getattr(value, "__dict__", ()) if name not in names]
+        return Container("dataclass", cls, tuple(names)), [getattr(value, name) for name in names]
+    images = sys.modules.get("PIL.Image")
+    if images is not None and isinstance(value, images.Image):
+        try:
+            state = value.__getstate__()
+        except Exception:  # a file that is cut, or closed before it was read
+            return None
+        return Container("image", cls, tuple(range(len(state)))), state
+    return None
+
+
+def _split_set(value: Any) -> tuple[Container, list[Any]]:
+    same = set(map(type, value)) <= {str} or set(map(type, value)) <= {int}
+    return Container("set", type(value), ("items",)), [sorted(value, key=None if same else repr)]  # or blocks would differ
+
+
+def _split_deque(value: Any) -> tuple[Container, list[Any]]:
+    return Container("deque", deque, ("items", "maxlen")), [list(value), value.maxlen]
+
+
+def _split_slice(value: Any) -> tuple[Container, list[Any]]:
+    return Container("slice", slice, ("start", "stop", "step")), [value.start, value.stop, value.step]
+
+
+def _split_defaultdict(value: Any) -> tuple[Container, list[Any]] | None:
+    if value.default_factory is not None:
+        try:
+            name_of(value.default_factory)
+        except Unfit:
+            return None
+    return Container("defaultdict", defaultdict, tuple(value), (value.default_factory,)), list(value.values())
+
+
+_BY_TYPE: dict[type, Callable[[Any], tuple[Container, list[Any]] | None]] = {
+    set: _split_set,
+    frozenset: _split_set,
+    deque: _split_deque,
+    slice: _split_slice,
+    defaultdict: _split_defaultdict,
+    np.memmap: lambda value: (Container("memmap", np.memmap, ("data",)), [np.asarray(value)]),  # in memory, of the same type
+}
+
+
+def _checked(container: Container, parts: list[Any], value: Any) -> tuple[Container, list[Any]] | None:
+    """Return container and parts, unless what they make differs from ``value`` in more than the parts."""
+    try:
+        again = container.joiner()(parts)
+        same = type(again) is type(value) and _state(again, container) == _state(value, container)
+        if isinstance(value, Mapping):
+            same = same and tuple(again.keys()) == container.keys
+    except Exception:  # whatever a class does that is made in another way
+        return None
+    return (container, parts) if same else None
+
+
+def _state(value: Any, container: Container) -> dict[str, Any]:
+    """Return the attributes of a container, but for those that hold its parts."""
+    return {
+        name: attribute
+        for name, attribute in getattr(value, "__dict__", {}).items()
+        if not (isinstance(attribute, Mapping) and tuple(attribute) == container.keys)
+    }
+
+
+def _join_dict(container: Container) -> Callable[[list[Any]], Any]:
+    cls, keys = container.cls, container.keys
+    return lambda parts: cls(zip(keys, parts, strict=True))
+
+
+def _join_tuple(container: Container) -> Callable[[list[Any]], Any]:
+    """A subclass is made without code of its own, unless that is in C: `torch.Size` and the like cannot be made otherwise."""
+    cls = container.cls
+    if cls is tuple:
+        return tuple
+    new: Any = static_attribute(cls, "__new__")
+    if type(new) is _BUILTIN and new is not _TUPLE_NEW:
+        return lambda parts: new(cls, parts)
+    return lambda parts: tuple.__new__(cls, parts)
+
+
+_BUILTIN: Any = type(len)
+_TUPLE_NEW: Any = tuple.__new__
+
+
+def _join_namedtuple(container: Container) -> Callable[[list[Any]], Any]:
+    cls, count = container.cls, len(container.keys)
+
+    def join(parts: list[Any]) -> Any:
+        if len(parts) != count:
+            raise ValueError(f"a {cls.__name__} of {len(parts)} parts has {count} fields")
+        return tuple.__new__(cls, parts)
+
+    return join
+
+
+def _join_mapping(container: Container) -> Callable[[list[Any]], Any]:
+    cls, keys = container.cls, container.keys
+    return lambda parts: cls(dict(zip(keys, parts, strict=True)))
+
+
+def _join_tensordict(container: Container) -> Callable[[list[Any]], Any]:
+    cls, keys, size = container.cls, container.keys, container.extra
+    return lambda parts: cls(dict(zip(keys, parts, strict=True)), batch_size=size)
+
+
+def _join_defaultdict(container: Container) -> Callable[[list[Any]], Any]:
+    keys, (factory,) = container.keys, container.extra
+    return lambda parts: defaultdict(factory, zip(keys, parts, strict=True))
+
+
+def _join_dataclass(container: Container) -> Callable[[list[Any]], Any]:
+    cls, keys = container.cls, container.keys
+
+    def join(parts: list[Any]) -> Any:
+        value = object.__new__(cls)  # its fields as they were, without running __post_init__ on them again
+        for name, part in zip(keys, parts, strict=True):
+            object.__setattr__(value, name, part)
+        return value
+
+    return join
+
+
+def _join_tensor(container: Container) -> Callable[[list[Any]], Any]:
+    def join(parts: list[Any]) -> Any:
+        tensor, attributes = parts
+        if type(tensor) is not Tensor or type(attributes) is not dict:
+            raise ValueError(f"a {container.cls.__name__} is made of a tensor and a dict of its attributes")
+        value = tensor.as_subclass(container.cls)
+        value.__dict__.update(attributes)
+        return value
+
+    return join
+
+
+def _join_image(container: Container) -> Callable[[list[Any]], Any]:
+    def join(parts: list[Any]) -> Any:
+        check_image(parts)
+        image = container.cls.__new__(container.cls)
+        image.__setstate__(parts)
+        return image
+
+    return join
+
+
+_JOINERS: dict[str, Callable[[Container], Callable[[list[Any]], Any]]] = {
+    "dict": _join_dict,
+    "list": lambda container: list,
+    "tuple": _join_tuple,
+    "none": lambda container: lambda parts: None,
+    "namedtuple": _join_namedtuple,
+    "mapping": _join_mapping,
+    "tensordict": _join_tensordict,
+    "dataclass": _join_dataclass,
+    "tensor": _join_tensor,
+    "image": _join_image,
+    "set": lambda container: lambda parts: container.cls(*parts),
+    "deque": lambda container: lambda parts: deque(*parts),
+    "slice": lambda container: lambda parts: slice(*parts),
+    "defaultdict": _join_defaultdict,
+    "memmap": lambda container: lambda parts: parts[0].view(np.memmap),
+}
+
+
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a tree of containers with ``function`` of each of its leaves in their place."""
+    found = split(tree)
+    if found is None:
+        return function(tree)
+    container, parts = found
+    return container.joiner()([mapped(function, part) for part in parts])
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Return the leaves of a tree, in order."""
+    found: list[Any] = []
+    mapped(found.append, tree)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- the way to a part
+
+
+def told(error: Unfit, where: str, root: str = "sample", pickles: bool = False) -> SampleError:
+    """Return an error that names the part it is of as its user would write it: ``sample 3: sample["image"].meta["space"] is``.
+
+    Args:
+        where: the sample: "sample 3", "set_slot(3)".
+        root: what to call it in the way to the part.
+        pickles: whether allow_pickle=True would help, unless the error is final.
+    """
+    way = _way(error)
+    remedy = error.remedy
+    if pickles and not error.final:
+        remedy += ", or pass allow_pickle=True" if remedy else "Pass allow_pickle=True"
+    subject = f"{root}{way}" if way else "value"
+    prefix = "" if way and where == root else f"{where}: "
+    return SampleError(f"{prefix}{subject} {error.problem}." + f" {remedy}." * bool(remedy))
+
+
+def _way(error: Unfit) -> str:
+    text, owner = "", None  # of the attributes that come next
+    for container, key in reversed(error.steps):
+        attributes, owner = owner, None
+        if attributes is not None:
+            text += _attribute(attributes, key)
+        elif container.kind == "tensor":
+            owner = container.cls if key == "attributes" else None
+        elif container.kind in ("dataclass", "namedtuple", "slice") or key == "maxlen":
+            text += _attribute(container.cls, key)
+        elif container.kind == "image":
+            text += ".info" if key == 0 else ""
+        elif container.kind not in ("set", "deque"):
+            text += f"[{_shown(key)}]"
+    return text if len(text) <= 300 else f"{text[:120]}…{text[-120:]}"
+
+
+def _attribute(cls: Any, name: Any) -> str:
+    public = str(name).removeprefix("_")
+    return f".{public if isinstance(getattr(cls, public, None), property) else name}"
+
+
+def _shown(key: Any) -> str:
+    if isinstance(key, str):  # a member of a str-Enum, too: it is equal
+        return json.dumps(str.__str__(key), ensure_ascii=not key.isprintable())
+    return f"{type(key).__qualname__}.{key.name}" if isinstance(key, Enum) else repr(key)

@@ -1,0 +1,532 @@
+"""The structure of a sample: a tree of containers whose leaves each have one fixed dtype and shape.
+
+A cache keeps one column of memory per leaf. `Structure` takes samples apart into the bytes of their leaves, checking every
+value against the leaf it must fit, and puts values together again into the same containers.
+
+Leaves: tensors, numpy arrays and scalars, Python int, float, bool and complex. Nothing is converted unless the value survives
+it unchanged.
+
+NOTE [ Orders ]
+    What is dense, but with its dimensions in another order in memory (channels_last, Fortran order, an image that was permuted)
+    is stored as it lies in memory, and comes back with the same strides. Its *order* says so: the dimensions from the one with
+    the largest stride to the one with the smallest, None for those of C. What is not dense is stored in the order of C.
+"""
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stocache.errors import SampleError
+from stocache.samples.kinds import Unfit, a
+from stocache.samples.pytree import Container, class_text, key_text, split, told
+
+Order: TypeAlias = tuple[int, ...] | None
+"""See NOTE [ Orders ]."""
+
+# ---------------------------------------------------------------------------------------------------- leaves
+
+
+class _Dense:
+    """What leaves of tensors and arrays have in common."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+    order: Order
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one value."""
+        return math.prod(self.shape) * int(self.dtype.itemsize)
+
+    @property
+    def _ordered(self) -> str:
+        return "" if self.order is None else f" order {list(self.order)}"
+
+
+@dataclass(frozen=True)
+class TensorLeaf(_Dense):
+    """A tensor of a fixed dtype and shape, held in its own bytes; ``exact`` when it takes only what comes back the same.
+
+    Attributes:
+        order: of its dimensions in memory; see NOTE [ Orders ]. Values that lie in another order are taken, too.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    exact: bool = False
+    order: Order = None
+
+    def encode(self, value: Any) -> Any:
+        """Return the bytes of ``value``, a buffer; of any strides, on any device, with or without gradient.
+
+        Numpy arrays of the same dtype and shape are taken too, and numbers where the shape is ``()``.
+
+        Raises:
+            Unfit: it has another dtype, shape or layout, or no data.
+        """
+        if self.exact:
+            check_exact(value, Tensor)
+        elif not isinstance(value, Tensor):
+            value = self._tensor(value)
+        if value.dtype != self.dtype:
+            raise Unfit(
+                f"is {value.dtype}, the cache holds {self.dtype}; it would be changed",
+                f"Convert it first, or build the cache with dtype={value.dtype}",
+            )
+        if value.shape != self.shape:
+            raise Unfit(
+                f"has shape {tuple(value.shape)}, the cache holds {self.shape}; nothing is broadcast",
+                f"Reshape it first, or build the cache with data_dims={tuple(value.shape)}",
+            )
+        return tensor_bytes(value if self.order is None else value.permute(self.order))
+
+    def _tensor(self, value: Any) -> Tensor:
+        problem: object = f"the cache holds {self}"
+        try:
+            if isinstance(value, np.ndarray | np.generic):
+                # copied: torch warns of read-only arrays and takes native byte order only
+                return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("="), order="C"))
+            if isinstance(value, bool | int | float | complex):
+                tensor = torch.tensor(value, dtype=self.dtype)
+                if tensor.item() == value or value != value:  # NaN is no other value
+                    return tensor
+                problem = f"it would become {tensor.item()!r} in the cache's {self.dtype}"
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            problem = error
+        shown = f"{value!r:.100}" if isinstance(value, bool | int | float | complex) else type(value).__name__
+        raise Unfit(f"is {shown}; {problem}", "Convert it to a tensor first")
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{self._ordered}"
+
+
+@dataclass(frozen=True)
+class ArrayLeaf(_Dense):
+    """A numpy array of a fixed dtype and shape, or (``scalar``) a numpy scalar; ``exact`` and ``order`` as in `TensorLeaf`."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    scalar: bool = False
+    exact: bool = False
+    order: Order = None
+
+    def encode(self, value: Any) -> Any:
+        """Return the bytes of ``value``, a buffer; of any strides.
+
+        Raises:
+            Unfit: it is not an array (not a scalar), or has another dtype or shape.
+        """
+        if not isinstance(value, np.generic if self.scalar else np.ndarray):
+            raise Unfit(f"is {a(value)}, the cache holds {self}")
+        if self.exact and not self.scalar:
+            check_exact(value, np.ndarray)
+        if isinstance(value, np.ma.MaskedArray):
+            raise Unfit("is a masked array, which would lose its mask", "Give the data and the mask as two arrays")
+        if value.dtype != self.dtype or value.shape != self.shape:
+            raise Unfit(f"is numpy {dtype_text(value.dtype)}{list(value.shape)}, the cache holds {self}")
+        array: Any = value
+        return array_bytes(array if self.order is None else array.transpose(self.order))
+
+    def __str__(self) -> str:
+        return f"numpy {dtype_text(self.dtype)}{list(self.shape)}" + " scalar" * self.scalar + self._ordered
+
+
+def dtype_text(dtype: np.dtype[Any]) -> str:
+    """Return a numpy dtype so that dtypes which differ read differently: ``<f4``, ``{'a': <i2, 'b': <f8[3]}``.
+
+    Of records the offsets are given where fields are not packed one after the other, and with them the size of all.
+    """
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return f"{dtype_text(base)}{list(shape)}"
+    if dtype.names is None:
+        plain = dtype.kind in "biufcSUVMmO" and np.dtype(dtype.str) == dtype  # else it is of a library, such as ml_dtypes
+        return dtype.str if plain else f"{dtype.str}({class_text(dtype.type)} {dtype.name})"
+    fields, end, packed = [], 0, True
+    for name in dtype.names:
+        its: Any = dict(dtype.fields or {})[name]
+        packed &= its[1] == end
+        end = its[1] + its[0].itemsize
+        fields.append((name, its))
+    packed &= end == dtype.itemsize and not dtype.isalignedstruct
+    text = ", ".join(
+        f"{name!r}{f' titled {its[2]!r}' if len(its) > 2 else ''}: {dtype_text(its[0])}"
+        + (f" at {its[1]}" if not packed else "")
+        for name, its in fields
+    )
+    size = "" if packed else f"; {dtype.itemsize} bytes" + ", aligned" * dtype.isalignedstruct
+    return f"{{{text}{size}}}" + ("" if dtype.type is np.void else f"({class_text(dtype.type)})")
+
+
+@dataclass(frozen=True)
+class NumberLeaf:
+    """A Python int, float, bool or complex, held in 8, 8, 1 or 16 bytes."""
+
+    type: type[int] | type[float] | type[complex]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype of a batch of these."""
+        return {int: torch.int64, float: torch.float64, bool: torch.bool, complex: torch.complex128}[self.type]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one value."""
+        return self.dtype.itemsize
+
+    @property
+    def codec(self) -> struct.Struct:
+        """The layout of one value."""
+        return NUMBER_CODECS[self.type]
+
+    def encode(self, value: Any) -> Any:
+        """Return the bytes of ``value``.
+
+        Raises:
+            Unfit: it has another type, or is an int beyond 64 bits.
+        """
+        if type(value) is not self.type:
+            raise Unfit(f"is {value!r:.100}, {a(value)}; the cache holds {self}")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise Unfit(f"is {value!r:.100}, which exceeds 64 bits", "Give such numbers as arrays or str")
+        return self.codec.pack(value.real, value.imag) if self.type is complex else self.codec.pack(value)
+
+    def __str__(self) -> str:
+        return self.type.__name__
+
+
+NUMBER_CODECS = {int: struct.Struct("q"), float: struct.Struct("d"), bool: struct.Struct("?"), complex: struct.Struct("dd")}
+
+Leaf: TypeAlias = TensorLeaf | ArrayLeaf | NumberLeaf
+
+
+def _leaf(value: Any, exact: bool = False) -> Leaf:
+    """Return the leaf that holds ``value`` and its like."""
+    leaf: Leaf
+    if isinstance(value, Tensor):
+        if value.is_nested or value.is_quantized:
+            check_dense(value)  # raises: the first has no shape, the second a scale besides
+        leaf = TensorLeaf(value.dtype, tuple(value.shape), exact, order_of(value))
+    elif isinstance(value, np.ndarray | np.generic):
+        if value.dtype.hasobject:
+            raise Unfit("is a numpy array of Python objects, which has no fixed size", "Give numbers, or a list")
+        leaf = ArrayLeaf(value.dtype, value.shape, isinstance(value, np.generic), exact, array_order_of(value))
+    elif type(value) in (int, float, bool, complex):
+        leaf = NumberLeaf(type(value))
+    else:
+        raise Unfit(
+            f"is {a(value)}, which has no fixed size",
+            "A sample is made of tensors, numpy arrays and numbers in dicts, lists, tuples and dataclasses; RaggedCache also "
+            "holds str, bytes and more",
+        )
+    leaf.encode(value)  # what cannot be stored is refused now, not in epoch 1
+    return leaf
+
+
+def order_of(value: Tensor) -> Order:
+    """Return the order of the dimensions of a tensor in memory, None for that of C; see NOTE [ Orders ]."""
+    if value.layout != torch.strided or value.is_contiguous():
+        return None
+    order = _falling(value.stride(), value.shape)
+    return order if value.permute(order).is_contiguous() else None
+
+
+def array_order_of(value: Any) -> Order:
+    """Return the order of the dimensions of a numpy array in memory, None for that of C; see NOTE [ Orders ]."""
+    if value.flags.c_contiguous:
+        return None
+    order = _falling(value.strides, value.shape)
+    return order if value.transpose(order).flags.c_contiguous else None
+
+
+def _falling(strides: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1)))
+
+
+def inverse(order: Sequence[int], dims: int) -> tuple[int, ...]:
+    """Return what to permute by to undo an order of so many dimensions.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    if sorted(order) != list(range(dims)):
+        raise ValueError(f"{order!r:.50} is not an order of dimensions")
+    return tuple(sorted(range(dims), key=order.__getitem__))
+
+
+def tensor_bytes(value: Tensor) -> np.ndarray[Any, Any]:
+    """Return the values of a tensor, of any strides and on any device, as one contiguous buffer.
+
+    Raises:
+        Unfit: it has another layout, or no data.
+    """
+    try:
+        return np.ascontiguousarray(value.numpy())
+    except (TypeError, RuntimeError):  # what numpy cannot show: bfloat16, a GPU's memory, gradients, lazy conjugates
+        pass
+    check_dense(value)
+    plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1).view(torch.uint8).numpy()
+
+
+def check_dense(value: Tensor) -> None:
+    """Raise Unfit unless the values of a tensor are all there is to it."""
+    if value.is_quantized:
+        raise Unfit("is a quantized tensor, which holds its scale outside of its bytes", "Give dequantized values")
+    if value.layout != torch.strided or value.is_meta or value.is_nested:
+        layout = "nested" if value.is_nested else str(value.layout)
+        raise Unfit(f"is a {layout} tensor on {value.device}", "Give a dense tensor with data")
+
+
+def array_bytes(value: Any) -> np.ndarray[Any, Any]:
+    """Return the values of a numpy array or scalar, of any strides, as one buffer."""
+    if not value.dtype.itemsize:  # of an empty str numpy makes one character
+        return np.empty(0, np.uint8)
+    return np.asarray(value, order="C").reshape(-1).view(np.uint8)
+
+
+def check_exact(value: Any, cls: type) -> None:
+    """Raise Unfit unless ``value`` is a plain ``cls`` and would come back with all it has: device, gradient, mask."""
+    tensor = value if isinstance(value, Tensor) else None
+    astray = tensor is not None and (tensor.device.type != "cpu" or tensor.requires_grad)
+    if type(value) is not cls and type(value) is not np.memmap:  # whose part comes back as an array: it was read
+        raise Unfit(f"is {a(value)}, the cache gives {cls.__name__}s back", "Convert it first", final=astray)
+    if tensor is not None and astray:
+        raise Unfit(
+            f"is on {tensor.device}{' and requires a gradient' * tensor.requires_grad}, the cache gives plain CPU tensors back",
+            "Leave that to the transform, which runs after the cache",
+            final=True,
+        )
+
+
+def check_dtype(dtype: Any) -> torch.dtype:
+    """Return ``dtype`` if it is a torch dtype whose values each take a fixed number of whole bytes.
+
+    Raises:
+        SampleError: it is not (the quantized types, a numpy dtype, a string).
+    """
+    if not isinstance(dtype, torch.dtype):
+        raise SampleError(f"dtype {dtype!r} is not a torch dtype. Use for example torch.uint8.")
+    if str(dtype).startswith(("torch.qint", "torch.quint")):
+        raise SampleError(f"dtype {dtype} cannot be cached: quantized tensors hold their scale outside of their bytes.")
+    return dtype
+
+
+# ---------------------------------------------------------------------------------------------------- structure
+
+
+@dataclass(frozen=True)
+class _Inner:
+    """A container in the tree."""
+
+    container: Container
+    children: "tuple[Node, ...]"
+
+    @property
+    def identity(self) -> str:
+        """What containers and leaves these are: as `__str__`, with the modules of classes."""
+        return self._text(self.container.identity, [getattr(child, "identity", child) for child in self.children])
+
+    def _text(self, name: str, children: Sequence[object]) -> str:
+        inner = ", ".join(f"{key_text(key)}: {child}" for key, child in zip(self.container.keys, children, strict=True))
+        return f"{name}({inner})"
+
+    def __str__(self) -> str:
+        return self._text(str(self.container), self.children)
+
+
+Node: TypeAlias = _Inner | Leaf
+
+
+def _build(sample: Any, leaf: Callable[[Any], Leaf]) -> Node:
+    parted = split(sample)
+    if parted is None or parted[0].kind == "set":
+        return leaf(sample)
+    container, parts = parted
+    children = []
+    for key, part in zip(container.keys, parts, strict=True):
+        try:
+            children.append(_build(part, leaf))
+        except Unfit as error:
+            raise error.within(container, key) from error.__cause__
+    return _Inner(container, tuple(children))
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What every sample of a cache looks like. Build one with `of` or `from_dims`."""
+
+    root: Node
+
+    @classmethod
+    def of(cls, sample: Any, *, exact: bool = False) -> "Structure":
+        """Return the structure of ``sample``; an ``exact`` one takes only samples that come back the same in every respect:
+        no numpy array for a tensor, no GPU, no gradient.
+
+        Raises:
+            SampleError: it has a leaf of no fixed size, or (``exact``) one that would not come back the same.
+        """
+        try:
+            return cls(_build(sample, partial(_leaf, exact=exact)))
+        except Unfit as error:
+            raise told(error, "sample") from error.__cause__
+
+    @classmethod
+    def from_dims(cls, data_dims: Any, dtype: Any) -> "Structure":
+        """Return the structure of tensors with shape ``data_dims``: a shape, or a dict or tuple of shapes.
+
+        ``dtype`` is one torch dtype for all, or the same containers holding one dtype each.
+
+        Raises:
+            SampleError: the shapes are not shapes, the dtypes not dtypes, or their containers differ.
+        """
+        if _is_shape(data_dims):
+            return cls(TensorLeaf(check_dtype(dtype), _shape(data_dims)))
+        parted = split(data_dims)
+        if parted is None or not parted[1] or any(isinstance(part, int) for part in parted[1]):
+            raise SampleError(f"data_dims={data_dims!r} is not a shape such as (3, 64, 64), nor a dict or tuple of shapes.")
+        container, dims = parted
+        dtypes = [dtype] * len(dims)
+        if isinstance(dtype, dict | tuple | list):
+            given = split(dtype)
+            if given is None or given[0].cls is not container.cls or set(given[0].keys) != set(container.keys):
+                raise SampleError(f"dtype={dtype!r} does not match data_dims={data_dims!r}. Give one dtype per shape.")
+            by_key = dict(zip(given[0].keys, given[1], strict=True))
+            dtypes = [by_key[key] for key in container.keys]
+        return cls(_Inner(container, tuple(cls.from_dims(d, t).root for d, t in zip(dims, dtypes, strict=True))))
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        """The leaves, in the order in which `encode` gives and `unflatten` takes them."""
+        return list(_walk(self.root))
+
+    @property
+    def containers(self) -> list[Container]:
+        """The containers, from the outside in."""
+        return list(_containers(self.root))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one sample."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    def encode(self, sample: Any, where: str = "sample") -> list[Any]:
+        """Return the bytes of each leaf of ``sample``, as buffers; ``where`` names the sample in errors.
+
+        Raises:
+            SampleError: a container or a leaf differs from this structure.
+        """
+        try:
+            if not isinstance(self.root, _Inner):
+                return [self.root.encode(sample)]
+            buffers: list[Any] = []
+            _flatten(self.root, sample, lambda leaf, value: buffers.append(leaf.encode(value)))
+            return buffers
+        except Unfit as error:
+            raise told(error, where) from error.__cause__
+
+    def columns(self, batch: Any, where: str = "batch") -> list[Any]:
+        """Return the leaf values of a batch, whose containers are this structure's, unchecked."""
+        values: list[Any] = []
+        try:
+            _flatten(self.root, batch, lambda leaf, value: values.append(value))
+        except Unfit as error:
+            raise told(error, where, "batch") from error.__cause__
+        return values
+
+    def unflatten(self, values: Sequence[Any]) -> Any:
+        """Return the containers of this structure around ``values``, one per leaf."""
+        return self.maker([partial(_itself, value) for value in values])()
+
+    def maker(self, leaf_makers: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+        """Return the function that makes a sample: it calls the maker of each leaf with its own arguments."""
+        return _maker(self.root, iter(leaf_makers))
+
+    @property
+    def identity(self) -> str:
+        """A text that differs where two structures hold different samples: whole dtypes, keys with types, classes with modules.
+
+        It is the same for two classes that functions define under one name.
+        """
+        return str(getattr(self.root, "identity", self.root))
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+
+def _walk(node: Node) -> Iterator[Leaf]:
+    if isinstance(node, _Inner):
+        for child in node.children:
+            yield from _walk(child)
+    else:
+        yield node
+
+
+def _containers(node: Node) -> Iterator[Container]:
+    if isinstance(node, _Inner):
+        yield node.container
+        for child in node.children:
+            yield from _containers(child)
+
+
+def _flatten(node: Node, sample: Any, take: Callable[[Leaf, Any], None]) -> None:
+    if not isinstance(node, _Inner):
+        take(node, sample)
+        return
+    wanted, parted = node.container, split(sample)
+    if parted is None or parted[0].cls is not wanted.cls:
+        raise Unfit(f"is {a(sample)}, the cache holds {node}")
+    container, parts = parted
+    alike = _keys_alike(container, wanted)
+    if container != wanted or not alike:
+        if container.cls is not dict or not alike:
+            raise Unfit(f"has {_contents(container)}, the cache holds {_contents(wanted)}")
+        parts = [sample[key] for key in wanted.keys]
+    for key, child, part in zip(wanted.keys, node.children, parts, strict=True):
+        try:
+            _flatten(child, part, take)
+        except Unfit as error:
+            raise error.within(wanted, key) from error.__cause__
+
+
+def _keys_alike(container: Container, wanted: Container) -> bool:
+    """Whether two containers have the same keys, in any order: a member of a str-Enum equals a str, and 1 equals True."""
+    if container.kind in ("list", "tuple"):
+        return len(container.keys) == len(wanted.keys)
+    own, others = ({key: type(key) for key in keys} for keys in (container.keys, wanted.keys))
+    return own == others
+
+
+def _contents(container: Container) -> str:
+    entries = f"the entries {list(container.keys)}"
+    if container.kind == "defaultdict":
+        return f"{entries} and default_factory {container.extra[0]!r}"
+    return entries + (f" and batch size {list(container.extra)}" if container.extra else "")
+
+
+def _maker(node: Node, leaf_makers: Iterator[Callable[..., Any]]) -> Callable[..., Any]:
+    if not isinstance(node, _Inner):
+        return next(leaf_makers)
+    join, makers = node.container.joiner(), [_maker(child, leaf_makers) for child in node.children]
+    return lambda *arguments: join([maker(*arguments) for maker in makers])
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _is_shape(dims: Any) -> bool:
+    return isinstance(dims, tuple | list) and all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in dims)
+
+
+def _shape(dims: Sequence[int]) -> tuple[int, ...]:
+    if any(n < 0 for n in dims):
+        raise SampleError(f"data_dims={tuple(dims)} has a negative size.")
+    return tuple(int(n) for n in dims)

@@ -1,0 +1,363 @@
+"""Named segments: found, or made, by any process of this user on this machine that asks for the same name.
+
+A new segment is made without a name, filled in as far as others need it (header, control), and only then linked under its
+name: nobody ever finds half of one, and a process killed on the way leaves nothing. An old one is attached to when it was made
+for the same data, whether anybody holds it or not; replaced when it was not and nobody holds it; else refused.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import logging
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from stocache.errors import MismatchError, SegmentError
+from stocache.shm import registry
+from stocache.shm.layout import EXTENTS_AT, REFUSED, ROWS, ROWS_AT, UNRESERVED, WARNED_AT, Layout
+from stocache.shm.segment import ROW_LOCKS, Segment, abandon, attached
+from stocache.system import limits
+from stocache.system.waiting import Key, identify
+
+logger = logging.getLogger("stocache")
+
+Identity = Mapping[str, str | int | None]
+
+DETAIL = " | before the cache: "
+"""What comes between a user's fingerprint and what else the data depends on."""
+
+_AT_EMPTY_PATH = 0x1000  # of linkat: the descriptor itself is meant
+
+_LONGEST = 400  # characters of a value of an identity; what is longer is told apart by its hash
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a new segment is to be.
+
+    Attributes:
+        identity: what must agree before another process may attach, as JSON holds it.
+        facts: what attachers are told.
+        initialise: called with the control bytes, all zero, before anybody else can see them.
+    """
+
+    control_bytes: int
+    data_bytes: int
+    identity: Identity
+    facts: Mapping[str, Any]
+    initialise: Callable[[memoryview], None]
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """What the header of a named segment tells, in JSON."""
+
+    identity: Identity
+    facts: Mapping[str, Any]
+    created: float = field(default_factory=time.time)
+
+    @classmethod
+    def read(cls, layout: Layout) -> "Descriptor":
+        """Return the descriptor in a layout.
+
+        Raises:
+            SegmentError: it is none.
+        """
+        try:
+            descriptor = cls(**json.loads(layout.descriptor))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise SegmentError(f"has a header without a descriptor ({error}).") from None
+        if not (isinstance(descriptor.identity, dict) and isinstance(descriptor.facts, dict) and descriptor._is_sane(layout)):
+            raise SegmentError("has a header with another descriptor.")
+        return descriptor
+
+    def _is_sane(self, layout: Layout) -> bool:
+        """Whether all that is told is of the type it should be, and not more than the file has."""
+        samples, capacity, slot = (self.facts.get(name, 0) for name in ("dataset_len", "capacity", "slot_bytes"))
+        return (
+            type(self.created) in (int, float)
+            and 0 <= self.created < 2**40
+            and all(type(value) in (str, int, bool, type(None)) for value in self.identity.values())
+            and {"dataset_len", "capacity"} <= self.facts.keys()
+            and all(type(number) is int and number >= 0 for number in (samples, capacity, slot))
+            and samples <= layout.control_bytes
+            and capacity * max(1, slot) <= max(samples, layout.data_bytes)
+        )
+
+    def pack(self) -> bytes:
+        """Return the bytes for a layout."""
+        identity = {key: _brief(value) for key, value in self.identity.items()}
+        return json.dumps({"identity": identity, "facts": self.facts, "created": self.created}).encode()
+
+    def differences(self, wanted: Identity) -> str:
+        """Return in words where another identity differs in what it names; "" where it does not."""
+        pairs = [(key, self.identity.get(key), _brief(value)) for key, value in wanted.items()]
+        return "; ".join(f"{key} {held!r}, now {asked!r}" for key, held, asked in pairs if held != asked)
+
+
+def _brief(value: str | int | None) -> str | int | None:
+    if not isinstance(value, str) or len(value) <= _LONGEST:
+        return value
+    return f"{value[:_LONGEST]}… (sha256 {hashlib.sha256(value.encode()).hexdigest()})"
+
+
+def join(name: str, wanted: Identity, persist: bool, plan: Callable[[], Plan | None]) -> tuple[Segment, Descriptor] | None:
+    """Return the segment of that name, attached to or new.
+
+    Args:
+        name: letters, digits, ".", "_", "-".
+        wanted: the identity that one to attach to must have.
+        persist: whether it shall stay when the last holder leaves. Once said, it holds for all.
+        plan: called when a new one is to be made; None when none can be, which `join` then returns.
+
+    Raises:
+        CacheNameError: the name cannot be one.
+        MismatchError: the name is in use for something else.
+        ForeignError: another user has taken the place of this user's caches, and there is not another one.
+        BusyError: another process keeps the lock of that place.
+        SegmentError: what is there is not a segment, or damaged.
+        OSError: /dev/shm takes no more files.
+    """
+    path, problem = registry.path_of(name), ""
+
+    def find_or_make(at: int | None) -> tuple[Segment, Descriptor] | None:
+        assert at is not None
+        found = _attach(at, path, wanted)
+        if found is None:
+            _warn_of_deleted(at, path)
+            new = plan()
+            if new is None:
+                return None
+            found = _make(at, path, new)
+        if persist:
+            found[0].persist()
+        return found
+
+    for folder in registry.directories_of():
+        path = f"{folder}/{name}"
+        try:
+            found = registry.run_locked(folder, find_or_make, create=True)
+        except registry.ForeignError as error:
+            problem = problem or str(error)  # not the error, for its traceback would hold the segment
+            continue
+        if problem:
+            logger.warning("%s Cache %r is in %s instead.", problem, name, folder)
+        return found
+    raise registry.ForeignError(problem)
+
+
+def identity_of(name: str) -> Identity | None:
+    """Return the identity of the named segment that is there; None where there is none, or a damaged one."""
+    path = find(name)
+
+    def read(at: int | None) -> Identity | None:
+        if at is None:
+            return None
+        with peek(at, path) as (fd, _):
+            return Descriptor.read(Layout.read(fd)).identity
+
+    try:
+        return registry.run_locked(os.path.dirname(path), read)
+    except OSError:
+        return None
+
+
+def find(name: str, uid: int | None = None) -> str:
+    """Return the path of a user's named segment: where there is one, or would be.
+
+    Raises:
+        CacheNameError: the name cannot be one.
+    """
+    usual = registry.path_of(name, uid)
+    paths = [f"{folder}/{name}" for folder in registry.directories_of(uid)]
+    return next((path for path in paths if os.path.lexists(path)), usual)
+
+
+@contextlib.contextmanager
+def peek(at: int, path: str) -> Iterator[tuple[int, bool]]:
+    """Give a descriptor to read the file at ``path`` by, without attaching, and whether anybody holds it.
+
+    Raises:
+        SegmentError: there is no file, or not one of a segment.
+    """
+    key = registry.key_of(at, path)
+    segment = attached(key) if key else None
+    if segment is not None:  # whose descriptor it must be: closing another would drop the locks of this process
+        yield segment.fd, True
+        return
+    fd = registry.open_file(at, path) if key else None
+    if fd is None:
+        raise SegmentError(f"there is no cache {os.path.basename(path)!r}.")
+    try:
+        yield fd, registry.is_held(fd)
+    finally:
+        registry.close(fd)
+
+
+def remove(path: str, force: bool = False, dead: bool = False) -> None:
+    """Remove a named segment. Those who hold it go on with it, but nobody can find it any more.
+
+    Raises:
+        SegmentError: there is none; or, without ``force``, somebody holds it, or it is no segment, or another user's. With
+            ``dead``, ``force`` is for another user's alone.
+    """
+    name = os.path.basename(path)
+
+    def unlink(at: int | None) -> None:
+        if at is None:
+            raise SegmentError(f"there is no cache {name!r}.")
+        if not force and os.fstat(at).st_uid != os.geteuid():
+            raise SegmentError(f"cache {name!r} belongs to user {os.fstat(at).st_uid}. Nevertheless: --force")
+        if dead or not force:
+            with peek(at, path) as (fd, held):
+                Layout.read(fd)
+                if held:
+                    users = _users(identify(fd))
+                    raise SegmentError(f"cache {name!r} is in use by {users}. Nevertheless: stocache rm --force {name}")
+        try:
+            os.unlink(name, dir_fd=at)
+        except FileNotFoundError:
+            raise SegmentError(f"there is no cache {name!r}.") from None
+
+    folder = os.path.dirname(path)
+    registry.run_locked(folder, unlink)
+    if registry.owner_of(folder) != os.geteuid():  # what is not locked does not go by itself
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+
+
+def holders() -> dict[Key, list[int]]:
+    """Return the processes attached to each segment that has any, as far as this process can see them."""
+    return registry.lock_owners(ROW_LOCKS, ROWS)
+
+
+def _attach(at: int, path: str, wanted: Identity, new: bool = False) -> tuple[Segment, Descriptor] | None:
+    """Return the segment that is there; None where there is none, or one that nobody holds and that does not fit."""
+    key = registry.key_of(at, path)
+    if key is None:
+        return None
+    segment = attached(key)
+    if segment is not None:
+        _, descriptor = _read(segment.fd, path)  # raises where the file was cut: to read there would be the end of this process
+        _check(path, key, descriptor, wanted)
+        return segment, descriptor
+    fd = registry.open_file(at, path)
+    if fd is None:
+        return None
+    fds = [fd]
+    try:
+        layout, descriptor = _read(fd, path)
+        if registry.is_held(fd):
+            _check(path, key, descriptor, wanted)
+        elif difference := descriptor.differences(wanted):
+            logger.warning("cache %r was left behind for other data: %s. Starting afresh.", os.path.basename(path), difference)
+            os.unlink(os.path.basename(path), dir_fd=at)
+            abandon(key, fds)
+            return None
+        elif not new:
+            _take_over(fd, path, layout, descriptor)
+        registry.hold(fd)
+        return Segment(fds, layout, os.path.dirname(os.path.dirname(path)), path), descriptor
+    except BaseException:
+        abandon(key, fds)
+        raise
+
+
+def _read(fd: int, path: str) -> tuple[Layout, Descriptor]:
+    """Read the header of a segment.
+
+    Raises:
+        SegmentError: it is damaged; says how to remove it.
+    """
+    try:
+        layout = Layout.read(fd)
+        return layout, Descriptor.read(layout)
+    except SegmentError as error:
+        raise SegmentError(f"{path} {error} Remove it: stocache rm --force {os.path.basename(path)}") from None
+
+
+def _check(path: str, key: Key, descriptor: Descriptor, wanted: Identity) -> None:
+    """Raise MismatchError unless a segment that is in use is for the wanted data."""
+    if difference := descriptor.differences(wanted):
+        raise MismatchError(
+            f"cache {os.path.basename(path)!r} is in use by {_users(key)} for other data: {difference}. "
+            f"Use another name, or wait for them to end."
+        )
+
+
+def _users(key: Key) -> str:
+    """Return who has a segment attached, in words."""
+    return "processes " + (", ".join(map(str, holders().get(key, []))) or "of another container")
+
+
+def _take_over(fd: int, path: str, layout: Layout, descriptor: Descriptor) -> None:
+    """Begin a new life over data that nobody holds: count from 0, warn again, give refused extents another chance."""
+    if str(descriptor.identity.get("fingerprint") or DETAIL).startswith(DETAIL):
+        logger.warning(
+            "cache %r is of an earlier run, from %s. Without a fingerprint nobody can tell whether its data has changed since: "
+            "pass fingerprint=…, or remove it: stocache rm %s",
+            os.path.basename(path), time.strftime("%Y-%m-%d %H:%M", time.localtime(descriptor.created)), os.path.basename(path),
+        )  # fmt: skip
+    states = os.pread(fd, layout.extent_count, EXTENTS_AT)
+    os.pwrite(fd, states.replace(bytes([REFUSED]), bytes([UNRESERVED])), EXTENTS_AT)
+    os.pwrite(fd, bytes(EXTENTS_AT - ROWS_AT), ROWS_AT)
+    os.pwrite(fd, b"\0", WARNED_AT)
+
+
+def _make(at: int, path: str, plan: Plan) -> tuple[Segment, Descriptor]:
+    """Put a new segment where there is none, and attach to it."""
+    found = None
+    try:
+        _draft(at, path, plan)
+        found = _attach(at, path, plan.identity, new=True)
+        assert found is not None
+        return found
+    finally:
+        if found is None:  # an interrupt came: it is not in use, and nobody else would remove it
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.basename(path), dir_fd=at)
+
+
+def _draft(at: int, path: str, plan: Plan) -> None:
+    """Make the file of a new segment, and then give it its name."""
+    layout = Layout.plan(plan.control_bytes, plan.data_bytes, Descriptor(plan.identity, plan.facts).pack())
+    draft = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=at)
+    try:
+        layout.allocate(draft)
+        with (
+            mmap.mmap(draft, layout.control_at + plan.control_bytes) as memory,
+            memoryview(memory)[layout.control_at :] as control,
+        ):
+            plan.initialise(control)
+        _link(at, draft, os.path.basename(path))
+    finally:
+        os.close(draft)
+
+
+def _link(at: int, draft: int, name: str) -> None:
+    """Give a file without a name one, in a directory where there is not such a name yet."""
+    try:
+        # Given a directory's descriptor Python calls linkat, the one that follows this link to the file
+        os.link(f"/proc/self/fd/{draft}", name, dst_dir_fd=at)
+    except FileNotFoundError:  # /proc is hidden; then it takes root
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.linkat(draft, b"", at, name.encode(), _AT_EMPTY_PATH):
+            raise OSError(ctypes.get_errno(), "a new file cannot be given a name without /proc") from None
+
+
+def _warn_of_deleted(at: int, path: str) -> None:
+    """Say so when a segment of this name was deleted while processes use it."""
+    device = os.fstat(at).st_dev
+    pids = [pid for key, pids in holders().items() if key[0] == device for pid in pids if path in registry.deleted_files(pid)]
+    if pids:
+        logger.warning(
+            "the file of cache %r was deleted while processes %s use it. They go on; this is a second copy. If it was systemd, "
+            "which deletes what a user has in %s with the last logout: set RemoveIPC=no in /etc/systemd/logind.conf, or "
+            "loginctl enable-linger %d",
+            os.path.basename(path), ", ".join(map(str, sorted(pids))), limits.SHM_DIR, os.geteuid(),
+        )  # fmt: skip

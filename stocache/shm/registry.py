@@ -1,0 +1,435 @@
+"""The directory of named segments: one per user under /dev/shm, with a lock, checked files, and who holds them.
+
+NOTE [ Holding a file ]
+    Every process that uses a named segment has a shared flock on its open file description; forked children and those that
+    were handed the descriptor share it. It goes with the last of them, however they end. So whoever gets the exclusive
+    flock, from a description of its own, knows that nobody is left. Making, attaching, leaving and removing exclude each
+    other by a flock on the directory, hence what one of them has seen stays true until it is done.
+
+NOTE [ Locks and forks ]
+    A flock belongs to the open file description, which a fork shares: a child forked by another thread at the wrong moment
+    would keep the lock when its parent is killed. So the descriptors that hold such locks for a moment are listed in
+    `_momentary`, and a child closes them first of all.
+
+NOTE [ Interrupts and finalizers ]
+    An interrupt (Ctrl-C) may come between any two steps, also at the first step of a function that cleans up. So a descriptor
+    is noted before it is locked, the lock is released before the descriptor is forgotten, and `run_locked` releases twice.
+
+    The garbage collector may come there, too, and find a segment that is not used any more. To leave it takes the directory's
+    lock, which this very thread may hold, or be about to take. So finalizers only say what is to be done (`when_free`). It is
+    done at once where `attaching` is free, else by the thread that has it, after that.
+
+NOTE [ Whose directory ]
+    Everybody may write to /dev/shm, so what has the name of our directory may be another user's. It is opened once, without
+    following links; owner and mode are those of what was opened; and all files in it are named by its descriptor. Where another
+    user has taken the name, the user's runtime directory is used instead, if it is in memory.
+
+    A directory of another user is only looked at (by root): it is never locked, since its owner may hold the lock for ever,
+    and its files are opened to be read, without waiting for a pipe. They may change at any moment.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from stocache.errors import BusyError, CacheNameError, SegmentError
+from stocache.shm.layout import persists
+from stocache.system import limits
+from stocache.system.waiting import (
+    Key,
+    describe_first,
+    flock_owners,
+    identify,
+    is_at_work,
+    listed_locks,
+    printable,
+    try_flock,
+    wait_until,
+)
+
+logger = logging.getLogger("stocache")
+
+_PREFIX = "stocache-"  # and the number of the user
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+_USERS = re.compile(rf"{_PREFIX}(0|[1-9][0-9]{{0,9}})")
+_MOUNTS = "/proc/self/mountinfo"
+_RUNTIME_DIR = "/run/user/{}"
+
+PATIENCE_S = 10.0
+"""Seconds to wait for the lock of a directory."""
+
+_LONGEST_S = 60.0  # while the lock changes hands, or its holder is at work
+_LEAVING_S = 1.0  # when a segment is left: what is not removed then is removed by whoever comes next
+
+attaching = threading.Lock()
+"""Held while this process makes, attaches or leaves a segment."""
+
+_momentary: set[int] = set()
+_in_vain: set[str] = set()  # directories whose lock was waited for in vain
+_to_do: deque[Callable[[], None]] = deque()
+
+_Result = TypeVar("_Result")
+
+
+class ForeignError(SegmentError):
+    """What is in the place of this user's directory belongs to another user."""
+
+
+def path_of(name: str, uid: int | None = None) -> str:
+    """Return the path of the named segment of a user, by default of this process's.
+
+    Raises:
+        CacheNameError: ``name`` is no plain name.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise CacheNameError(
+            f"name={name!r:.120} cannot name a cache. Use up to 100 letters, digits, '.', '_' and '-', not beginning with '.' "
+            f"or '-'."
+        )
+    return f"{directory_of(uid)}/{name}"
+
+
+def directory_of(uid: int | None = None) -> str:
+    """Return the directory of a user's named segments."""
+    return f"{limits.SHM_DIR}/{_PREFIX}{os.geteuid() if uid is None else uid}"
+
+
+def owner_of(folder: str) -> int:
+    """Return the user whom a directory should belong to, by its name."""
+    return int(os.path.basename(folder).removeprefix(_PREFIX))
+
+
+def directories_of(uid: int | None = None) -> list[str]:
+    """Return the directories in which a user's named segments may be, best first; see NOTE [ Whose directory ]."""
+    number = os.geteuid() if uid is None else uid
+    folders = [_RUNTIME_DIR.format(number)]
+    if number == os.geteuid() and os.environ.get("XDG_RUNTIME_DIR"):
+        folders.append(os.path.normpath(os.environ["XDG_RUNTIME_DIR"]))
+    private = [folder for folder in dict.fromkeys(folders) if _is_private_memory(folder, number)]
+    return [directory_of(uid), *(f"{folder}/{_PREFIX}{number}" for folder in private)]
+
+
+def _is_private_memory(folder: str, uid: int) -> bool:
+    """Whether a folder belongs to a user alone, and is a tmpfs."""
+    try:
+        status = os.lstat(folder)
+        mounts = [line.split(" - ", 1) for line in Path(_MOUNTS).read_text().splitlines()]
+    except OSError:
+        return False
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != uid or status.st_mode & 0o077:
+        return False
+    device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
+    return any(fields.split()[2] == device and rest.startswith("tmpfs ") for fields, rest in mounts)
+
+
+def users() -> list[int]:
+    """Return the users that have such a directory."""
+    with contextlib.suppress(OSError):
+        found = (_USERS.fullmatch(name) for name in os.listdir(limits.SHM_DIR))
+        return sorted(uid for match in found if match and (uid := int(match[1])) < 2**32 - 1)
+    return []
+
+
+# ---------------------------------------------------------------------------------------------------- the directory
+
+
+def run_locked(path: str, work: Callable[[int | None], _Result], create: bool = False) -> _Result:
+    """Return ``work(descriptor)``, with the lock of a directory held.
+
+    The descriptor is that of the directory; None where there is none and ``create`` is False. The directory of another user is
+    opened, and not locked. Afterwards a directory that is empty goes.
+
+    Raises:
+        ForeignError: it belongs to another user than its name says.
+        SegmentError: it is not a directory, or others may write to it.
+        BusyError: another process keeps the lock.
+        OSError: it cannot be made.
+    """
+    try:
+        with attaching:
+            return _run_locked(path, work, create, PATIENCE_S)
+    finally:
+        do_what_is_due()
+
+
+@contextlib.contextmanager
+def locked(path: str, create: bool = False) -> Iterator[int | None]:
+    """Do as `run_locked` does, as a context manager: for where an interrupt ends the process anyway."""
+    with attaching:
+        lock = _Lock(path)
+        try:
+            yield lock.take(create, PATIENCE_S)
+        finally:
+            lock.release()
+    do_what_is_due()
+
+
+def when_free(task: Callable[[], None]) -> None:
+    """Run a task, which can be run twice, when `attaching` is free; see NOTE [ Interrupts and finalizers ]."""
+    _to_do.append(task)
+    do_what_is_due()
+
+
+def do_what_is_due() -> None:
+    """Run what `when_free` was given, if this thread does not have `attaching`, and no other has."""
+    while _to_do and not attaching.locked():
+        with attaching:
+            if _to_do:
+                _to_do[0]()
+                _to_do.popleft()
+
+
+def _run_locked(path: str, work: Callable[[int | None], _Result], create: bool, wait_s: float) -> _Result:
+    lock = _Lock(path)
+    try:
+        return work(lock.take(create, wait_s))
+    finally:
+        try:
+            lock.release()
+        finally:  # again: an interrupt may have come before the first
+            lock.release()
+
+
+class _Lock:
+    """The lock of a directory. Call with `attaching` held."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._uid = owner_of(path)
+        self._fd: int | None = None
+        self._taken = False
+
+    def take(self, create: bool, wait_s: float) -> int | None:
+        """Open the directory, check it, and lock it."""
+        while self._open(create):
+            assert self._fd is not None
+            if self._uid != os.geteuid():
+                return self._fd
+            _momentary.add(self._fd)
+            self._wait(self._fd, wait_s)
+            if _leads_to(self._path, self._fd):
+                self._taken = True  # from here on it may be removed; before, the path may lead to a new one of another process
+                os.utime(self._fd)  # tells those who wait since when
+                return self._fd
+            self.release()  # it was removed while we waited
+        return None
+
+    def release(self) -> None:
+        """Give the lock back. Twice is fine."""
+        fd = self._fd
+        if fd is None:
+            return
+        if self._taken:
+            self._taken = False
+            with contextlib.suppress(OSError):
+                os.rmdir(self._path)
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        self._fd = None  # before it is closed: the number may be another file's then
+        _momentary.discard(fd)
+        os.close(fd)
+
+    def _open(self, create: bool) -> bool:
+        """Open the directory, and check what was opened; False where there is none."""
+        path = self._path
+        while True:
+            if create:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(path, 0o700)
+            try:
+                self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except FileNotFoundError:
+                if create:
+                    continue  # somebody's last segment went, and the directory with it
+                return False
+            except OSError as error:  # a link, a file; or it is closed to us
+                try:
+                    status = os.lstat(path)
+                except FileNotFoundError:
+                    continue
+                _check_owner(path, status, self._uid, ForeignError)
+                if not stat.S_ISDIR(status.st_mode):
+                    raise SegmentError(f"{path} is not a directory. Whoever put it there must remove it.") from None
+                if error.errno not in (errno.ELOOP, errno.ENOTDIR):  # else it has become one since
+                    raise
+                continue
+            status = os.fstat(self._fd)
+            _check_owner(path, status, self._uid, ForeignError)
+            _check_mode(path, status, "chmod 700")
+            return True
+
+    def _wait(self, fd: int, wait_s: float) -> None:
+        """Take the flock; wait for who has it, as long as it changes hands, or that process is at work."""
+        if self._path in _in_vain:
+            wait_s = 0.0
+        deadline = time.monotonic() + min(_LONGEST_S, 6 * wait_s)
+        while True:
+            since = os.fstat(fd).st_mtime
+            if wait_until(lambda: try_flock(fd), wait_s):
+                _in_vain.discard(self._path)
+                return
+            pids = flock_owners(fd)
+            if time.monotonic() > deadline or (os.fstat(fd).st_mtime == since and not any(map(is_at_work, pids))):
+                break
+        _in_vain.add(self._path)
+        raise BusyError(
+            f"{self._path} has been locked by {describe_first(pids)} since "
+            f"{time.strftime('%H:%M:%S', time.localtime(since))}, which should take milliseconds. Have it go on, or end it."
+        )
+
+
+def _leads_to(path: str, fd: int) -> bool:
+    """Whether a path still leads to what was opened."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _check_owner(path: str, status: os.stat_result, uid: int, problem: type[SegmentError]) -> None:
+    if status.st_uid != uid:
+        raise problem(f"{path} belongs to user {status.st_uid}, not to {uid}. It is not used; have its owner remove it.")
+
+
+def _check_mode(path: str, status: os.stat_result, remedy: str) -> None:
+    if status.st_mode & 0o077:
+        raise SegmentError(f"{path} is open to others (mode {status.st_mode & 0o777:o}). If it is yours: {remedy} {path}")
+
+
+# ---------------------------------------------------------------------------------------------------- files in it
+
+
+def key_of(at: int, path: str) -> Key | None:
+    """Return what the file ``path`` in the directory ``at`` is; None where there is none.
+
+    Raises:
+        SegmentError: it is a link, a pipe or the like, of another user, or open to others.
+    """
+    try:
+        status = os.stat(os.path.basename(path), dir_fd=at, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return _checked(at, path, status)
+
+
+def _checked(at: int, path: str, status: os.stat_result) -> Key:
+    if not stat.S_ISREG(status.st_mode):
+        kind = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a pipe"}.get(stat.S_IFMT(status.st_mode), "no regular file")
+        raise SegmentError(f"{printable(path)} is {kind}, no segment. It is not used; remove it.")
+    _check_owner(printable(path), status, os.fstat(at).st_uid, SegmentError)
+    _check_mode(printable(path), status, "chmod 600")
+    return status.st_dev, status.st_ino
+
+
+def open_file(at: int, path: str) -> int | None:
+    """Open what `key_of` has found good, and check it again; None where it went meanwhile. To be given to `hold` or `close`.
+
+    That of another user is opened for reading.
+
+    Raises:
+        SegmentError: as `key_of`.
+    """
+    mode = os.O_RDWR if os.fstat(at).st_uid == os.geteuid() else os.O_RDONLY
+    try:
+        fd = os.open(os.path.basename(path), mode | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
+    except FileNotFoundError:
+        return None
+    _momentary.add(fd)
+    try:
+        _checked(at, path, os.fstat(fd))
+    except BaseException:
+        close(fd)
+        raise
+    return fd
+
+
+def hold(fd: int) -> None:
+    """Take the shared flock on a descriptor and keep it; see NOTE [ Holding a file ]."""
+    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    _momentary.discard(fd)
+
+
+def close(fd: int) -> None:
+    """Close a descriptor of this module."""
+    _momentary.discard(fd)
+    os.close(fd)
+
+
+def is_held(fd: int) -> bool:
+    """Whether anybody holds the file of a descriptor that does not itself hold it.
+
+    Of another user's file it is asked of the kernel's list, since trying the lock would be in its owner's way.
+    """
+    if os.fstat(fd).st_uid != os.geteuid():
+        return bool(flock_owners(fd))
+    if not try_flock(fd):
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
+def remove_unheld(path: str, key: Key) -> bool:
+    """Remove a named segment, unless somebody holds it, it is to stay, or the path leads to another one by now.
+
+    Call with `attaching` held.
+    """
+
+    def remove(at: int | None) -> bool:
+        if at is None or key_of(at, path) != key:
+            return False
+        fd = open_file(at, path)
+        if fd is None:
+            return False
+        try:
+            if identify(fd) != key or is_held(fd) or persists(fd):
+                return False
+            os.unlink(os.path.basename(path), dir_fd=at)
+            return True
+        finally:
+            close(fd)
+
+    return _run_locked(os.path.dirname(path), remove, create=False, wait_s=_LEAVING_S)
+
+
+def enter_child() -> None:
+    """Make a forked child let go what its parent was just doing; see NOTE [ Locks and forks ]."""
+    global attaching
+    attaching = threading.Lock()
+    for fd in _momentary:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    _momentary.clear()
+
+
+# ---------------------------------------------------------------------------------------------------- who holds what
+
+
+def lock_owners(first: int, count: int) -> dict[Key, list[int]]:
+    """Return the processes that have record locks at offsets ``[first, first + count)``, for each file that has any.
+
+    As /proc/locks tells, which leaves out processes of other containers.
+    """
+    owners: dict[Key, set[int]] = {}
+    for kind, _, pid, key, begin in listed_locks():
+        if kind == "POSIX" and first <= begin < first + count:
+            owners.setdefault(key, set()).add(pid)
+    return {key: sorted(pids) for key, pids in owners.items()}
+
+
+def deleted_files(pid: int) -> list[str]:
+    """Return the former paths of the deleted files a process has open; none when it ended or is not ours to look into."""
+    paths = []
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                paths.append(os.readlink(link))
+    return [path.removesuffix(" (deleted)") for path in paths if path.endswith(" (deleted)")]

@@ -1,0 +1,578 @@
+"""One segment of shared memory: with or without a name, reserved before it is written, locked by the kernel, counted.
+
+NOTE [ Kernel record locks ]
+    All locks are fcntl record locks on byte ranges far beyond the end of the file. The kernel drops them when their process
+    ends, however it ends, so a SIGKILL leaves no lock behind. They belong to the process, hence `Segment.guard` for its
+    threads; a forked child owns none of its parent's; and closing *any* descriptor of the file drops all of them. So a
+    process has one `Segment` per file (`_attached`), and every descriptor it comes by lives as long as that; the duplicate
+    inside Python's mmap (until 3.13) as long as the last view, which can outlive it.
+"""
+
+import contextlib
+import errno
+import fcntl
+import functools
+import logging
+import mmap
+import os
+import struct
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from multiprocessing import util
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import DupFd
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stocache.errors import SegmentError
+from stocache.shm import registry
+from stocache.shm.layout import (
+    EXTENTS_AT,
+    HUGE_PAGE,
+    PERSISTS_AT,
+    REFUSED,
+    RESERVED,
+    ROW_WORDS,
+    ROWS,
+    ROWS_AT,
+    UNRESERVED,
+    WARNED_AT,
+    Layout,
+    sum_rows,
+)
+from stocache.system import limits
+from stocache.system.limits import format_size
+from stocache.system.waiting import PATIENCE_S, Key, describe_process, identify, wait_until
+
+logger = logging.getLogger("stocache")
+
+# Lock space: record locks need no bytes behind them, so each kind has a stretch of offsets of its own.
+ROW_LOCKS, _EXTENTS_LOCK, _OWNER_LOCKS, _CLAIM_LOCKS = 1 << 40, 1 << 41, 1 << 42, 1 << 43
+
+_REFUSAL_WARNING, MISFIT_WARNING = 1, 2  # bits of the byte that says what has been warned of
+
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock: kind, whence, start, length, process
+_WAITED_TO_IDLE = 6.0  # a process that was waited for in vain is left alone for so many times as long
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named in the mmap module
+
+_Result = TypeVar("_Result")
+
+_attached: "weakref.WeakValueDictionary[Key, Segment]" = weakref.WeakValueDictionary()
+_to_leave: dict[Key, Callable[[], None]] = {}  # how to leave each named segment: an interrupt may have kept that from running
+_mapped: "weakref.WeakValueDictionary[Key, mmap.mmap]" = weakref.WeakValueDictionary()
+
+
+class Segment:
+    """Shared memory of this process and of all it is handed to. Lives until its last holder, in any process, lets go.
+
+    Attributes:
+        control: the owner's always-reserved bytes.
+        counters: eight 64-bit words that only this process writes; `totals` sums them over all processes, past ones too.
+        guard: lock for the threads of this process; take it before `try_lock` and `reserve`.
+        fence: a lock this process always holds. Whoever holds the guard lets it go and takes it again to order stores.
+        backing: "/dev/shm", "memfd", or "none" when the machine gives no shared memory: then there is control but no data.
+    """
+
+    control: memoryview
+    counters: memoryview
+    guard: threading.Lock
+    fence: threading.Lock
+
+    def __init__(self, fds: list[int], layout: Layout, backing: str, path: str | None = None) -> None:
+        self.layout, self.backing, self.path = layout, backing, path
+        self.data_bytes, self.extent_bytes = layout.data_bytes, layout.extent_bytes
+        self._data_at = layout.data_at
+        self._fds = fds  # ours from here on, whatever happens: whoever closes one takes it from the list
+        if self._fds:
+            self._key = identify(fds[0])
+            task = functools.partial(_leave, self._key, fds, path)
+            if path is not None:
+                _to_leave[self._key] = task
+            weakref.finalize(self, registry.when_free, task).atexit = False  # see _leave_at_exit
+        self._mmap = self._map()
+        self._huge = self.data_bytes >= HUGE_PAGE and self._ask_for_huge_pages()
+        self._bytes = memoryview(self._mmap)
+        self._extents = self._bytes[EXTENTS_AT : layout.control_at]
+        self.control = self._bytes[layout.control_at : layout.control_at + layout.control_bytes]
+        self._enter_process()
+        if self._fds:
+            _watch_processes()
+            _attached[self._key] = self
+
+    def _map(self) -> mmap.mmap:
+        if not self._fds:
+            return mmap.mmap(-1, self.layout.size)
+        mapping = _mapped.get(self._key)  # views may have kept it from an earlier attachment
+        if mapping is None:
+            if sys.version_info >= (3, 13):
+                mapping = mmap.mmap(self._fds[0], self.layout.size, trackfd=False)
+            elif self.path is None:
+                mapping = mmap.mmap(self._fds[0], self.layout.size)
+            else:  # the duplicate in it must not hold the file, and so is of another open file description
+                path = f"/proc/self/fd/{self._fds[0]}"
+                with open(path if os.path.exists(path) else self.path, "r+b", buffering=0) as file:
+                    if identify(file.fileno()) != self._key:
+                        raise SegmentError(f"{self.path} was replaced while it was opened.")
+                    mapping = mmap.mmap(file.fileno(), self.layout.size)
+            _mapped[self._key] = mapping
+        return mapping
+
+    def _enter_process(self) -> None:
+        """Take a counter row and fresh locks: when attaching, and again in each forked child."""
+        self.guard, self.fence = threading.Lock(), threading.Lock()
+        self.fence.acquire()
+        self._claims: set[int] = set()
+        self._in_vain: dict[int, tuple[float, float]] = {}  # processes waited for in vain: again when, and how long until now
+        self._warned_of: set[int] = set()  # of these
+        # A row goes from a process that ended to the next that comes, which counts on from there: no count is lost. The
+        # last row is for whoever finds the others taken; its counts may lose some to races.
+        if self._fds:
+            row = next((row for row in range(ROWS - 1) if self._lock(ROW_LOCKS + row)), ROWS - 1)
+        else:
+            row = os.getpid() % ROWS
+        at = ROWS_AT + row * ROW_WORDS * 8
+        self.counters = self._bytes[at : at + ROW_WORDS * 8].cast("Q")
+
+    @classmethod
+    def create(cls, control_bytes: int, data_bytes: int, extent_bytes: int | None = None) -> "Segment":
+        """Return a new anonymous segment with ``control_bytes`` reserved and room for ``data_bytes`` to be reserved later.
+
+        Where no shared memory can be had, its backing is "none" and its data has 0 bytes. ``extent_bytes``: see `Layout.plan`.
+        """
+        layout = Layout.plan(control_bytes, data_bytes, extent_bytes=extent_bytes)
+        for backing in _backings(control_bytes + data_bytes):
+            fd = _open_anonymous(backing)
+            if fd is None:
+                continue
+            try:
+                layout.allocate(fd)
+                if backing == "memfd":  # a reader of a file that somebody cuts dies of SIGBUS; of /dev/shm none can be sealed
+                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            except OSError as error:
+                os.close(fd)
+                logger.debug("no segment in %s: %s", backing, error)
+                continue
+            try:
+                return cls([fd], layout, backing)
+            except OSError as error:  # no address space to map it, say under ulimit -v
+                logger.debug("cannot map the segment in %s: %s", backing, error)
+        return _blank(control_bytes)
+
+    # ------------------------------------------------------------------------------------------------ memory
+
+    def tensor(self, offset: int, nbytes: int) -> Tensor:
+        """Return the uint8 tensor over ``nbytes`` of data from ``offset``; it keeps the memory mapped, also past this object.
+
+        Touch only what is reserved: the kernel answers a page it cannot give with SIGBUS, reading included.
+        """
+        if nbytes == 0:  # which torch.frombuffer refuses
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._mmap, dtype=torch.uint8, offset=self._data_at + offset, count=nbytes)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Return ``nbytes`` of data from ``offset`` as `tensor` does."""
+        return memoryview(self._mmap)[self._data_at + offset : self._data_at + offset + nbytes]
+
+    def write(self, offset: int, buffer: Any, nbytes: int) -> None:
+        """Write a buffer of ``nbytes`` to reserved data.
+
+        By pwrite, not through the mapping: a page written whole is neither faulted in nor zeroed first, which halves the
+        cost of filling (measured: 35 against 70 µs for 192 KiB); and should memory be gone after all, it is an error.
+        """
+        done = 0
+        while done < nbytes:  # Linux writes at most 2 GiB at once
+            rest = memoryview(buffer).cast("B")[done:] if done else buffer
+            written = os.pwrite(self._fds[0], rest, self._data_at + offset + done)
+            if written == 0:
+                raise SegmentError(f"{self.backing} takes no more bytes.")
+            done += written
+
+    def reserve(self, start: int, stop: int, warn: bool = True) -> bool:
+        """Make data bytes ``[start, stop)`` safe to touch; False when the machine will not give them, now or before.
+
+        Whole extents are reserved, each once. Call with `guard` held. ``warn``: that the cache stops growing.
+        """
+        for extent in range(start // self.extent_bytes, -(-stop // self.extent_bytes)):
+            if self._extents[extent] != RESERVED and not self._reserve_extent(extent, warn):
+                return False
+        return True
+
+    def populate(self, start: int, stop: int) -> None:
+        """Map reserved data ``[start, stop)`` into this process at once, rather than page by page when it is touched."""
+        at = (self._data_at + start) // mmap.PAGESIZE * mmap.PAGESIZE
+        try:
+            self._mmap.madvise(_MADV_POPULATE_WRITE, at, self._data_at + stop - at)
+        except OSError as error:  # an old kernel: then page by page
+            logger.debug("madvise(MADV_POPULATE_WRITE): %s", error)
+
+    def has(self, start: int, stop: int) -> bool:
+        """Whether data bytes ``[start, stop)`` are there, and reserved."""
+        first, last = start // self.extent_bytes, -(-stop // self.extent_bytes)
+        return stop <= self.data_bytes and self._extents[first:last].tobytes().count(RESERVED) == last - first
+
+    def refused(self, start: int, stop: int) -> bool:
+        """Whether the machine has refused memory for some of the data bytes ``[start, stop)``."""
+        first, last = start // self.extent_bytes, -(-stop // self.extent_bytes)
+        return any(self._extents[extent] == REFUSED for extent in range(first, last))
+
+    def _reserve_extent(self, extent: int, warn: bool) -> bool:
+        try:
+            if not self._wait(_EXTENTS_LOCK):  # one for all extents: together they must not take more than is spare
+                return False
+            if self._extents[extent] == UNRESERVED:
+                problem = self._allocate(*self.layout.span(extent))
+                self._extents[extent] = REFUSED if problem else RESERVED
+                if problem and warn:
+                    self._warn_refused(problem)
+            return self._extents[extent] == RESERVED
+        finally:
+            fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, _EXTENTS_LOCK)
+
+    def _allocate(self, at: int, nbytes: int) -> str:
+        """Reserve memory behind part of the file; return why not, or ""."""
+        memory = limits.memory()
+        if memory.spare < nbytes:
+            return f"{format_size(memory.available)} of memory are available, of which {format_size(memory.floor)} stay free"
+        if self._huge:
+            # Under the "advise" policy only a fault through the advised mapping brings a huge page; fallocate would fill the
+            # range with small ones. What this leaves undone (an old kernel, no memory) fallocate does, or reports.
+            self.populate(at - self._data_at, at - self._data_at + nbytes)
+        try:
+            os.posix_fallocate(self._fds[0], at, nbytes)
+        except OSError as error:
+            with contextlib.suppress(OSError):  # which gives back what was taken for a part of it, where the kernel can
+                self._mmap.madvise(mmap.MADV_REMOVE, at, nbytes)
+            return f"{self.backing} gave no more: {os.strerror(error.errno or errno.ENOSPC)}"
+        return ""
+
+    def first_to_warn(self, warning: int) -> bool:
+        """Whether no process has given this warning yet; from now on one has. Call with `guard` held."""
+        try:
+            self._wait(_EXTENTS_LOCK)  # else two may warn
+            return self._first_to_warn(warning)
+        finally:
+            fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, _EXTENTS_LOCK)
+
+    def _first_to_warn(self, warning: int) -> bool:
+        given = self._bytes[WARNED_AT]
+        self._bytes[WARNED_AT] = given | warning
+        return not given & warning
+
+    def _warn_refused(self, problem: str) -> None:
+        if not self._first_to_warn(_REFUSAL_WARNING):
+            return
+        logger.warning(
+            "cache stops growing at %s of %s: %s. Samples beyond stay uncached, training goes on. "
+            "Lower size_limit_gib, or free memory; in Docker raise --memory or --shm-size.",
+            format_size(self.reserved_bytes), format_size(self.data_bytes), problem,
+        )  # fmt: skip
+
+    def forget(self) -> None:
+        """Zero all reserved data and give refused extents another chance. The owner sees to it that nobody writes."""
+        for extent in range(self.layout.extent_count):
+            if self._extents[extent] == RESERVED:
+                at, nbytes = self.layout.span(extent)
+                # numpy, for torch would do it with threads, which a forked child does not have, and wait for them for ever
+                np.frombuffer(self.view(at - self._data_at, nbytes), np.uint8).fill(0)
+            else:
+                self._extents[extent] = UNRESERVED
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of data that are backed by memory now."""
+        return self.layout.reserved_bytes(self._extents)
+
+    @property
+    def huge_pages(self) -> bool:
+        """Whether the kernel may back this process's mapping with huge pages."""
+        return self._huge
+
+    def _ask_for_huge_pages(self) -> bool:
+        """A page table entry for 2 MiB instead of 4 KiB: without, each process pays 2 MiB of page tables per GiB."""
+        try:
+            self._mmap.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel without huge pages
+            return False
+        return self.backing == "memfd" and limits.memfd_huge_policy() in _HUGE_POLICIES
+
+    # ------------------------------------------------------------------------------------------------ locks and counters
+
+    def try_lock(self, number: int) -> bool:
+        """Take the owner's lock ``number`` for this process; False when another has it. Call with `guard` held."""
+        try:  # not through _lock: this stands on the path of every fill
+            fcntl.lockf(self._fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _OWNER_LOCKS + number)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def lock(self, number: int, count: int = 1) -> bool:
+        """Take the owner's lock ``number``, and the ``count - 1`` after it; wait for who has them. Call with `guard` held.
+
+        False, with a warning, when another process keeps one for `PATIENCE_S`.
+        """
+        return self._wait(_OWNER_LOCKS + number, count)
+
+    def run_locked(self, number: int, count: int, work: Callable[[], _Result], late: _Result) -> _Result:
+        """Return ``work()``, with the owner's lock ``number`` and the ``count - 1`` after it; ``late`` where another process
+        keeps one. Call with `guard` held; not reentrant."""
+        try:
+            try:
+                return work() if self.lock(number, count) else late
+            finally:
+                self.unlock(number, count)
+        except BaseException:  # an interrupt may have come before the lock was given back
+            self.unlock(number, count)
+            raise
+
+    def unlock(self, number: int, count: int = 1) -> None:
+        """Give the owner's lock ``number``, and the ``count - 1`` after it, back, if this process has them."""
+        fcntl.lockf(self._fds[0], fcntl.LOCK_UN, count, _OWNER_LOCKS + number)
+
+    def try_claim(self, number: int) -> bool:
+        """Claim ``number`` for this thread; False when another thread or process has it. Ends with its process, too."""
+        with self.guard:
+            if number in self._claims or not self._lock(_CLAIM_LOCKS + number):
+                return False
+            self._claims.add(number)
+            return True
+
+    def release_claim(self, number: int) -> None:
+        """Give up a claim."""
+        with self.guard:
+            fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, _CLAIM_LOCKS + number)
+            self._claims.remove(number)
+
+    def wait_for_claim(self, number: int, timeout_s: float, over: Callable[[], bool]) -> bool:
+        """Wait until a claim is ours (True), or waiting is ``over``, or the time is."""
+        if self.try_claim(number):
+            return True
+        claimed = False
+
+        def ready() -> bool:
+            nonlocal claimed
+            claimed = self.try_claim(number)
+            return claimed or over()
+
+        self._wait_for(_CLAIM_LOCKS + number, 1, ready, timeout_s)
+        return claimed
+
+    def _lock(self, offset: int, length: int = 1) -> bool:
+        try:
+            fcntl.lockf(self._fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB, length, offset)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def _wait(self, offset: int, length: int = 1) -> bool:
+        """Take a lock that is usually held for microseconds; False, with a warning, when another process keeps it."""
+        if self._lock(offset, length):
+            return True
+        pid = self._wait_for(offset, length, lambda: self._lock(offset, length), PATIENCE_S)
+        if pid is not None and pid not in self._warned_of:
+            self._warned_of.add(pid)
+            logger.warning(
+                "%s has kept a lock of the cache in %s for %.0f s, which should take microseconds. What needs it stays "
+                "uncached, training goes on. Have that process go on, or end it.",
+                describe_process(pid), self.path or self.backing, PATIENCE_S,
+            )  # fmt: skip
+        return pid is None
+
+    def _wait_for(self, offset: int, length: int, ready: Callable[[], bool], timeout_s: float) -> int | None:
+        """Wait until ``ready``; return the process that was in the way all the time, 0 where it cannot be seen, else None.
+
+        A process that was waited for in vain is waited for again only after a while, and then for as long.
+        """
+        pid = self.owner_of(offset, length)
+        again_at, _ = self._in_vain.get(pid, (0.0, 0.0))
+        if time.monotonic() < again_at:
+            return None if ready() else pid
+        if wait_until(ready, timeout_s) or not timeout_s or ready():
+            return None
+        pid = self.owner_of(offset, length)
+        _, waited_s = self._in_vain.get(pid, (0.0, 0.0))
+        waited_s += timeout_s
+        self._in_vain[pid] = time.monotonic() + _WAITED_TO_IDLE * waited_s, waited_s
+        return pid
+
+    def slot_owner(self, number: int, count: int = 1) -> int:
+        """Return the process that has one of the owner's locks; 0 where that cannot be seen from here, or they are free."""
+        return self.owner_of(_OWNER_LOCKS + number, count)
+
+    def owner_of(self, offset: int, length: int = 1) -> int:
+        """Return the process that has a lock; 0 where that cannot be seen from here, or it is free."""
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, length, 0)
+        kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(self._fds[0], fcntl.F_GETLK, asked))
+        return 0 if kind == fcntl.F_UNLCK else max(0, pid)
+
+    def totals(self) -> list[int]:
+        """Return the sums of the `counters` of all processes that are or were attached."""
+        return sum_rows(self._bytes[ROWS_AT:EXTENTS_AT])
+
+    # ------------------------------------------------------------------------------------------------ crossing processes
+
+    def __reduce__(self) -> tuple[Callable[..., "Segment"], tuple[Any, ...]]:
+        """Pickle as a handle: a descriptor for a process being spawned, the path of ours for one already running."""
+        if not self._fds:
+            return _blank, (self.layout.control_bytes,)
+        spawning = get_spawning_popen() is not None
+        handle = DupFd(self._fds[0]) if spawning else f"/proc/{os.getpid()}/fd/{self._fds[0]}"
+        return _attach, (self._key, handle, self.backing, self.path)
+
+    # ------------------------------------------------------------------------------------------------ names
+
+    @property
+    def fd(self) -> int:
+        """The descriptor of the file. Nobody else may close it."""
+        return self._fds[0]
+
+    @property
+    def deleted(self) -> bool:
+        """Whether the file of a named segment was deleted: this process may go on, but nobody can find it any more."""
+        return self.path is not None and os.fstat(self._fds[0]).st_nlink == 0
+
+    def persist(self) -> None:
+        """Have the file of a named segment stay when its last holder leaves."""
+        self._bytes[PERSISTS_AT] = True
+
+
+def attached(key: Key) -> Segment | None:
+    """Return the segment this process has of a file. With `registry.attaching` held."""
+    return _attached.get(key)
+
+
+def abandon(key: Key, fds: list[int]) -> None:
+    """Close the descriptors of a file that is not to be attached to after all. With `registry.attaching` held."""
+    _attached.pop(key, None)
+    while fds:
+        registry.close(fds.pop())
+
+
+def _leave(key: Key, fds: list[int], path: str | None) -> None:
+    """Let the descriptors of a segment that is gone go, and the file of a named one with its last holder.
+
+    With `registry.attaching` held. Does nothing when it is called again.
+    """
+    successor = _attached.get(key)
+    if successor is not None:  # attached again meanwhile: closing these would drop its locks
+        while fds:
+            successor._fds.append(fds.pop())
+        return
+    while fds:
+        os.close(fds.pop())
+    if path is not None:
+        _to_leave.pop(key, None)
+        try:
+            registry.remove_unheld(path, key)
+        except OSError as error:
+            logger.debug("cannot remove %s: %s", path, error)
+
+
+_HUGE_POLICIES = ("always", "within_size", "advise", "force")
+
+
+def _backings(nbytes: int) -> list[str]:
+    """Return where to try to create a segment of ``nbytes``, best first.
+
+    /dev/shm when it has the room, for there an administrator sees and limits it; else a memfd, which is not bounded by the
+    size of /dev/shm; at last /dev/shm all the same, whatever its room. Where the kernel would give a memfd huge pages, it
+    comes first: /dev/shm gets none unless it was mounted with huge=.
+    """
+    huge = limits.memfd_huge_policy() in _HUGE_POLICIES
+    return ["memfd", limits.SHM_DIR] if huge or limits.shm_room() < nbytes else [limits.SHM_DIR, "memfd"]
+
+
+def _open_anonymous(backing: str) -> int | None:
+    if backing == "memfd":
+        return limits.open_memfd()
+    try:
+        return os.open(backing, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        logger.debug("no file in %s: %s", backing, error)
+        return None
+
+
+def _blank(control_bytes: int) -> Segment:
+    return Segment([], Layout.plan(control_bytes, 0), "none")
+
+
+def _attach(key: Key, handle: Any, backing: str, path: str | None) -> Segment:
+    """Return the segment behind a pickled handle: the one this process has, or a new attachment."""
+    try:
+        with registry.attaching:  # two threads must not make two segments of one file
+            segment = _attached.get(key)
+            if segment is None:
+                return _attach_anew(key, handle, backing, path)
+            if not isinstance(handle, str) and (fd := handle.detach()) not in segment._fds:
+                segment._fds.append(fd)  # closing it would drop this process's locks
+            return segment
+    finally:
+        registry.do_what_is_due()
+
+
+def _attach_anew(key: Key, handle: Any, backing: str, path: str | None) -> Segment:
+    fds = [_open_path(key, handle) if isinstance(handle, str) else handle.detach()]
+    try:
+        os.set_inheritable(fds[0], False)
+        layout = Layout.read(fds[0])
+        if path is not None:
+            registry.hold(fds[0])
+        return Segment(fds, layout, backing, path)
+    except BaseException as error:
+        abandon(key, fds)
+        if isinstance(error, OSError):
+            raise SegmentError(f"cannot attach to the cache: its segment {error}") from None
+        raise
+
+
+def _open_path(key: Key, path: str) -> int:
+    try:
+        status = os.stat(path)  # before opening: closing what turns out to be another segment would drop its locks
+        if (status.st_dev, status.st_ino) == key:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            if identify(fd) == key:
+                return fd
+            os.close(fd)
+    except OSError as error:
+        raise SegmentError(
+            f"cannot attach to the cache through {path}: {error.strerror}. The process that pickled it must be alive, on this "
+            f"machine, and of the same user."
+        ) from error
+    raise SegmentError(f"cannot attach to the cache through {path}: its process has closed it.")
+
+
+_watching = False
+
+
+def _watch_processes() -> None:
+    """Have forked children enter each segment, and segments left at exit; set up with the first one, not on import."""
+    global _watching
+    if not _watching:
+        _watching = True
+        os.register_at_fork(after_in_child=_enter_child)
+        util.register_after_fork(Segment, lambda _: _leave_at_exit())  # multiprocessing forgets its finalizers in a child
+        _leave_at_exit()
+
+
+def _enter_child() -> None:
+    registry.enter_child()
+    for segment in list(_attached.values()):
+        segment._enter_process()
+    _leave_at_exit()
+
+
+def _leave_at_exit() -> None:
+    # Below 0: after multiprocessing has ended the daemons among its children, such as DataLoader workers, which hold it too
+    util.Finalize(None, _leave_all, exitpriority=-100)
+
+
+def _leave_all() -> None:
+    for key, task in list(_to_leave.items()):
+        _attached.pop(key, None)
+        registry.when_free(task)

@@ -1,0 +1,313 @@
+"""A block of samples in one file: written whole, read by the sample, every byte under a checksum.
+
+NOTE [ Blocks ]
+    A block is a safetensors file: eight bytes with the length of the header, the header, the columns (see NOTE [ Columns ]) and
+    one more, ":checks", with the checksum of each sample. ``__metadata__`` has one entry, "stocache", a JSON object:
+
+        checksum    16 hexadecimal digits: the XXH3-64 of the file up to the end of the header, with zeros in the place of these
+                    digits, followed by the column ":checks"
+        version     1
+        samples     how many
+        structure   the tree of the columns
+
+    So the checksum of a block vouches for the header and the checksums of the samples, and these for the rest: damage is found
+    by whoever reads the sample it is in, and nobody has to read the whole block for that.
+
+    Blocks are read by pread, not through a mapping: what happens to a file that others may cut, on a disk that may fail, is an
+    error to be handled, where a mapping has a SIGBUS. From a cold disk a random read takes half the time, too, since the kernel
+    reads just what is asked for; a warm one takes a microsecond more.
+"""
+
+import json
+import os
+import pickle
+import struct
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import xxhash
+from safetensors.torch import save
+
+from stocache.errors import DamagedError, StorageError
+from stocache.samples.column_decoder import RAW, reader
+from stocache.samples.column_encoder import CHECKS, INFO, Columns
+from stocache.samples.record_encoder import BARE_NODES
+from stocache.samples.type_lookup import Unresolved, check_size
+from stocache.system.hashing import ZEROS, Buffer, seal, seal_in
+
+VERSION = 1
+_MARK = b'\\"checksum\\": \\"'
+_HEAD = 64 << 10  # bytes read when a block is opened: the header, sizes, checksums, and most often the labels
+_STEP = 128 << 10  # bytes read ahead by one call: of more, the kernel may take only the beginning
+_READ_AHEAD = 8  # samples, after which the rest of their block is read ahead
+
+
+def encode(samples: Sequence[Any], first: int = 0, allow_pickle: bool = False, info: bytes = b"") -> tuple[list[Buffer], str]:
+    """Return the file of a block that holds ``samples``, in pieces, and its checksum.
+
+    Args:
+        samples: of any structures.
+        first: the number of the first of them, for errors.
+        allow_pickle: whether to pickle what has no bytes of its own.
+        info: kept beside the samples, in a column ":info", which no checksum covers.
+
+    Raises:
+        SampleError: one of them cannot be stored, or would not come back the same.
+    """
+    columns = Columns(samples, first, allow_pickle)
+    columns.tensors[CHECKS] = torch.zeros(len(samples), dtype=torch.int64)
+    if info:
+        columns.tensors[INFO] = torch.frombuffer(bytearray(info), dtype=torch.uint8)
+    facts = {"checksum": ZEROS, "version": VERSION, "samples": len(samples), "structure": columns.tree}
+    data = save(columns.tensors, {"stocache": json.dumps(facts)})
+    block = Block(Memory(data), "a new block", allow_pickle=None, verify=False)
+    checks = np.array([block.check(row) for row in range(len(samples))], dtype="<u8").tobytes()
+    head, (at, nbytes) = seal(data[: block.begin], _MARK, checks), block.span(CHECKS)
+    whole = memoryview(data)
+    return [head, whole[block.begin : at], checks, whole[at + nbytes :]], seal_in(head, _MARK, checks)[0]
+
+
+class Source(Protocol):
+    """A file, to be read in pieces."""
+
+    nbytes: int
+
+    def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
+        """Return a buffer that holds ``nbytes`` of the file from ``at``, and where in it they begin.
+
+        ``own``: it is to be the caller's, to write to; else bytes that he may only read.
+        """
+
+    def expect(self) -> None:
+        """Have all of it read ahead."""
+
+
+class File:
+    """A file on disk, to be read in pieces; closed when nobody holds it any more."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = -1
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.nbytes = os.fstat(self._fd).st_size
+        self._head = b""
+
+    def open(self) -> "File":
+        """Read the beginning, from which most of what is small will be asked for."""
+        self._head = os.pread(self._fd, _HEAD, 0)
+        return self
+
+    def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
+        """See `Source`."""
+        end = at + nbytes
+        if end <= len(self._head):
+            return (bytearray(self._head[at:end]), 0) if own else (self._head, at)
+        if end > self.nbytes:
+            raise ValueError("it is cut")
+        if not own and len(data := os.pread(self._fd, nbytes, at)) == nbytes:
+            return data, 0
+        buffer = bytearray(nbytes)
+        done = os.preadv(self._fd, [buffer], at)
+        while done < nbytes:  # of more than 2 GiB, one call reads a part
+            more = os.preadv(self._fd, [memoryview(buffer)[done:]], at + done)
+            if not more:
+                raise ValueError("it is cut")
+            done += more
+        return buffer, 0
+
+    def expect(self) -> None:
+        """Have the kernel read the whole file ahead."""
+        for at in range(0, self.nbytes, _STEP):
+            os.posix_fadvise(self._fd, at, _STEP, os.POSIX_FADV_WILLNEED)
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+class Memory:
+    """A file that is in memory."""
+
+    def __init__(self, data: Any) -> None:
+        self._data, self.nbytes = data, len(data)
+
+    def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
+        """See `Source`."""
+        if at + nbytes > self.nbytes:
+            raise ValueError("it is cut")
+        return (bytearray(self._data[at : at + nbytes]), 0) if own else (self._data, at)
+
+    def expect(self) -> None:
+        """Do nothing: it is there."""
+
+
+class _Walk:
+    """See `column_decoder.Walk`."""
+
+    __slots__ = ("_bytes", "_nodes", "_source", "hash")
+
+    def __init__(self, source: Source) -> None:
+        self._source, self.hash = source, xxhash.xxh3_64()
+        # What a sample may still have, however it is made. Twice the nodes that a writer needs room for: earlier ones left none
+        self._bytes, self._nodes = source.nbytes, BARE_NODES + 2 * source.nbytes
+
+    def take(self, at: int, nbytes: int, own: bool) -> tuple[Any, int]:
+        self._bytes -= nbytes
+        if self._bytes < 0:
+            raise ValueError("a sample has more bytes than its file")
+        buffer, begin = self._source.read(at, nbytes, own)
+        self.hash.update(buffer if len(buffer) == nbytes else memoryview(buffer)[begin : begin + nbytes])
+        return buffer, begin
+
+    def note(self, *sizes: int) -> None:
+        self.hash.update(struct.pack(f"<{len(sizes)}q", *sizes))
+
+    def make(self, nodes: int) -> None:
+        self._nodes -= nodes
+        if self._nodes < 0:
+            raise ValueError("a list has more items than its file has bytes for")
+
+
+class Block:
+    """An open block.
+
+    Attributes:
+        samples: how many it holds.
+        checksum: its own, as it stands in the index of a storage.
+        structure: the tree of its columns.
+        begin: where the columns begin.
+        nbytes: of the file.
+
+    Args:
+        source: its bytes.
+        name: its name in errors.
+        allow_pickle: whether to load what was pickled; None to make no samples at all, only to check them.
+        verify: False while it has no checksums yet.
+
+    Raises:
+        DamagedError: it is no block, or not as it was written.
+        StorageError: it cannot be read here: another version, classes that are not here, pickles that are not allowed.
+    """
+
+    def __init__(self, source: Source, name: str, allow_pickle: bool | None = False, verify: bool = True) -> None:
+        self._source, self._name, self._reads = source, name, 0
+        self.nbytes = source.nbytes
+        try:
+            facts = self._open(verify)
+            self.samples, self.structure = check_size(facts["samples"]), facts["structure"]
+            if len(self._checks) != self.samples:
+                raise ValueError(f"it claims {self.samples} samples, and has checksums of {len(self._checks)}")
+            if allow_pickle is not None:
+                self._check = self._read = reader(self.structure, self, pickle.loads if allow_pickle else None)
+            # Pickles are checked before they are loaded; however the JSON of the file is written, this finds them
+            if allow_pickle is None or (allow_pickle and '"kind": "pickle"' in json.dumps(self.structure)):
+                self._check = reader(self.structure, self, RAW)
+        except Unresolved as error:
+            raise StorageError(f"{name}: {error}") from None
+        except StorageError as error:
+            raise type(error)(f"{name}: {error}") from None
+        except Exception as error:  # whatever forged bytes lead numpy, torch and classes to raise
+            raise self._damaged(error) from error
+
+    def _open(self, verify: bool) -> Any:
+        """Read the header; return what it says of the block."""
+        source = self._source
+        length = int.from_bytes(self._bytes(0, 8), "little")
+        if length > source.nbytes - 8:
+            raise ValueError(f"its header claims {length} bytes, the file has {source.nbytes}")
+        self.begin = 8 + length
+        header = json.loads(self._bytes(8, length))
+        text = header.pop("__metadata__")["stocache"]
+        facts = json.loads(text)
+        if facts["version"] != VERSION:
+            raise StorageError(f"it is of version {facts['version']!r:.20}, and this stocache reads version {VERSION}.")
+        self._spans: dict[str, tuple[int, int]] = {}
+        end = 0
+        for first, last, column in sorted((*map(check_size, entry["data_offsets"]), name) for name, entry in header.items()):
+            if first != end or last < first:
+                raise ValueError(f"its column {column!r:.80} is not where the one before it ends")
+            self._spans[column] = self.begin + first, last - first
+            end = last
+        if self.begin + end != source.nbytes:
+            raise ValueError(f"its columns end at {self.begin + end}, the file has {source.nbytes} bytes")
+        checks = self._column(CHECKS)
+        self._checks = checks.cast("Q")
+        if verify:
+            self.checksum, wanted = seal_in(self._bytes(0, self.begin), _MARK, checks)
+            if self.checksum != wanted:
+                raise ValueError(f"checksum {self.checksum}, its content gives {wanted}")
+        return facts
+
+    def _bytes(self, at: int, nbytes: int) -> bytes:
+        buffer, begin = self._source.read(at, nbytes, own=False)
+        return bytes(memoryview(buffer)[begin : begin + nbytes])
+
+    def _column(self, name: str) -> memoryview:
+        return memoryview(self._bytes(*self.span(name)))
+
+    def span(self, name: str) -> tuple[int, int]:
+        """Return where a column begins in the file, and its bytes."""
+        return self._spans[name]
+
+    def integers(self, name: str) -> memoryview:
+        """Return a column of int64, whole."""
+        return self._column(name).cast("q")
+
+    @property
+    def info(self) -> bytes:
+        """What was kept beside the samples."""
+        return self._bytes(*self.span(INFO))
+
+    def sample(self, row: int) -> Any:
+        """Return a sample, the caller's own; reads its bytes and no others, but for what follows once several were read.
+
+        Raises:
+            DamagedError: it is not as it was written.
+        """
+        self._reads += 1
+        if self._reads == _READ_AHEAD:  # in random order over many blocks it does not come to this while the block is open
+            self._source.expect()
+        return self._sample(row)
+
+    def all(self) -> list[Any]:
+        """Return all samples, each the caller's own.
+
+        Raises:
+            DamagedError: one is not as it was written.
+        """
+        self._source.expect()
+        return [self._sample(row) for row in range(self.samples)]
+
+    def check(self, row: int) -> int:
+        """Return the checksum that a sample has as it is now."""
+        walk = _Walk(self._source)
+        self._check(walk, row)
+        return walk.hash.intdigest()
+
+    def verify(self) -> None:
+        """Read and check everything.
+
+        Raises:
+            DamagedError: something is not as it was written.
+        """
+        self._source.expect()
+        for row in range(self.samples):
+            self._checked(row)
+
+    def _sample(self, row: int) -> Any:
+        value = self._checked(row)
+        return value if self._check is self._read else self._read(_Walk(self._source), row)
+
+    def _checked(self, row: int) -> Any:
+        walk = _Walk(self._source)
+        try:
+            value = self._check(walk, row)
+            if walk.hash.intdigest() != self._checks[row]:
+                raise ValueError(f"sample {row} in it has the checksum {walk.hash.hexdigest()}, not {self._checks[row]:016x}")
+        except Exception as error:  # as above
+            raise self._damaged(error) from error
+        return value
+
+    def _damaged(self, error: Exception) -> DamagedError:
+        return DamagedError(f"{self._name} is damaged ({error}). Prepare it again; 'stocache check DIR' lists all damage.")

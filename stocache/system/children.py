@@ -1,0 +1,341 @@
+"""Run code of the user's in forked child processes, and yield what it yields.
+
+NOTE [ A child loads ]
+    Samples that are needed before the user's own loop (the probe, `warm`, `prepare`) are loaded in a child process. What the
+    dataset opens, draws, caches or counts there is gone with the child, and the object in the user's hands stays as it was. A
+    file that was opened in the parent would be shared by all workers forked later: one position for all of them.
+
+    The child works as a worker of torch's DataLoader does: one thread, `get_worker_info()`, no handlers of the parent's. It is
+    forked, whatever the start method of the DataLoader: so nothing has to pickle, and a script needs no `__main__` guard. It
+    takes no semaphores, and so no room in /dev/shm; a daemonic process may have one. The kernel ends it with its parent.
+
+    A file that was open before has one position for parent and child. So the child opens what it may read once more, under the
+    same descriptors, before it runs anything: it moves no position of the parent's.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import logging
+import os
+import pickle
+import random
+import signal
+import stat
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data._utils import worker as torch_worker  # for get_worker_info, which has no public counterpart
+
+from stocache.errors import DatasetError, WorkerError
+from stocache.system.rng import kept
+
+logger = logging.getLogger("stocache")
+
+_POLL_S = 1.0  # between looks at children that say nothing
+_SLOW_S = 30.0  # for one item; then say so
+_PR_SET_PDEATHSIG = 1
+_OPEN_FILES = "/proc/self/fd"
+
+_NOT_OF_THE_CHILD = (TypeError, AttributeError, LookupError, NameError, NotImplementedError, FileNotFoundError)
+"""What a dataset raises that is wrong, or not ready: it would raise the same in any process."""
+
+
+class ChildError(Exception):
+    """No child process can be had, or it gives no sign. Never raised to users."""
+
+
+def in_children(
+    jobs: Sequence[Callable[[], Iterator[Any]]], dataset: Any, patience_s: float | None = None
+) -> Generator[Any, None, None]:
+    """Yield what the iterators that ``jobs`` return yield, each made and run in a child of its own, in the order it comes.
+
+    Args:
+        jobs: called in the children. What they yield is pickled.
+        dataset: what `get_worker_info` shows there.
+        patience_s: seconds to wait for the next item; None while the children live.
+
+    Raises:
+        ChildError: no process can be forked, or nothing came for ``patience_s``.
+        WorkerError: a child died.
+        Exception: what a job raises, with the child's traceback as its cause; `DatasetError` where that does not pickle.
+
+    When the generator ends, is closed or raises (Ctrl-C, too), the children are killed, and gone.
+    """
+    children: list[_Child] = []
+    try:
+        for number, job in enumerate(jobs):
+            children.append(_Child(job, dataset, number, len(jobs)))
+        running = {child.pipe: child for child in children}
+        since, said = time.monotonic(), False
+        while running:
+            ready: Any = wait(list(running), _POLL_S)
+            for pipe in ready:
+                message = running[pipe].receive()
+                if message is None:
+                    del running[pipe]
+                else:
+                    yield message[0]
+                since = time.monotonic()
+            for child in () if ready else running.values():
+                child.check()
+            waited_s = time.monotonic() - since
+            if patience_s is not None and waited_s > patience_s:
+                raise ChildError(f"nothing came from the child process {children[0].pid} for {patience_s:.0f} s")
+            if waited_s > _SLOW_S and not said:
+                said = True
+                pids = ", ".join(str(child.pid) for child in running.values())
+                logger.warning("waiting for a sample for %.0f s now, which the child process %s loads.", waited_s, pids)
+    finally:
+        for child in children:
+            child.end()
+
+
+class _Child:
+    """One forked process that runs a job."""
+
+    def __init__(self, job: Callable[[], Iterator[Any]], dataset: Any, number: int, count: int) -> None:
+        if not os.path.isdir(_OPEN_FILES):
+            raise ChildError("no child process can have file positions of its own: /proc is hidden")
+        for stream in (sys.stdout, sys.stderr):  # else what they hold back would be written twice
+            with contextlib.suppress(Exception):
+                stream.flush()
+        parent = os.getpid()
+        self.pipe, sender = Pipe(duplex=False)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Python 3.12 warns of threads, which the child does without
+                self.pid = os.fork()
+        except OSError as error:
+            self.pipe.close()
+            sender.close()
+            raise ChildError(f"no child process can be made: {error}") from error
+        if self.pid == 0:
+            self.pipe.close()
+            _run(job, sender, parent, dataset, number, count)
+        sender.close()
+        self._status: int | None = None
+
+    def receive(self) -> tuple[Any] | None:
+        """Return the next item, in a tuple; None at the end."""
+        try:
+            kind, content = pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            raise self._death() from None
+        if kind == "error":
+            raise rebuild(content)
+        return (content,) if kind == "item" else None
+
+    def check(self) -> None:
+        """Raise WorkerError when it has ended; its own children may keep the pipe open."""
+        if self._status is None:
+            with contextlib.suppress(ChildProcessError):
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self._status = status if pid else None
+        if self._status is not None and not self.pipe.poll():
+            raise self._death()
+
+    def end(self) -> None:
+        """Kill it, if it lives, and wait until it is gone."""
+        if self._status is None:
+            with contextlib.suppress(OSError):  # it may have been waited for by others
+                os.kill(self.pid, signal.SIGKILL)
+                self._status = os.waitpid(self.pid, 0)[1]
+        self.pipe.close()
+
+    def _death(self) -> WorkerError:
+        how = "ended"
+        with contextlib.suppress(ChildProcessError):  # it was waited for by others
+            if self._status is None:
+                self._status = os.waitpid(self.pid, 0)[1]
+            code = os.waitstatus_to_exitcode(self._status)
+            how = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else f"exited with code {code}"
+        return WorkerError(
+            f"the child process {self.pid}, which loads samples, {how}. Something in the dataset ended it, or from outside."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- in the child
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, also of a real-time one."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+
+
+def _run(job: Callable[[], Iterator[Any]], pipe: Connection, parent: int, dataset: Any, number: int, count: int) -> NoReturn:
+    code = 1
+    try:
+        _become_worker(parent, dataset, number, count)
+        try:
+            for item in job():
+                pipe.send_bytes(pickle.dumps(("item", item), 5))
+        except Exception as error:
+            pipe.send_bytes(pickle.dumps(("error", describe(error))))
+        else:
+            pipe.send_bytes(pickle.dumps(("end", None)))
+        code = 0
+    except SystemExit as error:  # of the user's code
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:  # the parent is gone, or does not listen
+        pass
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
+
+
+def _become_worker(parent: int, dataset: Any, number: int, count: int) -> None:
+    """Do what torch's DataLoader does in a worker before it loads; see NOTE [ A child loads ]."""
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before that
+        os._exit(1)
+    signal.set_wakeup_fd(-1)
+    for name in (signal.SIGINT, signal.SIGTERM):  # whose handlers, say for a checkpoint, are the parent's
+        signal.signal(name, signal.SIG_DFL)
+    gc.freeze()  # a collection would write to, and so copy, the memory of all objects of the parent
+    _reopen_files()
+    torch.set_num_threads(1)
+    seed = (torch.initial_seed() + number) % 2**63
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch_worker._worker_info = torch_worker.WorkerInfo(id=number, num_workers=count, seed=seed, dataset=dataset)
+
+
+def _reopen_files() -> None:
+    """Give this process file positions of its own, for all regular files that are open to be read."""
+    for fd in map(int, os.listdir(_OPEN_FILES)):
+        with contextlib.suppress(OSError):  # the directory's own descriptor; files that may not be opened again
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            if fd <= 2 or flags & os.O_ACCMODE == os.O_WRONLY or not stat.S_ISREG(os.fstat(fd).st_mode):
+                continue
+            path = f"{_OPEN_FILES}/{fd}"
+            if flags & os.O_ACCMODE == os.O_RDWR and os.readlink(path).startswith(("/dev/shm/", "/memfd:")):
+                continue  # ours: mapped, never read by position, and with locks that closing would drop
+            position = os.lseek(fd, 0, os.SEEK_CUR)
+            again = os.open(path, (flags & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)) | os.O_CLOEXEC)
+            os.lseek(again, position, os.SEEK_SET)
+            os.dup2(again, fd, inheritable=os.get_inheritable(fd))
+            os.close(again)
+
+
+# ---------------------------------------------------------------------------------------------------- errors
+
+
+Description: TypeAlias = tuple[bytes | None, str, str]
+"""The pickle of an exception, if it comes back from that; its type and message; its traceback."""
+
+
+class _ChildTraceback(Exception):
+    """What is shown as the cause of an error from a child: the traceback there."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def describe(error: Exception) -> Description:
+    """Return what `rebuild` makes an exception of, in another process."""
+    told = "".join(traceback.format_exception(error))
+    pickled: bytes | None
+    try:
+        pickled = pickle.dumps(error)
+        if type(pickle.loads(pickled)) is not type(error):
+            pickled = None
+    except Exception:  # whatever its class does
+        pickled = None
+    return pickled, f"{type(error).__name__}: {_text(error)}", told
+
+
+def _text(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception as other:
+        return f"(its message raises {type(other).__name__})"
+
+
+def rebuild(description: Description) -> Exception:
+    """Return the exception, with the traceback it had there as its cause; a `DatasetError` where it does not pickle."""
+    pickled, told, text = description
+    error: Exception = DatasetError(f"{told} (which does not pickle)") if pickled is None else pickle.loads(pickled)
+    error.__cause__ = _ChildTraceback(text)
+    return error
+
+
+def noted(error: Exception, note: str) -> Exception:
+    """Return an error of the same type whose message begins with ``note``; a `DatasetError` where there is no such."""
+    message = f"{note}: {type(error).__name__}: {_text(error)}"
+    try:
+        again = type(error)(message)
+        if message not in str(again):
+            raise TypeError
+    except Exception:  # whatever its class asks for
+        again = DatasetError(message)
+    again.__cause__ = error
+    return again
+
+
+# ---------------------------------------------------------------------------------------------------- where a child cannot load
+
+
+def beside(dataset: Any, jobs: Sequence[Callable[[], Iterator[Any]]], proven: bool = False) -> Generator[Any, None, None]:
+    """Yield what ``jobs`` yield, which load samples: in child processes, or in this one, where children cannot load.
+
+    Args:
+        dataset, jobs: as for `in_children`.
+        proven: whether children have loaded samples before; what is raised is then an error of the dataset.
+
+    Raises:
+        WorkerError: a child died.
+        Exception: what a job raises.
+    """
+    try:
+        with contextlib.closing(in_children(jobs, dataset)) as items:
+            for item in items:
+                proven = True
+                yield item
+        return
+    except ChildError as error:
+        reason: Exception = error
+    except Exception as error:
+        if proven or not loads_only_here(lambda: [next(job(), None) for job in jobs], error):
+            raise
+        reason = error
+    warn_of_this_process(reason)
+    for job in jobs:
+        yield from job()
+
+
+def loads_only_here(load: Callable[[], Any], error: Exception) -> bool:
+    """Whether ``load``, which raised ``error`` in a child, works in this process: on a GPU, or of a dataset against forks."""
+    if isinstance(error, (*_NOT_OF_THE_CHILD, WorkerError)):
+        return False
+    with kept():
+        try:
+            load()
+        except Exception:
+            return False
+    return True
+
+
+def warn_of_this_process(reason: Exception) -> None:
+    """Say what it means that samples are loaded in this process."""
+    logger.warning(
+        "samples cannot be loaded in a child process (%s: %s), so they are loaded in this one, before your loop. What the "
+        "dataset opens, it has opened here: workers that are forked share it. If it reads files, give CachedDataset "
+        "example=sample, or probe=0, which load none.",
+        type(reason).__name__, str(reason),
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""StreamLoader: batches of tensors from text files of any size."""

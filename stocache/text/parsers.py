@@ -1,0 +1,386 @@
+"""Rows of text made into arrays, in bulk, by pyarrow where it is installed, else by numpy and json.
+
+NOTE [ Bulk and care ]
+    A bulk reader parses all rows of a piece at once, and refuses them as a whole when one of them is not as it should be: of
+    another number of fields, no number, missing. Only then they are parsed with care, row by row in Python, which knows which
+    row is at fault and why, and what is to be done about it. Both parse to float64 or int64 and convert then, as
+    `numpy.loadtxt` does, so that values do not depend on who has parsed them, to the last bit.
+"""
+
+import csv
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stocache.errors import StreamError
+from stocache.samples.pytree import leaves, mapped
+from stocache.text.engines import NULLS, Columns, Refused, csv_by_arrow, csv_by_numpy, json_by_arrow, squeezed, strictly
+
+Bad = list[tuple[int, str]]
+"""Rows that are not as they should be, by their number in the piece, and why."""
+
+_PADDING = 1024  # blanks after the last of fixed fields that bulk readers take
+_EXACT = 2**53  # from here on, float64 does not tell an integer from the next
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is made of the fields of a row.
+
+    Attributes:
+        columns: the numbers of those that are features.
+        labels: the numbers of those that are labels; None for batches of features alone.
+        single: whether labels have no dimension of their own.
+        dtype, label_dtype: of numpy.
+        keep_nan: whether a missing value becomes NaN, rather than being an error.
+    """
+
+    columns: tuple[int, ...]
+    labels: tuple[int, ...] | None
+    single: bool
+    dtype: Any
+    label_dtype: Any
+    keep_nan: bool
+
+    @property
+    def wanted(self) -> list[tuple[int, Any]]:
+        """Every field that is needed, and the dtype its column gets."""
+        return [(n, self.dtype) for n in self.columns] + [(n, self.label_dtype) for n in self.labels or ()]
+
+    def assemble(self, columns: Columns) -> Any:
+        """Return features of shape (rows, columns), and labels of shape (rows,) or (rows, labels).
+
+        Raises:
+            Refused: a value is missing, or is none of its dtype.
+        """
+        for (_, dtype), column in zip(self.wanted, columns, strict=True):
+            self._check(column, dtype)
+        count = len(self.columns)
+        features = _stack(columns[:count], self.dtype)
+        if self.labels is None:
+            return features
+        if self.single:
+            return features, _stack(columns[count:], self.label_dtype)[:, 0]
+        return features, _stack(columns[count:], self.label_dtype)
+
+    def _check(self, column: np.ndarray[Any, Any], dtype: Any) -> None:
+        if column.dtype.kind == "f" and not (self.keep_nan and dtype.kind == "f") and np.isnan(column.min(initial=0)):
+            raise Refused("a value is missing")
+        if dtype.kind != "f" and len(column):
+            low, high = _range(dtype)
+            exact = column.dtype.kind != "f" or ((column == np.rint(column)).all() and (abs(column) < _EXACT).all())
+            if not exact or column.min() < low or column.max() > high:
+                raise Refused(f"a value is no {dtype}")
+
+
+def _range(dtype: Any) -> tuple[int, int]:
+    return (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, min(np.iinfo(dtype).max, 2**63 - 1))
+
+
+def _stack(columns: Columns, dtype: Any) -> np.ndarray[Any, Any]:
+    stacked = np.empty((len(columns[0]) if columns else 0, len(columns)), dtype)
+    with np.errstate(over="ignore"):
+        for number, column in enumerate(columns):
+            stacked[:, number] = column
+    return stacked
+
+
+def _wide(dtype: Any) -> str:
+    return "f8" if dtype.kind == "f" else "i8"
+
+
+# ---------------------------------------------------------------------------------------------------- kinds of rows
+
+
+@dataclass
+class Table:
+    """Rows of fields, of which some are numbers that are wanted. One subclass for each way to write fields.
+
+    Attributes:
+        width: fields in a row.
+        engines: "pyarrow", "numpy", in the order in which they are tried.
+    """
+
+    target: Target
+    width: int
+    engines: Sequence[str]
+    _first: int = field(default=0, compare=False)  # the attempt that succeeded last
+
+    @property
+    def expected(self) -> str:
+        """What a row should be, for a person."""
+        raise NotImplementedError
+
+    def fields_of(self, row: str) -> list[Any]:
+        """Return the fields of a row. Raises ValueError with the reason."""
+        raise NotImplementedError
+
+    def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> Columns:
+        """Return the wanted columns, as "f8" or "i8". Raises Refused, or whatever the engine does."""
+        raise NotImplementedError
+
+    def bulk(self, data: bytes, rows: int) -> Any:
+        """Return the arrays of all rows. Raises Refused."""
+        exact = [(n, _wide(dtype)) for n, dtype in self.target.wanted]
+        attempts = [(engine, exact) for engine in self.engines]
+        if any(kind == "i8" for _, kind in exact):  # integers may be written as 2.0
+            attempts += [(engine, [(n, "f8") for n, _ in exact]) for engine in self.engines]
+        for number in [self._first, *(n for n in range(len(attempts)) if n != self._first)]:
+            engine, kinds = attempts[number]
+            try:
+                columns = self._bulk(engine, data, rows, kinds)
+                if all(len(column) == rows for column in columns):
+                    arrays = self.target.assemble(columns)
+                    self._first = number
+                    return arrays
+            except Exception:  # whatever an engine raises: with care it will be told what is wrong
+                continue
+        raise Refused("no engine can parse these rows")
+
+    def care(self, data: bytes) -> tuple[Any, Bad]:
+        """Return the arrays of all rows that are as they should be, and the others."""
+        bad: Bad = []
+        kept = []
+        for number, row in enumerate(_split(data)):
+            try:
+                fields = self.fields_of(row)
+                if len(fields) != self.width:
+                    raise ValueError(f"{len(fields)} fields")
+                kept.append([self._value(fields[n], n, dtype) for n, dtype in self.target.wanted])
+            except ValueError as error:
+                bad.append((number, str(error)))
+        columns = [np.array([row[n] for row in kept], _wide(dtype)) for n, (_, dtype) in enumerate(self.target.wanted)]
+        return self.target.assemble(columns), bad
+
+    def _value(self, text: Any, number: int, dtype: Any) -> float | int:
+        """Return a field as a number. Raises ValueError."""
+        value = text.strip() if isinstance(text, str) else text
+        if value is None or (isinstance(value, str) and value in NULLS) or value != value:
+            if self.target.keep_nan and dtype.kind == "f":
+                return math.nan
+            raise ValueError(f"{self._named(number)} is missing")
+        if isinstance(value, str):
+            value = _to_number(value, dtype, self._named(number))
+        elif not isinstance(value, int | float):
+            raise ValueError(f"{self._named(number)} is {json.dumps(value)[:60]}, no number")
+        if dtype.kind == "f":
+            if value != value:
+                return self._value(None, number, dtype)
+            try:
+                return float(value)
+            except OverflowError:  # of JSON; of text that is inf
+                return math.copysign(math.inf, value)
+        low, high = _range(dtype)
+        if value != value or value in (math.inf, -math.inf) or value != int(value) or not low <= value <= high:
+            raise ValueError(f"{self._named(number)} is {text!r:.60}, no {dtype}")
+        return int(value)
+
+    def _named(self, number: int) -> str:
+        return f"column {number}"
+
+
+def _to_number(text: str, dtype: Any, name: str) -> float | int:
+    try:
+        if "_" not in text:
+            return int(text) if dtype.kind != "f" and text.lstrip("+-").isdigit() else float(text)
+    except ValueError:
+        pass
+    raise ValueError(f"{name} is {text!r:.60}, no number")
+
+
+@dataclass
+class Delimited(Table):
+    """Fields between delimiters: CSV, TSV, or, with None, white space."""
+
+    delimiter: str | None = ","
+    comments: str | None = None
+
+    @property
+    def expected(self) -> str:  # noqa: D102
+        return f"{self.width} fields {'between white space' if self.delimiter is None else f'split at {self.delimiter!r}'}"
+
+    def fields_of(self, row: str) -> list[Any]:  # noqa: D102
+        return fields_of(row, self.delimiter, self.comments)
+
+    def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> Columns:
+        if self.comments and self.comments.encode() in data:
+            data = re.sub(rb"(?<![ \t])[ \t]*" + re.escape(self.comments.encode()) + rb"[^\n]*", b"", data)
+        if self.delimiter is None:
+            data = squeezed(data)
+        delimiter = self.delimiter or " "
+        if engine == "pyarrow":
+            return csv_by_arrow(data, delimiter, self.width, kinds, self.target.keep_nan, self.delimiter is not None)
+        return csv_by_numpy(data, delimiter, self.width, kinds)
+
+
+def fields_of(row: str, delimiter: str | None, comments: str | None) -> list[str]:
+    """Return the fields of a row of delimited text."""
+    if comments:
+        row = row.partition(comments)[0].rstrip(" \t") if comments in row else row
+    if delimiter is None:
+        return row.split()
+    if '"' not in row:
+        return row.split(delimiter)
+    try:
+        return next(csv.reader([row], delimiter=delimiter, strict=True))
+    except csv.Error as error:
+        raise ValueError(str(error)) from None
+
+
+@dataclass
+class FixedWidth(Table):
+    """Fields of so many bytes each, padded with blanks."""
+
+    widths: tuple[int, ...] = ()
+
+    @property
+    def expected(self) -> str:  # noqa: D102
+        return f"fields of {', '.join(map(str, self.widths))} bytes"
+
+    def fields_of(self, row: str) -> list[Any]:  # noqa: D102
+        data, ends = row.encode(errors="surrogateescape"), np.cumsum(self.widths)
+        if data[ends[-1] :].strip():
+            raise ValueError(f"{len(data)} bytes")
+        return [data[end - width : end].decode(errors="replace") for end, width in zip(ends, self.widths, strict=True)]
+
+    def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> Columns:
+        # as delimited text of the wanted fields, which both engines read
+        array = np.frombuffer(data, np.uint8)
+        newlines = np.flatnonzero(array == 10)
+        lengths = np.diff(newlines, prepend=-1) - 1
+        if lengths.max() > sum(self.widths) + _PADDING:  # each row would take that
+            raise Refused("a longer row")
+        padded = np.full((len(lengths), max(int(lengths.max()), sum(self.widths))), 32, np.uint8)
+        padded[np.arange(padded.shape[1]) < lengths[:, None]] = array[array != 10]
+        padded[padded == 13] = 32
+        ends = np.cumsum(self.widths)
+        if (padded[:, ends[-1] :] != 32).any():
+            raise Refused("longer rows")
+        mark = np.full((len(lengths), 1), ord(","), np.uint8)
+        parts = [part for n, _ in kinds for part in (padded[:, ends[n] - self.widths[n] : ends[n]], mark)]
+        parts[-1] = np.full_like(mark, 10)
+        data = np.concatenate(parts, axis=1).tobytes()
+        if data.count(b",") != len(lengths) * (len(kinds) - 1):
+            raise Refused("a field has a comma")
+        kinds = [(n, kind) for n, (_, kind) in enumerate(kinds)]
+        if engine == "pyarrow":
+            return csv_by_arrow(data, ",", len(kinds), kinds, self.target.keep_nan, False)
+        return csv_by_numpy(data, ",", len(kinds), kinds)
+
+
+@dataclass
+class JsonLines(Table):
+    """One JSON object a row; ``names`` are the keys that count as its fields."""
+
+    names: tuple[str, ...] = ()
+
+    @property
+    def expected(self) -> str:  # noqa: D102
+        return f"a JSON object with {', '.join(self.names[n] for n, _ in self.target.wanted)}"
+
+    def fields_of(self, row: str) -> list[Any]:  # noqa: D102
+        try:
+            found = json.loads(row)
+        except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
+            raise ValueError(f"no JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise ValueError("no JSON object")
+        return [found.get(name) for name in self.names]
+
+    def _named(self, number: int) -> str:
+        return repr(self.names[number])
+
+    def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> Columns:
+        if engine == "pyarrow":
+            return json_by_arrow(data, [(self.names[n], kind) for n, kind in kinds])
+        found = json.loads(b"[" + b",".join(data.splitlines()) + b"]")
+        return [strictly([row[self.names[n]] for row in found], kind) for n, kind in kinds]
+
+
+@dataclass
+class Custom:
+    """Rows that a function of the user's parses: lines without their ends, to arrays with as many rows each."""
+
+    function: Callable[[list[str]], Any]
+
+    expected = "what the parse function takes"
+
+    def bulk(self, data: bytes, rows: int) -> Any:
+        """Return the arrays of all rows. What the function raises passes through."""
+        return _checked(self.function(_split(data)), rows)
+
+    def care(self, data: bytes) -> tuple[Any, Bad]:
+        """Return the arrays of the rows that can be parsed alone, and the others."""
+        bad: Bad = []
+        kept = []
+        for number, row in enumerate(_split(data)):
+            try:
+                _checked(self.function([row]), 1)
+                kept.append(row)
+            except Exception as error:  # the user's
+                bad.append((number, f"{type(error).__name__}: {error}"))
+        return _checked(self.function(kept), len(kept)) if kept else None, bad
+
+
+def _split(data: bytes) -> list[str]:
+    return [row.removesuffix("\r") for row in data.decode(errors="surrogateescape").split("\n")[:-1]]
+
+
+# ---------------------------------------------------------------------------------------------------- arrays
+
+
+def joined(trees: Sequence[Any]) -> Any:
+    """Return one tree of equal ones: their arrays one after the other."""
+    if len(trees) == 1:
+        return trees[0]
+    columns = zip(*map(leaves, trees), strict=True)
+    arrays = iter([np.concatenate(column) for column in columns])
+    return mapped(lambda leaf: next(arrays), trees[0])
+
+
+def _checked(tree: Any, rows: int) -> Any:
+    """Return what a parse function has returned with arrays for its tensors.
+
+    Raises:
+        StreamError: it has other leaves, none, or another number of rows.
+    """
+
+    def array_of(leaf: Any) -> np.ndarray[Any, Any]:
+        try:
+            array = np.ascontiguousarray(leaf.detach().cpu().numpy() if isinstance(leaf, Tensor) else leaf)
+            torch.from_numpy(array[:0])
+        except (TypeError, ValueError):
+            array = None
+        if array is None or not isinstance(leaf, Tensor | np.ndarray) or leaf.ndim == 0:
+            raise StreamError(f"parse returned a {type(leaf).__name__}; its leaves must be arrays or tensors, one row a line.")
+        return array
+
+    tree = mapped(array_of, tree)
+    found = {len(leaf) for leaf in leaves(tree)}
+    if found != {rows}:
+        raise StreamError(f"parse returned arrays of {sorted(found)} rows for {rows} lines.")
+    return tree
+
+
+def numpy_dtype(dtype: Any, what: str) -> Any:
+    """Return a dtype of torch or numpy as numpy's.
+
+    Raises:
+        StreamError: it is none, or none of real numbers that numpy has.
+    """
+    try:
+        torchs = isinstance(dtype, torch.dtype)
+        found = None if dtype is None else torch.empty(0, dtype=dtype).numpy().dtype if torchs else np.dtype(dtype)
+        torch.from_numpy(np.empty(0, found))
+    except TypeError:
+        found = None
+    if found is None or found.kind not in "fiub":
+        raise StreamError(f"{what}={dtype!r} is no dtype of real numbers. Use for example torch.float32 or torch.int64.")
+    return found

@@ -1,0 +1,179 @@
+"""Hugging Face datasets: those that are transformed when they are read, and their methods, called on a cached one.
+
+``set_transform`` and ``with_transform`` give a dataset a function of batches that runs whenever samples are read. So all of it
+runs after the cache, which has the samples as they are without it.
+
+Of the methods, some choose rows: what they return is a view of the cached dataset. To know its rows, they are called for a
+dataset of row numbers. Others change the dataset behind the cache, or make another one, which would not be
+cached: they are refused.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from stocache.errors import DatasetError
+from stocache.transforms.pipelines import name_of_step
+
+_CHOOSING = frozenset({"select", "shuffle", "train_test_split", "shard", "skip", "take"})
+_CHANGING = frozenset({"set_format", "set_transform", "reset_format", "formatted_as", "with_format", "with_transform"})
+_MAKING = frozenset(
+    {
+        *(
+            "map",
+            "filter",
+            "sort",
+            "flatten",
+            "flatten_indices",
+            "batch",
+            "repeat",
+            "cast",
+            "cast_column",
+            "class_encode_column",
+        ),
+        *("add_column", "add_item", "remove_columns", "rename_column", "rename_columns", "select_columns"),
+        *("align_labels_with_mapping", "to_iterable_dataset", "prepare_for_task"),
+    }
+)
+
+
+def method_of(dataset: Any, name: str, view: Callable[[Any, Any], Any]) -> Callable[..., Any] | None:
+    """Return what stands for a method of ``dataset`` on the cached one; None where it may be called as it is.
+
+    Args:
+        view: called with a Hugging Face dataset and its row numbers in ``dataset``; returns the cached view.
+    """
+    library = sys.modules.get("datasets")
+    if library is None or not isinstance(dataset, library.Dataset):
+        return None
+    if name in _CHOOSING:
+        return _choosing(dataset, name, view, library)
+    if name in _CHANGING or name in _MAKING:
+        return functools.partial(_refuse, name, name in _CHANGING)
+    return None
+
+
+def _refuse(name: str, changing: bool, *args: Any, **kwargs: Any) -> Any:
+    why = "changes what samples look like, and those that are cached would stay as they are"
+    if not changing:
+        why = "makes another dataset, of which nothing would be cached"
+    raise DatasetError(f"{name}() {why}. Call it before CachedDataset: CachedDataset(dataset.{name}(...), ...).")
+
+
+def _choosing(dataset: Any, name: str, view: Callable[[Any, Any], Any], library: Any) -> Callable[..., Any]:
+    @functools.wraps(getattr(dataset, name))
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        columns = {"row": np.arange(len(dataset))}
+        by = kwargs.get("stratify_by_column")
+        features = library.Features({"row": library.Value("int64")})
+        if by is not None:
+            columns[by], features[by] = dataset.with_format(None)[by][:], dataset.features[by]
+        numbers = library.Dataset.from_dict(columns, features)
+        chosen = getattr(numbers, name)(*args, **kwargs)
+        if isinstance(chosen, dict):
+            return library.DatasetDict({part: viewed(its) for part, its in chosen.items()})
+        return viewed(chosen)
+
+    def viewed(numbers: Any) -> Any:
+        rows = np.asarray(numbers.with_format(None)["row"][:], dtype=np.int64)
+        return view(dataset.select(rows), rows)
+
+    return choose
+
+
+# ---------------------------------------------------------------------------------------------------- run when they are read
+
+
+class ReadTransform:
+    """How the samples of a Hugging Face dataset with a transform are made; as `splitting.BoundPlan`.
+
+    Args:
+        dataset: the dataset.
+        encoded: whether images are cached as the files they are.
+    """
+
+    __slots__ = ("_columns", "_dataset", "_function", "_images", "_remaining", "_source", "before")
+
+    def __init__(self, dataset: Any, encoded: bool) -> None:
+        self._dataset = dataset
+        form = dataset.format
+        transformed = form["type"] == "custom"
+        self._function = form["format_kwargs"]["transform"] if transformed else None
+        self._columns: list[str] = list(form["columns"])
+        names = list(dataset.column_names) if form["output_all_columns"] else self._columns
+        self._remaining = [name for name in names if name not in self._columns]
+        source = dataset.with_format(None, columns=names)
+        image = sys.modules["datasets"].Image
+        self._images = {
+            name: its for name, its in dataset.features.items() if encoded and isinstance(its, image) and its.decode
+        }
+        for name in self._images:
+            source = source.cast_column(name, image(decode=False))
+        self._source = source
+        self.before: dict[Any, tuple[Any, ...]] = {}  # of transforms that are attributes; there are not any
+
+    @property
+    def rest(self) -> list[str]:
+        """What runs after the cache."""
+        return ["decode"] * bool(self._images) + [name_of_step(self._function)] * (self._function is not None)
+
+    def has_changed(self) -> bool:
+        """Whether the transform was set since."""
+        form = self._dataset.format
+        return form["type"] == "custom" and form["format_kwargs"]["transform"] is not self._function
+
+    def load(self, idx: int) -> Any:
+        """Return what is cached of sample ``idx``."""
+        return self._read(self._source[idx])
+
+    def load_many(self, indices: list[int]) -> list[Any]:
+        """Return what is cached of several samples."""
+        return [self._read(sample) for sample in self._source.__getitems__(indices)]
+
+    def _read(self, sample: dict[str, Any]) -> dict[str, Any]:
+        for name in self._images:
+            value = sample[name]
+            if value is not None and value["bytes"] is None:
+                with open(value["path"], "rb") as file:
+                    sample[name] = value | {"bytes": file.read()}
+        return sample
+
+    def finish(self, sample: Any) -> Any:
+        """Return a sample transformed, as a batch of one."""
+        return self.finish_many([sample])[0]
+
+    def finish_many(self, samples: Sequence[Any]) -> list[Any]:
+        """Return samples transformed, as one batch."""
+        if not samples:
+            return []
+        columns = {name: [self._decoded(name, sample[name]) for sample in samples] for name in samples[0]}
+        if self._function is not None:
+            remaining = {name: columns.pop(name) for name in self._remaining}
+            columns = self._function(columns)
+            columns.update(remaining)
+        return [{name: column[row] for name, column in columns.items()} for row in range(len(samples))]
+
+    def _decoded(self, name: str, value: Any) -> Any:
+        feature = self._images.get(name)
+        return value if feature is None or value is None else feature.decode_example(value)
+
+
+def read_transform_of(dataset: Any, encoded: bool) -> ReadTransform | None:
+    """Return how samples are made by a dataset of Hugging Face with a transform, or images to keep encoded; None for others.
+
+    Raises:
+        DatasetError: images are to be kept encoded, and it has none, or a format.
+    """
+    library = sys.modules.get("datasets")
+    if library is None or not isinstance(dataset, library.Dataset):
+        return None
+    kind = dataset.format["type"]
+    found = ReadTransform(dataset, encoded) if kind in (None, "custom") else None
+    if encoded and (found is None or not found._images):
+        raise DatasetError(
+            "store='encoded' is for datasets of Hugging Face with images, and with no format but set_transform. Leave it out."
+        )
+    return found if found is not None and found.rest else None

@@ -1,0 +1,142 @@
+"""Transforms of some parts of a sample: ``{"image": augment}``, ``{0: augment}``."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+from stocache.errors import DatasetError
+from stocache.samples.pytree import DEEP
+
+
+def as_transform(transform: Any) -> Callable[[Any], Any] | None:
+    """Return a transform of whole samples, for a callable or a mapping from parts to such.
+
+    Raises:
+        DatasetError: it is neither.
+    """
+    if transform is None or callable(transform):
+        return transform  # type: ignore[no-any-return]
+    if isinstance(transform, Mapping) and transform:
+        return PartTransform(transform)
+    raise DatasetError(
+        f"transform={transform!r:.100} is not callable. Give a function of a sample, or of parts of it: "
+        f"transform={{0: augment}}, transform={{'image': augment}}."
+    )
+
+
+class PartTransform:
+    """Applies a function to each of some parts of a sample, and leaves the others as they are.
+
+    Args:
+        parts: from keys of a mapping, positions in a tuple or list, or names of fields, to functions of such a part; or to
+            mappings like this one, for parts of parts.
+
+    It pickles if the functions do. The containers it is given stay as they are.
+
+    Raises:
+        DatasetError: when called with a sample that has no such part.
+    """
+
+    def __init__(self, parts: Mapping[Any, Any]) -> None:
+        self.parts = {key: as_transform(function) for key, function in parts.items()}
+        if None in self.parts.values():
+            raise DatasetError(f"transform={dict(parts)!r:.100} has a part without a function. Leave that part out.")
+
+    def __call__(self, sample: Any) -> Any:
+        """Return a sample with its parts transformed."""
+        for key, function in self.parts.items():
+            assert function is not None
+            sample = _replaced(sample, key, function)
+        return sample
+
+    def check(self, sample: Any) -> None:
+        """Raise DatasetError unless a sample has all parts."""
+        for key, function in self.parts.items():
+            part = _part(sample, key)
+            if isinstance(function, PartTransform):
+                function.check(part)
+
+
+def _part(sample: Any, key: Any) -> Any:
+    try:
+        return part_at(sample, (key,))
+    except (LookupError, AttributeError, TypeError):
+        shown = type(sample).__name__
+        if isinstance(sample, Mapping):
+            shown += f" with the keys {list(sample)!r:.200}"
+        elif isinstance(sample, list | tuple):
+            shown += f" of {len(sample)}"
+        raise DatasetError(f"transform={{{key!r}: ...}}: the sample has no such part, it is a {shown}.") from None
+
+
+def _is_field(sample: Any, key: Any) -> bool:
+    return isinstance(key, str) and not isinstance(sample, Mapping)
+
+
+def _replaced(sample: Any, key: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(sample, Tensor | np.ndarray):
+        raise DatasetError(f"transform={{{key!r}: ...}}: the sample is a {type(sample).__name__}, without parts.")
+    return _with(sample, key, function(_part(sample, key)))
+
+
+def _with(sample: Any, key: Any, new: Any) -> Any:
+    if isinstance(sample, tuple):
+        parts: list[Any] = list(sample)
+        parts[getattr(sample, "_fields", ()).index(key) if isinstance(key, str) else key] = new
+        return sample._make(parts) if hasattr(sample, "_make") else type(sample)(parts)
+    changed = copy.copy(sample)
+    if _is_field(sample, key):
+        object.__setattr__(changed, key, new)  # also of a frozen dataclass
+    else:
+        changed[key] = new
+    return changed
+
+
+# ---------------------------------------------------------------------------------------------------- parts by their place
+
+Path: TypeAlias = tuple[Any, ...]
+"""Keys, positions and names of fields that lead to a part of a sample; () for the sample itself."""
+
+_MANY = 256  # parts of a container, of which the rest is not looked through
+
+
+def paths_to(sample: Any, part: Any) -> tuple[Path, ...]:
+    """Return all ways to an object in a sample."""
+    return tuple(_paths_to(sample, part, 0))
+
+
+def _paths_to(sample: Any, part: Any, depth: int) -> Iterator[Path]:
+    if sample is part:
+        yield ()
+        return
+    inner: Iterable[tuple[Any, Any]] = ()
+    if isinstance(sample, Mapping):
+        inner = sample.items()
+    elif isinstance(sample, list | tuple):
+        inner = enumerate(sample)
+    elif dataclasses.is_dataclass(sample) and not isinstance(sample, type):
+        inner = vars(sample).items() if hasattr(sample, "__dict__") else ()
+    if depth < DEEP:
+        for key, value in islice(inner, _MANY):
+            for path in _paths_to(value, part, depth + 1):
+                yield key, *path
+
+
+def part_at(sample: Any, path: Path) -> Any:
+    """Return the part of a sample at a path."""
+    for key in path:
+        sample = getattr(sample, key) if _is_field(sample, key) else sample[key]
+    return sample
+
+
+def with_part(sample: Any, path: Path, part: Any) -> Any:
+    """Return a sample with another part at a path; its containers are new, and as they were."""
+    if not path:
+        return part
+    key = path[0]
+    return _with(sample, key, part if len(path) == 1 else with_part(part_at(sample, (key,)), path[1:], part))

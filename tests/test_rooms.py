@@ -1,0 +1,116 @@
+"""The architecture: one row a folder says from which other folders it imports."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import stocache
+
+PACKAGE = Path(stocache.__file__).parent
+IMPORTS = {  # besides errors; from the ground up, so that each folder's row names only rows above
+    "system": "",
+    "samples": "",
+    "shm": "system",
+    "storage": "samples system",
+    "transforms": "samples system",
+    "cache": "samples shm system",
+    "datasets": "cache samples shm storage system transforms",
+    "samplers": "cache samples system",
+    "loader": "cache datasets samplers samples shm system",
+    "preparation": "datasets samples storage system",
+    "text": "cache loader samples system",
+    "cli": "cache preparation shm storage system",
+    "reading/graph": "cache loader samples system",
+    "reading/run": "loader reading/graph system",
+    "reading": "cache reading/graph reading/run samples system",
+}
+MOST_FILES = 12
+
+
+def folder_of(module: str) -> str:
+    """The folder of a dotted name below stocache; "" for the modules that lie in the package itself."""
+    parts = module.split(".")
+    while parts and "/".join(parts) not in IMPORTS:
+        parts.pop()
+    return "/".join(parts)
+
+
+def imported(path: Path) -> set[str]:
+    """The dotted names below stocache that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "stocache":
+            module = (node.module or "").removeprefix("stocache").lstrip(".")
+            found |= {f"{module}.{alias.name}".lstrip(".") for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.removeprefix("stocache.") for alias in node.names if alias.name.startswith("stocache.")}
+    return found
+
+
+def test_the_table_names_every_folder_and_each_imports_only_from_rows_above_it():
+    assert {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")} == {*IMPORTS, "."}
+    above = set()
+    for folder, row in IMPORTS.items():
+        assert set(row.split()) <= above, folder
+        above.add(folder)
+
+
+@pytest.mark.parametrize("folder", IMPORTS)
+def test_a_folder_imports_what_its_row_says(folder):
+    used = set()
+    for path in (PACKAGE / folder).glob("*.py"):
+        used |= {"" if name.split(".")[0] == "errors" else folder_of(name) for name in imported(path) if name != "errors"}
+    assert used - {folder, ""} == set(IMPORTS[folder].split())
+    assert not any(
+        name and not folder_of(name) and name.split(".")[0] != "errors"
+        for path in (PACKAGE / folder).glob("*.py")
+        for name in imported(path)
+    )  # nothing from the package itself
+
+
+@pytest.mark.parametrize("folder", IMPORTS)
+def test_modules_of_a_folder_do_not_import_in_a_circle(folder):
+    files = {path.stem: path for path in (PACKAGE / folder).glob("*.py") if path.stem != "__init__"}
+    prefix = folder.replace("/", ".") + "."
+    graph = {}
+    for stem, path in files.items():
+        within = (name.removeprefix(prefix).split(".")[0] for name in imported(path) if name.startswith(prefix))
+        graph[stem] = {name for name in within if name in files}
+    while graph:
+        free = [stem for stem, needs in graph.items() if not needs & graph.keys()]
+        assert free, f"a circle among {sorted(graph)}"
+        for stem in free:
+            del graph[stem]
+
+
+@pytest.mark.parametrize("folder", [*IMPORTS, "."])
+def test_a_folder_has_few_files(folder):
+    assert len([path for path in (PACKAGE / folder).glob("*.py") if path.stem != "__init__"]) <= MOST_FILES
+
+
+def test_no_module_shares_its_name_with_an_export():
+    modules = {path.stem for path in PACKAGE.glob("*.py")} | {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert not modules & set(stocache.__all__)
+
+
+def test_datapipes_are_imported_by_the_reading_services_only():
+    for path in PACKAGE.rglob("*.py"):
+        if "reading" not in path.relative_to(PACKAGE).parts:
+            assert not re.search("datapipes|IterDataPipe|stocache.reading", path.read_text()), path
+
+
+def test_face_exports_a_sorted_all_that_exists():
+    assert stocache.__all__ == sorted(stocache.__all__, key=lambda name: (name.islower(), name))
+    assert all(hasattr(stocache, name) for name in stocache.__all__)
+
+
+def test_every_error_is_a_stocache_error_and_drawn_in_the_docstring():
+    from stocache import errors
+
+    classes = [item for item in vars(errors).values() if isinstance(item, type)]
+    assert len(classes) == 18
+    for item in classes:
+        assert issubclass(item, errors.StocacheError)
+        assert item.__name__ in errors.__doc__
