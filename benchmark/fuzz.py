@@ -41,8 +41,8 @@ from PIL import Image
 
 from stocache import OnDiskBlockDataStorage, RaggedCache, StocacheError
 from stocache.samples.record_encoder import HEAD, Record, pack_integers, pack_sample
-from stocache.storage.block import Block, Memory, encode
-from stocache.system.hashing import ZEROS, seal
+from stocache.storage.block import Block, BytesFile, encode
+from stocache.system.hashing import ZEROS, embed_checksum
 
 GROWTH_KB = 96 << 10
 SECONDS = 20
@@ -312,7 +312,7 @@ def seal_block(header: dict[str, Any], facts: Any, columns: bytearray) -> bytes:
     text = json.dumps(header).encode()
     head = len(text).to_bytes(8, "little") + text
     try:
-        block = Block(Memory(head + bytes(columns)), "forged", allow_pickle=None, verify=False)
+        block = Block(BytesFile(head + bytes(columns)), "forged", allow_pickle=None, verify=False)
         at, nbytes = block.span(":checks")
         checks = b"".join(block.check(row).to_bytes(8, "little") for row in range(block.samples))
         columns[at - len(head) : at - len(head) + nbytes] = checks[:nbytes]
@@ -320,13 +320,13 @@ def seal_block(header: dict[str, Any], facts: Any, columns: bytearray) -> bytes:
         pass
     try:
         first, last = header[":checks"]["data_offsets"]
-        return seal(head, b'\\"checksum\\": \\"', bytes(columns[first:last])) + bytes(columns)
+        return embed_checksum(head, b'\\"checksum\\": \\"', bytes(columns[first:last])) + bytes(columns)
     except Exception:
         return head + bytes(columns)
 
 
 def _read_block(values: list[Any], data: bytes) -> str:
-    block = Block(Memory(data), "forged")
+    block = Block(BytesFile(data), "forged")
     return _compared(block.all(), values)
 
 
@@ -395,7 +395,7 @@ def forged_index(rng: random.Random) -> str:
         facts["checksum"] = ZEROS
         text = json.dumps(facts)
     try:
-        sealed = seal(text.encode(), b'"checksum": "')
+        sealed = embed_checksum(text.encode(), b'"checksum": "')
     except ValueError:
         sealed = text.encode()
     pathlib.Path(folder, "index.json").write_bytes(sealed)
@@ -629,7 +629,7 @@ _HARM = (
 _HARM += ("ctypes.dlopen", "os.rename", "os.mkdir", "os.kill", "os.putenv", "pickle.find_class", "webbrowser.open")
 
 
-class Watch:
+class RngMonitor:
     """What a case did that it must not do."""
 
     def __init__(self) -> None:
@@ -647,7 +647,7 @@ class Watch:
                 self.seen.append(f"open {path[:80]}")
 
 
-def run(seed: int, watch: Watch) -> tuple[str, str]:
+def run(seed: int, watch: RngMonitor) -> tuple[str, str]:
     """Run a case; return what was forged, and what became of it: "equal", "another", "refused", or what failed."""
     rng = random.Random(seed)
     forger = FORGERS[seed % len(FORGERS)]
@@ -672,14 +672,14 @@ def run(seed: int, watch: Watch) -> tuple[str, str]:
     return forger.__name__, outcome
 
 
-def _ready() -> Watch:
+def _ready() -> RngMonitor:
     """Do what imports and opens something by itself, and limit the memory."""
     SAMPLES.extend(samples())
     _prepared()
     _class(random.Random(0))
     for name in ("zstd", "lz4"):
         _bomb(name)
-    watch = Watch()
+    watch = RngMonitor()
     for seed in range(len(FORGERS)):  # unwatched: what these import is not imported later
         with io.StringIO() as _:
             run(-1 - seed, watch)

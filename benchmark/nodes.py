@@ -33,9 +33,9 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler
 
 from stocache import CachedDataset, DataLoader, LocalityDistributedSampler, Placement, SharedCache, Structure, prepare
-from stocache.cache.placement import line, residency
+from stocache.cache.placement import ordering_of, residency
 from stocache.preparation.sources import open_source
-from stocache.samplers.assignment import Epoch, Layout, Shuffled, Stratified, share_out
+from stocache.samplers.assignment import EpochShape, Shuffled, StrataLayout, Stratified, share_out
 
 EPOCHS, BATCH = 4, 64
 READ_S = 0.0005  # a sample from a source far away
@@ -199,11 +199,11 @@ def train(arguments: argparse.Namespace) -> None:
 
 def surpluses(batches: list[Counter[int]], nodes: int, samples: int) -> list[float]:
     """Return what share of the samples of each epoch is more than the nodes to whose parts they belong have room for."""
-    its_line = line(Placement("scattered", nodes=nodes), samples)
+    ordering = ordering_of(Placement("scattered", nodes=nodes), samples)
     found = []
     for batch in batches:
-        positions = its_line.positions(np.array(sorted(batch.elements())))
-        counts = np.histogram(positions, its_line.bounds)[0]
+        positions = ordering.positions(np.array(sorted(batch.elements())))
+        counts = np.histogram(positions, ordering.bounds)[0]
         found.append(np.maximum(0, counts - len(positions) // nodes).sum())
     return [float(sum(epoch)) / samples for epoch in np.array_split(found, EPOCHS)]
 
@@ -238,10 +238,10 @@ def scale(arguments: argparse.Namespace) -> None:
     for nodes in (1, 4, 16, 64, 256, 1024):
         for filled in (0.5, 1.0):
             slots = int(filled * samples / nodes)
-            its_line = line(Placement("scattered", nodes=nodes), samples)
-            facts = Epoch(samples, nodes, BATCH_AT_SCALE, -(-samples // nodes), 0, 0)
-            shuffled, strata = Shuffled(facts, True), Stratified(facts, Layout(nodes, 1, slots), its_line)
-            shared_out = partial(_shared_out, shuffled, its_line)
+            ordering = ordering_of(Placement("scattered", nodes=nodes), samples)
+            facts = EpochShape(samples, nodes, BATCH_AT_SCALE, -(-samples // nodes), 0, 0)
+            shuffled, strata = Shuffled(facts, True), Stratified(facts, StrataLayout(nodes, 1, slots), ordering)
+            shared_out = partial(_shared_out, shuffled, ordering)
             hits: dict[str, list[float]] = {"shared out": [], "in strata": []}
             for node in np.random.default_rng(nodes).choice(nodes, min(nodes, 64), replace=False).tolist():
                 held = residency(Placement("scattered", node=node, nodes=nodes), samples, slots)
@@ -258,10 +258,10 @@ def scale(arguments: argparse.Namespace) -> None:
             print("| " + " | ".join(row) + " |", flush=True)
 
 
-def _shared_out(plan: Shuffled, its_line: Any, rank: int, begin: int, end: int) -> Any:
+def _shared_out(plan: Shuffled, ordering: Any, rank: int, begin: int, end: int) -> Any:
     """Return what a rank gets of the global batches of these steps."""
     batches = plan.batches(begin, end).reshape(end - begin, -1)
-    return batches[share_out(its_line.positions(batches), its_line.bounds, 1) == rank]
+    return batches[share_out(ordering.positions(batches), ordering.bounds, 1) == rank]
 
 
 def _served(filled: float, nodes: int) -> float:

@@ -10,7 +10,7 @@ pytest.importorskip("matplotlib", reason="needs the extra bench")
 from PIL import Image
 
 from stocache.cli import bench
-from stocache.cli.bench import Epoch, Row
+from stocache.cli.bench import EpochTiming, Row
 
 PHOTOS = Path(__file__).parents[2] / "shared" / "data" / "photos"
 
@@ -84,8 +84,8 @@ def test_real_photographs_of_all_sizes_go_through(tmp_path):
 
 
 def test_summarize_takes_medians_and_compares_with_no_cache():
-    epochs = [Epoch(0, "cold", s, 10, 10) for s in (1.0, 2.0, 9.0)] + [Epoch(0, "warm", 2.0, 10, 10)]
-    epochs += [Epoch(1, "cold", 2.2, 10, 10), Epoch(1, "warm", 0.5, 10, 0)]
+    epochs = [EpochTiming(0, "cold", s, 10, 10) for s in (1.0, 2.0, 9.0)] + [EpochTiming(0, "warm", 2.0, 10, 10)]
+    epochs += [EpochTiming(1, "cold", 2.2, 10, 10), EpochTiming(1, "warm", 0.5, 10, 0)]
     first, last = bench.summarize(epochs)
     assert first == Row(0, 2.0, 2.0, 5.0, 5.0, 10, 10, 0.0, 0.0)
     assert (last.warm_per_s, last.warm_reads, last.warm_hit_rate) == (20.0, 0, 1.0)

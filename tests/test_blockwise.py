@@ -24,7 +24,7 @@ from stocache import (
     StorageDataset,
     prepare,
 )
-from stocache.cache.placement import UnitResidency, Units, residency
+from stocache.cache.placement import BlockBounds, BlockResidency, residency
 from tests.conftest import run_all
 from tests.test_storage import FilePerSample, save
 
@@ -284,10 +284,10 @@ def test_units_are_resident_whole_and_their_slots_do_not_meet(sizes, data):
     slots = data.draw(st.integers(0, total + 3))
     nodes = data.draw(st.integers(1, 4))
     placement = Placement(
-        data.draw(st.sampled_from(["prefix", "scattered"])), Units(bounds), data.draw(st.integers(0, nodes - 1)), nodes
+        data.draw(st.sampled_from(["prefix", "scattered"])), BlockBounds(bounds), data.draw(st.integers(0, nodes - 1)), nodes
     )
     chosen = residency(placement, total, slots)
-    assert isinstance(chosen, UnitResidency)
+    assert isinstance(chosen, BlockResidency)
     everything = torch.arange(total)
     resident = chosen.resident(everything)
     for begin, end in itertools.pairwise(bounds.tolist()):
@@ -301,7 +301,7 @@ def test_units_are_resident_whole_and_their_slots_do_not_meet(sizes, data):
 
 
 def test_units_of_one_size_are_chosen_as_by_that_size():
-    units = Units(range(0, 101, 10))
+    units = BlockBounds(range(0, 101, 10))
     for order in ("prefix", "scattered"):
         one, other = residency(Placement(order, units), 100, 45), residency(Placement(order, 10), 100, 45)
         everything = torch.arange(100)
@@ -311,19 +311,19 @@ def test_units_of_one_size_are_chosen_as_by_that_size():
 @pytest.mark.parametrize("bounds", [[], [1, 2], [0, 2, 2], [0, 3, 1], [[0, 1]]])
 def test_bounds_that_are_none_are_errors(bounds):
     with pytest.raises(LimitError, match="bounds of units must ascend from 0"):
-        Units(bounds)
+        BlockBounds(bounds)
 
 
 def test_units_of_another_dataset_are_an_error():
     with pytest.raises(LimitError, match="units of 5 samples, the dataset has 6"):
-        residency(Placement("prefix", Units([0, 5])), 6, 3)
+        residency(Placement("prefix", BlockBounds([0, 5])), 6, 3)
 
 
 def test_units_tell_caches_apart():
-    assert Units([0, 2, 5]) == Units([0, 2, 5])
-    assert Units([0, 2, 5]) != Units([0, 3, 5])
-    assert str(Units([0, 2, 5])) != str(Units([0, 3, 5]))
-    assert hash(Units([0, 2])) == hash(Units([0, 2]))
+    assert BlockBounds([0, 2, 5]) == BlockBounds([0, 2, 5])
+    assert BlockBounds([0, 2, 5]) != BlockBounds([0, 3, 5])
+    assert str(BlockBounds([0, 2, 5])) != str(BlockBounds([0, 3, 5]))
+    assert hash(BlockBounds([0, 2])) == hash(BlockBounds([0, 2]))
 
 
 class Sick(StorageDataset):

@@ -22,7 +22,7 @@ from tensordict import TensorDict
 
 from benchmark.fuzz import seal_block
 from stocache import DamagedError, SampleError, StorageError
-from stocache.storage.block import Block, Memory, encode
+from stocache.storage.block import Block, BytesFile, encode
 from stocache.system.hashing import checksum
 from tests.test_records import (
     PICKLED,
@@ -52,7 +52,7 @@ def whole(values, allow_pickle=False):
 
 
 def block_of(values, allow_pickle=False):
-    return Block(Memory(whole(values, allow_pickle)[0]), "a block", allow_pickle)
+    return Block(BytesFile(whole(values, allow_pickle)[0]), "a block", allow_pickle)
 
 
 def round_trip(values, allow_pickle=False):
@@ -209,9 +209,9 @@ def test_a_default_factory_that_would_have_to_be_imported_needs_allow_pickle_on_
     ):
         whole(values)
     data, _ = whole(values, allow_pickle=True)
-    assert Block(Memory(data), "a block", allow_pickle=True).sample(0).default_factory is made_by_name
+    assert Block(BytesFile(data), "a block", allow_pickle=True).sample(0).default_factory is made_by_name
     with pytest.raises(StorageError, match=r"have the default_factory tests.test_records:made_by_name.*pass allow_pickle=True"):
-        Block(Memory(data), "a block")
+        Block(BytesFile(data), "a block")
 
 
 def test_samples_are_the_callers_own():
@@ -276,10 +276,10 @@ def test_what_has_no_bytes_of_its_own_needs_allow_pickle_on_both_sides(value):
     ):
         whole([0, value])
     data, _ = whole([0, value], allow_pickle=True)
-    assert Block(Memory(data), "a block", allow_pickle=True).sample(1) == value
+    assert Block(BytesFile(data), "a block", allow_pickle=True).sample(1) == value
     with pytest.raises(StorageError, match="a block: its samples are partly pickled"):
-        Block(Memory(data), "a block")
-    Block(Memory(data), "a block", allow_pickle=None).verify()
+        Block(BytesFile(data), "a block")
+    Block(BytesFile(data), "a block", allow_pickle=None).verify()
 
 
 @pytest.mark.parametrize(
@@ -328,13 +328,13 @@ def forged(values, change):
 def test_a_forged_class_is_not_called(name):
     data = forged([("true", "x"), ("true", "y")], lambda tree: tree.update({"class": name}))
     with pytest.raises(StorageError, match=f"its samples are made of {name}, which is no tuple"):
-        Block(Memory(data), "a block")
+        Block(BytesFile(data), "a block")
 
 
 def test_a_module_is_not_imported_for_a_forged_class():
     data = forged([("true", "x")], lambda tree: tree.update({"class": "antigravity:fly"}))
     with pytest.raises(StorageError, match="Import antigravity first, or pass allow_pickle=True"):
-        Block(Memory(data), "a block")
+        Block(BytesFile(data), "a block")
     assert "antigravity" not in sys.modules
 
 
@@ -342,10 +342,10 @@ def test_a_module_is_not_imported_for_a_forged_class():
 def test_a_forged_class_of_members_is_not_called(name):
     data = forged([Kind.BOX], lambda tree: tree.update({"class": name}))
     with pytest.raises(StorageError, match=f"its samples have members of {name}, which is not an enum"):
-        Block(Memory(data), "a block")
+        Block(BytesFile(data), "a block")
     data = forged([{Kind.BOX: 1}], lambda tree: tree.update(keys=[{"enum": [name, "BOX"]}]))
     with pytest.raises(StorageError, match=f"its samples have members of {name}, which is not an enum"):
-        Block(Memory(data), "a block")
+        Block(BytesFile(data), "a block")
 
 
 def test_a_module_is_not_imported_for_forged_members_and_factories():
@@ -360,7 +360,7 @@ def test_a_module_is_not_imported_for_forged_members_and_factories():
         with pytest.raises(
             StorageError, match=r"Import antigravity first|have the default_factory (antigravity:fly|os:getcwd)"
         ):
-            Block(Memory(data), "a block")
+            Block(BytesFile(data), "a block")
     assert "antigravity" not in sys.modules
 
 
@@ -395,7 +395,7 @@ def test_a_module_is_not_imported_for_forged_members_and_factories():
 def test_forged_kinds_are_errors(value, change):
     data = forged([value], lambda tree: tree.update(change))
     with pytest.raises(StorageError, match=r"a block is damaged|a block: its samples are made of .*, which is no"):
-        Block(Memory(data), "a block").all()
+        Block(BytesFile(data), "a block").all()
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_forged_kinds_are_errors(value, change):
 def test_a_forged_structure_is_an_error(change):
     data = forged([(torch.zeros(4), "ab", ["x"]), (torch.ones(4), "c", [])], change)
     with pytest.raises(StorageError, match="a block is damaged"):
-        Block(Memory(data), "a block").all()
+        Block(BytesFile(data), "a block").all()
 
 
 def test_a_pickle_is_checked_before_it_is_loaded():
@@ -426,7 +426,7 @@ def test_a_pickle_is_checked_before_it_is_loaded():
     at = data.index(b"sprung")
     data[at : at + 6] = b"SPRUNG"
     with pytest.raises(DamagedError, match="sample 0 in it has the checksum"):
-        Block(Memory(bytes(data)), "a block", allow_pickle=True).sample(0)
+        Block(BytesFile(bytes(data)), "a block", allow_pickle=True).sample(0)
     assert Trap.sprung == []
 
 
@@ -440,7 +440,7 @@ def test_a_pickle_is_checked_before_it_is_loaded_however_its_kind_is_written():
     at = forged.index(b"sprung")
     forged[at : at + 6] = b"SPRUNG"
     with pytest.raises(DamagedError, match="sample 0 in it has the checksum"):
-        Block(Memory(bytes(forged)), "a block", allow_pickle=True).sample(0)
+        Block(BytesFile(bytes(forged)), "a block", allow_pickle=True).sample(0)
     assert Trap.sprung == []
 
 
@@ -455,7 +455,7 @@ def refused(data, message="a block is damaged"):
     """Reading a forged block is an error, and takes little memory."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(StorageError, match=message):
-        Block(Memory(data), "a block").all()
+        Block(BytesFile(data), "a block").all()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
 
 
@@ -499,7 +499,7 @@ def resealed(data):
 def test_lists_of_many_items_without_bytes_come_back(items):
     values = [[items] * 70_000, [items] * 3]
     data, _ = whole(values)
-    assert list(map(len, Block(Memory(data), "a block").all())) == [70_000, 3]
+    assert list(map(len, Block(BytesFile(data), "a block").all())) == [70_000, 3]
     assert ":room" in safetensors.torch.load(data)
     assert ":room" not in safetensors.torch.load(whole([[items] * 30_000, [items] * 3] if items is None else [[items] * 40])[0])
 
@@ -508,7 +508,7 @@ def test_a_block_without_room_is_read_as_before():
     """As they were written before there was a column for it."""
     data = whole([[None] * 60_000, [None] * 3])[0]
     assert len(data) < 1000
-    assert [len(value) for value in Block(Memory(data), "a block").all()] == [60_000, 3]
+    assert [len(value) for value in Block(BytesFile(data), "a block").all()] == [60_000, 3]
 
 
 def test_lists_that_share_their_items_do_not_multiply():

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.utils.data import Subset, default_collate
 
 from stocache import CachedDataset, SharedCache
-from stocache.cache.batches import BatchForm, Unread
-from stocache.datasets.cached import reading_later
+from stocache.cache.batches import BatchSpec, LazyBatch
+from stocache.datasets.cached import with_lazy_batches
 from stocache.samples.spec import Structure
 from tests.test_records import everywhere, identical
 from tests.test_structure import same
@@ -32,7 +32,7 @@ def new(shape, dtype):
 
 def gathered(samples, indices, limit=1):
     with fill(SharedCache.like(samples[0], limit, len(samples)), samples) as cache:
-        unread = Unread(cache, indices, lambda missing: [samples[idx] for idx in missing], BatchForm.of(cache))
+        unread = LazyBatch(cache, indices, lambda missing: [samples[idx] for idx in missing], BatchSpec.of(cache))
         return unread.gather(new)
 
 
@@ -64,7 +64,7 @@ def test_a_gathered_batch_is_that_of_default_collate(kind, indices):
 )
 def test_what_default_collate_does_not_simply_stack_is_not_gathered(sample):
     with SharedCache.like(sample, 1, 3) as cache:
-        assert BatchForm.of(cache) is None
+        assert BatchSpec.of(cache) is None
 
 
 def permuted(n=N):
@@ -86,8 +86,8 @@ def test_samples_in_another_order_come_back_and_are_collated_as_they_were(kind):
     with CachedDataset(samples, 1) as dataset:
         assert isinstance(dataset.cache, SharedCache)
         dataset.warm(progress=False)
-        assert BatchForm.of(dataset.cache) is None
-        assert reading_later(dataset) is None
+        assert BatchSpec.of(dataset.cache) is None
+        assert with_lazy_batches(dataset) is None
         indices = list(range(len(samples)))
         for got in (dataset.__getitems__(indices), dataset.__getitems__([1, 0]), [dataset.cache.get_slot(1, copy=False)]):
             wanted = samples if len(got) > 2 else [samples[1], samples[0]][: len(got)]
@@ -138,8 +138,8 @@ def test_any_mixture_of_hits_and_misses(data):
         for idx in cached:
             cache.set_slot(idx, samples[idx])
         loaded = []
-        unread = Unread(
-            cache, indices, lambda missing: [loaded.append(idx) or samples[idx] for idx in missing], BatchForm.of(cache)
+        unread = LazyBatch(
+            cache, indices, lambda missing: [loaded.append(idx) or samples[idx] for idx in missing], BatchSpec.of(cache)
         )
         assert unread.cached == cached.issuperset(indices)
         assert same(unread.gather(new), default_collate([samples[idx] for idx in indices]))
@@ -159,7 +159,7 @@ def test_a_misfit_is_read_with_all_others_and_loaded_once():
     samples[4] = torch.zeros(3, 4, 6, dtype=torch.uint8)
     loads = []
     with CachedDataset(Recording(samples, loads), 1, probe=2) as dataset:
-        unread = reading_later(dataset).__getitems__([0, 4, 2])
+        unread = with_lazy_batches(dataset).__getitems__([0, 4, 2])
         assert unread.gather(new) is None
         assert same(list(unread), [samples[0], samples[4], samples[2]])
         assert sorted(loads) == [2, 4]  # 0 was loaded by the probe, in a child process
@@ -179,7 +179,7 @@ class Recording(list):
 def test_without_memory_nothing_is_gathered_and_the_samples_can_be_read():
     samples = images()
     with CachedDataset(samples, 1) as dataset:
-        unread = reading_later(dataset).__getitems__([2, 3])
+        unread = with_lazy_batches(dataset).__getitems__([2, 3])
         assert unread.gather(lambda shape, dtype: None) is None
         assert len(unread) == 2
         assert same([unread[0], unread[1]], samples[2:4])
@@ -188,28 +188,28 @@ def test_without_memory_nothing_is_gathered_and_the_samples_can_be_read():
 def test_negative_indices_count_from_the_end():
     samples = images()
     with CachedDataset(samples, 1) as dataset:
-        batch = reading_later(dataset).__getitems__([-1, 0]).gather(new)
+        batch = with_lazy_batches(dataset).__getitems__([-1, 0]).gather(new)
     assert same(batch, default_collate([samples[-1], samples[0]]))
 
 
 def test_reading_later_is_for_cached_datasets_that_can_be_gathered():
     samples = [(image, idx) for idx, image in enumerate(images())]
     with CachedDataset(samples, 1) as dataset:
-        assert isinstance(reading_later(dataset).__getitems__([1]), Unread)
+        assert isinstance(with_lazy_batches(dataset).__getitems__([1]), LazyBatch)
         assert isinstance(dataset.__getitems__([1]), list)  # the original reads now
-        part = reading_later(Subset(Subset(dataset, [5, 6, 7]), [2, 0]))
+        part = with_lazy_batches(Subset(Subset(dataset, [5, 6, 7]), [2, 0]))
         assert same(part.__getitems__([0, 1]).gather(new), default_collate([samples[7], samples[5]]))
-        assert reading_later(part.dataset) is not None
-    assert reading_later(samples) is None
-    assert reading_later(Subset(samples, [1])) is None
+        assert with_lazy_batches(part.dataset) is not None
+    assert with_lazy_batches(samples) is None
+    assert with_lazy_batches(Subset(samples, [1])) is None
     with CachedDataset(samples, 1, transform=lambda sample: sample) as dataset:
-        assert reading_later(dataset) is None
+        assert with_lazy_batches(dataset) is None
     with CachedDataset([torch.zeros(n) for n in range(4)], 1) as dataset:
-        assert reading_later(dataset) is None
+        assert with_lazy_batches(dataset) is None
 
     class Own(CachedDataset):
         def __getitems__(self, indices):
             return super().__getitems__(indices)
 
     with Own(samples, 1) as dataset:
-        assert reading_later(dataset) is None
+        assert with_lazy_batches(dataset) is None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stocache import DatasetError, deterministic
-from stocache.system.rng import Watch
+from stocache.system.rng import RngMonitor
 from stocache.transforms.known import LIBRARIES, is_deterministic, is_known, library_of
 from tests import lookalikes
 
@@ -102,7 +102,7 @@ def test_what_is_called_deterministic_in_albumentations_draws_nothing():
         if name in ("TimeReverse", "ToRGB"):
             given = {"image": image[..., 0]}
         transform.set_random_seed(5)
-        own, watch = repr((transform.py_random.getstate(), transform.random_generator.bit_generator.state)), Watch()
+        own, watch = repr((transform.py_random.getstate(), transform.random_generator.bit_generator.state)), RngMonitor()
         results = [transform(**given) for _ in range(2)]
         assert repr((transform.py_random.getstate(), transform.random_generator.bit_generator.state)) == own, name
         assert not watch.drawn(), name
@@ -137,7 +137,7 @@ def test_what_is_called_deterministic_in_kornia_draws_nothing():
         augmentation.LongestMaxSize(8),
         augmentation.SmallestMaxSize(8),
     ):
-        watch = Watch()
+        watch = RngMonitor()
         assert is_deterministic(transform)
         assert torch.equal(transform(image), transform(image))
         assert not watch.drawn()

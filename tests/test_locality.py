@@ -17,7 +17,7 @@ from torch.utils.data import DistributedSampler, Subset
 
 import stocache
 from stocache import LimitError, LocalityDistributedSampler, Placement, SharedCache, StateError
-from stocache.cache.placement import Units, residency
+from stocache.cache.placement import BlockBounds, residency
 from stocache.samplers.assignment import share_out
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
@@ -71,7 +71,7 @@ def trainings(draw):
     samples = draw(st.integers(1, 120))
     unit = draw(st.sampled_from([1, 1, 4, "units"]))
     if unit == "units":
-        unit = Units(np.unique([0, *draw(st.lists(st.integers(1, samples), max_size=9)), samples]))
+        unit = BlockBounds(np.unique([0, *draw(st.lists(st.integers(1, samples), max_size=9)), samples]))
     placement = Placement(draw(st.sampled_from(["prefix", "scattered"])), unit, nodes=nodes)
     options = {"shuffle": draw(st.booleans()), "seed": draw(st.integers(0, 5)), "drop_last": draw(st.booleans())}
     return samples, draw(st.integers(1, 8)), nodes, per_node, placement, options
@@ -382,7 +382,7 @@ def test_it_draws_no_random_numbers_and_trainers_take_it():
         ({"placement": Placement(nodes=8)}, "not as many on each of 8 nodes"),
         ({"node_rank": 1}, "node_rank says node 1, but rank 0 of 4, 2 on each node, is of node 0"),
         ({"stratify": True}, "stratify needs shuffle=True, and a CachedDataset"),
-        ({"placement": Placement("prefix", Units([0, 7]), nodes=2)}, "units of 7 samples, the dataset has 40"),
+        ({"placement": Placement("prefix", BlockBounds([0, 7]), nodes=2)}, "units of 7 samples, the dataset has 40"),
         ({"dataset": Subset(range(40), range(3))}, "CachedDataset around the Subset"),
     ],
 )

@@ -508,11 +508,11 @@ def test_a_stopped_process_that_fetches_a_file_is_not_waited_for(monkeypatch, tm
     monkeypatch.setattr(remote, "_STANDSTILL_S", 0.2)
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "block").write_bytes(b"content")
-    folder = remote.RemoteFolder(f"file://{tmp_path}/far", None)
+    folder = remote.RemoteStore(f"file://{tmp_path}/far", None)
     mirror = remote.Mirror(folder, str(tmp_path / "near"), "1GB")
 
     def fetch():
-        monkeypatch.setattr(remote.RemoteFolder, "get", lambda *arguments: stop())
+        monkeypatch.setattr(remote.RemoteStore, "get", lambda *arguments: stop())
         mirror.fetch("block")
 
     with stopped(fetch):
@@ -526,7 +526,7 @@ def test_a_stopped_process_that_prepares_a_folder_is_named(monkeypatch, tmp_path
     monkeypatch.setattr(local, "_STANDSTILL_S", 0.3)
 
     def hold():
-        with local.LocalFolder(str(tmp_path)).locked():
+        with local.LocalStore(str(tmp_path)).locked():
             stop()
 
     with stopped(hold) as pid:

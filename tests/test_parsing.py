@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from stocache import StreamError
 from stocache.samples.pytree import leaves
 from stocache.text import parsers
-from stocache.text.engines import Refused, engines
+from stocache.text.engines import BulkParseError, engines
 from stocache.text.parsers import Custom, Delimited, FixedWidth, JsonLines, Target, numpy_dtype
 
 F4, F8, I8, U1, BOOL = (np.dtype(name) for name in ("f4", "f8", "i8", "u1", "?"))
@@ -54,7 +54,7 @@ def test_numbers_are_those_that_python_reads(rows, delimiter, ends, dtype, engin
         wanted = np.array([[float(a), float(b)] for a, b, _ in rows]).astype(dtype), np.array([int(c) for *_, c in rows])
     if engine == "pyarrow" or max(abs(int(label)) for *_, label in rows) < 2**53:
         same(parser.bulk(data, len(rows)), wanted)
-    arrays, bad = parser.care(data)
+    arrays, bad = parser.parse_row_by_row(data)
     assert not bad
     same(arrays, wanted)
 
@@ -65,7 +65,7 @@ def test_columns_are_taken_in_the_order_asked_for(engine):
     parser = Delimited(target((4, 2, 2), (0, 5), False, F8), 6, [engine], delimiter=",")
     wanted = np.array([[3, 2.5, 2.5], [6, 5.5, 5.5]]), np.array([[1, 7], [4, 8]])
     same(parser.bulk(data, 2), wanted)
-    same(parser.care(data)[0], wanted)
+    same(parser.parse_row_by_row(data)[0], wanted)
     same(Delimited(target((0, 2), None), 6, [engine]).bulk(data, 2), np.array([[1, 2.5], [4, 5.5]], F4))
 
 
@@ -78,7 +78,7 @@ def test_integers_may_be_written_as_floats(engine, label_dtype):
     same(parser.bulk(data, 2), wanted)
     same(parser.bulk(data, 2), wanted)  # also where it remembers how
     same(parser.bulk(b"1,2,1\n", 1), (np.array([[1, 2]], F4), np.array([1], label_dtype)))
-    same(parser.care(data)[0], wanted)
+    same(parser.parse_row_by_row(data)[0], wanted)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -103,9 +103,9 @@ def test_integers_may_be_written_as_floats(engine, label_dtype):
 def test_rows_that_are_not_as_they_should_be_are_told(engine, row, why):
     parser = Delimited(target(), 3, [engine])
     data = f"1,2,3\n{row}\n4,5,6\n".encode()
-    with pytest.raises(Refused, match="no engine can parse these rows"):
+    with pytest.raises(BulkParseError, match="no engine can parse these rows"):
         parser.bulk(data, 3)
-    arrays, bad = parser.care(data)
+    arrays, bad = parser.parse_row_by_row(data)
     assert bad == [(1, why)]
     same(arrays, (np.array([[1, 2], [4, 5]], F4), np.array([3, 6])))
 
@@ -115,9 +115,9 @@ def test_what_is_beyond_a_small_dtype_is_no_value_of_it(engine):
     parser = Delimited(target(dtype=U1, label_dtype=U1), 3, [engine])
     same(parser.bulk(b"0,255,7\n", 1), (np.array([[0, 255]], U1), np.array([7], U1)))
     for row in (b"0,256,7\n", b"-1,2,7\n", b"1,2.5,7\n", b"1,2,300\n"):
-        with pytest.raises(Refused, match="no engine can parse these rows"):
+        with pytest.raises(BulkParseError, match="no engine can parse these rows"):
             parser.bulk(row, 1)
-        assert "no uint8" in parser.care(row)[1][0][1]
+        assert "no uint8" in parser.parse_row_by_row(row)[1][0][1]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -127,10 +127,10 @@ def test_large_integers_are_exact_or_refused(engine):
         data = f"1,2,{label}\n".encode()
         try:
             assert parser.bulk(data, 1)[1].tolist() == [label]
-        except Refused:
+        except BulkParseError:
             assert engine == "numpy"
             assert abs(label) >= 2**53
-        assert parser.care(data)[0][1].tolist() == [label]
+        assert parser.parse_row_by_row(data)[0][1].tolist() == [label]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -140,9 +140,9 @@ def test_missing_values_become_nan_where_they_are_to_be_kept(engine):
     wanted = np.array([[1, math.nan], [math.nan, math.nan], [math.nan, 5]]), np.array([3, 4, 6])
     if engine == "pyarrow":
         same(parser.bulk(data, 3), wanted)
-    same(parser.care(data)[0], wanted)
-    assert parser.care(b"1,2,\n")[1] == [(0, "column 2 is missing")]  # labels have no NaN
-    with pytest.raises(Refused, match="no engine can parse these rows"):
+    same(parser.parse_row_by_row(data)[0], wanted)
+    assert parser.parse_row_by_row(b"1,2,\n")[1] == [(0, "column 2 is missing")]  # labels have no NaN
+    with pytest.raises(BulkParseError, match="no engine can parse these rows"):
         parser.bulk(b"1,2,\n", 1)
 
 
@@ -152,7 +152,7 @@ def test_comments_end_a_row(engine):
     data = b"1,2,3 # three\n4,5,6#six\n"
     wanted = np.array([[1, 2], [4, 5]], F4), np.array([3, 6])
     same(parser.bulk(data, 2), wanted)
-    same(parser.care(data)[0], wanted)
+    same(parser.parse_row_by_row(data)[0], wanted)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -163,7 +163,7 @@ def test_quoted_fields(engine, delimiter):
     wanted = np.array([[1], [3]], F4), np.array([2, 4])
     if engine == "pyarrow":
         same(parser.bulk(data, 2), wanted)
-    same(parser.care(data)[0], wanted)
+    same(parser.parse_row_by_row(data)[0], wanted)
     assert [row[1] for row in csv.reader(data.decode().splitlines(), delimiter=delimiter)] == [f"a{delimiter}b", "x"]
 
 
@@ -179,7 +179,7 @@ def test_white_space_of_any_kind_between_fields(rows, strip, engine):
     wanted = np.array([[float(row[1]), float(row[3])] for row in rows]), np.array([int(row[5]) for row in rows])
     if engine == "pyarrow" or max(abs(int(row[5])) for row in rows) < 2**53:
         same(parser.bulk(data, len(rows)), wanted)
-    same(parser.care(data)[0], wanted)
+    same(parser.parse_row_by_row(data)[0], wanted)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -189,10 +189,10 @@ def test_fields_of_fixed_width(engine):
     parser = FixedWidth(target((0,)), 3, [engine], widths=(6, 5, 3))
     wanted = np.array([[1.5], [-12.25], [1], [0.5]], F4), np.array([7, 123, -4, 9])
     same(parser.bulk(data, 4), wanted)
-    same(parser.care(data)[0], wanted)
-    with pytest.raises(Refused, match="no engine can parse these rows"):
+    same(parser.parse_row_by_row(data)[0], wanted)
+    with pytest.raises(BulkParseError, match="no engine can parse these rows"):
         parser.bulk(b"  1.5 hello  7 8\n", 1)
-    arrays, bad = parser.care(b"  1.5 hello  7 8\n  1.5 hello\n 2    hello  8\n")
+    arrays, bad = parser.parse_row_by_row(b"  1.5 hello  7 8\n  1.5 hello\n 2    hello  8\n")
     assert bad == [(0, "16 bytes"), (1, "column 2 is missing")]
     same(arrays, (np.array([[2]], F4), np.array([8])))
 
@@ -207,7 +207,7 @@ def test_json_lines(rows, engine):
     )
     parser = JsonLines(target((0, 1), (2,), dtype=F8), 3, [engine], names=("a", "b", "label"))
     wanted = np.array([[a, b] for a, b, _ in rows], F8), np.array([c for *_, c in rows])
-    same(parser.care(data)[0], wanted)
+    same(parser.parse_row_by_row(data)[0], wanted)
     same(parser.bulk(data, len(rows)), wanted)
 
 
@@ -231,9 +231,9 @@ def test_json_lines(rows, engine):
 def test_json_that_is_not_as_it_should_be(engine, row, why):
     parser = JsonLines(target((0,), (1,)), 2, [engine], names=("a", "label"))
     data = f'{{"a": 1, "label": 2}}\n{row}\n'.encode()
-    with pytest.raises(Refused, match="no engine can parse these rows"):
+    with pytest.raises(BulkParseError, match="no engine can parse these rows"):
         parser.bulk(data, 2)
-    arrays, ((number, said),) = parser.care(data)
+    arrays, ((number, said),) = parser.parse_row_by_row(data)
     assert number == 1
     assert said.startswith(why)
     same(arrays, (np.array([[1]], F4), np.array([2])))
@@ -274,7 +274,7 @@ def test_a_parse_function_that_returns_something_else(returned, why):
 
 def test_bytes_that_are_no_utf_8_are_no_numbers():
     parser = Delimited(target(), 3, ENGINES)
-    arrays, bad = parser.care(b"1,2,3\n1,\xff,3\n")
+    arrays, bad = parser.parse_row_by_row(b"1,2,3\n1,\xff,3\n")
     assert bad[0][0] == 1
     assert "no number" in bad[0][1]
     same(arrays, (np.array([[1, 2]], F4), np.array([3])))
@@ -309,18 +309,18 @@ def test_good_rows_are_the_same_beside_bad_ones(engine):
         (Delimited(target((0,), (1,)), 2, [engine], delimiter=None), b" -0\x0b2 \n"),
         (Delimited(target((0,), (1,)), 2, [engine], delimiter=","), b"1" * 400 + b",2\n"),
     ):
-        alone, (beside, bad) = parser.bulk(good, 1), parser.care(good + b"bad bad bad bad bad\n")
+        alone, (beside, bad) = parser.bulk(good, 1), parser.parse_row_by_row(good + b"bad bad bad bad bad\n")
         assert len(bad) == 1
         same(beside, alone)
         assert np.signbit(beside[0]).tolist() == np.signbit(alone[0]).tolist()
     blank = Delimited(target((0,), (2,)), 3, [engine], delimiter=None)
     for bad in (b'"3" "4" 5\n', b"1\x002 3\n", b'"a b" 1 2\n'):
-        with pytest.raises(Refused, match="no engine can parse these rows"):
+        with pytest.raises(BulkParseError, match="no engine can parse these rows"):
             blank.bulk(bad, 1)
-        assert len(blank.care(bad)[1]) == 1
+        assert len(blank.parse_row_by_row(bad)[1]) == 1
 
 
 def test_quotes_that_never_close_are_told():
     parser = Delimited(target((0,), (1,)), 3, ENGINES)
-    _, bad = parser.care(b'1,2,"a"\n3,4,"see\n1,2,b"c\n')
+    _, bad = parser.parse_row_by_row(b'1,2,"a"\n3,4,"see\n1,2,b"c\n')
     assert [number for number, _ in bad] == [1]

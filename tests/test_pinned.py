@@ -66,7 +66,7 @@ def make_ring():
 
 
 def arrive(ring, batch):
-    return pickle.loads(pickle.dumps(ring.lane(1).take().ship(batch)))
+    return pickle.loads(pickle.dumps(ring.lane(1).take().publish(batch)))
 
 
 def wait_until(condition):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stocache import LimitError, Placement
-from stocache.cache.placement import Units, line, residency
+from stocache.cache.placement import BlockBounds, ordering_of, residency
 
 OUTSIDE = -1
 
@@ -81,13 +81,13 @@ def placements(draw):
     if draw(st.booleans()):
         return Placement(order, draw(st.integers(1, 9)), nodes=nodes), draw(st.integers(1, 300))
     bounds = np.cumsum([0, *draw(st.lists(st.integers(1, 9), min_size=1, max_size=40))])
-    return Placement(order, Units(bounds), nodes=nodes), int(bounds[-1])
+    return Placement(order, BlockBounds(bounds), nodes=nodes), int(bounds[-1])
 
 
 @given(placements())
 def test_every_sample_has_a_position_in_line(drawn):
     placement, dataset_len = drawn
-    found = line(placement, dataset_len)
+    found = ordering_of(placement, dataset_len)
     everything = np.arange(dataset_len)
     positions = found.positions(everything)
     assert sorted(positions) == list(range(dataset_len))
@@ -101,7 +101,7 @@ def test_every_sample_has_a_position_in_line(drawn):
 def test_a_node_keeps_the_head_of_its_part_or_all_of_it_and_some_before(drawn, data):
     placement, dataset_len = drawn
     slots = data.draw(st.integers(0, dataset_len - 1))
-    found = line(placement, dataset_len)
+    found = ordering_of(placement, dataset_len)
     for node, (begin, end) in enumerate(zip(found.bounds[:-1], found.bounds[1:], strict=True)):
         own = residency(Placement(placement.order, placement.unit, node, placement.nodes), dataset_len, slots)
         in_line = own.resident(torch.from_numpy(found.samples(np.arange(dataset_len)))).tolist()

@@ -17,7 +17,7 @@ from stocache.errors import GraphError
 from stocache.reading import SeedGenerator, find_dps, list_dps, remove_dp, replace_dp, set_graph_random_seed, traverse_dps
 from stocache.reading.graph.graph import clone, sources
 from stocache.reading.graph.seeds import is_pure
-from stocache.system.rng import Watch
+from stocache.system.rng import RngMonitor
 
 
 class Untouchable:
@@ -259,14 +259,14 @@ def test_random_pipes_before_the_shard_have_shared_seeds_and_others_their_own():
 
 def test_watch_sees_every_draw():
     for draw in (random.random, np.random.rand, lambda: torch.rand(1), lambda: np.random.normal(size=3)):
-        watch = Watch()
+        watch = RngMonitor()
         assert not watch.drawn()
         draw()
         assert watch.drawn()
     previous = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(np.random.PCG64(1))
-        watch = Watch()
+        watch = RngMonitor()
         np.random.rand()
         assert watch.drawn()
     finally:

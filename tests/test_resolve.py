@@ -153,10 +153,10 @@ def test_a_namedtuple_is_made_without_its_own_code():
 
     ran.clear()
     check_class("namedtuple", Point, "Point", ("x", "y"), ())
-    made = Container("namedtuple", Point, ("x", "y")).joiner()([1, 2])
+    made = Container("namedtuple", Point, ("x", "y")).unflatten_fn()([1, 2])
     assert (type(made), made.x, made.y, ran) == (Point, 1, 2, [])
     with pytest.raises(ValueError, match="1 parts has 2 fields"):
-        Container("namedtuple", Point, ("x", "y")).joiner()([1])
+        Container("namedtuple", Point, ("x", "y")).unflatten_fn()([1])
 
 
 class Colour(enum.Flag):

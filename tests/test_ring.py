@@ -27,7 +27,7 @@ def send(ring, batch, iteration=1):
     """What a worker does: returns the bytes of the message. The receiver asks for it first."""
     ring.reap()
     buffer = ring.lane(iteration).take()
-    return pickle.dumps(buffer.ship(batch)) if buffer is not None else None
+    return pickle.dumps(buffer.publish(batch)) if buffer is not None else None
 
 
 def free(ring):
@@ -59,7 +59,7 @@ def test_a_tensor_born_in_the_buffer_is_not_copied(ring):
     tensor = buffer.empty((10, 100), torch.float32)
     address = tensor.data_ptr()
     tensor.fill_(3)
-    came = pickle.loads(pickle.dumps(buffer.ship([tensor])))[0]
+    came = pickle.loads(pickle.dumps(buffer.publish([tensor])))[0]
     assert came.data_ptr() == address
     assert torch.equal(came, torch.full((10, 100), 3.0))
 
@@ -68,7 +68,7 @@ def test_batches_of_one_kind_are_packed_once(ring):
     for value in (1, 2):
         buffer = ring.lane(1).take()
         tensor = buffer.empty((5,), torch.int64).fill_(value)
-        came = pickle.loads(pickle.dumps(buffer.ship([tensor], kind="five")))
+        came = pickle.loads(pickle.dumps(buffer.publish([tensor], kind="five")))
         assert came[0].tolist() == [value] * 5
         del came, tensor
     assert len(ring.lane(1).packed) == 1
@@ -134,7 +134,7 @@ def test_a_buffer_that_was_not_shipped_stays_free(ring):
         buffer.empty((100,), torch.float32)
         del buffer
     with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
-        ring.lane(1).take().ship([torch.zeros(3), lambda: None])
+        ring.lane(1).take().publish([torch.zeros(3), lambda: None])
     assert free(ring) == 6
 
 
@@ -153,7 +153,7 @@ def test_batches_larger_than_a_buffer_go_the_way_of_torch(monkeypatch):
     buffer = ring.lane(1).take()
     assert buffer.empty((3 * limits.MIB,), torch.uint8) is None
     large = torch.arange(300_000)
-    assert same(pickle.loads(pickle.dumps(buffer.ship(large))), large)
+    assert same(pickle.loads(pickle.dumps(buffer.publish(large))), large)
     assert ring.passed[TOO_LARGE] == 1
     small = numbers(1)
     assert same(pickle.loads(send(ring, small)), small)
@@ -397,5 +397,5 @@ def test_which_batch_a_process_ended_at_is_known_when_others_have_come():
             os._exit(0)
         os.waitpid(pid, 0)
         ended.append(pid)
-    assert [ring.errand_of(pid) for pid in ended] == [5, 6]
+    assert [ring.last_request_of(pid) for pid in ended] == [5, 6]
     ring.end(iteration)

@@ -26,7 +26,7 @@ from stocache import (
 )
 from stocache.storage import local
 from stocache.storage.manifest import block_name
-from stocache.system.hashing import seal
+from stocache.system.hashing import embed_checksum
 from tests.test_structure import Box, same
 
 N = 50
@@ -466,7 +466,7 @@ def test_an_index_that_is_none_is_an_error(disk, text, error, message):
 def test_a_forged_index_is_an_error(disk, change):
     path = Path(disk.base_folder, "index.json")
     facts = json.loads(path.read_bytes()) | change | {"checksum": "0" * 16}
-    path.write_bytes(seal(json.dumps(facts).encode(), b'"checksum": "'))
+    path.write_bytes(embed_checksum(json.dumps(facts).encode(), b'"checksum": "'))
     with pytest.raises(DamagedError, match=r"index\.json is damaged"):
         len(OnDiskBlockDataStorage(disk.base_folder))
 
@@ -564,6 +564,6 @@ def test_a_block_of_another_size_than_the_index_says_is_an_error(disk):
     path = Path(disk.base_folder, "index.json")
     facts = json.loads(path.read_bytes())
     facts["blocks"][0][1] += 1
-    path.write_bytes(seal(json.dumps(facts | {"checksum": "0" * 16}).encode(), b'"checksum": "'))
+    path.write_bytes(embed_checksum(json.dumps(facts | {"checksum": "0" * 16}).encode(), b'"checksum": "'))
     with pytest.raises(DamagedError, match="another block than the index says"):
         OnDiskBlockDataStorage(disk.base_folder).load_sample(0)

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from stocache.cache.placement import Residency, UnitResidency
+from stocache.cache.placement import BlockResidency, Residency
 from stocache.errors import BusyError, CacheNameError, SegmentError
 from stocache.shm import named
 from stocache.shm.named import Plan
@@ -114,7 +114,7 @@ def _open_own(blueprint: Blueprint, capacity: int) -> tuple[Segment, int]:
     return segment, capacity
 
 
-def mark_outsiders(control: memoryview, residency: Residency | UnitResidency) -> None:
+def mark_outsiders(control: memoryview, residency: Residency | BlockResidency) -> None:
     """Set the state bytes of all samples that are not resident to OOB."""
     if residency.slot_count == residency.dataset_len:
         return

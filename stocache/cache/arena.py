@@ -9,8 +9,8 @@ NOTE [ Control of an arena ]
     the rest   is the admission's (see admission.py)
 
     Room is taken by raising `_USED` under the arena's lock; the bytes are written after that, without it. A process killed in
-    between leaves a gap, no damage. Skeletons (see record_encoder.py) are appended too, each leading to the one before, and numbered:
-    a number is never given twice, also not after clear().
+    between leaves a gap, no damage. Skeletons (see record_encoder.py) are appended too, each leading to the one before, and
+    numbered: a number is never given twice, also not after clear().
 """
 
 import struct

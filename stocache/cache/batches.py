@@ -23,7 +23,7 @@ _PATTERN = 1  # a byte that is valid in every dtype, bool included
 
 
 @dataclass(frozen=True)
-class BatchForm:
+class BatchSpec:
     """What default_collate makes of samples of one structure: its containers, and the dtype and shape of one sample's part.
 
     Attributes:
@@ -33,7 +33,7 @@ class BatchForm:
     structure: Structure
 
     @classmethod
-    def of(cls, cache: SharedCache) -> "BatchForm | None":
+    def of(cls, cache: SharedCache) -> "BatchSpec | None":
         """Return the form of batches from ``cache``; None where default_collate does more than to stack the samples' bytes.
 
         Found out by giving it two samples, once for each cache and way of collating.
@@ -44,7 +44,7 @@ class BatchForm:
         return known[1]
 
     @classmethod
-    def _find_out(cls, cache: SharedCache) -> "BatchForm | None":
+    def _find_out(cls, cache: SharedCache) -> "BatchSpec | None":
         leaves = cache.structure.leaves
         if any(getattr(leaf, "order", None) is not None for leaf in leaves):  # default_collate stacks in the order of C
             return None
@@ -78,14 +78,14 @@ class BatchForm:
         return tensors
 
 
-_known: "weakref.WeakKeyDictionary[SharedCache, tuple[dict[Any, Any], BatchForm | None]]" = weakref.WeakKeyDictionary()
+_known: "weakref.WeakKeyDictionary[SharedCache, tuple[dict[Any, Any], BatchSpec | None]]" = weakref.WeakKeyDictionary()
 
 
-class Unread:
+class LazyBatch:
     """The samples of a batch that have not been read: a list of them that reads when it is asked, or all of them gathered."""
 
     def __init__(
-        self, cache: SharedCache, indices: Sequence[int], load: Callable[[list[int]], Iterable[Any]], form: BatchForm
+        self, cache: SharedCache, indices: Sequence[int], load: Callable[[list[int]], Iterable[Any]], form: BatchSpec
     ) -> None:
         self._cache, self._indices, self._load, self._form = cache, indices, load, form
         self._samples: list[Any] | None = None

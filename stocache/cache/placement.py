@@ -1,8 +1,8 @@
 """Which samples are resident, and in which slot: pure arithmetic, the same in every process without a table or a message.
 
 Under per-epoch shuffling every sample is read once an epoch, so no policy serves more than never evicting; what remains to
-choose is *which* share is kept. `Placement` is that choice, `Line` the choice applied to one dataset, and `Residency` to one
-cache for it.
+choose is *which* share is kept. `Placement` is that choice, `Ordering` the choice applied to one dataset, and `Residency`
+to one cache for it.
 
 NOTE [ The line ]
     A placement puts the samples of a dataset into a line, unit by unit, and parts the line evenly among the nodes. A node's
@@ -27,7 +27,7 @@ from stocache.system.hashing import checksum
 from stocache.system.ranks import ranks_here
 
 
-class Units:
+class BlockBounds:
     """Units of varying numbers of samples, for `Placement`: unit u is the samples ``bounds[u]`` to ``bounds[u + 1] - 1``.
 
     Raises:
@@ -40,7 +40,7 @@ class Units:
             raise LimitError(f"bounds of units must ascend from 0, got {self.bounds.tolist()!r:.100}.")
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Units) and np.array_equal(self.bounds, other.bounds)
+        return isinstance(other, BlockBounds) and np.array_equal(self.bounds, other.bounds)
 
     def __hash__(self) -> int:
         return hash(self.bounds.tobytes())
@@ -56,7 +56,7 @@ class Placement:
     Attributes:
         order: "prefix" keeps the first samples, slot = index, as stocaching does. "scattered" spreads the residents evenly
             over the index space, so that every class and every stretch of the data holds its share.
-        unit: samples are admitted in whole blocks of this many, or of these `Units`, for data that is read by the block.
+        unit: samples are admitted in whole blocks of this many, or of these `BlockBounds`, for data that is read by the block.
         node, nodes: this machine's number among ``nodes``; each has a part of its own, so that the caches add up.
 
     Raises:
@@ -64,12 +64,12 @@ class Placement:
     """
 
     order: Literal["prefix", "scattered"] = "prefix"
-    unit: int | Units = 1
+    unit: int | BlockBounds = 1
     node: int = 0
     nodes: int = 1
 
     @classmethod
-    def here(cls, order: Literal["prefix", "scattered"] = "scattered", unit: int | Units = 1) -> "Placement":
+    def here(cls, order: Literal["prefix", "scattered"] = "scattered", unit: int | BlockBounds = 1) -> "Placement":
         """Return the placement of this machine among those of a distributed training, as torchrun or Slurm say."""
         ranks = ranks_here()
         return cls(order, unit, ranks.node, ranks.nodes)
@@ -84,20 +84,20 @@ class Placement:
             )
 
 
-def line(placement: Placement, dataset_len: int) -> "Line | UnitLine":
+def ordering_of(placement: Placement, dataset_len: int) -> "Ordering | BlockOrdering":
     """Return a placement applied to ``dataset_len`` samples.
 
     Raises:
         LimitError: its units are of another number of samples, or too many.
     """
     if isinstance(placement.unit, int):
-        return Line(placement, dataset_len)
+        return Ordering(placement, dataset_len)
     if placement.unit.bounds[-1] != dataset_len:
         raise LimitError(f"the placement has units of {placement.unit.bounds[-1]} samples, the dataset has {dataset_len}.")
-    return UnitLine(placement)
+    return BlockOrdering(placement)
 
 
-class Line:
+class Ordering:
     """The samples of a dataset in line; see NOTE [ The line ].
 
     Blocks of ``unit`` samples are permuted (scattered: block b goes to place a·b mod F, a coprime to F next to F/golden ratio,
@@ -144,18 +144,18 @@ class Line:
         return int(first if resident <= last - first else (last - resident) % self.blocks)
 
 
-class UnitLine:
-    """As `Line`, of units of varying size, with a table of them in place of arithmetic.
+class BlockOrdering:
+    """As `Ordering`, of units of varying size, with a table of them in place of arithmetic.
 
     Attributes:
-        bounds: as of `Line`; where units begin.
+        bounds: as of `Ordering`; where units begin.
         unit_bounds: the samples with which the units begin, and how many samples there are.
         order: the units in line.
         begins: the positions at which they begin, and where the last one ends.
     """
 
     def __init__(self, placement: Placement) -> None:
-        assert isinstance(placement.unit, Units)  # else see Line
+        assert isinstance(placement.unit, BlockBounds)  # else see Line
         bounds = self.unit_bounds = placement.unit.bounds
         count = len(bounds) - 1
         self.order = np.arange(count)
@@ -193,7 +193,7 @@ class UnitLine:
         return int(np.searchsorted(self.begins[:-1], position)) % max(1, len(self.order))
 
 
-def residency(placement: Placement, dataset_len: int, slots: int) -> "Residency | UnitResidency":
+def residency(placement: Placement, dataset_len: int, slots: int) -> "Residency | BlockResidency":
     """Return a placement applied to ``dataset_len`` samples, of which up to ``slots`` are to be resident.
 
     Raises:
@@ -201,20 +201,20 @@ def residency(placement: Placement, dataset_len: int, slots: int) -> "Residency 
     """
     if slots >= dataset_len:  # every sample has the slot of its number
         placement = Placement("prefix", placement.unit)
-    its_line = line(placement, dataset_len)
-    if isinstance(its_line, Line):
-        return Residency(its_line, placement.node, dataset_len, slots)
-    return UnitResidency(its_line, placement.node, dataset_len, slots)
+    ordering = ordering_of(placement, dataset_len)
+    if isinstance(ordering, Ordering):
+        return Residency(ordering, placement.node, dataset_len, slots)
+    return BlockResidency(ordering, placement.node, dataset_len, slots)
 
 
 class Residency:
     """A line of which up to ``slots`` samples are resident: the blocks from a node's place on."""
 
-    def __init__(self, its_line: Line, node: int, dataset_len: int, slots: int) -> None:
-        self.dataset_len, self.slot_count, self._line = dataset_len, slots, its_line
-        self._unit, self._full, self._factor, self._blocks = its_line.unit, its_line.full, its_line.factor, its_line.blocks
+    def __init__(self, ordering: Ordering, node: int, dataset_len: int, slots: int) -> None:
+        self.dataset_len, self.slot_count, self._ordering = dataset_len, slots, ordering
+        self._unit, self._full, self._factor, self._blocks = ordering.unit, ordering.full, ordering.factor, ordering.blocks
         self._resident = self._blocks if slots >= dataset_len else slots // self._unit
-        self._shift = its_line.begin(node, self._resident)
+        self._shift = ordering.begin(node, self._resident)
         self.identity = self._factor == 1 and self._shift == 0
         """Whether the slot of a resident sample is its index."""
 
@@ -237,25 +237,25 @@ class Residency:
         return self._positions(indices)[0] < self._resident
 
     def _positions(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        block, offset = self._line.places(indices // self._unit), indices % self._unit
+        block, offset = self._ordering.places(indices // self._unit), indices % self._unit
         if self._shift:
             block = (block - self._shift) % self._blocks
         return block, offset
 
 
-class UnitResidency:
+class BlockResidency:
     """As `Residency`, of units of varying size: those from a node's place on, as long as they fit."""
 
-    def __init__(self, its_line: UnitLine, node: int, dataset_len: int, slots: int) -> None:
-        self.dataset_len, self.slot_count, self._unit_of = dataset_len, slots, its_line.unit_of
+    def __init__(self, ordering: BlockOrdering, node: int, dataset_len: int, slots: int) -> None:
+        self.dataset_len, self.slot_count, self._unit_of = dataset_len, slots, ordering.unit_of
         self.identity = slots >= dataset_len
-        begin = its_line.begin(node, slots)
-        order, sizes = np.roll(its_line.order, -begin), np.roll(np.diff(its_line.begins), -begin)
+        begin = ordering.begin(node, slots)
+        order, sizes = np.roll(ordering.order, -begin), np.roll(np.diff(ordering.begins), -begin)
         ends = np.cumsum(sizes)
         self._resident = np.zeros(len(order), bool)
         self._resident[order] = ends <= slots
         self._base = np.empty(len(order), np.int64)  # the slot of each unit's first sample, less the sample
-        self._base[order] = ends - sizes - its_line.unit_bounds[order]
+        self._base[order] = ends - sizes - ordering.unit_bounds[order]
 
     def slot(self, idx: int) -> int:
         """Return the slot of a sample known to be resident."""

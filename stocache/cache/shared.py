@@ -12,7 +12,7 @@ from torch import Tensor
 from stocache.cache.allocate import EMPTY, SET, Blueprint, OnBusy, mark_outsiders, open_memory
 from stocache.cache.base import SampleCache
 from stocache.cache.placement import Placement, residency
-from stocache.cache.slots import Columns, column_offsets
+from stocache.cache.slots import SlotArrays, column_offsets
 from stocache.cache.stats import FILLS, HITS, REFUSED
 from stocache.errors import CacheNameError, SampleError, SampleIndexError, SegmentError
 from stocache.samples.indices import check_indices, check_len
@@ -110,7 +110,7 @@ class SharedCache(SampleCache):
         self._structure, self._placement, self._slots = structure, placement, slots
         self._residency = residency(placement, dataset_len, slots)
         self._slot = operator.index if self._residency.identity else self._residency.slot
-        self._columns = Columns(structure, segment, slots)
+        self._columns = SlotArrays(structure, segment, slots)
         self._load = self._columns.load
         self._gathers_from = 1 if self._columns.has_large else SampleCache._gathers_from
         self._samples, self._room = str(structure), f"{slots} ({format_size(slots * structure.nbytes)})"

@@ -1,9 +1,9 @@
 """The columns of a cache: for each leaf of a sample, an array of slots in shared memory.
 
-`Columns` is all of them, a sample's row running through; `Column` is one. Neither locks, nor knows which slots are set: that is
-the cache's part. Single values are read by memmove, at half the cost of a torch copy of 12 KB; batches by one index_select over
-the widest words that a row divides into, at 1.1 to 1.3 times the speed of bytes (both measured). Either way it is bytes that
-move, so every dtype is alike.
+`SlotArrays` is all of them, a sample's row running through; `Column` is one. Neither locks, nor knows which slots are set:
+that is the cache's part. Single values are read by memmove, at half the cost of a torch copy of 12 KB; batches by one
+index_select over the widest words that a row divides into, at 1.1 to 1.3 times the speed of bytes (both measured). Either
+way it is bytes that move, so every dtype is alike.
 """
 
 import logging
@@ -202,7 +202,7 @@ def _make_column(leaf: Leaf, memory: Tensor, slots: int, pool: Pool) -> Column:
 # ---------------------------------------------------------------------------------------------------- all columns
 
 
-class Columns:
+class SlotArrays:
     """The columns for ``slots`` samples of a structure, one after the other in the data of a segment.
 
     Attributes:

@@ -33,7 +33,7 @@ def our_cache(limit_bytes: int, dataset_len: int, data_dims: tuple[int, ...]) ->
 
 
 @dataclass(frozen=True)
-class Epoch:
+class EpochTiming:
     """One measured epoch.
 
     Attributes:
@@ -128,7 +128,7 @@ def sweep(
     before_epoch: Callable[[], None] | None = None,
     make_cache: CacheMaker = our_cache,
     seed: int = 0,
-) -> list[Epoch]:
+) -> list[EpochTiming]:
     """Run a cold and a warm epoch at each fraction, all of it ``repeats`` times; return all epochs.
 
     Args:
@@ -169,14 +169,14 @@ def sweep(
     return epochs
 
 
-def _run_epoch(loader: DataLoader[tuple[Tensor, int]], fraction: float, phase: str, bar: Any) -> Epoch:
+def _run_epoch(loader: DataLoader[tuple[Tensor, int]], fraction: float, phase: str, bar: Any) -> EpochTiming:
     samples = reads = 0
     start = time.perf_counter()
     for images, read in loader:
         samples += len(images)
         reads += int(read.sum())
         bar.update(len(images))
-    return Epoch(fraction, phase, time.perf_counter() - start, samples, reads)
+    return EpochTiming(fraction, phase, time.perf_counter() - start, samples, reads)
 
 
 # ---------------------------------------------------------------------------------------------------- results
@@ -206,10 +206,10 @@ class Row:
     first_epoch_overhead: float
 
 
-def summarize(epochs: Sequence[Epoch]) -> list[Row]:
+def summarize(epochs: Sequence[EpochTiming]) -> list[Row]:
     """Return one row per fraction, ascending."""
 
-    def of(fraction: float, phase: str) -> list[Epoch]:
+    def of(fraction: float, phase: str) -> list[EpochTiming]:
         return [epoch for epoch in epochs if (epoch.fraction, epoch.phase) == (fraction, phase)]
 
     def seconds(fraction: float, phase: str) -> float:

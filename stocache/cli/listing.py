@@ -15,7 +15,7 @@ from stocache.errors import SegmentError, StocacheError
 from stocache.shm import named, registry
 from stocache.shm.layout import EXTENTS_AT, ROWS_AT, Layout, persists, read_chunks, sum_rows
 from stocache.shm.named import Descriptor
-from stocache.system.waiting import Key, identify, printable
+from stocache.system.waiting import FileKey, identify, printable
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def find(uid: int | None = None) -> list[NamedCache]:
     return [cache for each in uids for cache in _find(each, pids)]
 
 
-def _find(uid: int, pids: dict[Key, list[int]]) -> Iterator[NamedCache]:
+def _find(uid: int, pids: dict[FileKey, list[int]]) -> Iterator[NamedCache]:
     user = user_name(uid)
     for folder in registry.directories_of(uid):
         try:
@@ -86,7 +86,7 @@ def _find(uid: int, pids: dict[Key, list[int]]) -> Iterator[NamedCache]:
             yield NamedCache("?", user, folder, problem=printable(str(error)))
 
 
-def _look_at(at: int, folder: str, name: str, user: str, pids: dict[Key, list[int]]) -> NamedCache:
+def _look_at(at: int, folder: str, name: str, user: str, pids: dict[FileKey, list[int]]) -> NamedCache:
     """Return what is known of a file, which may be another user's, and is not trusted: it may change at any moment, too."""
     shown = printable(name)
     try:
@@ -95,7 +95,7 @@ def _look_at(at: int, folder: str, name: str, user: str, pids: dict[Key, list[in
         return NamedCache(shown, user, f"{folder}/{shown}", problem=printable(str(error)))
 
 
-def _read(at: int, path: str, shown: str, user: str, pids: dict[Key, list[int]]) -> NamedCache:
+def _read(at: int, path: str, shown: str, user: str, pids: dict[FileKey, list[int]]) -> NamedCache:
     with named.peek(at, path) as (fd, held):
         layout = Layout.read(fd)
         descriptor = Descriptor.read(layout)

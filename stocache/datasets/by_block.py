@@ -16,22 +16,22 @@ from typing import Any
 import numpy as np
 
 from stocache.cache.base import MISSING, SampleCache, SlotState
-from stocache.cache.placement import Units
+from stocache.cache.placement import BlockBounds
 
 logger = logging.getLogger("stocache")
 
 
-def units_of(dataset: Any) -> int | Units | None:
+def units_of(dataset: Any) -> int | BlockBounds | None:
     """Return the blocks a dataset is read by: their size, or where they begin; None when it is read by the sample."""
     bounds = getattr(dataset, "block_bounds", None)
     if bounds is None:
         return None
     sizes = np.diff(bounds)
     regular = (sizes[:-1] == sizes[0]).all() and sizes[-1] <= sizes[0]
-    return int(sizes[0]) if regular else Units(bounds)
+    return int(sizes[0]) if regular else BlockBounds(bounds)
 
 
-class Blockwise:
+class BlockLoader:
     """Loads samples for a cache, by the block where they may be cached."""
 
     def __init__(self, dataset: Any, cache: SampleCache) -> None:

@@ -17,11 +17,11 @@ from tqdm import tqdm
 
 from stocache.cache.allocate import OnBusy
 from stocache.cache.base import MISSING, SlotState
-from stocache.cache.batches import BatchForm, Unread
+from stocache.cache.batches import BatchSpec, LazyBatch
 from stocache.cache.placement import Placement
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
-from stocache.datasets.by_block import Blockwise, units_of
+from stocache.datasets.by_block import BlockLoader, units_of
 from stocache.datasets.epochs import DatasetStats, Epochs
 from stocache.datasets.indexing import Combine, indices_in, way_to
 from stocache.datasets.probing import Probe, probe_samples
@@ -139,9 +139,9 @@ class CachedDataset(Dataset[Any]):
         self._rows: np.ndarray[Any, Any] | None = None  # of a view: the samples it has
         self._whole: Any = None  # of a view: the dataset that they are loaded from
         self._ways: dict[type, Combine | None] = {}  # how the dataset puts several samples together, by type of index
-        self._form: BatchForm | None = None  # of batches that are to be read later; see reading_later
+        self._form: BatchSpec | None = None  # of batches that are to be read later; see reading_later
         self._split: Split | None = None  # how samples are made in two parts; see NOTE [ Splitting ]
-        self._blockwise: Blockwise | None = None
+        self._blockwise: BlockLoader | None = None
         self._asked_copy = copy
         if cut not in (None, "latest", "smallest") or store not in ("decoded", "encoded"):
             raise LimitError(f"cut={cut!r}, store={store!r}: cut is 'latest' or 'smallest', store is 'decoded' or 'encoded'.")
@@ -200,7 +200,7 @@ class CachedDataset(Dataset[Any]):
             for sample in list(found.named.values())[:1]:
                 self.after_cache.check(sample)
         if unit is not None:
-            self._blockwise = Blockwise(dataset, self.cache)
+            self._blockwise = BlockLoader(dataset, self.cache)
             if self.cache.stats().capacity_bytes and bool((self.cache.aux_array == SlotState.OOB).all()):
                 logger.warning("size_limit_gib=%s is less than a block of the storage: nothing is cached.", size_limit_gib)
         elif admit == "all":  # else their cost would have to be known
@@ -278,7 +278,7 @@ class CachedDataset(Dataset[Any]):
             sample = self._split.finish(idx, sample)
         return sample if self.after_cache is None else self.after_cache(sample)
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any] | Unread:
+    def __getitems__(self, indices: Sequence[int]) -> list[Any] | LazyBatch:
         """Return the samples ``indices``; hits in one gather, misses from the ``__getitems__`` of the dataset if it has one.
 
         Raises:
@@ -291,7 +291,7 @@ class CachedDataset(Dataset[Any]):
         if self._split is not None and self._split.has_changed(indices):
             self._follow_transforms()
         if self._form is not None and self._gathers and isinstance(self.cache, SharedCache):
-            return Unread(self.cache, indices, self._load_many, self._form)
+            return LazyBatch(self.cache, indices, self._load_many, self._form)
         samples: Iterable[Any]
         if self._is_transformed and self._reads_in_turn:
             samples = self.cache.each(indices, self._load_many, copy=self._copy, strict=False)
@@ -510,22 +510,22 @@ class CachedDataset(Dataset[Any]):
         return f"<{type(self).__name__} of {type(self.dataset).__name__} in {self.cache!r}>"
 
 
-def reading_later(dataset: Any) -> Any:
+def with_lazy_batches(dataset: Any) -> Any:
     """Return a copy of a dataset whose ``__getitems__`` reads nothing, but returns an `Unread`.
 
     None where nothing can be gathered: it is no `CachedDataset`, nor a Subset of one, or has a transform, or samples vary.
     """
     if type(dataset) is Subset:
-        later = reading_later(dataset.dataset)
+        later = with_lazy_batches(dataset.dataset)
     elif isinstance(dataset, CachedDataset) and dataset._gathers:
         cache: Any = dataset.cache
-        later = BatchForm.of(cache) if type(dataset).__getitems__ is CachedDataset.__getitems__ else None
+        later = BatchSpec.of(cache) if type(dataset).__getitems__ is CachedDataset.__getitems__ else None
     else:
         later = None
     if later is None:
         return None
     changed = copy.copy(dataset)
-    vars(changed)["_form" if isinstance(later, BatchForm) else "dataset"] = later
+    vars(changed)["_form" if isinstance(later, BatchSpec) else "dataset"] = later
     return changed
 
 

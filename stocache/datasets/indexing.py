@@ -68,7 +68,7 @@ def _columns(samples: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
     if any(its is None or its[0] != container for its in parted):
         raise ValueError("the samples differ in structure")
     columns = zip(*(its[1] for its in parted if its is not None), strict=True)
-    return container.joiner()([_columns(column, join) for column in columns])
+    return container.unflatten_fn()([_columns(column, join) for column in columns])
 
 
 def _table(samples: Sequence[Any]) -> dict[Any, list[Any]]:

@@ -32,7 +32,7 @@ from stocache.system.children import (
     rebuild,
     warn_of_this_process,
 )
-from stocache.system.rng import Watch, kept
+from stocache.system.rng import RngMonitor, kept
 
 logger = logging.getLogger("stocache")
 
@@ -180,7 +180,7 @@ def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> I
         if loaded > 1 and time.monotonic() - began > _BUDGET_S:
             return
         yield _Began(idx)
-        before, watch = dict(_attributes(dataset)), Watch()
+        before, watch = dict(_attributes(dataset)), RngMonitor()
         try:
             sample = load(idx)
         except Exception as error:

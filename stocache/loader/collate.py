@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map  # documented, for extending default_collate
 
-from stocache.cache.batches import Empty, Unread
+from stocache.cache.batches import Empty, LazyBatch
 from stocache.loader.ring import FULL, NO_LANE, NO_MEMORY, Ring, outside
 from stocache.shm.pool import Pool
 
@@ -41,18 +41,18 @@ class RingCollate:
         """Return what to send for a list of samples."""
         lane = self._ring.lane(self._iteration)
         buffer = None if lane is None else lane.take()
-        if isinstance(samples, Unread):
+        if isinstance(samples, LazyBatch):
             batch = None if buffer is None else samples.gather(buffer.empty)
             if buffer is not None and batch is not None:
-                return buffer.ship(batch, kind=len(samples))
+                return buffer.publish(batch, kind=len(samples))
             samples = samples.read()
         if buffer is None:
             reason = FULL if lane is not None else NO_LANE if self._ring.works else NO_MEMORY
             return outside(self._ring.key, reason, self._collate_fn(samples))
         if self._stacking:
             into_buffer = default_collate_fn_map | {Tensor: partial(_stack, buffer.empty)}
-            return buffer.ship(collate(samples, collate_fn_map=into_buffer))
-        return buffer.ship(self._collate_fn(samples))
+            return buffer.publish(collate(samples, collate_fn_map=into_buffer))
+        return buffer.publish(self._collate_fn(samples))
 
 
 def _stack(empty: Empty, batch: list[Tensor], *, collate_fn_map: Any) -> Tensor:
@@ -78,9 +78,9 @@ class Gatherer:
     are loaded by whoever asks for their batch, in the order in which they always were.
     """
 
-    def __init__(self, unread: Iterator[Unread], pool: Pool, depth: int) -> None:
+    def __init__(self, unread: Iterator[LazyBatch], pool: Pool, depth: int) -> None:
         self._unread, self._pool, self._depth, self._pid = unread, pool, depth, os.getpid()
-        self._waiting: deque[tuple[Unread | None, Future[Any]]] = deque()
+        self._waiting: deque[tuple[LazyBatch | None, Future[Any]]] = deque()
         self._thread = ThreadPoolExecutor(1, "stocache-gather")
         weakref.finalize(self, self._thread.shutdown, wait=False).atexit = False
 
@@ -116,10 +116,10 @@ class Gatherer:
                 self._waiting.append((unread, self._thread.submit(_gather_cached, unread, self._pool)))
 
 
-def _gather_cached(unread: Unread, pool: Pool) -> Any:
+def _gather_cached(unread: LazyBatch, pool: Pool) -> Any:
     return _gather(unread, pool) if unread.cached else None
 
 
-def _gather(unread: Unread, pool: Pool) -> Any:
+def _gather(unread: LazyBatch, pool: Pool) -> Any:
     batch = unread.gather(pool.empty)
     return default_collate(unread.read()) if batch is None else batch

@@ -4,7 +4,7 @@ NOTE [ How torch's DataLoader is used ]
     The loader *is* torch's, and its arguments stay what the user gave. An iterator is made by torch from a copy of it, in which
     three of them are replaced: ``collate_fn`` by one that writes into the ring and returns what unpickles to the batch
     (`RingCollate`), the sampler by one that can be resumed (`Order`), and a `CachedDataset` by itself, reading later
-    (`Unread`). Nothing of torch's is overridden but ``__iter__``, and nothing private is touched but what Lightning touches
+    (`LazyBatch`). Nothing of torch's is overridden but ``__iter__``, and nothing private is touched but what Lightning touches
     too: the attribute ``_iterator``, where persistent workers are kept.
 """
 
@@ -23,10 +23,10 @@ import torch
 import torch.utils.data
 from torch.utils.data import IterableDataset
 
-from stocache.datasets.cached import CachedDataset, reading_later
+from stocache.datasets.cached import CachedDataset, with_lazy_batches
 from stocache.errors import ClosedError, LimitError, StateError, WorkerError
 from stocache.loader.collate import Gatherer, RingCollate, as_is, stacks
-from stocache.loader.order import Order, Progress, Sender, layers, samplers_in, set_epoch
+from stocache.loader.order import Order, Progress, RequestContext, layers, samplers_in, set_epoch
 from stocache.loader.ring import Ring
 from stocache.loader.worker_group import WorkerGroup, try_to_start
 from stocache.samplers.locality import LocalityDistributedSampler
@@ -114,7 +114,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             batches, crew = self._make_iterator(progress)
         else:
             crew = self._crew
-            with crew.order.being_made(progress), crew.explained():
+            with crew.order.rng_during_creation(progress), crew.explained():
                 batches = super().__iter__()
         self._crew = crew if self.persistent_workers else None
         self._progress, self._loaded = progress, None
@@ -123,7 +123,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def _make_iterator(self, progress: Progress) -> "tuple[Any, WorkerGroup]":
         # see NOTE [ How torch's DataLoader is used ]
         stacking = self.batch_sampler is not None and stacks(self.collate_fn)
-        source = reading_later(self.dataset) if stacking else None
+        source = with_lazy_batches(self.dataset) if stacking else None
         order = self._order()
         replaced: dict[str, Any] = {"batch_sampler" if self.batch_sampler is not None else "sampler": order}
         if self.num_workers == 0:
@@ -134,7 +134,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             return Gatherer(unread, self._pool, self.prefetch_factor or 0), WorkerGroup(order)
         ring = self.ring
         iteration = ring.begin()
-        order.sender = Sender(ring, iteration, arrays=source is not None, epoch=self._epoch)
+        order.sender = RequestContext(ring, iteration, arrays=source is not None, epoch=self._epoch)
         replaced |= {"dataset": self.dataset if source is None else source}
         replaced |= {"collate_fn": RingCollate(self.collate_fn, stacking, ring, iteration)}
         crew = WorkerGroup(order, ring if iteration else None, self._start_method, persistent=self.persistent_workers)
@@ -154,7 +154,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Return the iterator that torch makes of a copy of this loader, with other arguments."""
         changed = object.__new__(type(self))
         vars(changed).update(vars(self) | replaced)
-        with order.being_made(progress):
+        with order.rng_during_creation(progress):
             iterator = torch.utils.data.DataLoader.__iter__(changed)
         self._iterator = changed._iterator
         return iterator
@@ -271,11 +271,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if state["finished"]:
             with rng.kept():
                 order.restore(state["begun"], state["sampler"])
-            self._progress = Progress(finished=True, undrawn=state["workers_persist"])
+            self._progress = Progress(finished=True, skip_rng_draw=state["workers_persist"])
 
     def _next_progress(self) -> Progress:
         if self._loaded is None:
-            return Progress(undrawn=self._progress.undrawn and self._crew is None)
+            return Progress(skip_rng_draw=self._progress.skip_rng_draw and self._crew is None)
         parts = {key: self._loaded[key] for key in ("made", "begun", "asked", "sampler")}
         return Progress(delivered=self._loaded["batches"], resumed=self._loaded["batches"], **parts)
 

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable
 
 
-class Witnesses:
+class ForkTracker:
     """The children that may see what this process held when it forked them; ``held`` says what that is at any time."""
 
     def __init__(self, held: Callable[[], Iterable[Hashable]]) -> None:
@@ -58,7 +58,7 @@ class _Pipe:
         os.close(self.reader)
 
 
-_all: "list[weakref.ref[Witnesses]]" = []
+_all: "list[weakref.ref[ForkTracker]]" = []
 _forking: dict[int, _Pipe] = {}  # by thread
 _kept: list[int] = []  # the writing ends this process has inherited
 _watching = False

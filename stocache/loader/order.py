@@ -51,7 +51,7 @@ class Progress:
     asked: States | None = None
     sampler: Any = None
     resumed: int | None = None
-    undrawn: bool = False
+    skip_rng_draw: bool = False
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Order:
     sampler: Any
     generators: list[torch.Generator]
     progress: Progress = field(default_factory=Progress)
-    sender: "Sender | None" = None
+    sender: "RequestContext | None" = None
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -79,7 +79,7 @@ class Order:
             with rng.kept():
                 self.restore(progress.begun, progress.sampler)
                 return self._numbered(progress, iter(self.sampler))
-        if progress.undrawn:
+        if progress.skip_rng_draw:
             self.restore(progress.made, None)
         progress.begun, progress.sampler = rng.states(self.generators), self.sampler_state()
         return self._numbered(progress, iter(self.sampler))
@@ -93,11 +93,11 @@ class Order:
                 self.restore(progress.asked, None)
                 head = list(islice(indices, number + 1))[number:]  # one more: the sampler may begin with the first
         for index in chain(head, indices):
-            yield index if self.sender is None else Errand(self.sender, number, index)
+            yield index if self.sender is None else BatchRequest(self.sender, number, index)
             number += 1
 
     @contextlib.contextmanager
-    def being_made(self, progress: Progress) -> Iterator[None]:
+    def rng_during_creation(self, progress: Progress) -> Iterator[None]:
         """Surround the making of an iterator, which draws random numbers."""
         self.progress = progress
         if progress.resumed is None:
@@ -111,7 +111,7 @@ class Order:
     def restore(self, taken: States | None, sampler_state: Any) -> None:
         """Put all generators, and the sampler where it can be, into states that were taken."""
         if taken is not None:
-            rng.put_back(taken, self.generators)
+            rng.set_rng_state(taken, self.generators)
         if sampler_state is not None:
             for sampler, state in zip(self._stateful(), sampler_state, strict=True):
                 sampler.load_state_dict(state)
@@ -161,7 +161,7 @@ def set_epoch(dataset: Any, epoch: int) -> None:
 
 
 @dataclass
-class Sender:
+class RequestContext:
     """What goes to worker processes with each batch of indices.
 
     Attributes:
@@ -176,12 +176,12 @@ class Sender:
     epoch: int | None = None
 
 
-class Errand:
+class BatchRequest:
     """Indices on their way to a worker process, where they are unpickled as what they are."""
 
     __slots__ = ("_content",)
 
-    def __init__(self, sender: Sender, number: int, index: Any) -> None:
+    def __init__(self, sender: RequestContext, number: int, index: Any) -> None:
         self._content = sender.ring.key, sender.iteration, number, sender.epoch, sender.arrays, index
 
     def __reduce__(self) -> tuple[Any, ...]:

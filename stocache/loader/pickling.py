@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Place: TypeAlias = Callable[[int, int], int | None]
+PlaceBytes: TypeAlias = Callable[[int, int], int | None]
 """Called with the address of bytes and how many; returns the offset they are placed at, or None where there is no room."""
 
 _ANY = pickle.PickleBuffer(bytearray())  # stands for bytes that are placed already
 
 
-def pack(batch: Any, place: Place) -> tuple[bytes, list[tuple[int, int]]]:
+def pack(batch: Any, place: PlaceBytes) -> tuple[bytes, list[tuple[int, int]]]:
     """Return the pickle of ``batch``, and offset and size of all that was placed, in the order in which `unpack` needs it.
 
     What pickling raises passes through.
@@ -73,7 +73,7 @@ class _Packer(ForkingPickler):
 class _Places:
     """Where things are placed, in the order in which the pickle names them; tensors that share memory have one place."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: PlaceBytes) -> None:
         self.found: list[tuple[int, int]] = []
         self.known: dict[tuple[int, int], int] = {}
         self._place = place

@@ -7,8 +7,8 @@ NOTE [ Whose a buffer is ]
     it, and no lock is needed. Where no buffer is free nobody waits: the batch takes torch's way. The word of a buffer counts
     its batches too, and a message that is not of the batch in the buffer is refused.
 
-    That tensors are dead is only noted where it happens (`Loans`); the buffer is freed (`reap`) when the next batch is asked
-    for, or arrives.
+    That tensors are dead is only noted where it happens (`LeaseTracker`); the buffer is freed (`reap`) when the next batch is
+    asked for, or arrives.
 
     What was sent by a worker that is gone, and never received (a loop that was left early), is FREE for the next worker on the
     lane when the iteration it was sent for is over: when it is no longer among those that the parent lists as live.
@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from stocache.errors import WorkerError
-from stocache.loader.fork_tracker import Witnesses
+from stocache.loader.fork_tracker import ForkTracker
 from stocache.loader.pickling import pack, unpack
 from stocache.loader.pinned import Pinned
-from stocache.shm.leases import Loans
+from stocache.shm.leases import LeaseTracker
 from stocache.shm.segment import Segment
 from stocache.system.limits import GIB, MIB, format_size
 
@@ -76,10 +76,10 @@ class Ring:
         self.received, self.passed = 0, dict.fromkeys((FULL, NO_LANE, NO_MEMORY, TOO_LARGE, NOTHING), 0)
         self._pid = os.getpid()
         self._iterations = itertools.count(1)
-        self._loans: Loans[int] = Loans()  # slots, with the memory of their batches
+        self._leases: LeaseTracker[int] = LeaseTracker()  # slots, with the memory of their batches
         self._copied: deque[int] = deque()  # slots whose batches are dead, and copied if they were to be
         self._reaping = threading.Lock()
-        self._witnesses = Witnesses(self._loans.out)
+        self._witnesses = ForkTracker(self._leases.active)
         self._mapped = [0] * (lanes * depth)
         self._pinned = Pinned() if pinned else None
         if self._pinned is not None:
@@ -101,7 +101,7 @@ class Ring:
         self._assemble(*state)
         self._pid = 0  # another's
 
-    def errand_of(self, pid: int) -> int | None:
+    def last_request_of(self, pid: int) -> int | None:
         """Return the number of the batch that a worker was making last; None when it has not come to one."""
         for at in range(0, len(self._owners), _LANE_WORDS):
             if self._owners[at + 1] == pid and self._owners[at + 2]:
@@ -189,14 +189,14 @@ class Ring:
             self._segment.populate(start, start + nbytes)
             self._mapped[slot] = nbytes
         memory = _Memory(nbytes, np.uint8, self._segment.view(start, nbytes))
-        self._loans.lend(slot, memory)
+        self._leases.acquire(slot, memory)
         if self._pinned is not None:
             self._pinned.register(self._address + start, -(-nbytes // _EXTENT) * _EXTENT)
             memory.ring = self  # which keeps it registered
         self.reap()
         return unpack(payload, memory.data, places)
 
-    def passed_by(self, reason: str) -> None:
+    def record_fallback(self, reason: str) -> None:
         """Note that a batch has arrived outside of the ring."""
         self.passed[reason] += 1
         self.reap()
@@ -206,7 +206,7 @@ class Ring:
         if not self.mine or not self._reaping.acquire(blocking=False):
             return  # another thread does
         try:
-            for slot in self._loans.returned():
+            for slot in self._leases.released():
                 if self._pinned is not None and self._pinned.works:
                     self._pinned.after_copies(self._copied.append, slot)
                 else:
@@ -233,7 +233,7 @@ class Lane:
     """The buffers of one sending process, on its side; of one thread of it.
 
     Attributes:
-        packed: what `pack` returned for each kind of batch; see `Buffer.ship`.
+        packed: what `pack` returned for each kind of batch; see `RingBuffer.ship`.
     """
 
     def __init__(
@@ -257,11 +257,11 @@ class Lane:
         """Note which batch is made now."""
         self._owner[2] = number + 1
 
-    def take(self) -> "Buffer | None":
+    def take(self) -> "RingBuffer | None":
         """Return a free buffer, the same until it is shipped; None when there is none."""
         for at, word in enumerate(self.words):
             if word & 3 == _FREE:
-                return Buffer(self, at, self._first + at)
+                return RingBuffer(self, at, self._first + at)
         return None
 
     def ensure(self, at: int, nbytes: int) -> bool:
@@ -278,7 +278,7 @@ class Lane:
         return True
 
 
-class Buffer:
+class RingBuffer:
     """One free buffer in the hands of a worker that fills it. Dropped without `ship`, it stays free."""
 
     def __init__(self, lane: Lane, at: int, slot: int) -> None:
@@ -295,7 +295,7 @@ class Buffer:
             return None
         return self._lane.segment.tensor(self._slot * STRIDE + at, nbytes).view(dtype).view(shape)
 
-    def ship(self, batch: Any, kind: Hashable = None) -> "Shipment":
+    def publish(self, batch: Any, kind: Hashable = None) -> "BatchHandle":
         """Return what to send instead of ``batch``, which then belongs to the receiver.
 
         ``kind``: the same for batches whose tensors were all born here, and which differ in nothing but their values.
@@ -308,10 +308,10 @@ class Buffer:
                 lane.packed[kind] = packed
         payload, places = packed
         if not places:  # that payload, for it may hold descriptors that wait to be fetched
-            return Shipment(_unpack_outside, lane.key, (self.problem, payload))
+            return BatchHandle(_unpack_outside, lane.key, (self.problem, payload))
         number = (lane.words[self._at] >> 2) + 1
         lane.words[self._at] = number << 2 | _SENT
-        return Shipment(_receive, lane.key, (self._slot, number, self._used, places, payload))
+        return BatchHandle(_receive, lane.key, (self._slot, number, self._used, places, payload))
 
     def _place(self, address: int, nbytes: int) -> int | None:
         if self._address <= address < self._address + self._used:  # born here
@@ -333,7 +333,7 @@ class Buffer:
         return at
 
 
-class Shipment:
+class BatchHandle:
     """What a worker sends: unpickled, it is the batch."""
 
     __slots__ = ("_reduced",)
@@ -345,13 +345,13 @@ class Shipment:
         return self._reduced
 
 
-def outside(key: str, reason: str, batch: Any) -> Shipment:
+def outside(key: str, reason: str, batch: Any) -> BatchHandle:
     """Return what to send where a batch goes outside of the ring of that key, for that ``reason``.
 
     It is pickled here, where what that raises is noticed; a queue's own thread would lose the batch, and its loop would hang.
     """
     payload, _ = pack(batch, lambda address, nbytes: None)
-    return Shipment(_unpack_outside, key, (reason, payload))
+    return BatchHandle(_unpack_outside, key, (reason, payload))
 
 
 def _receive(key: str, *content: Any) -> Any:
@@ -359,7 +359,7 @@ def _receive(key: str, *content: Any) -> Any:
 
 
 def _pass_by(key: str, reason: str, batch: Any) -> Any:
-    ring_of(key).passed_by(reason)
+    ring_of(key).record_fallback(reason)
     return batch
 
 

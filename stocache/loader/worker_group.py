@@ -63,7 +63,7 @@ class WorkerGroup:
 
     def _death_of(self, pid: int, code: int) -> str:
         knows = self.ring is not None and self.ring.works
-        number = self.ring.errand_of(pid) if self.ring is not None and knows else None
+        number = self.ring.last_request_of(pid) if self.ring is not None and knows else None
         at_work = (
             f" at work on batch {number} of the epoch" if number is not None else " before its first batch" if knows else ""
         )

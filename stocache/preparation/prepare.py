@@ -20,7 +20,7 @@ from tqdm import tqdm
 from stocache.datasets.stored import StorageDataset
 from stocache.errors import DatasetError, LimitError, StorageError
 from stocache.storage.local import folder_at
-from stocache.storage.manifest import STAGING, Entry, Workshop
+from stocache.storage.manifest import STAGING, BlockFolderWriter, Entry
 from stocache.storage.storage import OnDiskBlockDataStorage, TInfo, TSample
 from stocache.storage.writer import BLOCK_BYTES, PROBE, check_block_bytes, size_for, snapshot
 from stocache.system import rng
@@ -120,7 +120,7 @@ def prepare(
         "shuffle_seed": shuffle_seed,
         "fingerprint": fingerprint,
     }
-    workshop = Workshop(folder_at(str(folder), storage_options), allow_pickle)
+    workshop = BlockFolderWriter(folder_at(str(folder), storage_options), allow_pickle)
     storage = OnDiskBlockDataStorage[Any, Any](
         folder, block_size, block_bytes=nbytes, allow_pickle=allow_pickle, storage_options=storage_options
     )
@@ -134,7 +134,7 @@ def prepare(
             workshop.tidy()  # who prepared it may have been killed before he could
             logger.info("%s is prepared already", folder)
             return storage
-        job = _Job(workshop, plan, block_size, nbytes, num_workers, progress and is_first_rank(), ray)
+        job = _Preparation(workshop, plan, block_size, nbytes, num_workers, progress and is_first_rank(), ray)
         with nullcontext() if ray is None else ray.connected(address, num_workers):
             if preparer is None:
                 job.run(source, info, resume, shuffle_seed)
@@ -177,12 +177,12 @@ class _Changed(Exception):
     """The source gives other samples than those of the blocks that are there."""
 
 
-class _Job:
+class _Preparation:
     """One preparation, of a folder that is locked."""
 
     def __init__(
         self,
-        workshop: Workshop,
+        workshop: BlockFolderWriter,
         plan: dict[str, Any],
         block_size: int | None,
         nbytes: int,
@@ -290,7 +290,7 @@ class _Job:
 class _Blocks:
     """The blocks of a dataset, to be written where it is loaded: in child processes, or on a cluster."""
 
-    def __init__(self, dataset: Any, order: np.ndarray[Any, Any], size: int, workshop: Workshop) -> None:
+    def __init__(self, dataset: Any, order: np.ndarray[Any, Any], size: int, workshop: BlockFolderWriter) -> None:
         self.dataset, self._order, self.size, self._workshop = dataset, order, size, workshop
 
     def __len__(self) -> int:

@@ -33,7 +33,7 @@ _RETRIES = 3  # of a block whose worker has died
 _AHEAD = 2  # tasks for each CPU, so that none waits for the next one; more than there are have an autoscaler add nodes
 
 Write: TypeAlias = Callable[..., Entry]
-Job: TypeAlias = tuple[Any, list[str]]
+RayJob: TypeAlias = tuple[Any, list[str]]
 """The pickle of what writes the blocks, as a reference within a tuple, which Ray leaves to us to follow; and ``sys.path``."""
 
 _loaded: tuple[str, Write] | None = None
@@ -117,7 +117,7 @@ def _most(num_workers: int) -> int:
     return num_workers or max(1, int(_AHEAD * ray.cluster_resources().get("CPU", 0)))
 
 
-def _begun(job: Job, write: Write, call: tuple[Any, ...]) -> Any:
+def _begun(job: RayJob, write: Write, call: tuple[Any, ...]) -> Any:
     try:
         sent = cloudpickle.dumps(call)
     except Exception:  # samples that do not pickle; here it is said what is wrong with them, if anything is
@@ -142,7 +142,7 @@ def _entry(number: int, task: Any) -> Entry:
 # ---------------------------------------------------------------------------------------------------- in a worker
 
 
-def _run(job: Job, call: bytes) -> Entry:
+def _run(job: RayJob, call: bytes) -> Entry:
     """Write a block."""
     global _loaded
     pickled, paths = job

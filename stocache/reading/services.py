@@ -23,9 +23,9 @@ from stocache.reading.graph.seeds import SeedGenerator, dist_share_seed, set_gra
 from stocache.reading.graph.sharding import Counted, apply_sharding, dispatched_end, replicable_end, share
 from stocache.reading.interfaces import CheckpointableReadingServiceInterface, ReadingServiceInterface
 from stocache.reading.run.divide import Length, Seeding, is_full_sync, taken_ahead, without_prefetching
-from stocache.reading.run.engine import Plan, WorkerStream
-from stocache.reading.run.replica import Epoch, InitFn, Replica, ResetFn, Resume, WorkerInfo, clock_of
-from stocache.reading.run.stream import LocalStream, Position, Stream
+from stocache.reading.run.engine import GraphPlan, WorkerStream
+from stocache.reading.run.replica import InitFn, Replica, ReplicaEpoch, ResetFn, Resume, WorkerInfo, clock_of
+from stocache.reading.run.stream import GraphPosition, LocalStream, Stream
 from stocache.samples.indices import length_of
 from stocache.system.rng import States
 
@@ -37,7 +37,7 @@ class _Checkpoint:
     """What services that run a graph keep: where their stream stands, and of this process's random numbers where they were when
     the epoch began, and where they are."""
 
-    position: Position
+    position: GraphPosition
     numbers: tuple[States, States] | None = None
 
 
@@ -101,7 +101,7 @@ class _Running(CheckpointableReadingServiceInterface):
         (seeds,) = self._seeding.draw(seed_generator)
         assert isinstance(self.stream, LocalStream), "it was initialized"
         numbers = None if restored is None else restored.numbers
-        self.stream.begin_epoch([Epoch(seeds, seed_generator, iter_reset_fn, resume)], begun, numbers)
+        self.stream.begin_epoch([ReplicaEpoch(seeds, seed_generator, iter_reset_fn, resume)], begun, numbers)
 
 
 class InProcessReadingService(_Running):
@@ -190,7 +190,7 @@ class MultiProcessingReadingService(_Running):
         self._seeding.divide(*([part] if dispatched is None else [part, dispatched]))
         prefetch = self.worker_prefetch_cnt + -(-self.main_prefetch_cnt // self.num_workers)
         functions = self.worker_init_fn, self.worker_reset_fn
-        plan = Plan(part, dispatched, self.num_workers, self.multiprocessing_context, prefetch, *functions)
+        plan = GraphPlan(part, dispatched, self.num_workers, self.multiprocessing_context, prefetch, *functions)
         return self._put_stream(datapipe, whole, WorkerStream(plan, ahead, Length(datapipe, part, self.num_workers)))
 
     def initialize_iteration(self, seed_generator: SeedGenerator, iter_reset_fn: Adapt | None = None) -> Adapt | None:
@@ -208,10 +208,12 @@ class MultiProcessingReadingService(_Running):
             else:
                 sent = [self._used(resume) for resume in resumes]
         seeds, *for_dispatcher = self._seeding.draw(seed_generator)
-        epochs = [Epoch(seeds, seed_generator.spawn(worker), iter_reset_fn, resume) for worker, resume in enumerate(resumes)]
+        epochs = [
+            ReplicaEpoch(seeds, seed_generator.spawn(worker), iter_reset_fn, resume) for worker, resume in enumerate(resumes)
+        ]
         unneeded = min(used * self.num_workers + worker for worker, used in enumerate(sent)) if any(sent) else 0
         dispatched = [
-            Epoch(its, seed_generator.spawn(_DISPATCHER), iter_reset_fn, Resume(unneeded), tuple(sent))
+            ReplicaEpoch(its, seed_generator.spawn(_DISPATCHER), iter_reset_fn, Resume(unneeded), tuple(sent))
             for its in for_dispatcher
         ]
         assert isinstance(self.stream, WorkerStream), "it was initialized"

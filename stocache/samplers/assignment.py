@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from stocache.cache.placement import Line, UnitLine
+from stocache.cache.placement import BlockOrdering, Ordering
 from stocache.samplers.permutation import LISTED, Numbers, Permutation
 
 
@@ -29,7 +29,7 @@ def share_out(positions: Numbers, bounds: Numbers, per_node: int) -> Numbers:
 
     Args:
         positions: where the samples stand in line, of shape (steps, samples in a global batch).
-        bounds: of the parts of the nodes, as of a `Line`.
+        bounds: of the parts of the nodes, as of a `Ordering`.
         per_node: ranks of each node.
 
     Every rank gets as many; those of a node share evenly what its cache is likely to hold.
@@ -49,7 +49,7 @@ def share_out(positions: Numbers, bounds: Numbers, per_node: int) -> Numbers:
 
 
 @dataclass(frozen=True)
-class Epoch:
+class EpochShape:
     """What all ranks together go through in one epoch.
 
     Attributes:
@@ -77,7 +77,7 @@ class Epoch:
 class Shuffled:
     """An epoch in the order of torch's DistributedSampler; above 2^24 samples in one that takes no memory."""
 
-    def __init__(self, epoch: Epoch, shuffle: bool) -> None:
+    def __init__(self, epoch: EpochShape, shuffle: bool) -> None:
         self._epoch = epoch
         self._at: Callable[[Numbers], Numbers] = np.asarray
         if shuffle and epoch.samples > LISTED:
@@ -94,7 +94,7 @@ class Shuffled:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StrataLayout:
     """What the strata of an epoch are made for: ``nodes`` with ``per_node`` ranks each, and caches of so many ``slots``."""
 
     nodes: int
@@ -109,7 +109,7 @@ class Stratified:
     As there are not as many samples as that takes, a few come twice, or are passed over: others in each epoch.
     """
 
-    def __init__(self, epoch: Epoch, layout: Layout, line: Line | UnitLine) -> None:
+    def __init__(self, epoch: EpochShape, layout: StrataLayout, line: Ordering | BlockOrdering) -> None:
         self._epoch, self._layout, self._line = epoch, layout, line
         self._length = epoch.each * layout.per_node
         self._surplus = epoch.samples - epoch.each * epoch.world_size

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DistributedSampler, Subset
 
-from stocache.cache.placement import Placement, line
+from stocache.cache.placement import Placement, ordering_of
 from stocache.cache.shared import SharedCache
 from stocache.errors import LimitError, StateError
-from stocache.samplers.assignment import Epoch, Layout, Shuffled, Stratified, share_out
+from stocache.samplers.assignment import EpochShape, Shuffled, StrataLayout, Stratified, share_out
 from stocache.samplers.block import ResumableSampler
 from stocache.samplers.permutation import Numbers
 from stocache.system.ranks import ranks_here
@@ -102,13 +102,13 @@ class LocalityDistributedSampler(ResumableSampler):
                     f"{who} says node {node}, but rank {rank} of {num_replicas}, {per_node} on each node, is of node "
                     f"{rank // per_node}. The first node must have the first ranks."
                 )
-        self.batch_size, self._line = batch_size, line(self._placement, len(dataset))
-        self._layout: Layout | None = None
+        self.batch_size, self._line = batch_size, ordering_of(self._placement, len(dataset))
+        self._layout: StrataLayout | None = None
         if stratify:
             if not (isinstance(cache, SharedCache) and shuffle):
                 raise LimitError("stratify needs shuffle=True, and a CachedDataset with samples of one shape. Leave it out.")
-            self._layout = Layout(nodes, per_node, len(cache))
-        self._resumed: tuple[int, Layout | None] = -1, None  # an epoch that was begun with other nodes, and those
+            self._layout = StrataLayout(nodes, per_node, len(cache))
+        self._resumed: tuple[int, StrataLayout | None] = -1, None  # an epoch that was begun with other nodes, and those
 
     def __len__(self) -> int:
         """Return the number of samples of this rank in an epoch."""
@@ -126,18 +126,18 @@ class LocalityDistributedSampler(ResumableSampler):
             planned = plan(begin, min(begin + together, facts.steps))
             yield planned[max(0, done - begin * self.batch_size) :].tolist()
 
-    def _plan(self, epoch: int) -> tuple[Epoch, Callable[[int, int], Numbers], int]:
+    def _plan(self, epoch: int) -> tuple[EpochShape, Callable[[int, int], Numbers], int]:
         """Return what an epoch consists of, the function that plans steps of it, and how many samples it looks at for each."""
         layout = self._layout_of(epoch)
         world_size = layout.nodes * layout.per_node if layout else self.num_replicas
         samples = len(self.dataset)  # type: ignore[arg-type]
         each = samples // world_size if self.drop_last else -(-samples // world_size)
-        facts = Epoch(samples, world_size, self.global_batch_size // world_size, each, self.seed, epoch)
+        facts = EpochShape(samples, world_size, self.global_batch_size // world_size, each, self.seed, epoch)
         if layout is None:
             batches = Shuffled(facts, self.shuffle).batches
         else:
             placement = dataclasses.replace(self._placement, node=0, nodes=layout.nodes)
-            strata = Stratified(facts, layout, line(placement, samples))
+            strata = Stratified(facts, layout, ordering_of(placement, samples))
             if layout == self._layout:
                 return facts, partial(strata.of_rank, self.rank), self.batch_size
             batches = strata.batches
@@ -166,7 +166,7 @@ class LocalityDistributedSampler(ResumableSampler):
             "stratify": self._layout is not None,
         }
 
-    def _layout_of(self, epoch: int) -> Layout | None:
+    def _layout_of(self, epoch: int) -> StrataLayout | None:
         """Return what an epoch is stratified for: it goes on as it was begun."""
         return self._resumed[1] if epoch == self._resumed[0] else self._layout
 
@@ -188,7 +188,7 @@ class LocalityDistributedSampler(ResumableSampler):
                 raise StateError(f"load_state_dict: the state is of within a batch of {state['batch_size']}, not of after one.")
             self._done = steps * self.batch_size
         layout = state["layout"]
-        self._resumed = state["epoch"], None if layout is None else Layout(**layout)
+        self._resumed = state["epoch"], None if layout is None else StrataLayout(**layout)
 
 
 def _agreed(given: Placement | None, placed: Placement | None, num_nodes: int | None, nodes_here: int) -> Placement:

@@ -16,7 +16,7 @@ from stocache.errors import StorageError
 from stocache.samples.column_encoder import Tree, bare_columns
 from stocache.samples.kinds import FROM_BYTES
 from stocache.samples.pytree import DEEP, Container
-from stocache.samples.record_encoder import NUMBER_TYPES, NUMBERS, empty_array, read_extra, thaw
+from stocache.samples.record_encoder import NUMBER_TYPES, NUMBERS, dtype_from_key, empty_array, read_extra
 from stocache.samples.spec import NUMBER_CODECS, inverse
 from stocache.samples.type_lookup import check_class, check_dims, check_shape, enum_class, member_of, resolve, torch_dtype
 
@@ -37,7 +37,7 @@ class Walk(Protocol):
         """Count nodes that are about to be made. Raises ValueError where they are more than the file accounts for."""
 
 
-class Table(Protocol):
+class ColumnTable(Protocol):
     """The columns of a block."""
 
     def span(self, name: str) -> tuple[int, int]:
@@ -48,7 +48,7 @@ class Table(Protocol):
 
 
 _Loads: TypeAlias = Callable[[Any], Any] | None
-RAW = bytes
+CHECK_ONLY = bytes
 """As what reads pickles: make nothing at all, neither of them nor of all else. For checking."""
 
 Read: TypeAlias = Callable[[Walk, int], Any]
@@ -61,7 +61,7 @@ _LEVELS = 4 * DEEP  # of a tree, in which a list may be a union of lists
 class _Once:
     """A table each of whose columns is asked for once, so that what is made of it has no more bytes than it."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: ColumnTable) -> None:
         self._table, self._used = table, set[str]()
 
     def _use(self, name: Any) -> str:
@@ -77,7 +77,7 @@ class _Once:
         return self._table.integers(self._use(name))
 
 
-def reader(tree: Tree, table: Table, loads: _Loads) -> Read:
+def reader(tree: Tree, table: ColumnTable, loads: _Loads) -> Read:
     """Return the function that reads what a structure describes; ``loads`` reads pickles, where they are allowed.
 
     Raises:
@@ -88,7 +88,7 @@ def reader(tree: Tree, table: Table, loads: _Loads) -> Read:
     return _reader(tree, _Once(table), loads, 0)
 
 
-def _reader(tree: Any, table: Table, loads: _Loads, level: int) -> Read:
+def _reader(tree: Any, table: ColumnTable, loads: _Loads, level: int) -> Read:
     if tree is None:
         return _nothing
     if level > _LEVELS:
@@ -103,7 +103,7 @@ def _reader(tree: Any, table: Table, loads: _Loads, level: int) -> Read:
     if kind == "pickle" and loads is None:
         raise StorageError("its samples are partly pickled. To run what the pickles say, pass allow_pickle=True.")
     size, make = _maker(kind, tree, loads)
-    if loads is RAW:
+    if loads is CHECK_ONLY:
         return _read_leaf(tree, table, size, False, _make_nothing)
     return _read_leaf(tree, table, size, kind in ("tensor", "array"), make)
 
@@ -112,13 +112,13 @@ def _nothing(walk: Walk, row: int) -> Any:
     raise ValueError("it has a row in a column of none")
 
 
-def _read_container(tree: Any, table: Table, loads: _Loads, level: int) -> Read:
-    join = list if loads is RAW else _container(tree, loads).joiner()
+def _read_container(tree: Any, table: ColumnTable, loads: _Loads, level: int) -> Read:
+    join = list if loads is CHECK_ONLY else _container(tree, loads).unflatten_fn()
     reads = [_reader(child, table, loads, level) for child in tree["children"]]
     return lambda walk, row: join([read(walk, row) for read in reads])
 
 
-def _read_union(tree: Any, table: Table, loads: _Loads, level: int) -> Read:
+def _read_union(tree: Any, table: ColumnTable, loads: _Loads, level: int) -> Read:
     kinds = np.array(table.integers(tree["kinds"]), dtype=np.int64)
     reads = [_reader(child, table, loads, level) for child in tree["children"]]
     if kinds.size and not 0 <= kinds.min() <= kinds.max() < len(reads):
@@ -135,7 +135,7 @@ def _read_union(tree: Any, table: Table, loads: _Loads, level: int) -> Read:
     return read
 
 
-def _read_items(tree: Any, table: Table, loads: _Loads, level: int) -> Read:
+def _read_items(tree: Any, table: ColumnTable, loads: _Loads, level: int) -> Read:
     cls = list if tree["kind"] == "list" else tuple
     offsets, read_item = table.integers(tree["offsets"]), _reader(tree["items"], table, loads, level)
     each = max(1, bare_columns(tree["items"]))
@@ -151,7 +151,7 @@ def _read_items(tree: Any, table: Table, loads: _Loads, level: int) -> Read:
     return read
 
 
-def _read_leaf(tree: Any, table: Table, size: int, own: bool, make: _Make) -> Read:
+def _read_leaf(tree: Any, table: ColumnTable, size: int, own: bool, make: _Make) -> Read:
     """``own``: what is made keeps the bytes, and its owner may write to them."""
     begin, nbytes = table.span(tree["column"])
     if "shape" in tree:
@@ -198,14 +198,14 @@ def _maker(kind: str, tree: Any, loads: _Loads) -> tuple[int, _Make]:
     if kind in ("array", "scalar"):
         if kind == "scalar" and tree.get("shape") != []:
             raise ValueError("a scalar has no dimensions")
-        size, make = _array(thaw(tree["dtype"]), kind == "scalar")
+        size, make = _array(dtype_from_key(tree["dtype"]), kind == "scalar")
         return size, _ordered(make, tree)
     if kind == "number":
         return _number(NUMBER_TYPES[tree["type"]])
     if kind == "numbers":
         return _numbers(NUMBER_TYPES[tree["type"]], list if tree["class"] == "list" else tuple)
     if kind == "enum":
-        cls = None if loads is RAW else enum_class(tree["class"], loads is not None)
+        cls = None if loads is CHECK_ONLY else enum_class(tree["class"], loads is not None)
         return 1, _bytes_to(lambda data: member_of(cls, str(data, "utf-8")))
     return 1, _bytes_to(loads if kind == "pickle" and loads is not None else FROM_BYTES[kind])
 

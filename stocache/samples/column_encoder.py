@@ -46,12 +46,12 @@ from stocache.samples.record_encoder import (
     check_container,
     check_key,
     dense_leaf,
+    dtype_from_key,
     kind_bytes,
     literal_extra,
     member_bytes,
     number_bytes,
     pickled,
-    thaw,
     too_deep,
 )
 from stocache.samples.type_lookup import TORCH_DTYPES, import_class
@@ -298,7 +298,7 @@ def bare_columns(tree: Any) -> int:
         return max(map(bare_columns, tree["children"]), default=0)
     if tree["kind"] in ("list", "tuple") or "shape" not in tree:  # which have offsets
         return 0
-    return int(0 in tree["shape"] or (tree["kind"] in ("array", "scalar") and not thaw(tree["dtype"]).itemsize))
+    return int(0 in tree["shape"] or (tree["kind"] in ("array", "scalar") and not dtype_from_key(tree["dtype"]).itemsize))
 
 
 def stored_as(kind: str, described: Sequence[Any]) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -312,7 +312,7 @@ def stored_as(kind: str, described: Sequence[Any]) -> tuple[torch.dtype, tuple[i
         return (dtype, ()) if dtype in _KNOWN else (torch.uint8, (dtype.itemsize,))
     if kind not in ("array", "scalar", "number", "numbers"):
         return torch.uint8, ()
-    plain = thaw(described[0]) if kind in ("array", "scalar") else np.dtype(NUMBERS[NUMBER_TYPES[described[-1]]][0])
+    plain = dtype_from_key(described[0]) if kind in ("array", "scalar") else np.dtype(NUMBERS[NUMBER_TYPES[described[-1]]][0])
     if plain.kind in "biuf" and plain.isnative:
         known: Any = getattr(torch, plain.name, None)
         if known in _KNOWN:

@@ -43,7 +43,7 @@ class Container:
     keys: tuple[Any, ...]
     extra: tuple[Any, ...] = ()
 
-    def joiner(self) -> Callable[[list[Any]], Any]:
+    def unflatten_fn(self) -> Callable[[list[Any]], Any]:
         """Return the function that makes the container of its parts."""
         return _JOINERS[self.kind](self)
 
@@ -158,7 +158,7 @@ _BY_TYPE: dict[type, Callable[[Any], tuple[Container, list[Any]] | None]] = {
 def _checked(container: Container, parts: list[Any], value: Any) -> tuple[Container, list[Any]] | None:
     """Return container and parts, unless what they make differs from ``value`` in more than the parts."""
     try:
-        again = container.joiner()(parts)
+        again = container.unflatten_fn()(parts)
         same = type(again) is type(value) and _state(again, container) == _state(value, container)
         if isinstance(value, Mapping):
             same = same and tuple(again.keys()) == container.keys
@@ -275,19 +275,19 @@ _JOINERS: dict[str, Callable[[Container], Callable[[list[Any]], Any]]] = {
 }
 
 
-def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return a tree of containers with ``function`` of each of its leaves in their place."""
     found = split(tree)
     if found is None:
         return function(tree)
     container, parts = found
-    return container.joiner()([mapped(function, part) for part in parts])
+    return container.unflatten_fn()([tree_map(function, part) for part in parts])
 
 
 def leaves(tree: Any) -> list[Any]:
     """Return the leaves of a tree, in order."""
     found: list[Any] = []
-    mapped(found.append, tree)
+    tree_map(found.append, tree)
     return found
 
 

@@ -30,11 +30,11 @@ from stocache.samples.record_encoder import (
     bare_nodes,
     check_plain_keys,
     decoded,
+    dtype_from_key,
     empty_array,
     parse_skeleton,
     read_extra,
     stream_of,
-    thaw,
 )
 from stocache.samples.spec import NUMBER_CODECS, inverse
 from stocache.samples.type_lookup import (
@@ -227,7 +227,7 @@ def _plan(skeleton: Skeleton, trusted: bool) -> tuple[list[tuple[int, Any, int, 
             plan.append((NUMBERS[NUMBER_TYPES[child[1]]][1], None, 0, codec.unpack_from, codec.size))
         else:
             return [], list
-    return plan, _container(skeleton, trusted).joiner()
+    return plan, _container(skeleton, trusted).unflatten_fn()
 
 
 def _new_tensor(dtype: torch.dtype, dims: int, order: Any = None) -> Callable[..., Tensor]:
@@ -249,7 +249,7 @@ def _streams(skeleton: Skeleton) -> set[int]:
     if kind == "tensor":
         return {stream_of(torch_dtype(skeleton[1]).itemsize)}
     if kind in ("array", "scalar"):
-        return {array_stream(thaw(skeleton[1]))}
+        return {array_stream(dtype_from_key(skeleton[1]))}
     if kind in ("number", "numbers"):
         return {NUMBERS[NUMBER_TYPES[skeleton[-1]]][1]}
     return {BYTES}
@@ -270,7 +270,7 @@ def _sizer(skeleton: Skeleton) -> int | Callable[[Iterator[int]], int]:
     elif kind == "tensor":
         size, dims = torch_dtype(skeleton[1]).itemsize, skeleton[2]
     elif kind in ("array", "scalar"):
-        size, dims = thaw(skeleton[1]).itemsize, skeleton[2]
+        size, dims = dtype_from_key(skeleton[1]).itemsize, skeleton[2]
     return (lambda integers: math.prod(_next(integers, dims)) * size) if dims else size
 
 
@@ -316,7 +316,7 @@ def _compile(skeleton: Skeleton, trusted: bool, depth: int) -> _Read:
     if kind == "tensor":
         return _read_tensor(torch_dtype(rest[0]), check_dims(rest[1]), *rest[2:])
     if kind in ("array", "scalar"):
-        return _read_array(thaw(rest[0]), kind == "scalar", check_dims(rest[1]), *rest[2:])
+        return _read_array(dtype_from_key(rest[0]), kind == "scalar", check_dims(rest[1]), *rest[2:])
     if kind == "number":
         return _read_number(NUMBER_TYPES[rest[0]])
     if kind == "numbers":
@@ -342,7 +342,7 @@ _PIXELS = 4  # position among the parts of an image
 
 
 def _read_container(skeleton: Skeleton, trusted: bool, depth: int) -> _Read:
-    join = _container(skeleton, trusted).joiner()
+    join = _container(skeleton, trusted).unflatten_fn()
     reads = [_compile(child, trusted, depth + 1) for child in skeleton[5]]
     if skeleton[1] == "image" and skeleton[5][_PIXELS] == ("bytes",):  # which the image copies
         reads[_PIXELS] = _read_bytes(lambda view: view)

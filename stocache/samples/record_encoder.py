@@ -276,13 +276,13 @@ def bare_nodes(skeleton: Skeleton) -> int:
     if kind == "tensor":
         return int(skeleton[2] == 0 and not TORCH_DTYPES[skeleton[1]].itemsize)
     if kind in ("array", "scalar"):
-        return int(skeleton[2] == 0 and not thaw(skeleton[1]).itemsize)
+        return int(skeleton[2] == 0 and not dtype_from_key(skeleton[1]).itemsize)
     return 0
 
 
-def freeze(descr: Any) -> Any:
+def dtype_to_key(descr: Any) -> Any:
     """Return a dtype's description without lists, which could not be hashed."""
-    return tuple(map(freeze, descr)) if isinstance(descr, list | tuple) else descr
+    return tuple(map(dtype_to_key, descr)) if isinstance(descr, list | tuple) else descr
 
 
 def dense_leaf(value: Any) -> tuple[Skeleton, int, Any, tuple[int, ...]]:
@@ -322,8 +322,8 @@ def _descr(dtype: np.dtype[Any]) -> Any:
         Unfit: it would not come back the same.
     """
     try:
-        descr = freeze(dtype_to_descr(dtype))
-        same = thaw(descr) == dtype
+        descr = dtype_to_key(dtype_to_descr(dtype))
+        same = dtype_from_key(descr) == dtype
     except Exception:  # whatever numpy's and others' dtypes raise
         same = False
     if not same:
@@ -454,7 +454,11 @@ def literal_extra(container: Container) -> tuple[Any, ...]:
 
 
 def read_extra(kind: str, extra: Any, trusted: bool = False) -> tuple[Any, ...]:
-    """Undo `literal_extra`; ``trusted`` as in `type_lookup.resolve`. Raises Unresolved where a name is not here, or not allowed."""
+    """Undo `literal_extra`; ``trusted`` as in `type_lookup.resolve`.
+
+    Raises:
+        Unresolved: a name is not here, or not allowed.
+    """
     if kind != "defaultdict":
         return tuple(extra)
     (name,) = extra
@@ -490,7 +494,7 @@ def write_skeleton(skeleton: Skeleton) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def thaw(descr: Any) -> np.dtype[Any]:
+def dtype_from_key(descr: Any) -> np.dtype[Any]:
     """Return the numpy dtype that a skeleton names. Raises ValueError as `type_lookup.numpy_dtype`."""
     return _thawed(descr) if type(descr) is str else numpy_dtype(descr)
 

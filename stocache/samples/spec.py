@@ -514,7 +514,7 @@ def _contents(container: Container) -> str:
 def _maker(node: Node, leaf_makers: Iterator[Callable[..., Any]]) -> Callable[..., Any]:
     if not isinstance(node, _Inner):
         return next(leaf_makers)
-    join, makers = node.container.joiner(), [_maker(child, leaf_makers) for child in node.children]
+    join, makers = node.container.unflatten_fn(), [_maker(child, leaf_makers) for child in node.children]
     return lambda *arguments: join([maker(*arguments) for maker in makers])
 
 

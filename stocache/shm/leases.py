@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 _T = TypeVar("_T")
 
 
-class Loans(Generic[_T]):
+class LeaseTracker(Generic[_T]):
     """Things, each lent with an object that stands for its memory, and back when that object has died.
 
     That it has died is noted where it happens, which may be anywhere, also within the garbage collector: by a C function, so no
@@ -17,23 +17,23 @@ class Loans(Generic[_T]):
     """
 
     def __init__(self) -> None:
-        self._lent: dict[int, tuple[weakref.ref[Any], _T]] = {}  # by the id of the reference
+        self._leased: dict[int, tuple[weakref.ref[Any], _T]] = {}  # by the id of the reference
         self._dead: deque[weakref.ref[Any]] = deque()
 
-    def lend(self, thing: _T, memory: Any) -> None:
+    def acquire(self, thing: _T, memory: Any) -> None:
         """Lend ``thing`` until ``memory`` dies."""
         ref = weakref.ref(memory, self._dead.append)
-        self._lent[id(ref)] = ref, thing
+        self._leased[id(ref)] = ref, thing
 
-    def returned(self) -> Iterator[_T]:
+    def released(self) -> Iterator[_T]:
         """Yield what has come back since the last call."""
         while True:
             try:
                 ref = self._dead.popleft()
             except IndexError:
                 return
-            yield self._lent.pop(id(ref))[1]
+            yield self._leased.pop(id(ref))[1]
 
-    def out(self) -> list[_T]:
+    def active(self) -> list[_T]:
         """Return what is lent now."""
-        return [thing for ref, thing in list(self._lent.values()) if ref() is not None]
+        return [thing for ref, thing in list(self._leased.values()) if ref() is not None]

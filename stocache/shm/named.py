@@ -22,7 +22,7 @@ from stocache.shm import registry
 from stocache.shm.layout import EXTENTS_AT, REFUSED, ROWS, ROWS_AT, UNRESERVED, WARNED_AT, Layout
 from stocache.shm.segment import ROW_LOCKS, Segment, abandon, attached
 from stocache.system import limits
-from stocache.system.waiting import Key, identify
+from stocache.system.waiting import FileKey, identify
 
 logger = logging.getLogger("stocache")
 
@@ -231,7 +231,7 @@ def remove(path: str, force: bool = False, dead: bool = False) -> None:
             os.rmdir(folder)
 
 
-def holders() -> dict[Key, list[int]]:
+def holders() -> dict[FileKey, list[int]]:
     """Return the processes attached to each segment that has any, as far as this process can see them."""
     return registry.lock_owners(ROW_LOCKS, ROWS)
 
@@ -281,7 +281,7 @@ def _read(fd: int, path: str) -> tuple[Layout, Descriptor]:
         raise SegmentError(f"{path} {error} Remove it: stocache rm --force {os.path.basename(path)}") from None
 
 
-def _check(path: str, key: Key, descriptor: Descriptor, wanted: Identity) -> None:
+def _check(path: str, key: FileKey, descriptor: Descriptor, wanted: Identity) -> None:
     """Raise MismatchError unless a segment that is in use is for the wanted data."""
     if difference := descriptor.differences(wanted):
         raise MismatchError(
@@ -290,7 +290,7 @@ def _check(path: str, key: Key, descriptor: Descriptor, wanted: Identity) -> Non
         )
 
 
-def _users(key: Key) -> str:
+def _users(key: FileKey) -> str:
     """Return who has a segment attached, in words."""
     return "processes " + (", ".join(map(str, holders().get(key, []))) or "of another container")
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.shm.leases import Loans
+from stocache.shm.leases import LeaseTracker
 
 _SMALL = 1 << 16  # bytes; less comes from malloc, which uses it again anyway
 _SPARE = 16  # pieces of memory of one size that wait to be used again, at most
@@ -23,7 +23,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._spare: dict[int, deque[mmap.mmap]] = {}  # by size
-        self._loans: Loans[mmap.mmap] = Loans()
+        self._leases: LeaseTracker[mmap.mmap] = LeaseTracker()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return Pool, ()  # another process has its own
@@ -34,14 +34,14 @@ class Pool:
         if nbytes < _SMALL:
             return torch.empty(shape, dtype=dtype)
         size = 1 << (nbytes - 1).bit_length()  # few sizes, whatever the batches; what is not touched takes no memory
-        for memory in self._loans.returned():
+        for memory in self._leases.released():
             self._spare.setdefault(len(memory), deque(maxlen=_SPARE)).append(memory)
         try:
             memory = self._spare[size].pop()
         except LookupError:
             memory = _new(size)
         owner = np.frombuffer(memory, np.uint8)
-        self._loans.lend(memory, owner)
+        self._leases.acquire(memory, owner)
         return torch.frombuffer(owner.data[:nbytes], dtype=dtype).view(shape)
 
 

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from stocache.shm.leases import Loans
+from stocache.shm.leases import LeaseTracker
 
 _MAP_NORESERVE = 0x4000
 _FAILED = ctypes.c_void_p(-1).value
@@ -70,7 +70,7 @@ class PrivateViews:
         weakref.finalize(self._memory, _libc.munmap, self._address, nbytes).atexit = False
         self._columns, self._slots = columns, slots
         self._leased: set[int] = set()
-        self._loans: Loans[set[int]] = Loans()
+        self._leases: LeaseTracker[set[int]] = LeaseTracker()
         self._lock = threading.Lock()  # never waited for: a forked child may find it taken
 
     def lease(self, slots: list[int]) -> tuple[_Lease, list[bool]]:
@@ -90,14 +90,14 @@ class PrivateViews:
                     if usable[position]:
                         own.add(slot)
             leased |= own
-            self._loans.lend(own, memory)
+            self._leases.acquire(own, memory)
             return memory, usable
         finally:
             self._lock.release()
 
     def _take_back(self) -> None:
         """Have the mapping show the file again, where leases that are over were written to."""
-        slots = [slot for its in self._loans.returned() for slot in its]
+        slots = [slot for its in self._leases.released() for slot in its]
         if slots:
             for at, nbytes in self._columns:
                 begins = self._address + at + np.array(slots, np.int64) * nbytes

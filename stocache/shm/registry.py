@@ -46,7 +46,7 @@ from stocache.errors import BusyError, CacheNameError, SegmentError
 from stocache.shm.layout import persists
 from stocache.system import limits
 from stocache.system.waiting import (
-    Key,
+    FileKey,
     describe_first,
     flock_owners,
     identify,
@@ -308,7 +308,7 @@ def _check_mode(path: str, status: os.stat_result, remedy: str) -> None:
 # ---------------------------------------------------------------------------------------------------- files in it
 
 
-def key_of(at: int, path: str) -> Key | None:
+def key_of(at: int, path: str) -> FileKey | None:
     """Return what the file ``path`` in the directory ``at`` is; None where there is none.
 
     Raises:
@@ -321,7 +321,7 @@ def key_of(at: int, path: str) -> Key | None:
     return _checked(at, path, status)
 
 
-def _checked(at: int, path: str, status: os.stat_result) -> Key:
+def _checked(at: int, path: str, status: os.stat_result) -> FileKey:
     if not stat.S_ISREG(status.st_mode):
         kind = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a pipe"}.get(stat.S_IFMT(status.st_mode), "no regular file")
         raise SegmentError(f"{printable(path)} is {kind}, no segment. It is not used; remove it.")
@@ -377,7 +377,7 @@ def is_held(fd: int) -> bool:
     return False
 
 
-def remove_unheld(path: str, key: Key) -> bool:
+def remove_unheld(path: str, key: FileKey) -> bool:
     """Remove a named segment, unless somebody holds it, it is to stay, or the path leads to another one by now.
 
     Call with `attaching` held.
@@ -413,12 +413,12 @@ def enter_child() -> None:
 # ---------------------------------------------------------------------------------------------------- who holds what
 
 
-def lock_owners(first: int, count: int) -> dict[Key, list[int]]:
+def lock_owners(first: int, count: int) -> dict[FileKey, list[int]]:
     """Return the processes that have record locks at offsets ``[first, first + count)``, for each file that has any.
 
     As /proc/locks tells, which leaves out processes of other containers.
     """
-    owners: dict[Key, set[int]] = {}
+    owners: dict[FileKey, set[int]] = {}
     for kind, _, pid, key, begin in listed_locks():
         if kind == "POSIX" and first <= begin < first + count:
             owners.setdefault(key, set()).add(pid)

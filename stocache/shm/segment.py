@@ -48,7 +48,7 @@ from stocache.shm.layout import (
 )
 from stocache.system import limits
 from stocache.system.limits import format_size
-from stocache.system.waiting import PATIENCE_S, Key, describe_process, identify, wait_until
+from stocache.system.waiting import PATIENCE_S, FileKey, describe_process, identify, wait_until
 
 logger = logging.getLogger("stocache")
 
@@ -64,9 +64,9 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named in the mmap module
 
 _Result = TypeVar("_Result")
 
-_attached: "weakref.WeakValueDictionary[Key, Segment]" = weakref.WeakValueDictionary()
-_to_leave: dict[Key, Callable[[], None]] = {}  # how to leave each named segment: an interrupt may have kept that from running
-_mapped: "weakref.WeakValueDictionary[Key, mmap.mmap]" = weakref.WeakValueDictionary()
+_attached: "weakref.WeakValueDictionary[FileKey, Segment]" = weakref.WeakValueDictionary()
+_to_leave: dict[FileKey, Callable[[], None]] = {}  # how to leave named segments: an interrupt may have kept it from running
+_mapped: "weakref.WeakValueDictionary[FileKey, mmap.mmap]" = weakref.WeakValueDictionary()
 
 
 class Segment:
@@ -442,19 +442,19 @@ class Segment:
         self._bytes[PERSISTS_AT] = True
 
 
-def attached(key: Key) -> Segment | None:
+def attached(key: FileKey) -> Segment | None:
     """Return the segment this process has of a file. With `registry.attaching` held."""
     return _attached.get(key)
 
 
-def abandon(key: Key, fds: list[int]) -> None:
+def abandon(key: FileKey, fds: list[int]) -> None:
     """Close the descriptors of a file that is not to be attached to after all. With `registry.attaching` held."""
     _attached.pop(key, None)
     while fds:
         registry.close(fds.pop())
 
 
-def _leave(key: Key, fds: list[int], path: str | None) -> None:
+def _leave(key: FileKey, fds: list[int], path: str | None) -> None:
     """Let the descriptors of a segment that is gone go, and the file of a named one with its last holder.
 
     With `registry.attaching` held. Does nothing when it is called again.
@@ -502,7 +502,7 @@ def _blank(control_bytes: int) -> Segment:
     return Segment([], Layout.plan(control_bytes, 0), "none")
 
 
-def _attach(key: Key, handle: Any, backing: str, path: str | None) -> Segment:
+def _attach(key: FileKey, handle: Any, backing: str, path: str | None) -> Segment:
     """Return the segment behind a pickled handle: the one this process has, or a new attachment."""
     try:
         with registry.attaching:  # two threads must not make two segments of one file
@@ -516,7 +516,7 @@ def _attach(key: Key, handle: Any, backing: str, path: str | None) -> Segment:
         registry.do_what_is_due()
 
 
-def _attach_anew(key: Key, handle: Any, backing: str, path: str | None) -> Segment:
+def _attach_anew(key: FileKey, handle: Any, backing: str, path: str | None) -> Segment:
     fds = [_open_path(key, handle) if isinstance(handle, str) else handle.detach()]
     try:
         os.set_inheritable(fds[0], False)
@@ -531,7 +531,7 @@ def _attach_anew(key: Key, handle: Any, backing: str, path: str | None) -> Segme
         raise
 
 
-def _open_path(key: Key, path: str) -> int:
+def _open_path(key: FileKey, path: str) -> int:
     try:
         status = os.stat(path)  # before opening: closing what turns out to be another segment would drop its locks
         if (status.st_dev, status.st_ino) == key:

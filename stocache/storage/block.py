@@ -31,11 +31,11 @@ import xxhash
 from safetensors.torch import save
 
 from stocache.errors import DamagedError, StorageError
-from stocache.samples.column_decoder import RAW, reader
+from stocache.samples.column_decoder import CHECK_ONLY, reader
 from stocache.samples.column_encoder import CHECKS, INFO, Columns
 from stocache.samples.record_encoder import BARE_NODES
 from stocache.samples.type_lookup import Unresolved, check_size
-from stocache.system.hashing import ZEROS, Buffer, seal, seal_in
+from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum
 
 VERSION = 1
 _MARK = b'\\"checksum\\": \\"'
@@ -44,7 +44,9 @@ _STEP = 128 << 10  # bytes read ahead by one call: of more, the kernel may take 
 _READ_AHEAD = 8  # samples, after which the rest of their block is read ahead
 
 
-def encode(samples: Sequence[Any], first: int = 0, allow_pickle: bool = False, info: bytes = b"") -> tuple[list[Buffer], str]:
+def encode(
+    samples: Sequence[Any], first: int = 0, allow_pickle: bool = False, info: bytes = b""
+) -> tuple[list[BytesLike], str]:
     """Return the file of a block that holds ``samples``, in pieces, and its checksum.
 
     Args:
@@ -62,14 +64,14 @@ def encode(samples: Sequence[Any], first: int = 0, allow_pickle: bool = False, i
         columns.tensors[INFO] = torch.frombuffer(bytearray(info), dtype=torch.uint8)
     facts = {"checksum": ZEROS, "version": VERSION, "samples": len(samples), "structure": columns.tree}
     data = save(columns.tensors, {"stocache": json.dumps(facts)})
-    block = Block(Memory(data), "a new block", allow_pickle=None, verify=False)
+    block = Block(BytesFile(data), "a new block", allow_pickle=None, verify=False)
     checks = np.array([block.check(row) for row in range(len(samples))], dtype="<u8").tobytes()
-    head, (at, nbytes) = seal(data[: block.begin], _MARK, checks), block.span(CHECKS)
+    head, (at, nbytes) = embed_checksum(data[: block.begin], _MARK, checks), block.span(CHECKS)
     whole = memoryview(data)
-    return [head, whole[block.begin : at], checks, whole[at + nbytes :]], seal_in(head, _MARK, checks)[0]
+    return [head, whole[block.begin : at], checks, whole[at + nbytes :]], read_checksum(head, _MARK, checks)[0]
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """A file, to be read in pieces."""
 
     nbytes: int
@@ -99,7 +101,7 @@ class File:
         return self
 
     def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
-        """See `Source`."""
+        """See `ByteSource`."""
         end = at + nbytes
         if end <= len(self._head):
             return (bytearray(self._head[at:end]), 0) if own else (self._head, at)
@@ -126,14 +128,14 @@ class File:
             os.close(self._fd)
 
 
-class Memory:
+class BytesFile:
     """A file that is in memory."""
 
     def __init__(self, data: Any) -> None:
         self._data, self.nbytes = data, len(data)
 
     def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
-        """See `Source`."""
+        """See `ByteSource`."""
         if at + nbytes > self.nbytes:
             raise ValueError("it is cut")
         return (bytearray(self._data[at : at + nbytes]), 0) if own else (self._data, at)
@@ -147,7 +149,7 @@ class _Walk:
 
     __slots__ = ("_bytes", "_nodes", "_source", "hash")
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ByteSource) -> None:
         self._source, self.hash = source, xxhash.xxh3_64()
         # What a sample may still have, however it is made. Twice the nodes that a writer needs room for: earlier ones left none
         self._bytes, self._nodes = source.nbytes, BARE_NODES + 2 * source.nbytes
@@ -190,7 +192,7 @@ class Block:
         StorageError: it cannot be read here: another version, classes that are not here, pickles that are not allowed.
     """
 
-    def __init__(self, source: Source, name: str, allow_pickle: bool | None = False, verify: bool = True) -> None:
+    def __init__(self, source: ByteSource, name: str, allow_pickle: bool | None = False, verify: bool = True) -> None:
         self._source, self._name, self._reads = source, name, 0
         self.nbytes = source.nbytes
         try:
@@ -202,7 +204,7 @@ class Block:
                 self._check = self._read = reader(self.structure, self, pickle.loads if allow_pickle else None)
             # Pickles are checked before they are loaded; however the JSON of the file is written, this finds them
             if allow_pickle is None or (allow_pickle and '"kind": "pickle"' in json.dumps(self.structure)):
-                self._check = reader(self.structure, self, RAW)
+                self._check = reader(self.structure, self, CHECK_ONLY)
         except Unresolved as error:
             raise StorageError(f"{name}: {error}") from None
         except StorageError as error:
@@ -234,7 +236,7 @@ class Block:
         checks = self._column(CHECKS)
         self._checks = checks.cast("Q")
         if verify:
-            self.checksum, wanted = seal_in(self._bytes(0, self.begin), _MARK, checks)
+            self.checksum, wanted = read_checksum(self._bytes(0, self.begin), _MARK, checks)
             if self.checksum != wanted:
                 raise ValueError(f"checksum {self.checksum}, its content gives {wanted}")
         return facts

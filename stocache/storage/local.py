@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 from stocache.errors import StorageError
 from stocache.storage.block import File
-from stocache.storage.remote import RemoteFolder
-from stocache.system.hashing import Buffer
+from stocache.storage.remote import RemoteStore
+from stocache.system.hashing import BytesLike
 from stocache.system.urls import is_url
 from stocache.system.waiting import describe_first, flock_owners, is_at_work, try_flock, wait_until
 
@@ -24,7 +24,7 @@ _REPORT_S = 30.0  # between two messages of whom a process waits for
 _STANDSTILL_S = 300.0  # without a new file, or a sign of that process
 
 
-class LocalFolder:
+class LocalStore:
     """A folder on a disk of this machine, or one that it shares with others."""
 
     def __init__(self, path: str) -> None:
@@ -104,7 +104,7 @@ class LocalFolder:
         with open(self._at(name), "rb") as file:
             return file.read()
 
-    def write(self, name: str, *pieces: Buffer) -> None:
+    def write(self, name: str, *pieces: BytesLike) -> None:
         """Write a file whole, or not at all.
 
         Raises:
@@ -125,7 +125,7 @@ class LocalFolder:
                 os.unlink(self._at(name))
 
 
-Folder: TypeAlias = LocalFolder | RemoteFolder
+Folder: TypeAlias = LocalStore | RemoteStore
 
 
 def folder_at(path: str, storage_options: dict[str, Any] | None = None) -> Folder:
@@ -134,7 +134,7 @@ def folder_at(path: str, storage_options: dict[str, Any] | None = None) -> Folde
     Raises:
         StorageError: it is a URL, and fsspec, or what it needs for that, is not installed.
     """
-    return RemoteFolder(path, storage_options) if is_url(path) else LocalFolder(path)
+    return RemoteStore(path, storage_options) if is_url(path) else LocalStore(path)
 
 
 def open_file(path: str) -> File:
@@ -142,7 +142,7 @@ def open_file(path: str) -> File:
     return File(path).open()
 
 
-def write_file(path: str, *pieces: Buffer) -> None:
+def write_file(path: str, *pieces: BytesLike) -> None:
     """Write a file, in pieces, whole, or not at all; another of that name is replaced.
 
     Raises:

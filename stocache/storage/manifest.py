@@ -36,9 +36,9 @@ from typing import Any, NamedTuple
 
 from stocache.errors import DamagedError, StorageError
 from stocache.samples.type_lookup import check_size
-from stocache.storage.block import Block, Source, encode
+from stocache.storage.block import Block, ByteSource, encode
 from stocache.storage.local import Folder, open_file
-from stocache.system.hashing import ZEROS, Buffer, seal, seal_in
+from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum
 
 FORMAT, VERSION = "stocache blocks", 1
 INDEX, _PREPARING, INFO, _BLOCKS, STAGING = "index.json", "preparing.json", "info.safetensors", "blocks", "staging"
@@ -96,7 +96,7 @@ def parse_index(text: bytes, path: str) -> Index:
         version = facts.pop("version")
         if version != VERSION:
             raise StorageError(f"{path} is of version {version!r:.20}, and this stocache reads version {VERSION}.")
-        found, wanted = seal_in(text, _MARK)
+        found, wanted = read_checksum(text, _MARK)
         if found != wanted:
             raise ValueError(f"checksum {found}, its content gives {wanted}")
         blocks = [_entry_of(entry) for entry in facts.pop("blocks")]
@@ -124,7 +124,7 @@ _LEAST_BYTES = 8  # of a sample in a block: its checksum
 
 
 def open_block(
-    path: str, name: str, entry: Entry | None, allow_pickle: bool | None, opened: Callable[[str], Source] = open_file
+    path: str, name: str, entry: Entry | None, allow_pickle: bool | None, opened: Callable[[str], ByteSource] = open_file
 ) -> Block:
     """Return the block in the file ``path``, called ``name`` in errors; ``entry`` is what the index says of it.
 
@@ -153,7 +153,7 @@ def open_block(
 # ---------------------------------------------------------------------------------------------------- writing
 
 
-class Workshop:
+class BlockFolderWriter:
     """A folder in which blocks are being prepared, by one process at a time and its workers."""
 
     def __init__(self, folder: Folder, allow_pickle: bool = False) -> None:
@@ -219,12 +219,12 @@ class Workshop:
         """
         return self.write_encoded(number, *self.encoded(samples, first))
 
-    def write_encoded(self, number: int, pieces: Sequence[Buffer], entry: Entry) -> Entry:
+    def write_encoded(self, number: int, pieces: Sequence[BytesLike], entry: Entry) -> Entry:
         """Write a block as `encoded` returns it. Raises OSError: the disk is full, or fails."""
         self.folder.write(block_name(number), *pieces)
         return entry
 
-    def encoded(self, samples: Sequence[Any], first: int) -> tuple[list[Buffer], Entry]:
+    def encoded(self, samples: Sequence[Any], first: int) -> tuple[list[BytesLike], Entry]:
         """Return the file of a block of these samples, in pieces, and what the index is to say of it. Raises SampleError."""
         pieces, checksum = encode(samples, first, self.allow_pickle)
         return pieces, Entry(len(samples), sum(map(len, pieces)), checksum)
@@ -248,7 +248,7 @@ class Workshop:
         else:
             pieces, facts["info_checksum"] = encode([info], 0, self.allow_pickle)
             self.folder.write(INFO, *pieces)
-        self.folder.write(INDEX, seal(json.dumps(facts).encode(), _MARK))
+        self.folder.write(INDEX, embed_checksum(json.dumps(facts).encode(), _MARK))
         self.tidy()
 
     def _settle(self, count: int) -> None:

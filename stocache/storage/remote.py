@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stocache.errors import DamagedError, LimitError, StorageError
-from stocache.system.hashing import Buffer, checksum
+from stocache.system.hashing import BytesLike, checksum
 from stocache.system.limits import format_size, parse_size
 from stocache.system.urls import file_system
 from stocache.system.waiting import describe_first, flock_owners, try_flock, wait_until
@@ -21,8 +21,8 @@ _STANDSTILL_S = 30.0  # seconds without a byte, after which the fetching of anot
 _HEAD = 64 << 10  # bytes read when a file is opened: most often all that is wanted of it
 
 
-class RemoteFolder:
-    """A folder at a URL, with what `local.LocalFolder` has. Connects anew in each process.
+class RemoteStore:
+    """A folder at a URL, with what `local.LocalStore` has. Connects anew in each process.
 
     Args:
         url: as fsspec understands it: s3://, gs://, https://, memory:// and so on.
@@ -92,7 +92,7 @@ class RemoteFolder:
         with self.at(name, "fetched") as (fs, path):
             fs.get_file(path, local)
 
-    def write(self, name: str, *pieces: Buffer) -> None:
+    def write(self, name: str, *pieces: BytesLike) -> None:
         """Write a file. Whole, or not at all, if the file system sees to that, as object stores do."""
         with self.at(name, "written") as (fs, path):
             fs.pipe_file(path, b"".join(pieces))
@@ -109,9 +109,9 @@ class RemoteFolder:
 
 
 class RemoteFile:
-    """A file in a folder at a URL, as a `block.Source`."""
+    """A file in a folder at a URL, as a `block.ByteSource`."""
 
-    def __init__(self, folder: RemoteFolder, name: str) -> None:
+    def __init__(self, folder: RemoteStore, name: str) -> None:
         self._folder, self._name = folder, name
         with folder.at(name, "opened") as (fs, path):
             self.nbytes = int(fs.size(path))
@@ -124,7 +124,7 @@ class RemoteFile:
             return bytes(fs.cat_file(path, start=at, end=end))
 
     def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
-        """See `block.Source`."""
+        """See `block.ByteSource`."""
         end = at + nbytes
         data = self._head[at:end] if end <= len(self._head) else self._cat(at, end)
         if len(data) < nbytes:
@@ -150,7 +150,7 @@ class Mirror:
     a file that the next one writes over.
     """
 
-    def __init__(self, remote: RemoteFolder, local_folder: str | None, limit: int | str) -> None:
+    def __init__(self, remote: RemoteStore, local_folder: str | None, limit: int | str) -> None:
         self._remote = remote
         self._limit = parse_size(limit, "local_limit") if isinstance(limit, str) else limit
         if type(self._limit) is not int or self._limit < 1:

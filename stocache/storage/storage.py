@@ -11,11 +11,11 @@ from typing import Any, Generic, TypeVar
 
 from stocache.errors import DamagedError, StorageError
 from stocache.samples.indices import check_index
-from stocache.storage.block import Block, File, Memory, encode
+from stocache.storage.block import Block, BytesFile, File, encode
 from stocache.storage.local import folder_at, write_file
 from stocache.storage.manifest import INDEX, INFO, Entry, Index, block_name, open_block, parse_index
-from stocache.storage.remote import Mirror, RemoteFolder
-from stocache.storage.writer import BLOCK_BYTES, Writing, check_block_bytes, snapshot
+from stocache.storage.remote import Mirror, RemoteStore
+from stocache.storage.writer import BLOCK_BYTES, SampleWriter, check_block_bytes, snapshot
 
 TSample = TypeVar("TSample")
 TInfo = TypeVar("TInfo")
@@ -123,7 +123,7 @@ class InMemoryDataStorage(DataStorage[TSample, TInfo]):
         block = self._block()
         name = f"the info in {self.datafile}"
         try:
-            info: TInfo = Block(Memory(block.info), name, self._allow_pickle).sample(0)
+            info: TInfo = Block(BytesFile(block.info), name, self._allow_pickle).sample(0)
         except (KeyError, ValueError) as error:
             raise StorageError(f"{self.datafile} is a block without info. Give a file that was prepared.") from error
         return info
@@ -151,7 +151,7 @@ class InMemoryDataStorage(DataStorage[TSample, TInfo]):
                     data = file.read()
             except FileNotFoundError:
                 raise DamagedError(f"{self.datafile} is missing: nothing was prepared there. Prepare it first.") from None
-            block = self._loaded = Block(Memory(data), self.datafile, self._allow_pickle)
+            block = self._loaded = Block(BytesFile(data), self.datafile, self._allow_pickle)
         return block
 
     def __getstate__(self) -> dict[str, Any]:
@@ -198,10 +198,10 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         self.storage_options = storage_options
         self._folder = folder_at(self.base_folder, storage_options)
         self._mirror: Mirror | None = None
-        if isinstance(self._folder, RemoteFolder):
+        if isinstance(self._folder, RemoteStore):
             self._mirror = Mirror(self._folder, None if local_folder is None else os.fspath(local_folder), local_limit)
         self.asked_block_size, self.block_bytes = block_size, check_block_bytes(block_size, block_bytes)
-        self._writing: Writing | None = None
+        self._writing: SampleWriter | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -223,7 +223,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
             StorageError: the folder is prepared, holds files of others, or another process prepares there.
         """
         self.close()
-        self._writing = Writing(self._folder, self.asked_block_size, self.block_bytes, self.allow_pickle)
+        self._writing = SampleWriter(self._folder, self.asked_block_size, self.block_bytes, self.allow_pickle)
 
     def save_sample(self, sample: TSample) -> None:
         """Take the next sample. Blocks are written as they fill.

@@ -8,7 +8,7 @@ from typing import Any
 from stocache.errors import LimitError
 from stocache.samples.column_encoder import Columns
 from stocache.storage.local import Folder
-from stocache.storage.manifest import Entry, Workshop
+from stocache.storage.manifest import BlockFolderWriter, Entry
 from stocache.system.limits import MIB, parse_size
 
 BLOCK_BYTES = 8 * MIB
@@ -45,11 +45,11 @@ def snapshot(sample: Any) -> Any:
         return sample
 
 
-class Writing:
+class SampleWriter:
     """A preparation, sample by sample; of a folder that is locked until its end."""
 
     def __init__(self, folder: Folder, block_size: int | None, block_bytes: int, allow_pickle: bool) -> None:
-        self._workshop, self._size, self._bytes = Workshop(folder, allow_pickle), block_size, block_bytes
+        self._workshop, self._size, self._bytes = BlockFolderWriter(folder, allow_pickle), block_size, block_bytes
         self._samples: list[Any] = []
         self._entries: list[Entry] = []
         self._plan = {"source": "samples", "block_size": block_size, "block_bytes": block_bytes}

@@ -7,13 +7,13 @@ from typing import TypeAlias
 
 import xxhash
 
-Buffer: TypeAlias = bytes | memoryview
+BytesLike: TypeAlias = bytes | memoryview
 
 ZEROS = "0" * 16
 """What stands in the place of a checksum of 16 hexadecimal digits while it is computed."""
 
 
-def seal(text: bytes, mark: bytes, *more: Buffer) -> bytes:
+def embed_checksum(text: bytes, mark: bytes, *more: BytesLike) -> bytes:
     """Return ``text`` with its checksum in the place of the `ZEROS` that follow the first ``mark``.
 
     The checksum is that of ``text`` before, and ``more`` after it.
@@ -22,8 +22,8 @@ def seal(text: bytes, mark: bytes, *more: Buffer) -> bytes:
     return text[:at] + checksum(text, *more).encode() + text[at + len(ZEROS) :]
 
 
-def seal_in(text: bytes, mark: bytes, *more: Buffer) -> tuple[str, str]:
-    """Return the checksum that `seal` has put into ``text``, and what it should be.
+def read_checksum(text: bytes, mark: bytes, *more: BytesLike) -> tuple[str, str]:
+    """Return the checksum that `embed_checksum` has put into ``text``, and what it should be.
 
     Raises:
         ValueError: there is none.
@@ -33,7 +33,7 @@ def seal_in(text: bytes, mark: bytes, *more: Buffer) -> tuple[str, str]:
     return found, checksum(text[:at] + ZEROS.encode() + text[at + len(ZEROS) :], *more)
 
 
-def checksum(*parts: Buffer) -> str:
+def checksum(*parts: BytesLike) -> str:
     """Return the XXH3-64 of all ``parts``, as 16 hexadecimal digits."""
     digest = xxhash.xxh3_64()
     for part in parts:

@@ -39,7 +39,7 @@ def _arrays(state: Any) -> Any:
     return state.numpy().astype(np.uint64) if isinstance(state, torch.Tensor) else state
 
 
-def put_back(taken: States, generators: Sequence[torch.Generator] = ()) -> None:
+def set_rng_state(taken: States, generators: Sequence[torch.Generator] = ()) -> None:
     """Put the generators into the states that were taken."""
     version, numbers, gauss = taken["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -56,10 +56,10 @@ def kept() -> Iterator[None]:
     try:
         yield
     finally:
-        put_back(before)
+        set_rng_state(before)
 
 
-class Watch:
+class RngMonitor:
     """Tells whether anybody has drawn from the global generators since it was made, in some 10 us."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-Key = tuple[int, int]  # device and inode: what a file is, whatever its name
+FileKey = tuple[int, int]  # device and inode: what a file is, whatever its name
 
 PATIENCE_S = 5.0
 """Seconds to wait for another process that holds what it usually holds for microseconds."""
@@ -74,7 +74,7 @@ def try_flock(fd: int) -> bool:
     return True
 
 
-def identify(fd: int) -> Key:
+def identify(fd: int) -> FileKey:
     """Return what the file of a descriptor is."""
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
@@ -86,7 +86,7 @@ def flock_owners(fd: int) -> list[int]:
     return sorted({pid for kind, _, pid, its, _ in listed_locks() if kind == "FLOCK" and its == key})
 
 
-def listed_locks() -> Iterator[tuple[str, str, int, Key, int]]:
+def listed_locks() -> Iterator[tuple[str, str, int, FileKey, int]]:
     """Yield the kind, READ or WRITE, process, file and first byte of all locks that processes have.
 
     As /proc/locks tells, which leaves out processes of other containers.

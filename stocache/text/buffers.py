@@ -17,21 +17,21 @@ from stocache.cache.base import MISSING
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
 from stocache.errors import DamagedError, StateError, StreamError
-from stocache.text.lines import Lines, Piece, Place, Position
-from stocache.text.parsers import Bad, Custom, Table, joined
+from stocache.text.lines import LinePlace, LinePosition, Lines, TextChunk
+from stocache.text.parsers import Bad, Custom, RowParser, joined
 
 logger = logging.getLogger("stocache")
 
-_TIGHTER = 4  # times shorter than at the beginning of the first file may rows be, on the average, before buffers stay uncached
+_MAX_ROW_DENSITY = 4  # times as short as in the first buffer: if rows are shorter on average, buffers stay uncached
 _COMPRESSION = 16  # the same, how much more text may come out of compressed files than there are bytes
 _SHOWN = 1000  # bytes of a line that an error may show, of which it takes the first characters
 _ROW = 3 * 8  # bytes of a row of the table; and one more for its state
 
 
-Fault = tuple[Place, str]
+Fault = tuple[LinePlace, str]
 
 
-class Buffer(NamedTuple):
+class RowBuffer(NamedTuple):
     """Parsed rows.
 
     Attributes:
@@ -48,7 +48,7 @@ class Buffer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Keeping:
+class CacheOptions:
     """How buffers are cached: as `StreamLoader` has it."""
 
     size_limit_gib: float | str | None
@@ -69,15 +69,22 @@ class Buffers:
     """
 
     def __init__(
-        self, lines: Lines, parser: Table | Custom, skip: bool, whole: bool, keeping: Keeping, rank: int, world_size: int
+        self,
+        lines: Lines,
+        parser: RowParser | Custom,
+        skip: bool,
+        whole: bool,
+        keeping: CacheOptions,
+        rank: int,
+        world_size: int,
     ) -> None:
         self.lines, self.parser = lines, parser
         self._skip, self._whole = skip, whole
         self._rank, self._world_size = rank, world_size
-        self._known: dict[int, Position] = {0: lines.begin}
-        self._end: Position | None = None
+        self._known: dict[int, LinePosition] = {0: lines.begin}
+        self._end: LinePosition | None = None
         expected = lines.total_bytes * (_COMPRESSION if lines.compressed else 1) / lines.mean / lines.buffer_size
-        self._len = int(_TIGHTER * expected / (1 if lines.step > 1 else world_size)) + 16
+        self._len = int(_MAX_ROW_DENSITY * expected / (1 if lines.step > 1 else world_size)) + 16
         self._base = rank * self._len
         named: dict[str, Any] = {}
         if keeping.name is not None:
@@ -92,22 +99,22 @@ class Buffers:
 
     # ------------------------------------------------------------------------------------------------ where they begin
 
-    def _look_up(self, number: int) -> Position | None:
+    def _look_up(self, number: int) -> LinePosition | None:
         found = self._known.get(number)
         if found is None and number < self._len and (row := self._table.peek(self._base + number)) is not MISSING:
-            found = self._known[number] = Position(*row.tolist())
+            found = self._known[number] = LinePosition(*row.tolist())
         return found
 
-    def _publish(self, number: int, position: Position) -> None:
+    def _publish(self, number: int, position: LinePosition) -> None:
         if self._look_up(number) is None:
             self._known[number] = position
             self._note(number, position)
 
-    def _note(self, number: int, position: Position) -> None:
+    def _note(self, number: int, position: LinePosition) -> None:
         if number < self._len:
             self._table.offer([self._base + number], [torch.tensor(position)])
 
-    def _find(self, number: int) -> Position:
+    def _find(self, number: int) -> LinePosition:
         """Return where a buffer begins, or where all end."""
         nearest = number
         while (position := self._look_up(nearest)) is None:
@@ -117,7 +124,7 @@ class Buffers:
             nearest += 1
         return position
 
-    def _read_from(self, number: int, begin: Position) -> tuple[list[Piece], Position]:
+    def _read_from(self, number: int, begin: LinePosition) -> tuple[list[TextChunk], LinePosition]:
         pieces, end = self.lines.read(begin)
         self._publish(number + 1, end)
         if end.rows < (number + 1) * self.lines.buffer_size:
@@ -129,7 +136,7 @@ class Buffers:
     def total_rows(self) -> int | None:
         """Rows of the share; None as long as nobody has come to its end."""
         if self._end is None and (row := self._table.peek(self._base)) is not MISSING:
-            self._end = Position(*row.tolist())
+            self._end = LinePosition(*row.tolist())
         return None if self._end is None else self._end.rows
 
     def count(self, progress: Any = None) -> int:
@@ -142,7 +149,7 @@ class Buffers:
                 progress(position)
         return rows
 
-    def resume_at(self, number: int, position: Position) -> None:
+    def resume_at(self, number: int, position: LinePosition) -> None:
         """Take another's word for where a buffer begins.
 
         Raises:
@@ -152,13 +159,13 @@ class Buffers:
             raise StateError(f"the files have changed since the state was taken: no line begins where {tuple(position)} was.")
         self._publish(number, position)
 
-    def position(self, number: int) -> Position | None:
+    def position(self, number: int) -> LinePosition | None:
         """Return where a buffer begins, if that is known."""
         return self._look_up(number)
 
     # ------------------------------------------------------------------------------------------------ what is in them
 
-    def fetch(self, number: int, copy: bool) -> Buffer | list[Piece] | None:
+    def fetch(self, number: int, copy: bool) -> RowBuffer | list[TextChunk] | None:
         """Return a cached buffer, or the text of one that is not; None after the last.
 
         Args:
@@ -173,7 +180,7 @@ class Buffers:
             cached = self.cache.hit(index, copy)
             if cached is not MISSING:
                 self._check_files(number)
-                found = Buffer(*cached)
+                found = RowBuffer(*cached)
                 return None if self._whole and found.rows < self.lines.buffer_size else found
         begin = self._find(number)
         if begin.rows < number * self.lines.buffer_size:
@@ -186,18 +193,18 @@ class Buffers:
             return None
         return pieces or None
 
-    def parse(self, number: int, fetched: Buffer | list[Piece], copy: bool) -> Buffer:
+    def parse(self, number: int, fetched: RowBuffer | list[TextChunk], copy: bool) -> RowBuffer:
         """Return a buffer that was fetched, parsed and cached if it was not.
 
         Raises:
             StreamError: a row is not as it should be.
         """
-        if isinstance(fetched, Buffer):
+        if isinstance(fetched, RowBuffer):
             return fetched
         index = self._index(number)
         if index is None or self.cache is None:
             return self._parse(fetched)
-        return Buffer(*self.cache.get_or_load(index, lambda _: tuple(self._parse(fetched)), copy=copy, strict=False))
+        return RowBuffer(*self.cache.get_or_load(index, lambda _: tuple(self._parse(fetched)), copy=copy, strict=False))
 
     def _index(self, number: int) -> int | None:
         return self._base + number if number < self._len else None
@@ -207,7 +214,7 @@ class Buffers:
         if begin is not None and end is not None:
             self.lines.check(begin, end)
 
-    def _parse(self, pieces: list[Piece]) -> Buffer:
+    def _parse(self, pieces: list[TextChunk]) -> RowBuffer:
         trees, faults, rows, skipped = [], list[Fault](), 0, 0
         for piece in pieces:
             if piece.fault:
@@ -230,16 +237,16 @@ class Buffers:
                 raise StreamError(f"{where}: {faults[0][1]}. {header}on_error='skip' leaves such lines out.")
             rows += piece.rows
             skipped += len(bad) + bool(piece.damage)
-        return Buffer(joined(trees) if trees else None, rows, skipped, faults[0] if faults else None)
+        return RowBuffer(joined(trees) if trees else None, rows, skipped, faults[0] if faults else None)
 
-    def _parse_piece(self, piece: Piece) -> tuple[Any, Bad]:
+    def _parse_piece(self, piece: TextChunk) -> tuple[Any, Bad]:
         if not piece.rows:
             return None, []
         data = piece.text()
         try:
             return self.parser.bulk(data, piece.rows), []
         except Exception:  # what an engine or the user's function raises
-            tree, bad = self.parser.care(data)
+            tree, bad = self.parser.parse_row_by_row(data)
             if not bad and isinstance(self.parser, Custom):
                 raise
             return tree, bad

@@ -11,13 +11,13 @@ import numpy as np
 
 from stocache.errors import StreamError
 
-Columns = list[np.ndarray[Any, Any]]
+ColumnArrays = list[np.ndarray[Any, Any]]
 
 NULLS = ["", "NA", "N/A", "NaN", "nan", "NULL", "null", "None"]
 """Texts that stand for a missing value."""
 
 
-class Refused(Exception):
+class BulkParseError(Exception):
     """A bulk reader cannot parse these rows; with care it may be possible."""
 
 
@@ -38,7 +38,9 @@ def engines(engine: Literal["auto", "pyarrow", "numpy"]) -> list[str]:
     return ["pyarrow", "numpy"]
 
 
-def csv_by_arrow(data: bytes, delimiter: str, width: int, kinds: list[tuple[int, str]], nulls: bool, quotes: bool) -> Columns:
+def csv_by_arrow(
+    data: bytes, delimiter: str, width: int, kinds: list[tuple[int, str]], nulls: bool, quotes: bool
+) -> ColumnArrays:
     """Return columns of delimited text by their numbers, as "f8" or "i8".
 
     Args:
@@ -49,7 +51,7 @@ def csv_by_arrow(data: bytes, delimiter: str, width: int, kinds: list[tuple[int,
     import pyarrow.csv
 
     if (b"x" in data or b"X" in data) and re.search(rb"0[xX]", data):
-        raise Refused("hexadecimal integers, perhaps")
+        raise BulkParseError("hexadecimal integers, perhaps")
     types = {"f8": pyarrow.float64(), "i8": pyarrow.int64()}
     names = [str(n) for n in range(width)]
     table = pyarrow.csv.read_csv(
@@ -66,7 +68,7 @@ def csv_by_arrow(data: bytes, delimiter: str, width: int, kinds: list[tuple[int,
     return [_from_arrow(table.column(str(n)), kind) for n, kind in kinds]
 
 
-def json_by_arrow(data: bytes, kinds: list[tuple[str, str]]) -> Columns:
+def json_by_arrow(data: bytes, kinds: list[tuple[str, str]]) -> ColumnArrays:
     """Return columns of JSON objects by their keys."""
     import pyarrow
     import pyarrow.json
@@ -84,32 +86,32 @@ def json_by_arrow(data: bytes, kinds: list[tuple[str, str]]) -> Columns:
 
 def _from_arrow(column: Any, kind: str) -> np.ndarray[Any, Any]:
     if kind == "i8" and column.null_count:
-        raise Refused("a value is missing")
+        raise BulkParseError("a value is missing")
     return np.asarray(column.to_numpy())
 
 
-def csv_by_numpy(data: bytes, delimiter: str, width: int, kinds: list[tuple[int, str]]) -> Columns:
+def csv_by_numpy(data: bytes, delimiter: str, width: int, kinds: list[tuple[int, str]]) -> ColumnArrays:
     """Return columns of delimited text by their numbers, all as "f8"."""
     array = np.frombuffer(data, np.uint8)
     newlines = np.flatnonzero(array == 10)
     commas = np.add.reduceat(array == ord(delimiter), np.append(0, newlines[:-1] + 1), dtype=np.int64)
     if (commas != width - 1).any() or b'"' in data:  # loadtxt would not mind fields that nobody wants
-        raise Refused("another number of fields")
+        raise BulkParseError("another number of fields")
     unique = list(dict(kinds))
     # Integers as float64, too: before numpy 2.4 loadtxt takes 2.5 for the integer 2. Large ones are refused later
     table = np.loadtxt(data.decode().split("\n")[:-1], delimiter=delimiter, comments=None, usecols=unique, ndmin=2)
     return [table[:, unique.index(n)] for n, _ in kinds]
 
 
-def strictly(values: list[Any], kind: str) -> np.ndarray[Any, Any]:
+def to_exact_array(values: list[Any], kind: str) -> np.ndarray[Any, Any]:
     """Return numbers as an array. Raises Refused where there are others."""
     array = np.array(values)
     if array.ndim != 1 or array.dtype.kind not in ("i" if kind == "i8" else "fi"):
-        raise Refused("other values")
+        raise BulkParseError("other values")
     return array.astype(kind)
 
 
-def squeezed(data: bytes) -> bytes:
+def collapse_blanks(data: bytes) -> bytes:
     """Return rows of fields with single blanks between them, and none before or after."""
     array = np.frombuffer(data, np.uint8)
     blank = (array == 32) | ((array >= 9) & (array <= 13) & (array != 10))

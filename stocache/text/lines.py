@@ -44,7 +44,7 @@ _BLOCK = 1 << 20  # of text that is looked through line by line
 _DEEPEST = 64  # blanks before the text of a line that are looked at for all lines together
 
 
-class Position(NamedTuple):
+class LinePosition(NamedTuple):
     """The beginning of a line, and how many rows of this rank's share lie before it."""
 
     file: int
@@ -53,7 +53,7 @@ class Position(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextChunk:
     """The rows among whole lines of one file.
 
     Attributes:
@@ -81,14 +81,14 @@ class Piece:
         """Return the rows alone, each with its newline."""
         return self.data
 
-    def place(self, row: int) -> "Place":
+    def place(self, row: int) -> "LinePlace":
         """Return where a row is, or, one past the last, where the piece ends."""
         if row >= self.rows:
             return self.file, self.offset, self.lines
         return self.file, self.offset, row if self.numbers is None else int(self.numbers[row])
 
 
-Place = tuple[int, int, int]
+LinePlace = tuple[int, int, int]
 """A line: its file, where the piece begins that it is in, and how many lines of the piece come before it."""
 
 
@@ -144,7 +144,7 @@ class Lines:
         except BaseException:
             self._close()
             raise
-        self.begin, self.end = Position(*begin, 0), end
+        self.begin, self.end = LinePosition(*begin, 0), end
 
     @property
     def compressed(self) -> bool:
@@ -169,7 +169,7 @@ class Lines:
         except BaseException:
             other._close()
             raise
-        other.begin = Position(*begin, 0)
+        other.begin = LinePosition(*begin, 0)
         return other
 
     def _share(self, rank: int, world_size: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -258,10 +258,10 @@ class Lines:
 
     # ------------------------------------------------------------------------------------------------ reading
 
-    def read(self, start: Position, rows: int | None = None) -> tuple[list[Piece], Position]:
+    def read(self, start: LinePosition, rows: int | None = None) -> tuple[list[TextChunk], LinePosition]:
         """Return the lines of the next ``rows`` rows, or of a buffer; and where they end."""
         want = self.buffer_size if rows is None else rows
-        pieces: list[Piece] = []
+        pieces: list[TextChunk] = []
         number, offset, before = start
         got = 0
         while got < want and (number, offset) < self.end:
@@ -273,9 +273,9 @@ class Lines:
             if ends:
                 number += 1
                 offset = self._start_of(number) if number < len(self.files) else 0
-        return pieces, Position(number, offset, before + got)
+        return pieces, LinePosition(number, offset, before + got)
 
-    def _read_piece(self, number: int, offset: int, want: int) -> tuple[Piece, bool]:
+    def _read_piece(self, number: int, offset: int, want: int) -> tuple[TextChunk, bool]:
         """Return up to ``want`` rows of one file, and whether it ends there; see NOTE [ Bounded memory ]."""
         limit = self.end[1] - offset if number == self.end[0] else None
         size = min(int(want * self.mean * 1.02) + 256, _PIECE)
@@ -307,8 +307,8 @@ class Lines:
         data = b"".join([its.data for its in found]) if len(found) > 1 else found[0].data
         lines, numbers = sum(its.lines for its in found), _numbers_in(found)
         if rest:  # the file does not end here
-            return Piece(number, offset, taken, lines, data, rows, numbers), False
-        return Piece(number, offset, taken, lines, data, rows, numbers, damage), ends
+            return TextChunk(number, offset, taken, lines, data, rows, numbers), False
+        return TextChunk(number, offset, taken, lines, data, rows, numbers, damage), ends
 
     def _find_long(self, chunk: bytes) -> int | None:
         """Return where the first line of some that is too long begins; None where none is."""
@@ -320,7 +320,7 @@ class Lines:
             at = end + 1
         return None
 
-    def _skip_line(self, number: int, offset: int) -> tuple[Piece, bool]:
+    def _skip_line(self, number: int, offset: int) -> tuple[TextChunk, bool]:
         """Return a line that is too long, as one row without its text, and whether the file ends after it.
 
         Raises:
@@ -332,7 +332,7 @@ class Lines:
         self.files[number].check()
         damage = None if whole else self._read_at(number, end, 1)[1]
         fault = f"the line is longer than {_size(self._max_line_bytes)}"
-        piece = Piece(number, offset, end - offset, 1, b"", int(not damage), damage=damage, fault=None if damage else fault)
+        piece = TextChunk(number, offset, end - offset, 1, b"", int(not damage), damage=damage, fault=None if damage else fault)
         return piece, not whole
 
     def _find_rows(self, chunk: bytes, size: int, want: int) -> "_Rows":
@@ -376,30 +376,30 @@ class Lines:
         """Return which lines are rows."""
         at = np.append(0, newlines[:-1] + 1)
         delimited = np.zeros(len(at), bool)
-        noise = np.zeros(len(at), bool)
+        skipped_lines = np.zeros(len(at), bool)
         lines = np.arange(len(at))
         mark = self._mark
         for _ in range(_DEEPEST):  # as often as the longest indentation is long
             if not len(lines):
-                return ~noise
+                return ~skipped_lines
             first = block[at[lines]]
-            noise[lines[(first == 10) & ~delimited[lines]]] = True
+            skipped_lines[lines[(first == 10) & ~delimited[lines]]] = True
             delimited[lines[first == self._delimiter]] = True
             if mark:
                 marked = lines[first == mark[0]]
                 for ahead in range(1, len(mark)):
                     marked = marked[block[np.minimum(at[marked] + ahead, len(block) - 1)] == mark[ahead]]
-                noise[marked] = True
+                skipped_lines[marked] = True
             lines = lines[_IS_BLANK[first]]
             at[lines] += 1
         for line in lines.tolist():
             text = block[at[line] : newlines[line]].tobytes()
             begun = text.lstrip(_BLANKS.encode())
             if not begun:
-                noise[line] = not delimited[line] and (self._delimiter < 0 or self._delimiter not in text)
+                skipped_lines[line] = not delimited[line] and (self._delimiter < 0 or self._delimiter not in text)
             elif mark:
-                noise[line] = begun.startswith(mark)
-        return ~noise
+                skipped_lines[line] = begun.startswith(mark)
+        return ~skipped_lines
 
     # ------------------------------------------------------------------------------------------------ bytes
 
@@ -440,7 +440,7 @@ class Lines:
 
     # ------------------------------------------------------------------------------------------------ what to tell a person
 
-    def where(self, place: Place) -> str:
+    def where(self, place: LinePlace) -> str:
         """Return the file and the number of a line, counted from 1; reads the file up to there."""
         number, offset, before = place
         at = 0
@@ -450,12 +450,12 @@ class Lines:
                 at += len(data)
         return f"{self.files[number].path}, line {before + 1}"
 
-    def check(self, start: Position, end: Position) -> None:
+    def check(self, start: LinePosition, end: LinePosition) -> None:
         """Raise DamagedError if a file between two positions has changed."""
         for file in self.files[start.file : end.file + bool(end.offset)]:
             file.check()
 
-    def begins_line(self, position: Position) -> bool:
+    def begins_line(self, position: LinePosition) -> bool:
         """Whether a line begins at a position, as somebody says who read these files before."""
         number, offset, _ = position
         if number >= len(self.files):

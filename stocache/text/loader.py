@@ -18,11 +18,11 @@ from stocache.loader.dataloader import DataLoader
 from stocache.system.hashing import checksum
 from stocache.system.limits import parse_size
 from stocache.system.ranks import is_first_rank, torch_ranks
-from stocache.text.buffers import Buffers, Keeping
+from stocache.text.buffers import Buffers, CacheOptions
 from stocache.text.files import Paths, TextFile, find_files
-from stocache.text.lines import Lines, Position
+from stocache.text.lines import LinePosition, Lines
 from stocache.text.schema import Column, Format, Schema
-from stocache.text.windows import Deliveries, Delivery, Key, Part, Shuffle, Windows, by_threads, one_by_one
+from stocache.text.windows import Deliveries, Shuffle, ShuffleKey, WindowBatches, Windows, WorkerShard, by_threads, one_by_one
 
 logger = logging.getLogger("stocache")
 
@@ -186,7 +186,7 @@ class StreamLoader(IterableDataset[Any]):
         self._paths, self._options = path, storage_options
         self._buffer_size, self._skip_header, self._on_error = buffer_size, skip_header, on_error
         self._max_line_bytes = _line_limit(max_line_bytes)
-        self._ways: dict[str, Any] = {
+        self._order_options: dict[str, Any] = {
             "batch_size": batch_size,
             "shuffle": shuffle,
             "window": window,
@@ -198,7 +198,7 @@ class StreamLoader(IterableDataset[Any]):
         self._limit_gib, self._name, self._persist, self._fingerprint = size_limit_gib, name, persist, fingerprint
         self._counts = count or shuffle == "buffers"
         self._progress = progress and is_first_rank()
-        self._epoch, self._told = 0, False
+        self._epoch, self._epoch_was_set = 0, False
         self._resumed: dict[str, Any] | None = None
         self._state: dict[str, Any] | None = None  # after the batch that was delivered last
         self._workers: DataLoader | None = None
@@ -222,22 +222,22 @@ class StreamLoader(IterableDataset[Any]):
         skip = self._on_error == "skip"
         lines = Lines(full, self._buffer_size, self._skip_header, *marks, *whose, self._max_line_bytes, skip)
         with contextlib.closing(lines):
-            if lines.compressed and self._ways["shuffle"] == "buffers":
+            if lines.compressed and self._order_options["shuffle"] == "buffers":
                 packed = next(file for file in full if file.compression)
                 raise StreamError(
                     f"shuffle='buffers' needs files that can be read from any byte, and {packed.path} is {packed.compression}. "
                     "Use shuffle=True, with a window of several buffers, or decompress it."
                 )
             parser = self._schema.parser(lines)
-            keeping = self._keeping(full) if cached else Keeping(None, None, False, "")
-            whole = self._ways["drop_last"] is True
+            keeping = self._keeping(full) if cached else CacheOptions(None, None, False, "")
+            whole = self._order_options["drop_last"] is True
             buffers = Buffers(lines, parser, skip, whole, keeping, *whose)
-            self._windows = Windows(buffers, **self._ways, transform=self._transform, rank=self._rank)
+            self._windows = Windows(buffers, **self._order_options, transform=self._transform, rank=self._rank)
             self._files = files if cached or get_worker_info() is not None else None  # else it tries again
             if self._counts:
                 self._count(self._windows)
 
-    def _keeping(self, files: list[TextFile]) -> Keeping:
+    def _keeping(self, files: list[TextFile]) -> CacheOptions:
         """Return how buffers are cached: by ranks together, in a cache that is named by what is in it if it has no name."""
         facts = [(os.path.abspath(file.path), file.size, file.stamp, file.ends) for file in files]
         settings = (self._buffer_size, self._skip_header, self._lenience, self._world_size, self._fingerprint)
@@ -245,7 +245,7 @@ class StreamLoader(IterableDataset[Any]):
         name = self._name
         if name is None and self._world_size > 1:
             name = f"rows-{checksum(identity.encode(), repr(self._limit_gib).encode())}"
-        return Keeping(self._limit_gib, name, self._persist, identity)
+        return CacheOptions(self._limit_gib, name, self._persist, identity)
 
     def _count(self, windows: Windows) -> None:
         """Count the rows of this rank, and find where the rank with the fewest batches ends."""
@@ -296,7 +296,7 @@ class StreamLoader(IterableDataset[Any]):
         epoch, window, done = state["epoch"], state["window"], state["batch"]
         key = self._key(epoch) if window is None else tuple(state["key"])
         if state.get("position") is not None:
-            windows.buffers.resume_at(state["buffer"], Position(*state["position"]))
+            windows.buffers.resume_at(state["buffer"], LinePosition(*state["position"]))
         self._epoch = epoch + 1
         self._state = {"epoch": epoch, "key": state["key"], "window": window, "batch": done}
         if worker is not None:
@@ -319,18 +319,18 @@ class StreamLoader(IterableDataset[Any]):
                 done = 0
         self._state = self._beginning(epoch + 1)
         self._totals["epochs"] += 1
-        self._look_back(epoch, {what: count - before[what] for what, count in self._totals.items()})
+        self._log_epoch(epoch, {what: count - before[what] for what, count in self._totals.items()})
 
-    def _key(self, epoch: int) -> Key:
+    def _key(self, epoch: int) -> ShuffleKey:
         worker = get_worker_info()
-        return (epoch,) if worker is None or self._told else (worker.seed - worker.id, epoch)
+        return (epoch,) if worker is None or self._epoch_was_set else (worker.seed - worker.id, epoch)
 
     def _by_workers(self, windows: Windows, epoch: int, start: int) -> Deliveries:
         """Yield all windows from ``start`` on, made by worker processes in turn."""
         if self._workers is None or start:
             self._end_workers()
             self._workers = DataLoader(
-                Part(windows, epoch, start),
+                WorkerShard(windows, epoch, start),
                 batch_size=None,
                 num_workers=self._num_workers,
                 collate_fn=as_is,
@@ -358,7 +358,7 @@ class StreamLoader(IterableDataset[Any]):
             self._workers.end_workers()
         self._workers = None
 
-    def _note(self, delivery: Delivery) -> None:
+    def _note(self, delivery: WindowBatches) -> None:
         self._totals["rows"] += delivery.rows
         self._totals["skipped"] += delivery.skipped
         self._totals["dropped"] += delivery.dropped
@@ -367,7 +367,7 @@ class StreamLoader(IterableDataset[Any]):
             self._fault = f"{self._current().buffers.lines.where(place)}: {reason}"
             logger.warning("a line is left out; so will others be, counted at the end of the epoch: %s", self._fault)
 
-    def _look_back(self, epoch: int, counts: dict[str, int]) -> None:
+    def _log_epoch(self, epoch: int, counts: dict[str, int]) -> None:
         """Say what is to be known of an epoch that is over."""
         windows = self._current()
         total, size = windows.buffers.total_rows, self._buffer_size
@@ -403,7 +403,7 @@ class StreamLoader(IterableDataset[Any]):
         """Say which epoch is iterated over next."""
         if type(epoch) is not int or epoch < 0:
             raise StreamError(f"epoch={epoch!r} is no integer of at least 0.")
-        self._epoch, self._told = epoch, True
+        self._epoch, self._epoch_was_set = epoch, True
         self._resumed = self._state = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -445,8 +445,15 @@ class StreamLoader(IterableDataset[Any]):
     def _identity(self) -> str:
         """Return what the batches follow from: not where the files lie, nor how many processes parse them."""
         files = [(file.size, file.ends) for file in self._current().buffers.lines.files]
-        ways = (self._rank, self._world_size, self._buffer_size, self._skip_header, self._lenience, self._ways)
-        return checksum(repr((files, ways, self._schema.identity)).encode())
+        follows = (
+            self._rank,
+            self._world_size,
+            self._buffer_size,
+            self._skip_header,
+            self._lenience,
+            self._order_options,
+        )
+        return checksum(repr((files, follows, self._schema.identity)).encode())
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch if no line is left out: known after a first one, or with ``count=True``.

@@ -20,8 +20,17 @@ import torch
 from torch import Tensor
 
 from stocache.errors import StreamError
-from stocache.samples.pytree import leaves, mapped
-from stocache.text.engines import NULLS, Columns, Refused, csv_by_arrow, csv_by_numpy, json_by_arrow, squeezed, strictly
+from stocache.samples.pytree import leaves, tree_map
+from stocache.text.engines import (
+    NULLS,
+    BulkParseError,
+    ColumnArrays,
+    collapse_blanks,
+    csv_by_arrow,
+    csv_by_numpy,
+    json_by_arrow,
+    to_exact_array,
+)
 
 Bad = list[tuple[int, str]]
 """Rows that are not as they should be, by their number in the piece, and why."""
@@ -54,7 +63,7 @@ class Target:
         """Every field that is needed, and the dtype its column gets."""
         return [(n, self.dtype) for n in self.columns] + [(n, self.label_dtype) for n in self.labels or ()]
 
-    def assemble(self, columns: Columns) -> Any:
+    def assemble(self, columns: ColumnArrays) -> Any:
         """Return features of shape (rows, columns), and labels of shape (rows,) or (rows, labels).
 
         Raises:
@@ -72,19 +81,19 @@ class Target:
 
     def _check(self, column: np.ndarray[Any, Any], dtype: Any) -> None:
         if column.dtype.kind == "f" and not (self.keep_nan and dtype.kind == "f") and np.isnan(column.min(initial=0)):
-            raise Refused("a value is missing")
+            raise BulkParseError("a value is missing")
         if dtype.kind != "f" and len(column):
             low, high = _range(dtype)
             exact = column.dtype.kind != "f" or ((column == np.rint(column)).all() and (abs(column) < _EXACT).all())
             if not exact or column.min() < low or column.max() > high:
-                raise Refused(f"a value is no {dtype}")
+                raise BulkParseError(f"a value is no {dtype}")
 
 
 def _range(dtype: Any) -> tuple[int, int]:
     return (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, min(np.iinfo(dtype).max, 2**63 - 1))
 
 
-def _stack(columns: Columns, dtype: Any) -> np.ndarray[Any, Any]:
+def _stack(columns: ColumnArrays, dtype: Any) -> np.ndarray[Any, Any]:
     stacked = np.empty((len(columns[0]) if columns else 0, len(columns)), dtype)
     with np.errstate(over="ignore"):
         for number, column in enumerate(columns):
@@ -100,7 +109,7 @@ def _wide(dtype: Any) -> str:
 
 
 @dataclass
-class Table:
+class RowParser:
     """Rows of fields, of which some are numbers that are wanted. One subclass for each way to write fields.
 
     Attributes:
@@ -122,7 +131,7 @@ class Table:
         """Return the fields of a row. Raises ValueError with the reason."""
         raise NotImplementedError
 
-    def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> Columns:
+    def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> ColumnArrays:
         """Return the wanted columns, as "f8" or "i8". Raises Refused, or whatever the engine does."""
         raise NotImplementedError
 
@@ -142,9 +151,9 @@ class Table:
                     return arrays
             except Exception:  # whatever an engine raises: with care it will be told what is wrong
                 continue
-        raise Refused("no engine can parse these rows")
+        raise BulkParseError("no engine can parse these rows")
 
-    def care(self, data: bytes) -> tuple[Any, Bad]:
+    def parse_row_by_row(self, data: bytes) -> tuple[Any, Bad]:
         """Return the arrays of all rows that are as they should be, and the others."""
         bad: Bad = []
         kept = []
@@ -196,7 +205,7 @@ def _to_number(text: str, dtype: Any, name: str) -> float | int:
 
 
 @dataclass
-class Delimited(Table):
+class Delimited(RowParser):
     """Fields between delimiters: CSV, TSV, or, with None, white space."""
 
     delimiter: str | None = ","
@@ -209,11 +218,11 @@ class Delimited(Table):
     def fields_of(self, row: str) -> list[Any]:  # noqa: D102
         return fields_of(row, self.delimiter, self.comments)
 
-    def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> Columns:
+    def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> ColumnArrays:
         if self.comments and self.comments.encode() in data:
             data = re.sub(rb"(?<![ \t])[ \t]*" + re.escape(self.comments.encode()) + rb"[^\n]*", b"", data)
         if self.delimiter is None:
-            data = squeezed(data)
+            data = collapse_blanks(data)
         delimiter = self.delimiter or " "
         if engine == "pyarrow":
             return csv_by_arrow(data, delimiter, self.width, kinds, self.target.keep_nan, self.delimiter is not None)
@@ -235,7 +244,7 @@ def fields_of(row: str, delimiter: str | None, comments: str | None) -> list[str
 
 
 @dataclass
-class FixedWidth(Table):
+class FixedWidth(RowParser):
     """Fields of so many bytes each, padded with blanks."""
 
     widths: tuple[int, ...] = ()
@@ -250,25 +259,25 @@ class FixedWidth(Table):
             raise ValueError(f"{len(data)} bytes")
         return [data[end - width : end].decode(errors="replace") for end, width in zip(ends, self.widths, strict=True)]
 
-    def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> Columns:
+    def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> ColumnArrays:
         # as delimited text of the wanted fields, which both engines read
         array = np.frombuffer(data, np.uint8)
         newlines = np.flatnonzero(array == 10)
         lengths = np.diff(newlines, prepend=-1) - 1
         if lengths.max() > sum(self.widths) + _PADDING:  # each row would take that
-            raise Refused("a longer row")
+            raise BulkParseError("a longer row")
         padded = np.full((len(lengths), max(int(lengths.max()), sum(self.widths))), 32, np.uint8)
         padded[np.arange(padded.shape[1]) < lengths[:, None]] = array[array != 10]
         padded[padded == 13] = 32
         ends = np.cumsum(self.widths)
         if (padded[:, ends[-1] :] != 32).any():
-            raise Refused("longer rows")
+            raise BulkParseError("longer rows")
         mark = np.full((len(lengths), 1), ord(","), np.uint8)
         parts = [part for n, _ in kinds for part in (padded[:, ends[n] - self.widths[n] : ends[n]], mark)]
         parts[-1] = np.full_like(mark, 10)
         data = np.concatenate(parts, axis=1).tobytes()
         if data.count(b",") != len(lengths) * (len(kinds) - 1):
-            raise Refused("a field has a comma")
+            raise BulkParseError("a field has a comma")
         kinds = [(n, kind) for n, (_, kind) in enumerate(kinds)]
         if engine == "pyarrow":
             return csv_by_arrow(data, ",", len(kinds), kinds, self.target.keep_nan, False)
@@ -276,7 +285,7 @@ class FixedWidth(Table):
 
 
 @dataclass
-class JsonLines(Table):
+class JsonLines(RowParser):
     """One JSON object a row; ``names`` are the keys that count as its fields."""
 
     names: tuple[str, ...] = ()
@@ -297,11 +306,11 @@ class JsonLines(Table):
     def _named(self, number: int) -> str:
         return repr(self.names[number])
 
-    def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> Columns:
+    def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> ColumnArrays:
         if engine == "pyarrow":
             return json_by_arrow(data, [(self.names[n], kind) for n, kind in kinds])
         found = json.loads(b"[" + b",".join(data.splitlines()) + b"]")
-        return [strictly([row[self.names[n]] for row in found], kind) for n, kind in kinds]
+        return [to_exact_array([row[self.names[n]] for row in found], kind) for n, kind in kinds]
 
 
 @dataclass
@@ -316,7 +325,7 @@ class Custom:
         """Return the arrays of all rows. What the function raises passes through."""
         return _checked(self.function(_split(data)), rows)
 
-    def care(self, data: bytes) -> tuple[Any, Bad]:
+    def parse_row_by_row(self, data: bytes) -> tuple[Any, Bad]:
         """Return the arrays of the rows that can be parsed alone, and the others."""
         bad: Bad = []
         kept = []
@@ -342,7 +351,7 @@ def joined(trees: Sequence[Any]) -> Any:
         return trees[0]
     columns = zip(*map(leaves, trees), strict=True)
     arrays = iter([np.concatenate(column) for column in columns])
-    return mapped(lambda leaf: next(arrays), trees[0])
+    return tree_map(lambda leaf: next(arrays), trees[0])
 
 
 def _checked(tree: Any, rows: int) -> Any:
@@ -362,7 +371,7 @@ def _checked(tree: Any, rows: int) -> Any:
             raise StreamError(f"parse returned a {type(leaf).__name__}; its leaves must be arrays or tensors, one row a line.")
         return array
 
-    tree = mapped(array_of, tree)
+    tree = tree_map(array_of, tree)
     found = {len(leaf) for leaf in leaves(tree)}
     if found != {rows}:
         raise StreamError(f"parse returned arrays of {sorted(found)} rows for {rows} lines.")

@@ -10,7 +10,7 @@ from stocache.errors import StreamError
 from stocache.system.function_hash import callable_text
 from stocache.text.engines import engines
 from stocache.text.lines import Lines
-from stocache.text.parsers import Custom, Delimited, FixedWidth, JsonLines, Table, Target, fields_of, numpy_dtype
+from stocache.text.parsers import Custom, Delimited, FixedWidth, JsonLines, RowParser, Target, fields_of, numpy_dtype
 
 Column = int | str
 Format = Literal["delimited", "fixed", "jsonl"]
@@ -55,7 +55,7 @@ class Schema:
         numpy_dtype(self.label_dtype, "label_dtype")
         engines(self.engine)
 
-    def parser(self, lines: Lines) -> Table | Custom:
+    def parser(self, lines: Lines) -> RowParser | Custom:
         """Return what parses these lines.
 
         Raises:

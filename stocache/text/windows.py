@@ -13,19 +13,19 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from stocache.samples.pytree import leaves, mapped
-from stocache.text.buffers import Buffer, Buffers, Fault
-from stocache.text.lines import Piece
+from stocache.samples.pytree import leaves, tree_map
+from stocache.text.buffers import Buffers, Fault, RowBuffer
+from stocache.text.lines import TextChunk
 from stocache.text.parsers import joined
 
 _THREADS = 4  # that parse, at most
 
 Shuffle = Literal[False, True, "buffers"]
-Key = tuple[int, ...]
+ShuffleKey = tuple[int, ...]
 """What the order of an epoch follows from, besides the seed: its number."""
 
 
-class Delivery(NamedTuple):
+class WindowBatches(NamedTuple):
     """The batches of a window, and what had to be left out of it.
 
     Attributes:
@@ -99,14 +99,14 @@ class Windows:
 
     # ------------------------------------------------------------------------------------------------ what is delivered
 
-    def fetch(self, key: Key, window: int) -> list[tuple[int, Buffer | list[Piece]]] | None:
+    def fetch(self, key: ShuffleKey, window: int) -> list[tuple[int, RowBuffer | list[TextChunk]]] | None:
         """Return what `deliver` needs of the buffers of a window; None after the last."""
         if self.limit is not None and self._batches_before(window) >= self.limit:
             return None
         numbered = [(number, self.buffers.fetch(number, not self.shuffle)) for number in self.numbers(key, window)]
         return [(number, found) for number, found in numbered if found is not None] or None
 
-    def deliver(self, key: Key, window: int, fetched: list[tuple[int, Buffer | list[Piece]]]) -> Delivery:
+    def deliver(self, key: ShuffleKey, window: int, fetched: list[tuple[int, RowBuffer | list[TextChunk]]]) -> WindowBatches:
         """Return the batches of a window; their tensors are nobody else's."""
         buffers = [self.buffers.parse(number, found, not self.shuffle) for number, found in fetched]
         trees = [buffer.arrays for buffer in buffers if buffer.arrays is not None]
@@ -119,13 +119,13 @@ class Windows:
             batches = batches[: self.limit - self._batches_before(window)]
         if self.transform is not None:
             batches = [self.transform(batch) for batch in batches]
-        return Delivery(batches, rows, skipped, fault, dropped)
+        return WindowBatches(batches, rows, skipped, fault, dropped)
 
-    def _batches(self, key: Key, window: int, tree: Any) -> list[Any]:
+    def _batches(self, key: ShuffleKey, window: int, tree: Any) -> list[Any]:
         rows = len(leaves(tree)[0])
         if self.shuffle:
             order = self._generator(key, window).permutation(rows)
-            tree = mapped(lambda array: array.take(order, axis=0), tree)
+            tree = tree_map(lambda array: array.take(order, axis=0), tree)
         if self.drop_last:
             rows -= rows % self.batch_size
         if not rows:
@@ -136,17 +136,17 @@ class Windows:
         batches = []
         for part in parts:
             tensors = iter(part)
-            batches.append(mapped(lambda array: next(tensors), tree))  # noqa: B023  called at once
+            batches.append(tree_map(lambda array: next(tensors), tree))  # noqa: B023  called at once
         return batches
 
 
 # ---------------------------------------------------------------------------------------------------- who makes the windows
 
 
-Deliveries = Generator[tuple[int, Delivery], None, None]
+Deliveries = Generator[tuple[int, WindowBatches], None, None]
 
 
-def one_by_one(windows: Windows, key: Key, start: int, step: int) -> Deliveries:
+def one_by_one(windows: Windows, key: ShuffleKey, start: int, step: int) -> Deliveries:
     """Yield windows ``start``, ``start + step`` and so on, made in this thread."""
     with contextlib.closing(windows.buffers.lines):
         for number in itertools.count(start, step):
@@ -156,15 +156,15 @@ def one_by_one(windows: Windows, key: Key, start: int, step: int) -> Deliveries:
             yield number, windows.deliver(key, number, fetched)
 
 
-def by_threads(windows: Windows, key: Key, start: int) -> Deliveries:
+def by_threads(windows: Windows, key: ShuffleKey, start: int) -> Deliveries:
     """Yield all windows from ``start`` on: one thread reads ahead, in order, and others parse."""
 
-    def deliver(number: int, fetching: "Future[Any]") -> Delivery | None:
+    def deliver(number: int, fetching: "Future[Any]") -> WindowBatches | None:
         fetched = fetching.result()
         return None if fetched is None else windows.deliver(key, number, fetched)
 
     threads = min(_THREADS, len(os.sched_getaffinity(0)))
-    ahead: deque[tuple[int, Future[Delivery | None]]] = deque()
+    ahead: deque[tuple[int, Future[WindowBatches | None]]] = deque()
     numbers = itertools.count(start)
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(threads) as parsers:
         try:
@@ -182,7 +182,7 @@ def by_threads(windows: Windows, key: Key, start: int) -> Deliveries:
                 future.cancel()
 
 
-class Part(IterableDataset[tuple[int, Delivery]]):
+class WorkerShard(IterableDataset[tuple[int, WindowBatches]]):
     """The windows that one worker process makes of each epoch.
 
     Args:
@@ -197,7 +197,7 @@ class Part(IterableDataset[tuple[int, Delivery]]):
         """Say which epoch begins."""
         self._epoch = epoch
 
-    def __iter__(self) -> Iterator[tuple[int, Delivery]]:
+    def __iter__(self) -> Iterator[tuple[int, WindowBatches]]:
         worker = get_worker_info()
         assert worker is not None
         start, self._start = self._start, 0

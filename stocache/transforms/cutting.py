@@ -19,7 +19,7 @@ from stocache.samples.indices import spread
 from stocache.samples.record_encoder import PackedRecord, Record, pack_sample
 from stocache.system.children import in_children
 from stocache.system.limits import format_size
-from stocache.system.rng import Watch, disturb, fingerprint
+from stocache.system.rng import RngMonitor, disturb, fingerprint
 from stocache.transforms.encoded import encoded_pipeline
 from stocache.transforms.huggingface import read_transform_of
 from stocache.transforms.known import is_deterministic, is_known
@@ -29,7 +29,7 @@ from stocache.transforms.routes import Route, leaves_of
 from stocache.transforms.splitting import (
     ALL,
     BoundPlan,
-    Plan,
+    CutPlan,
     PlannedCall,
     Split,
     carried,
@@ -139,7 +139,7 @@ class _Trial(NamedTuple):
     Attributes:
         calls: where the output of each cut transform is in it.
         seeded: whether the dataset sets the seed of random numbers while it loads a sample.
-        repeated: see `Plan`.
+        repeated: see `CutPlan`.
     """
 
     idx: int
@@ -204,9 +204,9 @@ class _Meter:
             self.aside_s = 0.0
         style, value = style_of(args, kwargs), carried(args, kwargs)
         began, aside_s = time.perf_counter(), self.aside_s
-        sizes, seconds, done, whole = [self._size(value)], [], 0, Watch()
+        sizes, seconds, done, whole = [self._size(value)], [], 0, RngMonitor()
         while done < (0 if style == "mixed" else self._pipeline.deterministic):
-            watch, at = Watch(), time.perf_counter()
+            watch, at = RngMonitor(), time.perf_counter()
             value = carrying(self._pipeline.part(done, done + 1), style)(value)
             took_s, done = time.perf_counter() - at, done + 1
             if watch.drawn():  # so it is random, whatever it is called
@@ -238,7 +238,7 @@ def _measured(calls: Sequence[Call], number: int, look: Mapping[str, Any]) -> _M
     return _Measured(call.site, style_of(call.args, call.kwargs), upstream, **look)
 
 
-def _try_out(leaf: Any, plan: Plan, examples: Sequence[_Example]) -> Iterator[_Trial]:
+def _try_out(leaf: Any, plan: CutPlan, examples: Sequence[_Example]) -> Iterator[_Trial]:
     """Load samples with a cut, and finish each at once: random numbers are drawn as they are without a cut."""
     bound = BoundPlan(leaf, plan)
     for idx, at in examples:
@@ -462,7 +462,7 @@ def plan_split(
             return None
         cached = old is not None and any(steps for its in old.before.values() for steps in its.values())
         if not cached and not any(pipelines_of(leaf, False) for leaf in route.leaves):
-            return Split(dataset, dict.fromkeys(route.kinds, Plan({})))
+            return Split(dataset, dict.fromkeys(route.kinds, CutPlan({})))
     try:
         return _Planner(dataset, route, length, encoded, old).plan(limit, cut, wanted)
     except DatasetError:
@@ -607,7 +607,7 @@ class _Planner:
             *(name_of_step(step) for site, cut in option.cuts.items() for step in kind.pipelines[site].steps[cut:]),
         ]
 
-    def _tried(self, attempt: Mapping[int, Option]) -> dict[int, Plan]:
+    def _tried(self, attempt: Mapping[int, Option]) -> dict[int, CutPlan]:
         """Return plans with which samples are those of the dataset.
 
         Raises:
@@ -617,11 +617,11 @@ class _Planner:
         for number, kind in self._kinds.items():
             cuts = attempt[number].cuts
             calls = tuple(PlannedCall(site, cut, "", ()) for site, cut in cuts.items() if cut < len(kind.pipelines[site].steps))
-            plan = Plan(cuts, calls, self._encoded, bool(kind.rest))
+            plan = CutPlan(cuts, calls, self._encoded, bool(kind.rest))
             plans[number] = self._compared(kind, plan) if calls else plan
         return plans
 
-    def _compared(self, kind: _Kind, plan: Plan) -> Plan:
+    def _compared(self, kind: _Kind, plan: CutPlan) -> CutPlan:
         """Return a plan with the places in the samples."""
         trials = self._in_child(partial(_try_out, kind.leaf, plan, kind.examples))
         for trial in trials:

@@ -42,7 +42,7 @@ class PlannedCall(NamedTuple):
     parts: tuple[tuple[Any, tuple[Path, ...]], ...]
 
 
-class Plan(NamedTuple):
+class CutPlan(NamedTuple):
     """How one kind of dataset is split.
 
     Attributes:
@@ -89,7 +89,7 @@ class BoundPlan:
         dataset: what makes the samples.
     """
 
-    def __init__(self, dataset: Any, plan: Plan) -> None:
+    def __init__(self, dataset: Any, plan: CutPlan) -> None:
         self.dataset, self.plan = dataset, plan
         self._calls, self._warned = Calls(), False
         self._watched = _watched(dataset)
@@ -230,7 +230,7 @@ def pipelines_of(dataset: Any, encoded: bool) -> dict[Site, Pipeline]:
     return pipelines | (encoded_pipeline(dataset) if encoded else {})
 
 
-def _bound(leaf: Any, plan: Plan) -> "BoundPlan | ReadTransform":
+def _bound(leaf: Any, plan: CutPlan) -> "BoundPlan | ReadTransform":
     reads = read_transform_of(leaf, plan.encoded) if plan.reads else None
     return BoundPlan(leaf, plan) if reads is None else reads
 
@@ -248,7 +248,7 @@ class Split:
 
     __slots__ = ("_bound", "_dataset", "_plans", "_route", "has_rest")
 
-    def __init__(self, dataset: Any, plans: Mapping[int, Plan]) -> None:
+    def __init__(self, dataset: Any, plans: Mapping[int, CutPlan]) -> None:
         self._dataset, self._plans = dataset, dict(plans)
         self._bound: list[BoundPlan | ReadTransform] = []  # by the numbers of the datasets within
         self._route: Route | None = None

@@ -20,13 +20,13 @@ from stocache.cache.ragged import RaggedCache
 from stocache.errors import DatasetError
 from stocache.reading.graph.graph import DataPipe, end_of, is_random, pipes_of, relink, remove_dp, sources, traverse_dps
 from stocache.reading.graph.pipes import Prefetcher, register
-from stocache.reading.graph.seeds import is_dispatching, is_point, is_pure
+from stocache.reading.graph.seeds import is_dispatching, is_pure, is_sharding_point
 from stocache.samples.indices import length_of
-from stocache.system.rng import Watch
+from stocache.system.rng import RngMonitor
 
 logger = logging.getLogger("stocache")
 
-_BLIND = (Shuffler, ShardingFilter, Prefetcher)  # which never look at an element
+_PASS_THROUGH = (Shuffler, ShardingFilter, Prefetcher)  # which never look at an element
 
 
 class Keyed(NamedTuple):
@@ -122,7 +122,7 @@ class SharedCacher(IterDataPipe[Any]):
             return self._maps(element)
 
         def load(_: int) -> Any:
-            watch = Watch()
+            watch = RngMonitor()
             value = self._maps(element)
             if watch.drawn():
                 raise _RandomError(value)
@@ -199,7 +199,7 @@ def put_cache(
         logger.warning("nothing is cached: %s has no length. Say dataset_len=, the number of its elements.", before)
         return datapipe, None
     if key_fn is None:
-        if any(map(is_point, pipes_of(before))):  # each worker would count its own elements
+        if any(map(is_sharding_point, pipes_of(before))):  # each worker would count its own elements
             logger.warning(
                 "nothing is cached: the elements of %s are sharded already, and need a key_fn to be known by.", before
             )
@@ -244,7 +244,7 @@ def _chain(datapipe: DataPipe) -> list[Any]:
 
 
 def _is_blind(pipe: Any) -> bool:
-    return type(pipe) in _BLIND or is_dispatching(pipe)
+    return type(pipe) in _PASS_THROUGH or is_dispatching(pipe)
 
 
 def _is_map(pipe: Any) -> bool:

@@ -30,7 +30,7 @@ class Parcel(NamedTuple):
     block: Tensor | None
 
 
-class Passed(NamedTuple):
+class ParcelRef(NamedTuple):
     """A parcel as it is passed on: its block lies at an offset of the dispatching process's ring, or is here."""
 
     payload: bytes
@@ -67,16 +67,16 @@ class Packer:
         return at
 
 
-def pass_on(parcel: Parcel, ring: Ring) -> Passed:
+def pass_on(parcel: Parcel, ring: Ring) -> ParcelRef:
     """Return what to send to a worker instead of a parcel, which must be kept until the worker has answered."""
     if parcel.block is None:
-        return Passed(parcel.payload, [], b"")
+        return ParcelRef(parcel.payload, [], b"")
     offset = ring.offset_of(parcel.block)
     block = parcel.block.numpy().tobytes() if offset is None else (offset, len(parcel.block))
-    return Passed(parcel.payload, parcel.places, block)
+    return ParcelRef(parcel.payload, parcel.places, block)
 
 
-def unpacked(passed: Passed, ring: Ring) -> list[Any]:
+def unpacked(passed: ParcelRef, ring: Ring) -> list[Any]:
     """Return the elements of a parcel; their memory is their own."""
     here = isinstance(passed.block, bytes)
     memory = np.frombuffer(bytearray(passed.block), np.uint8) if here else ring.copied(*passed.block)
@@ -94,7 +94,7 @@ class Feed(IterDataPipe[Any]):
         shares: how many workers there are, and which one this is, for ``len``.
     """
 
-    starve: Callable[[], None]  # called when there is nothing; returns when there is more, or no more will come
+    on_empty: Callable[[], None]  # called when there is nothing; returns when there is more, or no more will come
 
     def __init__(self, length: int | None) -> None:
         self.length, self.shares = length, (1, 0)
@@ -122,7 +122,7 @@ class Feed(IterDataPipe[Any]):
             while not self._waiting:
                 if self._closed:
                     return
-                self.starve()
+                self.on_empty()
             self.taken += 1
             yield self._waiting.popleft()
 

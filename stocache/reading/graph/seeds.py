@@ -112,11 +112,11 @@ def random_pipes(datapipe: DataPipe) -> list[Any]:
 def shared_pipes(datapipe: DataPipe) -> list[Any]:
     """Return the random pipes that must do the same in all ranks and workers, as their elements are sharded or dispatched."""
     graph = traverse_dps(datapipe)
-    own = {id(pipe) for pipe in list_dps(graph, exclude_dps=[pipe for pipe in list_dps(graph) if is_point(pipe)])}
+    own = {id(pipe) for pipe in list_dps(graph, exclude_dps=[pipe for pipe in list_dps(graph) if is_sharding_point(pipe)])}
     return [pipe for pipe in random_pipes(datapipe) if id(pipe) not in own]
 
 
-def is_point(datapipe: DataPipe) -> bool:
+def is_sharding_point(datapipe: DataPipe) -> bool:
     """Whether a pipe is where elements go to different workers: by sharding, or by dispatching."""
     return is_sharding(datapipe) or is_dispatching(datapipe)
 

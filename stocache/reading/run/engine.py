@@ -28,8 +28,8 @@ from stocache.loader.collate import as_is
 from stocache.loader.dataloader import DataLoader
 from stocache.reading.graph.feed import Parcel, pass_on
 from stocache.reading.graph.graph import DataPipe
-from stocache.reading.run.replica import Epoch, InitFn, ResetFn
-from stocache.reading.run.stream import Position, Stream
+from stocache.reading.run.replica import InitFn, ReplicaEpoch, ResetFn
+from stocache.reading.run.stream import GraphPosition, Stream
 from stocache.reading.run.workers import GO_ON, IDLE, Dispatcher, Request, Worker
 
 _IN_FLIGHT = 2  # requests to each worker
@@ -45,7 +45,7 @@ class WorkerStream(Stream):
 
     # see NOTE [ One engine ]
 
-    def __init__(self, plan: "Plan", ahead: int, length: Callable[[], int]) -> None:
+    def __init__(self, plan: "GraphPlan", ahead: int, length: Callable[[], int]) -> None:
         super().__init__(plan.num_workers, ahead, length)
         self._plan = plan
         self._all_dispatched = True
@@ -66,7 +66,9 @@ class WorkerStream(Stream):
         asked = _Asking(self._ask_workers)
         self._loader = DataLoader(worker, sampler=asked, num_workers=plan.num_workers, generator=torch.Generator(), **options)
 
-    def begin_epoch(self, epochs: list[Epoch], begun: Position | None, dispatched: Epoch | None = None) -> None:
+    def begin_epoch(
+        self, epochs: list[ReplicaEpoch], begun: GraphPosition | None, dispatched: ReplicaEpoch | None = None
+    ) -> None:
         """Say what the next iteration's epoch is to each worker, and to the dispatching process if there is one."""
         super().begin_epoch(epochs, begun)
         self._dispatched = dispatched
@@ -87,7 +89,7 @@ class WorkerStream(Stream):
         passed = None if parcel is None or self._ring is None else pass_on(parcel, self._ring)
         return Request(worker, limit, epoch, passed, self._all_dispatched and not hand.parcels)
 
-    def _parcel_for(self, hand: "_Hand") -> Parcel | None:
+    def _parcel_for(self, hand: "_WorkerState") -> Parcel | None:
         """Return a parcel for a worker that has used up what it was sent; None for now, or when there are no more."""
         if hand.waiting + sum(map(_size, hand.lent)) >= self._limit:
             return None
@@ -127,7 +129,7 @@ class WorkerStream(Stream):
             raise
 
     def _put_together(self) -> Iterator[Any]:
-        self._hands = [_Hand(_pickled(epoch)) for epoch in self._epochs]
+        self._hands = [_WorkerState(_pickled(epoch)) for epoch in self._epochs]
         self._turns, self._asked = itertools.cycle(range(self.workers)), itertools.count()
         self._all_dispatched, self._problem = self._dispatcher is None, None
         self._rounds = iter(()) if self._dispatcher is None else iter(self._dispatcher)
@@ -176,7 +178,7 @@ class WorkerStream(Stream):
 
 
 @dataclass
-class Plan:
+class GraphPlan:
     """The parts of a graph, and how they are run.
 
     Attributes:
@@ -195,7 +197,7 @@ class Plan:
 
 
 @dataclass
-class _Hand:
+class _WorkerState:
     """What the main process knows of a worker.
 
     Attributes:
@@ -223,7 +225,7 @@ def _size(parcel: Parcel | None) -> int:
     return 0 if parcel is None else parcel.size
 
 
-def _pickled(epoch: Epoch | None) -> bytes:
+def _pickled(epoch: ReplicaEpoch | None) -> bytes:
     # here, where it can be raised: what a queue's own thread cannot pickle is lost
     return bytes(ForkingPickler.dumps(epoch))
 

@@ -27,7 +27,7 @@ from stocache.reading.graph.graph import Adapt, DataPipe, is_random, pipes_of
 from stocache.reading.graph.replay import fast_forward, rewind
 from stocache.reading.graph.seeds import SeedGenerator, is_pure, random_pipes
 from stocache.reading.graph.sharding import Counted, Shard
-from stocache.system.rng import Watch
+from stocache.system.rng import RngMonitor
 
 _SLICE_S = 0.02  # after which a worker hands over what it has, so that slow elements come one by one
 _AT_MOST_ONE = (Mapper, Collator, Filter, SharedCacher)
@@ -66,7 +66,7 @@ class Resume:
 
 
 @dataclass(frozen=True)
-class Epoch:
+class ReplicaEpoch:
     """What a replica is told at the beginning of an epoch.
 
     Attributes:
@@ -128,7 +128,7 @@ class Replica:
         self.iterator: Iterator[Any] = iter(())
         self.replaying: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
-    def begin(self, epoch: Epoch) -> None:
+    def begin(self, epoch: ReplicaEpoch) -> None:
         """Begin an epoch."""
         self.close()
         if self._alone:
@@ -146,7 +146,7 @@ class Replica:
         if self._reset_fn is not None:
             end = checked(self._reset_fn(end, self._info, epoch.generator), self._reset_fn)
         self.clock = clock_of(end)
-        self._watch, self._drawn, self._ended = Watch(), False, False
+        self._watch, self._drawn, self._ended = RngMonitor(), False, False
         self.end = end
         self.iterator = self._resumed(end, epoch.resume)
 
@@ -223,12 +223,12 @@ class FedReplica(Replica):
     def __init__(self, feed: Feed, *args: Any) -> None:
         super().__init__(*args)
         self.feed = feed
-        feed.starve = self._starve
+        feed.on_empty = self._starve
         self._go, self._rest = threading.Semaphore(0), threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def begin(self, epoch: Epoch) -> None:
+    def begin(self, epoch: ReplicaEpoch) -> None:
         """Begin an epoch."""
         super().begin(epoch)
         self.feed.begin()

@@ -10,13 +10,13 @@ from typing import Any
 from torch.utils.data import IterDataPipe
 
 from stocache.errors import StateError
-from stocache.reading.run.replica import Epoch, Replica, Resume
+from stocache.reading.run.replica import Replica, ReplicaEpoch, Resume
 from stocache.system import rng
 from stocache.system.rng import States
 
 
 @dataclass(frozen=True)
-class Position:
+class GraphPosition:
     """Where a stream stands.
 
     Attributes:
@@ -85,10 +85,10 @@ class Stream(IterDataPipe[Any]):
         self._given: deque[tuple[int, int | None]] = deque(maxlen=ahead + 1)  # the newest: of which worker, at which place
         self.begin_epoch([], None)
 
-    def begin_epoch(self, epochs: list[Epoch], begun: Position | None) -> None:
+    def begin_epoch(self, epochs: list[ReplicaEpoch], begun: GraphPosition | None) -> None:
         """Say what the next iteration's epoch is to each worker, and where it begins if not at the beginning."""
         self._epochs = epochs
-        self._begun = begun or Position(self.workers, (0,) * max(1, self.workers), 0, -1, False)
+        self._begun = begun or GraphPosition(self.workers, (0,) * max(1, self.workers), 0, -1, False)
         self._counts = list(self._begun.counts) if self._begun.workers == self.workers else []
         self._count, self.drawn = self._begun.count, self._begun.drawn
         self._given.clear()
@@ -100,7 +100,7 @@ class Stream(IterDataPipe[Any]):
             self._counts[worker] += 1
         self._given.append((worker, place))
 
-    def position(self, count: int) -> Position:
+    def position(self, count: int) -> GraphPosition:
         """Return where the stream stood when it had given ``count`` elements: all, or less those that its readers hold back."""
         given, counts = list(self._given), list(self._counts)
         for worker, _ in reversed(given[len(given) - (self._count - count) :]):
@@ -108,7 +108,7 @@ class Stream(IterDataPipe[Any]):
                 counts[worker] -= 1
         before = given[: len(given) - (self._count - count)]
         place = before[-1][1] if before else self._begun.place
-        return Position(self.workers, tuple(counts), count, place, self.drawn)
+        return GraphPosition(self.workers, tuple(counts), count, place, self.drawn)
 
     def close(self) -> None:
         """End what works for the stream."""
@@ -126,7 +126,9 @@ class LocalStream(Stream):
         self._numbers_at: tuple[States, States] | None = None
         self._numbers_begun: States | None = None  # of the epoch that is being made
 
-    def begin_epoch(self, epochs: list[Epoch], begun: Position | None, numbers: tuple[States, States] | None = None) -> None:
+    def begin_epoch(
+        self, epochs: list[ReplicaEpoch], begun: GraphPosition | None, numbers: tuple[States, States] | None = None
+    ) -> None:
         """Say what the next iteration's epoch is, and, where it has begun, what `numbers` said there.
 
         Then the global generators are put where they were when the epoch began, for elements that are made again, and when
@@ -149,7 +151,7 @@ class LocalStream(Stream):
         if states is not None and epoch.resume.again:
             self._replica.replaying = partial(_with_numbers, *states)
         elif states is not None:
-            rng.put_back(states[1])
+            rng.set_rng_state(states[1])
         replica, clock, give = self._replica, self._replica.clock, self._given.append
         for element in replica.iterator:  # with few calls for each, as this is all there is between a graph and its loop
             replica.count += 1
@@ -157,7 +159,7 @@ class LocalStream(Stream):
             give((0, None if clock is None else clock.taken - 1))
             yield element
 
-    def position(self, count: int) -> Position:
+    def position(self, count: int) -> GraphPosition:
         """Return where the stream stood when it had given ``count`` elements."""
         if self._counts:
             self._counts = [self._count]
@@ -167,6 +169,6 @@ class LocalStream(Stream):
 
 @contextlib.contextmanager
 def _with_numbers(before: States, after: States) -> Iterator[None]:
-    rng.put_back(before)
+    rng.set_rng_state(before)
     yield
-    rng.put_back(after)
+    rng.set_rng_state(after)

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from stocache.errors import WorkerError
 from stocache.loader.ring import Ring
-from stocache.reading.graph.feed import Feed, Packer, Passed, unpacked
+from stocache.reading.graph.feed import Feed, Packer, ParcelRef, unpacked
 from stocache.reading.graph.graph import DataPipe, pipes_of
 from stocache.reading.graph.sharding import share
 from stocache.reading.run.replica import Elements, FedReplica, InitFn, Replica, ResetFn, WorkerInfo
@@ -48,7 +48,7 @@ class Request(NamedTuple):
     Attributes:
         worker: which one.
         limit: elements it may make.
-        epoch: a pickled `Epoch` to begin; None to go on.
+        epoch: a pickled `ReplicaEpoch` to begin; None to go on.
         passed: a parcel of what is dispatched.
         closed: whether it is the last one.
     """
@@ -56,7 +56,7 @@ class Request(NamedTuple):
     worker: int
     limit: int
     epoch: bytes | None
-    passed: Passed | None
+    passed: ParcelRef | None
     closed: bool
 
 
@@ -94,7 +94,7 @@ class Worker(Dataset[Any]):
 class Dispatcher(Dataset[Any]):
     """The part of a graph that one process runs, as a dataset whose items are rounds of parcels, one for each worker.
 
-    Its indices: a pickled `Epoch` to begin, `GO_ON`, or `IDLE` for an empty round.
+    Its indices: a pickled `ReplicaEpoch` to begin, `GO_ON`, or `IDLE` for an empty round.
     """
 
     def __init__(self, end: DataPipe, num_workers: int, limit: int, reset_fn: ResetFn | None) -> None:
