@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
 from stocache import CachedDataset, DataLoader
-from tests.lookalikes import ImageFolder, pil_loader, training
+from tests.support.lookalikes import ImageFolder, pil_loader, training
 
 COPIES, BATCH, SIZE, ROUNDS = 4, 32, 224, 7
 

@@ -20,7 +20,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from benchmark.describe import describe, difference
 from stocache import CachedDataset
-from tests import lookalikes
+from tests.support import lookalikes
 
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it would ask the network
 

@@ -23,7 +23,7 @@ from stocache import (
     StateError,
     StorageDataset,
 )
-from tests.test_storage import FilePerSample
+from tests.storage.test_storage import FilePerSample
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -47,7 +47,7 @@ def _run(block, folder):
     command = [sys.executable, "example.py"]
     environment = dict(os.environ)
     if "torchvision" in block and find_spec("torchvision") is None:
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "standins"), str(ROOT)])
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "support" / "standins"), str(ROOT)])
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -6,8 +6,8 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from tests.lookalikes import training
 from tests.programs.running import run
+from tests.support.lookalikes import training
 
 CROP = training(24)
 

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from tests.lookalikes import CenterCrop, Compose, RandomHorizontalFlip, Resize
 from tests.programs.running import run
+from tests.support.lookalikes import CenterCrop, Compose, RandomHorizontalFlip, Resize
 
 IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

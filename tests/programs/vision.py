@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from tests.lookalikes import (
+from tests.programs.running import run
+from tests.support.lookalikes import (
     CenterCrop,
     Compose,
     ImageFolder,
@@ -18,7 +19,6 @@ from tests.lookalikes import (
     Resize,
     ToTensor,
 )
-from tests.programs.running import run
 
 SIZE = 96
 

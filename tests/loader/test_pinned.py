@@ -1,0 +1,183 @@
+"""Pinned buffers: registered once, free only when the GPU has been waited for; with a runtime that is played, or a real GPU."""
+
+import gc
+import os
+import pickle
+import threading
+import time
+
+import pytest
+import torch
+
+import stocache
+from stocache.loader.pinned import Pinned
+from stocache.loader.ring import Ring
+from stocache.system import limits
+from tests.loader.test_ring import free, numbers
+from tests.samples.test_spec import same
+
+
+class Runtime:
+    """What is called of CUDA, recorded."""
+
+    def __init__(self):
+        self.registered, self.calls, self.error = {}, [], 0
+        self.copies_done = threading.Event()
+        self.copies_done.set()
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        self.calls.append("register")
+        if not self.error:
+            assert address not in self.registered
+            self.registered[address] = nbytes
+        return self.error
+
+    def cudaHostUnregister(self, address):
+        self.calls.append("unregister")
+        del self.registered[address]
+        return 0
+
+    def synchronize(self, device):
+        assert self.copies_done.wait(20)
+        self.calls.append(f"synchronize {device}")
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", runtime.synchronize)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100 * (device == 1))
+    yield runtime
+    wait_until(no_thread)
+
+
+def no_thread():
+    gc.collect()
+    return not any(thread.name == "stocache-pinned" for thread in threading.enumerate())
+
+
+def make_ring():
+    """Made in the tests, for it must be gone before the runtime is."""
+    ring = Ring(1, 3, pinned=True)
+    ring.begin()
+    return ring
+
+
+def arrive(ring, batch):
+    return pickle.loads(pickle.dumps(ring.lane(1).take().publish(batch)))
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return True
+
+
+def test_a_buffer_is_registered_once_with_all_it_has(runtime):
+    ring = make_ring()
+    for start in range(5):
+        assert same(arrive(ring, numbers(start)), numbers(start))
+        wait_until(lambda: free(ring) == 3)
+    assert runtime.registered == {ring._address: 2 * limits.MIB}
+    assert runtime.calls.count("register") == 1
+
+
+def test_a_buffer_that_has_grown_is_registered_anew(runtime):
+    ring = make_ring()
+    arrive(ring, numbers(0))
+    wait_until(lambda: free(ring) == 3)
+    large = torch.arange(600_000)
+    assert torch.equal(arrive(ring, large), large)
+    assert list(runtime.registered.values()) == [6 * limits.MIB]
+    assert [call for call in runtime.calls if "sync" not in call] == ["register", "unregister", "register"]
+
+
+def test_a_buffer_is_not_free_while_a_gpu_may_read_it(runtime):
+    ring = make_ring()
+    runtime.copies_done.clear()
+    first = arrive(ring, numbers(0))
+    address = first.data_ptr()
+    del first
+    second = arrive(ring, numbers(1))
+    assert second.data_ptr() != address
+    assert free(ring) == 1
+    runtime.copies_done.set()
+    assert wait_until(lambda: free(ring) == 2)
+    assert "synchronize 1" in runtime.calls  # of the device that has been used
+    assert "synchronize 0" not in runtime.calls
+    del second
+    assert wait_until(lambda: free(ring) == 3)
+
+
+def test_when_the_ring_goes_all_is_unregistered_and_the_thread_ends(runtime):
+    ring = make_ring()
+    batch = arrive(ring, numbers(3))
+    del ring
+    gc.collect()
+    assert runtime.registered  # held
+    assert same(batch, numbers(3))
+    del batch
+    assert wait_until(lambda: gc.collect() is not None and not runtime.registered)
+    assert wait_until(no_thread)
+
+
+def test_where_registering_fails_batches_are_not_pinned_and_nothing_else_changes(runtime):
+    runtime.error = 2
+    ring = make_ring()
+    for start in range(4):
+        assert same(arrive(ring, numbers(start)), numbers(start))
+    assert runtime.calls == ["register"]
+    assert free(ring) == 3
+
+
+def test_a_gpu_that_fails_leaves_the_buffer_taken_and_the_others_in_use(runtime, monkeypatch):
+    failed = threading.Event()
+
+    def fail(device):
+        failed.set()
+        raise RuntimeError("CUDA error")
+
+    ring = make_ring()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", fail)
+        arrive(ring, numbers(0))
+        ring.reap()
+        assert failed.wait(20)
+    assert free(ring) == 2
+    assert same(arrive(ring, numbers(1)), numbers(1))
+    assert wait_until(lambda: free(ring) == 2)
+
+
+def test_a_forked_child_unregisters_nothing(runtime):
+    pinned = Pinned()
+    pinned.register(4096, 4096)
+    pid = os.fork()
+    if pid == 0:
+        pinned.close()
+        os._exit(len(runtime.registered) != 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    pinned.close()
+    assert runtime.registered == {}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.leaves_descriptors
+def test_on_a_gpu_batches_are_born_pinned_and_arrive_whole():
+    source = torch.utils.data.TensorDataset(torch.arange(4096 * 192).view(4096, 3, 64), torch.arange(4096))
+    with stocache.CachedDataset(source, 1) as dataset:
+        loader = stocache.DataLoader(dataset, 256, num_workers=2, pin_memory=True, persistent_workers=True)
+        for _ in range(3):
+            sums = []
+            for values, labels in loader:
+                assert values.is_pinned()
+                assert loader._ring._address <= values.data_ptr()  # not a pinned copy
+                sums.append((values.to("cuda", non_blocking=True).sum((1, 2)), labels))
+                del values
+            for total, labels in sums:
+                assert torch.equal(total.cpu(), source.tensors[0][labels].sum((1, 2)))
+        del loader
+        gc.collect()

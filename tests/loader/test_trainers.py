@@ -1,0 +1,73 @@
+"""Lightning and accelerate take the DataLoader for what it is: torch's."""
+
+import gc
+import warnings
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler
+
+import stocache
+from stocache import CachedDataset
+from tests.loader.test_dataloader import Images
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.leaves_descriptors,  # their loggers, and multiprocessing's server
+]
+
+
+@pytest.fixture
+def loader():
+    with CachedDataset(Images(), 1) as dataset:
+        yield stocache.DataLoader(dataset, 8, shuffle=True, num_workers=2, persistent_workers=True)
+        gc.collect()
+
+
+def test_lightning_trains_with_it(loader, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lightning = pytest.importorskip("lightning")
+
+    class Model(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.seen = torch.nn.Linear(192, 1), []
+
+        def training_step(self, batch, number):
+            images, labels = batch
+            self.seen.append(labels.tolist())
+            return self.layer(images.float().flatten(1)).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    model = Model()
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", default_root_dir=tmp_path, **options)
+    trainer.fit(model, loader)
+    for epoch in (model.seen[:7], model.seen[7:]):
+        assert sorted(label for labels in epoch for label in labels) == list(range(50))
+    assert loader.stats().ring >= 14
+    del trainer, model
+
+
+def test_lightning_makes_it_again_with_another_sampler(loader):
+    data = pytest.importorskip("lightning.pytorch.utilities.data")
+    first = data._update_dataloader(loader, DistributedSampler(loader.dataset, 2, 0))
+    again = data._update_dataloader(first, DistributedSampler(loader.dataset, 2, 1))
+    assert type(again) is stocache.DataLoader
+    assert (again.num_workers, again.persistent_workers, again.batch_size) == (2, True, 8)
+    assert again.collate_fn is loader.collate_fn
+    labels = [label for part in (first, again) for _, labels in part for label in labels.tolist()]
+    assert sorted(labels) == list(range(50))
+    assert again.stats().ring == 4
+
+
+def test_accelerate_prepares_it(loader):
+    accelerate = pytest.importorskip("accelerate")
+    prepared = accelerate.Accelerator(cpu=True).prepare(loader)
+    assert sorted(label for _, labels in prepared for label in labels.tolist()) == list(range(50))
+    skipped = accelerate.skip_first_batches(prepared, 5)
+    assert sum(len(labels) for _, labels in skipped) == 10
+    del prepared, skipped

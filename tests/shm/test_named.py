@@ -1,0 +1,649 @@
+"""Named caches: who shares one, when it goes, what is left behind and taken over, and what is refused."""
+
+import errno
+import gc
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from stocache import CacheNameError, LimitError, MismatchError, SegmentError, SharedCache, SharedCacheDDP, SlotState
+from stocache.shm import layout, registry
+from stocache.shm import segment as segment_module
+from stocache.shm.segment import ROW_LOCKS
+from stocache.system import limits
+from tests.support.forking import in_child
+
+N, DIMS = 40, (3, 8, 8)
+HALF = f"{N + N // 2 * 192}B"
+NAME = "test-named"
+
+
+def make(size_limit_gib=1, dataset_len=N, dims=DIMS, **options):
+    return SharedCacheDDP(size_limit_gib, dataset_len, dims, **{"name": NAME, **options})
+
+
+def sample(idx):
+    return torch.full(DIMS, idx, dtype=torch.uint8)
+
+
+def fill(cache, indices=range(N)):
+    for idx in indices:
+        if cache.get_slot(idx) is None:
+            cache.set_slot(idx, sample(idx))
+
+
+def path():
+    return Path(registry.path_of(NAME))
+
+
+def leave_behind(**options):
+    """Have a process fill the cache and be killed."""
+
+    def die():
+        cache = make(**options)
+        fill(cache)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(die) == signal.SIGKILL
+    assert path().exists()
+
+
+@pytest.fixture(autouse=True)
+def _removed():
+    yield
+    gc.collect()
+    path().unlink(missing_ok=True)
+    if path().parent.exists():
+        path().parent.rmdir()
+
+
+# ---------------------------------------------------------------------------------------------------- sharing
+
+
+def rank(number, count, barrier):
+    cache = SharedCache(1, N, DIMS, name=NAME)
+    barrier.wait(20)
+    fill(cache, range(number, N, count))
+    barrier.wait(20)
+    assert all(torch.equal(cache.get_slot(idx), sample(idx)) for idx in range(N))
+    barrier.wait(20)
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"], indirect=True)
+def test_processes_that_know_only_the_name_share_one_cache(run_processes, start_method):
+    barrier = multiprocessing.get_context(start_method).Barrier(3)
+    run_processes(3, rank, 3, barrier)
+    assert not path().exists()
+
+
+def test_all_of_64_that_come_at_once_get_the_same():
+    read_end, write_end = os.pipe()
+    go, start = os.pipe()
+
+    def come(number):
+        os.close(start)
+        os.read(go, 1)  # returns when the parent closes its end
+        cache = make()
+        fill(cache, [number % N])
+        os.write(write_end, cache._segment._key[1].to_bytes(8, "little"))
+        os.read(go, 1)
+        os.kill(os.getpid(), signal.SIGSTOP)  # holds it until all have come
+
+    pids = []
+    for number in range(64):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                come(number)
+            finally:
+                os._exit(0)
+        pids.append(pid)
+    os.close(start)
+    inodes = {os.read(read_end, 8) for _ in pids}
+    assert len(inodes) == 1
+    cache = make()
+    assert cache._segment._key[1].to_bytes(8, "little") in inodes
+    fill(cache)
+    assert cache.stats().fills == N
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    for fd in (read_end, write_end, go):
+        os.close(fd)
+
+
+def test_one_process_gets_one_segment_however_often_it_asks():
+    first, second = make(), SharedCache(1, N, DIMS, name=NAME)
+    assert first._segment is second._segment
+    first.close()
+    assert path().exists()
+    second.close()
+    assert not path().exists()
+
+
+def test_auto_takes_the_cache_that_is_there(caplog):
+    with make(HALF) as first, make("auto") as second:
+        assert len(second) == len(first) == N // 2
+    assert not caplog.records
+
+
+def test_a_cache_of_auto_knows_its_size():
+    with make("auto"), make(1) as second:
+        assert len(second) == N
+        with pytest.raises(MismatchError, match=f"slots {N}, now {N // 2}"):
+            make(HALF)
+
+
+def test_late_comers_know_the_outsiders_from_the_start():
+    with make(HALF, placement="scattered") as cache:
+
+        def look():
+            with make(HALF, placement="scattered") as other:
+                assert other.aux_array.tolist().count(SlotState.OOB) == N // 2
+                assert torch.equal(other.aux_array, cache.aux_array)
+
+        assert in_child(look) == 0
+
+
+class Squares(Dataset):
+    def __init__(self):
+        self.cache = make()
+        self.reads = torch.zeros(N, dtype=torch.int64).share_memory_()
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, idx):
+        value = self.cache.get_slot(idx)
+        if value is None:
+            self.reads[idx] += 1
+            value = sample(idx)
+            self.cache.set_slot(idx, value)
+        return value
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"], indirect=True)
+def test_a_dataloader_shares_it_and_the_next_job_reads_it(start_method):
+    dataset = Squares()
+    loader = DataLoader(dataset, batch_size=8, num_workers=2, multiprocessing_context=start_method)
+    for _ in range(2):
+        assert torch.cat(list(loader))[:, 0, 0, 0].tolist() == list(range(N))
+    assert dataset.reads.tolist() == [1] * N
+    other_job = Squares()
+    assert torch.cat(list(DataLoader(other_job, batch_size=8)))[:, 0, 0, 0].tolist() == list(range(N))
+    assert not other_job.reads.any()
+    dataset.cache.close()
+    other_job.cache.close()
+
+
+# ---------------------------------------------------------------------------------------------------- when it goes
+
+
+def test_a_forked_child_holds_it_when_its_parent_has_left():
+    cache = make()
+    go, start = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.read(go, 1)
+        fill(cache)
+        cache.close()
+        os._exit(0)
+    cache.close()
+    assert path().exists()
+    os.write(start, b"x")
+    os.waitpid(pid, 0)
+    assert not path().exists()
+    os.close(go)
+    os.close(start)
+
+
+def hold(cache, connection):
+    connection.send(cache.get_slot(3).sum().item())
+    connection.recv()
+
+
+def test_a_child_process_that_ends_last_removes_it(start_method):
+    context = multiprocessing.get_context(start_method)
+    ours, theirs = context.Pipe()
+    cache = make()
+    fill(cache)
+    process = context.Process(target=hold, args=(cache, theirs))
+    process.start()
+    cache.close()
+    del cache
+    assert path().exists()  # the child may still be on its way
+    assert ours.recv() == sample(3).sum().item()
+    assert path().exists()
+    ours.send(True)
+    process.join()
+    assert process.exitcode == 0
+    process.close()
+    ours.close()
+    theirs.close()
+    assert not path().exists()
+
+
+ENDS = {
+    "end": "",
+    "exit": "sys.exit(3)",
+    "error": "raise KeyError",
+    "workers": "batches = iter(DataLoader(cache, num_workers=1, persistent_workers=True)); next(batches)",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.sampled(4)
+def test_it_goes_when_the_script_ends(end):
+    script = f"""
+import sys
+from pathlib import Path
+from torch.utils.data import DataLoader
+from stocache import SharedCacheDDP
+cache = SharedCacheDDP(1, {N}, {DIMS}, name={NAME!r})
+cache.array.zero_()
+cycle = [cache]
+cycle.append(cycle)
+print(Path({str(path())!r}).exists())
+{ENDS[end]}
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=25)
+    assert result.stdout == "True\n", result.stderr
+    assert not path().exists()
+
+
+def test_views_do_not_hold_the_name():
+    cache = make()
+    fill(cache)
+    view = cache.get_slot(7, copy=False)
+    cache.close()
+    assert not path().exists()
+    assert torch.equal(view, sample(7))
+
+
+def test_attaching_again_beside_old_views_keeps_the_locks():
+    """Until 3.13 a view holds a descriptor in Python's mmap, whose closing would drop the locks of this process."""
+    keeper = make(persist=True)
+    view = keeper.get_slots([0])[0], keeper.array
+    keeper.close()
+    del keeper
+    again = make()
+    del view
+    gc.collect()
+    assert os.getpid() in registry.lock_owners(ROW_LOCKS, layout.ROWS)[again._segment._key]
+    again.close()
+
+
+def test_persist_keeps_it_for_the_next_run(caplog):
+    with make(persist=True, fingerprint="v1") as cache:
+        fill(cache)
+        assert cache.get_slot(1) is not None
+    assert path().exists()
+    with make(fingerprint="v1") as cache:
+        stats = cache.stats()
+        assert (stats.filled, stats.hits, stats.misses) == (N, 0, 0)
+        assert all(torch.equal(cache.get_slot(idx), sample(idx)) for idx in range(N))
+    assert path().exists()
+    assert not caplog.records
+
+
+def test_persist_is_said_by_anyone():
+    with make(), make(persist=True):
+        pass
+    assert path().exists()
+
+
+# ---------------------------------------------------------------------------------------------------- what is left behind
+
+
+def test_the_next_run_takes_over_what_a_killed_one_left(caplog):
+    leave_behind(fingerprint="v1")
+    with make(fingerprint="v1") as cache:
+        stats = cache.stats()
+        assert (stats.filled, stats.fills) == (N, 0)
+        assert all(torch.equal(cache.get_slot(idx), sample(idx)) for idx in range(N))
+    assert not path().exists()
+    assert not caplog.records
+
+
+def test_a_take_over_without_a_fingerprint_warns(caplog):
+    leave_behind()
+    with make() as cache:
+        assert cache.stats().filled == N
+    assert "Without a fingerprint nobody can tell whether its data has changed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        ({"fingerprint": "v2"}, "fingerprint 'v1', now 'v2'"),
+        ({"fingerprint": None}, "fingerprint 'v1', now None"),
+        ({"dataset_len": N + 1}, f"dataset_len {N}, now {N + 1}; slots {N}, now {N + 1}"),
+        ({"dims": (3, 8, 4)}, "samples 'uint8[3, 8, 8]', now 'uint8[3, 8, 4]'"),
+        ({"dtype": torch.int8}, "samples 'uint8[3, 8, 8]', now 'int8[3, 8, 8]'"),
+        ({"placement": "scattered"}, "order='prefix'"),
+        ({"size_limit_gib": HALF}, f"slots {N}, now {N // 2}"),
+    ],
+)
+def test_another_cache_is_replaced_when_dead_and_refused_when_alive(options, difference, caplog):
+    options = {"fingerprint": "v1", **options}
+    leave_behind(fingerprint="v1")
+    with make(fingerprint="v1") as cache:
+        with pytest.raises(MismatchError, match="is in use by processes") as caught:
+            make(**options)
+        assert difference in str(caught.value)
+        assert f"in use by processes {os.getpid()} for" in str(caught.value)
+        del caught  # whose traceback holds the segment
+        assert cache.stats().filled == N
+    leave_behind(fingerprint="v1")
+    with make(**options) as cache:
+        assert cache.stats().filled == 0
+    assert "was left behind for other data: " in caplog.text
+    assert difference in caplog.text
+
+
+def test_refused_memory_gets_another_chance_in_the_next_run(monkeypatch, caplog):
+    with monkeypatch.context() as patched, make(persist=True, fingerprint="1") as cache:
+        patched.setattr(limits, "memory", lambda: limits.Memory(2**30, 0))
+        fill(cache)
+        assert cache.stats().refused == N
+    assert caplog.text.count("cache stops growing") == 1
+    with make(fingerprint="1") as cache:
+        fill(cache)
+        assert cache.stats().filled == N
+
+
+def test_long_identities_differ_by_their_end():
+    dims = {f"part {number}": (number,) for number in range(300)}
+    with make(dims=dims, fingerprint="f" * 5000):
+        with pytest.raises(MismatchError, match="sha256"):
+            make(dims=dims, fingerprint="f" * 4999 + "g")
+        with pytest.raises(MismatchError, match="samples"):
+            make(dims={**dims, "part 299": (0,)}, fingerprint="f" * 5000)
+
+
+def test_a_killed_maker_leaves_neither_a_file_nor_a_lock():
+    def die_inside():
+        with registry.locked(registry.directory_of(), create=True) as at:
+            os.open(".", os.O_TMPFILE | os.O_RDWR, 0o600, dir_fd=at)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(die_inside) == signal.SIGKILL
+    with make() as cache:
+        fill(cache)
+
+
+def test_a_child_forked_in_the_middle_does_not_keep_the_lock():
+    go, start = os.pipe()
+    with registry.locked(registry.directory_of(), create=True):
+        forking = threading.Thread(target=lambda: pids.append(os.fork() or linger()))
+
+        def linger():
+            os.close(start)
+            os.read(go, 1)
+            os._exit(0)
+
+        pids = []
+        forking.start()
+        forking.join()
+        assert registry._momentary
+    assert in_child(make) == 0  # hangs if the child has the lock
+    os.close(start)
+    os.waitpid(pids[0], 0)
+    os.close(go)
+
+
+def test_a_file_deleted_in_use_is_told_to_the_next_maker(caplog):
+    with make() as cache:
+        fill(cache)
+        assert not cache._segment.deleted
+        path().unlink()
+        path().parent.rmdir()  # as systemd does with RemoveIPC
+        assert cache._segment.deleted
+        assert torch.equal(cache.get_slot(3), sample(3))
+        copy = pickle.loads(pickle.dumps(cache))
+        assert copy.get_slot(3) is not None
+        with make() as second:
+            assert second._segment is not cache._segment
+            assert second.stats().filled == 0
+            cache.close()
+            copy.close()
+            assert path().exists()  # the old one's leaving does not touch the new one
+        assert f"was deleted while processes {os.getpid()} use it" in caplog.text
+        assert "RemoveIPC=no" in caplog.text
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "../x", "/etc/passwd", ".hidden", "-rf", "a b", "ä", "x" * 101, "a\0b", 7]
+)
+def test_names_that_are_no_names(name):
+    with pytest.raises(CacheNameError, match=r"cannot name a cache\. Use up to 100 letters"):
+        make(name=name)
+
+
+def test_options_without_a_name():
+    with pytest.raises(CacheNameError, match="SharedCacheDDP needs a name"):
+        make(name=None)
+    for options in ({"persist": True}, {"fingerprint": "x"}):
+        with pytest.raises(CacheNameError, match="are for caches with a name"):
+            SharedCache(1, N, DIMS, **options)
+    with pytest.raises(CacheNameError, match="fingerprint=b'x' is a bytes"):
+        make(fingerprint=b"x")
+    with pytest.raises(LimitError, match="cache holds 0 slots"):
+        make("60B")
+
+
+def link(target):
+    target.symlink_to("/etc/hostname")
+
+
+def cut(target):
+    os.truncate(target, target.stat().st_size - 1)
+
+
+def cut_and_stretch(target):
+    size = target.stat().st_size
+    os.truncate(target, size - 4096)
+    os.truncate(target, size)
+
+
+def patch(offset, data):
+    def write(target):
+        with target.open("r+b") as file:
+            file.seek(offset)
+            file.write(data)
+
+    return write
+
+
+def forge(descriptor):
+    """Give the file a header that checks out, with another descriptor."""
+
+    def write(target):
+        with target.open("r+b") as file:
+            given = layout.Layout.read(file.fileno())
+            forged = layout.Layout(given.control_bytes, given.data_bytes, given.extent_bytes, descriptor)
+            os.pwrite(file.fileno(), forged._pack(forged._checksum()) + descriptor, 0)
+
+    return write
+
+
+def forge_slots(target):
+    with target.open("rb") as file:
+        descriptor = json.loads(layout.Layout.read(file.fileno()).descriptor)
+    descriptor["facts"]["capacity"] = N - 1
+    forge(json.dumps(descriptor).encode())(target)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut, "is damaged: it has 2104831 bytes, its header says 2104832"),
+        (cut_and_stretch, "is damaged: .* of memory are behind it"),
+        (lambda target: os.truncate(target, 10), "is no segment of stocache: begins with b'stocache'"),
+        (lambda target: os.truncate(target, 0), "is no segment of stocache: begins with b''"),
+        (patch(0, b"STOCACHE"), "is no segment of stocache: begins with b'STOCACHE'"),
+        (patch(8, b"\2"), "has format version 2, this stocache reads version 1"),
+        (patch(16, b"\xff"), "has a damaged header"),
+        (patch(60, b"~"), "has a damaged header"),
+        (patch(40, b"\xff\xff\xff\xff"), "has a damaged header"),
+        (forge(b"{}"), "has a header without a descriptor"),
+        (forge(b"\xff"), "has a header without a descriptor"),
+        (forge(b'{"identity": 1, "facts": 2}'), "has a header with another descriptor"),
+        (forge_slots, "is damaged: its sizes do not belong to a capacity of 39"),
+        (lambda target: target.chmod(0o644), r"is open to others \(mode 644\). If it is yours: chmod 600"),
+    ],
+)
+def test_a_damaged_file_is_refused(damage, message):
+    leave_behind(fingerprint="v1")
+    damage(path())
+    with pytest.raises(SegmentError, match=message) as caught:
+        make(fingerprint="v1")
+    assert str(path()) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("put", "message"),
+    [
+        (link, "is a symbolic link, no segment"),
+        (lambda target: os.mkfifo(target, 0o600), "is a pipe, no segment"),
+        (lambda target: target.mkdir(), "is no regular file, no segment"),
+    ],
+)
+def test_what_is_no_file_is_refused(put, message):
+    path().parent.mkdir(0o700)
+    put(path())
+    with pytest.raises(SegmentError, match=message):
+        make()
+    assert stat.S_IFMT(path().lstat().st_mode) != stat.S_IFREG
+    if path().is_dir() and not path().is_symlink():
+        path().rmdir()
+
+
+def test_a_directory_that_others_may_enter_is_refused():
+    path().parent.mkdir(0o755)
+    with pytest.raises(SegmentError, match=r"is open to others \(mode 755\). If it is yours: chmod 700"):
+        make()
+    path().parent.rmdir()
+    path().parent.write_text("")
+    with pytest.raises(SegmentError, match="is not a directory"):
+        make()
+    path().parent.unlink()
+
+
+def test_files_and_directory_are_for_their_user_only():
+    umask = os.umask(0)
+    try:
+        with make():
+            assert path().stat().st_mode & 0o777 == 0o600
+            assert path().parent.stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(umask)
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+@needs_root
+def test_a_segment_of_another_user_is_refused():
+    leave_behind(fingerprint="v1")
+    os.chown(path(), 12345, -1)
+    with pytest.raises(SegmentError, match=r"belongs to user 12345, not to 0\. It is not used"):
+        make(fingerprint="v1")
+
+
+@needs_root
+def test_users_do_not_meet():
+    with make() as cache:
+        fill(cache)
+
+        def as_another():
+            os.setgroups([])
+            os.setgid(12345)
+            os.setuid(12345)
+            with pytest.raises(PermissionError, match="Permission denied"):
+                os.open(path().parent.parent / "stocache-0" / NAME, os.O_RDWR)
+            with make() as own:  # the same name, a file of its own
+                assert own._segment._key != cache._segment._key
+                assert own.stats().filled == 0
+            trick = path().parent
+            trick.symlink_to("/dev/shm/stocache-0")
+            with pytest.raises(SegmentError, match="is not a directory"):
+                make()
+            trick.unlink()
+            segment_module._attached.clear()  # the fork has it already; another process of theirs would not
+            foreign = f"/proc/{os.getppid()}/fd/{cache._segment._fds[0]}"
+            with pytest.raises(SegmentError, match="cannot attach to the cache through /proc/"):
+                cache._segment.__reduce__()[0](cache._segment._key, foreign, "/dev/shm", str(path()))
+
+        assert in_child(as_another) == 0
+
+
+# ---------------------------------------------------------------------------------------------------- no room
+
+
+def test_a_small_shm_holds_what_fits_and_says_how_to_get_more(monkeypatch, caplog):
+    monkeypatch.setattr(limits, "shm_free", lambda: 64 * limits.MIB)
+    with SharedCacheDDP(1, 1000, (1024, 1024), name=NAME) as cache:
+        assert len(cache) == 47
+    assert "/dev/shm has 64.0 MiB free, of which a quarter is left to the batches" in caplog.text
+    assert "--shm-size=2g" in caplog.text
+
+
+def test_without_shm_nothing_is_cached_and_training_goes_on(monkeypatch, caplog):
+    monkeypatch.setattr(limits, "shm_free", lambda: 0)
+    with make() as cache:
+        fill(cache)
+        assert len(cache) == 0
+        assert cache.stats().misses == N
+    assert "no shared memory: /dev/shm cannot be written;" in caplog.text
+
+
+@pytest.mark.parametrize("call", ["mkdir", "link", "posix_fallocate"])
+def test_an_error_of_the_file_system_disables_the_cache_and_names_the_remedy(monkeypatch, caplog, call):
+    def fail(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, fail)
+        cache = make()
+    assert len(cache) == 0
+    assert cache.get_slot(3) is None
+    assert "holds nothing: /dev/shm: No space left on device. In Docker: --shm-size" in caplog.text
+    cache.close()
+
+
+def test_a_limit_of_zero_makes_no_file():
+    with make(0) as cache:
+        assert len(cache) == 0
+        assert not path().exists()
+
+
+def test_logging_names_the_cache(caplog):
+    caplog.set_level(logging.INFO, "stocache")
+    with make():
+        pass
+    assert f"in {path()}, hit" in caplog.text
+
+
+def test_a_cache_of_records_is_not_taken_for_one_with_other_fields():
+    one, other = np.array((1, 2), "<f4,<f4"), np.array((2, 1), [("f1", "<f4"), ("f0", "<f4")])
+    with SharedCache.like(one, 1, 1, name=NAME) as cache:
+        cache.set_slot(0, one)
+        with pytest.raises(MismatchError, match="f1"):
+            SharedCache.like(other, 1, 1, name=NAME)

@@ -1,0 +1,452 @@
+"""Named caches among hostile users: places that were taken, races for them, forged files, and what root sees of them."""
+
+import contextlib
+import gc
+import json
+import os
+import shutil
+import stat
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from stocache import SegmentError, SharedCache, SharedCacheDDP
+from stocache.cli import listing, top
+from stocache.shm import named, registry
+from stocache.shm.layout import EXTENTS_AT, HUGE_PAGE, Layout
+from stocache.system import limits
+from stocache.system.waiting import printable
+from tests.support.forking import in_child
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be several users")
+
+NAME, N = "test-neighbours", 8
+VICTIM, ATTACKER = 12345, 12346
+
+
+def make(name=NAME, **options):
+    return SharedCacheDDP(1, N, (4,), name=name, **options)
+
+
+def as_user(uid, action):
+    """Run an action in a forked child that is another user; return whether it went well."""
+    return in_child(action, uid=uid) == 0
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    yield
+    gc.collect()
+    for uid in (VICTIM, ATTACKER):
+        place = Path(registry.directory_of(uid))
+        if place.is_symlink() or place.is_file():
+            place.unlink()
+        else:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+# ---------------------------------------------------------------------------------------------------- the place is taken
+
+
+def take_by_mkdir(place):
+    place.mkdir(0o777)
+
+
+def take_by_link(place):
+    place.symlink_to("/tmp")
+
+
+def take_by_file(place):
+    place.write_text("mine")
+
+
+@pytest.mark.parametrize("take", [take_by_mkdir, take_by_link, take_by_file])
+def test_where_another_user_has_taken_the_place_a_cache_is_not_shared(take, caplog):
+    take(Path(registry.directory_of(VICTIM)))
+
+    def use():
+        with make() as cache:
+            cache.set_slot(3, torch.full((4,), 7, dtype=torch.uint8))
+            assert cache.get_slot(3).tolist() == [7] * 4
+            assert cache._segment.path is None
+        assert "belongs to user 0, not to 12345. It is not used" in caplog.text
+        assert f"Cache {NAME!r} is not shared" in caplog.text
+
+    assert as_user(VICTIM, use)
+
+
+def test_each_rank_then_has_its_part_of_the_limit(monkeypatch):
+    Path(registry.directory_of(VICTIM)).mkdir()
+
+    def use():
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "8")
+        monkeypatch.setenv("GROUP_RANK", "0")
+        monkeypatch.setenv("GROUP_WORLD_SIZE", "2")  # 4 ranks on each machine
+        assert len(make()) == N // 4
+
+    assert as_user(VICTIM, use)
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    """A runtime directory of the victim's, in memory."""
+    root = Path("/dev/shm/stocache-test-runtime")
+    place = root / str(VICTIM)
+    place.mkdir(parents=True)
+    os.chown(place, VICTIM, VICTIM)
+    place.chmod(0o700)
+    monkeypatch.setattr(registry, "_RUNTIME_DIR", f"{root}/{{}}")
+    yield place
+    shutil.rmtree(root)
+
+
+def test_or_it_is_in_the_users_runtime_directory(runtime, caplog):
+    Path(registry.directory_of(VICTIM)).mkdir()
+
+    def use():
+        with make() as cache:
+            cache.set_slot(3, torch.full((4,), 7, dtype=torch.uint8))
+            assert cache._segment.path == f"{runtime}/stocache-{VICTIM}/{NAME}"
+            assert as_user(VICTIM, join)
+            assert [(found.name, found.state) for found in listing.find()] == [("?", "bad"), (NAME, "live")]
+        assert not list(runtime.iterdir())
+        assert f"Cache {NAME!r} is in {runtime}/stocache-{VICTIM} instead" in caplog.text
+
+    def join():
+        assert make().get_slot(3).tolist() == [7] * 4
+
+    assert as_user(VICTIM, use)
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda place: place.chmod(0o755), lambda place: os.chown(place, ATTACKER, -1)], ids=["open", "another's"]
+)
+def test_but_only_if_that_is_the_users_alone(runtime, spoil):
+    Path(registry.directory_of(VICTIM)).mkdir()
+    spoil(runtime)
+
+    def use():
+        assert make()._segment.path is None
+
+    assert as_user(VICTIM, use)
+
+
+def test_and_only_if_that_is_in_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(registry, "_RUNTIME_DIR", str(tmp_path))
+    tmp_path.chmod(0o700)
+    on_disk = not any(str(tmp_path).startswith(line.split()[1] + "/") for line in tmpfs_mounts())
+    assert len(registry.directories_of()) == (1 if on_disk else 2)
+
+
+def tmpfs_mounts():
+    return [line for line in Path("/proc/self/mounts").read_text().splitlines() if line.split()[2] == "tmpfs"]
+
+
+# ---------------------------------------------------------------------------------------------------- races for the place
+
+
+def test_a_directory_that_is_changed_before_it_is_opened_is_not_used(monkeypatch):
+    place = Path(registry.directory_of())
+    really_open = os.open
+
+    def swapped(path, flags, *arguments, **options):
+        if path == str(place) and flags & os.O_DIRECTORY:
+            with contextlib.suppress(FileNotFoundError):
+                place.rmdir()
+            place.mkdir(0o700)
+            os.chown(place, ATTACKER, -1)
+        return really_open(path, flags, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", swapped)
+        with make() as cache:
+            assert cache._segment.path is None
+    assert not list(place.iterdir())
+    place.rmdir()
+
+
+def replace_by_link(target):
+    target.symlink_to("/etc/hostname")
+
+
+def replace_by_pipe(target):
+    os.mkfifo(target, 0o600)
+
+
+def replace_by_anothers(target):
+    target.write_bytes(b"x" * 100)
+    target.chmod(0o600)
+    os.chown(target, ATTACKER, -1)
+
+
+def replace_by_own(target):
+    target.write_bytes(b"x" * 100)
+    target.chmod(0o600)
+
+
+@pytest.mark.parametrize(
+    ("replace", "message"),
+    [
+        (replace_by_link, "Too many levels of symbolic links|is a symbolic link"),
+        (replace_by_pipe, "is a pipe, no segment"),
+        (replace_by_anothers, f"belongs to user {ATTACKER}"),
+        (replace_by_own, "is no segment of stocache"),
+    ],
+)
+def test_a_file_that_is_changed_before_it_is_opened_is_refused(monkeypatch, replace, message):
+    with make() as cache:
+        cache.set_slot(3, torch.zeros(4, dtype=torch.uint8))
+        target = Path(cache._segment.path)
+        real, done = os.open, []
+
+        def swapped(path, flags, *arguments, **options):
+            if path == NAME and not done:
+                done.append(path)
+                target.unlink()
+                replace(target)
+            return real(path, flags, *arguments, **options)
+
+        monkeypatch.setattr(os, "open", swapped)
+        (found,) = as_another_process(listing.find)
+        assert done
+        assert found.state == "bad"
+        assert any(part in found.problem for part in message.split("|"))
+        target.unlink()
+
+
+def as_another_process(look):
+    """Return what ``look`` returns to a process that has nothing attached."""
+    from stocache.shm import segment
+
+    attached = dict(segment._attached)
+    segment._attached.clear()
+    try:
+        return look()
+    finally:
+        segment._attached.update(attached)
+
+
+# ---------------------------------------------------------------------------------------------------- forged files
+
+
+def header(control=N, data=HUGE_PAGE, extent=HUGE_PAGE, descriptor=b"", claimed=None):
+    """Return the bytes of a header whose checksum is right."""
+    sizes = struct.pack("<QQQI", control, data, extent, len(descriptor) if claimed is None else claimed)
+
+    def packed(checksum):
+        return struct.pack("<8sQ", b"stocache", 1) + sizes + struct.pack("<I", checksum)
+
+    return packed(zlib.crc32(packed(0) + descriptor)) + descriptor
+
+
+def described(identity=None, facts=None, **more):
+    told = {
+        "identity": {"samples": "uint8[4]", "fingerprint": None} if identity is None else identity,
+        "facts": {"dataset_len": N, "capacity": N, "slot_bytes": 4} if facts is None else facts,
+        "created": 1.7e9,
+    }
+    return json.dumps(told | more).encode()
+
+
+def facts(**changed):
+    return described(facts={"dataset_len": N, "capacity": N, "slot_bytes": 4} | changed)
+
+
+FORGED = {
+    "no extents": header(extent=0),
+    "2^60 extents": header(data=2**60 * HUGE_PAGE % 2**64, extent=1),
+    "more extents than the file has": header(data=2**62),
+    "more control than the file has": header(control=2**62),
+    "control that wraps around": header(control=2**64 - 1),
+    "a descriptor that is longer than told": header(descriptor=b"{}", claimed=2**31),
+    "nested JSON": header(descriptor=b"[" * 4000),
+    "nested objects": header(descriptor=b'{"a":' * 800),
+    "digits": header(descriptor=b"1" * 4000),
+    "no descriptor": header(),
+    "a list": header(descriptor=b"[1, 2]"),
+    "no facts": header(descriptor=described(facts={})),
+    "facts of text": header(descriptor=facts(dataset_len="8")),
+    "facts of lists": header(descriptor=facts(dataset_len=[1])),
+    "true as a fact": header(descriptor=facts(dataset_len=True)),
+    "negative facts": header(descriptor=facts(dataset_len=-1)),
+    "huge facts": header(descriptor=facts(dataset_len=2**62)),
+    "huge capacity": header(descriptor=facts(capacity=2**62)),
+    "huge slots": header(descriptor=facts(slot_bytes=2**62)),
+    "an arena without words": header(descriptor=described(facts={"dataset_len": N, "capacity": 8})),
+    "a date of text": header(descriptor=described(created="now")),
+    "a date beyond all": header(descriptor=described(created=1e300)),
+    "a date that is not a number": header(descriptor=described().replace(b"1700000000.0", b"NaN")),
+    "lists in the identity": header(descriptor=described(identity={"samples": [[]], "fingerprint": {}})),
+    "no identity": header(descriptor=described(identity={})),
+    "an escape in the identity": header(descriptor=described(identity={"samples": "\x1b]0;x\x07", "fingerprint": "\x1b[2J\n"})),
+    "half a surrogate": header(descriptor=described(identity={"samples": "\ud800", "fingerprint": "[red]x[/red]"})),
+}
+
+
+def forge(place, name, content, **layout):
+    """Put a forged file into a directory of the attacker's, as large as its header says, if that can be."""
+    place.mkdir(0o700, exist_ok=True)
+    target = place / name
+    with open(target, "wb") as file:
+        file.write(content)
+        planned = Layout(N, HUGE_PAGE, HUGE_PAGE)
+        file.truncate(planned.size)
+        os.posix_fallocate(file.fileno(), 0, planned.control_at + N)
+    target.chmod(0o600)
+    for path in (place, target):
+        os.chown(path, ATTACKER, ATTACKER)
+
+
+def shown(*arguments):
+    """Return what a command prints, as root, for all users."""
+    command = [sys.executable, "-m", "stocache", *arguments]
+    return subprocess.run(command, capture_output=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_forged_file_is_listed_and_does_no_harm(what):
+    forge(Path(registry.directory_of(ATTACKER)), "forged", FORGED[what])
+    (found,) = listing.find(ATTACKER)
+    assert found.state in ("bad", "dead")
+    assert json.loads(json.dumps(found.as_dict()))["name"] == "forged"
+    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(top.table([found], users=True))
+    console.print(top.live_table([found], top.Rates().update([found], 1.0)))
+    console.file.close()
+    assert "\x1b" not in console.export_text().replace("\n", "")
+    for text in (found.samples, found.fingerprint or "", found.problem):
+        assert text.isprintable()
+    if what in ("no identity", "an escape in the identity", "half a surrogate"):
+        assert found.state == "dead"
+        assert found.stats.filled == 0
+
+
+def test_the_commands_show_forged_files_of_all_users_to_root():
+    place = Path(registry.directory_of(ATTACKER))
+    for number, content in enumerate(FORGED.values()):
+        forge(place, f"forged-{number}", content)
+    forge(place, "\x1b[31mred", FORGED["no identity"])
+    os.mkfifo(place / "pipe", 0o600)
+    for name in ("link", "dir"):
+        (place / name).symlink_to("/etc/shadow") if name == "link" else (place / name).mkdir()
+    for arguments in (("ls", "--user", "all"), ("stat", "forged-23", "--user", "all")):
+        result = shown(*arguments)
+        assert result.returncode == 0, result.stderr
+        assert b"\x1b" not in result.stdout
+        assert b"Traceback" not in result.stderr
+        assert (rb"\x1b[31mred" in result.stdout) == (arguments[0] == "ls")
+    removed = shown("rm", "--dead", "--force", "--user", str(ATTACKER))
+    assert b"Traceback" not in removed.stderr
+
+
+def test_a_name_of_a_directory_that_is_not_a_users_is_passed_by():
+    for name in ("99999999999999999999", "٣", "-1", "007", "4294967295"):
+        Path(f"/dev/shm/stocache-{name}").mkdir()
+    try:
+        assert not {99999999999999999999, 3, -1, 7, 2**32 - 1} & set(registry.users())
+        listing.find(-1)
+    finally:
+        for name in ("99999999999999999999", "٣", "-1", "007", "4294967295"):
+            Path(f"/dev/shm/stocache-{name}").rmdir()
+
+
+def test_a_lock_of_another_user_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(registry, "PATIENCE_S", 60.0)
+    ready, release = os.pipe()
+
+    def keep():
+        import fcntl
+
+        place = registry.directory_of(ATTACKER)
+        os.mkdir(place, 0o700)
+        for path in (place, f"{place}/locked"):
+            fd = os.open(path, os.O_RDONLY if path == place else os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        os.write(release, b"x")
+        os.read(stay, 1)
+
+    stay, go = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(go)
+        os.setuid(ATTACKER)
+        keep()
+        os._exit(0)
+    os.close(stay)
+    os.read(ready, 1)
+    (found,) = listing.find(ATTACKER)
+    assert found.state == "bad"
+    named.remove(registry.path_of("locked", ATTACKER), force=True)
+    os.close(go)
+    os.waitpid(pid, 0)
+    for fd in (ready, release):
+        os.close(fd)
+    assert not Path(registry.directory_of(ATTACKER)).exists()
+
+
+def test_looking_at_another_users_cache_does_not_disturb_its_processes():
+    opened, goes_on = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setuid(ATTACKER)
+        cache = make()
+        cache.set_slot(1, torch.ones(4, dtype=torch.uint8))
+        os.write(opened[1], b"x")
+        os.read(goes_on[0], 1)
+        cache.close()
+        os._exit(0)
+    os.read(opened[0], 1)
+    (found,) = listing.find(ATTACKER)
+    assert (found.state, found.stats.filled, [holder.pid for holder in found.holders]) == ("live", 1, [pid])
+    os.write(goes_on[1], b"x")
+    assert os.waitpid(pid, 0)[1] == 0
+    for fd in (*opened, *goes_on):
+        os.close(fd)
+    assert not Path(registry.directory_of(ATTACKER)).exists()
+
+
+def test_a_text_is_printable_whatever_is_in_it():
+    assert printable("a b ü 漢 [x]") == "a b ü 漢 [x]"
+    assert printable("\x1b[31m\n\x9b\u202e\ud800") == r"\x1b[31m\n\x9b\u202e\ud800"
+
+
+# ---------------------------------------------------------------------------------------------------- files that are cut
+
+
+def test_an_anonymous_segment_in_a_memfd_cannot_be_cut(monkeypatch):
+    monkeypatch.setattr("stocache.shm.segment._backings", lambda nbytes: ["memfd"])
+    with SharedCache(1, N, (4,)) as cache:
+        cache.set_slot(3, torch.full((4,), 7, dtype=torch.uint8))
+        for nbytes in (0, cache._segment.layout.size * 2):
+            with pytest.raises(PermissionError, match="Operation not permitted"):
+                os.ftruncate(cache._segment.fd, nbytes)
+        assert cache.get_slot(3).tolist() == [7] * 4
+        cache.clear()
+
+
+@pytest.mark.parametrize("stretched", [False, True])
+def test_a_named_file_that_was_cut_is_noticed_when_attaching(stretched):
+    with make() as cache:
+        cache.set_slot(3, torch.full((4,), 7, dtype=torch.uint8))
+        size = cache._segment.layout.size
+        os.truncate(cache._segment.path, EXTENTS_AT)
+        if stretched:
+            os.truncate(cache._segment.path, size)
+        with pytest.raises(SegmentError, match=r"is damaged: .* Remove it: stocache rm --force"):
+            make()
+        Path(cache._segment.path).unlink()
+
+
+def test_a_directory_made_by_this_user_is_for_it_alone():
+    with make() as cache:
+        status = os.stat(os.path.dirname(cache._segment.path))
+        assert stat.S_IMODE(status.st_mode) == 0o700
+        assert status.st_uid == os.geteuid()
+    assert limits.SHM_DIR == "/dev/shm"

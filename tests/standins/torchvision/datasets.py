@@ -1,1 +1,0 @@
-from tests.lookalikes import ImageFolder as ImageFolder

@@ -1,0 +1,1 @@
+from tests.support.lookalikes import ImageFolder as ImageFolder
