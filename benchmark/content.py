@@ -3,7 +3,7 @@
     python -m benchmark.content memory|cost|codecs [--folder PHOTOS]
 
 memory    PSS of a job with 4 workers, over CachedDataset and without it, against the limit
-cost      log-normal sizes, equal loading times: requests served by 20 % of the bytes, admit="cost" and "all"
+cost      log-normal sizes, equal loading times: requests served by 20 % of the bytes, admission="cost" and "all"
 codecs    bytes per sample and time per hit, for real photos and other data, without and with codecs
 """
 
@@ -88,16 +88,16 @@ class _Equal(Dataset[Any]):
 
 def cost() -> None:
     """Print the share of requests served by a fifth of the bytes."""
-    print("| admit | epoch 2 | epoch 3 | epoch 4 |\n| --- | ---: | ---: | ---: |")
+    print("| admission | epoch 2 | epoch 3 | epoch 4 |\n| --- | ---: | ---: | ---: |")
     source = Ragged(4000, 20_000, seconds=0.001)
-    for admit in ("all", "cost"):
-        with CachedDataset(source, f"{int(source.sizes.sum() * 0.2)}B", variable=True, admit=admit) as cached:
+    for admission in ("all", "cost"):
+        with CachedDataset(source, f"{int(source.sizes.sum() * 0.2)}B", variable=True, admission=admission) as cached:
             for epoch in range(4):
                 for _ in DataLoader(cached, 64, shuffle=True, num_workers=4, collate_fn=len):
                     pass
                 cached.set_epoch(epoch)
             shares = [f"{epoch.hit_rate:.1%}" for epoch in cached.stats().epochs[1:4]]
-        print(f"| {admit!r} | " + " | ".join(shares) + " |", flush=True)
+        print(f"| {admission!r} | " + " | ".join(shares) + " |", flush=True)
     sizes = np.sort(source.sizes)
     print(f"\nthe smallest samples that make up 20 % of these bytes: {(np.cumsum(sizes) <= sizes.sum() * 0.2).mean():.1%}")
 

@@ -290,7 +290,7 @@ def read(kind: str, folder: Path, count: int, start_method: str, num_workers: in
                     strided += 1
         stats = cached.stats().total
         del loader
-    return {"wrong": wrong, "strides": strided, "change": change, "hits": stats.hits, "misfits": stats.misfits}
+    return {"wrong": wrong, "strides": strided, "change": change, "hits": stats.hits, "rejected": stats.rejected}
 
 
 class _Batches:
@@ -331,7 +331,7 @@ def row(kind: str, start_method: str, count: int, results: dict[str, Any], notes
             cells.append("error")
             notes[result["error"][-300:]].append(f"{kind}, {start_method}, {workers} workers")
         else:
-            cells.append(f"{result['wrong']:,}" + (f" ({result['misfits']:,} uncached)" if result["misfits"] else ""))
+            cells.append(f"{result['wrong']:,}" + (f" ({result['rejected']:,} uncached)" if result["rejected"] else ""))
             strides += result["strides"]
             changes.add("unchanged" if result["change"] is None else "changed")
             if result["change"] is not None:

@@ -72,7 +72,7 @@ def rank_main(way: str, samples: int, share: float, out: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    source, placement = Far(samples), Placement.here()
+    source, placement = Far(samples), Placement.from_env()
     if way == "DistributedSampler":
         placement = Placement("scattered")  # each cache by itself
     slot_bytes = Structure.of(source[0]).nbytes

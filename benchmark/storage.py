@@ -167,7 +167,7 @@ class Stocache(Store):
         """Read by `BlockSampler`."""
         storage: OnDiskBlockDataStorage[Any, Any] = OnDiskBlockDataStorage(self.folder)
         dataset = StorageDataset(storage)
-        sampler = BlockSampler(dataset.indices, storage.block_size, shuffle, window=window, ahead=dataset.expect)
+        sampler = BlockSampler(dataset.indices, storage.block_size, shuffle, window=window, prefetch=dataset.prefetch_blocks)
         return loading(dataset, workers, sampler=sampler)
 
     def sequential(self, workers: int) -> Iterable[Any]:

@@ -202,7 +202,7 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
             window=self.window,
             seed=self.seed,
             drop_last=shuffle,
-            ahead=dataset.expect,
+            prefetch=dataset.prefetch_blocks,
             rank=None if trainer is None else trainer.global_rank,
             world_size=None if trainer is None else trainer.world_size,
         )

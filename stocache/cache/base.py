@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from stocache.cache.allocate import EMPTY, OOB, SET
-from stocache.cache.stats import FILLS, HITS, MISFITS, MISSES, RACES, REFUSED, CacheStats
+from stocache.cache.stats import FILLS, HITS, MISSES, RACES, REFUSED, REJECTED, CacheStats
 from stocache.errors import BusyError, ClosedError, SampleError, SampleIndexError, SlotError
 from stocache.samples.indices import check_index, check_indices
 from stocache.shm.load_order import WEAKLY_ORDERED, order_loads
@@ -263,8 +263,8 @@ class SampleCache:
             idx: sample index in ``[0, dataset_len)``; where it lies outside the cache, everyone loads for himself.
             load: called with ``idx``; what it raises passes through, and the next one to want the sample loads it.
             copy: as in `get_slot`.
-            strict: False for what does not fit the cache to be returned all the same: uncached, counted (``misfits``), with one
-                warning.
+            strict: False for what does not fit the cache to be returned all the same: uncached, counted (``rejected``),
+                with one warning.
             timeout_s: seconds to wait for the load of another, who may be paused, before loading too. The dead never hold it.
 
         Returns:
@@ -458,7 +458,7 @@ class SampleCache:
             segment = self._segment
             with segment.guard:
                 self._missed.pop(idx, None)
-                segment.counters[MISFITS] += 1
+                segment.counters[REJECTED] += 1
                 self._shut_out(idx)
                 first = segment.first_to_warn(MISFIT_WARNING)
             if first:  # as a str, for a handler that keeps the error would keep its traceback, and with it the memory

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from stocache.errors import LimitError
+from stocache.system.deprecation import warn_renamed
 from stocache.system.hashing import checksum
 from stocache.system.ranks import ranks_here
 
@@ -69,10 +70,16 @@ class Placement:
     nodes: int = 1
 
     @classmethod
-    def here(cls, order: Literal["prefix", "scattered"] = "scattered", unit: int | BlockBounds = 1) -> "Placement":
+    def from_env(cls, order: Literal["prefix", "scattered"] = "scattered", unit: int | BlockBounds = 1) -> "Placement":
         """Return the placement of this machine among those of a distributed training, as torchrun or Slurm say."""
         ranks = ranks_here()
         return cls(order, unit, ranks.node, ranks.nodes)
+
+    @classmethod
+    def here(cls, order: Literal["prefix", "scattered"] = "scattered", unit: int | BlockBounds = 1) -> "Placement":
+        """Deprecated: use `from_env`."""
+        warn_renamed("Placement.here", "Placement.from_env")
+        return cls.from_env(order, unit)
 
     def __post_init__(self) -> None:
         if self.order not in ("prefix", "scattered"):

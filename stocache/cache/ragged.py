@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.cache import admission, arena
+from stocache.cache import arena
 from stocache.cache.admission import LATER, NEVER, CostAdmission
+from stocache.cache.admission import control_bytes as admission_bytes
 from stocache.cache.allocate import EMPTY, OOB, Blueprint, OnBusy, open_memory
 from stocache.cache.arena import NO_MEMORY, Arena
 from stocache.cache.base import MISSING, SampleCache
@@ -26,6 +27,7 @@ from stocache.samples.record_encoder import HEAD, Record, integers_codec, pack_i
 from stocache.samples.type_lookup import NotImported
 from stocache.shm.named import Plan
 from stocache.shm.segment import Segment
+from stocache.system.deprecation import renamed_arguments
 from stocache.system.limits import affordable_bytes, asked_bytes, format_size
 
 logger = logging.getLogger("stocache")
@@ -69,7 +71,7 @@ class RaggedCache(SampleCache):
         size_limit_gib: GiB for the cache on this machine, as for `SharedCache`. Covers all: besides its own bytes a sample
             takes 9 bytes for its place, 16 for a head, 1, 2 or 4 for each size in it, and up to 7 to the next multiple of 8.
         dataset_len: samples in the whole dataset.
-        admit: "all", or "cost": the time each sample takes to load is measured when it is first loaded, and those with the
+        admission: "all", or "cost": the time each sample takes to load is measured when it is first loaded, and those with the
             highest cost per byte are kept. Most of them in the first epoch, if its order is random; all in the second.
         codec: compress samples without loss: "zstd" (smaller) or "lz4" (faster); needs ``pip install 'stocache[codecs]'``.
         allow_pickle: True to pickle what has no bytes of its own: other objects, sparse tensors, arrays of objects, whatever
@@ -78,19 +80,20 @@ class RaggedCache(SampleCache):
         name, persist, fingerprint, on_busy: as for `SharedCache`.
 
     Raises:
-        LimitError: the limit is no size, or leaves no room for samples; or ``admit`` is unknown.
+        LimitError: the limit is no size, or leaves no room for samples; or ``admission`` is unknown.
         CodecError: the codec is unknown, or not installed.
         CacheNameError, MismatchError, SegmentError, BusyError: as for `SharedCache`.
     """
 
     _RELEASED = (*SampleCache._RELEASED, "_arena", "_offsets", "_memory", "_admission")
 
+    @renamed_arguments(admit="admission")
     def __init__(
         self,
         size_limit_gib: float | str,
         dataset_len: int,
         *,
-        admit: Literal["all", "cost"] = "all",
+        admission: Literal["all", "cost"] = "all",
         codec: Literal["zstd", "lz4"] | None = None,
         allow_pickle: bool = False,
         name: str | None = None,
@@ -98,20 +101,20 @@ class RaggedCache(SampleCache):
         fingerprint: str | None = None,
         on_busy: OnBusy = "uncached",
     ) -> None:
-        if admit not in ("all", "cost"):
-            raise LimitError(f"admit={admit!r} is unknown. Use 'all' or 'cost'.")
+        if admission not in ("all", "cost"):
+            raise LimitError(f"admission={admission!r} is unknown. Use 'all' or 'cost'.")
         if codec is not None:
             Codec(codec)  # raises
         dataset_len = check_len(dataset_len)
-        blueprint = _Blueprint(size_limit_gib, dataset_len, admit, codec, allow_pickle)
+        blueprint = _Blueprint(size_limit_gib, dataset_len, admission, codec, allow_pickle)
         segment, _ = open_memory(blueprint, name, persist, fingerprint, on_busy)
-        self._assemble(dataset_len, admit, codec, allow_pickle, segment)
+        self._assemble(dataset_len, admission, codec, allow_pickle, segment)
         logger.info("%r", self)
 
-    def _assemble(self, dataset_len: int, admit: str, codec: str | None, allow_pickle: bool, segment: Segment) -> None:
+    def _assemble(self, dataset_len: int, admission: str, codec: str | None, allow_pickle: bool, segment: Segment) -> None:
         """Set every attribute; what follows from the arguments is rebuilt in each process rather than pickled."""
         self._share(segment, dataset_len)
-        self._admit, self._codec_name, self._allow_pickle = admit, codec, allow_pickle
+        self._admission_rule, self._codec_name, self._allow_pickle = admission, codec, allow_pickle
         self._codec = Codec(codec) if codec is not None else None
         self._arena = Arena(segment, dataset_len)
         self._offsets = self._arena.offsets
@@ -120,7 +123,7 @@ class RaggedCache(SampleCache):
         self._readers: dict[int, RecordReader] = {}
         self._reads: dict[int, Any] = {}  # their functions, which are looked up more quickly
         self._admission = None
-        self.revises = admit == "cost"
+        self.revises = admission == "cost"
         if self.revises:
             control = segment.control[arena.control_bytes(dataset_len) :]
             self._admission = CostAdmission(control, dataset_len, segment.data_bytes)
@@ -269,7 +272,7 @@ class RaggedCache(SampleCache):
     # ------------------------------------------------------------------------------------------------ life
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self._dataset_len, self._admit, self._codec_name, self._allow_pickle, self._segment
+        return self._dataset_len, self._admission_rule, self._codec_name, self._allow_pickle, self._segment
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._assemble(*state)
@@ -280,13 +283,13 @@ class RaggedCache(SampleCache):
 class _Blueprint(Blueprint):
     """The memory of a `RaggedCache`: control and an arena, whose bytes are the capacity."""
 
-    def __init__(self, limit: float | str, dataset_len: int, admit: str, codec: str | None, allow_pickle: bool) -> None:
+    def __init__(self, limit: float | str, dataset_len: int, admission: str, codec: str | None, allow_pickle: bool) -> None:
         self._limit, self._dataset_len = limit, dataset_len
         self._control_bytes = arena.control_bytes(dataset_len)
-        if admit == "cost":
-            self._control_bytes += admission.control_bytes(dataset_len)
+        if admission == "cost":
+            self._control_bytes += admission_bytes(dataset_len)
         asked = asked_bytes(limit, self._control_bytes)
-        self.wanted = {"dataset_len": dataset_len, "samples": "any size", "admit": admit, "codec": codec}
+        self.wanted = {"dataset_len": dataset_len, "samples": "any size", "admission": admission, "codec": codec}
         self.wanted["allow_pickle"] = allow_pickle
         if asked is not None:
             self.wanted["bytes"] = asked

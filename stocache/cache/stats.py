@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stocache.system.deprecation import old_name
+
 # The words of Segment.counters, one row of them per process
-HITS, MISSES, FILLS, RACES, REFUSED, MISFITS = range(6)
+HITS, MISSES, FILLS, RACES, REFUSED, REJECTED = range(6)
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class CacheStats:
         fills: slots set.
         races: sets that came too late, because another process or thread was faster. They changed nothing.
         refused: sets that were dropped because the machine gave no memory for their slots.
-        misfits: samples that were loaded and did not fit, of another structure than the cache holds.
+        rejected: samples that were loaded and did not fit, of another structure than the cache holds.
         dataset_len: samples in the dataset.
         slots: samples that may become resident, at most.
         filled: samples that are resident now.
@@ -33,7 +35,7 @@ class CacheStats:
     fills: int
     races: int
     refused: int
-    misfits: int
+    rejected: int
     dataset_len: int
     slots: int
     filled: int
@@ -44,12 +46,14 @@ class CacheStats:
     @classmethod
     def of(cls, counts: Sequence[int], **amounts: int) -> "CacheStats":
         """Return the statistics for the sums of the counters and the other attributes."""
-        return cls(*counts[: MISFITS + 1], **amounts)
+        return cls(*counts[: REJECTED + 1], **amounts)
 
     @property
     def hit_rate(self) -> float:
         """Hits among all gets; 0 before the first."""
         return self.hits / max(1, self.hits + self.misses)
+
+    misfits = old_name("misfits", "rejected")
 
     @property
     def filled_bytes(self) -> int:

@@ -405,7 +405,7 @@ def stat(name: str, user: _User = None, as_json: _Json = False) -> None:
             "filled": f"{stats.filled} of {stats.slots} slots, {stats.fill_fraction:.1%} of the dataset",
             "hits": f"{stats.hits}, rate {top.hit_rate(cache)}",
             "misses": str(stats.misses),
-            "fills": f"{stats.fills}, late {stats.races}, refused {stats.refused}, misfits {stats.misfits}",
+            "fills": f"{stats.fills}, late {stats.races}, refused {stats.refused}, rejected {stats.rejected}",
         }
     for key, value in rows.items():
         typer.echo(f"{key:<12} {value}")

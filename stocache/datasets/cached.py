@@ -31,6 +31,7 @@ from stocache.samples.record_encoder import Record
 from stocache.samples.spec import Structure
 from stocache.shm.named import DETAIL, identity_of
 from stocache.system.children import beside
+from stocache.system.deprecation import old_name, renamed_arguments
 from stocache.system.limits import parse_size, recommended_limit
 from stocache.system.ranks import is_first_rank
 from stocache.transforms import huggingface
@@ -63,13 +64,13 @@ class CachedDataset(Dataset[Any]):
             ``{"image": augment}``.
         name, persist, fingerprint, on_busy: as for `SharedCache`: to share the cache with other jobs, and later runs.
         placement: which samples are cached when all have one shape and not all fit: "scattered", evenly spread; "prefix", the
-            first; or a `Placement`: ``Placement.here()`` gives each of several machines its own. Samples of varying size are
-            kept in the order in which they come. In front of a `StorageDataset` of blocks, whole blocks are, and each is read
-            once for that (NOTE [ Admitting blocks ]).
+            first; or a `Placement`: ``Placement.from_env()`` gives each of several machines its own. Samples of varying
+            size are kept in the order in which they come. In front of a `StorageDataset` of blocks, whole blocks are, and each
+            is read once for that (NOTE [ Admitting blocks ]).
         variable: whether samples vary in size. None finds out. True keeps them in a `RaggedCache`, whatever they look like;
             False in a `SharedCache`, which is faster, and needs one structure, dtypes and shapes.
         probe: how many samples, evenly spread, to load for finding that out, in a child process; fewer where that takes long.
-            They are kept, unless they have to be timed for ``admit="cost"``. 0 loads none: samples are then kept as ones of
+            They are kept, unless they have to be timed for ``admission="cost"``. 0 loads none: samples are then kept as ones of
             varying size.
         example: a sample as the dataset returns it, in place of the probe: for datasets that are not ready yet
             (``worker_init_fn`` makes them ready), or slow.
@@ -81,7 +82,7 @@ class CachedDataset(Dataset[Any]):
             for one that saves next to nothing.
         store: "encoded" to cache the bytes of image files, and decode them after the cache: of datasets with a ``loader`` that
             is called with a path, as torchvision's folders, and of Hugging Face's with images.
-        admit, codec, allow_pickle: as for `RaggedCache`, where "cost" and a codec lead to.
+        admission, codec, allow_pickle: as for `RaggedCache`, where "cost" and a codec lead to.
 
     Attributes:
         dataset: the dataset within. Its own attributes (``classes``, ``targets``) are found here too, and set there.
@@ -98,7 +99,7 @@ class CachedDataset(Dataset[Any]):
         CodecError, CacheNameError, MismatchError, SegmentError: as for the caches.
 
     Making it leaves the dataset as it is: samples are loaded in a child process (NOTE [ A child loads ]). A sample that does
-    not fit the cache later is served uncached and counted (``stats().total.misfits``), with one warning. What the dataset
+    not fit the cache later is served uncached and counted (``stats().total.rejected``), with one warning. What the dataset
     raises passes through.
 
     Setting an attribute that the dataset has sets it there, unless its samples are made with it, and some are cached: that is a
@@ -109,6 +110,7 @@ class CachedDataset(Dataset[Any]):
 
     _hides_transforms = True  # of the dataset within: they are split here
 
+    @renamed_arguments(admit="admission")
     def __init__(
         self,
         dataset: Any,
@@ -127,7 +129,7 @@ class CachedDataset(Dataset[Any]):
         split: bool = True,
         cut: Literal["latest", "smallest"] | None = None,
         store: Literal["decoded", "encoded"] = "decoded",
-        admit: Literal["all", "cost"] = "all",
+        admission: Literal["all", "cost"] = "all",
         codec: Literal["zstd", "lz4"] | None = None,
         allow_pickle: bool = False,
     ) -> None:
@@ -145,11 +147,11 @@ class CachedDataset(Dataset[Any]):
         self._asked_copy = copy
         if cut not in (None, "latest", "smallest") or store not in ("decoded", "encoded"):
             raise LimitError(f"cut={cut!r}, store={store!r}: cut is 'latest' or 'smallest', store is 'decoded' or 'encoded'.")
-        if variable is False and (admit != "all" or codec is not None):
-            raise LimitError("admit='cost' and a codec are for samples of varying size. Leave variable=False out.")
+        if variable is False and (admission != "all" or codec is not None):
+            raise LimitError("admission='cost' and a codec are for samples of varying size. Leave variable=False out.")
         switched_off = size_limit_gib != "auto" and parse_size(size_limit_gib) == 0
         placed = placement if isinstance(placement, Placement) else Placement(placement)
-        unit = units_of(dataset) if admit == "all" and placed.unit == 1 and not switched_off else None
+        unit = units_of(dataset) if admission == "all" and placed.unit == 1 and not switched_off else None
         self._splits = split and unit is None and not switched_off and length > 0
 
         def look() -> Probe:
@@ -162,12 +164,14 @@ class CachedDataset(Dataset[Any]):
             if told and name is not None and isinstance(fingerprint, str | None):
                 own = f"{fingerprint or ''}{DETAIL}{told}"
             options: dict[str, Any] = {"name": name, "persist": persist, "fingerprint": own, "on_busy": on_busy}
-            structure = _common_structure(found, True if admit != "all" or codec is not None else variable, allow_pickle)
+            structure = _common_structure(found, True if admission != "all" or codec is not None else variable, allow_pickle)
             if structure is not None:
                 its = placed if unit is None else dataclasses.replace(placed, unit=unit)
                 return SharedCache(size_limit_gib, length, structure, placement=its, **options)
             if placed == Placement("scattered"):
-                return RaggedCache(size_limit_gib, length, admit=admit, codec=codec, allow_pickle=allow_pickle, **options)
+                return RaggedCache(
+                    size_limit_gib, length, admission=admission, codec=codec, allow_pickle=allow_pickle, **options
+                )
             raise LimitError(
                 f"placement={placement!r} is for samples of one shape. Those of varying size are kept in the order in which "
                 f"they come; leave it out."
@@ -203,7 +207,7 @@ class CachedDataset(Dataset[Any]):
             self._blockwise = BlockLoader(dataset, self.cache)
             if self.cache.stats().capacity_bytes and bool((self.cache.aux_array == SlotState.OOB).all()):
                 logger.warning("size_limit_gib=%s is less than a block of the storage: nothing is cached.", size_limit_gib)
-        elif admit == "all":  # else their cost would have to be known
+        elif admission == "all":  # else their cost would have to be known
             self.cache.get_or_load_many(list(probed), lambda indices: [probed[idx] for idx in indices], strict=False)
         self._epochs = Epochs(length, self.cache)
         self._made = True  # from here on attributes are set where they are read; see __setattr__
@@ -353,9 +357,11 @@ class CachedDataset(Dataset[Any]):
             len(self)  # raises where the dataset has become longer
         return check_index(idx, self._len, "dataset")
 
-    def expect(self, blocks: Iterable[int]) -> None:
+    def prefetch_blocks(self, blocks: Iterable[int]) -> None:
         """Have blocks of the storage read ahead, but for those that are cached; a `BlockSampler` says which."""
-        self.dataset.expect(blocks if self._blockwise is None else self._blockwise.uncached(blocks))
+        self.dataset.prefetch_blocks(blocks if self._blockwise is None else self._blockwise.uncached(blocks))
+
+    expect = old_name("expect", "prefetch_blocks")
 
     # ------------------------------------------------------------------------------------------------ the dataset's attributes
 

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 from stocache.errors import DatasetError
 from stocache.samples.indices import check_indices
 from stocache.storage.storage import DataStorage
+from stocache.system.deprecation import old_name
 
 TSample = TypeVar("TSample", covariant=True)
 
@@ -64,11 +65,13 @@ class StorageDataset(Dataset[TSample]):
         block: list[TSample] = self.storage.load_block(wanted[0] // size)  # type: ignore[attr-defined]
         return [block[number % size] for number in wanted]
 
-    def expect(self, blocks: Iterable[int]) -> None:
+    def prefetch_blocks(self, blocks: Iterable[int]) -> None:
         """Have blocks of the storage read ahead, if it can; a `BlockSampler` says which."""
-        expect = getattr(self.storage, "expect", None)
-        if expect is not None:
-            expect(blocks)
+        prefetch = getattr(self.storage, "prefetch_blocks", None)
+        if prefetch is not None:
+            prefetch(blocks)
+
+    expect = old_name("expect", "prefetch_blocks")
 
     @cached_property
     def block_bounds(self) -> np.ndarray[Any, np.dtype[np.int64]] | None:

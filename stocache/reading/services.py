@@ -303,8 +303,8 @@ class CachingReadingService(ReadingServiceInterface):
         key_fn: called with an element as it comes to the chain; returns its key, an integer in ``[0, dataset_len)``, which no
             other has. None for its number.
         dataset_len: how many elements there are; by default the length of the pipe before the chain.
-        options: ``name`` (one cache for all ranks and jobs of this machine), ``persist``, ``fingerprint``, ``admit``, ``codec``
-            and ``allow_pickle``, as for `RaggedCache`.
+        options: ``name`` (one cache for all ranks and jobs of this machine), ``persist``, ``fingerprint``, ``admission``,
+            ``codec`` and ``allow_pickle``, as for `RaggedCache`.
 
     Attributes:
         cache: the `RaggedCache`; None before it begins, or where there is nothing to keep, of which a warning tells.

@@ -21,6 +21,7 @@ from torch.utils.data import DistributedSampler
 from stocache.errors import LimitError, StateError
 from stocache.samplers.permutation import LISTED, Numbers, Permutation
 from stocache.samples.indices import check_indices
+from stocache.system.deprecation import renamed_arguments
 from stocache.system.ranks import torch_ranks
 
 _AHEAD = 1 << 16  # blocks whose sizes are looked at together
@@ -97,7 +98,7 @@ class ResumableSampler(DistributedSampler[int]):
 class BlockSampler(ResumableSampler):
     """Yields the samples of a dataset block by block, shuffled within windows of several blocks.
 
-        sampler = BlockSampler(dataset.indices, storage.block_size, shuffle=True, ahead=dataset.expect)
+        sampler = BlockSampler(dataset.indices, storage.block_size, shuffle=True, prefetch=dataset.prefetch_blocks)
         loader = DataLoader(dataset, batch_size=256, sampler=sampler)
 
     Args:
@@ -109,8 +110,8 @@ class BlockSampler(ResumableSampler):
         rank, world_size: this process's number among those that share each epoch. None for what torch.distributed says where it
             is initialised, else all is this process's.
         drop_last: leave out the last samples so that all ranks have equally many; else some have one more.
-        ahead: called with the numbers of the blocks of each window while the one before is yielded: the ``expect`` of the
-            dataset, which has them read ahead from the disk.
+        prefetch: called with the numbers of the blocks of each window while the one before is yielded: the
+            ``prefetch_blocks`` of the dataset, which has them read ahead from the disk.
 
     Raises:
         LimitError: no such block size, window, or rank.
@@ -122,6 +123,7 @@ class BlockSampler(ResumableSampler):
     Source: the article on block storage in PyTorch Lightning, for windows of one block.
     """
 
+    @renamed_arguments(ahead="prefetch")
     def __init__(
         self,
         indices: Sequence[int] | Numbers,
@@ -133,7 +135,7 @@ class BlockSampler(ResumableSampler):
         rank: int | None = None,
         world_size: int | None = None,
         drop_last: bool = False,
-        ahead: Callable[[Sequence[int]], None] | None = None,
+        prefetch: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         super().__init__()
         if world_size is None:
@@ -152,7 +154,7 @@ class BlockSampler(ResumableSampler):
         else:
             self._shelf = _List(check_indices(indices, 2**62, "BlockSampler"), block_size)
         self._shuffle, self._window, self._seed = shuffle, window, seed
-        self._rank, self._world_size, self._drop_last, self._ahead = rank, world_size, drop_last, ahead
+        self._rank, self._world_size, self._drop_last, self._prefetch = rank, world_size, drop_last, prefetch
 
     def __len__(self) -> int:
         """Return the number of samples of this rank."""
@@ -210,8 +212,8 @@ class BlockSampler(ResumableSampler):
         return order.__getitem__
 
     def _tell(self, window: tuple[int, Numbers] | None) -> None:
-        if self._ahead is not None and window is not None:
-            self._ahead(self._shelf.numbers(window[1]).tolist())
+        if self._prefetch is not None and window is not None:
+            self._prefetch(self._shelf.numbers(window[1]).tolist())
 
     def _identity(self) -> dict[str, Any]:
         return {

@@ -22,7 +22,7 @@ _PLANNED = 1 << 16  # samples that are planned together
 class LocalityDistributedSampler(ResumableSampler):
     """A DistributedSampler whose global batches are shared out by where their samples are cached.
 
-        dataset = CachedDataset(photos, size_limit_gib=64, placement=Placement.here())
+        dataset = CachedDataset(photos, size_limit_gib=64, placement=Placement.from_env())
         sampler = LocalityDistributedSampler(dataset, batch_size=256)
         loader = DataLoader(dataset, batch_size=256, sampler=sampler, num_workers=8)
 
@@ -206,6 +206,6 @@ def _agreed(given: Placement | None, placed: Placement | None, num_nodes: int | 
     if placement.nodes != nodes:
         raise LimitError(
             f"the placement is for {placement.nodes} nodes, and there are {nodes}: the caches would not add up. Give "
-            f"CachedDataset placement=Placement.here()."
+            f"CachedDataset placement=Placement.from_env()."
         )
     return placement

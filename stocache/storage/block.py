@@ -82,7 +82,7 @@ class ByteSource(Protocol):
         ``own``: it is to be the caller's, to write to; else bytes that he may only read.
         """
 
-    def expect(self) -> None:
+    def prefetch(self) -> None:
         """Have all of it read ahead."""
 
 
@@ -118,7 +118,7 @@ class File:
             done += more
         return buffer, 0
 
-    def expect(self) -> None:
+    def prefetch(self) -> None:
         """Have the kernel read the whole file ahead."""
         for at in range(0, self.nbytes, _STEP):
             os.posix_fadvise(self._fd, at, _STEP, os.POSIX_FADV_WILLNEED)
@@ -140,7 +140,7 @@ class BytesFile:
             raise ValueError("it is cut")
         return (bytearray(self._data[at : at + nbytes]), 0) if own else (self._data, at)
 
-    def expect(self) -> None:
+    def prefetch(self) -> None:
         """Do nothing: it is there."""
 
 
@@ -269,7 +269,7 @@ class Block:
         """
         self._reads += 1
         if self._reads == _READ_AHEAD:  # in random order over many blocks it does not come to this while the block is open
-            self._source.expect()
+            self._source.prefetch()
         return self._sample(row)
 
     def all(self) -> list[Any]:
@@ -278,7 +278,7 @@ class Block:
         Raises:
             DamagedError: one is not as it was written.
         """
-        self._source.expect()
+        self._source.prefetch()
         return [self._sample(row) for row in range(self.samples)]
 
     def check(self, row: int) -> int:
@@ -293,7 +293,7 @@ class Block:
         Raises:
             DamagedError: something is not as it was written.
         """
-        self._source.expect()
+        self._source.prefetch()
         for row in range(self.samples):
             self._checked(row)
 

@@ -131,7 +131,7 @@ class RemoteFile:
             raise ValueError("it is cut")
         return (bytearray(data) if own else data), 0
 
-    def expect(self) -> None:
+    def prefetch(self) -> None:
         """Do nothing: who reads more of it has it fetched."""
 
 

@@ -16,6 +16,7 @@ from stocache.storage.local import folder_at, write_file
 from stocache.storage.manifest import INDEX, INFO, Entry, Index, block_name, open_block, parse_index
 from stocache.storage.remote import Mirror, RemoteStore
 from stocache.storage.writer import BLOCK_BYTES, SampleWriter, check_block_bytes, snapshot
+from stocache.system.deprecation import old_name
 
 TSample = TypeVar("TSample")
 TInfo = TypeVar("TInfo")
@@ -307,15 +308,17 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         """
         block = self._open(check_index(b, len(self.index.blocks), "load_block"))
         if b == self._last_block + 1 < len(self.index.blocks) - 1:
-            self.expect([b + 1])  # who reads one after the other wants that next
+            self.prefetch_blocks([b + 1])  # who reads one after the other wants that next
         self._last_block = b
         return block.all()
 
-    def expect(self, blocks: Iterable[int]) -> None:
+    def prefetch_blocks(self, blocks: Iterable[int]) -> None:
         """Have the kernel read blocks ahead, which are wanted soon; those that cannot be are left out. Not of a URL."""
         for b in blocks if self._mirror is None else ():
             with contextlib.suppress(OSError):
-                File(os.path.join(self.base_folder, block_name(b))).expect()
+                File(os.path.join(self.base_folder, block_name(b))).prefetch()
+
+    expect = old_name("expect", "prefetch_blocks")
 
     def check(self, b: int) -> str | None:
         """Return what is wrong with block ``b``; None when nothing is. Reads it whole; makes no samples."""

@@ -15,6 +15,7 @@ from stocache.cache.stats import CacheStats
 from stocache.errors import CacheNameError, ClosedError, MismatchError, StateError, StreamError
 from stocache.loader.collate import as_is
 from stocache.loader.dataloader import DataLoader
+from stocache.system.deprecation import renamed_arguments
 from stocache.system.hashing import checksum
 from stocache.system.limits import parse_size
 from stocache.system.ranks import is_first_rank, torch_ranks
@@ -106,8 +107,8 @@ class StreamLoader(IterableDataset[Any]):
         name, persist, fingerprint: as for `RaggedCache`, for jobs that read the same files in the same way. That they do is
             checked; put what ``parse`` depends on into the fingerprint. Ranks share a cache without being told a name, but for
             one with ``parse``.
-        count: read the files once when the loader is made, without parsing, to know its length; and, with several ranks, to end
-            all ranks' epochs after equally many batches, unless ``drop_last`` is False, or lines are skipped.
+        count_rows: read the files once when the loader is made, without parsing, to know its length; and, with several ranks,
+            to end all ranks' epochs after equally many batches, unless ``drop_last`` is False, or lines are skipped.
         progress: show a bar.
         rank, world_size: this process's part of the rows; by default torch.distributed's, or torchrun's. Both or none.
         engine: what parses: "pyarrow", "numpy", or "auto" for the fastest that is installed.
@@ -124,6 +125,7 @@ class StreamLoader(IterableDataset[Any]):
     Source: the article on a streaming data loader for PyTorch (J. McCaffrey).
     """
 
+    @renamed_arguments(count="count_rows")
     def __init__(
         self,
         path: Paths,
@@ -154,7 +156,7 @@ class StreamLoader(IterableDataset[Any]):
         name: str | None = None,
         persist: bool = False,
         fingerprint: str | None = None,
-        count: bool = False,
+        count_rows: bool = False,
         progress: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
@@ -196,7 +198,7 @@ class StreamLoader(IterableDataset[Any]):
         self._transform, self._rank, self._world_size = transform, rank, world_size
         self._num_workers, self._context = num_workers, multiprocessing_context
         self._limit_gib, self._name, self._persist, self._fingerprint = size_limit_gib, name, persist, fingerprint
-        self._counts = count or shuffle == "buffers"
+        self._counts = count_rows or shuffle == "buffers"
         self._progress = progress and is_first_rank()
         self._epoch, self._epoch_was_set = 0, False
         self._resumed: dict[str, Any] | None = None
@@ -456,7 +458,8 @@ class StreamLoader(IterableDataset[Any]):
         return checksum(repr((files, follows, self._schema.identity)).encode())
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch if no line is left out: known after a first one, or with ``count=True``.
+        """Return the number of batches in an epoch if no line is left out: known after a first one, or with
+        ``count_rows=True``.
 
         Raises:
             TypeError: it is not known yet.
@@ -464,7 +467,7 @@ class StreamLoader(IterableDataset[Any]):
         windows = self._current()
         rows = windows.buffers.total_rows
         if rows is None:
-            raise TypeError("the length of a StreamLoader is known after its first epoch, or with count=True.")
+            raise TypeError("the length of a StreamLoader is known after its first epoch, or with count_rows=True.")
         return windows.batches_of(rows, windows.buffers.lines.first) if windows.limit is None else windows.limit
 
     def __bool__(self) -> bool:

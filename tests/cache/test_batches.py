@@ -126,7 +126,7 @@ def test_a_sample_in_another_order_than_the_first_is_no_misfit():
         for _ in range(2):
             assert torch.equal(dataset[4], samples[4])
         assert dataset[4].stride() == samples[0].stride()
-        assert dataset.stats().total.misfits == 0
+        assert dataset.stats().total.rejected == 0
 
 
 @given(st.data())

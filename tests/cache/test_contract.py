@@ -350,7 +350,7 @@ def test_what_does_not_fit_is_passed_by_if_not_strict(cache, resident, caplog):
     (third, fourth) = cache.get_or_load_many(resident[2:4], lambda indices: [bad, sample(3)], strict=False)
     assert third is bad
     assert same(fourth, sample(3))
-    assert cache.stats().misfits == 3
+    assert cache.stats().rejected == 3
     assert cache.stats().fills == 1
     assert cache.aux_array[resident[:3]].tolist() == [SlotState.OOB] * 3
     (warning,) = [record.getMessage() for record in caplog.records]

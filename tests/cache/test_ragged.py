@@ -113,7 +113,7 @@ def nbytes(leaf):
         ),
         ({"size_limit_gib": "much"}, LimitError, "size_limit_gib='much' is not a size"),
         ({"dataset_len": -1}, LimitError, "dataset_len=-1 is negative"),
-        ({"admit": "lru"}, LimitError, "admit='lru' is unknown. Use 'all' or 'cost'"),
+        ({"admission": "lru"}, LimitError, "admission='lru' is unknown. Use 'all' or 'cost'"),
         ({"codec": "rar"}, CodecError, "codec='rar' is unknown. Use 'zstd' or 'lz4', or None"),
         ({"persist": True}, ValueError, "persist and fingerprint are for caches with a name"),
     ],
@@ -204,10 +204,10 @@ def share_work(number, cache, count):
     [
         ("fork", {}),
         ("fork", {"codec": "lz4"}),
-        ("fork", {"admit": "cost"}),
+        ("fork", {"admission": "cost"}),
         ("fork", {"name": "ragged"}),
         ("forkserver", {"codec": "lz4", "name": "ragged"}),
-        ("forkserver", {"admit": "cost"}),
+        ("forkserver", {"admission": "cost"}),
     ],
     indirect=["start_method"],
     ids=str,
@@ -271,7 +271,7 @@ def test_the_next_run_finds_them_and_others_are_refused():
         assert cache.counts() == (N, 0, 0)
         for options, difference in [
             ({"codec": "zstd"}, "codec None, now 'zstd'"),
-            ({"admit": "cost"}, "admit 'all', now 'cost'"),
+            ({"admission": "cost"}, "admission 'all', now 'cost'"),
             ({"allow_pickle": True}, "allow_pickle False, now True"),
             ({"fingerprint": "2"}, "fingerprint '1', now '2'"),
         ]:
@@ -397,7 +397,7 @@ def test_the_cache_measures_loads_and_keeps_the_costly(monkeypatch):
         now[0] += 1.0 if idx in costly else 1e-3
         return torch.full((1000,), idx % 256, dtype=torch.uint8)
 
-    with RaggedCache("60KB", n, admit="cost") as cache:
+    with RaggedCache("60KB", n, admission="cost") as cache:
         for epoch in range(3):
             order = np.random.default_rng(epoch).permutation(n).tolist()
             if epoch == 1:

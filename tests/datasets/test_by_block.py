@@ -223,9 +223,9 @@ def test_unsorted_indices_are_cached_by_the_sample(storage):
 def test_blocks_that_are_cached_are_not_read_ahead(storage, subset, monkeypatch):
     dataset = StorageDataset(storage, SUBSETS[subset])
     expected = []
-    monkeypatch.setattr(storage, "expect", expected.extend)
+    monkeypatch.setattr(storage, "prefetch_blocks", expected.extend)
     with CachedDataset(dataset, half(dataset)) as cached:
-        sampler = BlockSampler(dataset.indices, SIZE, True, window=4, ahead=cached.expect)
+        sampler = BlockSampler(dataset.indices, SIZE, True, window=4, prefetch=cached.prefetch_blocks)
         for local in sampler:
             cached[local]
         assert set(expected) == set(range(BLOCKS))
@@ -237,7 +237,7 @@ def test_blocks_that_are_cached_are_not_read_ahead(storage, subset, monkeypatch)
 
 def test_reading_ahead_changes_nothing_and_leaves_out_what_is_missing(storage):
     dataset = StorageDataset(storage)
-    dataset.expect(range(BLOCKS + 5))
+    dataset.prefetch_blocks(range(BLOCKS + 5))
     assert all(dataset[idx][1] == idx for idx in range(N))
 
 

@@ -395,7 +395,7 @@ def test_a_misfit_is_served_uncached_and_counted_with_one_warning(caplog, batche
             got = cached.__getitems__(range(N)) if batched else [cached[idx] for idx in range(N)]
             assert all(map(same, got, map(source.sample, range(N))))
         total = cached.stats().total
-        assert (total.misfits, total.filled) == (1, N - 1)
+        assert (total.rejected, total.filled) == (1, N - 1)
         assert source.reads.tolist() == [2 if idx == 0 else 3 if idx == 21 else 1 for idx in range(N)]
         (warning,) = [record.getMessage() for record in caplog.records]
         assert "sample 21 does not fit" in warning
@@ -418,7 +418,7 @@ def test_a_sample_of_another_type_is_a_misfit(caplog, others, message):
     with CachedDataset(images, 1, probe=2) as cached:
         for _ in range(2):
             assert cached[10] is images[10]
-        assert cached.stats().total.misfits == 1
+        assert cached.stats().total.rejected == 1
         assert message in caplog.text
 
 
@@ -482,9 +482,9 @@ class Endless:
         (["a", "b"], {"variable": False}, SampleError, "value is a str, which has no fixed size"),
         ([[1], [1, 2]], {"variable": False}, SampleError, r"sample 1: value has the entries \[0, 1\], the cache holds"),
         ([1], {"variable": False, "codec": "zstd"}, LimitError, "Leave variable=False out"),
-        ([1], {"variable": False, "admit": "cost"}, LimitError, "Leave variable=False out"),
+        ([1], {"variable": False, "admission": "cost"}, LimitError, "Leave variable=False out"),
         ([1], {"codec": "gzip"}, CodecError, "codec='gzip' is unknown"),
-        ([1], {"admit": "some"}, LimitError, "admit='some' is unknown"),
+        ([1], {"admission": "some"}, LimitError, "admission='some' is unknown"),
         ([1], {"persist": True}, ValueError, "are for caches with a name"),
         ([object()], {}, SampleError, "sample 0: value is a object, which has no bytes of its own.*allow_pickle=True"),
         ([torch.zeros(2, requires_grad=True)], {}, SampleError, "requires a gradient.*Leave that to the transform"),
@@ -505,7 +505,7 @@ def test_objects_are_kept_if_pickling_is_allowed():
 def test_variable_can_be_chosen():
     with CachedDataset([1, 2], 1, variable=True) as cached:
         assert isinstance(cached.cache, RaggedCache)
-    with CachedDataset([1, 2], 1, codec="lz4", admit="cost") as cached:
+    with CachedDataset([1, 2], 1, codec="lz4", admission="cost") as cached:
         assert isinstance(cached.cache, RaggedCache)
         assert [cached[idx] for idx in range(2)] == [1, 2]
     with CachedDataset([], 1) as cached:
@@ -537,7 +537,7 @@ def test_warm_fills_everything_once(size, workers, capsys):
 
 def test_warm_settles_what_is_admitted_by_cost():
     source = Source(n=200)
-    with CachedDataset(source, 1, admit="cost") as cached:
+    with CachedDataset(source, 1, admission="cost") as cached:
         assert cached.warm(progress=False).total.filled == 200
         assert source.reads.sum() <= 200 + 9 + 32
 

@@ -418,7 +418,7 @@ def test_an_example_takes_the_place_of_the_probe(caplog):
         assert cached.stats().total.misses == 0
         assert "the example: all are tuple(0: uint8[3, 4, 4], 1: int)" in caplog.text
         assert same(cached[5], folder[5])
-        assert cached.stats().total.misfits == 0
+        assert cached.stats().total.rejected == 0
     with CachedDataset(folder, 1, probe=0) as cached:
         assert isinstance(cached.cache, RaggedCache)
         assert same(cached[5], folder[5])

@@ -73,7 +73,7 @@ def compare(program, options, folder):
         assert rank["stats"]
         for stats in rank["stats"]:
             assert stats["hits"] > stats["misses"]  # of three epochs, two come from the cache
-            assert (stats["misfits"], stats["refused"]) == (0, 0)
+            assert (stats["rejected"], stats["refused"]) == (0, 0)
         assert rank["changes"] == [None] * len(rank["changes"])
     assert WARNED not in told
     return cached

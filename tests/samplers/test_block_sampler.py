@@ -91,7 +91,7 @@ def test_blocks_are_told_of_before_they_are_read_and_once(order):
     indices, options, world_size = order
     for rank in range(world_size):
         told: list = []
-        sampler = BlockSampler(indices, **options, rank=rank, world_size=world_size, ahead=told.extend)
+        sampler = BlockSampler(indices, **options, rank=rank, world_size=world_size, prefetch=told.extend)
         read = set()
         for local in sampler:
             block = indices[local] // options["block_size"]
@@ -210,7 +210,7 @@ def test_a_range_is_ordered_as_the_list_of_its_numbers(start, count, block_size,
     for rank in range(world_size):
         options = {"window": window, "seed": 5, "rank": rank, "world_size": world_size}
         one, other = (
-            BlockSampler(these, block_size, shuffle, ahead=blocks.extend, **options)
+            BlockSampler(these, block_size, shuffle, prefetch=blocks.extend, **options)
             for these, blocks in zip((indices, list(indices)), told, strict=True)
         )
         assert list(one) == list(other)

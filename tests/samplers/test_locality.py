@@ -306,7 +306,7 @@ def test_a_state_of_another_order_is_an_error():
 def test_ranks_and_nodes_are_those_of_the_launcher(environment, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    placement = Placement.here()
+    placement = Placement.from_env()
     assert (placement.node, placement.nodes, placement.order) == (2, 4, "scattered")
     dataset = Numbers(100, 10, placement)
     with dataset.cache:
@@ -326,7 +326,7 @@ from torch.utils.data import TensorDataset
 node, reads, seen = os.environ["GROUP_RANK"], [], []
 source = TensorDataset(torch.arange(512))
 name = {"name": f"locality-{node}", "fingerprint": "512"}
-with CachedDataset(source, f"{512 + 256 * 8}B", placement=Placement.here(), **name) as dataset:
+with CachedDataset(source, f"{512 + 256 * 8}B", placement=Placement.from_env(), **name) as dataset:
     sampler = LocalityDistributedSampler(dataset, 16, stratify=True)
     loader = DataLoader(dataset, 16, sampler=sampler, num_workers=1)
     for epoch in range(2):
@@ -357,7 +357,7 @@ def test_two_machines_of_torchrun_read_each_sample_once_and_exchange_nothing(tmp
 
 def test_without_a_launcher_all_is_one_process():
     assert sorted(LocalityDistributedSampler(range(10), 4)) == list(range(10))
-    assert Placement.here() == Placement("scattered")
+    assert Placement.from_env() == Placement("scattered")
 
 
 def test_it_draws_no_random_numbers_and_trainers_take_it():

@@ -285,14 +285,14 @@ def again(cache):
 
 
 @pytest.mark.parametrize("every", [pytest.param(2, marks=pytest.mark.slow), 6])
-@pytest.mark.parametrize("admit", ["all", "cost"])
-def test_a_kill_at_any_step_of_clear_leaves_a_cache_that_works(admit, every):
+@pytest.mark.parametrize("admission", ["all", "cost"])
+def test_a_kill_at_any_step_of_clear_leaves_a_cache_that_works(admission, every):
     def fill(cache):
         for idx in range(N):
             for _ in range(3):
                 cache.get_or_load(idx, lambda idx: SAMPLES[idx])
 
-    with RaggedCache(1, N, admit=admit) as cache:
+    with RaggedCache(1, N, admission=admission) as cache:
         fill(cache)
         steps = steps_of(cache.clear)
 
@@ -305,7 +305,7 @@ def test_a_kill_at_any_step_of_clear_leaves_a_cache_that_works(admit, every):
         assert [repr(fresh.get_slot(idx)) for idx in range(N)] == list(map(repr, SAMPLES))
 
     for k in range(0, steps, every):
-        with RaggedCache(1, N, admit=admit) as cache:
+        with RaggedCache(1, N, admission=admission) as cache:
             fill(cache)
 
             def clear_and_die(cache=cache, k=k):
@@ -319,7 +319,7 @@ def test_a_kill_at_any_step_of_clear_leaves_a_cache_that_works(admit, every):
 
 
 def test_clear_makes_room_again_where_samples_are_admitted_by_cost():
-    with RaggedCache("40KB", 100, admit="cost") as cache:
+    with RaggedCache("40KB", 100, admission="cost") as cache:
         for _ in range(2):
             for idx in range(100):
                 cache.get_or_load(idx, lambda idx: torch.zeros(100))

@@ -642,7 +642,7 @@ def test_torchdatas_stateful_dataloader_resumes_it(numbered):
 def test_the_length_is_known_after_a_first_pass_or_when_counted(numbered):
     for drop_last, batches in ((True, 42), ("batch", 43), (False, 44)):
         with StreamLoader(numbered, 10, 20, drop_last=drop_last) as loader:
-            with pytest.raises(TypeError, match="known after its first epoch, or with count=True"):
+            with pytest.raises(TypeError, match="known after its first epoch, or with count_rows=True"):
                 len(loader)
             assert bool(loader)
             assert len(list(loader)) == len(loader) == batches
@@ -898,7 +898,7 @@ def test_it_reads_ahead_while_the_trainer_works(numbered, monkeypatch):
 
 
 def test_a_progress_bar(numbered, capsys):
-    with StreamLoader(numbered, 10, 20, progress=True, count=True) as loader:
+    with StreamLoader(numbered, 10, 20, progress=True, count_rows=True) as loader:
         list(loader)
     shown = capsys.readouterr().err
     assert "counting rows" in shown
@@ -934,7 +934,7 @@ def test_ranks_of_random_buffers_deliver_equally_many_batches(numbered, drop_las
 
 def test_a_rank_without_a_batch_is_told_at_once(numbered):
     with pytest.raises(StreamError, match="with buffer_size=300, a rank of 2 has no batch"):
-        StreamLoader(numbered, 10, 300, rank=0, world_size=2, count=True)
+        StreamLoader(numbered, 10, 300, rank=0, world_size=2, count_rows=True)
     for options in ({"rank": 1}, {"world_size": 2}):
         with pytest.raises(StreamError, match="give both, or none"):
             StreamLoader(numbered, 10, 20, **options)

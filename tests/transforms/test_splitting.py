@@ -185,7 +185,7 @@ def test_samples_and_random_numbers_are_those_without_a_cache(name, num_workers,
         assert difference(before, describe(dataset)) is None
         assert difference(plain, epochs(cached, num_workers, "fork")) is None
         total = cached.stats().total
-        assert (total.misses, total.hits, total.misfits) == (len(dataset), 2 * len(dataset) + probed(cached), 0)
+        assert (total.misses, total.hits, total.rejected) == (len(dataset), 2 * len(dataset) + probed(cached), 0)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
@@ -545,7 +545,7 @@ def test_a_sample_made_in_another_way_is_right_and_uncached(folder):
     with CachedDataset(make(), 1) as cached:
         assert difference(epochs(make()), epochs(cached)) is None
         total = cached.stats().total
-        assert (total.misfits, total.filled) == (1, N - 1)
+        assert (total.rejected, total.filled) == (1, N - 1)
 
 
 def test_randomness_of_the_dataset_itself_is_still_warned_of(folder, caplog):

@@ -70,7 +70,7 @@ class SharedCacher(IterDataPipe[Any]):
             ``[0, dataset_len)``, which no other has. None where elements are `Keyed` already.
         size_limit_gib: GiB for the cache on this machine, as for `RaggedCache`.
         dataset_len: how many keys there are; by default the length of ``datapipe``.
-        options: ``name``, ``persist``, ``fingerprint``, ``admit``, ``codec`` and ``allow_pickle``, as for `RaggedCache`.
+        options: ``name``, ``persist``, ``fingerprint``, ``admission``, ``codec`` and ``allow_pickle``, as for `RaggedCache`.
 
     Attributes:
         cache: the `RaggedCache`.
