@@ -368,7 +368,7 @@ def until_the_end(place, ending, kind="plain", idx=20, epochs=1, **options):
     functions = {"collate_fn": dataset.collate} if place == "collate" else {"worker_init_fn": dataset.init}
     source = stocache.CachedDataset(dataset, 0.01) if kind == "cached" else dataset
     if kind == "no ring":
-        stocache.ring.Ring.works = property(lambda ring: False)
+        stocache.loader.ring.Ring.works = property(lambda ring: False)
     loader = stocache.DataLoader(source, 8, **({"num_workers": 2} | functions | options))
     try:
         for _ in range(epochs):

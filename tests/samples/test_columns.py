@@ -252,7 +252,7 @@ def test_lists_of_varying_length_and_unions_are_columns_too():
 def test_a_block_is_the_same_each_time():
     values = [{"a": n, "b": [str(n)] * n} for n in range(20)]
     assert len({whole(values)[0] for _ in range(5)}) == 1
-    code = "from stocache.block import encode; print(encode([{'a': n, 'b': [str(n)] * n} for n in range(20)])[1])"
+    code = "from stocache.storage.block import encode; print(encode([{'a': n, 'b': [str(n)] * n} for n in range(20)])[1])"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
         == whole(values)[1]

@@ -62,7 +62,7 @@ def test_a_function_of_a_module_is_its_name(function, text):
 
 @pytest.mark.slow
 def test_a_text_is_the_same_in_every_process():
-    code = CODE + "from stocache.callables import callable_text\nprint(callable_text(made(2.5)))"
+    code = CODE + "from stocache.system.function_hash import callable_text\nprint(callable_text(made(2.5)))"
     options = {"capture_output": True, "text": True, "check": True}
     texts = {
         subprocess.run([sys.executable, "-c", code], **options, env={"PYTHONPATH": ":".join(sys.path)}).stdout for _ in range(3)
