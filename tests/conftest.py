@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.context import BaseContext
 from pathlib import Path
 
 import pyarrow.csv
@@ -19,6 +18,7 @@ import pytest
 from hypothesis import settings
 
 from stocache.cache.base import SampleCache, SlotState
+from tests.support.processes import run_all
 
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it would ask the network
 
@@ -114,21 +114,6 @@ def run_processes(start_method: str) -> Callable[..., None]:
     """Run ``target(number, *args)`` in ``count`` processes of the start method, and demand that each ends well."""
 
     return functools.partial(run_all, multiprocessing.get_context(start_method))
-
-
-def run_all(context: BaseContext, count: int, target: Callable[..., None], *args: object) -> None:
-    """Run ``target(number, *args)`` in ``count`` processes, and demand that each ends well."""
-    processes = [context.Process(target=target, args=(number, *args)) for number in range(count)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(25)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-        process.join()
-        process.close()
-    assert codes == [0] * count
 
 
 @pytest.fixture

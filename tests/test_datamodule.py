@@ -16,14 +16,13 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from stocache import (
     BlockSampler,
     CachedDataset,
-    DataPreparer,
     InMemoryDataStorage,
     LimitError,
     OnDiskBlockDataStorage,
     StateError,
     StorageDataset,
 )
-from tests.storage.test_storage import FilePerSample
+from tests.support.storages import FilePerSample
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -32,61 +31,16 @@ with warnings.catch_warnings():
     from lightning.pytorch.loggers import CSVLogger
 
     from stocache.datamodule import CacheMonitor, DataModule
+    from tests.support.training import LABELS, Model, N, Preparer, module, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.leaves_descriptors,  # loggers, and multiprocessing's server
 ]
 
-N = 240
-LABELS = [0 if idx < 24 else 1 + idx % 3 for idx in range(N)]
-
-
-class Preparer(DataPreparer):
-    runs = 0
-
-    def prepare_data(self):
-        Preparer.runs += 1
-        for idx in range(N):
-            yield torch.full((3, 4, 4), idx, dtype=torch.uint8), idx
-
-    def get_dataset_info(self):
-        return {"labels": LABELS}
-
-
-class Model(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.seen, self.validated, self.tested = torch.nn.Linear(48, 1), [], [], []
-
-    def training_step(self, batch, number):
-        images, labels = batch
-        assert (images[:, 0, 0, 0] == labels).all()
-        self.seen.append(labels.tolist())
-        return self.layer(images.float().flatten(1)).mean()
-
-    def validation_step(self, batch, number):
-        self.validated += batch[1].tolist()
-
-    def test_step(self, batch, number):
-        self.tested += batch[1].tolist()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.01)
-
 
 def flat(batches):
     return list(itertools.chain.from_iterable(batches))
-
-
-def module(folder, **options):
-    options = {"batch_size": 8, "size_limit_gib": "10MB"} | options
-    return DataModule(OnDiskBlockDataStorage(Path(folder, "data"), 10), Preparer(), **options)
-
-
-def trainer(folder, **options):
-    fixed = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    return lightning.Trainer(**{"default_root_dir": folder, "logger": False, "enable_checkpointing": False} | fixed | options)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -270,7 +224,8 @@ def test_the_monitor_logs_each_epoch_to_any_logger(tmp_path):
 DDP = """
 import json, sys
 from pathlib import Path
-from tests.test_datamodule import CacheMonitor, Model, module, trainer
+from stocache.datamodule import CacheMonitor
+from tests.support.training import Model, module, trainer
 
 if __name__ == "__main__":
     folder = sys.argv[1]

@@ -13,8 +13,7 @@ from stocache import CachedDataset, SharedCache
 from stocache.cache.batches import BatchSpec, LazyBatch
 from stocache.datasets.cached import with_lazy_batches
 from stocache.samples.spec import Structure
-from tests.samples.test_records import everywhere, identical
-from tests.samples.test_spec import same
+from tests.support.equality import everywhere, identical, same
 
 Pair = namedtuple("Pair", "image label")
 N = 12

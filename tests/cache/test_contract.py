@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stocache import ClosedError, SampleError, SampleIndexError, SlotError, SlotState
-from tests.samples.test_spec import same
+from tests.support.equality import same
 from tests.support.makers import RAGGED, SHARED, SLOTS, N, fill, sample
 
 

@@ -1,7 +1,5 @@
 """Real photographs through both kinds of cache: bit for bit, through 3 epochs, in 4 workers, under every start method."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -9,8 +7,8 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from stocache import CachedDataset, RaggedCache, SharedCache
+from tests.support.photos import PHOTOS
 
-PHOTOS = sorted((Path(__file__).parents[3] / "shared" / "data" / "photos").glob("*.JPEG"))
 pytestmark = [
     pytest.mark.skipif(not PHOTOS, reason="no photographs here"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes"),  # more than there are cores

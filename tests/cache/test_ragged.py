@@ -32,7 +32,7 @@ from stocache.cli import listing
 from stocache.cli.app import app
 from stocache.system import limits
 from stocache.system.limits import GIB, Memory
-from tests.samples.test_spec import same
+from tests.support.equality import same
 
 N = 60
 

@@ -25,8 +25,8 @@ from stocache import (
     prepare,
 )
 from stocache.cache.placement import BlockBounds, BlockResidency, residency
-from tests.conftest import run_all
-from tests.storage.test_storage import FilePerSample, save
+from tests.support.processes import run_all
+from tests.support.storages import FilePerSample, save
 
 BLOCKS, SIZE = 20, 10
 N = BLOCKS * SIZE

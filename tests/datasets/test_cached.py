@@ -37,7 +37,7 @@ from stocache import (
     SharedCache,
 )
 from stocache.system import limits
-from tests.samples.test_spec import same
+from tests.support.equality import same
 
 N = 48
 ONCE = [2] + [1] * (N - 1)  # reads of a cached dataset: the probe looks at the first sample twice

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, T
 
 import stocache
 from stocache import CachedDataset, DatasetError, LimitError, RaggedCache, SampleIndexError
-from tests.samples.test_spec import same
+from tests.support.equality import same
 
 N = 20
 

@@ -20,7 +20,6 @@ from torch.utils.data import (
     Subset,
     WeightedRandomSampler,
     default_collate,
-    get_worker_info,
 )
 from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -28,32 +27,12 @@ import stocache
 from stocache import CachedDataset, WorkerError, reading
 from stocache.loader.ring import FULL, NOTHING
 from stocache.system import limits
-from tests.loader.test_pickling import TORCHS_WAY
-from tests.samples.test_spec import same
+from tests.support.equality import same
+from tests.support.images import Images, N, image
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker", "ignore:.*no accelerator is found")
 
-N = 50
 Pair = namedtuple("Pair", "image label")
-
-
-def image(idx):
-    return torch.randint(0, 256, (3, 8, 8), generator=torch.Generator().manual_seed(idx)).to(torch.uint8)
-
-
-class Images(Dataset):
-    """Pairs of an image and its index; counts nothing, draws nothing."""
-
-    def __init__(self, n=N):
-        self.n = n
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, idx):
-        if not 0 <= idx < self.n:
-            raise IndexError(idx)
-        return image(idx), idx
 
 
 class Named(Images):
@@ -268,41 +247,6 @@ def test_errors_of_the_dataset_pass_through_and_the_loader_goes_on(workers):
     assert same(came[0], default_collate([Images()[idx] for idx in range(8)]))
 
 
-class Deadly(Images):
-    how = signal.SIGKILL
-
-    def __getitem__(self, idx):
-        if idx == 20:
-            time.sleep(1)  # until the parent waits for this batch: a death elsewhere in its code is torch's to raise
-            if self.how == "exit":
-                os._exit(3)
-            os.kill(os.getpid(), self.how)
-        return super().__getitem__(idx)
-
-
-class Exiting(Deadly):
-    how = "exit"
-
-
-class Crashing(Deadly):
-    how = signal.SIGABRT
-
-
-def until_death(name):
-    """Iterate over a dataset whose workers die; print what came and what was raised. In a process of its own: torch leaves
-    queues and threads when a worker dies."""
-    loader = stocache.DataLoader(globals()[name](), 8, num_workers=2)
-    batches = iter(loader)
-    came = []
-    try:
-        while True:
-            came.append(next(batches))
-    except RuntimeError as error:
-        sys.stdout.write(f"{type(error).__name__} {error}\n")
-    assert len(came) <= 2
-    assert same(came, [default_collate([Images()[idx] for idx in range(start, start + 8)]) for start in (0, 8)][: len(came)])
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -313,7 +257,7 @@ def until_death(name):
 )
 @pytest.mark.sampled(3)
 def test_the_death_of_a_worker_names_process_signal_and_batch(name, words):
-    program = f"import tests.loader.test_dataloader as t; t.until_death({name!r})"
+    program = f"from tests.support import endings; endings.until_death({name!r})"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=25, check=True)
     assert result.stdout.startswith("WorkerError DataLoader worker (pid "), result.stdout + result.stderr
     assert f"{words} at work on batch 2 of the epoch" in result.stdout
@@ -331,61 +275,8 @@ ENDINGS = {
 }
 
 
-class Ending(Images):
-    """Images of which one ends the worker that loads it; or something else in it does."""
-
-    def __init__(self, place, ending, idx=20):
-        super().__init__()
-        self.place, self.ending, self.idx = place, ending, idx
-
-    def end(self, place, idx):
-        if place == self.place and idx == self.idx and get_worker_info() is not None:
-            exec(self.ending)  # one of the above
-
-    def __getitem__(self, idx):
-        self.end("getitem", idx)
-        return super().__getitem__(idx), idx
-
-    def collate(self, samples):
-        for _, idx in samples:
-            self.end("collate", idx)
-        return default_collate(samples)
-
-    def init(self, _):
-        self.end("init", self.idx)
-
-
-class EndingStream(Ending, IterableDataset):
-    def __iter__(self):
-        for idx in range(len(self)):
-            self.end("iter", idx)
-            yield self[idx]
-
-
-def until_the_end(place, ending, kind="plain", idx=20, epochs=1, **options):
-    """Iterate over a dataset whose workers end; print what was raised. In a process of its own, as above."""
-    dataset = (EndingStream if place == "iter" else Ending)(place, ending, idx)
-    functions = {"collate_fn": dataset.collate} if place == "collate" else {"worker_init_fn": dataset.init}
-    source = stocache.CachedDataset(dataset, 0.01) if kind == "cached" else dataset
-    if kind == "no ring":
-        stocache.loader.ring.Ring.works = property(lambda ring: False)
-    loader = stocache.DataLoader(source, 8, **({"num_workers": 2} | functions | options))
-    try:
-        for _ in range(epochs):
-            for _ in loader:
-                pass
-    except stocache.WorkerError as error:
-        sys.stdout.write(f"{error}\n")
-    if options.get("persistent_workers"):  # others take their place
-        dataset.place = source.place = ""
-        assert len(list(loader)) == (2 if place == "iter" else 1) * -(-len(dataset) // 8)
-        sys.stdout.write("again\n")
-    sys.stdout.flush()
-    os._exit(0)  # torch's processes and threads may take seconds to end
-
-
 def said_at_the_end(*arguments, **options):
-    program = f"import tests.loader.test_dataloader as t; t.until_the_end(*{arguments!r}, **{options!r})"
+    program = f"from tests.support import endings; endings.until_the_end(*{arguments!r}, **{options!r})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=55, check=False)
     assert done.stdout.startswith("DataLoader worker (pid "), done.stdout + done.stderr
     return done.stdout
@@ -430,19 +321,9 @@ def test_a_worker_that_ends_well_is_an_error_in_any_loader(options):
     assert ("again" in said) == ("persistent_workers" in options)
 
 
-def until_a_death_in_a_step():
-    try:
-        for _ in stocache.DataLoader(Ending("getitem", "os._exit(7)"), 8, num_workers=2):
-            time.sleep(20)  # until the signal
-    except WorkerError as error:
-        sys.stdout.write(f"{error}\n")
-        sys.stdout.flush()
-        os._exit(0)
-
-
 @pytest.mark.slow
 def test_a_death_in_the_midst_of_a_step_is_told_like_any():
-    program = "import tests.loader.test_dataloader as t; t.until_a_death_in_a_step()"
+    program = "from tests.support import endings; endings.until_a_death_in_a_step()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=55, check=True)
     assert re.match(r"DataLoader worker \(pid \d+\) exited with code 7 at work on batch 2 of the epoch\.", done.stdout), (
         done.stderr
@@ -572,7 +453,7 @@ class Slow(Images):
 
 
 @pytest.mark.parametrize("workers", [{}, {"prefetch_factor": 2}, {"num_workers": 2}], ids=str)
-@TORCHS_WAY
+@pytest.mark.leaves_descriptors
 def test_all_batches_may_be_kept(workers):
     with CachedDataset(Images(600), 1) as dataset:
         loader = stocache.DataLoader(dataset, 8, **workers)
@@ -640,7 +521,7 @@ def test_two_iterators_over_one_loader():
     assert same([pair[1] for pair in pairs], expected)
 
 
-@TORCHS_WAY
+@pytest.mark.leaves_descriptors
 def test_more_iterators_than_lanes():
     loader = stocache.DataLoader(Images(), 8, num_workers=1)
     expected = [default_collate([Images()[idx] for idx in range(start, min(N, start + 8))]) for start in range(0, N, 8)]
@@ -687,7 +568,7 @@ def test_through_the_ring_and_outside_of_it():
     assert strings.stats().outside == {NOTHING: 2}
 
 
-@TORCHS_WAY
+@pytest.mark.leaves_descriptors
 def test_without_shared_memory_it_is_torchs(monkeypatch):
     monkeypatch.setattr("stocache.shm.segment._backings", lambda nbytes: [])
     ours, theirs = both(Images(), batch_size=8, shuffle=True, num_workers=2)
@@ -813,7 +694,7 @@ def as_subclass(samples):
     return torch.stack([image for image, _ in samples]).as_subclass(Sub)
 
 
-@TORCHS_WAY
+@pytest.mark.leaves_descriptors
 def test_tensor_subclasses_go_the_way_of_torch_without_leaving_descriptors():
     loader = stocache.DataLoader(Images(300), 1, num_workers=1, collate_fn=as_subclass, persistent_workers=True)
     counts = []

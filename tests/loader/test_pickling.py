@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stocache.loader.pickling import pack, unpack
-from tests.samples.test_spec import same
+from tests.support.equality import same
 
 Pair = namedtuple("Pair", "image label")
 
@@ -18,9 +18,6 @@ DTYPES = [
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64, torch.bool,
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn,
 ]  # fmt: skip
-
-
-TORCHS_WAY = pytest.mark.leaves_descriptors  # multiprocessing starts a server to hand over descriptors
 
 
 class Memory:
@@ -60,7 +57,7 @@ def test_tensors_of_every_dtype(memory, dtype):
     assert len(memory.payload) < 200
 
 
-@TORCHS_WAY
+@pytest.mark.leaves_descriptors
 @pytest.mark.parametrize(
     "view",
     [
@@ -134,7 +131,7 @@ def test_numpy_arrays_lie_in_the_memory_each_its_own_and_writable_as_pickled_one
     ids=["empty", "gradient", "parameter", "sparse", "conjugate"],
 )
 @pytest.mark.filterwarnings("ignore")
-@TORCHS_WAY
+@pytest.mark.leaves_descriptors
 def test_what_is_more_than_bytes_goes_the_way_of_torch(memory, value):
     came = memory.there_and_back(value)
     assert type(came) is type(value)
@@ -142,7 +139,7 @@ def test_what_is_more_than_bytes_goes_the_way_of_torch(memory, value):
     assert torch.equal(came.detach().to_dense(), value.detach().to_dense())
 
 
-@TORCHS_WAY
+@pytest.mark.leaves_descriptors
 def test_without_room_tensors_go_the_way_of_torch_and_arrays_stay_in_the_pickle():
     memory = Memory(64)
     batch = [torch.arange(100), np.arange(100), torch.arange(8)]

@@ -4,7 +4,6 @@ import gc
 import os
 import pickle
 import threading
-import time
 
 import pytest
 import torch
@@ -13,8 +12,9 @@ import stocache
 from stocache.loader.pinned import Pinned
 from stocache.loader.ring import Ring
 from stocache.system import limits
-from tests.loader.test_ring import free, numbers
-from tests.samples.test_spec import same
+from tests.support.equality import same
+from tests.support.processes import wait_until
+from tests.support.rings import free, numbers
 
 
 class Runtime:
@@ -67,14 +67,6 @@ def make_ring():
 
 def arrive(ring, batch):
     return pickle.loads(pickle.dumps(ring.lane(1).take().publish(batch)))
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    return True
 
 
 def test_a_buffer_is_registered_once_with_all_it_has(runtime):

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, Dataset, DistributedSampler, Iterable
 
 import stocache
 from stocache import CachedDataset, StateError
-from tests.samples.test_spec import same
+from tests.support.equality import same
 
 N = 30
 

@@ -15,12 +15,8 @@ from stocache import WorkerError
 from stocache.loader import ring as ring_module
 from stocache.loader.ring import FULL, NO_LANE, NO_MEMORY, NOTHING, TOO_LARGE, Ring, outside, ring_of
 from stocache.system import limits
-from tests.loader.test_pickling import TORCHS_WAY
-from tests.samples.test_spec import same
-
-
-def numbers(start):
-    return torch.arange(start, start + 1000)
+from tests.support.equality import same
+from tests.support.rings import free, numbers
 
 
 def send(ring, batch, iteration=1):
@@ -28,12 +24,6 @@ def send(ring, batch, iteration=1):
     ring.reap()
     buffer = ring.lane(iteration).take()
     return pickle.dumps(buffer.publish(batch)) if buffer is not None else None
-
-
-def free(ring):
-    gc.collect()
-    ring.reap()
-    return sum(word & 3 == 0 for word in ring._words)
 
 
 @pytest.fixture
@@ -145,7 +135,7 @@ def test_what_has_no_bytes_is_passed_by(ring):
     assert free(ring) == 6
 
 
-@TORCHS_WAY
+@pytest.mark.leaves_descriptors
 def test_batches_larger_than_a_buffer_go_the_way_of_torch(monkeypatch):
     monkeypatch.setattr(ring_module, "STRIDE", 2 * limits.MIB)
     ring = Ring(1, 2)
@@ -160,7 +150,7 @@ def test_batches_larger_than_a_buffer_go_the_way_of_torch(monkeypatch):
     del buffer
 
 
-@TORCHS_WAY
+@pytest.mark.leaves_descriptors
 def test_where_the_machine_gives_no_memory_batches_go_the_way_of_torch(ring, monkeypatch, caplog):
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     for _ in range(3):
@@ -341,7 +331,7 @@ def test_ended_children_leave_no_descriptors(ring):
     assert same(batch, numbers(0))
 
 
-@TORCHS_WAY
+@pytest.mark.leaves_descriptors
 def test_what_cannot_be_placed_is_pickled_once(ring):
     """Of a pickle that is thrown away, descriptors would wait to be fetched for ever."""
     counts = []

@@ -9,7 +9,7 @@ from torch.utils.data import DistributedSampler
 
 import stocache
 from stocache import CachedDataset
-from tests.loader.test_dataloader import Images
+from tests.support.images import Images
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),

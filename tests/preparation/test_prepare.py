@@ -1,6 +1,5 @@
 """Preparation: the same bytes whatever the workers and the interruptions."""
 
-import hashlib
 import multiprocessing
 import os
 import random
@@ -13,65 +12,10 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from stocache import DataPreparer, DatasetError, LimitError, OnDiskBlockDataStorage, StorageDataset, StorageError, prepare
+from stocache import DatasetError, LimitError, OnDiskBlockDataStorage, StorageDataset, StorageError, prepare
 from stocache.storage.manifest import block_name
-from tests.samples.test_spec import same
-
-N = 100
-
-
-class Images:
-    """Samples of varying size; ``seeded`` ones are drawn at random."""
-
-    def __init__(self, length=N, seeded=False):
-        self.length, self.seeded = length, seeded
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, idx):
-        if not 0 <= idx < self.length:
-            raise IndexError(idx)
-        if self.seeded:
-            return torch.rand(3), np.random.rand(2), random.random()
-        return torch.full((3, 1 + idx % 4), idx % 256, dtype=torch.uint8), idx
-
-
-class Batched(Images):
-    """The same, many at a time."""
-
-    def __getitems__(self, indices):
-        return [self[idx] for idx in indices]
-
-
-class Preparer(DataPreparer):
-    def __init__(self, length=N, offset=0, stop_at=None):
-        self.length, self.offset, self.stop_at = length, offset, stop_at
-        self.yielded = 0
-
-    def prepare_data(self):
-        for idx in range(self.length):
-            if idx == self.stop_at:
-                raise KeyboardInterrupt("by the user")
-            self.yielded += 1
-            yield torch.full((3, 1 + idx % 4), idx % 256, dtype=torch.uint8), idx + self.offset
-
-    def get_dataset_info(self):
-        return {"yielded": self.yielded}
-
-
-def content(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
-
-
-def digest(folder):
-    return hashlib.sha256(repr(content(folder)).encode()).hexdigest()
-
-
-def written(folder):
-    """When each block was written, and to which file. A worker that was ended may leave a part of one under another name."""
-    blocks = (folder / "blocks").glob("*.safetensors")
-    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in blocks}
+from tests.support.equality import same
+from tests.support.preparing import Batched, Broken, Images, N, Preparer, content, digest, written
 
 
 @pytest.mark.parametrize("source", [Images(), Batched(), Images(seeded=True), Preparer()], ids=lambda s: type(s).__name__)
@@ -137,19 +81,6 @@ def test_preparing_again_does_nothing_and_in_another_way_is_an_error(tmp_path):
     with pytest.raises(StorageError, match="is prepared in another way"):
         prepare(Images(N - 1), tmp_path, **options)
     assert content(tmp_path) == before
-
-
-class Broken(Images):
-    """A dataset that fails at one sample while a file is there."""
-
-    def __init__(self, flag):
-        super().__init__()
-        self.flag = flag
-
-    def __getitem__(self, idx):
-        if idx == 60 and os.path.exists(self.flag):
-            raise ValueError("photo 60 cannot be read")
-        return super().__getitem__(idx)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

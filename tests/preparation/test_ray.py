@@ -21,9 +21,9 @@ from stocache.cli.app import app
 from stocache.errors import WorkerError
 from stocache.preparation import sources
 from stocache.storage.manifest import block_name
-from tests.cache.test_photos import PHOTOS
-from tests.loader.test_pinned import wait_until
-from tests.preparation.test_prepare import Batched, Images, N, Preparer, content, digest, written
+from tests.support.photos import PHOTOS
+from tests.support.preparing import Batched, Images, N, Preparer, content, digest, written
+from tests.support.processes import wait_until
 
 ray = pytest.importorskip("ray")
 Cluster = pytest.importorskip("ray.cluster_utils").Cluster
@@ -386,7 +386,7 @@ import signal, sys
 import psutil
 import ray
 from stocache import prepare
-from tests.preparation.test_prepare import Images
+from tests.support.preparing import Images
 
 before = signal.getsignal(signal.SIGTERM)
 prepare(Images(), sys.argv[1], engine="ray", num_workers=2, block_size=7, progress=False).close()

@@ -6,7 +6,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from test_reading_resume import Counting
 from torch.utils.data.datapipes.iter import IterableWrapper, Mapper
 
 from stocache.errors import DatasetError, LimitError, SampleIndexError
@@ -20,7 +19,20 @@ from stocache.reading import (
     find_dps,
     traverse_dps,
 )
-from tests.support.graphs import COUNT, elements, loader, no_third, noise, numbers, service, source, square, tensor, twice
+from tests.support.graphs import (
+    COUNT,
+    Counting,
+    elements,
+    loader,
+    no_third,
+    noise,
+    numbers,
+    service,
+    source,
+    square,
+    tensor,
+    twice,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes:UserWarning")
 

@@ -10,7 +10,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import run_all
 
 from stocache import StateError
 from stocache.reading import (
@@ -22,6 +21,7 @@ from stocache.reading import (
     SequentialReadingService,
 )
 from tests.support.graphs import COUNT, elements, large, no_third, noise, source, square
+from tests.support.processes import run_all
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes:UserWarning")
 

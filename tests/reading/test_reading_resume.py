@@ -1,11 +1,9 @@
 """A state taken after any element, in any service and epoch: the rest and the epochs after it are those of one run."""
 
-import os
 import pickle
 import random
 
 import pytest
-import torch
 from torch.utils.data import IterDataPipe
 
 from stocache import StateError
@@ -21,6 +19,7 @@ from tests.support.graphs import (
     COUNT,
     GRAPHS,
     SAME_FOR_ANY_WORKERS,
+    Counting,
     elements,
     loader,
     no_third,
@@ -148,22 +147,6 @@ def test_a_state_that_nothing_was_taken_of_begins_at_the_beginning():
 
 
 # ---------------------------------------------------------------------------------------------------- how it is done
-
-
-class Counting:
-    """Counts its calls, in all processes."""
-
-    def __init__(self):
-        self.calls = torch.zeros(4096, dtype=torch.int64).share_memory_()  # a place for each process: += is not atomic
-
-    def __call__(self, value):
-        self.calls[os.getpid() % 4096] += 1
-        return value
-
-    def taken(self):
-        count = int(self.calls.sum())
-        self.calls.zero_()
-        return count
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -24,17 +24,18 @@ from benchmark.fuzz import seal_block
 from stocache import DamagedError, SampleError, StorageError
 from stocache.storage.block import Block, BytesFile, encode
 from stocache.system.hashing import checksum
-from tests.samples.test_records import (
+from tests.support.equality import everywhere, identical, same
+from tests.support.samples import (
     PICKLED,
     Access,
     Annotated,
+    Box,
     Extra,
     Kind,
     Odd,
+    Point,
     Slotted,
     Space,
-    everywhere,
-    identical,
     made,
     made_by_name,
     same_metatensors,
@@ -42,7 +43,6 @@ from tests.samples.test_records import (
     tensordict,
     tv_boxes,
 )
-from tests.samples.test_spec import Box, Point, same
 
 
 def whole(values, allow_pickle=False):
@@ -205,13 +205,13 @@ def test_what_does_not_pickle_is_named():
 def test_a_default_factory_that_would_have_to_be_imported_needs_allow_pickle_on_both_sides():
     values = [made(made_by_name)]
     with pytest.raises(
-        SampleError, match=r"value has the default_factory tests.samples.test_records:made_by_name.*pass allow_pickle=True"
+        SampleError, match=r"value has the default_factory tests.support.samples:made_by_name.*pass allow_pickle=True"
     ):
         whole(values)
     data, _ = whole(values, allow_pickle=True)
     assert Block(BytesFile(data), "a block", allow_pickle=True).sample(0).default_factory is made_by_name
     with pytest.raises(
-        StorageError, match=r"have the default_factory tests.samples.test_records:made_by_name.*pass allow_pickle=True"
+        StorageError, match=r"have the default_factory tests.support.samples:made_by_name.*pass allow_pickle=True"
     ):
         Block(BytesFile(data), "a block")
 
@@ -340,9 +340,7 @@ def test_a_module_is_not_imported_for_a_forged_class():
     assert "antigravity" not in sys.modules
 
 
-@pytest.mark.parametrize(
-    "name", ["subprocess:Popen", "os:system", "builtins:int", "enum:auto", "tests.samples.test_records:Odd"]
-)
+@pytest.mark.parametrize("name", ["subprocess:Popen", "os:system", "builtins:int", "enum:auto", "tests.support.samples:Odd"])
 def test_a_forged_class_of_members_is_not_called(name):
     data = forged([Kind.BOX], lambda tree: tree.update({"class": name}))
     with pytest.raises(StorageError, match=f"its samples have members of {name}, which is not an enum"):
@@ -371,10 +369,10 @@ def test_a_module_is_not_imported_for_forged_members_and_factories():
 @pytest.mark.parametrize(
     ("value", "change"),
     [
-        (Kind.MASK, {"class": "tests.samples.test_records:Space"}),
+        (Kind.MASK, {"class": "tests.support.samples:Space"}),
         (Kind.MASK, {"class": "enum:Enum"}),
-        ({Kind.MASK: 1}, {"keys": [{"enum": ["tests.samples.test_records:Space", "MASK"]}]}),
-        ({Kind.MASK: 1}, {"keys": [{"enum": ["tests.samples.test_records:Kind"]}]}),
+        ({Kind.MASK: 1}, {"keys": [{"enum": ["tests.support.samples:Space", "MASK"]}]}),
+        ({Kind.MASK: 1}, {"keys": [{"enum": ["tests.support.samples:Kind"]}]}),
         ({Kind.MASK: 1}, {"keys": [{"pickle": "x"}]}),
         ({Kind.MASK: 1}, {"keys": [{}]}),
         ({b"": 1}, {"keys": [{"bytes": "xyz"}]}),
@@ -581,7 +579,7 @@ def test_columns_that_overlap_or_lie_elsewhere_are_an_error(offsets):
     ("value", "change"),
     [
         (Extra(1, 2), {"keys": ["image", "label"]}),
-        (Extra(1, 2), {"class": "tests.samples.test_records:Slotted"}),
+        (Extra(1, 2), {"class": "tests.support.samples:Slotted"}),
         (Slotted(1), {"keys": ["__class__"]}),
         (Slotted(1), {"keys": ["__dict__"]}),
         (Slotted(1), {"keys": [1]}),

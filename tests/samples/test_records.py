@@ -5,150 +5,48 @@ import collections
 import dataclasses
 import datetime
 import decimal
-import enum
 import fractions
 import pathlib
 import resource
 import string
 import sys
-import threading
 import types
 import zoneinfo
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from PIL import Image
-from tensordict import TensorDict
 
 from benchmark.fuzz import compress, read_record
 from stocache import RaggedCache, SampleError, SegmentError, SharedCache
 from stocache.samples.record_decoder import reader_of
 from stocache.samples.record_encoder import Record, pack_integers, parse_skeleton, write_skeleton
-from stocache.samples.spec import array_order_of, order_of
-from tests.samples.test_spec import Box, Point, same
-
-DTYPES = [
-    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64, torch.bool),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn),
-]
-
-
-@st.composite
-def tensors(draw):
-    dtype = draw(st.sampled_from(DTYPES))
-    shape = draw(st.lists(st.integers(0, 5), max_size=4))
-    count = int(np.prod(shape)) * dtype.itemsize
-    data = torch.frombuffer(bytearray(draw(st.binary(min_size=count + 1, max_size=count + 1))), dtype=torch.uint8)[:count]
-    if dtype is torch.bool:
-        data = data % 2
-    value = data.clone().view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
-    return value.permute(draw(st.permutations(range(value.dim()))))
-
-
-arrays = hnp.arrays(
-    st.one_of(
-        hnp.boolean_dtypes(),
-        hnp.integer_dtypes(endianness="?"),
-        hnp.floating_dtypes(endianness="?"),
-        hnp.complex_number_dtypes(),
-        hnp.datetime64_dtypes(),
-        hnp.byte_string_dtypes(),
-        hnp.unicode_string_dtypes(),
-        hnp.array_dtypes(),
-    ),
-    hnp.array_shapes(min_dims=0, min_side=0, max_side=4),
-)
-
-
-class Kind(enum.Enum):
-    BOX = "box"
-    MASK = "mask"
-    SQUARE = "box"
-
-
-class Space(str, enum.Enum):
-    RAS = "ras"
-    LPS = "lps"
-
-    def __repr__(self):
-        return self.value
-
-
-class Level(enum.IntEnum):
-    LOW = 1
-    HIGH = 2
-
-
-class Access(enum.IntFlag):
-    READ = 1
-    WRITE = 2
-    EXECUTE = 4
-
-
-class Colour(enum.Flag):
-    RED = enum.auto()
-    BLUE = enum.auto()
-    PURPLE = RED | BLUE
-
-
-members = st.one_of(
-    st.sampled_from([*Kind, *Space, *Level]),
-    st.integers(0, 15).map(Access),
-    st.integers(0, 3).map(Colour),
-)
-zones = st.one_of(
-    st.none(),
-    st.timezones(),
-    st.timedeltas(datetime.timedelta(hours=-23), datetime.timedelta(hours=23)).map(datetime.timezone),
-    st.just(datetime.timezone(datetime.timedelta(hours=1), "CET")),
-)
-paths = st.text(max_size=9).filter(lambda text: "\0" not in text)
-values = st.one_of(
-    members,
-    st.dates(),
-    st.datetimes(timezones=zones),
-    st.times(timezones=zones),
-    st.timedeltas(),
-    st.decimals(allow_nan=False),
-    st.fractions(),
-    st.binary(max_size=5).map(bytearray),
-    st.builds(range, st.integers(), st.integers(), st.integers(min_value=1)),
-    st.slices(9),
-    *(paths.map(cls) for cls in (pathlib.Path, pathlib.PurePosixPath, pathlib.PureWindowsPath)),
-    st.sets(st.one_of(st.integers(), st.text(max_size=3), members), max_size=4),
-    st.frozensets(st.integers(), max_size=4),
-    st.builds(collections.deque, st.lists(st.integers(), max_size=3), st.one_of(st.none(), st.integers(3, 5))),
-    st.sampled_from([torch.float16, torch.device("cpu"), torch.device("cuda", 1), torch.Size([2, 3])]),
-)
-numbers = st.one_of(st.integers(), st.floats(), st.booleans(), st.complex_numbers())
-texts = st.text(st.characters(), max_size=9)  # with lone surrogates
-leaves = st.one_of(
-    tensors(), arrays, arrays.map(np.asfortranarray), numbers, texts, values, st.binary(max_size=9), st.none(),
-    st.lists(st.integers(-(2**63), 2**63 - 1)), st.lists(st.floats()).map(tuple), st.lists(st.booleans()), st.lists(texts),
-    st.sampled_from([np.float32(0.5), np.int64(-3), np.datetime64("2026-11-21"), np.str_("å"), np.bool_(True)]),
-)  # fmt: skip
-keys = st.one_of(
-    *(st.text(max_size=3), st.integers(), st.none(), st.booleans(), st.floats(allow_nan=False), members),
-    st.tuples(st.one_of(st.integers(), st.booleans(), members), st.text(max_size=2)),
-    *(st.complex_numbers(allow_nan=False), st.binary(max_size=2)),
-)
-samples = st.recursive(
-    leaves,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.lists(inner, max_size=3).map(tuple),
-        st.dictionaries(keys, inner, max_size=3),
-        st.dictionaries(keys, inner, max_size=3).map(collections.OrderedDict),
-        st.dictionaries(keys, inner, max_size=3).map(lambda entries: collections.defaultdict(list, entries)),
-        st.builds(Point, inner, inner),
-        st.builds(Box, inner, st.integers(0, 9)),
-    ),
-    max_leaves=10,
+from tests.support.equality import everywhere, identical, same
+from tests.support.samples import (
+    PICKLED,
+    Access,
+    Annotated,
+    BoxFormat,
+    Colour,
+    Extra,
+    Kind,
+    Level,
+    Odd,
+    Slotted,
+    Space,
+    annotated,
+    made,
+    made_by_name,
+    same_annotated,
+    same_factories,
+    same_metatensors,
+    same_repr,
+    same_tensordicts,
+    samples,
+    tensordict,
+    tv_boxes,
 )
 
 
@@ -160,44 +58,12 @@ def round_trip(sample, **options):
         return got
 
 
-def identical(a, b):
-    """`same`, and NaNs and dict order bit for bit, folds, zones and strides."""
-    if isinstance(a, torch.Tensor) and type(a) is type(b):
-        return a.dtype == b.dtype and a.shape == b.shape and raw(a) == raw(b) and strides(a) == strides(b)
-    if isinstance(a, np.ndarray) and strides(a) != strides(b):
-        return False
-    return same(a, b) and (isinstance(a, set | frozenset) or repr(a) == repr(b))
-
-
-def strides(value):
-    """The strides that count, of what is dense; None where they do not count, or are those of C."""
-    order = array_order_of(value) if isinstance(value, np.ndarray) else order_of(value)
-    return order and [dim for dim in order if value.shape[dim] > 1]
-
-
-def raw(tensor):
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
 @given(samples)
 def test_every_sample_comes_back_equal(sample):
     with RaggedCache("4MB", 1) as cache:
         cache.set_slot(0, sample)
         for copy in (True, False):
             assert everywhere(identical, cache.get_slot(0, copy=copy), sample)
-
-
-def everywhere(check, a, b):
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        same_keys = list(a) == list(b) and list(map(type, a)) == list(map(type, b))
-        return same_keys and all(everywhere(check, a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(everywhere(check, *pair) for pair in zip(a, b, strict=True))
-    if dataclasses.is_dataclass(a):
-        return everywhere(check, vars(a), vars(b))
-    return check(a, b)
 
 
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
@@ -224,77 +90,8 @@ def test_its_own_bytes_are_all_a_sample_costs_but_for_64(sample):
         assert max(integers, default=0) > 65535 or own - len(data) <= 32 + 2 * len(integers)
 
 
-class Odd:
-    """Not of any kind that has bytes of its own."""
-
-    def __eq__(self, other):
-        return type(other) is Odd
-
-    __hash__ = None
-
-
-class Annotated(torch.Tensor):
-    """As torchvision's BoundingBoxes: a tensor with attributes."""
-
-
-class Extra(NamedTuple):
-    image: object
-    info: object
-
-
-@dataclasses.dataclass
-class Slotted:
-    __slots__ = ("image",)
-    image: object
-
-
 class Bag(collections.UserDict):
     pass
-
-
-def annotated():
-    boxes = torch.arange(8.0).view(2, 4).as_subclass(Annotated)
-    boxes.canvas_size = (3, 5)
-    return boxes
-
-
-def same_annotated(a, b):
-    return type(a) is type(b) and isinstance(a, Annotated) and torch.equal(a, b) and vars(a) == vars(b)
-
-
-def same_factories(a, b):
-    return type(a) is type(b) and a == b and a.default_factory is b.default_factory
-
-
-def same_repr(a, b):
-    return type(a) is type(b) and repr(a) == repr(b)
-
-
-def made(factory):
-    return collections.defaultdict(factory, a=1)
-
-
-def made_by_name():
-    return 7
-
-
-class BoxFormat(enum.Enum):
-    XYXY = "XYXY"
-
-
-class Boxes(Annotated):
-    """As torchvision's: operations on it give plain tensors."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-def tv_boxes():
-    boxes = torch.arange(8.0).view(2, 4).as_subclass(Boxes)
-    boxes.format, boxes.canvas_size, boxes.clamping_mode = BoxFormat.XYXY, (3, 5), "soft"
-    return boxes
 
 
 class OddZone(datetime.tzinfo):
@@ -315,14 +112,6 @@ def image(mode):
     picture = Image.frombytes(mode, (5, 3), bytes(range(5 * 3 * len(mode))))
     picture.info["dpi"] = (72, 72)
     return picture
-
-
-def tensordict():
-    return TensorDict({"a": torch.arange(6).view(2, 3), "b": {"c": torch.ones(2)}}, batch_size=[2])
-
-
-def same_tensordicts(a, b):
-    return type(a) is type(b) and a.batch_size == b.batch_size and bool((a == b).all())
 
 
 @pytest.mark.parametrize(
@@ -397,15 +186,6 @@ def test_metatensors_of_monai_come_back_as_they_were(tmp_path):
         with RaggedCache("1MB", 1, **options) as cache:
             cache.set_slot(0, sample)
             same_metatensors(cache.get_slot(0)["img"], sample["img"])
-
-
-def same_metatensors(a, b):
-    assert type(a) is type(b)
-    assert a.stride() == b.stride()
-    assert torch.equal(a.as_subclass(torch.Tensor), b.as_subclass(torch.Tensor))
-    assert everywhere(same, a.meta, b.meta)
-    assert any(isinstance(key, enum.Enum) for key in a.meta)
-    assert a.applied_operations == b.applied_operations
 
 
 def test_strides_come_back():
@@ -483,68 +263,6 @@ def round_trip_allowed(sample):
         return cache.get_slot(0)
 
 
-def local(value):
-    @dataclasses.dataclass
-    class Local:
-        x: object
-
-        def __reduce__(self):
-            return local, (self.x,)
-
-        def __eq__(self, other):
-            return type(other).__name__ == "Local" and other.x == self.x
-
-    return Local(value)
-
-
-@dataclasses.dataclass
-class Locked:
-    """Pickles, though one of its parts does not."""
-
-    x: int
-    lock: object = None
-
-    def __getstate__(self):
-        return {"x": self.x, "lock": None}
-
-    def __eq__(self, other):
-        return other.x == self.x
-
-
-def nested(depth):
-    value = 1
-    for _ in range(depth):
-        value = {"a": value}
-    return value
-
-
-def equal_dense(a, b):
-    return type(a) is type(b) and a.layout == b.layout and torch.equal(a.to_dense(), b.to_dense())
-
-
-def equal_arrays(a, b):
-    return type(a) is type(b) and a.dtype == b.dtype and a.tolist() == b.tolist()
-
-
-STRING = getattr(getattr(np, "dtypes", None), "StringDType", lambda: object)()  # numpy 2 has one
-
-PICKLED = [
-    (torch.eye(3).to_sparse(), equal_dense),
-    (np.ma.array([1, 2], mask=[0, 1]), equal_arrays),
-    (np.array([None, "x"]), equal_arrays),
-    (np.array([(1, None)], dtype=[("a", "i4"), ("b", "O")]), equal_arrays),
-    (np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]), equal_arrays),
-    (np.array(["a"], dtype=STRING), equal_arrays),
-    (torch.nn.Parameter(torch.ones(2), requires_grad=False), lambda a, b: type(a) is type(b) and torch.equal(a, b)),
-    ({frozenset({1}): 1, np.str_("a"): 2, 3: [4]}, same_repr),
-    (local([1, "x"]), lambda a, b: a == b),
-    (Locked(1, threading.Lock()), lambda a, b: a == b),
-    (nested(100), lambda a, b: a == b),
-    (types.SimpleNamespace(a=1), lambda a, b: a == b),
-    (Exception("x"), same_repr),
-]
-
-
 @pytest.mark.parametrize(("value", "check"), PICKLED, ids=lambda value: type(value).__name__)
 def test_whatever_pickles_is_taken_if_allowed(value, check):
     sample = {"first": torch.ones(2), "list": ["a", value, 1], "last": value}
@@ -604,13 +322,12 @@ def test_nothing_is_unpickled_unless_allowed():
         (b"('in', 'dict', 'builtins:dict', ('plain',), (), (('str',),), 'coded')", "cannot be read here"),
         (b"('in', 'defaultdict', 'collections:defaultdict', (), (), ())", "cannot be read here"),
         (b"('in', 'defaultdict', 'collections:defaultdict', (), ('os:gone',), ())", "have the default_factory os:gone"),
-        (b"('in', 'namedtuple', 'tests.samples.test_records:Extra', ('image', 'label'), (), (('str',), ('str',)))", "it has "),
-        (b"('in', 'dataclass', 'tests.samples.test_records:Gone', (), (), ())", "Gone"),
+        (b"('in', 'namedtuple', 'tests.support.samples:Extra', ('image', 'label'), (), (('str',), ('str',)))", "it has "),
+        (b"('in', 'dataclass', 'tests.support.samples:Gone', (), (), ())", "Gone"),
         (b"('in', 'list', 'no_such_module:List', (), (), ())", "Import no_such_module first"),
     ],
 )
 def test_a_skeleton_that_cannot_be_read_says_why(text, message):
-    text = text.replace(b"tests.samples.test_records", __name__.encode())
     with pytest.raises(SegmentError, match=message):
         reader_of(text, allow_pickle=False)
 

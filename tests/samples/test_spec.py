@@ -1,5 +1,4 @@
 from collections import OrderedDict, namedtuple
-from dataclasses import dataclass, is_dataclass
 from enum import Enum
 
 import numpy as np
@@ -10,35 +9,12 @@ from hypothesis import strategies as st
 
 from stocache import SampleError, Structure
 from stocache.samples.spec import check_dtype
-
-Point = namedtuple("Point", "x y")
+from tests.support.equality import same
+from tests.support.samples import Box, Point
 
 
 class Key(str, Enum):
     A = "a"
-
-
-@dataclass(frozen=True)
-class Box:
-    corner: object
-    label: int
-
-
-def same(a, b):
-    """Equality in type, structure, dtype, shape and value."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, dict):
-        return list(a) == list(b) and list(map(type, a)) == list(map(type, b)) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    if is_dataclass(a):
-        return same(vars(a), vars(b))
-    return a == b or (a != a and b != b)
 
 
 leaves = st.one_of(

@@ -25,7 +25,7 @@ from stocache.shm import registry, segment
 from stocache.shm.segment import Segment
 from stocache.storage import local, remote
 from stocache.system import waiting
-from tests.support.forking import in_child
+from tests.support.processes import in_child
 
 NAME, N = "test-moments", 6
 TRACED = (

@@ -24,7 +24,7 @@ from stocache.shm import layout, registry
 from stocache.shm import segment as segment_module
 from stocache.shm.segment import ROW_LOCKS
 from stocache.system import limits
-from tests.support.forking import in_child
+from tests.support.processes import in_child
 
 N, DIMS = 40, (3, 8, 8)
 HALF = f"{N + N // 2 * 192}B"

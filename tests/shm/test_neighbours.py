@@ -22,7 +22,7 @@ from stocache.shm import named, registry
 from stocache.shm.layout import EXTENTS_AT, HUGE_PAGE, Layout
 from stocache.system import limits
 from stocache.system.waiting import printable
-from tests.support.forking import in_child
+from tests.support.processes import in_child
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be several users")
 

@@ -11,10 +11,10 @@ import pytest
 
 from stocache import DamagedError, LimitError, OnDiskBlockDataStorage, StorageError, prepare
 from stocache.storage.manifest import block_name
-from tests.conftest import run_all
-from tests.preparation.test_prepare import Broken, Images, Preparer, content, written
-from tests.samples.test_spec import same
-from tests.storage.test_storage import N, files_of, sample, save
+from tests.support.equality import same
+from tests.support.preparing import Broken, Images, Preparer, content, written
+from tests.support.processes import run_all
+from tests.support.storages import N, files_of, sample, save
 
 fsspec = pytest.importorskip("fsspec")
 

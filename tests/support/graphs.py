@@ -72,6 +72,22 @@ def fails_at_once(datapipe, *_):
     raise HomemadeError("at once")
 
 
+class Counting:
+    """Counts its calls, in all processes."""
+
+    def __init__(self):
+        self.calls = torch.zeros(4096, dtype=torch.int64).share_memory_()  # a place for each process: += is not atomic
+
+    def __call__(self, value):
+        self.calls[os.getpid() % 4096] += 1
+        return value
+
+    def taken(self):
+        count = int(self.calls.sum())
+        self.calls.zero_()
+        return count
+
+
 GRAPHS = {
     "plain": lambda: source().sharding_filter(),
     "shuffled": lambda: source().shuffle().sharding_filter().map(square),

@@ -29,7 +29,7 @@ from stocache.cli import listing
 from stocache.shm import named
 from stocache.system import limits
 from stocache.text import lines
-from tests.conftest import run_all
+from tests.support.processes import run_all
 
 EMPLOYEES = """
 -1 0.39 0 0 1 0.01 2; 1 0.59 1 0 0 0.02 0; -1 0.41 1 0 0 0.03 1; 1 0.50 0 1 0 0.04 1; 1 0.50 0 0 1 0.05 1

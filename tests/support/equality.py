@@ -1,0 +1,57 @@
+"""Equality of samples, more exact than `==`."""
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from stocache.samples.spec import array_order_of, order_of
+
+
+def same(a, b):
+    """Equality in type, structure, dtype, shape and value."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, dict):
+        return list(a) == list(b) and list(map(type, a)) == list(map(type, b)) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if dataclasses.is_dataclass(a):
+        return same(vars(a), vars(b))
+    return a == b or (a != a and b != b)
+
+
+def identical(a, b):
+    """`same`, and NaNs and dict order bit for bit, folds, zones and strides."""
+    if isinstance(a, torch.Tensor) and type(a) is type(b):
+        return a.dtype == b.dtype and a.shape == b.shape and raw(a) == raw(b) and strides(a) == strides(b)
+    if isinstance(a, np.ndarray) and strides(a) != strides(b):
+        return False
+    return same(a, b) and (isinstance(a, set | frozenset) or repr(a) == repr(b))
+
+
+def strides(value):
+    """The strides that count, of what is dense; None where they do not count, or are those of C."""
+    order = array_order_of(value) if isinstance(value, np.ndarray) else order_of(value)
+    return order and [dim for dim in order if value.shape[dim] > 1]
+
+
+def raw(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def everywhere(check, a, b):
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        same_keys = list(a) == list(b) and list(map(type, a)) == list(map(type, b))
+        return same_keys and all(everywhere(check, a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(everywhere(check, *pair) for pair in zip(a, b, strict=True))
+    if dataclasses.is_dataclass(a):
+        return everywhere(check, vars(a), vars(b))
+    return check(a, b)

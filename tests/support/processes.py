@@ -1,0 +1,62 @@
+"""Run functions in other processes, and wait for what they do."""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.context import BaseContext
+
+
+def in_child(action, *arguments, uid=None, timeout_s=60):
+    """Run an action in a forked child, as another user if one is given; return its exit status, or "hangs".
+
+    The child ends without any clean-up, as a process does that is killed.
+    """
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            sys.settrace(None)
+            if uid is not None and os.geteuid() != uid:
+                os.setgroups([])
+                os.setgid(uid)
+                os.setuid(uid)
+            action(*arguments)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + timeout_s
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return "hangs"
+        time.sleep(0.0005)
+    return os.waitpid(pid, 0)[1]
+
+
+def run_all(context: BaseContext, count: int, target: Callable[..., None], *args: object) -> None:
+    """Run ``target(number, *args)`` in ``count`` processes, and demand that each ends well."""
+    processes = [context.Process(target=target, args=(number, *args)) for number in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(25)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+        process.close()
+    assert codes == [0] * count
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return True

@@ -1,0 +1,311 @@
+"""Samples of every kind, drawn by hypothesis or made by hand, and their comparisons."""
+
+import collections
+import dataclasses
+import datetime
+import enum
+import pathlib
+import threading
+import types
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from tensordict import TensorDict
+
+from tests.support.equality import everywhere, same
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    corner: object
+    label: int
+
+
+DTYPES = [
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64, torch.bool),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn),
+]
+
+
+@st.composite
+def tensors(draw):
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    count = int(np.prod(shape)) * dtype.itemsize
+    data = torch.frombuffer(bytearray(draw(st.binary(min_size=count + 1, max_size=count + 1))), dtype=torch.uint8)[:count]
+    if dtype is torch.bool:
+        data = data % 2
+    value = data.clone().view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
+    return value.permute(draw(st.permutations(range(value.dim()))))
+
+
+arrays = hnp.arrays(
+    st.one_of(
+        hnp.boolean_dtypes(),
+        hnp.integer_dtypes(endianness="?"),
+        hnp.floating_dtypes(endianness="?"),
+        hnp.complex_number_dtypes(),
+        hnp.datetime64_dtypes(),
+        hnp.byte_string_dtypes(),
+        hnp.unicode_string_dtypes(),
+        hnp.array_dtypes(),
+    ),
+    hnp.array_shapes(min_dims=0, min_side=0, max_side=4),
+)
+
+
+class Kind(enum.Enum):
+    BOX = "box"
+    MASK = "mask"
+    SQUARE = "box"
+
+
+class Space(str, enum.Enum):
+    RAS = "ras"
+    LPS = "lps"
+
+    def __repr__(self):
+        return self.value
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class Access(enum.IntFlag):
+    READ = 1
+    WRITE = 2
+    EXECUTE = 4
+
+
+class Colour(enum.Flag):
+    RED = enum.auto()
+    BLUE = enum.auto()
+    PURPLE = RED | BLUE
+
+
+members = st.one_of(
+    st.sampled_from([*Kind, *Space, *Level]),
+    st.integers(0, 15).map(Access),
+    st.integers(0, 3).map(Colour),
+)
+
+
+zones = st.one_of(
+    st.none(),
+    st.timezones(),
+    st.timedeltas(datetime.timedelta(hours=-23), datetime.timedelta(hours=23)).map(datetime.timezone),
+    st.just(datetime.timezone(datetime.timedelta(hours=1), "CET")),
+)
+
+
+paths = st.text(max_size=9).filter(lambda text: "\0" not in text)
+
+
+values = st.one_of(
+    members,
+    st.dates(),
+    st.datetimes(timezones=zones),
+    st.times(timezones=zones),
+    st.timedeltas(),
+    st.decimals(allow_nan=False),
+    st.fractions(),
+    st.binary(max_size=5).map(bytearray),
+    st.builds(range, st.integers(), st.integers(), st.integers(min_value=1)),
+    st.slices(9),
+    *(paths.map(cls) for cls in (pathlib.Path, pathlib.PurePosixPath, pathlib.PureWindowsPath)),
+    st.sets(st.one_of(st.integers(), st.text(max_size=3), members), max_size=4),
+    st.frozensets(st.integers(), max_size=4),
+    st.builds(collections.deque, st.lists(st.integers(), max_size=3), st.one_of(st.none(), st.integers(3, 5))),
+    st.sampled_from([torch.float16, torch.device("cpu"), torch.device("cuda", 1), torch.Size([2, 3])]),
+)
+
+
+numbers = st.one_of(st.integers(), st.floats(), st.booleans(), st.complex_numbers())
+
+
+texts = st.text(st.characters(), max_size=9)  # with lone surrogates
+
+
+leaves = st.one_of(
+    tensors(), arrays, arrays.map(np.asfortranarray), numbers, texts, values, st.binary(max_size=9), st.none(),
+    st.lists(st.integers(-(2**63), 2**63 - 1)), st.lists(st.floats()).map(tuple), st.lists(st.booleans()), st.lists(texts),
+    st.sampled_from([np.float32(0.5), np.int64(-3), np.datetime64("2026-11-21"), np.str_("å"), np.bool_(True)]),
+)  # fmt: skip
+
+
+keys = st.one_of(
+    *(st.text(max_size=3), st.integers(), st.none(), st.booleans(), st.floats(allow_nan=False), members),
+    st.tuples(st.one_of(st.integers(), st.booleans(), members), st.text(max_size=2)),
+    *(st.complex_numbers(allow_nan=False), st.binary(max_size=2)),
+)
+
+
+samples = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(keys, inner, max_size=3),
+        st.dictionaries(keys, inner, max_size=3).map(collections.OrderedDict),
+        st.dictionaries(keys, inner, max_size=3).map(lambda entries: collections.defaultdict(list, entries)),
+        st.builds(Point, inner, inner),
+        st.builds(Box, inner, st.integers(0, 9)),
+    ),
+    max_leaves=10,
+)
+
+
+class Odd:
+    """Not of any kind that has bytes of its own."""
+
+    def __eq__(self, other):
+        return type(other) is Odd
+
+    __hash__ = None
+
+
+class Annotated(torch.Tensor):
+    """As torchvision's BoundingBoxes: a tensor with attributes."""
+
+
+class Extra(NamedTuple):
+    image: object
+    info: object
+
+
+@dataclasses.dataclass
+class Slotted:
+    __slots__ = ("image",)
+    image: object
+
+
+def annotated():
+    boxes = torch.arange(8.0).view(2, 4).as_subclass(Annotated)
+    boxes.canvas_size = (3, 5)
+    return boxes
+
+
+def same_annotated(a, b):
+    return type(a) is type(b) and isinstance(a, Annotated) and torch.equal(a, b) and vars(a) == vars(b)
+
+
+def same_factories(a, b):
+    return type(a) is type(b) and a == b and a.default_factory is b.default_factory
+
+
+def same_repr(a, b):
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+def made(factory):
+    return collections.defaultdict(factory, a=1)
+
+
+def made_by_name():
+    return 7
+
+
+class BoxFormat(enum.Enum):
+    XYXY = "XYXY"
+
+
+class Boxes(Annotated):
+    """As torchvision's: operations on it give plain tensors."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def tv_boxes():
+    boxes = torch.arange(8.0).view(2, 4).as_subclass(Boxes)
+    boxes.format, boxes.canvas_size, boxes.clamping_mode = BoxFormat.XYXY, (3, 5), "soft"
+    return boxes
+
+
+def tensordict():
+    return TensorDict({"a": torch.arange(6).view(2, 3), "b": {"c": torch.ones(2)}}, batch_size=[2])
+
+
+def same_tensordicts(a, b):
+    return type(a) is type(b) and a.batch_size == b.batch_size and bool((a == b).all())
+
+
+def same_metatensors(a, b):
+    assert type(a) is type(b)
+    assert a.stride() == b.stride()
+    assert torch.equal(a.as_subclass(torch.Tensor), b.as_subclass(torch.Tensor))
+    assert everywhere(same, a.meta, b.meta)
+    assert any(isinstance(key, enum.Enum) for key in a.meta)
+    assert a.applied_operations == b.applied_operations
+
+
+def local(value):
+    @dataclasses.dataclass
+    class Local:
+        x: object
+
+        def __reduce__(self):
+            return local, (self.x,)
+
+        def __eq__(self, other):
+            return type(other).__name__ == "Local" and other.x == self.x
+
+    return Local(value)
+
+
+@dataclasses.dataclass
+class Locked:
+    """Pickles, though one of its parts does not."""
+
+    x: int
+    lock: object = None
+
+    def __getstate__(self):
+        return {"x": self.x, "lock": None}
+
+    def __eq__(self, other):
+        return other.x == self.x
+
+
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def equal_dense(a, b):
+    return type(a) is type(b) and a.layout == b.layout and torch.equal(a.to_dense(), b.to_dense())
+
+
+def equal_arrays(a, b):
+    return type(a) is type(b) and a.dtype == b.dtype and a.tolist() == b.tolist()
+
+
+STRING = getattr(getattr(np, "dtypes", None), "StringDType", lambda: object)()  # numpy 2 has one
+
+
+PICKLED = [
+    (torch.eye(3).to_sparse(), equal_dense),
+    (np.ma.array([1, 2], mask=[0, 1]), equal_arrays),
+    (np.array([None, "x"]), equal_arrays),
+    (np.array([(1, None)], dtype=[("a", "i4"), ("b", "O")]), equal_arrays),
+    (np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]), equal_arrays),
+    (np.array(["a"], dtype=STRING), equal_arrays),
+    (torch.nn.Parameter(torch.ones(2), requires_grad=False), lambda a, b: type(a) is type(b) and torch.equal(a, b)),
+    ({frozenset({1}): 1, np.str_("a"): 2, 3: [4]}, same_repr),
+    (local([1, "x"]), lambda a, b: a == b),
+    (Locked(1, threading.Lock()), lambda a, b: a == b),
+    (nested(100), lambda a, b: a == b),
+    (types.SimpleNamespace(a=1), lambda a, b: a == b),
+    (Exception("x"), same_repr),
+]
