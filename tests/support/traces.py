@@ -1,0 +1,123 @@
+"""A pytest plugin: every test leaves /dev/shm, the descriptor table, the mappings and the child processes as it found them.
+
+Only what this test run makes in /dev/shm counts, so that other programs cannot fail a test. Where the process may mount, it
+gets a /dev/shm of its own, and every name in it counts. Elsewhere a name counts by its prefix and owner, and if no process
+outside this process tree has the file open or mapped. Files of other programs that have ended cannot be told apart there.
+"""
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import os
+import re
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+SHM = "/dev/shm"
+PREFIXES = ("torch_", "sem.", "stocache-", "pymp-", "psm_")  # of torch, multiprocessing and stocache
+PATIENCE_S = 10.0  # for processes that end after their test
+
+CLONE_NEWNS, MS_REC, MS_SLAVE = 1 << 17, 1 << 14, 1 << 19  # of linux/sched.h and linux/mount.h
+
+private = False
+"""Whether /dev/shm is mounted for this process and its children alone."""
+
+
+def pytest_configure() -> None:
+    """Mount a /dev/shm of our own, as large as the one that is there."""
+    global private
+    libc = ctypes.CDLL(None)
+    size = os.statvfs(SHM).f_blocks * os.statvfs(SHM).f_frsize
+    private = (
+        libc.unshare(CLONE_NEWNS) == 0
+        and libc.mount(None, b"/", None, MS_REC | MS_SLAVE, None) == 0  # or others would see the mount
+        and libc.mount(b"tmpfs", SHM.encode(), b"tmpfs", 0, f"mode=1777,size={size}".encode()) == 0
+    )
+
+
+def shm_names() -> set[str]:
+    """Return the paths of the files and empty folders that may be ours."""
+    found = set()
+    for name in os.listdir(SHM):
+        if private or name.startswith(PREFIXES):
+            found.add(f"{SHM}/{name}")
+            for folder, folders, files in os.walk(f"{SHM}/{name}"):
+                if folders or files:  # it goes with them
+                    found.discard(folder)
+                found |= {f"{folder}/{each}" for each in (*folders, *files)}
+    return found
+
+
+def names_that_stay(before: set[str]) -> set[str]:
+    """Return which names are new and stay."""
+    deadline = time.monotonic() + PATIENCE_S
+    new = shm_names() - before
+    while new:
+        new = {path for path in new & shm_names() if private or not is_foreign(path)}
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return new
+
+
+def is_foreign(path: str) -> bool:
+    """Whether another user owns a file, or a process outside this process tree has it open or mapped."""
+    ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    try:
+        status = os.lstat(path)
+    except OSError:  # removed meanwhile
+        return False
+    if os.geteuid() not in (0, status.st_uid):
+        return True
+    file = f" {os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x} {status.st_ino} "  # a semaphore had another name
+    for pid in set(psutil.pids()) - ours:
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if file in Path(f"/proc/{pid}/maps").read_text():
+                return True
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                if os.path.samestat(os.stat(f"/proc/{pid}/fd/{fd}"), status):
+                    return True
+    return False
+
+
+def holdings() -> dict[str, object]:
+    """Return what this process holds: descriptors, mapped segments and children."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "descriptors": {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if is_open(fd)},
+        "segments mapped": [line for line in maps if re.search("memfd:stocache|/dev/shm/(#|stocache)", line)],
+        "children": [child.pid for child in multiprocessing.active_children()],
+    }
+
+
+def is_open(fd: str) -> bool:
+    """Whether a descriptor that was listed is still there: the directory's own is not."""
+    return os.path.islink(f"/proc/self/fd/{fd}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freeze_garbage():
+    """Spare the garbage collector what has been imported so far: it is called before and after every test."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_trace(request: pytest.FixtureRequest):
+    """Compare what is held after the test with what was held before it."""
+    before, names = holdings(), shm_names()
+    yield
+    request.node.funcargs.clear()  # pytest would keep the fixtures' values until later
+    if not request.node.get_closest_marker("leaves_descriptors"):
+        gc.collect()  # a DataLoader that is gone closes its queues, but waits for none of the threads that feed them
+        for thread in threading.enumerate():
+            if thread.name == "QueueFeederThread":
+                thread.join(20)
+        assert holdings() == before
+    assert not names_that_stay(names)
