@@ -35,8 +35,8 @@ from stocache.system.deprecation import old_name, renamed_arguments
 from stocache.system.limits import parse_size, recommended_limit
 from stocache.system.ranks import is_first_rank
 from stocache.transforms import huggingface
-from stocache.transforms.cutting import plan_split, warn_of_random_parts
-from stocache.transforms.parts import PartTransform, as_transform
+from stocache.transforms.part_transform import PartTransform, as_transform
+from stocache.transforms.planning import plan_split, warn_of_random_steps
 from stocache.transforms.splitting import Split
 
 logger = logging.getLogger("stocache")
@@ -160,7 +160,7 @@ class CachedDataset(Dataset[Any]):
             return _look_at(dataset, length, probe, example, variable, self._split.load if self._split is not None else None)
 
         def make(found: Probe) -> SharedCache | RaggedCache:
-            own, told = fingerprint, "" if self._split is None else self._split.told_before()
+            own, told = fingerprint, "" if self._split is None else self._split.before_text()
             if told and name is not None and isinstance(fingerprint, str | None):
                 own = f"{fingerprint or ''}{DETAIL}{told}"
             options: dict[str, Any] = {"name": name, "persist": persist, "fingerprint": own, "on_busy": on_busy}
@@ -185,19 +185,19 @@ class CachedDataset(Dataset[Any]):
             self._plan = partial(plan_split, length=length, limit=limit, cut=cut, encoded=store == "encoded")
             self._split = self._plan(dataset, wanted=_told_of(name))
         elif self._splits:
-            warn_of_random_parts(dataset, "no sample was loaded" if example is None else "only an example is known")
+            warn_of_random_steps(dataset, "no sample was loaded" if example is None else "only an example is known")
         found = look()
         try:
             self.cache = make(found)
         except MismatchError:  # another process may have made it at this moment, and cut elsewhere
             told = _told_of(name)
-            if self._split is None or told in (None, self._split.told_before()):
+            if self._split is None or told in (None, self._split.before_text()):
                 raise
             self._split = self._plan(dataset, wanted=told)
             found = look()
             self.cache = make(found)
         if self._splits and found.loaded_here:
-            warn_of_random_parts(dataset, "no child process can load its samples")
+            warn_of_random_steps(dataset, "no child process can load its samples")
         self._splits = self._split is not None
         if self._split is not None and self._split.has_rest:
             self._loader = self._split
@@ -357,7 +357,7 @@ class CachedDataset(Dataset[Any]):
         # Asked for what is not here; not during unpickling, when nothing is
         if name.startswith("__") or "dataset" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        method = huggingface.method_of(self.dataset, name, self._view)
+        method = huggingface.cached_method(self.dataset, name, self._view)
         return getattr(self.dataset, name) if method is None else method
 
     def __setattr__(self, name: str, value: Any) -> None:
