@@ -107,7 +107,7 @@ class SampleCache:
         """Whether a sample that is not set cannot be, as things stand."""
         raise NotImplementedError
 
-    def _load_many(self, index: _Indices) -> list[Any]:
+    def _load_many(self, indices: _Indices) -> list[Any]:
         """Return private copies of samples, all set."""
         raise NotImplementedError
 
@@ -179,9 +179,9 @@ class SampleCache:
             self._segment.counters[HITS] += 1
         return value
 
-    def set_among(self, index: _Indices) -> "np.ndarray[Any, np.dtype[np.bool_]]":
-        """Return which of the samples ``index`` are set: these may be read from now on."""
-        mask: np.ndarray[Any, np.dtype[np.bool_]] = self._aux.numpy()[index] == SET  # at a third of the cost of torch's
+    def set_among(self, indices: _Indices) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+        """Return which of the samples ``indices`` are set: these may be read from now on."""
+        mask: np.ndarray[Any, np.dtype[np.bool_]] = self._aux.numpy()[indices] == SET  # at a third of the cost of torch's
         if WEAKLY_ORDERED:
             order_loads()
         return mask
@@ -207,47 +207,46 @@ class SampleCache:
             if not allow_oob_idx:
                 self._outside(idx, "set_slot")
             return
-        encoded = self._encode(value, f"set_slot({idx})")
+        self._set(idx, self._encode(value, f"set_slot({idx})"), allow_overwrite)
+
+    def _set(self, idx: int, encoded: Any, overwrite: bool) -> None:
+        """Publish an encoded sample, and count what became of it. Raises SlotError."""
         segment = self._segment
         with segment.guard:
             missed, since = self._missed.pop(idx, (0, 0.0))
             if missed > 1:
                 self._missed[idx] = missed - 1, since
             cost_s = time.perf_counter() - since if missed else None
-            if not missed and self._states[idx] == SET and not allow_overwrite:
+            if not missed and self._states[idx] == SET and not overwrite:
                 raise SlotError(f"set_slot({idx}): the slot is set. Ask get_slot first, or pass allow_overwrite=True.")
-            counter = self._publish(idx, encoded, allow_overwrite, cost_s)
+            counter = self._publish(idx, encoded, overwrite, cost_s)
             if counter is not None:
                 segment.counters[counter] += 1
 
     def _publish(self, idx: int, encoded: Any, overwrite: bool, cost_s: float | None) -> int | None:
         """Store sample ``idx``, under the guard; return what became of it: the counter to raise, if any."""
+        # see NOTE [ Publishing a slot ]
         segment = self._segment
         try:
             try:
-                return self._publish_locked(idx, encoded, overwrite, cost_s) if segment.try_lock(idx) else RACES
+                if not segment.try_lock(idx) or (self._states[idx] == SET and not overwrite):
+                    return RACES
+                try:
+                    counter = self._store(idx, encoded, cost_s)
+                except OSError as error:  # reserved memory does not run out; if it ever does, the job must go on
+                    logger.warning("sample %d stays uncached: %s", idx, str(error))
+                    return REFUSED
+                if counter == FILLS:
+                    segment.fence.acquire(blocking=False)  # held already, unless an interrupt came between the next two
+                    segment.fence.release()
+                    segment.fence.acquire()
+                    self._states[idx] = SET
+                return counter
             finally:
                 segment.unlock(idx)
         except BaseException:  # an interrupt may have come before the lock was given back
             segment.unlock(idx)
             raise
-
-    def _publish_locked(self, idx: int, encoded: Any, overwrite: bool, cost_s: float | None) -> int | None:
-        # see NOTE [ Publishing a slot ]
-        if self._states[idx] == SET and not overwrite:
-            return RACES
-        try:
-            counter = self._store(idx, encoded, cost_s)
-        except OSError as error:  # reserved memory does not run out; if it ever does, the sample is uncached, not the job dead
-            logger.warning("sample %d stays uncached: %s", idx, str(error))
-            return REFUSED
-        if counter != FILLS:
-            return counter
-        self._segment.fence.acquire(blocking=False)  # held already, unless an interrupt came between the next two
-        self._segment.fence.release()
-        self._segment.fence.acquire()
-        self._states[idx] = SET
-        return FILLS
 
     # ------------------------------------------------------------------------------------------------ loading what misses
 
@@ -295,7 +294,7 @@ class SampleCache:
 
     def get_or_load_many(
         self,
-        indices: Sequence[int] | Tensor,
+        indices: Sequence[int] | _Indices | Tensor,
         load: Callable[[list[int]], Iterable[Any]],
         *,
         copy: bool = True,
@@ -313,30 +312,30 @@ class SampleCache:
         Raises:
             SampleIndexError, SampleError: as `get_or_load`.
         """
-        index = check_indices(indices, self._dataset_len, "get_or_load_many")
-        hit = self.set_among(index).tolist()
-        there = index[hit]
-        if copy and len(there) >= self._gathers_from:
-            found = iter(self._load_many(there))
+        indices = check_indices(indices, self._dataset_len, "get_or_load_many")
+        is_set = self.set_among(indices).tolist()
+        hits = indices[is_set]
+        if copy and len(hits) >= self._gathers_from:
+            found = iter(self._load_many(hits))
         else:
-            found = (self._load(self._slot(idx), copy) for idx in there.tolist())
-        samples = [next(found) if is_hit else MISSING for is_hit in hit]
-        hits = sum(sample is not MISSING for sample in samples) if self._unread else len(there)
-        self._segment.counters[HITS] += hits
-        if hits == len(index):
+            found = (self._load(self._slot(idx), copy) for idx in hits.tolist())
+        samples = [next(found) if hit else MISSING for hit in is_set]
+        count = sum(sample is not MISSING for sample in samples) if self._unread else len(hits)
+        self._segment.counters[HITS] += count
+        if count == len(indices):
             return samples
-        missing: dict[int, int] = {}  # and where they are wanted first
-        for position, idx in enumerate(index.tolist()):
-            if not hit[position]:
-                missing.setdefault(idx, position)
-        claims = {idx for idx in missing if self.fillable(idx) and self._segment.try_claim(idx)}
+        rows: dict[int, int] = {}  # where in the batch each missing sample is wanted first
+        for row, idx in enumerate(indices.tolist()):
+            if not is_set[row]:
+                rows.setdefault(idx, row)
+        claims = {idx for idx in rows if self._states[idx] == EMPTY and self._segment.try_claim(idx)}
         outer = _loading.samples
         _loading.samples = outer or bool(claims)
         try:
-            wanted = [idx for idx in missing if self._states[idx] != SET and (idx in claims or not self.fillable(idx))]
-            for idx, value in zip(wanted, self._timed(wanted, load), strict=True):
+            missing = [idx for idx in rows if self._states[idx] != SET and (idx in claims or not self.fillable(idx))]
+            for idx, value in zip(missing, self._timed(missing, load), strict=True):
                 self._keep(idx, value, strict)
-                samples[missing[idx]] = value
+                samples[rows[idx]] = value
                 if idx in claims:
                     claims.remove(idx)
                     self._segment.release_claim(idx)
@@ -344,35 +343,40 @@ class SampleCache:
             _loading.samples = outer
             for idx in claims:
                 self._segment.release_claim(idx)
-        for position, idx in enumerate(index.tolist()):  # claimed by others, or asked for twice
-            if samples[position] is MISSING:
-                samples[position] = self.get_or_load(
+        for row, idx in enumerate(indices.tolist()):  # claimed by others, or asked for twice
+            if samples[row] is MISSING:
+                samples[row] = self.get_or_load(
                     idx, lambda idx: next(iter(load([idx]))), copy=copy, strict=strict, timeout_s=timeout_s
                 )
         return samples
 
     def each(
-        self, indices: Sequence[int] | Tensor, load: Callable[[list[int]], Iterable[Any]], *, copy: bool, strict: bool
+        self,
+        indices: Sequence[int] | _Indices | Tensor,
+        load: Callable[[list[int]], Iterable[Any]],
+        *,
+        copy: bool,
+        strict: bool,
     ) -> Iterator[Any]:
         """Yield the samples ``indices`` as `get_or_load_many` returns them; cached ones are read when it is their turn.
 
         So the memory of a large sample that has been dealt with is used again for the next.
         """
-        index = check_indices(indices, self._dataset_len, "each")
-        missing = dict.fromkeys(index[self._aux.numpy()[index] != SET].tolist())
+        indices = check_indices(indices, self._dataset_len, "each")
+        missing = dict.fromkeys(indices[self._aux.numpy()[indices] != SET].tolist())
         loaded = dict(zip(missing, self.get_or_load_many(list(missing), load, copy=copy, strict=strict), strict=True))
-        for idx in index.tolist():
+        for idx in indices.tolist():
             sample = loaded.pop(idx, MISSING)
             if sample is MISSING:
                 sample = self.get_or_load(idx, lambda idx: next(iter(load([idx]))), copy=copy, strict=strict)
             yield sample
 
-    def _timed(self, wanted: list[int], load: Callable[[list[int]], Iterable[Any]]) -> Iterator[Any]:
+    def _timed(self, indices: list[int], load: Callable[[list[int]], Iterable[Any]]) -> Iterator[Any]:
         """Yield what is loaded, noting for each sample since when it was missed: its share of the call, and its own time."""
         began = time.perf_counter()
-        values = load(wanted) if wanted else ()
-        share_s, began = (time.perf_counter() - began) / max(1, len(wanted)), time.perf_counter()
-        for idx, value in zip(wanted, values, strict=True):
+        values = load(indices) if indices else ()
+        share_s, began = (time.perf_counter() - began) / max(1, len(indices)), time.perf_counter()
+        for idx, value in zip(indices, values, strict=True):
             self._miss(idx, began - share_s)
             yield value
             began = time.perf_counter()
@@ -437,9 +441,9 @@ class SampleCache:
             self._warned_of_unread = True
             logger.warning("%s Until then such samples are loaded again, and count as misses.", self._unread)
 
-    def _miss_many(self, index: _Indices) -> None:
+    def _miss_many(self, indices: _Indices) -> None:
         now = time.perf_counter()
-        for idx in index.tolist():
+        for idx in indices.tolist():
             self._miss(idx, now)
 
     def _keep(self, idx: int, value: Any, strict: bool) -> None:
@@ -450,8 +454,10 @@ class SampleCache:
             if self._unread and self.peek(idx) is MISSING:  # loading the sample has not imported its class
                 self._warn_of_unread()
             return
+        if self._states[idx] == OOB:
+            return
         try:
-            self.set_slot(idx, value)
+            self._set(idx, self._encode(value, f"set_slot({idx})"), False)
         except SampleError as error:
             if strict:
                 raise

@@ -221,8 +221,8 @@ class RaggedCache(SampleCache):
     def _refused(self, idx: int) -> bool:
         return self._arena.refused
 
-    def _load_many(self, index: np.ndarray[Any, np.dtype[np.int64]]) -> list[Any]:
-        return [self._load(idx, True) for idx in index.tolist()]
+    def _load_many(self, indices: np.ndarray[Any, np.dtype[np.int64]]) -> list[Any]:
+        return [self._load(idx, True) for idx in indices.tolist()]
 
     def _forget(self) -> None:
         self._arena.forget()

@@ -121,18 +121,14 @@ class SharedCache(SampleCache):
         return self._structure.encode(value, where)
 
     def _store(self, idx: int, encoded: list[Any], cost_s: float | None) -> int:
-        slot = self._slot(idx)
-        if not self._columns.reserve(slot, slot + 1):
-            return REFUSED
-        self._states[idx] = EMPTY
-        self._columns.write(slot, encoded)
-        return FILLS
+        self._states[idx] = EMPTY  # also while it is overwritten; whose memory is reserved then
+        return FILLS if self._columns.write(self._slot(idx), encoded) else REFUSED
 
     def _refused(self, idx: int) -> bool:
         return self._columns.refused(self._slot(idx))
 
-    def _load_many(self, index: np.ndarray[Any, np.dtype[np.int64]]) -> list[Any]:
-        return self._columns.private_samples(self._residency.slots(torch.from_numpy(index)))
+    def _load_many(self, indices: np.ndarray[Any, np.dtype[np.int64]]) -> list[Any]:
+        return self._columns.private_samples(self._residency.slots(torch.from_numpy(indices)))
 
     def _forget(self) -> None:
         self._segment.forget()

@@ -233,10 +233,13 @@ class SlotArrays:
         """Whether the machine has refused the memory of a slot; see `Segment.refused`."""
         return any(self._segment.refused(at + slot * nbytes, at + (slot + 1) * nbytes) for at, nbytes in self._places)
 
-    def write(self, slot: int, buffers: list[Any]) -> None:
-        """Write the bytes of a sample, as its structure encodes them, into a reserved slot."""
+    def write(self, slot: int, buffers: list[Any]) -> bool:
+        """Write the bytes of a sample into a slot, as its structure encodes them; False when its memory cannot be reserved."""
+        if not self.reserve(slot, slot + 1):
+            return False
         for (offset, nbytes), buffer in zip(self._places, buffers, strict=True):
             self._segment.write(offset + slot * nbytes, buffer, nbytes)
+        return True
 
     @property
     def array(self) -> Any:

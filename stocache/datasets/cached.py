@@ -21,9 +21,9 @@ from stocache.cache.batches import BatchSpec, LazyBatch
 from stocache.cache.placement import Placement
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
-from stocache.datasets.by_block import BlockLoader, units_of
 from stocache.datasets.epochs import DatasetStats, Epochs
 from stocache.datasets.indexing import Combine, indices_in, way_to
+from stocache.datasets.loaders import BlockLoader, SampleLoader, admission_unit
 from stocache.datasets.probing import Probe, probe_samples
 from stocache.errors import ClosedError, DatasetError, LimitError, MismatchError, SampleError
 from stocache.samples.indices import check_index, check_indices, check_len, length_of
@@ -35,8 +35,8 @@ from stocache.system.deprecation import old_name, renamed_arguments
 from stocache.system.limits import parse_size, recommended_limit
 from stocache.system.ranks import is_first_rank
 from stocache.transforms import huggingface
-from stocache.transforms.cutting import plan_split, warn_of_random_parts
-from stocache.transforms.parts import PartTransform, as_transform
+from stocache.transforms.part_transform import PartTransform, as_transform
+from stocache.transforms.planning import plan_split, warn_of_random_steps
 from stocache.transforms.splitting import Split
 
 logger = logging.getLogger("stocache")
@@ -143,7 +143,7 @@ class CachedDataset(Dataset[Any]):
         self._ways: dict[type, Combine | None] = {}  # how the dataset puts several samples together, by type of index
         self._form: BatchSpec | None = None  # of batches that are to be read later; see reading_later
         self._split: Split | None = None  # how samples are made in two parts; see NOTE [ Splitting ]
-        self._blockwise: BlockLoader | None = None
+        self._loader: SampleLoader | BlockLoader | Split = SampleLoader(dataset)
         self._asked_copy = copy
         if cut not in (None, "latest", "smallest") or store not in ("decoded", "encoded"):
             raise LimitError(f"cut={cut!r}, store={store!r}: cut is 'latest' or 'smallest', store is 'decoded' or 'encoded'.")
@@ -151,7 +151,7 @@ class CachedDataset(Dataset[Any]):
             raise LimitError("admission='cost' and a codec are for samples of varying size. Leave variable=False out.")
         switched_off = size_limit_gib != "auto" and parse_size(size_limit_gib) == 0
         placed = placement if isinstance(placement, Placement) else Placement(placement)
-        unit = units_of(dataset) if admission == "all" and placed.unit == 1 and not switched_off else None
+        unit = admission_unit(dataset) if admission == "all" and placed.unit == 1 and not switched_off else None
         self._splits = split and unit is None and not switched_off and length > 0
 
         def look() -> Probe:
@@ -160,7 +160,7 @@ class CachedDataset(Dataset[Any]):
             return _look_at(dataset, length, probe, example, variable, self._split.load if self._split is not None else None)
 
         def make(found: Probe) -> SharedCache | RaggedCache:
-            own, told = fingerprint, "" if self._split is None else self._split.told_before()
+            own, told = fingerprint, "" if self._split is None else self._split.before_text()
             if told and name is not None and isinstance(fingerprint, str | None):
                 own = f"{fingerprint or ''}{DETAIL}{told}"
             options: dict[str, Any] = {"name": name, "persist": persist, "fingerprint": own, "on_busy": on_busy}
@@ -185,26 +185,28 @@ class CachedDataset(Dataset[Any]):
             self._plan = partial(plan_split, length=length, limit=limit, cut=cut, encoded=store == "encoded")
             self._split = self._plan(dataset, wanted=_told_of(name))
         elif self._splits:
-            warn_of_random_parts(dataset, "no sample was loaded" if example is None else "only an example is known")
+            warn_of_random_steps(dataset, "no sample was loaded" if example is None else "only an example is known")
         found = look()
         try:
             self.cache = make(found)
         except MismatchError:  # another process may have made it at this moment, and cut elsewhere
             told = _told_of(name)
-            if self._split is None or told in (None, self._split.told_before()):
+            if self._split is None or told in (None, self._split.before_text()):
                 raise
             self._split = self._plan(dataset, wanted=told)
             found = look()
             self.cache = make(found)
         if self._splits and found.loaded_here:
-            warn_of_random_parts(dataset, "no child process can load its samples")
+            warn_of_random_steps(dataset, "no child process can load its samples")
         self._splits = self._split is not None
+        if self._split is not None and self._split.has_rest:
+            self._loader = self._split
         self._reads, self._loaded_here, probed = found.reads, found.loaded_here, found.samples
         if isinstance(self.after_cache, PartTransform) and not self._has_rest:
             for sample in list(found.named.values())[:1]:
                 self.after_cache.check(sample)
         if unit is not None:
-            self._blockwise = BlockLoader(dataset, self.cache)
+            self._loader = BlockLoader(dataset, self.cache)
             if self.cache.stats().capacity_bytes and bool((self.cache.aux_array == SlotState.OOB).all()):
                 logger.warning("size_limit_gib=%s is less than a block of the storage: nothing is cached.", size_limit_gib)
         elif admission == "all":  # else their cost would have to be known
@@ -277,7 +279,7 @@ class CachedDataset(Dataset[Any]):
             self._follow_transforms()
         sample = self.cache.hit(idx, self._copy)
         if sample is MISSING:
-            sample = self.cache.get_or_load(idx, self._load, copy=self._copy, strict=False)
+            sample = self.cache.get_or_load(idx, self._loader.load, copy=self._copy, strict=False)
         if self._split is not None and self._split.has_rest:
             sample = self._split.finish(idx, sample)
         return sample if self.after_cache is None else self.after_cache(sample)
@@ -295,12 +297,12 @@ class CachedDataset(Dataset[Any]):
         if self._split is not None and self._split.has_changed(indices):
             self._follow_transforms()
         if self._form is not None and self._gathers and isinstance(self.cache, SharedCache):
-            return LazyBatch(self.cache, indices, self._load_many, self._form)
+            return LazyBatch(self.cache, indices, self._loader.load_many, self._form)
         samples: Iterable[Any]
         if self._is_transformed and self._reads_in_turn:
-            samples = self.cache.each(indices, self._load_many, copy=self._copy, strict=False)
+            samples = self.cache.each(indices, self._loader.load_many, copy=self._copy, strict=False)
         else:
-            samples = self.cache.get_or_load_many(indices, self._load_many, copy=self._copy, strict=False)
+            samples = self.cache.get_or_load_many(indices, self._loader.load_many, copy=self._copy, strict=False)
         if self._split is not None and self._split.has_rest:
             samples = self._split.finish_many(indices, samples)
         if self.after_cache is not None:
@@ -317,7 +319,7 @@ class CachedDataset(Dataset[Any]):
             self._ways[kind] = None
         elif kind not in self._ways:
             answer = self.dataset[key]
-            self._ways[kind] = way_to(answer, self.cache.get_or_load_many(cached, self._load_many, strict=False))
+            self._ways[kind] = way_to(answer, self.cache.get_or_load_many(cached, self._loader.load_many, strict=False))
             if self.after_cache is None:
                 return answer
         combine = self._ways[kind]
@@ -328,26 +330,12 @@ class CachedDataset(Dataset[Any]):
                 f"{type(self.dataset).__name__}[{key!r:.50}] is not made of its samples, so transform= cannot run on it. Ask "
                 f"for one sample at a time, or leave the transform out."
             )
-        samples = self.cache.get_or_load_many(cached, self._load_many, copy=self._copy, strict=False)
+        samples = self.cache.get_or_load_many(cached, self._loader.load_many, copy=self._copy, strict=False)
         return combine(samples if self.after_cache is None else [self.after_cache(sample) for sample in samples])
 
     @property
     def _source(self) -> Any:
         return self.dataset if self._whole is None else self._whole
-
-    def _load(self, idx: int) -> Any:
-        if self._split is not None and self._split.has_rest:
-            return self._split.load(idx)
-        return self._source[idx] if self._blockwise is None else self._blockwise.load([idx])[0]
-
-    def _load_many(self, indices: list[int]) -> Iterable[Any]:
-        if self._blockwise is not None:
-            return self._blockwise.load(indices)
-        if self._split is not None and self._split.has_rest:
-            return self._split.load_many(indices)
-        together = getattr(self._source, "__getitems__", None)
-        loaded: Iterable[Any] = map(self._load, indices) if together is None else together(indices)
-        return loaded
 
     def _from_end(self, idx: Any) -> int:
         with contextlib.suppress(TypeError):  # no integer; check_index says so
@@ -359,7 +347,7 @@ class CachedDataset(Dataset[Any]):
 
     def prefetch_blocks(self, blocks: Iterable[int]) -> None:
         """Have blocks of the storage read ahead, but for those that are cached; a `BlockSampler` says which."""
-        self.dataset.prefetch_blocks(blocks if self._blockwise is None else self._blockwise.uncached(blocks))
+        self.dataset.prefetch_blocks(self._loader.uncached(blocks) if isinstance(self._loader, BlockLoader) else blocks)
 
     expect = old_name("expect", "prefetch_blocks")
 
@@ -369,7 +357,7 @@ class CachedDataset(Dataset[Any]):
         # Asked for what is not here; not during unpickling, when nothing is
         if name.startswith("__") or "dataset" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        method = huggingface.method_of(self.dataset, name, self._view)
+        method = huggingface.cached_method(self.dataset, name, self._view)
         return getattr(self.dataset, name) if method is None else method
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -415,7 +403,7 @@ class CachedDataset(Dataset[Any]):
                     f"the transforms of {type(self._source).__name__} were changed, and cannot be split any more. Make a new "
                     f"CachedDataset."
                 )
-            self._split = split
+            self._split, self._loader = split, split if split.has_rest else SampleLoader(self._source)
 
     def __getstate__(self) -> dict[str, Any]:
         self._follow_transforms()
@@ -458,8 +446,11 @@ class CachedDataset(Dataset[Any]):
                 begin = os.getpid() * 40503 % max(1, len(wanted))
                 bar.total = bar.n + len(wanted)
                 wanted = wanted[begin:] + wanted[:begin]
-                batches = [wanted[at : at + 16] for at in range(0, len(wanted), 16)]
-                self._warm(batches if self._blockwise is None else self._blockwise.batches(wanted), num_workers or 1, bar)
+                if isinstance(self._loader, BlockLoader):
+                    batches = self._loader.by_block(wanted)
+                else:
+                    batches = [wanted[at : at + 16] for at in range(0, len(wanted), 16)]
+                self._warm(batches, num_workers or 1, bar)
         self._epochs.begin(self.cache)  # this was none
         return self.stats()
 
@@ -484,7 +475,7 @@ class CachedDataset(Dataset[Any]):
         for batch in batches:
             for idx in batch:
                 if self.cache.aux_array[idx] == SlotState.EMPTY:
-                    self.cache.get_or_load(idx, self._load, copy=False, strict=False)
+                    self.cache.get_or_load(idx, self._loader.load, copy=False, strict=False)
             yield len(batch)
 
     # ------------------------------------------------------------------------------------------------ life

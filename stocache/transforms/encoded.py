@@ -1,12 +1,12 @@
-"""Files cached as they are, and decoded after the cache: for image folders with a ``loader``, as torchvision's."""
+"""Cache files as they are, and decode them after the cache: for datasets with a ``loader``, such as torchvision's folders."""
 
 import os
 from collections.abc import Callable
 from typing import Any
 
 from stocache.system.limits import open_memfd
+from stocache.transforms.patching import Site
 from stocache.transforms.pipelines import Pipeline, deterministic
-from stocache.transforms.twins import Site
 
 
 @deterministic
@@ -20,7 +20,7 @@ class ReadFile:
 
 
 class Decode:
-    """Calls a loader of files with bytes instead of a path.
+    """Calls a loader of files with the bytes of a file in place of its path.
 
     Args:
         loader: called with the path of a file in memory, which has no suffix.
@@ -30,10 +30,10 @@ class Decode:
         self.loader = loader
 
     def __call__(self, data: bytes) -> Any:
-        """Return what the loader makes of a file with these bytes."""
+        """Return the result of the loader for a file with these bytes."""
         fd = open_memfd()
         if fd is None:
-            raise OSError("this process may not create files in memory, which store='encoded' needs")
+            raise OSError("store='encoded' needs files in memory, which this process may not create")
         try:
             os.write(fd, data)
             return self.loader(f"/proc/self/fd/{fd}")
@@ -41,8 +41,8 @@ class Decode:
             os.close(fd)
 
 
-def encoded_pipeline(dataset: Any) -> dict[Site, Pipeline]:
-    """Return the loader of a dataset as two steps: reading the file, and decoding it."""
+def open_loader(dataset: Any) -> dict[Site, Pipeline]:
+    """Return the loader of a dataset as a pipeline of two steps: read the file, decode it. Empty where there is no loader."""
     loader = getattr(dataset, "loader", None)
     if not callable(loader) or "loader" not in getattr(dataset, "__dict__", {}):
         return {}

@@ -1,11 +1,11 @@
-"""Hugging Face datasets: those that are transformed when they are read, and their methods, called on a cached one.
+"""Wrap Hugging Face datasets: finish samples with the transform of a dataset, and make its methods return cached views.
 
-``set_transform`` and ``with_transform`` give a dataset a function of batches that runs whenever samples are read. So all of it
-runs after the cache, which has the samples as they are without it.
+``set_transform`` and ``with_transform`` give a dataset a function of batches, which runs whenever samples are read. All of it
+runs after the cache, which holds the samples without it.
 
-Of the methods, some choose rows: what they return is a view of the cached dataset. To know its rows, they are called for a
-dataset of row numbers. Others change the dataset behind the cache, or make another one, which would not be
-cached: they are refused.
+Some methods choose rows. On a cached dataset they return a view of it. To learn which rows a method chooses, it is called on a
+dataset of row numbers. Other methods change the dataset behind the cache, or make a new one that would not be cached. These are
+refused.
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from stocache.errors import DatasetError
-from stocache.transforms.pipelines import name_of_step
+from stocache.transforms.pipelines import step_name
 
 _CHOOSING = frozenset({"select", "shuffle", "train_test_split", "shard", "skip", "take"})
 _CHANGING = frozenset({"set_format", "set_transform", "reset_format", "formatted_as", "with_format", "with_transform"})
@@ -40,8 +40,8 @@ _MAKING = frozenset(
 )
 
 
-def method_of(dataset: Any, name: str, view: Callable[[Any, Any], Any]) -> Callable[..., Any] | None:
-    """Return what stands for a method of ``dataset`` on the cached one; None where it may be called as it is.
+def cached_method(dataset: Any, name: str, view: Callable[[Any, Any], Any]) -> Callable[..., Any] | None:
+    """Return the method that a cached dataset has in place of a method of ``dataset``; None where it may be called as it is.
 
     Args:
         view: called with a Hugging Face dataset and its row numbers in ``dataset``; returns the cached view.
@@ -50,20 +50,20 @@ def method_of(dataset: Any, name: str, view: Callable[[Any, Any], Any]) -> Calla
     if library is None or not isinstance(dataset, library.Dataset):
         return None
     if name in _CHOOSING:
-        return _choosing(dataset, name, view, library)
+        return _choose_rows(dataset, name, view, library)
     if name in _CHANGING or name in _MAKING:
         return functools.partial(_refuse, name, name in _CHANGING)
     return None
 
 
 def _refuse(name: str, changing: bool, *args: Any, **kwargs: Any) -> Any:
-    why = "changes what samples look like, and those that are cached would stay as they are"
+    why = "changes samples, but those that are cached would stay as they are"
     if not changing:
-        why = "makes another dataset, of which nothing would be cached"
+        why = "makes another dataset, which would not be cached"
     raise DatasetError(f"{name}() {why}. Call it before CachedDataset: CachedDataset(dataset.{name}(...), ...).")
 
 
-def _choosing(dataset: Any, name: str, view: Callable[[Any, Any], Any], library: Any) -> Callable[..., Any]:
+def _choose_rows(dataset: Any, name: str, view: Callable[[Any, Any], Any], library: Any) -> Callable[..., Any]:
     @functools.wraps(getattr(dataset, name))
     def choose(*args: Any, **kwargs: Any) -> Any:
         columns = {"row": np.arange(len(dataset))}
@@ -84,15 +84,15 @@ def _choosing(dataset: Any, name: str, view: Callable[[Any, Any], Any], library:
     return choose
 
 
-# ---------------------------------------------------------------------------------------------------- run when they are read
+# ---------------------------------------------------------------------------------------------------- transforms at reading
 
 
 class ReadTransform:
-    """How the samples of a Hugging Face dataset with a transform are made; as `splitting.BoundPlan`.
+    """Makes the samples of a Hugging Face dataset with a transform; has the methods of `splitting.BoundPlan`.
 
     Args:
         dataset: the dataset.
-        encoded: whether images are cached as the files they are.
+        encoded: whether images are cached as encoded files.
     """
 
     __slots__ = ("_columns", "_dataset", "_function", "_images", "_remaining", "_source", "before")
@@ -113,15 +113,15 @@ class ReadTransform:
         for name in self._images:
             source = source.cast_column(name, image(decode=False))
         self._source = source
-        self.before: dict[Any, tuple[Any, ...]] = {}  # of transforms that are attributes; there are not any
+        self.before: dict[Any, tuple[Any, ...]] = {}  # steps of transforms that are attributes
 
     @property
     def rest(self) -> list[str]:
-        """What runs after the cache."""
-        return ["decode"] * bool(self._images) + [name_of_step(self._function)] * (self._function is not None)
+        """The names of the steps that run after the cache."""
+        return ["decode"] * bool(self._images) + [step_name(self._function)] * (self._function is not None)
 
     def has_changed(self) -> bool:
-        """Whether the transform was set since."""
+        """Whether the transform has been set since this was made."""
         form = self._dataset.format
         return form["type"] == "custom" and form["format_kwargs"]["transform"] is not self._function
 
@@ -130,7 +130,7 @@ class ReadTransform:
         return self._read(self._source[idx])
 
     def load_many(self, indices: list[int]) -> list[Any]:
-        """Return what is cached of several samples."""
+        """Return what is cached of the samples ``indices``."""
         return [self._read(sample) for sample in self._source.__getitems__(indices)]
 
     def _read(self, sample: dict[str, Any]) -> dict[str, Any]:
@@ -142,11 +142,11 @@ class ReadTransform:
         return sample
 
     def finish(self, sample: Any) -> Any:
-        """Return a sample transformed, as a batch of one."""
+        """Return a sample after the transform, which gets it as a batch of one."""
         return self.finish_many([sample])[0]
 
     def finish_many(self, samples: Sequence[Any]) -> list[Any]:
-        """Return samples transformed, as one batch."""
+        """Return samples after the transform, which gets them as one batch."""
         if not samples:
             return []
         columns = {name: [self._decoded(name, sample[name]) for sample in samples] for name in samples[0]}
@@ -161,11 +161,11 @@ class ReadTransform:
         return value if feature is None or value is None else feature.decode_example(value)
 
 
-def read_transform_of(dataset: Any, encoded: bool) -> ReadTransform | None:
-    """Return how samples are made by a dataset of Hugging Face with a transform, or images to keep encoded; None for others.
+def find_read_transform(dataset: Any, encoded: bool) -> ReadTransform | None:
+    """Return the read transform of a Hugging Face dataset with a transform, or with images to cache encoded; else None.
 
     Raises:
-        DatasetError: images are to be kept encoded, and it has none, or a format.
+        DatasetError: ``encoded`` is set, but the dataset has no images, or has a format.
     """
     library = sys.modules.get("datasets")
     if library is None or not isinstance(dataset, library.Dataset):

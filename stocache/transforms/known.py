@@ -1,9 +1,8 @@
-"""Which transforms of well-known libraries are deterministic: the same output each time, and no random number drawn.
+"""Say which transforms of well-known libraries are deterministic: same input, same output, no random number drawn.
 
-A transform is told by the name and the module of its class, so no library is imported here. A class that is not in the table is
-not known, and treated as random; that goes for subclasses as well, as they may do anything. MONAI marks its classes, and so
-its users theirs. The lists are those of torchvision 0.29, timm 1.0, MONAI 1.6, albumentations 2.0, Kornia 0.9 and
-audiomentations 0.43.
+A transform is recognised by the name and module of its class, so no library is imported here. A class that is not in the table
+counts as random. So does a subclass of one that is, as it may do anything. MONAI marks its classes, and so do its users. The
+lists are those of torchvision 0.29, timm 1.0, MONAI 1.6, albumentations 2.0, Kornia 0.9 and audiomentations 0.43.
 """
 
 import functools
@@ -19,19 +18,19 @@ MARK = "__stocache_deterministic__"
 """The attribute of functions, classes and objects that `stocache.deterministic` has marked."""
 
 
-def mark_of(transform: Any) -> Any:
-    """Return the value of the mark: of a function, where it is defined; `functools.wraps` copies marks to other functions."""
+def mark_value(transform: Any) -> Any:
+    """Return the value to mark a transform with: for a function its place in the source, as `functools.wraps` copies marks."""
     code = getattr(transform, "__code__", None)
     return True if code is None else (code.co_filename, code.co_firstlineno)
 
 
 class Library(NamedTuple):
-    """What is known of a library.
+    """The transforms of a library.
 
     Attributes:
-        module: where its transforms are defined, or below.
+        module: the module that defines them, itself or in submodules.
         deterministic, random: names of classes.
-        condition: whether one of ``deterministic`` is so with the options it has.
+        condition: tells whether an object of a class in ``deterministic`` is deterministic with its options.
     """
 
     module: str
@@ -45,7 +44,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _albumentation_is_deterministic(transform: Any) -> bool:
-    """Whether it is always applied, at a fixed place, with a fixed size."""
+    """Whether a transform is always applied, at a fixed position, with a fixed size."""
     fixed = all(getattr(transform, name, "center") != "random" for name in ("position", "pad_position"))
     return transform.p >= 1 and fixed and isinstance(getattr(transform, "max_size", 0), numbers.Integral | None)
 
@@ -142,7 +141,7 @@ LIBRARIES = (
             AdjustGamma AdjustHue AdjustLog AdjustSaturation AdjustSaturationWithGraySubtraction AdjustSigmoid Denormalize
             IntegralImage IntegralTensor Invert JPEGCodecDifferentiable Normalize Rescale Threshold"""
         ),
-        _names("ZCAWhitening"),  # learns from what it sees
+        _names("ZCAWhitening"),  # learns from its inputs
         _has_no_parameters,
     ),
     Library(
@@ -184,45 +183,45 @@ _FUNCTIONS: frozenset[Any] = frozenset(
 """Functions and types that are deterministic."""
 
 _FUNCTION_MODULES = ("torchvision.transforms.functional", "torchvision.transforms.v2.functional", "PIL.ImageOps")
-"""Modules all of whose functions are."""
+"""Modules whose functions are all deterministic."""
 
 
-def library_of(cls: type) -> Library | None:
+def find_library(cls: type) -> Library | None:
     """Return the library that defines a class of transforms."""
     module = f"{cls.__module__}."
     return next((library for library in LIBRARIES if module.startswith(f"{library.module}.")), None)
 
 
 def is_known(cls: type) -> bool:
-    """Whether a class is one of the table's, or MONAI's."""
-    library = library_of(cls)
+    """Whether a class is in the table, or is a transform of MONAI."""
+    library = find_library(cls)
     listed = library is not None and cls.__name__ in library.deterministic | library.random
     return listed or _is_of_monai(cls) or (cls.__name__ == "Compose" and library is not None)
 
 
 def is_deterministic(transform: Any) -> bool:
-    """Whether it is known that a transform gives the same each time, and draws nothing. What is not known is not."""
+    """Whether a transform is known to be deterministic."""
     cls = type(transform)
-    if MARK in vars(cls) or getattr(transform, "__dict__", {}).get(MARK, mark_of) == mark_of(transform):
+    if MARK in vars(cls) or getattr(transform, "__dict__", {}).get(MARK, mark_value) == mark_value(transform):
         return True
     if isinstance(transform, functools.partial):
         return is_deterministic(transform.func)
-    if cls.__name__ == "Lambda":  # of torchvision, MONAI or albumentations: whatever its function is
+    if cls.__name__ == "Lambda":  # of torchvision, MONAI or albumentations: as its function
         function = getattr(transform, "lambd", getattr(transform, "func", None))
-        if function is not None and library_of(cls) is not None:
+        if function is not None and find_library(cls) is not None:
             return is_deterministic(function)
     if _is_of_monai(cls):
         return not isinstance(transform, sys.modules["monai.transforms.traits"].RandomizableTrait)
-    library = library_of(cls)
+    library = find_library(cls)
     if library is not None:
         try:
             return cls.__name__ in library.deterministic and library.condition(transform)
-        except AttributeError:  # another version's
+        except AttributeError:  # in another version of the library
             return False
-    return any(transform is function for function in _FUNCTIONS) or _is_of_a_module_of_functions(transform)
+    return any(transform is function for function in _FUNCTIONS) or _is_library_function(transform)
 
 
-def _is_of_a_module_of_functions(function: Any) -> bool:
+def _is_library_function(function: Any) -> bool:
     module, name = getattr(function, "__module__", None) or "", getattr(function, "__name__", None)
     if not module.startswith(_FUNCTION_MODULES) or not isinstance(name, str):
         return False
@@ -230,6 +229,6 @@ def _is_of_a_module_of_functions(function: Any) -> bool:
 
 
 def _is_of_monai(cls: type) -> bool:
-    """Whether a class is a transform of MONAI's, or of a user's who derives from it; these are marked where they are random."""
+    """Whether a class is a transform of MONAI, or is derived from one; random ones carry a mark."""
     transforms = sys.modules.get("monai.transforms.transform")
     return transforms is not None and issubclass(cls, transforms.Transform)

@@ -1,8 +1,8 @@
-"""A transform as a sequence of steps, which can be cut: `split_transforms`, and `deterministic` for steps of one's own.
+"""Open a transform into a sequence of steps, which can be cut: `split_transforms`; mark a step with `deterministic`.
 
-What is opened are the ``Compose`` of torchvision, MONAI and albumentations, ``nn.Sequential``, the pair of transforms that
-torchvision's datasets make, and plain lists. All else is one step. So are a ``Compose`` of which not every step may be run by
-itself: MONAI's with lazy resampling, albumentations' with boxes or keypoints, which it filters at its end.
+These are opened: the ``Compose`` of torchvision, MONAI and albumentations, ``nn.Sequential``, the pair of transforms that
+torchvision's datasets make, and plain lists. Any other transform is one step. So is a ``Compose`` whose steps may not all run
+by themselves: of MONAI with lazy resampling, of albumentations with boxes or keypoints, which it filters at its end.
 """
 
 import copy
@@ -17,16 +17,16 @@ import torch
 
 from stocache.errors import DatasetError
 from stocache.system.function_hash import callable_text
-from stocache.transforms.known import MARK, is_deterministic, mark_of
+from stocache.transforms.known import MARK, is_deterministic, mark_value
 
 _Transform = TypeVar("_Transform")
 
 
 class Chain:
-    """Transforms that are called one after another; no transforms return what they are given.
+    """Calls transforms one after another. An empty chain returns its input.
 
     Args:
-        transforms: callables. With several arguments, each returns a tuple of as many.
+        transforms: callables. When called with several arguments, each returns a tuple of as many.
     """
 
     def __init__(self, transforms: Iterable[Callable[..., Any]] = ()) -> None:
@@ -54,7 +54,7 @@ class Chain:
 
 
 class NamedChain(Chain):
-    """A `Chain` that is called with named arguments, and returns a dict of these, as albumentations does."""
+    """A `Chain` that takes named arguments and returns them in a dict, as albumentations does."""
 
     def __call__(self, **named: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the output of the last transform."""
@@ -63,8 +63,8 @@ class NamedChain(Chain):
         return named
 
 
-class OnPart:
-    """A transform of one of several arguments.
+class ArgumentTransform:
+    """Transforms one of several arguments.
 
     Args:
         position: of the argument.
@@ -75,7 +75,7 @@ class OnPart:
         self.position, self.transform = position, transform
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
-        """Return all arguments, one of them transformed."""
+        """Return all arguments, with one of them transformed."""
         return *inputs[: self.position], self.transform(inputs[self.position]), *inputs[self.position + 1 :]
 
     def __repr__(self) -> str:
@@ -88,17 +88,17 @@ class Pipeline:
 
     Attributes:
         whole: the transform.
-        steps: what it calls, one after another; ``(whole,)`` where it cannot be taken apart.
-        join: makes a callable of some of the steps.
-        named: whether it takes named arguments, and returns a dict of them.
-        held: the objects that hold the steps, with what they held: to notice a change.
+        steps: the callables that it calls, one after another; ``(whole,)`` where it cannot be taken apart.
+        join: makes one callable of some of the steps.
+        named: whether it takes named arguments and returns them in a dict.
+        snapshot: the containers of the steps, each with the items it had: to notice a change.
     """
 
     whole: Any
     steps: tuple[Any, ...]
     join: Callable[[Sequence[Any]], Any] = Chain
     named: bool = False
-    held: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
+    snapshot: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
 
     @property
     def deterministic(self) -> int:
@@ -106,44 +106,44 @@ class Pipeline:
         return next((number for number, step in enumerate(self.steps) if not _runs_before(step)), len(self.steps))
 
     def part(self, begin: int, end: int | None = None) -> Any:
-        """Return a callable of the steps from ``begin`` to ``end``; the transform itself where these are all."""
+        """Return a callable of the steps from ``begin`` to ``end``; the transform itself where these are all its steps."""
         end = len(self.steps) if end is None else end
         return self.whole if (begin, end) == (0, len(self.steps)) and callable(self.whole) else self.join(self.steps[begin:end])
 
     def has_changed(self) -> bool:
-        """Whether steps were added, removed or replaced since it was opened."""
-        return any(tuple(holder) != steps for holder, steps in self.held)
+        """Whether steps have been added, removed or replaced since the transform was opened."""
+        return any(tuple(container) != items for container, items in self.snapshot)
 
 
 def _runs_before(step: Any) -> bool:
-    return is_deterministic(step.transform if isinstance(step, OnPart) else step)
+    return is_deterministic(step.transform if isinstance(step, ArgumentTransform) else step)
 
 
 def open_pipeline(transform: Any) -> Pipeline:
-    """Return the steps of a transform; of None, no steps."""
+    """Return a transform with its steps; None has no steps."""
     if transform is None:
         return Pipeline(Chain(), ())
     kind = _kind(transform)
     if kind == "named":
         return Pipeline(
-            transform, tuple(transform.transforms), _rejoin(transform, NamedChain), True, _held(transform.transforms)
+            transform, tuple(transform.transforms), _rejoin(transform, NamedChain), True, _take_snapshot(transform.transforms)
         )
     if kind == "monai":
-        steps, held = _flat(transform, kind)
-        return Pipeline(transform, tuple(steps), _rejoin(transform), held=tuple(held))
+        steps, snapshot = _flatten(transform, kind)
+        return Pipeline(transform, tuple(steps), _rejoin(transform), snapshot=tuple(snapshot))
     if kind == "pair":
-        steps, held = [], []
+        steps, snapshot = [], []
         for position, part in enumerate((transform.transform, transform.target_transform)):
-            inner, its = _flat(part, "chain") if callable(part) else ([], [])
-            steps += [OnPart(position, step) for step in inner]
-            held += its
-        return Pipeline(transform, tuple(steps), held=tuple(held))
-    steps, held = _flat(transform, "chain")
-    return Pipeline(transform, tuple(steps), held=tuple(held))
+            part_steps, part_snapshot = _flatten(part, "chain") if callable(part) else ([], [])
+            steps += [ArgumentTransform(position, step) for step in part_steps]
+            snapshot += part_snapshot
+        return Pipeline(transform, tuple(steps), snapshot=tuple(snapshot))
+    steps, snapshot = _flatten(transform, "chain")
+    return Pipeline(transform, tuple(steps), snapshot=tuple(snapshot))
 
 
 def _kind(transform: Any) -> str | None:
-    """Return how a transform holds others: one after another ("chain"), or in a way of its library; None if it is one step."""
+    """Return how a transform holds its steps: as a "chain", or in a way of its library; None if it is one step."""
     cls = type(transform)
     module, name = cls.__module__, cls.__name__
     if cls in (list, tuple, Chain):
@@ -163,29 +163,29 @@ def _kind(transform: Any) -> str | None:
     return None
 
 
-def _flat(transform: Any, kind: str) -> tuple[list[Any], list[Any]]:
-    """Return the steps of a transform, those of the ones it holds in their place; and who holds them."""
-    own = _kind(transform)
-    if own != kind:
+def _flatten(transform: Any, kind: str) -> tuple[list[Any], list[Any]]:
+    """Return the steps of a transform, with those of nested transforms in their place; and the snapshot of all containers."""
+    own_kind = _kind(transform)
+    if own_kind != kind:
         return [transform], []
-    holder = transform if own == "chain" and not hasattr(transform, "transforms") else transform.transforms
-    steps, held = [], list(_held(holder))
-    for step in holder:
-        alike = kind == "chain" or getattr(step, "map_items", None) == transform.map_items
-        inner, its = _flat(step, kind) if alike else ([step], [])
-        steps += inner
-        held += its
-    return steps, held
+    container = transform if own_kind == "chain" and not hasattr(transform, "transforms") else transform.transforms
+    steps, snapshot = [], list(_take_snapshot(container))
+    for step in container:
+        nested = kind == "chain" or getattr(step, "map_items", None) == transform.map_items
+        inner_steps, inner_snapshot = _flatten(step, kind) if nested else ([step], [])
+        steps += inner_steps
+        snapshot += inner_snapshot
+    return steps, snapshot
 
 
-def _held(holder: Any) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
-    return ((holder, tuple(holder)),)
+def _take_snapshot(container: Any) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
+    return ((container, tuple(container)),)
 
 
 def _rejoin(compose: Any, chain: type[Chain] | None = None) -> Callable[[Sequence[Any]], Any]:
-    """Return what makes a ``Compose`` with the same options of some of its steps.
+    """Return a function that makes a ``Compose`` of some steps of ``compose``, with the same options.
 
-    ``chain`` takes its place for steps that do not include the last: they draw nothing, so nor must what calls them.
+    ``chain`` takes its place for steps without the last one: these draw no random numbers, so their caller must not either.
     """
 
     def join(steps: Sequence[Any]) -> Any:
@@ -202,19 +202,19 @@ def _rejoin(compose: Any, chain: type[Chain] | None = None) -> Callable[[Sequenc
 
 
 def split_transforms(transform: Any) -> tuple[Any, Any]:
-    """Return a transform in two parts: the deterministic beginning, and the rest, from the first step on that may be random.
+    """Split a transform in two: its deterministic beginning, and the rest from the first step on that may be random.
 
     Args:
         transform: a ``Compose`` of torchvision (v1 and v2), MONAI or albumentations, an ``nn.Sequential``, a list of
-            transforms, or one transform. What is not known to be deterministic, as your own functions, counts as random;
-            `deterministic` marks them.
+            transforms, or one transform. A step that is not known to be deterministic, such as your own function, counts as
+            random; `deterministic` marks it.
 
     Returns:
-        Two callables that take and return what the transform does, and together do the same: ``after(before(x))``. The first
-        draws no random numbers. Either may have no steps; then it returns what it is given.
+        Two callables with the arguments and results of the transform; ``after(before(x))`` does the same as the transform. The
+        first draws no random numbers. Either may have no steps; then it returns its input.
 
     Raises:
-        DatasetError: it is not a transform.
+        DatasetError: ``transform`` is not a transform.
 
         before, after = split_transforms(transform)
         dataset = CachedDataset(MyDataset(transform=before), transform={0: after})
@@ -231,29 +231,30 @@ def split_transforms(transform: Any) -> tuple[Any, Any]:
 
 
 def deterministic(transform: _Transform) -> _Transform:
-    """Mark a transform of your own that gives the same each time and draws no random numbers: it may run before the cache.
+    """Mark your own transform as deterministic: same input, same output, no random numbers. It may then run before the cache.
+
+    Can be used as a decorator.
 
     Args:
-        transform: a function, an object, or a class, whose objects are then marked (but not those of its subclasses). Also
-            used as a decorator.
+        transform: a function, an object or a class. A class marks its objects, but not those of its subclasses.
 
     Returns:
-        The same transform, or, where it takes no attributes, an object that calls it.
+        The same transform; or an object that calls it, where it takes no attributes.
 
     Raises:
-        DatasetError: it is not callable.
+        DatasetError: ``transform`` is not callable.
     """
     if not callable(transform):
         raise DatasetError(f"{transform!r:.100} is not a transform: it is not callable.")
     try:
-        setattr(transform, MARK, mark_of(transform))
+        setattr(transform, MARK, mark_value(transform))
     except (AttributeError, TypeError):  # a built-in function, a method, an object with slots
-        return deterministic(Called(transform))  # type: ignore[return-value]
+        return deterministic(CallableWrapper(transform))  # type: ignore[return-value]
     return transform
 
 
-class Called:
-    """Calls a transform that takes no attributes."""
+class CallableWrapper:
+    """Calls a transform, and takes attributes in its place."""
 
     def __init__(self, transform: Callable[..., Any]) -> None:
         self.transform = transform
@@ -266,51 +267,50 @@ class Called:
         return repr(self.transform)
 
 
-# ---------------------------------------------------------------------------------------------------- what steps are
+# ---------------------------------------------------------------------------------------------------- steps
 
 
-def name_of_step(step: Any) -> str:
-    """Return what to call a step: the name of its class, or of the function."""
-    while isinstance(step, OnPart | Called):
+def step_name(step: Any) -> str:
+    """Return the name of a step: of its class, or of the function."""
+    while isinstance(step, ArgumentTransform | CallableWrapper):
         step = step.transform
     inner = getattr(step, "func", None) if type(step).__name__ == "partial" else None
     if inner is not None:
-        return name_of_step(inner)
+        return step_name(inner)
     return str(step.__name__) if isinstance(step, type) or inspect.isroutine(step) else type(step).__name__
 
 
-def told_step(step: Any) -> str:
-    """Return a step in words that are the same in every process: with its options, if it shows them."""
-    while isinstance(step, OnPart | Called):
+def step_text(step: Any) -> str:
+    """Return a step as text, the same in every process; with its options, if its repr has them."""
+    while isinstance(step, ArgumentTransform | CallableWrapper):
         step = step.transform
-    shown = " ".join(repr(step).split())
-    shows = not re.search(r"0x[0-9a-f]+|<|\{", shown) and len(shown) < 1000
-    if shows:
-        return shown
+    text = " ".join(repr(step).split())
+    if len(text) < 1000 and not re.search(r"0x[0-9a-f]+|<|\{", text):
+        return text
     if inspect.isroutine(step) or type(step) is functools.partial:
         return callable_text(step)
-    return f"{type(step).__module__}.{name_of_step(step)}"
+    return f"{type(step).__module__}.{step_name(step)}"
 
 
-_HEAP_TYPE = 1 << 9  # of the flags of a type: whether it is a class of Python's own making, whose state is in __dict__
+_HEAP_TYPE = 1 << 9  # a flag of types: the class was made at run time, so its state is in __dict__
 
 
 def same_step(one: Any, other: Any) -> bool:
-    """Whether two steps do the same, as far as can be told: one object, or of one class with equal attributes."""
+    """Whether two steps are known to do the same: they are one object, or of one class with equal attributes."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, OnPart):
+    if isinstance(one, ArgumentTransform):
         return one.position == other.position and same_step(one.transform, other.transform)
     cls = type(one)
-    hides = cls.__flags__ & _HEAP_TYPE == 0 or any(vars(base).get("__slots__") for base in cls.__mro__)  # some of its state
-    return not hides and _same_state(one, other)
+    has_hidden_state = cls.__flags__ & _HEAP_TYPE == 0 or any(vars(base).get("__slots__") for base in cls.__mro__)
+    return not has_hidden_state and _same_state(one, other)
 
 
 def _same_state(one: Any, other: Any) -> bool:
-    mine, theirs = getattr(one, "__dict__", {}), getattr(other, "__dict__", {})
-    return mine.keys() == theirs.keys() and all(_same_value(mine[key], theirs[key]) for key in mine)
+    first, second = getattr(one, "__dict__", {}), getattr(other, "__dict__", {})
+    return first.keys() == second.keys() and all(_same_value(first[key], second[key]) for key in first)
 
 
 def _same_value(one: Any, other: Any) -> bool:

@@ -194,7 +194,7 @@ def test_a_transform_that_cannot_run_is_refused_when_it_is_given(sample, transfo
 
 def test_a_tensor_has_no_parts():
     with CachedDataset([IMAGE] * 3, 1, transform={0: double}) as cached:
-        with pytest.raises(DatasetError, match="the sample is a Tensor, without parts"):
+        with pytest.raises(DatasetError, match="the sample is a Tensor, which has no parts"):
             cached[0]
 
 

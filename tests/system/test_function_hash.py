@@ -8,7 +8,7 @@ import pytest
 
 from stocache.system.function_hash import callable_text
 from stocache.text.schema import Schema
-from stocache.transforms.pipelines import told_step
+from stocache.transforms.pipelines import step_text
 
 CODE = """
 def made(scale, words=frozenset({"a", "b", "c"})):
@@ -46,7 +46,7 @@ def lambdas():
 def test_lambdas_are_told_apart():
     assert len({callable_text(function) for function in lambdas()}) == 6
     assert [callable_text(function) for function in lambdas()] == [callable_text(function) for function in lambdas()]
-    assert len({told_step(function) for function in lambdas()}) == 6
+    assert len({step_text(function) for function in lambdas()}) == 6
     partials = [functools.partial(made, 1), functools.partial(made, 2), functools.partial(recursive)]
     assert len({callable_text(function) for function in partials}) == 3
 

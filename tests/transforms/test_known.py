@@ -11,7 +11,7 @@ import torch
 
 from stocache import DatasetError, deterministic
 from stocache.system.rng import RngMonitor
-from stocache.transforms.known import LIBRARIES, is_deterministic, is_known, library_of
+from stocache.transforms.known import LIBRARIES, find_library, is_deterministic, is_known
 from tests.support import lookalikes
 
 
@@ -93,7 +93,7 @@ def test_what_is_called_deterministic_in_albumentations_draws_nothing():
     }
     image = np.random.default_rng(0).integers(0, 256, (30, 24, 3), dtype=np.uint8)
     tried = 0
-    for name in library_of(albumentations.Resize).deterministic:
+    for name in find_library(albumentations.Resize).deterministic:
         transform = getattr(albumentations, name)(p=1.0, **options.get(name, {}))
         assert is_deterministic(transform), name
         given = {"volume": np.stack([image] * 4)} if name in ("Pad3D", "ToTensor3D") else {"image": image}

@@ -1,29 +1,29 @@
-"""Which dataset within a dataset has a sample: through torch's Subset and ConcatDataset, to the ones that make samples."""
+"""Find the dataset that makes a sample: through torch's Subset and ConcatDataset, down to the leaves of the tree."""
 
 import bisect
 from typing import Any
 
 from torch.utils.data import ConcatDataset, Subset
 
-from stocache.transforms.pipelines import open_pipeline, told_step
-from stocache.transforms.twins import find_sites
+from stocache.transforms.patching import find_sites
+from stocache.transforms.pipelines import open_pipeline, step_text
 
 
-class Route:
-    """The way from an index to the dataset that makes its sample, and the index there.
+class DatasetTree:
+    """The datasets within a dataset, and the way from an index to the one that makes its sample.
 
     Attributes:
         leaves: the datasets that make samples.
-        kinds: for each of them, the number of the first one with the same class and transforms.
-        starts: indices at which another dataset may begin.
-        batches: whether the samples of a batch are all made by one dataset, which is asked for them at once.
+        kinds: for each leaf, the number of the first leaf with the same class and transforms.
+        starts: indices at which another leaf may begin.
+        batches: whether one leaf makes all samples of a batch, and is asked for them in one call.
     """
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self.leaves = leaves_of(dataset)
+        self.leaves = find_leaves(dataset)
         self._numbers = {id(leaf): number for number, leaf in enumerate(self.leaves)}
-        self._direct = len(self.leaves) == 1 and self.leaves[0] is dataset
+        self._is_leaf = len(self.leaves) == 1 and self.leaves[0] is dataset
         keys = [_key(leaf) for leaf in self.leaves]
         self.kinds = [keys.index(key) for key in keys]
         inner = dataset
@@ -32,9 +32,9 @@ class Route:
         self.batches = inner is self.leaves[0]
         self.starts = [0, *dataset.cumulative_sizes] if _is(dataset, ConcatDataset) else [0]
 
-    def __call__(self, idx: int) -> tuple[int, int]:
-        """Return the number of a dataset, and an index in it."""
-        if self._direct:
+    def locate(self, idx: int) -> tuple[int, int]:
+        """Return the number of the leaf that makes sample ``idx``, and the index of the sample in that leaf."""
+        if self._is_leaf:
             return 0, idx
         dataset = self._dataset
         while True:
@@ -50,25 +50,24 @@ class Route:
                 return self._numbers[id(dataset)], idx
 
 
-def leaves_of(dataset: Any) -> list[Any]:
-    """Return the datasets within that make samples, each once."""
+def find_leaves(dataset: Any) -> list[Any]:
+    """Return the datasets within a dataset that make samples, each once."""
     if _is(dataset, Subset):
-        return leaves_of(dataset.dataset)
+        return find_leaves(dataset.dataset)
     if _is(dataset, ConcatDataset):
-        found = {id(leaf): leaf for inner in dataset.datasets for leaf in leaves_of(inner)}
+        found = {id(leaf): leaf for inner in dataset.datasets for leaf in find_leaves(inner)}
         return list(found.values())
     return [dataset]
 
 
 def _is(dataset: Any, cls: Any) -> bool:
-    """Whether it takes samples from others as torch's class does."""
+    """Whether a dataset takes its samples from others as torch's class does."""
     return isinstance(dataset, cls) and type(dataset).__getitem__ is cls.__getitem__
 
 
 def _key(leaf: Any) -> Any:
-    transforms = find_sites(leaf)
-    told = tuple(
-        (site, None if transform is None else tuple(map(told_step, open_pipeline(transform).steps)))
-        for site, transform in transforms.items()
+    steps = tuple(
+        (site, None if transform is None else tuple(map(step_text, open_pipeline(transform).steps)))
+        for site, transform in find_sites(leaf).items()
     )
-    return type(leaf), told
+    return type(leaf), steps

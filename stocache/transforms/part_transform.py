@@ -1,4 +1,4 @@
-"""Transforms of some parts of a sample: ``{"image": augment}``, ``{0: augment}``."""
+"""Transform parts of a sample, as in ``{"image": augment}`` and ``{0: augment}``; find and replace parts by their path."""
 
 import copy
 import dataclasses
@@ -14,10 +14,10 @@ from stocache.samples.pytree import DEEP
 
 
 def as_transform(transform: Any) -> Callable[[Any], Any] | None:
-    """Return a transform of whole samples, for a callable or a mapping from parts to such.
+    """Return a transform of whole samples, given a callable or a mapping from keys of parts to callables.
 
     Raises:
-        DatasetError: it is neither.
+        DatasetError: ``transform`` is neither.
     """
     if transform is None or callable(transform):
         return transform  # type: ignore[no-any-return]
@@ -30,16 +30,16 @@ def as_transform(transform: Any) -> Callable[[Any], Any] | None:
 
 
 class PartTransform:
-    """Applies a function to each of some parts of a sample, and leaves the others as they are.
+    """Applies a function to each of some parts of a sample, and leaves the other parts as they are.
 
     Args:
-        parts: from keys of a mapping, positions in a tuple or list, or names of fields, to functions of such a part; or to
-            mappings like this one, for parts of parts.
+        parts: a mapping to functions of a part. Its keys are keys of a mapping, positions in a tuple or list, or names of
+            fields. A value may also be a mapping like this one, for parts of parts.
 
-    It pickles if the functions do. The containers it is given stay as they are.
+    It pickles if the functions do. The containers of a sample are copied, not changed.
 
     Raises:
-        DatasetError: when called with a sample that has no such part.
+        DatasetError: it is called with a sample that has no such part.
     """
 
     def __init__(self, parts: Mapping[Any, Any]) -> None:
@@ -48,21 +48,21 @@ class PartTransform:
             raise DatasetError(f"transform={dict(parts)!r:.100} has a part without a function. Leave that part out.")
 
     def __call__(self, sample: Any) -> Any:
-        """Return a sample with its parts transformed."""
+        """Return the sample with its parts transformed."""
         for key, function in self.parts.items():
             assert function is not None
-            sample = _replaced(sample, key, function)
+            sample = _apply(sample, key, function)
         return sample
 
     def check(self, sample: Any) -> None:
-        """Raise DatasetError unless a sample has all parts."""
+        """Raise DatasetError unless the sample has all parts."""
         for key, function in self.parts.items():
-            part = _part(sample, key)
+            part = _find_part(sample, key)
             if isinstance(function, PartTransform):
                 function.check(part)
 
 
-def _part(sample: Any, key: Any) -> Any:
+def _find_part(sample: Any, key: Any) -> Any:
     try:
         return part_at(sample, (key,))
     except (LookupError, AttributeError, TypeError):
@@ -78,13 +78,13 @@ def _is_field(sample: Any, key: Any) -> bool:
     return isinstance(key, str) and not isinstance(sample, Mapping)
 
 
-def _replaced(sample: Any, key: Any, function: Callable[[Any], Any]) -> Any:
+def _apply(sample: Any, key: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(sample, Tensor | np.ndarray):
-        raise DatasetError(f"transform={{{key!r}: ...}}: the sample is a {type(sample).__name__}, without parts.")
-    return _with(sample, key, function(_part(sample, key)))
+        raise DatasetError(f"transform={{{key!r}: ...}}: the sample is a {type(sample).__name__}, which has no parts.")
+    return _replace(sample, key, function(_find_part(sample, key)))
 
 
-def _with(sample: Any, key: Any, new: Any) -> Any:
+def _replace(sample: Any, key: Any, new: Any) -> Any:
     if isinstance(sample, tuple):
         parts: list[Any] = list(sample)
         parts[getattr(sample, "_fields", ()).index(key) if isinstance(key, str) else key] = new
@@ -97,20 +97,20 @@ def _with(sample: Any, key: Any, new: Any) -> Any:
     return changed
 
 
-# ---------------------------------------------------------------------------------------------------- parts by their place
+# ---------------------------------------------------------------------------------------------------- parts by their path
 
 Path: TypeAlias = tuple[Any, ...]
 """Keys, positions and names of fields that lead to a part of a sample; () for the sample itself."""
 
-_MANY = 256  # parts of a container, of which the rest is not looked through
+_MAX_PARTS = 256  # of a container are searched
 
 
-def paths_to(sample: Any, part: Any) -> tuple[Path, ...]:
-    """Return all ways to an object in a sample."""
-    return tuple(_paths_to(sample, part, 0))
+def find_paths(sample: Any, part: Any) -> tuple[Path, ...]:
+    """Return all paths to an object in a sample."""
+    return tuple(_find_paths(sample, part, 0))
 
 
-def _paths_to(sample: Any, part: Any, depth: int) -> Iterator[Path]:
+def _find_paths(sample: Any, part: Any, depth: int) -> Iterator[Path]:
     if sample is part:
         yield ()
         return
@@ -122,8 +122,8 @@ def _paths_to(sample: Any, part: Any, depth: int) -> Iterator[Path]:
     elif dataclasses.is_dataclass(sample) and not isinstance(sample, type):
         inner = vars(sample).items() if hasattr(sample, "__dict__") else ()
     if depth < DEEP:
-        for key, value in islice(inner, _MANY):
-            for path in _paths_to(value, part, depth + 1):
+        for key, value in islice(inner, _MAX_PARTS):
+            for path in _find_paths(value, part, depth + 1):
                 yield key, *path
 
 
@@ -135,8 +135,8 @@ def part_at(sample: Any, path: Path) -> Any:
 
 
 def with_part(sample: Any, path: Path, part: Any) -> Any:
-    """Return a sample with another part at a path; its containers are new, and as they were."""
+    """Return a copy of the sample with another part at a path; only the containers on the path are copied."""
     if not path:
         return part
     key = path[0]
-    return _with(sample, key, part if len(path) == 1 else with_part(part_at(sample, (key,)), path[1:], part))
+    return _replace(sample, key, part if len(path) == 1 else with_part(part_at(sample, (key,)), path[1:], part))
