@@ -1,12 +1,16 @@
+import ast
 import json
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import stocache
 from stocache import OnDiskBlockDataStorage, prepare
 from stocache.cli.app import app
 from stocache.system import limits
@@ -96,20 +100,56 @@ def test_the_module_is_the_command():
     assert '"auto" takes' in result.stdout
 
 
+def imported_by(*command):
+    """Return the modules that a fresh interpreter imports for ``python *command``."""
+    command = [sys.executable, "-X", "importtime", *map(str, command)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+
+
+@pytest.mark.parametrize(
+    ("command", "absent"),
+    [
+        (["-c", "import stocache"], {"torch", "numpy", "psutil", "typer", "rich", "stocache.cli"}),
+        (["-m", "stocache", "--help"], {"torch", "numpy", "psutil", "rich"}),
+        (["-m", "stocache", "info"], {"torch", "numpy", "rich"}),
+    ],
+)
+def test_what_needs_no_torch_does_not_import_it(command, absent):
+    assert not imported_by(*command) & absent
+
+
+def test_exports_are_imported_on_first_use():
+    source = ast.parse(Path(stocache.__file__).read_text())
+    (block,) = [node for node in source.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    exported = {alias.name: node.module for node in block.body for alias in node.names}
+    assert exported == stocache._MODULES  # what a type checker sees is what there is
+    assert {*stocache.__all__} <= {*dir(stocache)}
+    for name, module in exported.items():
+        assert getattr(stocache, name) is getattr(import_module(module), name)
+    with pytest.raises(AttributeError, match="module 'stocache' has no attribute 'Cache'"):
+        _ = stocache.Cache
+
+
+@pytest.mark.parametrize("code", ["import stocache; stocache.loader.DataLoader", "from stocache import loader, prepare"])
+def test_subpackages_are_found_as_ever(code):
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_importing_stocache_has_no_side_effects():
-    """No descriptor, file, thread or process, and neither the command line nor the bench modules."""
+    """No descriptor, file, thread or process."""
     code = """
-import os, sys, threading
-import numpy, psutil, torch
+import os, threading
+import torch, tqdm
 
 def holdings():
     ours = [name for name in os.listdir("/dev/shm") if name.startswith("stocache")]
     return os.listdir("/proc/self/fd"), ours, threading.active_count()
 
-before, known = holdings(), set(sys.modules)
-import stocache
+before = holdings()
+from stocache import *
 assert holdings() == before
-assert not {"typer", "tqdm", "matplotlib", "PIL", "stocache.cli", "stocache.cli.bench"} & (set(sys.modules) - known)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -161,7 +201,7 @@ def test_prepare_says_how_to_use_what_it_made(run, photos, tmp_path):
     size = limits.format_size(sum(path.stat().st_size for path in blocks(tmp_path / "out")))
     assert f"out: 10 samples in 3 blocks of 4, {size}. In Python: " in result.output
     call = lines(result)[0].partition("In Python: ")[2]
-    dataset = eval(call, {"stocache": __import__("stocache")})
+    dataset = eval(call, {"stocache": stocache})
     assert dataset[3] == {"image": bytes([6]) * 100, "name": "even/6.jpg", "label": 0}
     assert dataset.storage.load_dataset_info() == {"classes": ["even", "odd"]}
 
