@@ -124,6 +124,8 @@ class SampleCache:
         self._segment, self._dataset_len = segment, dataset_len
         self._states = segment.control[:dataset_len]
         self._aux = torch.frombuffer(self._states, dtype=torch.uint8) if dataset_len else torch.empty(0, dtype=torch.uint8)
+        if segment.backing == "none":  # then no process shares it, nor the states
+            self._aux.numpy().fill(OOB)
         self._missed: dict[int, tuple[int, float]] = {}  # how often, and since when; see NOTE [ Races and errors ]
 
     # ------------------------------------------------------------------------------------------------ one sample

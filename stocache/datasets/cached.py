@@ -15,9 +15,9 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset, Subset
 from tqdm import tqdm
 
-from stocache.cache.allocate import OnBusy
 from stocache.cache.base import MISSING, SlotState
 from stocache.cache.batches import BatchSpec, LazyBatch
+from stocache.cache.options import OnBusy
 from stocache.cache.placement import Placement
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache

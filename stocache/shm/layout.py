@@ -50,7 +50,9 @@ class Layout:
     descriptor: bytes = b""
 
     @classmethod
-    def plan(cls, control_bytes: int, data_bytes: int, descriptor: bytes = b"", extent_bytes: int | None = None) -> "Layout":
+    def for_sizes(
+        cls, control_bytes: int, data_bytes: int, descriptor: bytes = b"", extent_bytes: int | None = None
+    ) -> "Layout":
         """Return the layout for new data: extents of 64 MiB, and less for small data, so that a refusal costs a 16th of it.
 
         Or of ``extent_bytes``, a multiple of 2 MiB, for data that is to be mostly holes.

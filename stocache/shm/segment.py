@@ -144,9 +144,10 @@ class Segment:
     def create(cls, control_bytes: int, data_bytes: int, extent_bytes: int | None = None) -> "Segment":
         """Return a new anonymous segment with ``control_bytes`` reserved and room for ``data_bytes`` to be reserved later.
 
-        Where no shared memory can be had, its backing is "none" and its data has 0 bytes. ``extent_bytes``: see `Layout.plan`.
+        Where no shared memory can be had, its backing is "none" and its data has 0 bytes.
+        ``extent_bytes``: see `Layout.for_sizes`.
         """
-        layout = Layout.plan(control_bytes, data_bytes, extent_bytes=extent_bytes)
+        layout = Layout.for_sizes(control_bytes, data_bytes, extent_bytes=extent_bytes)
         for backing in _backings(control_bytes + data_bytes):
             fd = _open_anonymous(backing)
             if fd is None:
@@ -499,7 +500,7 @@ def _open_anonymous(backing: str) -> int | None:
 
 
 def _blank(control_bytes: int) -> Segment:
-    return Segment([], Layout.plan(control_bytes, 0), "none")
+    return Segment([], Layout.for_sizes(control_bytes, 0), "none")
 
 
 def _attach(key: FileKey, handle: Any, backing: str, path: str | None) -> Segment:

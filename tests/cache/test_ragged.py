@@ -109,7 +109,7 @@ def nbytes(leaf):
         (
             {"size_limit_gib": "500B"},
             LimitError,
-            "size_limit_gib=500B are 500 bytes, of which 608 go to the table",
+            "cache holds 0 bytes: size_limit_gib=500B leaves 0 bytes after the 608-byte state array. Raise",
         ),
         ({"size_limit_gib": "much"}, LimitError, "size_limit_gib='much' is not a size"),
         ({"dataset_len": -1}, LimitError, "dataset_len=-1 is negative"),

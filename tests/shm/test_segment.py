@@ -244,4 +244,4 @@ def test_shm_comes_first_when_it_has_the_room(monkeypatch):
 
 @pytest.mark.parametrize(("data", "extent"), [(0, 2), (1, 2), (32, 2), (33, 4), (512, 32), (1024, 64), (65536, 64)])
 def test_extents_are_a_16th_of_the_data_within_bounds(data, extent):
-    assert Layout.plan(0, data * MIB).extent_bytes == extent * MIB
+    assert Layout.for_sizes(0, data * MIB).extent_bytes == extent * MIB
