@@ -10,6 +10,7 @@ import torch
 from stocache.cache.options import CacheOptions
 from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import column_offsets
+from stocache.cache.stats import OOB
 from stocache.errors import BusyError, LimitError, SegmentError
 from stocache.samples.spec import Structure
 from stocache.shm import named
@@ -22,8 +23,6 @@ from stocache.system.limits import format_size, parse_size
 from stocache.system.ranks import ranks_here
 
 logger = logging.getLogger("stocache")
-
-EMPTY, SET, OOB = 0, 1, 2  # the state byte of a sample; plain ints, for an enum look-up costs as much as the byte itself
 
 _CHUNK = 1 << 16  # samples marked at a time: half a MiB of indices
 

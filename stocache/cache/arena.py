@@ -17,8 +17,6 @@ import struct
 from collections.abc import Callable
 from typing import TypeVar
 
-import numpy as np
-
 from stocache.errors import SegmentError
 from stocache.shm.load_order import WEAKLY_ORDERED, order_loads
 from stocache.shm.segment import Segment
@@ -48,7 +46,7 @@ def control_bytes(dataset_len: int) -> int:
 
 def amounts(words: bytes | memoryview, dataset_len: int, capacity: int, filled: int) -> dict[str, int]:
     """Return what statistics say of an arena, given its words."""
-    used = int(np.frombuffer(words, np.uint64, 1, 8 * _USED)[0])
+    used = memoryview(words)[: 8 * _WORDS].cast("Q")[_USED]
     return {"slots": dataset_len, "slot_bytes": used // max(1, filled), "capacity_bytes": capacity}
 
 

@@ -34,8 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.cache.allocate import EMPTY, OOB, SET
-from stocache.cache.stats import FILLS, HITS, MISSES, RACES, REFUSED, REJECTED, CacheStats
+from stocache.cache.stats import EMPTY, FILLS, HITS, MISSES, OOB, RACES, REFUSED, REJECTED, SET, CacheStats
 from stocache.errors import BusyError, ClosedError, SampleError, SampleIndexError, SlotError
 from stocache.samples.indices import check_index, check_indices
 from stocache.shm.load_order import WEAKLY_ORDERED, order_loads

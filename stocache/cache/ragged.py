@@ -15,11 +15,11 @@ from torch import Tensor
 from stocache.cache import arena
 from stocache.cache.admission import LATER, NEVER, CostAdmission
 from stocache.cache.admission import control_bytes as admission_bytes
-from stocache.cache.allocate import EMPTY, OOB, CacheLayout, open_memory
+from stocache.cache.allocate import CacheLayout, open_memory
 from stocache.cache.arena import NO_MEMORY, Arena
 from stocache.cache.base import MISSING, SampleCache
 from stocache.cache.options import CacheOptions, OnBusy
-from stocache.cache.stats import FILLS, REFUSED
+from stocache.cache.stats import EMPTY, FILLS, OOB, REFUSED
 from stocache.errors import SampleError, SegmentError
 from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_indices, check_len

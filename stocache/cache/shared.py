@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.cache.allocate import EMPTY, SET, CacheLayout, open_memory
+from stocache.cache.allocate import CacheLayout, open_memory
 from stocache.cache.base import SampleCache
 from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import SlotArrays
-from stocache.cache.stats import FILLS, HITS, REFUSED
+from stocache.cache.stats import EMPTY, FILLS, HITS, REFUSED, SET
 from stocache.errors import CacheNameError, SampleError, SampleIndexError, SegmentError
 from stocache.samples.indices import check_indices, check_len
 from stocache.samples.spec import Structure

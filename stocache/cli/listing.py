@@ -9,8 +9,7 @@ from typing import Any
 import psutil
 
 from stocache.cache import arena
-from stocache.cache.allocate import SET
-from stocache.cache.stats import CacheStats
+from stocache.cache.stats import SET, CacheStats
 from stocache.errors import SegmentError, StocacheError
 from stocache.shm import named, registry
 from stocache.shm.layout import EXTENTS_AT, ROWS_AT, Layout, persists, read_chunks, sum_rows

@@ -16,8 +16,6 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from stocache.errors import SegmentError
 from stocache.system.limits import MIB, format_size
 
@@ -167,8 +165,11 @@ def persists(fd: int) -> bool:
 
 def sum_rows(rows: bytes | memoryview) -> list[int]:
     """Return the sums of the counter rows; of a file that is being cut, of those there are."""
-    whole = len(rows) // (8 * ROW_WORDS)
-    return [int(total) for total in np.frombuffer(rows, np.uint64, whole * ROW_WORDS).reshape(whole, ROW_WORDS).sum(axis=0)]
+    row_bytes = 8 * ROW_WORDS
+    whole = len(rows) // row_bytes * row_bytes
+    used = _round_up(len(bytes(rows[:whole]).rstrip(b"\0")), row_bytes)  # most rows are zero
+    words = memoryview(rows)[:used].cast("Q")
+    return [sum(words[number::ROW_WORDS]) for number in range(ROW_WORDS)]
 
 
 def _round_up(n: int, step: int) -> int:
