@@ -26,6 +26,7 @@ import contextlib
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
@@ -68,62 +69,66 @@ class SlotState(IntEnum):
     """Out of bounds of the cache: in the dataset, but not to be resident."""
 
 
-class SampleCache:
-    """What `SharedCache` and `RaggedCache` have in common."""
+class SampleCache(ABC):
+    """What `SharedCache` and `RaggedCache` have in common. A subclass says how samples are stored and read."""
 
     _RELEASED: ClassVar[tuple[str, ...]] = ("_segment", "_states", "_aux")
-    """Attributes that hold memory: what close() lets go."""
+    """Attributes that hold memory. close() deletes them."""
 
     _gathers_from: int = 16
-    """Samples of a batch that are read together; fewer are faster one by one (measured)."""
+    """Batches of at least so many samples are read by `_load_many`; smaller ones are faster sample by sample (measured)."""
 
     _unread: str = ""
-    """Why `_load` returned MISSING in this process, if it did: a sample's class is of a module that is not imported here."""
+    """Why `_load` returned MISSING in this process, if it did: the module of a sample's class is not imported here."""
 
     _warned_of_unread: bool = False
 
     revises: bool = False
     """Whether a sample that was not kept when it was set may be kept when it is set again."""
 
-    # Of the subclass: where a sample is, what is there, how to put it there, and what of this to tell a person
-    _slot: Any  # Callable[[int], int]
-    _load: Any  # Callable[[int, bool], Any]
-    _samples: str
-    _room: str
+    _slot: Callable[[int], int]
+    """Returns the slot of a sample that is set. Given by the subclass: reading a sample calls it."""
 
+    _load: Callable[[int, bool], Any]
+    """Returns the sample in a slot: a private copy if the second argument is True. MISSING if it cannot be read here. Given by
+    the subclass, as a method or an attribute: reading a sample calls it."""
+
+    @abstractmethod
     def _encode(self, value: Any, where: str) -> Any:
-        """Return what `_store` is to write. Raises SampleError."""
-        raise NotImplementedError
+        """Return what `_store` is to write. Raises SampleError, whose message begins with ``where``."""
 
+    @abstractmethod
     def _store(self, idx: int, encoded: Any, cost_s: float | None) -> int | None:
-        """Write an encoded sample where `_load` finds it; return the counter to raise: FILLS, unless it was not stored.
+        """Write an encoded sample where `_load` finds it. Return the counter to raise; FILLS means that the sample was stored.
 
-        ``cost_s``: seconds since this process missed the sample; None when it did not.
+        ``cost_s``: seconds since this process missed the sample; None if it did not.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _refused(self, idx: int) -> bool:
-        """Whether a sample that is not set cannot be, as things stand."""
-        raise NotImplementedError
+        """Whether the machine has refused the memory for a sample that is not set."""
 
+    @abstractmethod
     def _load_many(self, index: _Indices) -> list[Any]:
-        """Return private copies of samples, all set."""
-        raise NotImplementedError
+        """Return private copies of samples. All of them are set."""
 
+    @abstractmethod
     def _forget(self) -> None:
-        """Drop all that is stored; every slot is locked, none is set."""
-        raise NotImplementedError
+        """Drop all samples. Every slot is locked, and none is set."""
 
+    @abstractmethod
     def _amounts(self, filled: int) -> dict[str, int]:
-        """Return those attributes of the statistics that are the subclass's."""
-        raise NotImplementedError
+        """Return ``slots``, ``slot_bytes`` and ``capacity_bytes`` of `CacheStats` for so many cached samples."""
 
-    def _share(self, segment: Segment, dataset_len: int) -> None:
-        """Set what all caches have over their shared memory; in each process anew, rather than pickled."""
-        self._segment, self._dataset_len = segment, dataset_len
+    def _share(self, segment: Segment, dataset_len: int, samples: str, room: str) -> None:
+        """Set the attributes of all caches; again in each process, because they are not pickled.
+
+        ``samples`` and ``room`` describe the samples, and how many of them there is room for, in messages.
+        """
+        self._segment, self._dataset_len, self._samples, self._room = segment, dataset_len, samples, room
         self._states = segment.control[:dataset_len]
         self._aux = torch.frombuffer(self._states, dtype=torch.uint8) if dataset_len else torch.empty(0, dtype=torch.uint8)
-        if segment.backing == "none":  # then no process shares it, nor the states
+        if segment.backing == "none":  # then nothing is shared, and nothing can be cached
             self._aux.numpy().fill(OOB)
         self._missed: dict[int, tuple[int, float]] = {}  # how often, and since when; see NOTE [ Races and errors ]
 

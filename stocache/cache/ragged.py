@@ -128,7 +128,7 @@ class RaggedCache(SampleCache):
 
     def _assemble(self, dataset_len: int, options: CacheOptions, segment: Segment) -> None:
         """Set every attribute; what follows from the arguments is rebuilt in each process rather than pickled."""
-        self._share(segment, dataset_len)
+        self._share(segment, dataset_len, "samples of any size", format_size(segment.data_bytes))
         self._options, self._allow_pickle = options, options.allow_pickle
         self._codec = Codec(options.codec) if options.codec is not None else None
         self._arena = Arena(segment, dataset_len)
@@ -142,7 +142,6 @@ class RaggedCache(SampleCache):
         if self.revises:
             control = segment.control[arena.control_bytes(dataset_len) :]
             self._admission = CostAdmission(control, dataset_len, segment.data_bytes)
-        self._samples, self._room = "samples of any size", format_size(segment.data_bytes)
 
     # ------------------------------------------------------------------------------------------------ how samples are held
 

@@ -122,14 +122,13 @@ class SharedCache(SampleCache):
 
     def _assemble(self, structure: Structure, placement: Placement, dataset_len: int, slots: int, segment: Segment) -> None:
         """Set every attribute; what follows from the arguments is rebuilt in each process rather than pickled."""
-        self._share(segment, dataset_len)
+        self._share(segment, dataset_len, str(structure), f"{slots} ({format_size(slots * structure.nbytes)})")
         self._structure, self._placement, self._slots = structure, placement, slots
         self._residency = residency(placement, dataset_len, slots)
         self._slot = operator.index if self._residency.identity else self._residency.slot
         self._columns = SlotArrays(structure, segment, slots)
         self._load = self._columns.load
         self._gathers_from = 1 if self._columns.has_large else SampleCache._gathers_from
-        self._samples, self._room = str(structure), f"{slots} ({format_size(slots * structure.nbytes)})"
 
     # ------------------------------------------------------------------------------------------------ how samples are held
 
