@@ -439,8 +439,7 @@ def test_clear_says_which_stopped_process_is_writing(impatient, monkeypatch):
 
 
 def hold_directory():
-    with registry.locked(registry.directory_of(), create=True):
-        stop()
+    registry.run_locked(registry.directory_of(), lambda at: stop(), create=True)
 
 
 def test_a_stopped_process_with_the_lock_of_the_directory_is_named(impatient, caplog):
@@ -466,16 +465,15 @@ def test_a_wrong_choice_for_that_is_refused():
 def test_a_process_that_is_at_work_is_waited_for_longer(monkeypatch):
     monkeypatch.setattr(registry, "PATIENCE_S", 0.1)
 
-    def work():
-        with registry.locked(registry.directory_of(), create=True):
-            os.write(begun, b"x")
-            time.sleep(0.4)
-        os._exit(0)
+    def work(at):
+        os.write(begun, b"x")
+        time.sleep(0.4)
 
     ready, begun = os.pipe()
     pid = os.fork()
     if pid == 0:
-        work()
+        registry.run_locked(registry.directory_of(), work, create=True)
+        os._exit(0)
     os.read(ready, 1)
     with make(on_busy="raise") as cache:
         assert len(cache) == N
