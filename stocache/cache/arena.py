@@ -157,7 +157,7 @@ class Arena:
             raise SegmentError("the cache is damaged: what tells its samples lies outside of its memory.")
         return bytes(self._segment.view(at, nbytes))
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Begin anew; nobody may be reading or writing. Skeletons are numbered on, so nobody takes an old one for a new.
 
         Killed after any of the steps, the arena is sound: first writers look for skeletons anew, then they find none, then

@@ -78,10 +78,10 @@ class SampleCache(ABC):
     _gathers_from: int = 16
     """Batches of at least so many samples are read by `_load_many`; smaller ones are faster sample by sample (measured)."""
 
-    _unread: str = ""
+    _unreadable: str = ""
     """Why `_load` returned MISSING in this process, if it did: the module of a sample's class is not imported here."""
 
-    _warned_of_unread: bool = False
+    _warned_of_unreadable: bool = False
 
     revises: bool = False
     """Whether a sample that was not kept when it was set may be kept when it is set again."""
@@ -113,7 +113,7 @@ class SampleCache(ABC):
         """Return private copies of samples. All of them are set."""
 
     @abstractmethod
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         """Drop all samples. Every slot is locked, and none is set."""
 
     @abstractmethod
@@ -160,12 +160,12 @@ class SampleCache(ABC):
         outside = self._states[idx] == OOB
         if outside and not allow_oob_idx:
             self._outside(idx, "get_slot")
-        if self._unread and self._states[idx] == SET:
+        if self._unreadable and self._states[idx] == SET:
             if not allow_empty_slot:
                 raise SlotError(
                     f"get_slot({idx}): the sample is of a class whose module is not imported here. Import it first."
                 )
-            self._warn_of_unread()
+            self._warn_of_unreadable()
         if not outside and not allow_empty_slot:
             raise SlotError(f"get_slot({idx}): the slot is empty. Set it first, or pass allow_empty_slot=True.")
         self._miss(idx, time.perf_counter())
@@ -327,7 +327,7 @@ class SampleCache(ABC):
         else:
             found = (self._load(self._slot(idx), copy) for idx in there.tolist())
         samples = [next(found) if is_hit else MISSING for is_hit in hit]
-        hits = sum(sample is not MISSING for sample in samples) if self._unread else len(there)
+        hits = sum(sample is not MISSING for sample in samples) if self._unreadable else len(there)
         self._segment.counters[HITS] += hits
         if hits == len(index):
             return samples
@@ -392,7 +392,7 @@ class SampleCache(ABC):
         return self._load(self._slot(idx), True) if self.set_among(np.array([idx]))[0] else MISSING
 
     @contextlib.contextmanager
-    def alone(self, number: int, timeout_s: float = 10.0) -> Iterator[None]:
+    def claim(self, number: int, timeout_s: float = 10.0) -> Iterator[None]:
         """Exclude all others that ask for the same number, of a block or whatever it may be; for so long at most."""
         claim = self._dataset_len + number
         claimed = self._segment.wait_for_claim(claim, 0.0 if _loading.block else timeout_s, lambda: False)
@@ -404,19 +404,19 @@ class SampleCache(ABC):
             if claimed:
                 self._segment.release_claim(claim)
 
-    def offer(self, indices: Iterable[int], values: Iterable[Any]) -> None:
+    def set_if_empty(self, indices: Iterable[int], values: Iterable[Any]) -> None:
         """Cache samples that were loaded along with one that was missed, as far as they are empty, and fit."""
         for idx, value in zip(indices, values, strict=True):
             if self._states[idx] == EMPTY:
                 with contextlib.suppress(SampleError):  # which is reported when it is asked for
-                    self._offer(idx, self._encode(value, f"sample {idx}"))
+                    self._set_if_empty(idx, self._encode(value, f"sample {idx}"))
 
-    def _offer(self, idx: int, encoded: Any) -> None:
+    def _set_if_empty(self, idx: int, encoded: Any) -> None:
         with self._segment.guard:
             if self._publish(idx, encoded, False, None) == FILLS:
                 self._segment.counters[FILLS] += 1
 
-    def _shut_out(self, idx: int) -> None:
+    def _exclude(self, idx: int) -> None:
         """Have sample ``idx`` stay uncached, unless it is cached, or just being stored; under the guard."""
         try:
             if self._segment.try_lock(idx) and self._states[idx] == EMPTY:
@@ -437,11 +437,11 @@ class SampleCache(ABC):
             with self._segment.guard:
                 self._missed[idx] = self._missed.get(idx, (0, since))[0] + 1, since
 
-    def _warn_of_unread(self) -> None:
+    def _warn_of_unreadable(self) -> None:
         """Say once why samples that are cached are missed here."""
-        if not self._warned_of_unread:
-            self._warned_of_unread = True
-            logger.warning("%s Until then such samples are loaded again, and count as misses.", self._unread)
+        if not self._warned_of_unreadable:
+            self._warned_of_unreadable = True
+            logger.warning("%s Until then such samples are loaded again, and count as misses.", self._unreadable)
 
     def _miss_many(self, index: _Indices) -> None:
         now = time.perf_counter()
@@ -453,8 +453,8 @@ class SampleCache(ABC):
         if self._states[idx] == SET:  # by others, or with its block
             with self._segment.guard:
                 self._missed.pop(idx, None)
-            if self._unread and self.peek(idx) is MISSING:  # loading the sample has not imported its class
-                self._warn_of_unread()
+            if self._unreadable and self.peek(idx) is MISSING:  # loading the sample has not imported its class
+                self._warn_of_unreadable()
             return
         try:
             self.set_slot(idx, value)
@@ -465,7 +465,7 @@ class SampleCache(ABC):
             with segment.guard:
                 self._missed.pop(idx, None)
                 segment.counters[REJECTED] += 1
-                self._shut_out(idx)
+                self._exclude(idx)
                 first = segment.first_to_warn(MISFIT_WARNING)
             if first:  # as a str, for a handler that keeps the error would keep its traceback, and with it the memory
                 logger.warning(
@@ -492,7 +492,7 @@ class SampleCache(ABC):
         def forget() -> bool:
             states = self._aux.numpy()
             states[states == SET] = EMPTY
-            self._forget()
+            self._clear()
             return True
 
         with segment.guard:

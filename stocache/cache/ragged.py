@@ -156,7 +156,7 @@ class RaggedCache(SampleCache):
     def _store(self, idx: int, encoded: _Encoded, cost_s: float | None) -> int | None:
         skeleton, data, packed, tail = encoded
         if self._admission is not None and cost_s is not None:
-            judge = partial(self._admission.judge, idx, cost_s, encoded.room, self._arena.used)
+            judge = partial(self._admission.decide, idx, cost_s, encoded.room, self._arena.used)
             verdict = self._arena.run_locked(judge, LATER)
             if verdict in (LATER, NEVER):
                 if verdict == NEVER:
@@ -204,7 +204,7 @@ class RaggedCache(SampleCache):
         try:
             reader = RecordReader(self._arena.skeleton(number), self._allow_pickle)
         except NotImported as error:
-            self._unread = str(error)
+            self._unreadable = str(error)
             return None
         self._readers[number], self._reads[number] = reader, reader.read
         return reader
@@ -217,7 +217,7 @@ class RaggedCache(SampleCache):
         except (ValueError, MemoryError) as error:
             raise SegmentError(f"the cache is damaged: {error}.") from error
 
-    def offer(self, indices: Iterable[int], values: Iterable[Any]) -> None:
+    def set_if_empty(self, indices: Iterable[int], values: Iterable[Any]) -> None:
         """Cache samples that were loaded along with one that was missed: all that are empty, or none if not all have room."""
         encoded: dict[int, _Encoded] = {}
         for idx, value in zip(indices, values, strict=True):
@@ -227,10 +227,10 @@ class RaggedCache(SampleCache):
         room = sum(item.room for item in encoded.values()) <= self._segment.data_bytes - self._arena.used
         for idx, item in encoded.items():
             if room:
-                self._offer(idx, item)
+                self._set_if_empty(idx, item)
             else:
                 with self._segment.guard:
-                    self._shut_out(idx)
+                    self._exclude(idx)
 
     def _refused(self, idx: int) -> bool:
         return self._arena.refused
@@ -238,12 +238,12 @@ class RaggedCache(SampleCache):
     def _load_many(self, index: np.ndarray[Any, np.dtype[np.int64]]) -> list[Any]:
         return [self._load(idx, True) for idx in index.tolist()]
 
-    def _forget(self) -> None:
-        self._arena.forget()
+    def _clear(self) -> None:
+        self._arena.clear()
         if self._admission is not None:
-            self._admission.forget()
+            self._admission.clear()
         self._aux.numpy().fill(EMPTY if self._segment.data_bytes else OOB)
-        self._segment.forget()
+        self._segment.clear()
 
     def _amounts(self, filled: int) -> dict[str, int]:
         words = self._segment.control[arena.words_at(self._dataset_len) :]
@@ -263,8 +263,8 @@ class RaggedCache(SampleCache):
         index = check_indices(indices, self._dataset_len, "get_slots")
         samples = [self.hit(idx, True) for idx in index.tolist()]
         mask = np.array([sample is not MISSING for sample in samples], dtype=bool)
-        if self._unread and self.set_among(index[~mask]).any():
-            self._warn_of_unread()
+        if self._unreadable and self.set_among(index[~mask]).any():
+            self._warn_of_unreadable()
         self._miss_many(index[~mask])
         return [None if sample is MISSING else sample for sample in samples], torch.from_numpy(mask)
 

@@ -149,8 +149,8 @@ class SharedCache(SampleCache):
     def _load_many(self, index: np.ndarray[Any, np.dtype[np.int64]]) -> list[Any]:
         return self._columns.private_samples(self._residency.slots(torch.from_numpy(index)))
 
-    def _forget(self) -> None:
-        self._segment.forget()
+    def _clear(self) -> None:
+        self._segment.clear()
 
     def _amounts(self, filled: int) -> dict[str, int]:
         return {"slots": self._slots, "slot_bytes": self.slot_bytes, "capacity_bytes": self._slots * self.slot_bytes}

@@ -75,7 +75,7 @@ attaching = threading.Lock()
 """Held while this process makes, attaches or leaves a segment."""
 
 _momentary: set[int] = set()
-_in_vain: set[str] = set()  # directories whose lock was waited for in vain
+_timed_out: set[str] = set()  # directories whose lock was waited for in vain
 _to_do: deque[Callable[[], None]] = deque()
 
 _Result = TypeVar("_Result")
@@ -259,18 +259,18 @@ class _Lock:
 
     def _wait(self, fd: int, wait_s: float) -> None:
         """Take the flock; wait for who has it, as long as it changes hands, or that process is at work."""
-        if self._path in _in_vain:
+        if self._path in _timed_out:
             wait_s = 0.0
         deadline = time.monotonic() + min(_LONGEST_S, 6 * wait_s)
         while True:
             since = os.fstat(fd).st_mtime
             if wait_until(lambda: try_flock(fd), wait_s):
-                _in_vain.discard(self._path)
+                _timed_out.discard(self._path)
                 return
             pids = flock_owners(fd)
             if time.monotonic() > deadline or (os.fstat(fd).st_mtime == since and not any(map(is_at_work, pids))):
                 break
-        _in_vain.add(self._path)
+        _timed_out.add(self._path)
         raise BusyError(
             f"{self._path} has been locked by {describe_first(pids)} since "
             f"{time.strftime('%H:%M:%S', time.localtime(since))}, which should take milliseconds. Have it go on, or end it."

@@ -128,7 +128,7 @@ class Segment:
         self.guard, self.fence = threading.Lock(), threading.Lock()
         self.fence.acquire()
         self._claims: set[int] = set()
-        self._in_vain: dict[int, tuple[float, float]] = {}  # processes waited for in vain: again when, and how long until now
+        self._timed_out: dict[int, tuple[float, float]] = {}  # processes waited for in vain: again when, and how long until now
         self._warned_of: set[int] = set()  # of these
         # A row goes from a process that ended to the next that comes, which counts on from there: no count is lost. The
         # last row is for whoever finds the others taken; its counts may lose some to races.
@@ -276,7 +276,7 @@ class Segment:
             format_size(self.reserved_bytes), format_size(self.data_bytes), problem,
         )  # fmt: skip
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Zero all reserved data and give refused extents another chance. The owner sees to it that nobody writes."""
         zeros = memoryview(bytes(MIB))
         for extent in range(self.layout.extent_count):
@@ -394,15 +394,15 @@ class Segment:
         A process that was waited for in vain is waited for again only after a while, and then for as long.
         """
         pid = self.owner_of(offset, length)
-        again_at, _ = self._in_vain.get(pid, (0.0, 0.0))
+        again_at, _ = self._timed_out.get(pid, (0.0, 0.0))
         if time.monotonic() < again_at:
             return None if ready() else pid
         if wait_until(ready, timeout_s) or not timeout_s or ready():
             return None
         pid = self.owner_of(offset, length)
-        _, waited_s = self._in_vain.get(pid, (0.0, 0.0))
+        _, waited_s = self._timed_out.get(pid, (0.0, 0.0))
         waited_s += timeout_s
-        self._in_vain[pid] = time.monotonic() + _WAITED_TO_IDLE * waited_s, waited_s
+        self._timed_out[pid] = time.monotonic() + _WAITED_TO_IDLE * waited_s, waited_s
         return pid
 
     def slot_owner(self, number: int, count: int = 1) -> int:

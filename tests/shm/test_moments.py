@@ -196,7 +196,7 @@ def fill_and_clear(cache):
     cache.set_slot(0, value(0))
     cache.get_or_load(1, value)
     cache.get_or_load_many([2, 3], lambda indices: list(map(value, indices)))
-    with cache.alone(0):
+    with cache.claim(0):
         pass
     cache.clear()
 
@@ -584,7 +584,7 @@ def test_a_thread_waits_again_once_its_load_has_failed():
             cache.get_or_load(1, lambda idx: 1 / 0)
         with pytest.raises(ZeroDivisionError, match="division by zero"):
             cache.get_or_load_many([1, 2], lambda indices: (1 / 0 for _ in indices))
-        with pytest.raises(ZeroDivisionError, match="division by zero"), cache.alone(1):
+        with pytest.raises(ZeroDivisionError, match="division by zero"), cache.claim(1):
             raise ZeroDivisionError("division by zero")
     assert (base._loading.samples, base._loading.block) == (False, False)
 
