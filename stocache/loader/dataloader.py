@@ -4,8 +4,9 @@ NOTE [ How torch's DataLoader is used ]
     The loader *is* torch's, and its arguments stay what the user gave. An iterator is made by torch from a copy of it, in which
     three of them are replaced: ``collate_fn`` by one that writes into the ring and returns what unpickles to the batch
     (`RingCollate`), the sampler by one that can be resumed (`Order`), and a `CachedDataset` by itself, reading later
-    (`LazyBatch`). Nothing of torch's is overridden but ``__iter__``, and nothing private is touched but what Lightning touches
-    too: the attribute ``_iterator``, where persistent workers are kept.
+    (`LazyBatch`). Of torch's methods only ``__iter__`` is overridden. Three private names of torch's are used:
+    ``DataLoader._iterator``, which holds the iterator of persistent workers, and that iterator's ``_workers``, its processes,
+    and ``_shutdown_workers``, which ends them. Lightning uses the first and the last in the same way.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from stocache.errors import ClosedError, LimitError, StateError, WorkerError
 from stocache.loader.collate import Gatherer, RingCollate, as_is, stacks
 from stocache.loader.order import Order, Progress, RequestContext, layers, samplers_in, set_epoch
 from stocache.loader.ring import Ring
-from stocache.loader.worker_group import WorkerGroup, try_to_start
+from stocache.loader.worker_group import WorkerGroup, is_timeout, try_to_start
 from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.samples.indices import length_of
 from stocache.shm.pool import Pool
@@ -152,8 +153,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def _torch_iterator(self, order: Order, progress: Progress, replaced: dict[str, Any]) -> Any:
         """Return the iterator that torch makes of a copy of this loader, with other arguments."""
-        changed = object.__new__(type(self))
-        vars(changed).update(vars(self) | replaced)
+        changed = copy.copy(self)
+        for name, value in replaced.items():
+            object.__setattr__(changed, name, value)  # torch's __setattr__ refuses these names, for loaders that users hold
         with order.rng_during_creation(progress):
             iterator = torch.utils.data.DataLoader.__iter__(changed)
         self._iterator = changed._iterator
@@ -364,7 +366,7 @@ class _Iteration:
                 raise
             if death is not None:
                 raise WorkerError(death) from error
-            if not str(error).startswith("DataLoader timed out"):
+            if not is_timeout(error):
                 self._progress.delivered += 1  # as an error
             raise
         finally:

@@ -108,7 +108,7 @@ class WorkerGroup:
 
     def _explanation(self, error: Exception, sure: bool) -> str | None:
         told = str(error)
-        if isinstance(error, RuntimeError) and (found := _TORCHS.match(told)):
+        if isinstance(error, RuntimeError) and (found := _DEATH.match(told)):
             death = self.death([int(pid) for pid in found[1].split(",")])
             if death is None and found[2]:  # while it was being started, so its process is not known here
                 death = self._death_of(int(found[1]), int(found[2]))
@@ -126,9 +126,19 @@ class WorkerGroup:
         return None
 
 
-_TORCHS = re.compile(
+# torch raises RuntimeError for the death of a worker, for a timeout, and again what a dataset raised in a worker. It has no
+# class for any of them, so their texts must tell them apart. Tests hold both patterns against the installed torch.
+_DEATH = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:exited unexpectedly(?: with exit code (\d+))?|is killed by signal)"
 )
+_TIMEOUT = re.compile(r"DataLoader timed out after ")
+
+
+def is_timeout(error: Exception) -> bool:
+    """Whether torch raised ``error`` because no batch came within the loader's ``timeout``."""
+    return isinstance(error, RuntimeError) and _TIMEOUT.match(str(error)) is not None
+
+
 _ENDINGS = ": os._exit, sys.exit, or a KeyboardInterrupt."
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "Often that is the kernel, out of memory (see dmesg): use fewer workers or smaller batches.",

@@ -90,8 +90,7 @@ class _Running(CheckpointableReadingServiceInterface):
             part = end_of(replace_dp(traverse_dps(part), dispatched, Counted(dispatched)))
         self._seeding.divide(part)
         ahead, length = taken_ahead(datapipe, whole), Length(datapipe, part, 1)
-        share(part, 1, 0)
-        replica = Replica(part, WorkerInfo(1, 0), init_fn, reset_fn, alone=False)
+        replica = Replica(share(part, 1, 0), WorkerInfo(1, 0), init_fn, reset_fn, alone=False)
         return self._put_stream(datapipe, whole, LocalStream(replica, ahead, length))
 
     def _begin_here(self, seed_generator: SeedGenerator, iter_reset_fn: Adapt | None) -> None:

@@ -437,10 +437,11 @@ def test_errors_of_a_sampler_are_not_taken_for_those_of_processes():
         list(stocache.DataLoader(Images(), 8, sampler=Sampler(), num_workers=1))
 
 
-def test_a_timeout_is_torchs():
+def test_a_timeout_is_torchs_and_counts_no_batch():
     loader = stocache.DataLoader(Slow(), 4, num_workers=1, timeout=0.05)
     with pytest.raises(RuntimeError, match="timed out"):
         next(iter(loader))
+    assert loader.state_dict()["batches"] == 0
 
 
 class Slow(Images):
@@ -549,6 +550,15 @@ def test_a_loader_pickles_without_its_ring():
     list(loader)
     again = pickle.loads(pickle.dumps(loader))
     assert same(list(again), list(loader))
+
+
+def test_torch_keeps_and_ends_persistent_workers_under_the_names_that_are_used():
+    loader = stocache.DataLoader(Images(), 8, num_workers=1, persistent_workers=True)
+    next(iter(loader))
+    (process,) = loader._iterator._workers
+    assert process.is_alive()
+    loader._iterator._shutdown_workers()
+    assert process.exitcode == 0
 
 
 # ---------------------------------------------------------------------------------------------------- how they travel

@@ -136,7 +136,7 @@ def test_shares_are_exclusive_and_exhaustive_and_ranks_come_first(ranks, workers
         for worker in range(workers):
             pipe = source(23).sharding_filter()
             pipe.apply_sharding(ranks, rank, SHARDING_PRIORITIES.DISTRIBUTED)
-            share(pipe, workers, worker)
+            pipe = share(pipe, workers, worker)
             its = list(pipe)
             assert len(pipe) == len(its)
             of_rank += its

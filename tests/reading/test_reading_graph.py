@@ -199,6 +199,18 @@ def test_a_copy_of_what_cannot_be_copied_has_pipes_of_its_own():
     assert copy.lock is pipe.lock
 
 
+def test_a_copy_is_made_of_a_pipe_that_refuses_to_be_pickled():
+    class Refusing(Remembering):
+        def __getstate__(self):
+            raise TypeError("holds a connection")
+
+    pipe = Refusing(IterableWrapper([1, 2]))
+    copy = clone(pipe)
+    assert list(copy) == [1, 2]
+    assert copy is not pipe
+    assert copy.datapipe is not pipe.datapipe
+
+
 # ---------------------------------------------------------------------------------------------------- seeds
 
 

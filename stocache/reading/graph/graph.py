@@ -148,7 +148,7 @@ def relink(holder: DataPipe, old: DataPipe, new: DataPipe) -> None:
     """Let a pipe hold another one where it holds ``old``."""
     if any(pipe is old for pipe in sources(holder)):
         for name, value in list(vars(holder).items()):
-            vars(holder)[name] = _relinked(value, old, new)
+            setattr(holder, name, _relinked(value, old, new))
 
 
 def _relinked(value: Any, old: DataPipe, new: DataPipe) -> Any:
@@ -195,7 +195,7 @@ def _clone_pipes(datapipe: DataPipe) -> DataPipe:
     pipes = pipes_of(datapipe)
     copies: dict[int, DataPipe] = {}
     for pipe in pipes:
-        twin = object.__new__(type(pipe))
+        twin = object.__new__(type(pipe))  # copy.copy would ask the pipe's __getstate__, which may be what refused the copy
         vars(twin).update({name: _unshared(value) for name, value in vars(pipe).items()})
         copies[id(pipe)] = twin
     for twin in copies.values():

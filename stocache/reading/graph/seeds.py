@@ -5,6 +5,7 @@ SeedSequence. So nobody's seeds depend on how many workers there are, nor on who
 """
 
 import contextlib
+import copy
 import random
 from types import ModuleType
 from typing import Any
@@ -63,8 +64,8 @@ class SeedGenerator:
         """
         if worker_id < 0:
             raise ValueError(f"worker_id={worker_id} is negative.")
-        spawned = self if inplace else object.__new__(type(self))
-        vars(spawned).update(vars(self) | {"_path": (*self._path, worker_id), "_own": 0})
+        spawned = self if inplace else copy.copy(self)
+        spawned._path, spawned._own = (*self._path, worker_id), 0
         return spawned
 
     def _number(self, *key: int) -> int:

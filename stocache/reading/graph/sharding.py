@@ -20,20 +20,43 @@ from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES, Shardi
 
 from stocache.errors import GraphError
 from stocache.reading.graph.feed import Feed
-from stocache.reading.graph.graph import DataPipe, is_replicable, is_sharding, pipes_of, sources
+from stocache.reading.graph.graph import (
+    DataPipe,
+    end_of,
+    is_replicable,
+    is_sharding,
+    pipes_of,
+    replace_dp,
+    sources,
+    traverse_dps,
+)
 from stocache.reading.graph.seeds import is_dispatching
 
 
 class Shard(ShardingFilterIterDataPipe):
-    """torch's ``sharding_filter`` that knows how far it has come.
+    """A ``sharding_filter`` that divides as the NOTE says, and knows how far it has come. It takes the place of torch's.
 
     Attributes:
         skipped: elements of its source that the source will leave out, at the beginning of the next iteration.
         taken: elements it has let through, those it would have let through of the skipped ones among them.
     """
 
-    skipped = 0
-    taken = 0
+    # see NOTE [ Shares ]
+
+    def __init__(self, pipe: ShardingFilterIterDataPipe) -> None:
+        super().__init__(pipe.source_datapipe, pipe.sharding_group_filter)
+        self.groups = pipe.groups
+        self.skipped = self.taken = 0
+
+    def apply_sharding(  # type: ignore[override]  # torch's base class is not typed
+        self, num_of_instances: int, instance_id: int, sharding_group: SHARDING_PRIORITIES = SHARDING_PRIORITIES.DEFAULT
+    ) -> None:
+        """Say which of how many instances this is in a group: of ranks, or of the workers of one."""
+        super().apply_sharding(num_of_instances, instance_id, sharding_group)  # type: ignore[no-untyped-call]
+        if self.sharding_group_filter is None:
+            ranks, rank = self.groups.get(SHARDING_PRIORITIES.DISTRIBUTED, (1, 0))
+            workers, worker = self.groups.get(SHARDING_PRIORITIES.MULTIPROCESSING, (1, 0))
+            self.num_of_instances, self.instance_id = ranks * workers, rank + ranks * worker
 
     def __iter__(self) -> Iterator[Any]:
         count, mine = self.num_of_instances, self.instance_id
@@ -91,16 +114,13 @@ def apply_sharding(
             pipe.apply_sharding(*numbers, sharding_group=sharding_group)
 
 
-def share(datapipe: DataPipe, num_workers: int, worker_id: int) -> None:
-    """Give a worker its share of a graph, but for what is dispatched; all ``sharding_filter`` become `Shard`."""
-    # see NOTE [ Shares ]
-    apply_sharding(datapipe, num_workers, worker_id, SHARDING_PRIORITIES.MULTIPROCESSING)
+def share(datapipe: DataPipe, num_workers: int, worker_id: int) -> DataPipe:
+    """Return a graph with a worker's share of it, except of what is dispatched: a `Shard` for each ``sharding_filter``."""
     for pipe in pipes_of(datapipe):
-        if type(pipe) in (ShardingFilterIterDataPipe, Shard) and not _is_fed(pipe):
-            pipe.__class__ = Shard
-            if pipe.sharding_group_filter is None:
-                ranks, rank = pipe.groups.get(SHARDING_PRIORITIES.DISTRIBUTED, (1, 0))
-                pipe.num_of_instances, pipe.instance_id = ranks * num_workers, rank + ranks * worker_id
+        if type(pipe) is ShardingFilterIterDataPipe and not _is_fed(pipe):
+            datapipe = end_of(replace_dp(traverse_dps(datapipe), pipe, Shard(pipe)))
+    apply_sharding(datapipe, num_workers, worker_id, SHARDING_PRIORITIES.MULTIPROCESSING)
+    return datapipe
 
 
 def _is_fed(datapipe: DataPipe) -> bool:

@@ -40,7 +40,8 @@ class Length:
     """
 
     def __init__(self, datapipe: DataPipe, part: DataPipe, num_workers: int) -> None:
-        self._part, self._num_workers = clone(part), num_workers
+        self._part: Any = clone(part)
+        self._num_workers = num_workers
         if any(is_full_sync(pipe) for pipe in pipes_of(datapipe)):
             for pipe in pipes_of(self._part):
                 groups = getattr(pipe, "groups", {})
@@ -50,14 +51,13 @@ class Length:
 
     def __call__(self) -> int:
         """Return the length; TypeError where a pipe has none."""
-        part: Any = self._part
         total = 0
         for worker in range(self._num_workers):
-            share(self._part, self._num_workers, worker)
+            self._part = share(self._part, self._num_workers, worker)
             for pipe in pipes_of(self._part):
                 if isinstance(pipe, Feed):
                     pipe.shares = self._num_workers, worker
-            total += len(part)
+            total += len(self._part)
         return total
 
 

@@ -121,9 +121,8 @@ class WorkerStream(Stream):
         try:
             yield from self._put_together()
         except RuntimeError as error:  # as which a death is raised, wherever this process is at that moment
-            reported = isinstance(error, WorkerError) and not str(error).startswith("DataLoader worker (pid ")
             for loader, what in ((self._loader, "a worker"), (self._dispatcher, "the dispatching process")):
-                death = None if loader is None or reported else loader.dead_worker()
+                death = None if loader is None else loader.dead_worker()
                 if death is not None:
                     raise WorkerError(f"{what} is gone: {death}") from error
             raise

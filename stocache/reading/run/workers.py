@@ -85,9 +85,9 @@ class Worker(Dataset[Any]):
         return request.worker, replica.feed.waiting, made
 
     def _made(self, worker: int) -> Replica:
-        share(self._end, self._num_workers, worker)
-        arguments = self._end, WorkerInfo(self._num_workers, worker), self._init_fn, self._reset_fn, True
-        feeds: list[Any] = [pipe for pipe in pipes_of(self._end) if isinstance(pipe, Feed)]
+        end = share(self._end, self._num_workers, worker)
+        arguments = end, WorkerInfo(self._num_workers, worker), self._init_fn, self._reset_fn, True
+        feeds: list[Any] = [pipe for pipe in pipes_of(end) if isinstance(pipe, Feed)]
         return FedReplica(feeds[0], *arguments) if feeds else Replica(*arguments)
 
 
@@ -108,8 +108,8 @@ class Dispatcher(Dataset[Any]):
             return [None] * self._num_workers, False, False
         if epoch != GO_ON:
             if self._replica is None:
-                share(self._end, 1, 0)
-                self._replica = Replica(self._end, WorkerInfo(self._num_workers, 0), None, self._reset_fn, True)
+                end = share(self._end, 1, 0)
+                self._replica = Replica(end, WorkerInfo(self._num_workers, 0), None, self._reset_fn, True)
             self._begun = pickle.loads(epoch)
             self._replica.begin(self._begun)
         replica = self._replica
