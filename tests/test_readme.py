@@ -1,4 +1,4 @@
-"""The README's code runs as pasted, and its commands are the ones that exist."""
+"""The code in the README files runs as pasted, and the commands and names in them exist."""
 
 import os
 import re
@@ -17,12 +17,19 @@ from stocache.cli import listing
 from stocache.shm import named
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PACKAGE = ROOT / "stocache"
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *sorted(PACKAGE.rglob("README.md")))}
+README = PAGES["README.md"]
+BLOCKS = {
+    f"{name}, block {number}": block
+    for name, text in PAGES.items()
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL), 1)
+}
+PAIRS = [tuple(BLOCKS)[begin : begin + 2] for begin in range(0, len(BLOCKS), 2)]
 
 
 def test_the_example_of_a_cache_of_ones_own_caches_a_dataset():
-    (block,) = [block for block in BLOCKS if "class Photos" in block]
+    (block,) = [block for block in BLOCKS.values() if "class Photos" in block]
     namespace = {}
     exec(block, namespace)
     reads = []
@@ -41,42 +48,84 @@ def test_the_example_of_a_cache_of_ones_own_caches_a_dataset():
 
 def _run(block, folder):
     for number in range(4):
-        (folder / "photos" / f"class{number % 2}").mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (40, 30), (number, 0, 0)).save(folder / "photos" / f"class{number % 2}" / f"{number}.png")
+        photos = folder / "photos" / f"class{number % 2}"
+        photos.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30), (number, 0, 0)).save(photos / f"{number}.png")
     (folder / "example.py").write_text(block)
-    command = [sys.executable, "example.py"]
     environment = dict(os.environ)
     if "torchvision" in block and find_spec("torchvision") is None:
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "support" / "standins"), str(ROOT)])
+    command = [sys.executable, "example.py"]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize("begin", range(0, len(BLOCKS), 4))
-def test_every_example_runs_as_a_script(begin, tmp_path):
-    with ThreadPoolExecutor(2) as pool:  # they take seconds each, most of them to import
-        runs = list(pool.map(_run, BLOCKS[begin : begin + 4], (tmp_path / str(number) for number in range(4))))
-    for cache in listing.find():  # what persists
+@pytest.mark.parametrize("names", PAIRS, ids=" and ".join)
+def test_every_example_runs_as_a_script(names, tmp_path):
+    with ThreadPoolExecutor(2) as pool:  # two at a time: most of their seconds go into imports
+        runs = list(pool.map(_run, (BLOCKS[name] for name in names), (tmp_path / str(number) for number in range(2))))
+    for cache in listing.find():  # those that persist
         named.remove(cache.path)
-    for done in runs:
-        assert done.returncode == 0, done.stderr
-        assert "Warning" not in done.stderr
+    for name, done in zip(names, runs, strict=True):
+        assert done.returncode == 0, f"{name}: {done.stderr}"
+        assert "Warning" not in done.stderr, name
         assert "restart" not in done.stdout or "read by a restart: 0" in done.stdout
 
 
 def test_there_is_a_recipe_for_each():
-    recipes = README[README.index("## Recipes") : README.index("## The cache itself")]
     names = ["image folder", "two-phase transform", "Detection", "Tokenised text", "Hugging Face", "MONAI"]
     names += ["DDP", "sweep", "Warm restarts"]
-    assert all(f"**{name}**" in recipes for name in names)
+    text = "".join(PAGES.values())
+    assert [name for name in names if f"**{name}**" not in text] == []
 
 
 def test_the_first_screen_shows_the_main_job():
-    first_screen = README.splitlines()[:25]
-    assert any("stocache bench" in line for line in first_screen)
-    assert any("CachedDataset(" in line for line in first_screen)
+    assert any("stocache bench" in line for line in README.splitlines()[:6])
+    assert "CachedDataset(" in "\n".join(README.splitlines()[:20]).split("```")[1]
 
 
-def test_the_table_of_floors_names_every_module():
-    modules = {path.stem for path in (ROOT / "stocache").glob("*.py")} - {"__init__", "__main__"}
-    floors = README[README.index("| floor | module") :]
-    assert all(f"`{module}`" in floors for module in modules)
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 300
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_pages_and_headings_that_exist(page):
+    for path, heading in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", PAGES[page]):
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), path
+        titles = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE) if target.suffix == ".md" else []
+        anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+        assert not heading or heading in anchors, f"{path}#{heading}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_exist(page):
+    from stocache.cli.app import app
+
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert set(re.findall(r"`stocache ([a-z]+)", PAGES[page])) <= commands
+    benchmarks = set(re.findall(r"`python -m benchmark ([a-z_]+)", PAGES[page]))
+    assert all((ROOT / "benchmark" / f"{name}.py").exists() for name in benchmarks)
+
+
+def test_the_page_of_commands_lists_all_of_them():
+    from stocache.cli.app import app
+
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert set(re.findall(r"\| `stocache ([a-z]+)", PAGES["stocache/cli/README.md"])) == commands
+
+
+def test_the_page_of_the_package_lists_each_folder_and_its_imports():
+    from tests.test_rooms import IMPORTS
+
+    rows = re.findall(r"^\| \[?`([a-z/]+)`.*\| ([^|]*) ?\|$", PAGES["stocache/README.md"], re.MULTILINE)
+    assert {folder: row.replace(",", "").strip() for folder, row in rows} == IMPORTS
+
+
+def test_each_way_of_a_sample_has_at_most_eight_steps_whose_functions_exist():
+    ways = PAGES["stocache/README.md"].split("\n### ")[1:]
+    assert len(ways) == 4
+    for way in ways:
+        assert re.findall(r"^\d+", way, re.MULTILINE) == [str(step) for step in range(1, 9)]
+        for name, path in re.findall(r"`([\w.]+)`\s+\(`([a-z_/]+\.py)`", way):
+            text = (PACKAGE / path).read_text()
+            assert all(re.search(rf"(?:def|class) {part}\b|^{part}\b", text, re.MULTILINE) for part in name.split(".")), name
