@@ -62,10 +62,10 @@ class BlockLoader:
     def _load_from(self, block: int, indices: list[int]) -> Iterable[tuple[int, Any]]:
         cache = self._cache
         if any(map(cache.fillable, indices)):
-            with cache.alone(block):
+            with cache.claim(block):
                 members = range(int(self._bounds[block]), int(self._bounds[block + 1]))
                 if any(map(cache.fillable, indices)) and (samples := self._load_block(members)) is not None:
-                    cache.offer(members, samples)
+                    cache.set_if_empty(members, samples)
                     return [(idx, samples[idx - members.start]) for idx in indices]
         found = {idx: cache.peek(idx) for idx in indices}  # another thread or process may have read the block meanwhile
         missing = [idx for idx in indices if found[idx] is MISSING]

@@ -24,7 +24,7 @@ from stocache.storage.manifest import STAGING, BlockFolderWriter, Entry
 from stocache.storage.storage import OnDiskBlockDataStorage, TInfo, TSample
 from stocache.storage.writer import BLOCK_BYTES, PROBE, check_block_bytes, size_for, snapshot
 from stocache.system import rng
-from stocache.system.children import beside
+from stocache.system.children import in_children_or_here
 from stocache.system.ranks import is_first_rank
 from stocache.system.urls import is_url
 
@@ -203,11 +203,13 @@ class _Preparation:
         length = len(dataset)
         size = self._size
         if size is None:
-            size = next(beside(dataset, [partial(_sizes, dataset, length, self._bytes, self._workshop.allow_pickle)]))
+            size = next(
+                in_children_or_here(dataset, [partial(_sizes, dataset, length, self._bytes, self._workshop.allow_pickle)])
+            )
         order = np.arange(length) if shuffle_seed is None else np.random.default_rng(shuffle_seed).permutation(length)
         blocks = _Blocks(dataset, order, size, self._workshop)
         found = self._workshop.begin(self._plan, resume)
-        if found and next(beside(dataset, [partial(blocks.encoded, [max(found)])]))[2] != found[max(found)]:
+        if found and next(in_children_or_here(dataset, [partial(blocks.encoded, [max(found)])]))[2] != found[max(found)]:
             logger.warning("%s: the dataset gives other samples than last time; starting again", self._workshop.path)
             found = {}
             self._workshop.keep(found)
@@ -216,7 +218,7 @@ class _Preparation:
         if self._cluster is not None:
             written = self._written_by_cluster(blocks, missing)
         elif count:
-            written = beside(dataset, [partial(blocks.written, missing[first::count]) for first in range(count)])
+            written = in_children_or_here(dataset, [partial(blocks.written, missing[first::count]) for first in range(count)])
         else:
             written = self._loaded_by_a_child(blocks, missing)
         with self._bar(length) as bar, closing(written):  # nobody writes afterwards
@@ -232,7 +234,7 @@ class _Preparation:
             yield from zip(missing, entries, strict=True)
 
     def _loaded_by_a_child(self, blocks: "_Blocks", missing: list[int]) -> Generator[tuple[int, Entry], None, None]:
-        with closing(beside(blocks.dataset, [partial(blocks.encoded, missing)])) as encoded:
+        with closing(in_children_or_here(blocks.dataset, [partial(blocks.encoded, missing)])) as encoded:
             yield from zip(missing, self._by_threads(self._workshop.write_encoded, encoded), strict=True)
 
     def _by_threads(
@@ -322,7 +324,7 @@ class _Blocks:
 @contextmanager
 def _seeded(number: int) -> Iterator[None]:
     """Have random numbers depend on the number of the block alone; afterwards they go on as they would have."""
-    with rng.kept():
+    with rng.preserve_rng_state():
         torch.manual_seed(number)
         random.seed(number)
         np.random.seed(number % 2**32)

@@ -36,7 +36,7 @@ import torch
 from torch.utils.data._utils import worker as torch_worker  # for get_worker_info, which has no public counterpart
 
 from stocache.errors import DatasetError, WorkerError
-from stocache.system.rng import kept
+from stocache.system.rng import preserve_rng_state
 
 logger = logging.getLogger("stocache")
 
@@ -275,7 +275,7 @@ def rebuild(description: Description) -> Exception:
     return error
 
 
-def noted(error: Exception, note: str) -> Exception:
+def with_note(error: Exception, note: str) -> Exception:
     """Return an error of the same type whose message begins with ``note``; a `DatasetError` where there is no such."""
     message = f"{note}: {type(error).__name__}: {_text(error)}"
     try:
@@ -291,7 +291,9 @@ def noted(error: Exception, note: str) -> Exception:
 # ---------------------------------------------------------------------------------------------------- where a child cannot load
 
 
-def beside(dataset: Any, jobs: Sequence[Callable[[], Iterator[Any]]], proven: bool = False) -> Generator[Any, None, None]:
+def in_children_or_here(
+    dataset: Any, jobs: Sequence[Callable[[], Iterator[Any]]], proven: bool = False
+) -> Generator[Any, None, None]:
     """Yield what ``jobs`` yield, which load samples: in child processes, or in this one, where children cannot load.
 
     Args:
@@ -323,7 +325,7 @@ def loads_only_here(load: Callable[[], Any], error: Exception) -> bool:
     """Whether ``load``, which raised ``error`` in a child, works in this process: on a GPU, or of a dataset against forks."""
     if isinstance(error, (*_NOT_OF_THE_CHILD, WorkerError)):
         return False
-    with kept():
+    with preserve_rng_state():
         try:
             load()
         except Exception:

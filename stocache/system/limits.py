@@ -286,79 +286,8 @@ def recommended_limit(named: bool = False) -> int:
     return min(available - head_room, shared_memory_room(named))
 
 
-def asked_slots(size_limit_gib: float | str, dataset_len: int, slot_bytes: int) -> int | None:
-    """Return how many samples a cache of that limit holds, whatever the machine can give: as many as stocaching.
-
-    The limit covers one state byte per sample of the dataset and ``slot_bytes`` per slot. None for "auto".
-
-    Raises:
-        LimitError: the limit is no size, or is not 0 and leaves no room for one slot.
-    """
-    if size_limit_gib == "auto":
-        return None
-    limit = parse_size(size_limit_gib)
-    slots = _slots_within(limit, dataset_len, slot_bytes)
-    if slots == 0 and limit > 0 and dataset_len > 0:
-        raise LimitError(
-            f"cache holds 0 slots: size_limit_gib={size_limit_gib} leaves {max(0, limit - dataset_len)} bytes after the "
-            f"{dataset_len}-byte state array; one slot needs {slot_bytes} bytes. Raise size_limit_gib, or pass 0 for no cache."
-        )
-    return slots
-
-
-def affordable_slots(size_limit_gib: float | str, dataset_len: int, slot_bytes: int, named: bool = False) -> int:
-    """Return `asked_slots`, or as many as the machine can give if that is less, with a warning.
-
-    Raises:
-        LimitError: as `asked_slots`.
-    """
-    slots = asked_slots(size_limit_gib, dataset_len, slot_bytes)
-    limit = recommended_limit(named) if slots is None else parse_size(size_limit_gib)
-    if slots is None:
-        slots = _slots_within(limit, dataset_len, slot_bytes)
-        if dataset_len and not slots:
-            logger.warning(
-                "size_limit_gib='auto' leaves no room for one sample of %s. Nothing is cached.", format_size(slot_bytes)
-            )
-    fitting = min(slots, _slots_within(shared_memory_room(named), dataset_len, slot_bytes))
-    if fitting < slots:
-        _warn_short(limit, f"{fitting} of {dataset_len} samples", named)
-    return fitting
-
-
-def asked_bytes(size_limit_gib: float | str, control_bytes: int) -> int | None:
-    """Return the bytes a cache of that limit has for samples, whatever the machine can give. None for "auto".
-
-    Raises:
-        LimitError: the limit is no size, or is not 0 and leaves no bytes after the cache's own.
-    """
-    if size_limit_gib == "auto":
-        return None
-    limit = parse_size(size_limit_gib)
-    if 0 < limit <= control_bytes:
-        raise LimitError(
-            f"cache has no room for samples: size_limit_gib={size_limit_gib} are {limit} bytes, of which {control_bytes} go to "
-            f"the table of samples. Raise size_limit_gib, or pass 0 for no cache."
-        )
-    return max(0, limit - control_bytes)
-
-
-def affordable_bytes(size_limit_gib: float | str, control_bytes: int, named: bool = False) -> int:
-    """Return `asked_bytes`, or as many as the machine can give if that is less, with a warning.
-
-    Raises:
-        LimitError: as `asked_bytes`.
-    """
-    asked = asked_bytes(size_limit_gib, control_bytes)
-    if asked is None:
-        asked = max(0, recommended_limit(named) - control_bytes)
-    fitting = max(0, min(asked, shared_memory_room(named) - control_bytes))
-    if fitting < asked:
-        _warn_short(asked + control_bytes, format_size(fitting), named)
-    return fitting
-
-
-def _warn_short(limit: int, fitting: str, named: bool) -> None:
+def warn_short(limit: int, fitting: str, named: bool) -> None:
+    """Warn that the machine cannot give a cache ``limit`` bytes, and that it holds ``fitting`` instead."""
     gib = -(-limit // GIB) + 1
     if has_memfd() and not (named and shm_room() < memory().spare):
         have = f"{format_size(memory().available)} of memory are available, of which {format_size(memory().floor)} stay free"
@@ -376,9 +305,3 @@ def _warn_short(limit: int, fitting: str, named: bool) -> None:
         fitting,
         remedy,
     )
-
-
-def _slots_within(limit: int, dataset_len: int, slot_bytes: int) -> int:
-    if slot_bytes == 0:
-        return dataset_len if limit >= dataset_len else 0
-    return max(0, min(dataset_len, (limit - dataset_len) // slot_bytes))

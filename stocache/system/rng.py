@@ -50,7 +50,7 @@ def set_rng_state(taken: States, generators: Sequence[torch.Generator] = ()) -> 
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
+def preserve_rng_state() -> Iterator[None]:
     """Put the global generators back, after the block, to where they were before."""
     before = states()
     try:
@@ -65,7 +65,7 @@ class RngMonitor:
     def __init__(self) -> None:
         self._before = fingerprint()
 
-    def drawn(self) -> bool:
+    def changed(self) -> bool:
         """Whether anybody has drawn."""
         return fingerprint() != self._before
 

@@ -151,7 +151,7 @@ class _Meter:
             monitor, step_began = RngMonitor(), time.perf_counter()
             value = accept_packed(self._pipeline.part(done, done + 1), style)(value)
             step_s, done = time.perf_counter() - step_began, done + 1
-            if monitor.drawn():  # then the step is random, whatever its class
+            if monitor.changed():  # then the step is random, whatever its class
                 break
             seconds.append(step_s)
             sizes.append(self._size(value))
@@ -159,7 +159,7 @@ class _Meter:
             value = accept_packed(self._pipeline.part(done), style)(value)
         total_s = time.perf_counter() - began - (self.overhead_s - overhead_s)
         reading = {"steps": len(self._pipeline.steps), "seconds": tuple(seconds), "sizes": tuple(sizes), "total_s": total_s}
-        self._readings.append(reading | {"result_size": self._size(value) or 0, "draws": call_monitor.drawn()})
+        self._readings.append(reading | {"result_size": self._size(value) or 0, "draws": call_monitor.changed()})
         return value
 
     def _size(self, value: Any) -> int | None:
