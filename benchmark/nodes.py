@@ -35,7 +35,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from stocache import CachedDataset, DataLoader, LocalityDistributedSampler, Placement, SharedCache, Structure, prepare
 from stocache.cache.placement import ordering_of, residency
 from stocache.preparation.sources import open_source
-from stocache.samplers.assignment import EpochShape, Shuffled, StrataLayout, Stratified, share_out
+from stocache.samplers.assignment import EpochShape, ShuffledEpoch, StrataLayout, StratifiedEpoch, assign_ranks
 
 EPOCHS, BATCH = 4, 64
 READ_S = 0.0005  # a sample from a source far away
@@ -240,7 +240,7 @@ def scale(arguments: argparse.Namespace) -> None:
             slots = int(filled * samples / nodes)
             ordering = ordering_of(Placement("scattered", nodes=nodes), samples)
             facts = EpochShape(samples, nodes, BATCH_AT_SCALE, -(-samples // nodes), 0, 0)
-            shuffled, strata = Shuffled(facts, True), Stratified(facts, StrataLayout(nodes, 1, slots), ordering)
+            shuffled, strata = ShuffledEpoch(facts, True), StratifiedEpoch(facts, StrataLayout(nodes, 1, slots), ordering)
             shared_out = partial(_shared_out, shuffled, ordering)
             hits: dict[str, list[float]] = {"shared out": [], "in strata": []}
             for node in np.random.default_rng(nodes).choice(nodes, min(nodes, 64), replace=False).tolist():
@@ -258,10 +258,10 @@ def scale(arguments: argparse.Namespace) -> None:
             print("| " + " | ".join(row) + " |", flush=True)
 
 
-def _shared_out(plan: Shuffled, ordering: Any, rank: int, begin: int, end: int) -> Any:
+def _shared_out(plan: ShuffledEpoch, ordering: Any, rank: int, begin: int, end: int) -> Any:
     """Return what a rank gets of the global batches of these steps."""
     batches = plan.batches(begin, end).reshape(end - begin, -1)
-    return batches[share_out(ordering.positions(batches), ordering.bounds, 1) == rank]
+    return batches[assign_ranks(ordering.positions(batches), ordering.bounds, 1) == rank]
 
 
 def _served(filled: float, nodes: int) -> float:

@@ -1,9 +1,7 @@
-"""CachedDataset: one line around any map-style dataset, and its samples are read from their source once."""
+"""Cache any map-style dataset in shared memory with one line around it: `CachedDataset`."""
 
 import contextlib
 import copy
-import dataclasses
-import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,36 +10,33 @@ from itertools import chain
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, Subset
 from tqdm import tqdm
 
 from stocache.cache.base import MISSING, SlotState
 from stocache.cache.batches import BatchSpec, LazyBatch
-from stocache.cache.options import OnBusy
+from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.placement import Placement
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
-from stocache.datasets.epochs import DatasetStats, Epochs
-from stocache.datasets.indexing import Combine, indices_in, way_to
-from stocache.datasets.loaders import BlockLoader, SampleLoader, admission_unit
-from stocache.datasets.probing import Probe, probe_samples
-from stocache.errors import ClosedError, DatasetError, LimitError, MismatchError, SampleError
-from stocache.samples.indices import check_index, check_indices, check_len, length_of
-from stocache.samples.record_encoder import Record
-from stocache.samples.spec import Structure
-from stocache.shm.named import DETAIL, identity_of
+from stocache.datasets.epochs import DatasetStats, EpochCounter
+from stocache.datasets.indexing import Collate, find_collate, indices_in
+from stocache.datasets.loaders import BlockLoader, SampleLoader
+from stocache.datasets.wrapping import SampleOptions, check_dataset, wrap
+from stocache.errors import ClosedError, DatasetError, LimitError
+from stocache.samples.indices import check_index, check_indices, length_of
 from stocache.system.children import in_children_or_here
 from stocache.system.deprecation import old_name, renamed_arguments
-from stocache.system.limits import parse_size, recommended_limit
 from stocache.system.ranks import is_first_rank
 from stocache.transforms import huggingface
 from stocache.transforms.part_transform import PartTransform, as_transform
-from stocache.transforms.planning import plan_split, warn_of_random_steps
-from stocache.transforms.splitting import Split
-
-logger = logging.getLogger("stocache")
 
 _Self = TypeVar("_Self", bound="CachedDataset")
+
+_LARGE = 1 << 16  # bytes of a sample
+
+_SAMPLE_ATTRIBUTES = frozenset({"transform", "transforms", "target_transform"})
+"""Attributes that samples are made with, by the conventions of torchvision and timm, whether or not the probe saw it."""
 
 
 class CachedDataset(Dataset[Any]):
@@ -50,65 +45,66 @@ class CachedDataset(Dataset[Any]):
         dataset = CachedDataset(ImageFolder("photos", transform=train_transform), size_limit_gib=32)
         loader = DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8)
 
-    The first epoch fills the cache while training runs; from the second on, only what did not fit is read from the dataset. The
-    samples, their order and the random numbers are those of the dataset without a cache: its transforms are split, the
-    deterministic beginning runs before the cache, and the rest after it (NOTE [ Splitting ]).
+    The first epoch fills the cache while training runs. From the second on, only samples that did not fit are read from the
+    dataset. The samples, their order and the random numbers are those of the dataset without a cache. Its transforms are split:
+    the deterministic beginning runs before the cache, the rest after it (NOTE [ Splitting ]).
 
     Args:
-        dataset: has ``__len__`` and ``__getitem__``: of torch, torchvision, Hugging Face, MONAI, or your own. Its samples must
-            be the same each time, but for its transforms: other randomness belongs into ``transform``. They may be any tree of
-            tensors, numpy arrays, numbers, str, bytes and None in containers (`RaggedCache` says which), and come back equal.
-        size_limit_gib: GiB for the cache on this machine, as for `SharedCache`; "auto" for what the machine can spare.
-        transform: called with each sample after the cache, and after the dataset's own transforms; what it returns is the
-            sample. It gets a private copy. Or a mapping from parts of the sample to functions of these: ``{0: augment}``,
+        dataset: has ``__len__`` and ``__getitem__``: of torch, torchvision, Hugging Face, MONAI, or your own. Apart from its
+            transforms, it must return the same samples each time; put other randomness into ``transform``. A sample is any tree
+            of tensors, numpy arrays, numbers, str, bytes and None in containers (`RaggedCache` lists them), and comes back
+            equal.
+        size_limit_gib: GiB for the cache on this machine; "auto" for what the machine can spare.
+        transform: called with each sample after the cache and after the dataset's own transforms; returns the final sample. It
+            gets a private copy. Or a mapping from parts of the sample to functions of them: ``{0: augment}``,
             ``{"image": augment}``.
-        name, persist, fingerprint, on_busy: as for `SharedCache`: to share the cache with other jobs, and later runs.
+        name, persist, fingerprint, on_busy: to share the cache with other jobs and later runs; see `CacheOptions`.
         placement: which samples are cached when all have one shape and not all fit: "scattered", evenly spread; "prefix", the
-            first; or a `Placement`: ``Placement.from_env()`` gives each of several machines its own. Samples of varying
-            size are kept in the order in which they come. In front of a `StorageDataset` of blocks, whole blocks are, and each
+            first; or a `Placement`: ``Placement.from_env()`` gives each of several machines its own part. Samples of varying
+            size are kept in the order in which they come. For a `StorageDataset` of blocks, whole blocks are cached, and each
             is read once for that (NOTE [ Admitting blocks ]).
-        variable: whether samples vary in size. None finds out. True keeps them in a `RaggedCache`, whatever they look like;
-            False in a `SharedCache`, which is faster, and needs one structure, dtypes and shapes.
-        probe: how many samples, evenly spread, to load for finding that out, in a child process; fewer where that takes long.
-            They are kept, unless they have to be timed for ``admission="cost"``. 0 loads none: samples are then kept as ones of
-            varying size.
-        example: a sample as the dataset returns it, in place of the probe: for datasets that are not ready yet
-            (``worker_init_fn`` makes them ready), or slow.
-        copy: False to return views of the cache itself where nothing is done to them afterwards: writing to one changes all
-            later epochs. With transforms after the cache samples are copied all the same.
-        split: False to leave all transforms of the dataset before the cache, as those are that cannot be followed.
-        cut: which of the deterministic steps at the beginning of a transform run before the cache: "latest", all; "smallest",
-            those after which a sample is smallest. None takes the latest cut at which all samples fit, else the smallest, but
-            for one that saves next to nothing.
-        store: "encoded" to cache the bytes of image files, and decode them after the cache: of datasets with a ``loader`` that
-            is called with a path, as torchvision's folders, and of Hugging Face's with images.
-        admission, codec, allow_pickle: as for `RaggedCache`, where "cost" and a codec lead to.
+        variable: whether samples vary in size. None finds out. True keeps them in a `RaggedCache` in any case; False in a
+            `SharedCache`, which is faster, and needs samples of one structure with the same dtypes and shapes.
+        probe: how many samples, evenly spread, to load in a child process to find that out; fewer where it takes long. They are
+            cached, unless they have to be timed for ``admission="cost"``. With 0, samples are cached as ones of varying size.
+        example: a sample as the dataset returns it, in place of the probe: for datasets that are slow, or not ready yet
+            (``worker_init_fn`` makes them ready).
+        copy: False returns views of the cache where no transform runs after it: writing to one changes all later epochs.
+            With transforms after the cache, samples are copied in any case.
+        split: False leaves all transforms of the dataset before the cache. Transforms that cannot be split stay there, too.
+        cut: how many of the deterministic steps at the beginning of a transform run before the cache: "latest", all;
+            "smallest", those after which a sample is smallest. None takes the latest cut at which all samples fit, else the
+            smallest, but not one that saves next to nothing.
+        store: "encoded" caches the bytes of image files, and decodes them after the cache: for datasets that call an attribute
+            ``loader`` with a path, such as torchvision's folders, and for datasets of Hugging Face with images.
+        admission, codec, allow_pickle: see `CacheOptions`. "cost" and a codec keep samples in a `RaggedCache`.
 
     Attributes:
-        dataset: the dataset within. Its own attributes (``classes``, ``targets``) are found here too, and set there.
+        dataset: the wrapped dataset. Its own attributes (``classes``, ``targets``) can be read and set here, too.
         cache: the `SharedCache` or `RaggedCache`.
-        after_cache: what was given as ``transform``; it may be set.
-        transform: that of the dataset; setting it splits it anew. Where the dataset has none, ``after_cache``.
+        after_cache: the ``transform`` argument. It may be set.
+        transform: the transform of the dataset; setting it splits it anew. Where the dataset has none, ``after_cache``.
 
     Raises:
-        DatasetError: the dataset is iterable, has no length, or is a mapping of other keys; ``transform`` is not callable, or
-            samples have no such part; the dataset raises an error of a kind that cannot leave the child process.
-        WorkerError: loading a sample ended the child process.
-        LimitError: the limit is no size, or too small; options that do not go together.
+        DatasetError: the dataset is iterable, has no length, or is a mapping with other keys; ``transform`` is not callable, or
+            samples have no such part; the dataset raises an error that cannot leave the child process.
+        WorkerError: the child process ended while it loaded a sample.
+        LimitError: the limit is not a size, or too small; options contradict each other.
         SampleError: the samples cannot be cached, or (``variable=False``) differ in shape.
         CodecError, CacheNameError, MismatchError, SegmentError: as for the caches.
 
-    Making it leaves the dataset as it is: samples are loaded in a child process (NOTE [ A child loads ]). A sample that does
-    not fit the cache later is served uncached and counted (``stats().total.rejected``), with one warning. What the dataset
-    raises passes through.
+    The constructor does not change the dataset: samples are loaded in a child process (NOTE [ A child loads ]). A later sample
+    that does not fit the cache is returned uncached and counted (``stats().total.rejected``), with one warning. Errors of the
+    dataset pass through.
 
-    Setting an attribute that the dataset has sets it there, unless its samples are made with it, and some are cached: that is a
-    `DatasetError`. So is setting a transform that begins in another way than those which cached samples were made with. Of a
-    Hugging Face dataset, ``select``, ``shuffle``, ``shard``, ``skip``, ``take`` and ``train_test_split`` return views of the
-    cached one, and what changes it or makes another is a `DatasetError`.
+    Setting an attribute of the dataset here sets it there. But it is a `DatasetError` when samples are made with the attribute
+    and some are cached; and when a transform does not begin like the one that cached samples were made with. For a Hugging Face
+    dataset, ``select``, ``shuffle``, ``shard``, ``skip``, ``take`` and ``train_test_split`` return views of the cached dataset;
+    methods that change it or make another one are a `DatasetError`.
     """
 
-    _hides_transforms = True  # of the dataset within: they are split here
+    _hides_transforms = True  # of the wrapped dataset: they are split here
+    _initialised = False
 
     @renamed_arguments(admit="admission")
     def __init__(
@@ -133,86 +129,36 @@ class CachedDataset(Dataset[Any]):
         codec: Literal["zstd", "lz4"] | None = None,
         allow_pickle: bool = False,
     ) -> None:
-        length = _check_dataset(dataset)
-        self.dataset = dataset  # first, for those that walk through the attributes: MONAI seeds what it finds in their order
+        self._len = check_dataset(dataset)
+        self.dataset = dataset  # before others that hold it: MONAI walks through the attributes in order, and seeds them
         self.after_cache = as_transform(transform)
-        self._fingerprint = fingerprint
-        self._len = length
-        self._rows: np.ndarray[Any, Any] | None = None  # of a view: the samples it has
-        self._whole: Any = None  # of a view: the dataset that they are loaded from
-        self._ways: dict[type, Combine | None] = {}  # how the dataset puts several samples together, by type of index
-        self._form: BatchSpec | None = None  # of batches that are to be read later; see reading_later
-        self._split: Split | None = None  # how samples are made in two parts; see NOTE [ Splitting ]
-        self._loader: SampleLoader | BlockLoader | Split = SampleLoader(dataset)
-        self._asked_copy = copy
-        if cut not in (None, "latest", "smallest") or store not in ("decoded", "encoded"):
-            raise LimitError(f"cut={cut!r}, store={store!r}: cut is 'latest' or 'smallest', store is 'decoded' or 'encoded'.")
-        if variable is False and (admission != "all" or codec is not None):
-            raise LimitError("admission='cost' and a codec are for samples of varying size. Leave variable=False out.")
-        switched_off = size_limit_gib != "auto" and parse_size(size_limit_gib) == 0
-        placed = placement if isinstance(placement, Placement) else Placement(placement)
-        unit = admission_unit(dataset) if admission == "all" and placed.unit == 1 and not switched_off else None
-        self._splits = split and unit is None and not switched_off and length > 0
-
-        def look() -> Probe:
-            if switched_off:
-                return Probe()
-            return _look_at(dataset, length, probe, example, variable, self._split.load if self._split is not None else None)
-
-        def make(found: Probe) -> SharedCache | RaggedCache:
-            own, told = fingerprint, "" if self._split is None else self._split.before_text()
-            if told and name is not None and isinstance(fingerprint, str | None):
-                own = f"{fingerprint or ''}{DETAIL}{told}"
-            options: dict[str, Any] = {"name": name, "persist": persist, "fingerprint": own, "on_busy": on_busy}
-            structure = _common_structure(found, True if admission != "all" or codec is not None else variable, allow_pickle)
-            if structure is not None:
-                its = placed if unit is None else dataclasses.replace(placed, unit=unit)
-                return SharedCache(size_limit_gib, length, structure, placement=its, **options)
-            if placed == Placement("scattered"):
-                return RaggedCache(
-                    size_limit_gib, length, admission=admission, codec=codec, allow_pickle=allow_pickle, **options
-                )
-            raise LimitError(
-                f"placement={placement!r} is for samples of one shape. Those of varying size are kept in the order in which "
-                f"they come; leave it out."
-            )
-
-        loads = bool(probe) and example is None
-        if store == "encoded" and not (split and loads and unit is None):
-            raise LimitError("store='encoded' is for samples that are probed and split. Leave probe=, example= and split= out.")
-        if self._splits and loads:
-            limit = recommended_limit(name is not None) if size_limit_gib == "auto" else parse_size(size_limit_gib)
-            self._plan = partial(plan_split, length=length, limit=limit, cut=cut, encoded=store == "encoded")
-            self._split = self._plan(dataset, wanted=_told_of(name))
-        elif self._splits:
-            warn_of_random_steps(dataset, "no sample was loaded" if example is None else "only an example is known")
-        found = look()
-        try:
-            self.cache = make(found)
-        except MismatchError:  # another process may have made it at this moment, and cut elsewhere
-            told = _told_of(name)
-            if self._split is None or told in (None, self._split.before_text()):
-                raise
-            self._split = self._plan(dataset, wanted=told)
-            found = look()
-            self.cache = make(found)
-        if self._splits and found.loaded_here:
-            warn_of_random_steps(dataset, "no child process can load its samples")
-        self._splits = self._split is not None
-        if self._split is not None and self._split.has_rest:
-            self._loader = self._split
-        self._reads, self._loaded_here, probed = found.reads, found.loaded_here, found.samples
+        self._fingerprint, self._copies = fingerprint, copy
+        self._rows: np.ndarray[Any, Any] | None = None  # of a view: its samples
+        self._whole: Any = None  # of a view: the dataset that has all samples
+        self._collates: dict[type, Collate | None] = {}  # how the dataset puts samples together, by the type of the index
+        self._batch_spec: BatchSpec | None = None  # of lazy batches; see with_lazy_batches
+        options = CacheOptions(
+            size_limit_gib,
+            name=name,
+            persist=persist,
+            fingerprint=fingerprint,
+            on_busy=on_busy,
+            admission=admission,
+            codec=codec,
+            allow_pickle=allow_pickle,
+        )
+        samples = SampleOptions(
+            placement=placement, variable=variable, probe=probe, example=example, split=split, cut=cut, store=store
+        )
+        wrapped = wrap(dataset, self._len, options, samples)
+        self.cache, self._loader = wrapped.cache, wrapped.loader
+        self._split, self._plan = wrapped.split, wrapped.plan
+        self._reads, self._loaded_here = wrapped.probe.reads, wrapped.probe.loaded_here
         if isinstance(self.after_cache, PartTransform) and not self._has_rest:
-            for sample in list(found.named.values())[:1]:
+            for sample in list(wrapped.probe.named.values())[:1]:
                 self.after_cache.check(sample)
-        if unit is not None:
-            self._loader = BlockLoader(dataset, self.cache)
-            if self.cache.stats().capacity_bytes and bool((self.cache.aux_array == SlotState.OOB).all()):
-                logger.warning("size_limit_gib=%s is less than a block of the storage: nothing is cached.", size_limit_gib)
-        elif admission == "all":  # else their cost would have to be known
-            self.cache.get_or_load_many(list(probed), lambda indices: [probed[idx] for idx in indices], strict=False)
-        self._epochs = Epochs(length, self.cache)
-        self._made = True  # from here on attributes are set where they are read; see __setattr__
+        self._epochs = EpochCounter(self._len, self.cache)
+        self._initialised = True
 
     @property
     def transform(self) -> Any:
@@ -221,16 +167,18 @@ class CachedDataset(Dataset[Any]):
 
     @property
     def _has_rest(self) -> bool:
+        """Whether transforms of the dataset run after the cache."""
         return self._split is not None and self._split.has_rest
 
     @property
-    def _gathers(self) -> bool:
-        """Whether batches are those of the cache as it has them."""
-        return not self._is_transformed and isinstance(self.cache, SharedCache)
+    def _is_transformed(self) -> bool:
+        """Whether any transforms run after the cache."""
+        return self.after_cache is not None or self._has_rest
 
     @property
-    def _is_transformed(self) -> bool:
-        return self.after_cache is not None or self._has_rest
+    def _gathers(self) -> bool:
+        """Whether batches can be gathered from the cache as they are."""
+        return not self._is_transformed and isinstance(self.cache, SharedCache)
 
     @property
     def _reads_in_turn(self) -> bool:
@@ -239,7 +187,12 @@ class CachedDataset(Dataset[Any]):
 
     @property
     def _copy(self) -> bool:
-        return self._asked_copy or self._is_transformed
+        return self._copies or self._is_transformed
+
+    @property
+    def _source(self) -> Any:
+        """The dataset that has all samples, of a view as well."""
+        return self.dataset if self._whole is None else self._whole
 
     # ------------------------------------------------------------------------------------------------ samples
 
@@ -249,7 +202,7 @@ class CachedDataset(Dataset[Any]):
         Raises:
             DatasetError: the dataset has become longer or shorter.
         """
-        self._epochs.look(self.cache)
+        self._epochs.update(self.cache)
         now = length_of(self.dataset)
         if now is not None and now != self._len:
             raise DatasetError(
@@ -261,18 +214,18 @@ class CachedDataset(Dataset[Any]):
     def __getitem__(self, idx: Any) -> Any:
         """Return sample ``idx``, from the cache or the dataset, transformed. A negative ``idx`` counts from the end.
 
-        A list, array, tensor or slice of indices, or a name of a column, gives what it gives of the dataset; made of cached
-        samples where the dataset makes it of its samples (see indexing.py).
+        A list, array, tensor or slice of indices, or the name of a column, returns what it returns of the dataset; made of
+        cached samples where the dataset makes it of its samples (see indexing.py).
 
         Raises:
             SampleIndexError: ``idx`` is outside the dataset, or cannot be an index.
-            DatasetError: the dataset has become longer or shorter; or there is a ``transform``, and what the dataset returns
+            DatasetError: the dataset has become longer or shorter; or there is a ``transform``, and the result of the dataset
                 for several indices is not made of its samples.
         """
         if not (type(idx) is int and 0 <= idx < self._len):
             if isinstance(idx, list | tuple | slice | range | str) or getattr(idx, "ndim", None):
-                return self._several(idx)
-            idx = self._from_end(idx)
+                return self._get_many(idx)
+            idx = self._check_index(idx)
         if self._rows is not None:
             idx = int(self._rows[idx])
         if self._split is not None and self._split.has_changed((idx,)):
@@ -285,19 +238,19 @@ class CachedDataset(Dataset[Any]):
         return sample if self.after_cache is None else self.after_cache(sample)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any] | LazyBatch:
-        """Return the samples ``indices``; hits in one gather, misses from the ``__getitems__`` of the dataset if it has one.
+        """Return the samples ``indices``. Hits come from one gather, misses from the ``__getitems__`` of the dataset if any.
 
         Raises:
-            SampleIndexError: an index is no integer or outside the dataset.
+            SampleIndexError: an index is not an integer, or is outside the dataset.
         """
         if len(indices) and (indices.min() if isinstance(indices, np.ndarray) else min(indices)) < 0:
-            indices = [self._from_end(idx) for idx in indices]
+            indices = [self._check_index(idx) for idx in indices]
         if self._rows is not None:
             indices = self._rows[check_indices(indices, self._len, "view")]
         if self._split is not None and self._split.has_changed(indices):
             self._follow_transforms()
-        if self._form is not None and self._gathers and isinstance(self.cache, SharedCache):
-            return LazyBatch(self.cache, indices, self._loader.load_many, self._form)
+        if self._batch_spec is not None and self._gathers and isinstance(self.cache, SharedCache):
+            return LazyBatch(self.cache, indices, self._loader.load_many, self._batch_spec)
         samples: Iterable[Any]
         if self._is_transformed and self._reads_in_turn:
             samples = self.cache.each(indices, self._loader.load_many, copy=self._copy, strict=False)
@@ -309,36 +262,35 @@ class CachedDataset(Dataset[Any]):
             samples = map(self.after_cache, samples)
         return samples if isinstance(samples, list) else list(samples)
 
-    def _several(self, key: Any) -> Any:
-        """Return what the dataset returns for several indices, or for a name."""
+    def _get_many(self, key: Any) -> Any:
+        """Return the result of the dataset for several indices, or for a name."""
         indices, kind = indices_in(key, self._len), type(key)
         if not indices or (self._has_rest and self.after_cache is None):
             return self.dataset[key]
-        cached: Any = indices if self._rows is None else self._rows[indices]
+        if self._rows is not None:
+            indices = self._rows[indices].tolist()
         if self._has_rest:
-            self._ways[kind] = None
-        elif kind not in self._ways:
-            answer = self.dataset[key]
-            self._ways[kind] = way_to(answer, self.cache.get_or_load_many(cached, self._loader.load_many, strict=False))
+            self._collates[kind] = None
+        elif kind not in self._collates:
+            result = self.dataset[key]
+            samples = self.cache.get_or_load_many(indices, self._loader.load_many, strict=False)
+            self._collates[kind] = find_collate(result, samples)
             if self.after_cache is None:
-                return answer
-        combine = self._ways[kind]
-        if combine is None:
+                return result
+        collate = self._collates[kind]
+        if collate is None:
             if self.after_cache is None:
                 return self.dataset[key]
             raise DatasetError(
                 f"{type(self.dataset).__name__}[{key!r:.50}] is not made of its samples, so transform= cannot run on it. Ask "
                 f"for one sample at a time, or leave the transform out."
             )
-        samples = self.cache.get_or_load_many(cached, self._loader.load_many, copy=self._copy, strict=False)
-        return combine(samples if self.after_cache is None else [self.after_cache(sample) for sample in samples])
+        samples = self.cache.get_or_load_many(indices, self._loader.load_many, copy=self._copy, strict=False)
+        return collate(samples if self.after_cache is None else [self.after_cache(sample) for sample in samples])
 
-    @property
-    def _source(self) -> Any:
-        return self.dataset if self._whole is None else self._whole
-
-    def _from_end(self, idx: Any) -> int:
-        with contextlib.suppress(TypeError):  # no integer; check_index says so
+    def _check_index(self, idx: Any) -> int:
+        """Return an index as an int that counts from the start."""
+        with contextlib.suppress(TypeError):  # not an integer; check_index says so
             idx = operator.index(idx)
             idx = idx + self._len if -self._len <= idx < 0 else idx
         if isinstance(idx, int) and idx >= self._len:
@@ -346,7 +298,7 @@ class CachedDataset(Dataset[Any]):
         return check_index(idx, self._len, "dataset")
 
     def prefetch_blocks(self, blocks: Iterable[int]) -> None:
-        """Have blocks of the storage read ahead, but for those that are cached; a `BlockSampler` says which."""
+        """Have the storage read blocks ahead, except those that are cached. A `BlockSampler` calls it."""
         self.dataset.prefetch_blocks(self._loader.uncached(blocks) if isinstance(self._loader, BlockLoader) else blocks)
 
     expect = old_name("expect", "prefetch_blocks")
@@ -354,14 +306,14 @@ class CachedDataset(Dataset[Any]):
     # ------------------------------------------------------------------------------------------------ the dataset's attributes
 
     def __getattr__(self, name: str) -> Any:
-        # Asked for what is not here; not during unpickling, when nothing is
+        # Called for attributes that are not here; during unpickling none are, not even the dataset
         if name.startswith("__") or "dataset" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         method = huggingface.cached_method(self.dataset, name, self._view)
         return getattr(self.dataset, name) if method is None else method
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_made" not in vars(self):
+        if not self._initialised:
             super().__setattr__(name, value)
         elif name in ("dataset", "cache"):
             raise DatasetError(f"{name} of a CachedDataset cannot be replaced: the cache has its samples. Make a new one.")
@@ -369,9 +321,9 @@ class CachedDataset(Dataset[Any]):
             super().__setattr__("after_cache", as_transform(value))
         elif name != "transform" and (name in vars(self) or hasattr(type(self), name) or not hasattr(self.dataset, name)):
             super().__setattr__(name, value)
-        elif self._splits and name in _MAKES_SAMPLES:
+        elif self._split is not None and name in _SAMPLE_ATTRIBUTES:
             self._set_transform(name, value)
-        elif name in self._reads | _MAKES_SAMPLES and getattr(self.dataset, name) is not value and self._holds_samples():
+        elif name in self._reads | _SAMPLE_ATTRIBUTES and getattr(self.dataset, name) is not value and self._holds_samples():
             raise DatasetError(
                 f"{name} of {type(self.dataset).__name__} cannot be set: its samples are made with it, and some are cached as "
                 f"they were. Set it before CachedDataset. What is to run after the cache goes into CachedDataset(..., "
@@ -390,7 +342,7 @@ class CachedDataset(Dataset[Any]):
             raise
 
     def _follow_transforms(self) -> None:
-        """Split anew where a transform of the dataset has been set or changed.
+        """Split anew when a transform of the dataset has been set or changed.
 
         Raises:
             DatasetError: cached samples were made with another beginning.
@@ -413,12 +365,21 @@ class CachedDataset(Dataset[Any]):
         return bool((self.cache.aux_array == SlotState.SET).any())
 
     def _view(self, dataset: Any, rows: np.ndarray[Any, Any]) -> "CachedDataset":
-        """Return this cached dataset with some of its samples; ``dataset`` is what has their attributes."""
-        view = copy.copy(self)
-        own = rows if self._rows is None else self._rows[rows]
-        epochs = Epochs(len(rows), self.cache)
-        vars(view).update(dataset=dataset, _rows=own, _whole=self._source, _len=len(rows), _ways={}, _epochs=epochs)
-        return view
+        """Return a view of some samples of this cached dataset; ``dataset`` has their attributes."""
+        return self._replace(
+            dataset=dataset,
+            _rows=rows if self._rows is None else self._rows[rows],
+            _whole=self._source,
+            _len=len(rows),
+            _collates={},
+            _epochs=EpochCounter(len(rows), self.cache),
+        )
+
+    def _replace(self: _Self, **attributes: Any) -> _Self:
+        """Return a shallow copy with other values of some attributes."""
+        replaced = copy.copy(self)
+        vars(replaced).update(attributes)
+        return replaced
 
     # ------------------------------------------------------------------------------------------------ filling ahead
 
@@ -426,20 +387,20 @@ class CachedDataset(Dataset[Any]):
         """Fill the cache now, and return `stats`.
 
         Args:
-            num_workers: child processes to load with; 0 is 1, for the dataset of this process stays as it is.
-            progress: show a bar (not on ranks above 0).
+            num_workers: child processes that load. 0 counts as 1, because the dataset of this process must not change.
+            progress: show a progress bar, except on ranks above 0.
 
         Raises:
             LimitError: ``num_workers`` is not a number of processes.
             WorkerError: a child died.
             Exception: what the dataset raises.
 
-        Ranks and jobs that share the cache may all call it: each begins at another place, and none loads what another does.
+        Ranks and jobs that share the cache may all call it. Each begins at another place, and each sample is loaded once.
         """
         if not isinstance(num_workers, int) or num_workers < 0:
             raise LimitError(f"num_workers={num_workers!r} is not a number of processes. Use 0 or more.")
         with tqdm(unit="sample", desc="warming the cache", disable=not (progress and is_first_rank())) as bar:
-            for _ in range(2):  # of samples admitted by cost, some are decided when they are asked for again
+            for _ in range(2):  # with admission by cost, some samples are admitted only at the second request
                 wanted = self._unfilled()
                 if bar.n and not self.cache.revises:
                     break
@@ -451,7 +412,7 @@ class CachedDataset(Dataset[Any]):
                 else:
                     batches = [wanted[at : at + 16] for at in range(0, len(wanted), 16)]
                 self._warm(batches, num_workers or 1, bar)
-        self._epochs.begin(self.cache)  # this was none
+        self._epochs.begin(self.cache)  # filling does not count as an epoch
         return self.stats()
 
     def _unfilled(self) -> list[int]:
@@ -471,7 +432,7 @@ class CachedDataset(Dataset[Any]):
             bar.update(count)
 
     def _fill(self, batches: list[list[int]]) -> Iterator[int]:
-        """Put samples into the cache, and yield how many, batch by batch."""
+        """Fill the cache with samples, and yield the size of each batch."""
         for batch in batches:
             for idx in batch:
                 if self.cache.aux_array[idx] == SlotState.EMPTY:
@@ -481,20 +442,20 @@ class CachedDataset(Dataset[Any]):
     # ------------------------------------------------------------------------------------------------ life
 
     def stats(self) -> DatasetStats:
-        """Return what happened in total and in each epoch, over all processes."""
-        self._epochs.look(self.cache)
+        """Return the counts of all processes, in total and for each epoch."""
+        self._epochs.update(self.cache)
         return DatasetStats(self.cache.stats(), self._epochs.stats(self.cache))
 
     def set_epoch(self, epoch: int) -> None:
-        """Say that an epoch begins, which `stats` otherwise finds out; tells the dataset too, if it wants to know."""
-        self._epochs.look(self.cache, begins=True)
+        """Begin an epoch, for `stats`, which otherwise finds epochs by itself; and in the dataset, if it has ``set_epoch``."""
+        self._epochs.update(self.cache, begins=True)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     def close(self) -> None:
-        """Close the cache. Twice is fine."""
+        """Close the cache. May be called twice."""
         with contextlib.suppress(ClosedError):
-            self._epochs.look(self.cache)
+            self._epochs.update(self.cache)
         self.cache.close()
 
     def __enter__(self: _Self) -> _Self:
@@ -508,107 +469,19 @@ class CachedDataset(Dataset[Any]):
 
 
 def with_lazy_batches(dataset: Any) -> Any:
-    """Return a copy of a dataset whose ``__getitems__`` reads nothing, but returns an `Unread`.
+    """Return a copy of a dataset whose ``__getitems__`` returns a `LazyBatch`, which has read nothing yet.
 
-    None where nothing can be gathered: it is no `CachedDataset`, nor a Subset of one, or has a transform, or samples vary.
+    None where batches cannot be gathered: ``dataset`` is not a `CachedDataset` nor a Subset of one, or has a transform, or its
+    samples vary in size.
     """
     if type(dataset) is Subset:
-        later = with_lazy_batches(dataset.dataset)
-    elif isinstance(dataset, CachedDataset) and dataset._gathers:
-        cache: Any = dataset.cache
-        later = BatchSpec.of(cache) if type(dataset).__getitems__ is CachedDataset.__getitems__ else None
-    else:
-        later = None
-    if later is None:
+        inner = with_lazy_batches(dataset.dataset)
+        if inner is None:
+            return None
+        subset = copy.copy(dataset)
+        subset.dataset = inner
+        return subset
+    if not isinstance(dataset, CachedDataset) or type(dataset).__getitems__ is not CachedDataset.__getitems__:
         return None
-    changed = copy.copy(dataset)
-    vars(changed)["_form" if isinstance(later, BatchSpec) else "dataset"] = later
-    return changed
-
-
-# ---------------------------------------------------------------------------------------------------- looking at the dataset
-
-_LARGE = 1 << 16  # bytes of a sample
-
-_MAKES_SAMPLES = frozenset({"transform", "transforms", "target_transform"})
-"""Attributes that samples are made with, by the conventions of torchvision and timm, whether or not the probe saw it."""
-
-
-def _check_dataset(dataset: Any) -> int:
-    """Return the length of a map-style dataset.
-
-    Raises:
-        DatasetError: it is not one.
-    """
-    kind = type(dataset).__name__
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        raise DatasetError(
-            f"{kind} has no samples by number, which a cache needs. Give a map-style dataset, with __len__ and __getitem__: "
-            f"list({kind.lower()}) where it fits in memory; of Hugging Face, load it with streaming=False."
-        )
-    try:
-        length = check_len(len(dataset))
-    except (TypeError, NotImplementedError) as error:
-        raise DatasetError(f"{kind} has no length, which a cache needs: {error}. Define __len__.") from error
-    if isinstance(dataset, Mapping) and not all(idx in dataset for idx in {0, length - 1} if length):
-        raise DatasetError(
-            f"{kind} is a mapping with the keys {list(dataset)!r:.100}, not with the indices 0 to {length - 1}. Wrap one of "
-            f"its values, CachedDataset({kind.lower()}[{next(iter(dataset))!r}]), or list({kind.lower()}.values())."
-        )
-    return length
-
-
-def _told_of(name: str | None) -> str | None:
-    """Return what ran before the cache of that name, if it is there."""
-    identity = identity_of(name) if name is not None else None
-    return None if identity is None else str(identity.get("fingerprint") or "").partition(DETAIL)[2]
-
-
-def _look_at(
-    dataset: Any, length: int, count: int, example: Any, variable: bool | None, load: Callable[[int], Any] | None
-) -> Probe:
-    """Return what is known of the samples: from an example, or the probe."""
-    if not isinstance(count, int) or count < 0:
-        raise LimitError(f"probe={count!r} is not a number of samples. Use 1 or more, or 0 for no probe.")
-    if example is not None:
-        return Probe(example=example)
-    if count:
-        return probe_samples(dataset, length, count, load)
-    if variable is False:
-        raise LimitError("variable=False needs to know what samples look like. Give example=sample, or leave probe=0 out.")
-    return Probe()
-
-
-def _common_structure(found: Probe, variable: bool | None, allow_pickle: bool) -> Structure | None:
-    """Return what the samples have in common when all are of one structure, with the same dtypes and shapes; else None.
-
-    Raises:
-        SampleError: none of them can be cached; or they differ, and ``variable`` is False.
-    """
-    samples = found.named
-    if not samples:
-        return None
-    names = f"probed samples {list(found.samples)}" if found.samples else "the example"
-    difference = "variable=True"
-    if variable is not True:
-        try:
-            structure = Structure.of(next(iter(samples.values())), exact=True)
-            for name, sample in samples.items():
-                structure.encode(sample, name)
-        except SampleError as error:
-            if variable is False:
-                raise
-            difference = str(error)
-        else:
-            logger.info("%s: all are %s", names, structure)
-            return structure
-    problems = []
-    for name, sample in samples.items():
-        try:
-            Record(sample, name, allow_pickle)
-        except SampleError as error:
-            problems.append(error)
-    if len(problems) == len(samples):
-        raise problems[0]
-    logger.info("%s: kept as samples of varying size (%s)", names, difference)
-    return None
+    spec = BatchSpec.of(dataset.cache) if dataset._gathers and isinstance(dataset.cache, SharedCache) else None
+    return None if spec is None else dataset._replace(_batch_spec=spec)

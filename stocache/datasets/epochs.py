@@ -1,11 +1,12 @@
-"""Statistics of a cached dataset, by epochs.
+"""Count what a cached dataset did in each epoch.
 
 NOTE [ Epochs ]
-    Samples are asked for in worker processes, which know nothing of epochs. The counters in shared memory know how many were
-    asked for by all processes together, and an epoch is as many as the dataset has samples. They are looked at in the main
-    process whenever it touches the dataset: samplers ask for its length when an epoch begins, and the one before is complete.
-    Up to 5 % may be missing (a last batch that is dropped) if two looks in a row find the same, as RandomSampler takes them. So
-    `stats` has an entry for each epoch, and it is logged, without a call in the training loop; `set_epoch` says it outright.
+    Samples are requested in worker processes, which do not know epochs. The counters in shared memory know how many samples all
+    processes have requested together, and one epoch is as many requests as the dataset has samples. The main process reads the
+    counters whenever it touches the dataset. Samplers ask for its length when an epoch begins, and by then the epoch before is
+    complete. Up to 5 % of the requests may be missing, because a last batch was dropped, if two readings in a row are equal:
+    RandomSampler asks twice. So `stats` has an entry for each epoch, and each epoch is logged, without a call in the training
+    loop. `set_epoch` begins one explicitly.
 """
 
 import logging
@@ -22,13 +23,13 @@ logger = logging.getLogger("stocache")
 
 @dataclass(frozen=True)
 class EpochStats:
-    """What happened in one epoch: in as many requests as the dataset has samples, by all processes that share the cache.
+    """The counts of one epoch: of as many requests as the dataset has samples, by all processes that share the cache.
 
     Attributes:
         hits: samples served from the cache.
         misses: samples read from the source.
         fills: samples newly cached.
-        seconds: how long it took.
+        seconds: duration of the epoch.
     """
 
     hits: int
@@ -38,57 +39,57 @@ class EpochStats:
 
     @property
     def hit_rate(self) -> float:
-        """Hits among all requests; 0 before the first."""
+        """Share of hits among all requests; 0 before the first request."""
         return self.hits / max(1, self.hits + self.misses)
 
 
 @dataclass(frozen=True)
 class DatasetStats:
-    """What a `CachedDataset` has done.
+    """The counts of a `CachedDataset`.
 
     Attributes:
-        total: since the cache was made, and what it holds.
-        epochs: one after the other; the last one may still be running.
+        total: the counts since the cache was made, and its content.
+        epochs: the counts of each epoch, in order; the last one may still be running.
     """
 
     total: CacheStats
     epochs: tuple[EpochStats, ...]
 
 
-class Epochs:
-    """Where one epoch ends and the next begins, for the process that makes it; see NOTE [ Epochs ]."""
+class EpochCounter:
+    """Finds the ends of epochs, in the process that made it; see NOTE [ Epochs ]."""
 
     def __init__(self, dataset_len: int, cache: SampleCache) -> None:
         self._dataset_len, self._pid = dataset_len, os.getpid()
-        self._over: list[EpochStats] = []
+        self._complete: list[EpochStats] = []
         self.begin(cache)
 
     def begin(self, cache: SampleCache) -> None:
-        """Begin an epoch; what came since the last one belongs to none."""
+        """Begin an epoch. Requests since the end of the last one are not counted."""
         self._began_at, self._began_with = time.monotonic(), cache.counts()
-        self._seen = -1  # requests at the last look
+        self._last_requests = -1  # at the last update
 
-    def look(self, cache: SampleCache, begins: bool = False) -> None:
-        """Close the running epoch if it is complete, or another one ``begins``."""
+    def update(self, cache: SampleCache, begins: bool = False) -> None:
+        """End the running epoch if it is complete, or if another one ``begins``."""
         if os.getpid() != self._pid:  # a worker
             return
         epoch = self._running(cache)
-        asked = epoch.hits + epoch.misses
-        complete = asked >= self._dataset_len or (asked >= 0.95 * self._dataset_len and asked == self._seen)
-        self._seen = asked
-        if asked and (complete or begins):
-            self._over.append(epoch)
+        requests = epoch.hits + epoch.misses
+        almost = requests >= 0.95 * self._dataset_len and requests == self._last_requests
+        self._last_requests = requests
+        if requests and (begins or almost or requests >= self._dataset_len):
+            self._complete.append(epoch)
             self.begin(cache)
             if is_first_rank():
                 logger.info(
-                    "epoch %d: %d samples asked for, %.1f %% from the cache, %d read from the dataset, %d newly cached, %.1f s",
-                    len(self._over), asked, 100 * epoch.hit_rate, epoch.misses, epoch.fills, epoch.seconds,
+                    "epoch %d: %d samples requested, %.1f %% from the cache, %d read from the dataset, %d newly cached, %.1f s",
+                    len(self._complete), requests, 100 * epoch.hit_rate, epoch.misses, epoch.fills, epoch.seconds,
                 )  # fmt: skip
 
     def stats(self, cache: SampleCache) -> tuple[EpochStats, ...]:
-        """Return all epochs, also the running one if it has begun."""
+        """Return the counts of all epochs; of the running one, too, if it has requests."""
         running = self._running(cache)
-        return (*self._over, running) if running.hits + running.misses else tuple(self._over)
+        return (*self._complete, running) if running.hits + running.misses else tuple(self._complete)
 
     def _running(self, cache: SampleCache) -> EpochStats:
         hits, misses, fills = (now - then for now, then in zip(cache.counts(), self._began_with, strict=True))

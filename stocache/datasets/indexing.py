@@ -1,8 +1,8 @@
-"""What a dataset returns for several indices at once, made of its samples.
+"""Answer an index of several samples with cached samples, in the form in which the dataset answers it.
 
-``dataset[[3, 1]]``, ``dataset[:8]``: what that is, every dataset decides by itself: a list of samples, their columns, their
-columns stacked. So the dataset is asked once, and its answer is compared with each way of putting the same samples together.
-With the way that gives it, bit for bit, further answers are made of cached samples. Where none does, the dataset is asked.
+Each dataset decides what ``dataset[[3, 1]]`` and ``dataset[:8]`` return: a list of samples, their columns, or their columns
+stacked. So the dataset is asked once, and its result is compared with each known way to collate the same samples. If one gives
+an equal result, bit for bit, later results are collated from cached samples. If none does, the dataset is asked each time.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ from stocache.errors import SampleError
 from stocache.samples.pytree import split
 from stocache.samples.record_encoder import Record
 
-Combine: TypeAlias = Callable[[Sequence[Any]], Any]
+Collate: TypeAlias = Callable[[Sequence[Any]], Any]
 
 
 def indices_in(key: Any, length: int) -> list[int] | None:
-    """Return the indices that a list, array, tensor or slice stands for; None where it stands for something else."""
+    """Return the indices that a list, array, tensor or slice stands for; None where it is not a valid index."""
     if isinstance(key, slice):
         try:
             return list(range(*key.indices(length)))
@@ -29,29 +29,29 @@ def indices_in(key: Any, length: int) -> list[int] | None:
             return None
     if not isinstance(key, list | tuple | range | np.ndarray | Tensor) or len(np.shape(key)) != 1:
         return None
-    index = np.asarray(key)
-    if index.dtype.kind not in "iu" or (index < -length).any() or (index >= length).any():
+    indices = np.asarray(key)
+    if indices.dtype.kind not in "iu" or (indices < -length).any() or (indices >= length).any():
         return None
-    return (index % length).tolist() if length else []
+    return (indices % length).tolist() if length else []
 
 
-def way_to(result: Any, samples: Sequence[Any]) -> Combine | None:
-    """Return the way to put ``samples`` together that gives ``result``; None where none of those known does."""
-    wanted = _bytes_of(result)
+def find_collate(result: Any, samples: Sequence[Any]) -> Collate | None:
+    """Return the function that collates ``samples`` to ``result``; None where no known one does."""
+    wanted = _comparable(result)
     if wanted is None:
         return None
-    for combine in _WAYS:
+    for collate in _COLLATES:
         try:
-            made = combine(samples)
-        except Exception:  # whatever stacking these raises
+            collated = collate(samples)
+        except Exception:  # whatever the samples raise when they are stacked
             continue
-        if type(made) is type(result) and _bytes_of(made) == wanted:
-            return combine
+        if type(collated) is type(result) and _comparable(collated) == wanted:
+            return collate
     return None
 
 
-def _bytes_of(value: Any) -> Any:
-    """Return all there is to a value, comparable; None where it has parts without bytes of their own."""
+def _comparable(value: Any) -> Any:
+    """Return the structure and the bytes of a value, to compare; None where it has parts that have no bytes of their own."""
     try:
         record = Record(value)
     except SampleError:
@@ -59,26 +59,26 @@ def _bytes_of(value: Any) -> Any:
     return record.skeleton, record.pack()
 
 
-def _columns(samples: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
-    """Return what holds the parts of each sample with their columns in place of the parts."""
-    parted = [split(sample) for sample in samples]
-    if parted[0] is None:
+def _collate_columns(samples: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
+    """Return the container of the samples with a column in place of each part; ``join`` makes the columns."""
+    flat = [split(sample) for sample in samples]
+    if flat[0] is None:
         return join(list(samples))
-    container = parted[0][0]
-    if any(its is None or its[0] != container for its in parted):
+    container = flat[0][0]
+    if any(parts is None or parts[0] != container for parts in flat):
         raise ValueError("the samples differ in structure")
-    columns = zip(*(its[1] for its in parted if its is not None), strict=True)
-    return container.unflatten_fn()([_columns(column, join) for column in columns])
+    columns = zip(*(parts[1] for parts in flat if parts is not None), strict=True)
+    return container.unflatten_fn()([_collate_columns(column, join) for column in columns])
 
 
-def _table(samples: Sequence[Any]) -> dict[Any, list[Any]]:
-    """Return a dict of lists, as Hugging Face's datasets do; of values that no format would have stacked."""
+def _collate_lists(samples: Sequence[Any]) -> dict[Any, list[Any]]:
+    """Return a dict of lists, as datasets of Hugging Face do; only of values that no format would have stacked."""
     if any(isinstance(value, Tensor | np.ndarray | np.generic) for sample in samples for value in sample.values()):
-        raise TypeError("they might have been stacked, if they had one shape")
+        raise TypeError("these might have been stacked if they had one shape")
     return {key: [sample[key] for sample in samples] for key in samples[0]}
 
 
-def _stacked(values: list[Any], numbers: Callable[[list[Any]], Any]) -> Any:
+def _stack(values: list[Any], numbers: Callable[[list[Any]], Any]) -> Any:
     if isinstance(values[0], Tensor):
         return torch.stack(values)
     if isinstance(values[0], np.ndarray | np.generic):
@@ -88,9 +88,9 @@ def _stacked(values: list[Any], numbers: Callable[[list[Any]], Any]) -> Any:
     return values
 
 
-_WAYS: tuple[Combine, ...] = (
+_COLLATES: tuple[Collate, ...] = (
     list,
     tuple,
-    _table,
-    *(partial(_columns, join=partial(_stacked, numbers=numbers)) for numbers in (list, torch.tensor, np.array)),
+    _collate_lists,
+    *(partial(_collate_columns, join=partial(_stack, numbers=numbers)) for numbers in (list, torch.tensor, np.array)),
 )

@@ -43,6 +43,8 @@ class SampleLoader:
 class BlockLoader:
     """Loads samples of a storage by the block where they may be cached; see NOTE [ Admitting blocks ]."""
 
+    __slots__ = ("_bounds", "_cache", "_dataset")
+
     def __init__(self, dataset: Any, cache: SampleCache) -> None:
         self._dataset, self._cache = dataset, cache
         self._bounds: np.ndarray[Any, Any] = dataset.block_bounds

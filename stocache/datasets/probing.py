@@ -1,10 +1,10 @@
-"""What samples look like: a few are loaded in a child process before the user's loop, and what that reads and draws is noted.
+"""Load a few samples in a child process, to learn what samples look like and what they are made with.
 
 NOTE [ What a sample is made of ]
     The first sample is loaded twice. If it differs the second time, or random numbers were drawn for it, something random runs
-    before the cache, which keeps its first outcome. The second time, the attributes of the dataset that are read for it are
-    noted: those are what cached samples were made with, so they must not be changed afterwards. Attributes that loading itself
-    sets (a file that is opened when it is first needed) are not among them.
+    before the cache, which keeps the first outcome. During the second load, all attributes of the dataset that are read are
+    recorded. Cached samples are made with these, so they must not be changed afterwards. Attributes that loading itself sets (a
+    file that is opened when it is first needed) are left out.
 """
 
 import contextlib
@@ -36,10 +36,10 @@ from stocache.system.rng import RngMonitor, preserve_rng_state
 
 logger = logging.getLogger("stocache")
 
-_BUDGET_S = 20.0  # after which no more samples are begun, once there are two
-_PATIENCE_S = 120.0  # for one sample; then do without
+_BUDGET_S = 20.0  # after which no further sample is begun, once there are two
+_PATIENCE_S = 120.0  # for one sample; then the probe ends without it
 
-_WAYS = (
+_ADVICE = (
     "This is the probe, which loads some samples in a child process before your loop, to see what they look like. If the "
     "dataset is made ready later (by worker_init_fn), give CachedDataset example=sample, one as the dataset returns it; or "
     "probe=0, and samples are kept as ones of varying size"
@@ -48,13 +48,13 @@ _WAYS = (
 
 @dataclass
 class Probe:
-    """What was found out.
+    """The result of a probe.
 
     Attributes:
-        samples: those that could be loaded, by index.
-        example: a sample that the user gave in place of these, or None.
+        samples: the loaded samples, by index.
+        example: a sample that the user gave in place of the probe, or None.
         reads: attributes of the dataset that samples are made with.
-        loaded_here: whether they were loaded in this process, as a child could not; None where none was loaded.
+        loaded_here: whether samples were loaded in this process, because a child could not; None where none was loaded.
     """
 
     samples: dict[int, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Probe:
 
     @property
     def named(self) -> dict[str, Any]:
-        """The samples by the names they have in errors."""
+        """The samples by their names in errors."""
         return (
             {f"sample {idx}": sample for idx, sample in self.samples.items()}
             if self.example is None
@@ -72,14 +72,14 @@ class Probe:
         )
 
 
-class _Began(NamedTuple):
-    """What a child says first: which sample it loads now."""
+class _Started(NamedTuple):
+    """Sent by the child before it loads a sample."""
 
     idx: int
 
 
 class _Loaded(NamedTuple):
-    """What a child sends of a sample: its record; or else what the dataset ``raised``, or why it cannot be cached."""
+    """Sent by the child after it loaded a sample: its record, or an error. ``raised``: by the dataset, not by packing."""
 
     idx: int
     record: PackedRecord | None = None
@@ -88,8 +88,8 @@ class _Loaded(NamedTuple):
     drawn: bool = False
 
 
-class _Again(NamedTuple):
-    """What a child sends of a sample that it has loaded twice."""
+class _LoadedAgain(NamedTuple):
+    """Sent by the child after it loaded a sample for the second time."""
 
     idx: int
     differs: bool
@@ -97,19 +97,19 @@ class _Again(NamedTuple):
 
 
 def probe_samples(dataset: Any, length: int, count: int, load: Callable[[int], Any] | None = None) -> Probe:
-    """Load ``count`` samples, evenly spread, in a child process; those that fail are left for later.
+    """Load ``count`` samples, evenly spread, in a child process. Samples that fail are left out.
 
     Args:
         load: called in place of ``dataset.__getitem__``, where cached samples are made in another way.
 
     Raises:
-        WorkerError: the child died before it had loaded one.
-        Exception: what the dataset raises, when all fail, with a message that says so.
+        WorkerError: the child died before it had loaded a sample.
+        Exception: all samples fail. The error of the first, with a message that names the probe.
     """
     indices = spread(length, count)
     if not indices:
         return Probe()
-    found, at = Probe(), None
+    found, started = Probe(), None
     load = partial(operator.getitem, dataset) if load is None else load
     errors: list[tuple[int, Exception, bool]] = []
     drawn: list[int] = []
@@ -117,31 +117,31 @@ def probe_samples(dataset: Any, length: int, count: int, load: Callable[[int], A
     try:
         with contextlib.closing(in_children([partial(_load_all, dataset, load, indices)], dataset, _PATIENCE_S)) as items:
             for item in items:
-                if isinstance(item, _Began):
-                    at = item.idx
-                elif isinstance(item, _Again):
+                if isinstance(item, _Started):
+                    started = item.idx
+                elif isinstance(item, _LoadedAgain):
                     found.reads = item.reads
                     differing += [item.idx] * item.differs
                 elif item.record is not None:
-                    found.samples[item.idx] = _sample(item.record)
+                    found.samples[item.idx] = _unpack(item.record)
                     drawn += [item.idx] * item.drawn
                 else:
                     errors.append((item.idx, rebuild(item.error), item.raised))
     except ChildError as error:
-        if at is None:
+        if started is None:
             return _probe_here(dataset, load, indices, error)
-        logger.warning("sample %d is not loaded after %.0f s. %s.", at, _PATIENCE_S, _WAYS)
+        logger.warning("sample %d is not loaded after %.0f s. %s.", started, _PATIENCE_S, _ADVICE)
     except WorkerError as error:
         if not found.samples:
-            raise WorkerError(f"probing sample {at}: {error} {_WAYS}.") from None
-        logger.warning("probing sample %s: %s", at, str(error))
+            raise WorkerError(f"probing sample {started}: {error} {_ADVICE}.") from None
+        logger.warning("probing sample %s: %s", started, str(error))
     if errors and not found.samples:
         idx, problem, raised = errors[0]
         if not raised:
             raise problem
         if loads_only_here(lambda: load(idx), problem):
             return _probe_here(dataset, load, indices, problem)
-        raise with_note(problem, f"probing sample {idx} of {type(dataset).__name__}. {_WAYS}. It raised")
+        raise with_note(problem, f"probing sample {idx} of {type(dataset).__name__}. {_ADVICE}. It raised")
     _warn_of_randomness(differing, drawn)
     found.loaded_here = False if found.samples else None
     return found
@@ -154,8 +154,8 @@ def _probe_here(dataset: Any, load: Callable[[int], Any], indices: list[int], re
         for idx in indices:
             try:
                 found.samples[idx] = load(idx)
-            except Exception as error:  # it is raised again when the sample is asked for
-                failure = with_note(error, f"probing sample {idx} of {type(dataset).__name__}. {_WAYS}. It raised")
+            except Exception as error:  # it is raised again when the sample is requested
+                failure = with_note(error, f"probing sample {idx} of {type(dataset).__name__}. {_ADVICE}. It raised")
     if failure is not None and not found.samples:
         raise failure
     return found
@@ -164,65 +164,64 @@ def _probe_here(dataset: Any, load: Callable[[int], Any], indices: list[int], re
 def _warn_of_randomness(differing: list[int], drawn: list[int]) -> None:
     if not differing and not drawn:
         return
-    what = "was different the second time it was loaded" if differing else "was made with random numbers"
+    finding = "was different the second time it was loaded" if differing else "was made with random numbers"
     logger.warning(
         "sample %d %s; every epoch will see the first version. Put random transforms into transform=.",
-        (differing or drawn)[0], what,
+        (differing or drawn)[0], finding,
     )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------- in the child
 
 
-def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> Iterator[_Began | _Loaded | _Again]:
-    began, loaded = time.monotonic(), 0
+def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> Iterator[_Started | _Loaded | _LoadedAgain]:
+    began, count = time.monotonic(), 0
     for idx in indices:
-        if loaded > 1 and time.monotonic() - began > _BUDGET_S:
+        if count > 1 and time.monotonic() - began > _BUDGET_S:
             return
-        yield _Began(idx)
-        before, watch = dict(_attributes(dataset)), RngMonitor()
+        yield _Started(idx)
+        before, monitor = dict(_attributes(dataset)), RngMonitor()
         try:
             sample = load(idx)
         except Exception as error:
             yield _Loaded(idx, error=describe(error), raised=True)
             continue
-        drawn = watch.changed()
+        drawn = monitor.changed()
         try:
             record = pack_sample(sample, f"sample {idx}")
         except SampleError as error:
             yield _Loaded(idx, error=describe(error))
             continue
         yield _Loaded(idx, record, drawn=drawn)
-        loaded += 1
-        if loaded == 1:
+        count += 1
+        if count == 1:
             # see NOTE [ What a sample is made of ]
             del sample
-            anew = {name for name, value in _attributes(dataset).items() if before.get(name, before) is not value}
-            yield _load_again(dataset, load, idx, record, anew)
+            new = {name for name, value in _attributes(dataset).items() if before.get(name, before) is not value}
+            yield _load_again(dataset, load, idx, record, new)
 
 
-def _load_again(dataset: Any, load: Callable[[int], Any], idx: int, first: PackedRecord, anew: set[str]) -> _Again:
-    reads, differs = _noted_reads(dataset), False
-    with contextlib.suppress(Exception):  # then it cannot be told
+def _load_again(dataset: Any, load: Callable[[int], Any], idx: int, first: PackedRecord, new: set[str]) -> _LoadedAgain:
+    reads, differs = _record_reads(dataset), False
+    with contextlib.suppress(Exception):  # then there is nothing to compare
         second = pack_sample(load(idx), f"sample {idx}")
         differs = not first.has_pickles and second != first
-    return _Again(idx, differs, frozenset(reads - anew))
+    return _LoadedAgain(idx, differs, frozenset(reads - new))
 
 
-def _noted_reads(dataset: Any) -> set[str]:
-    """Return the names of attributes of the dataset that are read from now on; in a child that goes on to nothing else."""
+def _record_reads(dataset: Any) -> set[str]:
+    """Return a set that collects the attributes of the dataset that are read from now on. Only for a child that then ends."""
     reads: set[str] = set()
     cls: Any = type(dataset)
     original, own = cls.__getattribute__, getattr(dataset, "__dict__", None)
 
     def __getattribute__(self: Any, name: str) -> Any:
-        if not name.startswith("__") and (
-            self is dataset or (own is not None and original(self, "__dict__") is own)
-        ):  # its twin
+        is_patched = own is not None and original(self, "__dict__") is own  # see NOTE [ Patched datasets ]
+        if not name.startswith("__") and (self is dataset or is_patched):
             reads.add(name)
         return original(self, name)
 
-    with contextlib.suppress(TypeError):  # of a built-in class, whose instances have none
+    with contextlib.suppress(TypeError):  # of a built-in class, whose objects have no attributes
         cls.__getattribute__ = __getattribute__
     return reads
 
@@ -231,7 +230,7 @@ def _attributes(dataset: Any) -> dict[str, Any]:
     return getattr(dataset, "__dict__", {})
 
 
-def _sample(record: PackedRecord) -> Any:
+def _unpack(record: PackedRecord) -> Any:
     skeleton, data, integers = record
     address = np.frombuffer(data, np.uint8).ctypes.data if data else 0
     return reader_of(skeleton, True)(data, address, 0, len(data), tuple(integers), True)

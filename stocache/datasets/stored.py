@@ -1,4 +1,4 @@
-"""StorageDataset: the samples of a storage, or some of them, as a dataset."""
+"""Use the samples of a storage, or some of them, as a dataset: `StorageDataset`."""
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -16,19 +16,19 @@ TSample = TypeVar("TSample", covariant=True)
 
 
 class StorageDataset(Dataset[TSample]):
-    """Those samples of a storage whose numbers are ``indices``.
+    """The samples of a storage at ``indices``, as a dataset.
 
-    A sample has a *global* index, by which the storage knows it, and in this dataset a *local* one: local index i is global
-    index ``indices[i]``.
+    A sample has a *global* index in the storage, and a *local* index in this dataset: local index i is global index
+    ``indices[i]``.
 
     Args:
-        storage: prepared, or to be prepared before the first sample is asked for (then give ``indices``).
-        indices: global indices, a list, range or array; None for all, of a storage that has a length. Sorted ones keep the
-            samples of a block together, which lets a cache in front admit whole blocks.
+        storage: is prepared, or will be prepared before the first sample is requested; in that case give ``indices``.
+        indices: global indices, a list, range or array. None takes all samples of a storage that has a length. Sorted indices
+            keep the samples of a block together, so that a cache in front can admit whole blocks.
 
     Raises:
         DatasetError: ``indices`` is None, and the storage has no length.
-        SampleIndexError: an index is no integer, or outside a storage that has a length.
+        SampleIndexError: an index is not an integer, or is outside a storage that has a length.
 
     Source: the article on block storage in PyTorch Lightning.
     """
@@ -48,25 +48,25 @@ class StorageDataset(Dataset[TSample]):
         return len(self.indices)
 
     def __getitem__(self, idx: int) -> TSample:
-        """Return the sample of local index ``idx``; a negative one counts from the end.
+        """Return the sample at local index ``idx``. A negative ``idx`` counts from the end.
 
         Raises:
-            IndexError: there is none.
-            DamagedError: it is not as it was written.
+            IndexError: ``idx`` is outside the dataset.
+            DamagedError: the sample is not as it was written.
         """
         return self.storage.load_sample(int(self.indices[idx]))
 
     def __getitems__(self, indices: Sequence[int]) -> list[TSample]:
-        """Return the samples of local ``indices``; of those that are all of one block, the block read once."""
-        wanted = [int(self.indices[idx]) for idx in indices]
+        """Return the samples at local ``indices``. If they are half of one block or more, the block is read once."""
+        wanted = [int(self.indices[idx]) for idx in indices]  # global indices
         size = getattr(self.storage, "block_size", None)
-        if size is None or len(wanted) < max(2, size // 2) or len({number // size for number in wanted}) > 1:
-            return [self.storage.load_sample(number) for number in wanted]
+        if size is None or len(wanted) < max(2, size // 2) or len({idx // size for idx in wanted}) > 1:
+            return [self.storage.load_sample(idx) for idx in wanted]
         block: list[TSample] = self.storage.load_block(wanted[0] // size)  # type: ignore[attr-defined]
-        return [block[number % size] for number in wanted]
+        return [block[idx % size] for idx in wanted]
 
     def prefetch_blocks(self, blocks: Iterable[int]) -> None:
-        """Have blocks of the storage read ahead, if it can; a `BlockSampler` says which."""
+        """Have the storage read blocks ahead, if it can. A `BlockSampler` calls it."""
         prefetch = getattr(self.storage, "prefetch_blocks", None)
         if prefetch is not None:
             prefetch(blocks)
@@ -75,9 +75,9 @@ class StorageDataset(Dataset[TSample]):
 
     @cached_property
     def block_bounds(self) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-        """Where, among the local indices, each block begins, and the last one ends.
+        """The local indices at which the blocks begin, and the end of the last block.
 
-        None when the storage has no blocks, or the samples of one are not next to each other here.
+        None when the storage has no blocks, or the samples of a block are not next to each other in this dataset.
         """
         size = getattr(self.storage, "block_size", None)
         if size is None or not len(self.indices):

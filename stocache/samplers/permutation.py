@@ -1,11 +1,11 @@
-"""Random orders that take no memory: which number stands at a place is computed.
+"""Compute random permutations that take no memory: each number of the order is computed from its place.
 
 NOTE [ Permutations ]
-    A shuffled list of 10^9 numbers takes 8 GB, in every rank. A Feistel network is a permutation by construction, whatever its
-    round function: the bits of a number are split into two parts, and in each round one part is mixed with a hash of the other,
-    which can be undone. It permutes the 2^k numbers of k bits; from those that are no numbers below n one walks on along the
-    cycle, with less than two steps on the average, until one is (Black and Rogaway, "Ciphers with arbitrary finite domains",
-    2002). Rounds of a good hash make it as random as one can tell (Luby and Rackoff, 1988).
+    A shuffled list of 10^9 numbers takes 8 GB in every rank. A Feistel network is a permutation by construction, whatever its
+    round function is: it splits the bits of a number into two parts, and each round mixes one part with a hash of the other,
+    which can be undone. It permutes the 2^k numbers of k bits. A result of n or more is put through the network again, until it
+    is below n, which takes less than two steps on average (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    With a good hash, the result cannot be told from a random permutation (Luby and Rackoff, 1988).
 """
 
 from typing import Any
@@ -14,53 +14,55 @@ import numpy as np
 
 from stocache.errors import LimitError
 
-LISTED = 1 << 24
-"""Up to so many samples, orders are lists; of more, they are computed."""
+MAX_LISTED = 1 << 24
+"""Orders of at most this many samples are lists; longer ones are computed."""
 
-_ROUNDS = 8  # even, so that the parts end up where they were
-_CHUNK = 1 << 15  # numbers at a time: what the processor has close by
+_ROUNDS = 8  # even, so that the two parts end where they began
+_CHUNK = 1 << 15  # numbers at a time, which fit the processor's cache
 
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
+Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Permutation:
-    """The numbers 0 to n - 1 in a random order, of which any stretch is computed by itself.
+    """The numbers 0 to n - 1 in a random order. Any stretch of it can be computed alone.
 
     Args:
-        n: how many numbers, up to 2^62.
-        key: integers of 0 or more. The order depends on them and on ``n``, and on nothing else.
+        n: how many numbers, at most 2^62.
+        key: integers, 0 or more. The order depends only on the key and on ``n``.
 
     Raises:
-        LimitError: ``n`` or the key are none.
+        LimitError: ``n`` or the key is out of range.
 
-    Some 50 ns for each number that is asked for, or for twice as many just above a power of two.
+    Takes about 50 ns for each requested number; up to twice as long for an ``n`` just above a power of two.
     """
 
     def __init__(self, n: int, *key: int) -> None:
         if not (isinstance(n, int) and 0 <= n <= 2**62):
-            raise LimitError(f"n={n!r} is no number of numbers from 0 to 2^62.")
+            raise LimitError(f"n must be between 0 and 2**62, got {n!r}.")
         if not all(isinstance(part, int) and part >= 0 for part in key):
-            raise LimitError(f"key={key!r} is not of integers of 0 or more.")
+            raise LimitError(f"key must be integers of 0 or more, got {key!r}.")
         self._len = n
         bits = max(2, (n - 1).bit_length())
         self._low = bits // 2  # bits of the part that is hashed first; the other part has as many, or one more
         self._high = bits - self._low
-        told_apart = [len(key), *(word for part in key for word in (part.bit_length(), part))]  # (0, 1), (2^32,) and (0, 1, 0)
-        words = np.random.SeedSequence(told_apart).generate_state(2 * _ROUNDS, np.uint32)
+        # with lengths, to tell the keys (0, 1), (2^32,) and (0, 1, 0) apart
+        entropy = [len(key), *(word for part in key for word in (part.bit_length(), part))]
+        words = np.random.SeedSequence(entropy).generate_state(2 * _ROUNDS, np.uint32)
         self._keys = [(int(a), int(b)) for a, b in words.reshape(-1, 2)]
 
     def __len__(self) -> int:
         return self._len
 
-    def at(self, places: Numbers) -> Numbers:
-        """Return the numbers that stand at these places, from 0 to n - 1."""
-        return self._walked(places, self._encrypt)
+    def at(self, places: Indices) -> Indices:
+        """Return the numbers at these places of the order; places count from 0 to n - 1."""
+        return self._walk(places, self._encrypt)
 
-    def places(self, numbers: Numbers) -> Numbers:
-        """Return the places at which these numbers stand."""
-        return self._walked(numbers, self._decrypt)
+    def places(self, numbers: Indices) -> Indices:
+        """Return the places of these numbers in the order."""
+        return self._walk(numbers, self._decrypt)
 
-    def _walked(self, numbers: Numbers, step: Any) -> Numbers:
+    def _walk(self, numbers: Indices, step: Any) -> Indices:
+        """Return the results of a step, repeated for each number until the result is below n."""
         out = _by_chunks(step, numbers)
         outside = np.flatnonzero(out >= self._len)
         while len(outside):
@@ -69,29 +71,29 @@ class Permutation:
             outside = outside[again >= self._len]
         return out
 
-    def _encrypt(self, numbers: Numbers) -> Numbers:
+    def _encrypt(self, numbers: Indices) -> Indices:
         left, right = self._split(numbers)
         for number in range(_ROUNDS):
-            left, right = right, self._mixed(left, right, number)
-        return self._joined(left, right)
+            left, right = right, self._mix(left, right, number)
+        return self._join(left, right)
 
-    def _decrypt(self, numbers: Numbers) -> Numbers:
+    def _decrypt(self, numbers: Indices) -> Indices:
         left, right = self._split(numbers)
         for number in reversed(range(_ROUNDS)):
-            left, right = self._mixed(right, left, number), left
-        return self._joined(left, right)
+            left, right = self._mix(right, left, number), left
+        return self._join(left, right)
 
-    def _split(self, numbers: Numbers) -> tuple[Any, Any]:
+    def _split(self, numbers: Indices) -> tuple[Any, Any]:
         return (numbers >> self._low).astype(np.uint32), (numbers & (1 << self._low) - 1).astype(np.uint32)
 
-    def _joined(self, left: Any, right: Any) -> Numbers:
-        joined: Numbers = left.astype(np.int64)
+    def _join(self, left: Any, right: Any) -> Indices:
+        joined: Indices = left.astype(np.int64)
         joined <<= self._low
         joined |= right
         return joined
 
-    def _mixed(self, part: Any, other: Any, number: int) -> Any:
-        """Return ``part``, mixed in this round with a hash of ``other``: the finalizer of MurmurHash3 (A. Appleby)."""
+    def _mix(self, part: Any, other: Any, number: int) -> Any:
+        """Return ``part``, mixed with a hash of ``other`` in round ``number``: the finalizer of MurmurHash3 (A. Appleby)."""
         offset, factor = self._keys[number]
         width = self._low if number % 2 else self._high
         hashed = other + np.uint32(offset)
@@ -106,7 +108,7 @@ class Permutation:
         return hashed
 
 
-def _by_chunks(step: Any, numbers: Numbers) -> Numbers:
+def _by_chunks(step: Any, numbers: Indices) -> Indices:
     out = np.empty(len(numbers), np.int64)
     for begin in range(0, len(numbers), _CHUNK):
         out[begin : begin + _CHUNK] = step(numbers[begin : begin + _CHUNK])

@@ -557,7 +557,7 @@ def test_stats_and_the_log_have_an_entry_for_each_epoch(caplog):
         assert cached.stats().total.fills == N // 2
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("epoch")]
     assert len(lines) == 3
-    assert lines[1].startswith("epoch 2: 48 samples asked for, 50.0 % from the cache, 24 read from the dataset, 0 newly cached")
+    assert lines[1].startswith("epoch 2: 48 samples requested, 50.0 % from the cache, 24 read from the dataset, 0 newly cached")
 
 
 def test_epochs_of_which_the_last_batch_is_dropped_are_told_apart():

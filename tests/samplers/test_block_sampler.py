@@ -176,7 +176,7 @@ def test_a_loader_resumes_it_after_an_epoch_that_was_broken_off(workers, stop):
         ({"window": 1.5}, r"window=1\.5"),
         ({"seed": -1}, "seed=-1"),
         ({"world_size": 0}, "world_size=0"),
-        ({"rank": 2, "world_size": 2}, "rank=2 is none of world_size=2"),
+        ({"rank": 2, "world_size": 2}, "rank=2 is out of range for world_size=2"),
         ({"rank": -1}, "rank=-1"),
     ],
 )
@@ -219,8 +219,8 @@ def test_a_range_is_ordered_as_the_list_of_its_numbers(start, count, block_size,
 
 @pytest.mark.parametrize("listed", [range(10), [3, 1, 2]])
 def test_orders_of_more_than_the_limit_are_computed(listed, monkeypatch):
-    monkeypatch.setattr("stocache.samplers.block.LISTED", 0)
-    monkeypatch.setattr("stocache.samplers.block._AHEAD", 2)
+    monkeypatch.setattr("stocache.samplers.block.MAX_LISTED", 0)
+    monkeypatch.setattr("stocache.samplers.block._AT_ONCE", 2)
     samplers = [BlockSampler(listed, 2, True, window=2, rank=rank, world_size=2) for rank in range(2)]
     epochs = [list(itertools.chain(*samplers)) for _ in range(5)]
     assert all(sorted(epoch) == list(range(len(listed))) for epoch in epochs)

@@ -18,7 +18,7 @@ from torch.utils.data import DistributedSampler, Subset
 import stocache
 from stocache import LimitError, LocalityDistributedSampler, Placement, SharedCache, StateError
 from stocache.cache.placement import BlockBounds, residency
-from stocache.samplers.assignment import share_out
+from stocache.samplers.assignment import assign_ranks
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
@@ -97,7 +97,7 @@ def test_a_node_keeps_what_stands_first_in_its_part_and_gives_away_the_rest(node
     width = nodes * per_node * batch_size
     bounds = np.array([node * 1000 // nodes for node in range(nodes + 1)])
     positions = np.array([random.sample(range(1000), width) for _ in range(steps)])
-    ranks = share_out(positions, bounds, per_node)
+    ranks = assign_ranks(positions, bounds, per_node)
     for at, rank in zip(positions, ranks, strict=True):
         assert (np.bincount(rank, minlength=nodes * per_node) == batch_size).all()
         for node in range(nodes):
@@ -289,7 +289,7 @@ def test_a_state_of_another_order_is_an_error():
     with pytest.raises(StateError, match="global_batch_size=8"):
         LocalityDistributedSampler(range(40), 8, **options).load_state_dict(state)
     next(iter(sampler))
-    with pytest.raises(StateError, match="of within a batch of 4"):
+    with pytest.raises(StateError, match="within a batch of 4"):
         LocalityDistributedSampler(range(40), 8, num_replicas=1, rank=0).load_state_dict(sampler.state_dict())
 
 
@@ -376,11 +376,11 @@ def test_it_draws_no_random_numbers_and_trainers_take_it():
         ({"batch_size": 2.0}, r"batch_size=2\.0"),
         ({"seed": -1}, "seed=-1"),
         ({"num_replicas": 0}, "num_replicas=0"),
-        ({"rank": 4}, "rank=4 is none of num_replicas=4"),
-        ({"num_nodes": 3}, "for 2 nodes, and there are 3"),
-        ({"placement": Placement(nodes=3)}, "num_replicas=4 are not as many on each of 3 nodes"),
-        ({"placement": Placement(nodes=8)}, "not as many on each of 8 nodes"),
-        ({"node_rank": 1}, "node_rank says node 1, but rank 0 of 4, 2 on each node, is of node 0"),
+        ({"rank": 4}, "rank=4 is out of range for num_replicas=4"),
+        ({"num_nodes": 3}, "for 2 nodes, but there are 3"),
+        ({"placement": Placement(nodes=3)}, "num_replicas=4 cannot be divided evenly among 3 nodes"),
+        ({"placement": Placement(nodes=8)}, "cannot be divided evenly among 8 nodes"),
+        ({"node_rank": 1}, "node_rank says node 1, but rank 0 of 4, 2 on each node, is on node 0"),
         ({"stratify": True}, "stratify needs shuffle=True, and a CachedDataset"),
         ({"placement": Placement("prefix", BlockBounds([0, 7]), nodes=2)}, "units of 7 samples, the dataset has 40"),
         ({"dataset": Subset(range(40), range(3))}, "CachedDataset around the Subset"),
@@ -395,7 +395,7 @@ def test_options_that_do_not_go_together_are_errors(options, message):
 def test_a_cache_of_another_placement_is_an_error(monkeypatch):
     dataset = Numbers(40, 10, Placement("scattered", node=1, nodes=2))
     with dataset.cache:
-        with pytest.raises(LimitError, match=r"placement=Placement\(.*and the cache of the dataset has Placement\("):
+        with pytest.raises(LimitError, match=r"placement=Placement\(.*but the cache of the dataset has Placement\("):
             LocalityDistributedSampler(dataset, 2, placement=Placement("prefix", nodes=2), num_replicas=2, rank=1)
         with pytest.raises(LimitError, match="the placement of the cache says node 1, but rank 0"):
             LocalityDistributedSampler(dataset, 2, num_replicas=2, rank=0)
@@ -404,7 +404,7 @@ def test_a_cache_of_another_placement_is_an_error(monkeypatch):
     with pytest.raises(LimitError, match="the launcher says node 0, but rank 1"):
         LocalityDistributedSampler(range(40), 2, num_replicas=2, rank=1)
     dataset = Numbers(40, 10, Placement("scattered"))
-    with dataset.cache, pytest.raises(LimitError, match=r"for 1 nodes, and there are 2.*Placement\.here\(\)"):
+    with dataset.cache, pytest.raises(LimitError, match=r"for 1 nodes, but there are 2.*Placement\.from_env\(\)"):
         LocalityDistributedSampler(dataset, 2, num_replicas=2, rank=0)
 
 

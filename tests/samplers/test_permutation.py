@@ -92,11 +92,11 @@ def test_keys_that_differ_little_make_orders_that_have_nothing_in_common():
 
 @pytest.mark.parametrize("arguments", [(-1,), (2.0,), (2**62 + 1,)])
 def test_numbers_that_are_none_are_errors(arguments):
-    with pytest.raises(LimitError, match="is no number of numbers from 0 to 2\\^62"):
+    with pytest.raises(LimitError, match="n must be between 0 and 2\\*\\*62"):
         Permutation(*arguments)
 
 
 @pytest.mark.parametrize("key", [-1, "a", 0.5])
 def test_keys_that_are_none_are_errors(key):
-    with pytest.raises(LimitError, match="is not of integers of 0 or more"):
+    with pytest.raises(LimitError, match="key must be integers of 0 or more"):
         Permutation(5, key)

@@ -1,0 +1,226 @@
+"""Prepare a dataset for caching: look at some samples, plan where its transforms are split, and make the cache."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from torch.utils.data import IterableDataset
+
+from stocache.cache.base import SlotState
+from stocache.cache.options import CacheOptions
+from stocache.cache.placement import Placement
+from stocache.cache.ragged import RaggedCache
+from stocache.cache.shared import SharedCache
+from stocache.datasets.loaders import BlockLoader, SampleLoader, admission_unit
+from stocache.datasets.probing import Probe, probe_samples
+from stocache.errors import DatasetError, LimitError, MismatchError, SampleError
+from stocache.samples.indices import check_len
+from stocache.samples.record_encoder import Record
+from stocache.samples.spec import Structure
+from stocache.shm.named import DETAIL, identity_of
+from stocache.system.limits import parse_size, recommended_limit
+from stocache.transforms.planning import plan_split, warn_of_random_steps
+from stocache.transforms.splitting import Split
+
+logger = logging.getLogger("stocache")
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """Which samples of a dataset are cached, and in which form. `CachedDataset` describes the options.
+
+    Raises:
+        LimitError: an option is unknown.
+    """
+
+    placement: Literal["prefix", "scattered"] | Placement = "scattered"
+    variable: bool | None = None
+    probe: int = 8
+    example: Any = None
+    split: bool = True
+    cut: Literal["latest", "smallest"] | None = None
+    store: Literal["decoded", "encoded"] = "decoded"
+
+    def __post_init__(self) -> None:
+        if self.cut not in (None, "latest", "smallest") or self.store not in ("decoded", "encoded"):
+            raise LimitError(
+                f"cut={self.cut!r}, store={self.store!r}: cut is 'latest' or 'smallest', store is 'decoded' or 'encoded'."
+            )
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """The parts of a `CachedDataset` that depend on its samples.
+
+    Attributes:
+        probe: the samples that were loaded.
+        split: how samples are made in two parts, or None; see NOTE [ Splitting ].
+        plan: called with a dataset to split its transforms anew; the arguments of `plan_split`.
+        loader: loads the samples that the cache misses.
+    """
+
+    cache: SharedCache | RaggedCache
+    probe: Probe
+    split: Split | None
+    plan: Callable[..., Split | None]
+    loader: SampleLoader | BlockLoader | Split
+
+
+def wrap(dataset: Any, length: int, options: CacheOptions, samples: SampleOptions) -> Wrapped:
+    """Return the cache for a dataset of ``length`` samples, filled with the probed ones, and what loads the others.
+
+    Raises:
+        DatasetError, WorkerError, LimitError, SampleError: as `CachedDataset`, and as the caches.
+    """
+    return _Wrapper(dataset, length, options, samples).wrap()
+
+
+class _Wrapper:
+    def __init__(self, dataset: Any, length: int, options: CacheOptions, samples: SampleOptions) -> None:
+        self._dataset, self._length, self._options, self._samples = dataset, length, options, samples
+        ragged = options.admission != "all" or options.codec is not None
+        if samples.variable is False and ragged:
+            raise LimitError("admission='cost' and a codec are for samples of varying size. Leave variable=False out.")
+        self._variable = True if ragged else samples.variable
+        placement = samples.placement
+        self._placement = placement if isinstance(placement, Placement) else Placement(placement)
+        size = options.size_limit_gib
+        self._caches = size == "auto" or parse_size(size) > 0
+        by_block = self._caches and options.admission == "all" and self._placement.unit == 1
+        self._unit = admission_unit(dataset) if by_block else None
+        self._probes = bool(samples.probe) and samples.example is None
+        self._splits = samples.split and self._unit is None and self._caches and length > 0
+        encoded = samples.store == "encoded"
+        if encoded and not (samples.split and self._probes and self._unit is None):
+            raise LimitError("store='encoded' is for samples that are probed and split. Leave probe=, example= and split= out.")
+        limit = 0
+        if self._splits:
+            limit = recommended_limit(options.name is not None) if size == "auto" else parse_size(size)
+        self._plan = partial(plan_split, length=length, limit=limit, cut=samples.cut, encoded=encoded)
+
+    def wrap(self) -> Wrapped:
+        split = None
+        if self._splits and self._probes:
+            split = self._plan(self._dataset, wanted=_read_before_text(self._options.name))
+        elif self._splits:
+            reason = "no sample was loaded" if self._samples.example is None else "only an example is known"
+            warn_of_random_steps(self._dataset, reason)
+        try:
+            probe, cache = self._make_cache(split)
+        except MismatchError:  # another process may have made it at this moment, and cut elsewhere
+            wanted = _read_before_text(self._options.name)
+            if split is None or wanted in (None, split.before_text()):
+                raise
+            split = self._plan(self._dataset, wanted=wanted)
+            probe, cache = self._make_cache(split)
+        if self._splits and probe.loaded_here:
+            warn_of_random_steps(self._dataset, "no child process can load its samples")
+        if self._unit is None and self._options.admission == "all":  # by cost, only timed samples are kept
+            cache.get_or_load_many(list(probe.samples), lambda indices: [probe.samples[idx] for idx in indices], strict=False)
+        return Wrapped(cache, probe, split, self._plan, self._make_loader(cache, split))
+
+    def _make_cache(self, split: Split | None) -> tuple[Probe, SharedCache | RaggedCache]:
+        probe = self._look(split) if self._caches else Probe()
+        options = self._options
+        before = "" if split is None else split.before_text()
+        if before and options.name is not None:
+            options = dataclasses.replace(options, fingerprint=f"{options.fingerprint or ''}{DETAIL}{before}")
+        structure = _common_structure(probe, self._variable, options.allow_pickle)
+        if structure is not None:
+            placement = self._placement if self._unit is None else dataclasses.replace(self._placement, unit=self._unit)
+            return probe, SharedCache.from_options(options, self._length, structure, placement=placement)
+        if self._placement == Placement("scattered"):
+            return probe, RaggedCache.from_options(options, self._length)
+        raise LimitError(
+            f"placement={self._samples.placement!r} is for samples of one shape. Those of varying size are kept in the order "
+            f"in which they come; leave it out."
+        )
+
+    def _look(self, split: Split | None) -> Probe:
+        """Return what is known of the samples: from an example, or the probe."""
+        count, example = self._samples.probe, self._samples.example
+        if not isinstance(count, int) or count < 0:
+            raise LimitError(f"probe={count!r} is not a number of samples. Use 1 or more, or 0 for no probe.")
+        if example is not None:
+            return Probe(example=example)
+        if count:
+            return probe_samples(self._dataset, self._length, count, None if split is None else split.load)
+        if self._samples.variable is False:
+            raise LimitError("variable=False needs to know what samples look like. Give example=sample, or leave probe=0 out.")
+        return Probe()
+
+    def _make_loader(self, cache: SharedCache | RaggedCache, split: Split | None) -> SampleLoader | BlockLoader | Split:
+        if self._unit is None:
+            return split if split is not None and split.has_rest else SampleLoader(self._dataset)
+        if cache.stats().capacity_bytes and bool((cache.aux_array == SlotState.OOB).all()):
+            size = self._options.size_limit_gib
+            logger.warning("size_limit_gib=%s is less than a block of the storage: nothing is cached.", size)
+        return BlockLoader(self._dataset, cache)
+
+
+def check_dataset(dataset: Any) -> int:
+    """Return the length of a map-style dataset.
+
+    Raises:
+        DatasetError: it is not one.
+    """
+    kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise DatasetError(
+            f"{kind} has no samples by number, which a cache needs. Give a map-style dataset, with __len__ and __getitem__: "
+            f"list({kind.lower()}) where it fits in memory; of Hugging Face, load it with streaming=False."
+        )
+    try:
+        length = check_len(len(dataset))
+    except (TypeError, NotImplementedError) as error:
+        raise DatasetError(f"{kind} has no length, which a cache needs: {error}. Define __len__.") from error
+    if isinstance(dataset, Mapping) and not all(idx in dataset for idx in {0, length - 1} if length):
+        raise DatasetError(
+            f"{kind} is a mapping with the keys {list(dataset)!r:.100}, not with the indices 0 to {length - 1}. Wrap one of "
+            f"its values, CachedDataset({kind.lower()}[{next(iter(dataset))!r}]), or list({kind.lower()}.values())."
+        )
+    return length
+
+
+def _read_before_text(name: str | None) -> str | None:
+    """Return the `Split.before_text` of the cache of that name; None where there is no such cache."""
+    identity = identity_of(name) if name is not None else None
+    return None if identity is None else str(identity.get("fingerprint") or "").partition(DETAIL)[2]
+
+
+def _common_structure(probe: Probe, variable: bool | None, allow_pickle: bool) -> Structure | None:
+    """Return the structure of the samples when they all have the same, with the same dtypes and shapes; else None.
+
+    Raises:
+        SampleError: no sample can be cached; or they differ, and ``variable`` is False.
+    """
+    samples = probe.named
+    if not samples:
+        return None
+    names = f"probed samples {list(probe.samples)}" if probe.samples else "the example"
+    difference = "variable=True"
+    if variable is not True:
+        try:
+            structure = Structure.of(next(iter(samples.values())), exact=True)
+            for name, sample in samples.items():
+                structure.encode(sample, name)
+        except SampleError as error:
+            if variable is False:
+                raise
+            difference = str(error)
+        else:
+            logger.info("%s: all are %s", names, structure)
+            return structure
+    problems = []
+    for name, sample in samples.items():
+        try:
+            Record(sample, name, allow_pickle)
+        except SampleError as error:
+            problems.append(error)
+    if len(problems) == len(samples):
+        raise problems[0]
+    logger.info("%s: kept as samples of varying size (%s)", names, difference)
+    return None
