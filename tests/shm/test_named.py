@@ -522,7 +522,7 @@ def test_a_damaged_file_is_refused(damage, message):
     ("put", "message"),
     [
         (link, "is a symbolic link, so it is not used"),
-        (lambda target: os.mkfifo(target, 0o600), "is a pipe, no segment"),
+        (lambda target: os.mkfifo(target, 0o600), "is a pipe, so it is not used"),
         (lambda target: target.mkdir(), "is not a regular file, so it is not used"),
     ],
 )

@@ -195,7 +195,7 @@ def replace_by_own(target):
     ("replace", "message"),
     [
         (replace_by_link, "Too many levels of symbolic links|is a symbolic link"),
-        (replace_by_pipe, "is a pipe, no segment"),
+        (replace_by_pipe, "is a pipe, so it is not used"),
         (replace_by_anothers, f"belongs to user {ATTACKER}"),
         (replace_by_own, "is not a segment of stocache"),
     ],
