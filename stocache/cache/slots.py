@@ -1,7 +1,7 @@
 """Store the samples of a SharedCache in columns: for each leaf of a sample, an array of slots in shared memory.
 
-A `Column` has the values of one leaf; `SlotArrays` has all columns, and a sample is a row of them. The cache takes the locks, and
-knows which slots are set. Single values are read by memmove, at half the cost of a torch copy of 12 KB.
+A `Column` has the values of one leaf; `SlotArrays` has all columns, and a sample is a row of them. The cache takes the locks
+and knows which slots are set. Single values are read by memmove, at half the cost of a torch copy of 12 KB.
 Batches are read by one index_select over the widest words that divide a row, at 1.1 to 1.3 times the speed of bytes (both
 measured). Only bytes are copied, so all dtypes work in the same way.
 """
