@@ -87,11 +87,11 @@ class SampleCache(ABC):
     """Whether a sample that was not kept when it was set may be kept when it is set again."""
 
     _slot: Callable[[int], int]
-    """Returns the slot of a sample that is set. Given by the subclass: reading a sample calls it."""
+    """Returns the slot of a sample that is set. The subclass gives it, as a method or an attribute."""
 
     _load: Callable[[int, bool], Any]
-    """Returns the sample in a slot: a private copy if the second argument is True. MISSING if it cannot be read here. Given by
-    the subclass, as a method or an attribute: reading a sample calls it."""
+    """Returns the sample in a slot; a private copy if the second argument is True. MISSING if this process cannot read it. The
+    subclass gives it, as a method or an attribute."""
 
     @abstractmethod
     def _encode(self, value: Any, where: str) -> Any:

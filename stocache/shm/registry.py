@@ -209,7 +209,7 @@ class _Lock:
             self._wait(self._fd, wait_s)
             if _leads_to(self._path, self._fd):
                 self._taken = (
-                    True  # from here on it may be removed; before, the path may lead to another process's new directory
+                    True  # so that release() removes it; before, the path may lead to a new directory of another process
                 )
                 os.utime(self._fd)  # shows to waiting processes since when it is locked
                 return self._fd

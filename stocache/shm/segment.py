@@ -1,4 +1,4 @@
-"""Share a segment of memory between processes: it is reserved before it is written, has locks of the kernel, and counters.
+"""Share a segment of memory between processes: reserve it before it is written, lock parts of it, and count in it.
 
 NOTE [ Kernel record locks ]
     All locks are fcntl record locks on byte ranges far beyond the end of the file. The kernel drops them when their process
@@ -57,7 +57,7 @@ ROW_LOCKS, _EXTENTS_LOCK, _OWNER_LOCKS, _CLAIM_LOCKS = 1 << 40, 1 << 41, 1 << 42
 _REFUSAL_WARNING, MISFIT_WARNING = 1, 2  # bits of the byte of given warnings
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: kind, whence, start, length, process
-_WAITED_TO_IDLE = 6.0  # after a lock timed out, it is not waited for during so many times the time
+_WAITED_TO_IDLE = 6.0  # after waits of t seconds for a process, do not wait for it again during so many times t
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named in the mmap module
 
@@ -180,7 +180,7 @@ class Segment:
         return torch.frombuffer(self._mmap, dtype=torch.uint8, offset=self._data_at + offset, count=nbytes)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Return ``nbytes`` of data from ``offset`` as `tensor` does."""
+        """Return the memoryview over ``nbytes`` of data from ``offset``, under the conditions of `tensor`."""
         return memoryview(self._mmap)[self._data_at + offset : self._data_at + offset + nbytes]
 
     def write(self, offset: int, buffer: Any, nbytes: int) -> None:
@@ -227,9 +227,7 @@ class Segment:
 
     def _reserve_extent(self, extent: int, warn: bool) -> bool:
         try:
-            if not self._wait(
-                _EXTENTS_LOCK
-            ):  # one lock for all extents: together they must not take more than the spare memory
+            if not self._wait(_EXTENTS_LOCK):  # one for all extents: together they must not take more than the spare memory
                 return False
             if self._extents[extent] == UNRESERVED:
                 problem = self._allocate(*self.layout.span(extent))
