@@ -208,9 +208,8 @@ class _Lock:
             _momentary.add(self._fd)
             self._wait(self._fd, wait_s)
             if _leads_to(self._path, self._fd):
-                self._taken = (
-                    True  # so that release() removes it; before, the path may lead to a new directory of another process
-                )
+                # From here on release() may remove the directory; before, the path may lead to a new one of another process
+                self._taken = True
                 os.utime(self._fd)  # shows to waiting processes since when it is locked
                 return self._fd
             self.release()  # it was removed while we waited
