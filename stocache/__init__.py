@@ -35,7 +35,9 @@ from stocache.samplers.permutation import Permutation
 from stocache.samples.spec import Structure
 from stocache.storage.storage import DataStorage, InMemoryDataStorage, OnDiskBlockDataStorage
 from stocache.system.limits import get_shm_size, recommended_limit
+from stocache.text.formats import CsvFormat, CustomFormat, FixedWidthFormat, JsonLinesFormat
 from stocache.text.loader import StreamLoader, StreamStats
+from stocache.text.options import CacheName, ReadOptions, ShardOptions
 from stocache.transforms.pipelines import deterministic, split_transforms
 
 __version__ = "0.1.0"
@@ -43,11 +45,14 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockSampler",
     "BusyError",
+    "CacheName",
     "CacheNameError",
     "CacheStats",
     "CachedDataset",
     "ClosedError",
     "CodecError",
+    "CsvFormat",
+    "CustomFormat",
     "DamagedError",
     "DataLoader",
     "DataPreparer",
@@ -55,7 +60,9 @@ __all__ = [
     "DatasetError",
     "DatasetStats",
     "EpochStats",
+    "FixedWidthFormat",
     "InMemoryDataStorage",
+    "JsonLinesFormat",
     "LimitError",
     "LoaderStats",
     "LocalityDistributedSampler",
@@ -64,9 +71,11 @@ __all__ = [
     "Permutation",
     "Placement",
     "RaggedCache",
+    "ReadOptions",
     "SampleError",
     "SampleIndexError",
     "SegmentError",
+    "ShardOptions",
     "SharedCache",
     "SharedCacheDDP",
     "ShuffleQuality",

@@ -8,7 +8,6 @@ NOTE [ Where a buffer begins ]
 """
 
 import logging
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
 from stocache.errors import DamagedError, StateError, StreamError
 from stocache.text.lines import LinePlace, LinePosition, Lines, TextChunk
+from stocache.text.options import CacheName
 from stocache.text.parsers import Bad, Custom, RowParser, joined
 
 logger = logging.getLogger("stocache")
@@ -47,16 +47,6 @@ class RowBuffer(NamedTuple):
     fault: Fault | None
 
 
-@dataclass(frozen=True)
-class CacheOptions:
-    """How buffers are cached: as `StreamLoader` has it."""
-
-    size_limit_gib: float | str | None
-    name: str | None
-    persist: bool
-    fingerprint: str
-
-
 class Buffers:
     """The buffers of one rank's share of the rows, by their numbers in it.
 
@@ -65,6 +55,8 @@ class Buffers:
         parser: makes arrays of rows.
         skip: whether rows that are not as they should be are left out, rather than an error.
         whole: whether a last buffer that is not full is left out.
+        size_limit_gib: memory for the cache; None or 0 for no cache.
+        cache_name: of the cache and of the table; None if no other job shares them.
         rank, world_size: whose share it is. Ranks of one machine have one cache.
     """
 
@@ -74,7 +66,8 @@ class Buffers:
         parser: RowParser | Custom,
         skip: bool,
         whole: bool,
-        keeping: CacheOptions,
+        size_limit_gib: float | str | None,
+        cache_name: CacheName | None,
         rank: int,
         world_size: int,
     ) -> None:
@@ -87,11 +80,11 @@ class Buffers:
         self._len = int(_MAX_ROW_DENSITY * expected / (1 if lines.step > 1 else world_size)) + 16
         self._base = rank * self._len
         named: dict[str, Any] = {}
-        if keeping.name is not None:
-            named = {"name": keeping.name, "persist": keeping.persist, "fingerprint": keeping.fingerprint}
+        if cache_name is not None:
+            named = {"name": cache_name.name, "persist": cache_name.persist, "fingerprint": cache_name.fingerprint}
         self.cache: RaggedCache | None = None
-        if keeping.size_limit_gib is not None and keeping.size_limit_gib != 0:
-            self.cache = RaggedCache(keeping.size_limit_gib, self._len * world_size, **named)
+        if size_limit_gib is not None and size_limit_gib != 0:
+            self.cache = RaggedCache(size_limit_gib, self._len * world_size, **named)
         if named:
             named["name"] += ".lines"
         nbytes = (_ROW + 1) * self._len * world_size
