@@ -28,7 +28,7 @@ from stocache import ClosedError, DamagedError, LimitError, StateError, StreamEr
 from stocache.cli import listing
 from stocache.shm import named
 from stocache.system import limits
-from stocache.text import lines
+from stocache.text import lines, open_file
 from tests.conftest import run_all
 
 EMPLOYEES = """
@@ -348,14 +348,14 @@ class Watch:
 
     def __init__(self, monkeypatch):
         self.rows = self.bytes = 0
-        read_at = lines.OpenFile.read_at
+        read_at = open_file.OpenFile.read_at
 
         def reading(file, offset, nbytes):
             data = read_at(file, offset, nbytes)
             self.bytes += len(data)
             return data
 
-        monkeypatch.setattr(lines.OpenFile, "read_at", reading)
+        monkeypatch.setattr(open_file.OpenFile, "read_at", reading)
         monkeypatch.setattr(lines, "_HEAD", 64)
 
     def parse(self, found):
@@ -1050,7 +1050,7 @@ def test_skipping_does_not_read_the_file_again_and_again(tmp_path, monkeypatch):
 
 def test_pipes_and_arguments_at_the_edge(tmp_path, numbered):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(StreamError, match="pipe is no regular file, so it cannot be read a second time"):
+    with pytest.raises(StreamError, match="pipe is not a regular file, so it cannot be read twice"):
         StreamLoader(tmp_path / "pipe", 1, 1)
     for options, message in (
         ({"seed": 2**63}, "has more than 63 bits"),
