@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from benchmark.micro import settle
-from stocache import StreamLoader
+from stocache import ReadOptions, StreamLoader
 from stocache.cli.bench import drop_pages
 
 BATCH, BUFFER, COLUMNS = 1000, 50_000, 7
@@ -140,7 +140,7 @@ CONTENDERS: dict[str, Callable[[str], Any]] = {
     "StreamLoader, shuffle=True": ours(shuffle=True),
     'StreamLoader, shuffle="buffers"': ours(shuffle="buffers"),
     "StreamLoader, 2 workers": ours(num_workers=2),
-    "StreamLoader, engine numpy": ours(engine="numpy"),
+    "StreamLoader, engine numpy": ours(read=ReadOptions(engine="numpy")),
     "StreamLoader, all cached": ours(size_limit_gib=4),
     "StreamLoader, all cached, shuffle=True": ours(size_limit_gib=4, shuffle=True),
     "StreamLoader, half cached": ours(size_limit_gib="32MB"),  # of 64: 32 bytes a row

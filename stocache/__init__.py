@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from stocache.samples.spec import Structure
     from stocache.storage.storage import DataStorage, InMemoryDataStorage, OnDiskBlockDataStorage
     from stocache.system.limits import get_shm_size, recommended_limit
+    from stocache.text.formats import CsvFormat, CustomFormat, FixedWidthFormat, JsonLinesFormat
     from stocache.text.loader import StreamLoader, StreamStats
+    from stocache.text.options import CacheName, ReadOptions, ShardOptions
     from stocache.transforms.pipelines import deterministic, split_transforms
 
 __version__ = "0.1.0"
@@ -48,11 +50,14 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockSampler",
     "BusyError",
+    "CacheName",
     "CacheNameError",
     "CacheStats",
     "CachedDataset",
     "ClosedError",
     "CodecError",
+    "CsvFormat",
+    "CustomFormat",
     "DamagedError",
     "DataLoader",
     "DataPreparer",
@@ -60,7 +65,9 @@ __all__ = [
     "DatasetError",
     "DatasetStats",
     "EpochStats",
+    "FixedWidthFormat",
     "InMemoryDataStorage",
+    "JsonLinesFormat",
     "LimitError",
     "LoaderStats",
     "LocalityDistributedSampler",
@@ -69,9 +76,11 @@ __all__ = [
     "Permutation",
     "Placement",
     "RaggedCache",
+    "ReadOptions",
     "SampleError",
     "SampleIndexError",
     "SegmentError",
+    "ShardOptions",
     "SharedCache",
     "SharedCacheDDP",
     "ShuffleQuality",
@@ -111,7 +120,9 @@ _LAZY_EXPORTS = {  # imported on first use: torch takes seconds to import
     "samples.spec": "Structure",
     "storage.storage": "DataStorage InMemoryDataStorage OnDiskBlockDataStorage",
     "system.limits": "get_shm_size recommended_limit",
+    "text.formats": "CsvFormat CustomFormat FixedWidthFormat JsonLinesFormat",
     "text.loader": "StreamLoader StreamStats",
+    "text.options": "CacheName ReadOptions ShardOptions",
     "transforms.pipelines": "deterministic split_transforms",
 }
 _MODULES = {name: f"stocache.{module}" for module, names in _LAZY_EXPORTS.items() for name in names.split()}

@@ -8,7 +8,6 @@ NOTE [ Where a buffer begins ]
 """
 
 import logging
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,8 @@ from stocache.cache.base import MISSING
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
 from stocache.errors import DamagedError, StateError, StreamError
-from stocache.text.lines import LinePlace, LinePosition, Lines, TextChunk
+from stocache.text.lines import LineLocation, LinePosition, Lines, TextChunk
+from stocache.text.options import CacheName
 from stocache.text.parsers import Bad, Custom, RowParser, joined
 
 logger = logging.getLogger("stocache")
@@ -28,7 +28,7 @@ _SHOWN = 1000  # bytes of a line that an error may show, of which it takes the f
 _ROW = 3 * 8  # bytes of a row of the table; and one more for its state
 
 
-Fault = tuple[LinePlace, str]
+Fault = tuple[LineLocation, str]
 
 
 class RowBuffer(NamedTuple):
@@ -47,16 +47,6 @@ class RowBuffer(NamedTuple):
     fault: Fault | None
 
 
-@dataclass(frozen=True)
-class CacheOptions:
-    """How buffers are cached: as `StreamLoader` has it."""
-
-    size_limit_gib: float | str | None
-    name: str | None
-    persist: bool
-    fingerprint: str
-
-
 class Buffers:
     """The buffers of one rank's share of the rows, by their numbers in it.
 
@@ -65,6 +55,8 @@ class Buffers:
         parser: makes arrays of rows.
         skip: whether rows that are not as they should be are left out, rather than an error.
         whole: whether a last buffer that is not full is left out.
+        size_limit_gib: memory for the cache; None or 0 for no cache.
+        cache_name: of the cache and of the table; None if no other job shares them.
         rank, world_size: whose share it is. Ranks of one machine have one cache.
     """
 
@@ -74,7 +66,8 @@ class Buffers:
         parser: RowParser | Custom,
         skip: bool,
         whole: bool,
-        keeping: CacheOptions,
+        size_limit_gib: float | str | None,
+        cache_name: CacheName | None,
         rank: int,
         world_size: int,
     ) -> None:
@@ -83,15 +76,15 @@ class Buffers:
         self._rank, self._world_size = rank, world_size
         self._known: dict[int, LinePosition] = {0: lines.begin}
         self._end: LinePosition | None = None
-        expected = lines.total_bytes * (_COMPRESSION if lines.compressed else 1) / lines.mean / lines.buffer_size
+        expected = lines.total_bytes * (_COMPRESSION if lines.compressed else 1) / lines.mean_row_bytes / lines.buffer_size
         self._len = int(_MAX_ROW_DENSITY * expected / (1 if lines.step > 1 else world_size)) + 16
         self._base = rank * self._len
         named: dict[str, Any] = {}
-        if keeping.name is not None:
-            named = {"name": keeping.name, "persist": keeping.persist, "fingerprint": keeping.fingerprint}
+        if cache_name is not None:
+            named = {"name": cache_name.name, "persist": cache_name.persist, "fingerprint": cache_name.fingerprint}
         self.cache: RaggedCache | None = None
-        if keeping.size_limit_gib is not None and keeping.size_limit_gib != 0:
-            self.cache = RaggedCache(keeping.size_limit_gib, self._len * world_size, **named)
+        if size_limit_gib is not None and size_limit_gib != 0:
+            self.cache = RaggedCache(size_limit_gib, self._len * world_size, **named)
         if named:
             named["name"] += ".lines"
         nbytes = (_ROW + 1) * self._len * world_size
@@ -125,12 +118,12 @@ class Buffers:
         return position
 
     def _read_from(self, number: int, begin: LinePosition) -> tuple[list[TextChunk], LinePosition]:
-        pieces, end = self.lines.read(begin)
+        chunks, end = self.lines.read(begin)
         self._publish(number + 1, end)
         if end.rows < (number + 1) * self.lines.buffer_size:
             self._end = end
             self._note(0, end)
-        return pieces, end
+        return chunks, end
 
     @property
     def total_rows(self) -> int | None:
@@ -185,13 +178,13 @@ class Buffers:
         begin = self._find(number)
         if begin.rows < number * self.lines.buffer_size:
             return None
-        pieces, end = self._read_from(number, begin)
-        damaged = next((piece for piece in pieces if piece.damage), None)
+        chunks, end = self._read_from(number, begin)
+        damaged = next((chunk for chunk in chunks if chunk.damage), None)
         if damaged and not self._skip:
-            raise DamagedError(f"{self.lines.where(damaged.place(damaged.rows))}: {damaged.damage}")
+            raise DamagedError(f"{self.lines.where(damaged.location(damaged.rows))}: {damaged.damage}")
         if self._whole and end.rows - begin.rows < self.lines.buffer_size:
             return None
-        return pieces or None
+        return chunks or None
 
     def parse(self, number: int, fetched: RowBuffer | list[TextChunk], copy: bool) -> RowBuffer:
         """Return a buffer that was fetched, parsed and cached if it was not.
@@ -214,37 +207,37 @@ class Buffers:
         if begin is not None and end is not None:
             self.lines.check(begin, end)
 
-    def _parse(self, pieces: list[TextChunk]) -> RowBuffer:
+    def _parse(self, chunks: list[TextChunk]) -> RowBuffer:
         trees, faults, rows, skipped = [], list[Fault](), 0, 0
-        for piece in pieces:
-            if piece.fault:
-                faults.append((piece.place(0), piece.fault))
+        for chunk in chunks:
+            if chunk.fault:
+                faults.append((chunk.location(0), chunk.fault))
                 rows, skipped = rows + 1, skipped + 1
                 continue
-            tree, bad = self._parse_piece(piece)
+            tree, bad = self._parse_chunk(chunk)
             if tree is not None:
                 trees.append(tree)
             if bad:
                 number, reason = bad[0]
-                line = piece.text().split(b"\n")[number][:_SHOWN].decode(errors="replace")
+                line = chunk.data.split(b"\n")[number][:_SHOWN].decode(errors="replace")
                 reason = f"{line!r:.200}: {reason}; expected {self.parser.expected}"
-                faults.append((piece.place(number), reason))
-            if piece.damage:
-                faults.append((piece.place(piece.rows), piece.damage))
+                faults.append((chunk.location(number), reason))
+            if chunk.damage:
+                faults.append((chunk.location(chunk.rows), chunk.damage))
             if faults and not self._skip:
                 where = self.lines.where(faults[0][0])
                 header = "skip_header=1 leaves a header out, " if where.endswith(", line 1") else ""
                 raise StreamError(f"{where}: {faults[0][1]}. {header}on_error='skip' leaves such lines out.")
-            rows += piece.rows
-            skipped += len(bad) + bool(piece.damage)
+            rows += chunk.rows
+            skipped += len(bad) + bool(chunk.damage)
         return RowBuffer(joined(trees) if trees else None, rows, skipped, faults[0] if faults else None)
 
-    def _parse_piece(self, piece: TextChunk) -> tuple[Any, Bad]:
-        if not piece.rows:
+    def _parse_chunk(self, chunk: TextChunk) -> tuple[Any, Bad]:
+        if not chunk.rows:
             return None, []
-        data = piece.text()
+        data = chunk.data
         try:
-            return self.parser.bulk(data, piece.rows), []
+            return self.parser.bulk(data, chunk.rows), []
         except Exception:  # what an engine or the user's function raises
             tree, bad = self.parser.parse_row_by_row(data)
             if not bad and isinstance(self.parser, Custom):

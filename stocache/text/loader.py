@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -17,27 +17,30 @@ from stocache.loader.collate import as_is
 from stocache.loader.dataloader import DataLoader
 from stocache.system.deprecation import renamed_arguments
 from stocache.system.hashing import checksum
-from stocache.system.limits import parse_size
-from stocache.system.ranks import is_first_rank, torch_ranks
-from stocache.text.buffers import Buffers, CacheOptions
+from stocache.system.ranks import is_first_rank
+from stocache.text.buffers import Buffers
 from stocache.text.files import Paths, TextFile, find_files
+from stocache.text.flat import flat_arguments
+from stocache.text.formats import Column, CsvFormat, CustomFormat, TextFormat
 from stocache.text.lines import LinePosition, Lines
-from stocache.text.schema import Column, Format, Schema
+from stocache.text.options import CacheName, ReadOptions, ShardOptions, check_choice, check_integer, check_type
 from stocache.text.windows import Deliveries, Shuffle, ShuffleKey, WindowBatches, Windows, WorkerShard, by_threads, one_by_one
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 logger = logging.getLogger("stocache")
 
 _STATE_VERSION = 1
-_LONGEST_LINE = "16MiB"
-_LEAST = {"batch_size": 1, "buffer_size": 1, "window": 1, "seed": 0, "skip_header": 0, "num_workers": 0}
-_KNOWN = {
-    "shuffle": (False, True, "buffers"),
-    "drop_last": (False, True, "batch"),
-    "format": (None, "delimited", "fixed", "jsonl"),
-    "nan": ("error", "keep"),
-    "on_error": ("raise", "skip"),
-    "engine": ("auto", "pyarrow", "numpy"),
-}
+
+
+class CsvArguments(TypedDict, total=False):
+    """Fields of a `CsvFormat` that `StreamLoader` takes directly, in place of a format."""
+
+    delimiter: str | None
+    skip_header: int
+    columns: Sequence[Column] | None
+    label_columns: Column | Sequence[Column] | None
 
 
 @dataclass(frozen=True)
@@ -74,58 +77,43 @@ class StreamLoader(IterableDataset[Any]):
     they are neither read nor parsed; the others are found by their bytes.
 
     Args:
-        path: a file, a glob, an fsspec URL, or a sequence of such; read as one text, in this order. Files compressed by gzip,
-            zstd or bz2 are decompressed as they are read.
+        path: a file, a glob or an fsspec URL, or a sequence of these. They are read as one text, in this order. Files
+            compressed by gzip, zstd or bz2 are decompressed as they are read.
         batch_size: rows in a batch.
-        buffer_size: rows in a buffer, a multiple of ``batch_size``. About six are in memory at a time.
-        shuffle: False for the order of the files; True to shuffle inside each buffer; "buffers" to take the buffers in random
-            order too, for which the files are first read once, without parsing.
-        window: buffers that are shuffled together, and are in memory together.
-        seed: of the order, which follows from it, the epoch and the rank alone.
-        drop_last: True leaves out the last rows that do not fill a buffer, "batch" those that do not fill a batch, False none.
-            Batches do not reach beyond their window: where lines are skipped, it applies to the end of each window, too.
-        format: "delimited", "fixed" or "jsonl".
-        delimiter: between fields; None for white space.
-        widths: of the fields in bytes, for "fixed".
-        columns: features: their numbers from 0, or names: of the last header line, or JSON keys. None for all others.
-        label_columns: one number or name, for labels of shape (batch,); a sequence, for (batch, labels); None for batches of
-            features alone.
-        dtype, label_dtype: of the tensors.
-        comments: what begins a comment: to the end of the line, in delimited text, else whole lines only. None for none.
-        skip_header: lines at the beginning of each file.
-        nan: "error" for missing values ("", NA, nan, null, …) to be errors, "keep" for them to be NaN, in floating point.
-        on_error: "raise", or "skip" lines that are not as they should be; the skipped ones are counted and reported.
-        max_line_bytes: of a line, as a number of bytes or a size such as "64MiB". A longer one is an error, also a comment or
-            a blank line; with ``on_error="skip"`` it is left out as a row that is wrong, unread. Lines of a header that are too
-            long are always an error. About 16 MiB of text and a few such lines are in memory while a buffer is read.
-        parse: a function of a list of lines that returns arrays, or a tree of them, with one row a line, instead of all this.
-            Apart from their rows, arrays are of one shape whatever the lines.
-        transform: called with each batch; what it returns is delivered. Nothing of it is cached.
-        num_workers: processes that read, parse and transform; 0 for threads of this one. The order is the same.
-        multiprocessing_context: their start method.
-        size_limit_gib: memory of the cache on this machine, as for `RaggedCache`; None for no cache.
-        name, persist, fingerprint: as for `RaggedCache`, for jobs that read the same files in the same way. That they do is
-            checked; put what ``parse`` depends on into the fingerprint. Ranks share a cache without being told a name, but for
-            one with ``parse``.
-        count_rows: read the files once when the loader is made, without parsing, to know its length; and, with several ranks,
-            to end all ranks' epochs after equally many batches, unless ``drop_last`` is False, or lines are skipped.
-        progress: show a bar.
-        rank, world_size: this process's part of the rows; by default torch.distributed's, or torchrun's. Both or none.
-        engine: what parses: "pyarrow", "numpy", or "auto" for the fastest that is installed.
-        storage_options: for fsspec.
+        buffer_size: rows in a buffer, a multiple of ``batch_size``. About six buffers are in memory at a time.
+        shuffle: False keeps the order of the files. True shuffles inside each buffer. "buffers" also takes the buffers in
+            random order; the files are first read once for that, without parsing.
+        window: number of buffers that are shuffled together. All of them are in memory together.
+        seed: the order depends only on the seed, the epoch and the rank.
+        drop_last: True leaves out the last rows that do not fill a buffer, "batch" those that do not fill a batch, False
+            leaves out nothing. Batches do not reach beyond their window: where lines are skipped, this applies to the end of
+            each window.
+        format: a `CsvFormat`, `FixedWidthFormat`, `JsonLinesFormat` or `CustomFormat`. The default is ``CsvFormat("\\t")``.
+        transform: called with each batch; its result is delivered instead. Results are not cached.
+        num_workers: processes that read, parse and transform; 0 uses threads of this process. The order is the same.
+        size_limit_gib: memory for the cache on this machine, as for `RaggedCache`; None for no cache.
+        cache: the `CacheName` by which jobs share the cache. The ranks of one job share a cache without it, unless the format
+            is a `CustomFormat`.
+        count_rows: True reads the files once when the loader is made, without parsing. The length is then known. Several
+            ranks then deliver equally many batches, unless ``drop_last`` is False or lines are skipped.
+        shard: the `ShardOptions` of this process. By default they come from torch.distributed or torchrun.
+        read: `ReadOptions`: engine, start method of workers, options for URLs, progress bar.
+        csv: ``delimiter``, ``skip_header``, ``columns`` and ``label_columns`` stand for
+            ``format=CsvFormat(delimiter, skip_header=…, columns=…, label_columns=…)``.
 
     Raises:
-        StreamError: the arguments contradict each other or the first line; while iterating, a line is not as it should be.
+        StreamError: the arguments contradict each other or the first row; while iterating, a line is bad.
         DamagedError: while iterating, a file changes, or compressed data ends too soon.
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: a file does not exist.
         LimitError, CacheNameError, MismatchError, SegmentError: as for `RaggedCache`.
 
     A file that has changed when an epoch begins is read anew. In a `torch.utils.data.DataLoader` (``batch_size=None``) each
-    worker takes its part of the buffers; the order is then reproducible by torch's seed, or after `set_epoch`.
+    worker takes a part of the buffers; the order is then reproducible by torch's seed, or after `set_epoch`.
     Source: the article on a streaming data loader for PyTorch (J. McCaffrey).
     """
 
     @renamed_arguments(count="count_rows")
+    @flat_arguments
     def __init__(
         self,
         path: Paths,
@@ -136,58 +124,47 @@ class StreamLoader(IterableDataset[Any]):
         window: int = 1,
         seed: int = 0,
         drop_last: bool | Literal["batch"] = True,
-        format: Format | None = None,
-        delimiter: str | None = "\t",
-        widths: Sequence[int] | None = None,
-        columns: Sequence[Column] | None = None,
-        label_columns: Column | Sequence[Column] | None = -1,
-        dtype: Any = torch.float32,
-        label_dtype: Any = torch.int64,
-        comments: str | None = "#",
-        skip_header: int = 0,
-        nan: Literal["error", "keep"] = "error",
-        on_error: Literal["raise", "skip"] = "raise",
-        max_line_bytes: int | str = _LONGEST_LINE,
-        parse: Callable[[list[str]], Any] | None = None,
+        format: TextFormat | None = None,
         transform: Callable[[Any], Any] | None = None,
         num_workers: int = 0,
-        multiprocessing_context: Any = None,
         size_limit_gib: float | str | None = None,
-        name: str | None = None,
-        persist: bool = False,
-        fingerprint: str | None = None,
+        cache: CacheName | None = None,
         count_rows: bool = False,
-        progress: bool = False,
-        rank: int | None = None,
-        world_size: int | None = None,
-        engine: Literal["auto", "pyarrow", "numpy"] = "auto",
-        storage_options: dict[str, Any] | None = None,
+        shard: ShardOptions | None = None,
+        read: ReadOptions | None = None,
+        **csv: "Unpack[CsvArguments]",
     ) -> None:
-        _check_arguments(locals())
+        if unknown := csv.keys() - CsvArguments.__annotations__.keys():
+            raise TypeError(f"StreamLoader has no argument {min(unknown)!r}.")
+        if format is not None and csv:
+            raise StreamError(f"{min(csv)} belongs to format=. Pass it to {type(format).__name__}.")
+        self._format = format or CsvFormat(**({"delimiter": "\t"} | csv))
+        self._shard = shard or ShardOptions.from_env()
+        self._read = read or ReadOptions()
+        check_type("format", self._format, TextFormat)
+        check_type("shard", self._shard, ShardOptions)
+        check_type("read", self._read, ReadOptions)
+        check_type("cache", cache, CacheName, optional=True)
+        check_integer("batch_size", batch_size, 1)
+        check_integer("buffer_size", buffer_size, 1)
+        check_integer("window", window, 1)
+        check_integer("seed", seed, 0)
+        check_integer("num_workers", num_workers, 0)
+        check_choice("shuffle", shuffle, (False, True, "buffers"))
+        check_choice("drop_last", drop_last, (False, True, "batch"))
         if buffer_size % batch_size:
             fits = max(batch_size, buffer_size // batch_size * batch_size)
-            raise StreamError(f"buffer_size={buffer_size} is no multiple of batch_size={batch_size}. Use for example {fits}.")
-        if name is None and (persist or fingerprint is not None):
-            raise CacheNameError("persist and fingerprint are for caches with a name. Give one.")
-        if (rank is None) != (world_size is None):
-            raise StreamError(f"rank={rank} and world_size={world_size}: give both, or none.")
-        if rank is None or world_size is None:
-            rank, world_size = torch_ranks() or (int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
-        if parse is not None and world_size > 1 and size_limit_gib and name is None:
-            raise CacheNameError(
-                "what a parse function makes of a line is not known before: for ranks to share a cache, give it a name, and a "
-                "fingerprint that changes with the function."
+            raise StreamError(
+                f"buffer_size={buffer_size} is not a multiple of batch_size={batch_size}. Use for example {fits}."
             )
         if seed >= 2**63:
-            raise StreamError(f"seed={seed} is more than 63 bits.")
-        if not 0 <= rank < world_size:
-            raise StreamError(f"rank={rank} is none of world_size={world_size}.")
-        self._schema = Schema(
-            format, delimiter, widths, columns, label_columns, dtype, label_dtype, comments, nan, parse, engine
-        )
-        self._paths, self._options = path, storage_options
-        self._buffer_size, self._skip_header, self._on_error = buffer_size, skip_header, on_error
-        self._max_line_bytes = _line_limit(max_line_bytes)
+            raise StreamError(f"seed={seed} has more than 63 bits.")
+        if isinstance(self._format, CustomFormat) and self._shard.world_size > 1 and size_limit_gib and cache is None:
+            raise CacheNameError(
+                "ranks cannot tell whether their CustomFormats parse alike. To share a cache, pass cache=CacheName(…) with a "
+                "name, and with a fingerprint that changes with the function."
+            )
+        self._paths, self._buffer_size = path, buffer_size
         self._order_options: dict[str, Any] = {
             "batch_size": batch_size,
             "shuffle": shuffle,
@@ -195,34 +172,34 @@ class StreamLoader(IterableDataset[Any]):
             "seed": seed,
             "drop_last": drop_last,
         }
-        self._transform, self._rank, self._world_size = transform, rank, world_size
-        self._num_workers, self._context = num_workers, multiprocessing_context
-        self._limit_gib, self._name, self._persist, self._fingerprint = size_limit_gib, name, persist, fingerprint
+        self._transform, self._num_workers = transform, num_workers
+        self._limit_gib, self._cache_name = size_limit_gib, cache
         self._counts = count_rows or shuffle == "buffers"
-        self._progress = progress and is_first_rank()
+        self._progress = self._read.progress and is_first_rank()
         self._epoch, self._epoch_was_set = 0, False
         self._resumed: dict[str, Any] | None = None
         self._state: dict[str, Any] | None = None  # after the batch that was delivered last
         self._workers: DataLoader | None = None
         self._totals = {"epochs": 0, "batches": 0, "rows": 0, "skipped": 0, "dropped": 0}
         self._fault = ""  # of the first line that was left out
-        self._told_of_rest = False
+        self._warned_of_rest = False
         self._turn = 0  # of iterations by workers
         self._windows: Windows | None = None
-        self._open(find_files(path, storage_options))
+        self._open(find_files(path, self._read.storage_options))
 
     # ------------------------------------------------------------------------------------------------ the files
 
     def _open(self, files: list[TextFile], cached: bool = True) -> None:
         """Set up all that follows from what is in the files."""
         full = [file for file in files if file.size]
-        if not full or (len(full) < len(files) and self._on_error == "raise"):
+        if not full or (len(full) < len(files) and not self._format.skips):
             empty = next(file.path for file in files if not file.size)
             raise StreamError(f"{empty} is empty: a file of at least one line was expected.")
-        whose = self._rank, self._world_size
-        marks = self._schema.comments, self._schema.white_delimiter
-        skip = self._on_error == "skip"
-        lines = Lines(full, self._buffer_size, self._skip_header, *marks, *whose, self._max_line_bytes, skip)
+        shard = self._shard.rank, self._shard.world_size
+        rows = self._format
+        lines = Lines(
+            full, self._buffer_size, rows.skip_header, rows.comments, rows.white_delimiter, *shard, rows.line_limit, rows.skips
+        )
         with contextlib.closing(lines):
             if lines.compressed and self._order_options["shuffle"] == "buffers":
                 packed = next(file for file in full if file.compression)
@@ -230,45 +207,48 @@ class StreamLoader(IterableDataset[Any]):
                     f"shuffle='buffers' needs files that can be read from any byte, and {packed.path} is {packed.compression}. "
                     "Use shuffle=True, with a window of several buffers, or decompress it."
                 )
-            parser = self._schema.parser(lines)
-            keeping = self._keeping(full) if cached else CacheOptions(None, None, False, "")
+            parser = rows.parser(lines, self._read.engine)
             whole = self._order_options["drop_last"] is True
-            buffers = Buffers(lines, parser, skip, whole, keeping, *whose)
-            self._windows = Windows(buffers, **self._order_options, transform=self._transform, rank=self._rank)
+            limit, name = (self._limit_gib, self._name_of_cache(full)) if cached else (None, None)
+            buffers = Buffers(lines, parser, rows.skips, whole, limit, name, *shard)
+            self._windows = Windows(buffers, **self._order_options, transform=self._transform, rank=self._shard.rank)
             self._files = files if cached or get_worker_info() is not None else None  # else it tries again
             if self._counts:
                 self._count(self._windows)
 
-    def _keeping(self, files: list[TextFile]) -> CacheOptions:
-        """Return how buffers are cached: by ranks together, in a cache that is named by what is in it if it has no name."""
+    def _name_of_cache(self, files: list[TextFile]) -> CacheName | None:
+        """Return the name of the cache, with a fingerprint of its content; None for a cache of this loader alone."""
+        given, world_size = self._cache_name, self._shard.world_size
         facts = [(os.path.abspath(file.path), file.size, file.stamp, file.ends) for file in files]
-        settings = (self._buffer_size, self._skip_header, self._lenience, self._world_size, self._fingerprint)
-        identity = checksum(repr((facts, settings, self._schema.identity)).encode())
-        name = self._name
-        if name is None and self._world_size > 1:
-            name = f"rows-{checksum(identity.encode(), repr(self._limit_gib).encode())}"
-        return CacheOptions(self._limit_gib, name, self._persist, identity)
+        fingerprint = None if given is None else given.fingerprint
+        settings = (self._buffer_size, self._format.skip_header, self._format.skip_identity, world_size, fingerprint)
+        identity = checksum(repr((facts, settings, self._format.identity)).encode())
+        if given is not None:
+            return CacheName(given.name, given.persist, identity)
+        if world_size == 1:
+            return None
+        return CacheName(f"rows-{checksum(identity.encode(), repr(self._limit_gib).encode())}", fingerprint=identity)
 
     def _count(self, windows: Windows) -> None:
         """Count the rows of this rank, and find where the rank with the fewest batches ends."""
         lines = windows.buffers.lines
         with tqdm(unit="row", unit_scale=True, desc="counting rows", disable=not self._progress) as bar:
             rows = windows.buffers.count(lambda position: bar.update(position.rows - bar.n))
-        if self._world_size == 1 or windows.drop_last is False:
+        if self._shard.world_size == 1 or windows.drop_last is False:
             return
         windows.limit = windows.batches_of(rows, lines.first)
-        for rank in range(self._world_size):
-            with contextlib.closing(lines.share_of(rank, self._world_size)) as share:
-                known = lines.step > 1 or rank == self._rank  # ranks of every so manyth buffer have counted the same rows
+        for rank in range(self._shard.world_size):
+            with contextlib.closing(lines.share_of(rank, self._shard.world_size)) as share:
+                known = lines.step > 1 or rank == self._shard.rank  # ranks of every so manyth buffer have counted the same rows
                 windows.limit = min(windows.limit, windows.batches_of(rows if known else share.count(), share.first))
         if not windows.limit:
             raise StreamError(
-                f"{self._paths}: with buffer_size={self._buffer_size}, a rank of {self._world_size} has no batch."
+                f"{self._paths}: with buffer_size={self._buffer_size}, a rank of {self._shard.world_size} has no batch."
             )
 
     def _refreshed(self) -> Windows:
         """Return the windows of the files as they are now."""
-        files = find_files(self._paths, self._options)
+        files = find_files(self._paths, self._read.storage_options)
         if files == self._files:
             return self._current()
         if self._files is not None:
@@ -338,7 +318,7 @@ class StreamLoader(IterableDataset[Any]):
                 collate_fn=as_is,
                 generator=torch.Generator().manual_seed(windows.seed),  # else torch would draw from the user's
                 persistent_workers=True,
-                multiprocessing_context=self._context,
+                multiprocessing_context=self._read.multiprocessing_context,
             )
         self._workers.set_epoch(epoch)
         self._turn += 1
@@ -373,7 +353,7 @@ class StreamLoader(IterableDataset[Any]):
         """Say what is to be known of an epoch that is over."""
         windows = self._current()
         total, size = windows.buffers.total_rows, self._buffer_size
-        rank = f", rank {self._rank}" if self._world_size > 1 else ""
+        rank = f", rank {self._shard.rank}" if self._shard.world_size > 1 else ""
         if total is not None and not windows.batches_of(total, windows.buffers.lines.first):
             if not total:
                 raise StreamError(f"{self._paths}{rank}: no line holds data.")
@@ -391,8 +371,8 @@ class StreamLoader(IterableDataset[Any]):
                 "epoch %d%s: %d of %d lines were left out, and %d good ones that then filled no batch",
                 epoch, rank, counts["skipped"], counts["rows"], counts["dropped"],
             )  # fmt: skip
-        if total and total % size and windows.drop_last is True and not self._told_of_rest:
-            self._told_of_rest = True
+        if total and total % size and windows.drop_last is True and not self._warned_of_rest:
+            self._warned_of_rest = True
             logger.warning(
                 "the last %d of %d rows do not fill a buffer of %d and are left out of each epoch; drop_last='batch' leaves "
                 "out only what does not fill a batch, drop_last=False nothing",
@@ -435,12 +415,6 @@ class StreamLoader(IterableDataset[Any]):
             raise StateError("the state is of a StreamLoader with other files, or other arguments that its order follows from.")
         self._resumed = dict(state)
 
-    @property
-    def _lenience(self) -> str:
-        """Which lines are left out. The longest line that is read is part of it only where others are left out."""
-        skips = self._on_error == "skip" and self._max_line_bytes != _line_limit(_LONGEST_LINE)
-        return f"{self._on_error} {self._max_line_bytes}" if skips else self._on_error
-
     def _beginning(self, epoch: int) -> dict[str, Any]:
         return {"epoch": epoch, "key": None, "window": None, "batch": 0}
 
@@ -448,14 +422,14 @@ class StreamLoader(IterableDataset[Any]):
         """Return what the batches follow from: not where the files lie, nor how many processes parse them."""
         files = [(file.size, file.ends) for file in self._current().buffers.lines.files]
         follows = (
-            self._rank,
-            self._world_size,
+            self._shard.rank,
+            self._shard.world_size,
             self._buffer_size,
-            self._skip_header,
-            self._lenience,
+            self._format.skip_header,
+            self._format.skip_identity,
             self._order_options,
         )
-        return checksum(repr((files, follows, self._schema.identity)).encode())
+        return checksum(repr((files, follows, self._format.identity)).encode())
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch if no line is left out: known after a first one, or with
@@ -500,28 +474,3 @@ class StreamLoader(IterableDataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_workers": None}
-
-
-def _check_arguments(given: dict[str, Any]) -> None:
-    """Raise StreamError for arguments that are none by themselves."""
-    for what, least in _LEAST.items():
-        if type(given[what]) is not int or given[what] < least:
-            raise StreamError(f"{what}={given[what]!r} is no integer of at least {least}.")
-    for what, values in _KNOWN.items():
-        if not any(given[what] is value or (type(value) is str and given[what] == value) for value in values):
-            raise StreamError(f"{what}={given[what]!r} is unknown. Use {' or '.join(map(repr, values))}.")
-
-
-def _line_limit(size: int | str) -> int:
-    """Return ``max_line_bytes`` as bytes.
-
-    Raises:
-        LimitError: it is a string that is not a size.
-        StreamError: it is not a size of at least one byte.
-    """
-    found = parse_size(size, "max_line_bytes") if isinstance(size, str) and not size.strip().isdecimal() else size
-    if isinstance(found, str):
-        found = int(found)
-    if type(found) is not int or found < 1:
-        raise StreamError(f"max_line_bytes={size!r} must be at least 1 byte: a number of bytes, or a size such as '64MiB'.")
-    return found

@@ -357,7 +357,8 @@ UNGUARDED = {
     "a loader": "[b for b in stocache.DataLoader(list(range(9)), 2, num_workers=2, multiprocessing_context=START)]",
     "much data": "[b for b in stocache.DataLoader(Large(), 2, num_workers=1, multiprocessing_context=START)]",
     "the default": "multiprocessing.set_start_method(START); list(stocache.DataLoader(list(range(9)), num_workers=1))",
-    "text": "list(stocache.StreamLoader(sys.argv[2], 1, 1, delimiter=',', num_workers=1, multiprocessing_context=START))",
+    "text": "list(stocache.StreamLoader(sys.argv[2], 1, 1, delimiter=',', num_workers=1, "
+    "read=stocache.ReadOptions(multiprocessing_context=START)))",
     "DataPipes": "from stocache import reading; from torch.utils.data.datapipes.iter import IterableWrapper as W; "
     "list(reading.DataLoader2(W(range(9)).sharding_filter(), "
     "reading_service=reading.MultiProcessingReadingService(1, multiprocessing_context=START)))",
@@ -411,8 +412,9 @@ def test_without_semaphores_no_workers_is_the_way_out(monkeypatch, tmp_path, sta
                 iter(stocache.DataLoader(dataset, 8, **options))
             assert len(list(stocache.DataLoader(dataset, 8))) == 7
     elif kind == "text":
+        read = stocache.ReadOptions(multiprocessing_context=start_method)
         with (
-            stocache.StreamLoader(tmp_path / "rows.csv", 1, 1, delimiter=",", **options) as loader,
+            stocache.StreamLoader(tmp_path / "rows.csv", 1, 1, delimiter=",", num_workers=1, read=read) as loader,
             pytest.raises(WorkerError, match=wanted),
         ):
             list(loader)

@@ -43,7 +43,7 @@ def buffers_of(found):
     buffers, position = [], found.begin
     while True:
         pieces, end = found.read(position)
-        rows = [row for piece in pieces for row in piece.text().split(b"\n")[:-1]]
+        rows = [row for piece in pieces for row in piece.data.split(b"\n")[:-1]]
         assert len(rows) == end.rows - position.rows == sum(piece.rows for piece in pieces)
         if not rows:
             return buffers
@@ -171,7 +171,7 @@ def test_cut_compressed_text_gives_what_is_there_and_says_why_it_ends(tmp_path, 
     got, position, damage = [], found.begin, None
     while damage is None:
         pieces, position = found.read(position)
-        got += [row for piece in pieces for row in piece.text().split(b"\n")[:-1]]
+        got += [row for piece in pieces for row in piece.data.split(b"\n")[:-1]]
         damage = pieces[-1].damage
     assert got == rows[: len(got)]
     assert len(got) >= (0 if compression == "bz2" else keep % 1 * 0.5 * len(rows))  # bzip2 has large blocks
@@ -203,9 +203,9 @@ def test_where_counts_all_lines_of_the_file(tmp_path):
     found = lines_of(write(tmp_path, content), 2, skip_header=1)
     (first,), position = found.read(found.begin)
     (second,), _ = found.read(position)
-    assert found.where(first.place(0)).endswith("000.txt, line 3")
-    assert found.where(first.place(1)).endswith("000.txt, line 5")
-    assert found.where(second.place(1)).endswith("000.txt, line 8")
+    assert found.where(first.location(0)).endswith("000.txt, line 3")
+    assert found.where(first.location(1)).endswith("000.txt, line 5")
+    assert found.where(second.location(1)).endswith("000.txt, line 8")
     found.close()
 
 
@@ -252,7 +252,7 @@ def test_long_lines_that_are_left_out_count_as_rows(tmp_path_factory, contents, 
         share = lines_of(paths, 3, rank=rank, world_size=world_size, max_line_bytes=limit, skip_long=True)
         for number, pieces in enumerate(_buffers(share)):
             if number % share.step == share.first:
-                got += [row for piece in pieces for row in (piece.text().split(b"\n")[: piece.rows])]
+                got += [row for piece in pieces for row in (piece.data.split(b"\n")[: piece.rows])]
                 assert all(bool(piece.fault) == (piece.data == b"") for piece in pieces)
         share.close()
     assert sorted(got) == sorted(wanted)
@@ -295,13 +295,13 @@ def test_deep_indentation_is_looked_through_like_any(tmp_path):
         found = Lines(find_files(write(tmp_path, content)), 10, 0, "#", delimiter, 0, 1)
         assert buffers_of(found) == [[tabs, text, b"2", b"3"] if delimiter else [text, b"2", b"3"]]
         (piece,), _ = found.read(found.begin)
-        assert [piece.place(row)[2] for row in range(piece.rows + 1)] == [*([1, 2, 3, 8] if delimiter else [2, 3, 8]), 9]
+        assert [piece.location(row)[2] for row in range(piece.rows + 1)] == [*([1, 2, 3, 8] if delimiter else [2, 3, 8]), 9]
         found.close()
 
 
 def test_pieces_are_of_bounded_size_and_keep_rows_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(lines, "_PIECE", 4096)
-    monkeypatch.setattr(lines, "_BLOCK", 512)
+    monkeypatch.setattr(lines, "_CHUNK", 4096)
+    monkeypatch.setattr("stocache.text.rows._BLOCK", 512)
     content = b"".join(b"%d\n" % n + b"# much to say\n" * 50 + b"\n" * (n % 300) for n in range(500))
     for compression in COMPRESSIONS:
         found = lines_of(write(tmp_path, content, compression=compression), 200)
@@ -312,7 +312,7 @@ def test_pieces_are_of_bounded_size_and_keep_rows_alone(tmp_path, monkeypatch):
         assert rows == oracle([content])
         numbers = [number for number, line in enumerate(content.split(b"\n")) if line.isdigit()][:200]
         wanted = [f"line {number + 1}" for number in numbers]
-        got = [found.where(piece.place(row)) for piece in pieces[::40] for row in range(piece.rows)]
+        got = [found.where(piece.location(row)) for piece in pieces[::40] for row in range(piece.rows)]
         assert got
         assert all(any(line.endswith(f", {one}") for one in wanted) for line in got)
         found.close()
@@ -442,7 +442,7 @@ def test_a_forked_child_reads_at_its_own_place(tmp_path):
 
 def _next(found, position):
     (piece,), _ = found.read(position)
-    return piece.text().split(b"\n")[:-1]
+    return piece.data.split(b"\n")[:-1]
 
 
 @pytest.mark.parametrize(
