@@ -200,7 +200,7 @@ def prepare(
     typer.echo(
         f"{dst}{' was prepared already' if before else ''}: {index.samples} samples in "
         f"{len(index.blocks)} block{'s' * (len(index.blocks) != 1)} of "
-        f"{index.block_size}, {format_size(_bytes(index))}. In Python: "
+        f"{index.block_size}, {format_size(index.nbytes)}. In Python: "
         f"stocache.StorageDataset(stocache.OnDiskBlockDataStorage({dst!r}))"
     )
 
@@ -211,6 +211,7 @@ def inspect(folder: _Prepared, as_json: _Json = False) -> None:
     import reprlib
 
     from stocache.errors import DamagedError, StorageError
+    from stocache.storage.inspection import describe_structure
     from stocache.storage.storage import OnDiskBlockDataStorage
     from stocache.system.limits import format_size
 
@@ -229,7 +230,7 @@ def inspect(folder: _Prepared, as_json: _Json = False) -> None:
             "samples": index.samples,
             "blocks": len(index.blocks),
             "block_size": index.block_size,
-            "bytes": _bytes(index),
+            "bytes": index.nbytes,
         }
         facts = {"structure": index.structure, "info": shown if index.info_checksum else info, "plan": index.plan}
         typer.echo(json.dumps(amounts | facts, indent=2))
@@ -238,10 +239,10 @@ def inspect(folder: _Prepared, as_json: _Json = False) -> None:
     rows = [
         ("samples", str(index.samples)),
         ("blocks", f"{len(index.blocks)} of {index.block_size} samples"),
-        ("size", format_size(_bytes(index))),
+        ("size", format_size(index.nbytes)),
         ("plan", plan),
         ("info", shown),
-        *_tree("structure", index.structure),
+        *describe_structure(index.structure),
     ]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
@@ -252,6 +253,7 @@ def inspect(folder: _Prepared, as_json: _Json = False) -> None:
 def check(folder: _Prepared, workers: _Workers = _CORES) -> None:
     """Read everything in a prepared folder, and list what is damaged. Exits with 1 if anything is."""
     from stocache.errors import StorageError
+    from stocache.storage.inspection import find_damage
     from stocache.storage.storage import OnDiskBlockDataStorage
 
     with _errors_in_one_line():
@@ -261,88 +263,12 @@ def check(folder: _Prepared, workers: _Workers = _CORES) -> None:
         except StorageError as error:  # without which nothing can be told of the rest
             problems = [str(error)]
         else:
-            problems = _problems(storage, workers)
+            problems = find_damage(storage, workers)
     for problem in problems:
         typer.echo(problem)
     if problems:
         raise typer.Exit(1)
     typer.echo(f"{len(index.blocks)} blocks, {index.samples} samples, no damage")
-
-
-def _problems(storage: Any, workers: int) -> list[str]:
-    """Return what is wrong with the blocks and the info of a storage, and which files are none of its."""
-    from torch.utils.data import DataLoader
-    from tqdm import tqdm
-
-    from stocache.errors import StorageError
-    from stocache.storage.manifest import INFO, Entry, block_name, open_block
-
-    index, folder = storage.index, Path(storage.base_folder)
-    blocks: Any = _Checks(storage)
-    loader = DataLoader(blocks, batch_size=None, num_workers=min(workers, len(blocks)))
-    problems = [problem for problem in tqdm(loader, desc=f"checking {folder}", unit="block") if problem]
-    if index.info_checksum is not None:
-        path = str(folder / INFO)
-        try:
-            open_block(path, path, Entry(1, 0, index.info_checksum), None).verify()
-        except (StorageError, OSError) as error:
-            problems.append(str(error))
-    names = {folder / block_name(number) for number in range(len(blocks))}
-    strange = sorted(set(folder.joinpath(block_name(0)).parent.glob("*")) - names)
-    return problems + [f"{path} is not in the index: nothing reads it. Remove it." for path in strange]
-
-
-class _Checks:
-    """What is wrong with each block of a storage, "" for nothing; as a dataset, so that a DataLoader's workers look."""
-
-    def __init__(self, storage: Any) -> None:
-        self._storage = storage
-
-    def __len__(self) -> int:
-        return len(self._storage.index.blocks)
-
-    def __getitem__(self, number: int) -> str:
-        try:
-            return self._storage.check(number) or ""
-        except OSError as error:  # the disk fails
-            from stocache.storage.manifest import block_name
-
-            return f"{self._storage.base_folder}/{block_name(number)} cannot be read: {error}."
-
-
-def _bytes(index: Any) -> int:
-    return sum(entry.nbytes for entry in index.blocks)
-
-
-def _tree(name: str, node: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield the structure of samples, or of a part of them, in lines of two columns."""
-    what, parts = _describe(node)
-    yield "  " * depth + name, what
-    for inner, part in parts:
-        yield from _tree(inner, part, depth + 1)
-
-
-def _describe(node: Any) -> tuple[str, list[tuple[str, Any]]]:
-    """Return what a part of a structure is, and its own parts."""
-    if node is None:
-        return "no samples", []
-    kind = node["kind"]
-    if kind == "in":
-        cls = node["class"].removeprefix("builtins:")
-        return cls.replace("NoneType", "None"), list(zip(map(repr, node["keys"]), node["children"], strict=True))
-    if kind == "union":
-        return "one of", [("or", child) for child in node["children"]]
-    if kind in ("list", "tuple"):
-        return f"{kind} of any length", [("each", node["items"])]
-    if "dtype" not in node and "type" not in node:  # str, bytes, dates, …; members of an enum, which has a class
-        return {"long": "int", "pickle": "pickled"}.get(kind, node.get("class", kind)), []
-    words = [node["class"], "of", node["type"]] if kind == "numbers" else [node["type"] if kind == "number" else kind]
-    if "dtype" in node:
-        words.append(str(node["dtype"]))
-    sizes = ["?"] * node["dims"] if "dims" in node else list(map(str, node["shape"]))  # ?: it varies
-    if sizes:
-        words.append("x".join(sizes))
-    return " ".join(words), []
 
 
 @contextmanager

@@ -257,7 +257,7 @@ def test_prepare_goes_on_where_it_was_interrupted_or_starts_again(run, photos, t
 
 def test_prepare_explains_what_it_cannot_do(run, photos, tmp_path):
     assert fails(run("prepare", tmp_path / "none", tmp_path / "out"), "does not exist. Accepted: a folder of images")
-    assert fails(run("prepare", photos, photos, "--workers", 0), "which is no storage's. Give a new folder.")
+    assert fails(run("prepare", photos, photos, "--workers", 0), "which stocache did not write. Give a new folder.")
     assert fails(run("prepare", photos, photos / "odd" / "1.jpg", "--workers", 0), "File exists")
     assert fails(run("prepare", photos, tmp_path / "out", "--block-bytes", "much"), "'much' is not a size")
     result = run("prepare", photos, tmp_path / "out", "--block-bytes", "1MB", "--block-size", 3)
@@ -389,7 +389,7 @@ def test_a_folder_that_is_not_prepared_or_damaged_is_named(run, out, command):
         index.write_text(damaged)
         assert fails(run(command, out), "index.json is ")
     index.unlink()
-    assert fails(run(command, out), "index.json is missing: nothing was prepared there, or not to its end.")
+    assert fails(run(command, out), "index.json is missing: nothing was prepared there, or not completely.")
     assert fails(run(command, out / "nothing"), "index.json is missing")
     index.mkdir()
     assert fails(run(command, out), "Is a directory")
@@ -416,6 +416,6 @@ def test_errors_go_to_stderr_and_damage_to_stdout(out):
     assert (
         inspected.stderr
         == checked.stdout
-        == (f"{out}/index.json is missing: nothing was prepared there, or not to its end. Prepare it.\n")
+        == (f"{out}/index.json is missing: nothing was prepared there, or not completely. Prepare it.\n")
     )
     assert inspected.stdout == checked.stderr == ""

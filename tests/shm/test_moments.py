@@ -530,7 +530,7 @@ def test_a_stopped_process_that_prepares_a_folder_is_named(monkeypatch, tmp_path
             stop()
 
     with stopped(hold) as pid:
-        message = rf"is being prepared by process {pid} \(.*\), which is stopped, which does not get on"
+        message = rf"is being prepared by process {pid} \(.*\), which is stopped, which makes no progress"
         with pytest.raises(StorageError, match=message):
             prepare([torch.zeros(3)] * 4, tmp_path, num_workers=0, progress=False)
     prepare([torch.zeros(3)] * 4, tmp_path, num_workers=0, progress=False)

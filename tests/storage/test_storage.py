@@ -248,10 +248,10 @@ def test_blocks_have_the_size_that_is_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"block_size": 0}, "block_size=0 is no number of samples"),
+        ({"block_size": 0}, "block_size=0 is not a number of samples"),
         ({"block_size": True}, "block_size=True"),
         ({"block_size": 2.5}, r"block_size=2\.5"),
-        ({"block_bytes": 0}, "block_bytes=0 is no number of bytes"),
+        ({"block_bytes": 0}, "block_bytes=0 is not a number of bytes"),
         ({"block_bytes": "many"}, "many"),
         ({"block_bytes": -5}, "block_bytes=-5"),
     ],
@@ -424,12 +424,12 @@ def test_a_header_that_claims_2_to_the_60_bytes_is_an_error(disk):
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        (b"", StorageError, "is no index of stocache"),
-        (b"[]", StorageError, "is no index of stocache"),
-        (b'{"format": "another"}', StorageError, "is no index of stocache"),
-        (b"\xff" * 100, StorageError, "is no index of stocache"),
-        (b"[" * 100_000, StorageError, "is no index of stocache"),
-        (b'{"format": "stocache blocks", "version": 2}', StorageError, "is of version 2, and this stocache reads version 1"),
+        (b"", StorageError, "is not an index of stocache"),
+        (b"[]", StorageError, "is not an index of stocache"),
+        (b'{"format": "another"}', StorageError, "is not an index of stocache"),
+        (b"\xff" * 100, StorageError, "is not an index of stocache"),
+        (b"[" * 100_000, StorageError, "is not an index of stocache"),
+        (b'{"format": "stocache blocks", "version": 2}', StorageError, "has version 2; this stocache reads version 1"),
         (b'{"format": "stocache blocks", "version": 1}', DamagedError, "is damaged"),
     ],
 )
@@ -474,14 +474,14 @@ def test_a_forged_index_is_an_error(disk, change):
 def test_a_block_of_another_version_is_an_error(disk):
     path = Path(disk.base_folder, block_name(0))
     path.write_bytes(path.read_bytes().replace(b'\\"version\\": 1', b'\\"version\\": 9'))
-    with pytest.raises(StorageError, match=r"000000.safetensors: it is of version 9"):
+    with pytest.raises(StorageError, match=r"000000.safetensors: it has version 9"):
         disk.load_sample(0)
 
 
 @pytest.mark.parametrize("name", ["photo.jpg", "blocks", "index.json.bak"])
 def test_a_folder_with_files_of_others_is_not_written_to(tmp_path, name):
     (tmp_path / name).mkdir() if name == "blocks" else (tmp_path / name).write_text("mine")
-    with pytest.raises(StorageError, match=f"holds '{name}', which is no storage's"):
+    with pytest.raises(StorageError, match=f"holds '{name}', which stocache did not write"):
         OnDiskBlockDataStorage(tmp_path).start_preparation()
     assert os.listdir(tmp_path) == [name]
 
