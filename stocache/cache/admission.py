@@ -44,11 +44,11 @@ class CostAdmission:
         self._kept = np.frombuffer(control, np.uint64, _BINS, at + 8 * _BINS)  # of those that were admitted
         self._dataset_len, self._capacity = dataset_len, capacity
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Begin anew with nothing kept; what samples cost is still known."""
         self._kept.fill(0)
 
-    def judge(self, idx: int, cost_s: float, nbytes: int, used: int = 0) -> str:
+    def decide(self, idx: int, cost_s: float, nbytes: int, used: int = 0) -> str:
         """Return whether to keep a sample that took so long to load: YES, or not LATER either: NEVER.
 
         ``used``: bytes taken by now, which may be more than what was admitted.

@@ -1,124 +1,189 @@
-"""The memory a cache lives in: planned by the kind of cache, then made, or found by name."""
+"""Allocate the memory of a cache: a new segment, or the one that other processes use under the same name."""
 
 import logging
 import os
-from typing import Literal, TypeAlias
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from stocache.cache.placement import BlockResidency, Residency
-from stocache.errors import BusyError, CacheNameError, SegmentError
+from stocache.cache.options import CacheOptions
+from stocache.cache.placement import Placement, residency
+from stocache.cache.slots import column_offsets
+from stocache.cache.stats import OOB
+from stocache.errors import BusyError, LimitError, SegmentError
+from stocache.samples.spec import Structure
 from stocache.shm import named
-from stocache.shm.named import Plan
+from stocache.shm.layout import Layout
+from stocache.shm.named import Descriptor, Identity, NewSegment
 from stocache.shm.registry import ForeignError
 from stocache.shm.segment import Segment
 from stocache.system import limits
+from stocache.system.limits import format_size, parse_size
 from stocache.system.ranks import ranks_here
 
 logger = logging.getLogger("stocache")
 
-OnBusy: TypeAlias = Literal["uncached", "raise"]
-"""What to do when another process keeps the lock that it takes to open a named cache."""
-
-EMPTY, SET, OOB = 0, 1, 2  # the state byte of a sample; plain ints, for an enum look-up costs as much as the byte itself
-
 _CHUNK = 1 << 16  # samples marked at a time: half a MiB of indices
 
 
-class Blueprint:
-    """What memory a cache wants. Its capacity is counted in what the kind of cache counts in: slots, or bytes.
+@dataclass(frozen=True)
+class CacheLayout:
+    """The memory of a cache at any capacity. The capacity counts slots, or bytes where samples vary in size.
 
     Attributes:
-        wanted: what must agree before another process may attach under the same name.
+        control_bytes: bytes of the cache's state, which begins with one state byte per sample of the dataset.
+        identity: what else must be equal before another process may attach to the cache.
+        structure: what each sample looks like; None where samples vary in size.
+        placement: which samples get the slots; None where samples vary in size.
     """
 
-    wanted: dict[str, str | int | None]
+    dataset_len: int
+    control_bytes: int
+    identity: Identity
+    structure: Structure | None = None
+    placement: Placement | None = None
 
-    def afford(self, named: bool) -> int:
-        """Return the capacity the limit pays for and the machine can give; warn where that is less."""
-        raise NotImplementedError
+    @property
+    def unit(self) -> str:
+        """What the capacity counts."""
+        return "bytes" if self.structure is None else "slots"
 
-    def plan(self, capacity: int) -> Plan:
-        """Return the plan of a segment for that capacity, which is its fact "capacity"."""
-        raise NotImplementedError
+    def capacity_within(self, limit: int) -> int:
+        """Return the capacity that fits into ``limit`` bytes, together with the control bytes."""
+        left = limit - self.control_bytes
+        if self.structure is None:
+            return max(0, left)
+        if self.structure.nbytes == 0:
+            return self.dataset_len if left >= 0 else 0
+        return max(0, min(self.dataset_len, left // self.structure.nbytes))
+
+    def capacity_of(self, size_limit_gib: float | str) -> int:
+        """Return the capacity that a limit, except "auto", stands for, whatever the machine can give.
+
+        Raises:
+            LimitError: the limit is not a size; or it is not 0, and leaves no room for one slot.
+        """
+        limit = parse_size(size_limit_gib)
+        capacity = self.capacity_within(limit)
+        if limit and self.dataset_len and not capacity:
+            needed = "" if self.structure is None else f"; one slot needs {self.structure.nbytes} bytes"
+            raise LimitError(
+                f"cache holds 0 {self.unit}: size_limit_gib={size_limit_gib} leaves {max(0, limit - self.control_bytes)} bytes "
+                f"after the {self.control_bytes}-byte state array{needed}. Raise size_limit_gib, or pass 0 for no cache."
+            )
+        return capacity
+
+    def affordable(self, size_limit_gib: float | str, named: bool) -> int:
+        """Return the capacity that a limit stands for; or what the machine can give if that is less, with a warning.
+
+        Raises:
+            LimitError: as `capacity_of`.
+        """
+        if size_limit_gib == "auto":
+            limit = limits.recommended_limit(named)
+            capacity = self.capacity_within(limit)
+            if self.dataset_len and not capacity:
+                needed = "" if self.structure is None else f" of {format_size(self.structure.nbytes)}"
+                logger.warning("size_limit_gib='auto' leaves no room for one sample%s. Nothing is cached.", needed)
+        else:
+            limit, capacity = parse_size(size_limit_gib), self.capacity_of(size_limit_gib)
+        fitting = min(capacity, self.capacity_within(limits.shared_memory_room(named)))
+        if fitting < capacity:
+            caching = format_size(fitting) if self.structure is None else f"{fitting} of {self.dataset_len} samples"
+            limits.warn_short(limit, caching, named)
+        return fitting
+
+    def data_bytes(self, capacity: int) -> int:
+        """Return the bytes of data for a capacity."""
+        return capacity if self.structure is None else column_offsets(self.structure, capacity)[-1]
+
+    def segment_layout(self, capacity: int, identity: Identity) -> Layout:
+        """Return the layout of a named segment for a capacity, with the descriptor that other processes read."""
+        facts = {"dataset_len": self.dataset_len, "capacity": capacity}
+        if self.structure is not None:
+            facts["slot_bytes"] = self.structure.nbytes
+        descriptor = Descriptor({self.unit: capacity} | dict(identity), facts)
+        return Layout.for_sizes(self.control_bytes, self.data_bytes(capacity), descriptor.pack())
+
+    def mark_outsiders(self, control: memoryview, capacity: int) -> None:
+        """Set the state bytes of all samples that have no room to OOB. Before, all of ``control`` is zero."""
+        if self.placement is None:
+            if capacity == 0:
+                control[: self.dataset_len] = bytes([OOB]) * self.dataset_len
+            return
+        chosen = residency(self.placement, self.dataset_len, capacity)
+        if capacity < self.dataset_len:
+            states = torch.frombuffer(control, dtype=torch.uint8)
+            for start in range(0, self.dataset_len, _CHUNK):
+                indices = torch.arange(start, min(start + _CHUNK, self.dataset_len))
+                states[start : start + _CHUNK].masked_fill_(~chosen.resident(indices), OOB)
 
 
-def open_memory(
-    blueprint: Blueprint, name: str | None, persist: bool, fingerprint: str | None, on_busy: OnBusy
-) -> tuple[Segment, int]:
-    """Return a segment and its capacity: a new anonymous one, or the one of that name, attached to or new.
+def open_memory(layout: CacheLayout, options: CacheOptions) -> tuple[Segment, int]:
+    """Return a segment and its capacity: a new anonymous one, or the one of the name, attached to or new.
 
     Where there is no shared memory, its backing is "none", and its capacity 0.
 
     Raises:
-        CacheNameError: the name or the fingerprint cannot be one, or options are given that need a name.
-        SegmentError: what is there under that name is not a segment of this user's, or damaged.
-        MismatchError: it is in use for other data.
-        BusyError: another process keeps the lock that it takes to open it, and ``on_busy`` is "raise".
+        LimitError: the limit leaves no room for one slot.
+        CacheNameError: the name cannot be one.
+        SegmentError: the file of that name is not a segment of this user's, or is damaged.
+        MismatchError: the name is in use for other data.
+        BusyError: another process holds the lock of the named caches, and ``on_busy`` is "raise".
     """
-    if on_busy not in ("uncached", "raise"):
-        raise CacheNameError(f"on_busy={on_busy!r} is unknown. Use 'uncached' or 'raise'.")
+    limit, name = options.size_limit_gib, options.name
     if name is None:
-        if persist or fingerprint is not None:
-            raise CacheNameError("persist and fingerprint are for caches with a name. Give one.")
-        return _open_own(blueprint, blueprint.afford(False))
-    if not isinstance(fingerprint, str | None):
-        raise CacheNameError(f"fingerprint={fingerprint!r:.100} is a {type(fingerprint).__name__}. Give a str, or None.")
-    blueprint.wanted["fingerprint"] = fingerprint
+        return _open_own(layout, layout.affordable(limit, False))
+    identity = dict(layout.identity)
+    if limit != "auto":  # which differs from rank to rank: they look at different moments
+        identity[layout.unit] = layout.capacity_of(limit)
+    identity["fingerprint"] = options.fingerprint
 
-    def plan() -> Plan | None:
-        capacity = blueprint.afford(True)
-        return blueprint.plan(capacity) if capacity else None
+    def new() -> NewSegment | None:
+        capacity = layout.affordable(limit, True)
+        if capacity == 0:
+            return None
+        return layout.segment_layout(capacity, identity), partial(layout.mark_outsiders, capacity=capacity)
 
     found = None
     try:
-        found = named.join(name, blueprint.wanted, persist, plan)
+        found = named.join(name, identity, options.persist, new)
     except BusyError as error:
-        if on_busy == "raise":
+        if options.on_busy == "raise":
             raise
         logger.warning("cache %r holds nothing: %s", name, str(error))
     except ForeignError as error:
-        return _open_part(blueprint, name, str(error))
+        return _open_part(layout, options, str(error))
     except SegmentError:
         raise
     except OSError as error:
         if not os.path.isdir(limits.SHM_DIR):
-            return _open_part(blueprint, name, f"There is no {limits.SHM_DIR}.")
+            return _open_part(layout, options, f"There is no {limits.SHM_DIR}.")
         logger.warning(
             "cache %r holds nothing: %s: %s. In Docker: --shm-size=…; on a host: mount -o remount,rw,size=… %s",
             name, limits.SHM_DIR, os.strerror(error.errno or 0), limits.SHM_DIR,
         )  # fmt: skip
     if found is None:  # not a cache of its own instead: each process would take the limit, which is one machine's
-        return _open_own(blueprint, 0)
+        return _open_own(layout, 0)
     segment, descriptor = found
     capacity = int(descriptor.facts["capacity"])
-    its = blueprint.plan(capacity)
-    if (segment.layout.control_bytes, segment.data_bytes) != (its.control_bytes, its.data_bytes):
+    if (segment.layout.control_bytes, segment.data_bytes) != (layout.control_bytes, layout.data_bytes(capacity)):
         raise SegmentError(f"{segment.path} is damaged: its sizes do not belong to a capacity of {capacity}.")
     return segment, capacity
 
 
-def _open_part(blueprint: Blueprint, name: str, problem: str) -> tuple[Segment, int]:
+def _open_part(layout: CacheLayout, options: CacheOptions, problem: str) -> tuple[Segment, int]:
     """Return a segment of this process's own, with its part of the limit, where a named one cannot be had."""
-    logger.warning("%s Cache %r is not shared: this process has its own part of the limit.", problem, name)
+    logger.warning("%s Cache %r is not shared: this process has its own part of the limit.", problem, options.name)
     ranks = ranks_here()
-    return _open_own(blueprint, blueprint.afford(False) // max(1, ranks.world_size // ranks.nodes))
+    capacity = layout.affordable(options.size_limit_gib, False)
+    return _open_own(layout, capacity // max(1, ranks.world_size // ranks.nodes))
 
 
-def _open_own(blueprint: Blueprint, capacity: int) -> tuple[Segment, int]:
-    plan = blueprint.plan(capacity)
-    segment = Segment.create(plan.control_bytes, plan.data_bytes)
+def _open_own(layout: CacheLayout, capacity: int) -> tuple[Segment, int]:
+    segment = Segment.create(layout.control_bytes, layout.data_bytes(capacity))
     if segment.backing == "none":
-        plan = blueprint.plan(capacity := 0)
-    plan.initialise(segment.control)
+        capacity = 0
+    layout.mark_outsiders(segment.control, capacity)
     return segment, capacity
-
-
-def mark_outsiders(control: memoryview, residency: Residency | BlockResidency) -> None:
-    """Set the state bytes of all samples that are not resident to OOB."""
-    if residency.slot_count == residency.dataset_len:
-        return
-    states = torch.frombuffer(control, dtype=torch.uint8)
-    for start in range(0, residency.dataset_len, _CHUNK):
-        indices = torch.arange(start, min(start + _CHUNK, residency.dataset_len))
-        states[start : start + _CHUNK].masked_fill_(~residency.resident(indices), OOB)

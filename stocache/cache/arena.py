@@ -17,8 +17,6 @@ import struct
 from collections.abc import Callable
 from typing import TypeVar
 
-import numpy as np
-
 from stocache.errors import SegmentError
 from stocache.shm.load_order import WEAKLY_ORDERED, order_loads
 from stocache.shm.segment import Segment
@@ -48,7 +46,7 @@ def control_bytes(dataset_len: int) -> int:
 
 def amounts(words: bytes | memoryview, dataset_len: int, capacity: int, filled: int) -> dict[str, int]:
     """Return what statistics say of an arena, given its words."""
-    used = int(np.frombuffer(words, np.uint64, 1, 8 * _USED)[0])
+    used = memoryview(words)[: 8 * _WORDS].cast("Q")[_USED]
     return {"slots": dataset_len, "slot_bytes": used // max(1, filled), "capacity_bytes": capacity}
 
 
@@ -159,7 +157,7 @@ class Arena:
             raise SegmentError("the cache is damaged: what tells its samples lies outside of its memory.")
         return bytes(self._segment.view(at, nbytes))
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Begin anew; nobody may be reading or writing. Skeletons are numbered on, so nobody takes an old one for a new.
 
         Killed after any of the steps, the arena is sound: first writers look for skeletons anew, then they find none, then

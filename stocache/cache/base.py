@@ -26,6 +26,7 @@ import contextlib
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
@@ -34,8 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.cache.allocate import EMPTY, OOB, SET
-from stocache.cache.stats import FILLS, HITS, MISSES, RACES, REFUSED, REJECTED, CacheStats
+from stocache.cache.stats import EMPTY, FILLS, HITS, MISSES, OOB, RACES, REFUSED, REJECTED, SET, CacheStats
 from stocache.errors import BusyError, ClosedError, SampleError, SampleIndexError, SlotError
 from stocache.samples.indices import check_index, check_indices
 from stocache.shm.load_order import WEAKLY_ORDERED, order_loads
@@ -69,61 +69,67 @@ class SlotState(IntEnum):
     """Out of bounds of the cache: in the dataset, but not to be resident."""
 
 
-class SampleCache:
-    """What `SharedCache` and `RaggedCache` have in common."""
+class SampleCache(ABC):
+    """What `SharedCache` and `RaggedCache` have in common. A subclass says how samples are stored and read."""
 
     _RELEASED: ClassVar[tuple[str, ...]] = ("_segment", "_states", "_aux")
-    """Attributes that hold memory: what close() lets go."""
+    """Attributes that hold memory. close() deletes them."""
 
     _gathers_from: int = 16
-    """Samples of a batch that are read together; fewer are faster one by one (measured)."""
+    """Batches of at least so many samples are read by `_load_many`; smaller ones are faster sample by sample (measured)."""
 
-    _unread: str = ""
-    """Why `_load` returned MISSING in this process, if it did: a sample's class is of a module that is not imported here."""
+    _unreadable: str = ""
+    """Why `_load` returned MISSING in this process, if it did: the module of a sample's class is not imported here."""
 
-    _warned_of_unread: bool = False
+    _warned_of_unreadable: bool = False
 
     revises: bool = False
     """Whether a sample that was not kept when it was set may be kept when it is set again."""
 
-    # Of the subclass: where a sample is, what is there, how to put it there, and what of this to tell a person
-    _slot: Any  # Callable[[int], int]
-    _load: Any  # Callable[[int, bool], Any]
-    _samples: str
-    _room: str
+    _slot: Callable[[int], int]
+    """Returns the slot of a sample that is set. Given by the subclass: reading a sample calls it."""
 
+    _load: Callable[[int, bool], Any]
+    """Returns the sample in a slot: a private copy if the second argument is True. MISSING if it cannot be read here. Given by
+    the subclass, as a method or an attribute: reading a sample calls it."""
+
+    @abstractmethod
     def _encode(self, value: Any, where: str) -> Any:
-        """Return what `_store` is to write. Raises SampleError."""
-        raise NotImplementedError
+        """Return what `_store` is to write. Raises SampleError, whose message begins with ``where``."""
 
+    @abstractmethod
     def _store(self, idx: int, encoded: Any, cost_s: float | None) -> int | None:
-        """Write an encoded sample where `_load` finds it; return the counter to raise: FILLS, unless it was not stored.
+        """Write an encoded sample where `_load` finds it. Return the counter to raise; FILLS means that the sample was stored.
 
-        ``cost_s``: seconds since this process missed the sample; None when it did not.
+        ``cost_s``: seconds since this process missed the sample; None if it did not.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _refused(self, idx: int) -> bool:
-        """Whether a sample that is not set cannot be, as things stand."""
-        raise NotImplementedError
+        """Whether the machine has refused the memory for a sample that is not set."""
 
+    @abstractmethod
     def _load_many(self, index: _Indices) -> list[Any]:
-        """Return private copies of samples, all set."""
-        raise NotImplementedError
+        """Return private copies of samples. All of them are set."""
 
-    def _forget(self) -> None:
-        """Drop all that is stored; every slot is locked, none is set."""
-        raise NotImplementedError
+    @abstractmethod
+    def _clear(self) -> None:
+        """Drop all samples. Every slot is locked, and none is set."""
 
+    @abstractmethod
     def _amounts(self, filled: int) -> dict[str, int]:
-        """Return those attributes of the statistics that are the subclass's."""
-        raise NotImplementedError
+        """Return ``slots``, ``slot_bytes`` and ``capacity_bytes`` of `CacheStats` for so many cached samples."""
 
-    def _share(self, segment: Segment, dataset_len: int) -> None:
-        """Set what all caches have over their shared memory; in each process anew, rather than pickled."""
-        self._segment, self._dataset_len = segment, dataset_len
+    def _share(self, segment: Segment, dataset_len: int, samples: str, room: str) -> None:
+        """Set the attributes of all caches; again in each process, because they are not pickled.
+
+        ``samples`` and ``room`` describe the samples, and how many of them there is room for, in messages.
+        """
+        self._segment, self._dataset_len, self._samples, self._room = segment, dataset_len, samples, room
         self._states = segment.control[:dataset_len]
         self._aux = torch.frombuffer(self._states, dtype=torch.uint8) if dataset_len else torch.empty(0, dtype=torch.uint8)
+        if segment.backing == "none":  # then nothing is shared, and nothing can be cached
+            self._aux.numpy().fill(OOB)
         self._missed: dict[int, tuple[int, float]] = {}  # how often, and since when; see NOTE [ Races and errors ]
 
     # ------------------------------------------------------------------------------------------------ one sample
@@ -154,12 +160,12 @@ class SampleCache:
         outside = self._states[idx] == OOB
         if outside and not allow_oob_idx:
             self._outside(idx, "get_slot")
-        if self._unread and self._states[idx] == SET:
+        if self._unreadable and self._states[idx] == SET:
             if not allow_empty_slot:
                 raise SlotError(
                     f"get_slot({idx}): the sample is of a class whose module is not imported here. Import it first."
                 )
-            self._warn_of_unread()
+            self._warn_of_unreadable()
         if not outside and not allow_empty_slot:
             raise SlotError(f"get_slot({idx}): the slot is empty. Set it first, or pass allow_empty_slot=True.")
         self._miss(idx, time.perf_counter())
@@ -321,7 +327,7 @@ class SampleCache:
         else:
             found = (self._load(self._slot(idx), copy) for idx in there.tolist())
         samples = [next(found) if is_hit else MISSING for is_hit in hit]
-        hits = sum(sample is not MISSING for sample in samples) if self._unread else len(there)
+        hits = sum(sample is not MISSING for sample in samples) if self._unreadable else len(there)
         self._segment.counters[HITS] += hits
         if hits == len(index):
             return samples
@@ -386,7 +392,7 @@ class SampleCache:
         return self._load(self._slot(idx), True) if self.set_among(np.array([idx]))[0] else MISSING
 
     @contextlib.contextmanager
-    def alone(self, number: int, timeout_s: float = 10.0) -> Iterator[None]:
+    def claim(self, number: int, timeout_s: float = 10.0) -> Iterator[None]:
         """Exclude all others that ask for the same number, of a block or whatever it may be; for so long at most."""
         claim = self._dataset_len + number
         claimed = self._segment.wait_for_claim(claim, 0.0 if _loading.block else timeout_s, lambda: False)
@@ -398,19 +404,19 @@ class SampleCache:
             if claimed:
                 self._segment.release_claim(claim)
 
-    def offer(self, indices: Iterable[int], values: Iterable[Any]) -> None:
+    def set_if_empty(self, indices: Iterable[int], values: Iterable[Any]) -> None:
         """Cache samples that were loaded along with one that was missed, as far as they are empty, and fit."""
         for idx, value in zip(indices, values, strict=True):
             if self._states[idx] == EMPTY:
                 with contextlib.suppress(SampleError):  # which is reported when it is asked for
-                    self._offer(idx, self._encode(value, f"sample {idx}"))
+                    self._set_if_empty(idx, self._encode(value, f"sample {idx}"))
 
-    def _offer(self, idx: int, encoded: Any) -> None:
+    def _set_if_empty(self, idx: int, encoded: Any) -> None:
         with self._segment.guard:
             if self._publish(idx, encoded, False, None) == FILLS:
                 self._segment.counters[FILLS] += 1
 
-    def _shut_out(self, idx: int) -> None:
+    def _exclude(self, idx: int) -> None:
         """Have sample ``idx`` stay uncached, unless it is cached, or just being stored; under the guard."""
         try:
             if self._segment.try_lock(idx) and self._states[idx] == EMPTY:
@@ -431,11 +437,11 @@ class SampleCache:
             with self._segment.guard:
                 self._missed[idx] = self._missed.get(idx, (0, since))[0] + 1, since
 
-    def _warn_of_unread(self) -> None:
+    def _warn_of_unreadable(self) -> None:
         """Say once why samples that are cached are missed here."""
-        if not self._warned_of_unread:
-            self._warned_of_unread = True
-            logger.warning("%s Until then such samples are loaded again, and count as misses.", self._unread)
+        if not self._warned_of_unreadable:
+            self._warned_of_unreadable = True
+            logger.warning("%s Until then such samples are loaded again, and count as misses.", self._unreadable)
 
     def _miss_many(self, index: _Indices) -> None:
         now = time.perf_counter()
@@ -447,8 +453,8 @@ class SampleCache:
         if self._states[idx] == SET:  # by others, or with its block
             with self._segment.guard:
                 self._missed.pop(idx, None)
-            if self._unread and self.peek(idx) is MISSING:  # loading the sample has not imported its class
-                self._warn_of_unread()
+            if self._unreadable and self.peek(idx) is MISSING:  # loading the sample has not imported its class
+                self._warn_of_unreadable()
             return
         try:
             self.set_slot(idx, value)
@@ -459,7 +465,7 @@ class SampleCache:
             with segment.guard:
                 self._missed.pop(idx, None)
                 segment.counters[REJECTED] += 1
-                self._shut_out(idx)
+                self._exclude(idx)
                 first = segment.first_to_warn(MISFIT_WARNING)
             if first:  # as a str, for a handler that keeps the error would keep its traceback, and with it the memory
                 logger.warning(
@@ -486,7 +492,7 @@ class SampleCache:
         def forget() -> bool:
             states = self._aux.numpy()
             states[states == SET] = EMPTY
-            self._forget()
+            self._clear()
             return True
 
         with segment.guard:

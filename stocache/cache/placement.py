@@ -4,7 +4,7 @@ Under per-epoch shuffling every sample is read once an epoch, so no policy serve
 choose is *which* share is kept. `Placement` is that choice, `Ordering` the choice applied to one dataset, and `Residency`
 to one cache for it.
 
-NOTE [ The line ]
+NOTE [ Ordering ]
     A placement puts the samples of a dataset into a line, unit by unit, and parts the line evenly among the nodes. A node's
     cache keeps what stands at the beginning of that node's part, as far as it goes. One that goes further than the part begins
     earlier instead, and ends where the part ends. So the caches of P nodes add up, whatever each of them holds. And of any two
@@ -105,7 +105,7 @@ def ordering_of(placement: Placement, dataset_len: int) -> "Ordering | BlockOrde
 
 
 class Ordering:
-    """The samples of a dataset in line; see NOTE [ The line ].
+    """The samples of a dataset in line; see NOTE [ Ordering ].
 
     Blocks of ``unit`` samples are permuted (scattered: block b goes to place a·b mod F, a coprime to F next to F/golden ratio,
     so that any stretch of places is evenly spread over the blocks: the three-distance theorem). A last block that is not full

@@ -15,20 +15,21 @@ from torch import Tensor
 from stocache.cache import arena
 from stocache.cache.admission import LATER, NEVER, CostAdmission
 from stocache.cache.admission import control_bytes as admission_bytes
-from stocache.cache.allocate import EMPTY, OOB, Blueprint, OnBusy, open_memory
+from stocache.cache.allocate import CacheLayout, open_memory
 from stocache.cache.arena import NO_MEMORY, Arena
 from stocache.cache.base import MISSING, SampleCache
-from stocache.cache.stats import FILLS, REFUSED
-from stocache.errors import LimitError, SampleError, SegmentError
+from stocache.cache.options import CacheOptions, OnBusy
+from stocache.cache.stats import EMPTY, FILLS, OOB, REFUSED
+from stocache.errors import SampleError, SegmentError
 from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_indices, check_len
 from stocache.samples.record_decoder import RecordReader
 from stocache.samples.record_encoder import HEAD, Record, integers_codec, pack_integers, write_skeleton
 from stocache.samples.type_lookup import NotImported
-from stocache.shm.named import Plan
+from stocache.shm.named import Identity
 from stocache.shm.segment import Segment
 from stocache.system.deprecation import renamed_arguments
-from stocache.system.limits import affordable_bytes, asked_bytes, format_size
+from stocache.system.limits import format_size
 
 logger = logging.getLogger("stocache")
 
@@ -52,35 +53,31 @@ class _Encoded(NamedTuple):
 
 
 class RaggedCache(SampleCache):
-    """A cache of samples whose sizes vary: images as they are, detection targets, text, token lists, point clouds.
+    """A cache in shared memory for samples that vary in size: images, detection targets, text, token lists, point clouds.
 
         cache = RaggedCache(size_limit_gib=32, dataset_len=len(dataset))
         sample = cache.get_or_load(idx, load)       # or get_slot and set_slot, as with SharedCache
 
     A sample is any tree of dicts, lists, tuples, namedtuples, dataclasses, sets, deques and other mappings, with tensors (and
     their subclasses: MetaTensors, tv_tensors), numpy arrays, Python numbers, str, bytes, None, enum members, paths, dates,
-    times, Decimals, Fractions, ranges, slices and PIL images in it; each sample may differ from the others. It comes back equal
-    in type, structure, dtype, shape, strides (of what is dense) and value. Nothing is pickled unless allowed.
+    times, Decimals, Fractions, ranges, slices and PIL images in it. Each sample may differ from the others. It comes back equal
+    in type, structure, dtype, shape, strides (if dense) and value. Nothing is pickled unless allowed.
 
-    Samples name their classes; a process that reads one looks for its class in the modules it has imported, and imports none
-    for it. Where it is not there, the sample is a miss: it is loaded again, which is counted, and warned of once.
-
-    Samples are kept in the order in which they come until the limit is reached, and then stay: under shuffling a random share.
+    Records name the classes of their samples. A process that reads a record looks for these classes in the modules that it has
+    imported; it imports nothing for that. Where a class is missing the sample is a miss: it is loaded again and counted, with
+    one warning.
 
     Args:
-        size_limit_gib: GiB for the cache on this machine, as for `SharedCache`. Covers all: besides its own bytes a sample
-            takes 9 bytes for its place, 16 for a head, 1, 2 or 4 for each size in it, and up to 7 to the next multiple of 8.
+        size_limit_gib: GiB for the cache on this machine; "auto" for what the machine can spare, 0 for no cache.
         dataset_len: samples in the whole dataset.
-        admission: "all", or "cost": the time each sample takes to load is measured when it is first loaded, and those with the
-            highest cost per byte are kept. Most of them in the first epoch, if its order is random; all in the second.
-        codec: compress samples without loss: "zstd" (smaller) or "lz4" (faster); needs ``pip install 'stocache[codecs]'``.
-        allow_pickle: True to pickle what has no bytes of its own: other objects, sparse tensors, arrays of objects, whatever
-            pickles. Reading such a cache runs what the pickles say: never give it a name that others of your user use for other
-            things.
-        name, persist, fingerprint, on_busy: as for `SharedCache`.
+        admission: "all" keeps the first samples until the limit is reached; "cost" those that cost most to load per byte.
+        codec: "zstd" or "lz4" to compress samples without loss.
+        allow_pickle: True to pickle objects that cannot be stored otherwise.
+        name, persist, fingerprint, on_busy: to share the cache with other jobs and later runs. `CacheOptions` describes all
+            options in full.
 
     Raises:
-        LimitError: the limit is no size, or leaves no room for samples; or ``admission`` is unknown.
+        LimitError: the limit is not a size, or leaves no room for samples; or ``admission`` is unknown.
         CodecError: the codec is unknown, or not installed.
         CacheNameError, MismatchError, SegmentError, BusyError: as for `SharedCache`.
     """
@@ -101,21 +98,39 @@ class RaggedCache(SampleCache):
         fingerprint: str | None = None,
         on_busy: OnBusy = "uncached",
     ) -> None:
-        if admission not in ("all", "cost"):
-            raise LimitError(f"admission={admission!r} is unknown. Use 'all' or 'cost'.")
-        if codec is not None:
-            Codec(codec)  # raises
+        options = CacheOptions(
+            size_limit_gib,
+            name=name,
+            persist=persist,
+            fingerprint=fingerprint,
+            on_busy=on_busy,
+            admission=admission,
+            codec=codec,
+            allow_pickle=allow_pickle,
+        )
         dataset_len = check_len(dataset_len)
-        blueprint = _Blueprint(size_limit_gib, dataset_len, admission, codec, allow_pickle)
-        segment, _ = open_memory(blueprint, name, persist, fingerprint, on_busy)
-        self._assemble(dataset_len, admission, codec, allow_pickle, segment)
+        control_bytes = arena.control_bytes(dataset_len) + (admission_bytes(dataset_len) if admission == "cost" else 0)
+        identity: Identity = {
+            "dataset_len": dataset_len,
+            "samples": "any size",
+            "admission": admission,
+            "codec": codec,
+            "allow_pickle": allow_pickle,
+        }
+        segment, _ = open_memory(CacheLayout(dataset_len, control_bytes, identity), options)
+        self._assemble(dataset_len, options, segment)
         logger.info("%r", self)
 
-    def _assemble(self, dataset_len: int, admission: str, codec: str | None, allow_pickle: bool, segment: Segment) -> None:
+    @classmethod
+    def from_options(cls, options: CacheOptions, dataset_len: int) -> "RaggedCache":
+        """Return a cache with these options."""
+        return cls(dataset_len=dataset_len, **vars(options))
+
+    def _assemble(self, dataset_len: int, options: CacheOptions, segment: Segment) -> None:
         """Set every attribute; what follows from the arguments is rebuilt in each process rather than pickled."""
-        self._share(segment, dataset_len)
-        self._admission_rule, self._codec_name, self._allow_pickle = admission, codec, allow_pickle
-        self._codec = Codec(codec) if codec is not None else None
+        self._share(segment, dataset_len, "samples of any size", format_size(segment.data_bytes))
+        self._options, self._allow_pickle = options, options.allow_pickle
+        self._codec = Codec(options.codec) if options.codec is not None else None
         self._arena = Arena(segment, dataset_len)
         self._offsets = self._arena.offsets
         self._memory = segment.view(0, segment.data_bytes)
@@ -123,11 +138,10 @@ class RaggedCache(SampleCache):
         self._readers: dict[int, RecordReader] = {}
         self._reads: dict[int, Any] = {}  # their functions, which are looked up more quickly
         self._admission = None
-        self.revises = admission == "cost"
+        self.revises = options.admission == "cost"
         if self.revises:
             control = segment.control[arena.control_bytes(dataset_len) :]
             self._admission = CostAdmission(control, dataset_len, segment.data_bytes)
-        self._samples, self._room = "samples of any size", format_size(segment.data_bytes)
 
     # ------------------------------------------------------------------------------------------------ how samples are held
 
@@ -142,7 +156,7 @@ class RaggedCache(SampleCache):
     def _store(self, idx: int, encoded: _Encoded, cost_s: float | None) -> int | None:
         skeleton, data, packed, tail = encoded
         if self._admission is not None and cost_s is not None:
-            judge = partial(self._admission.judge, idx, cost_s, encoded.room, self._arena.used)
+            judge = partial(self._admission.decide, idx, cost_s, encoded.room, self._arena.used)
             verdict = self._arena.run_locked(judge, LATER)
             if verdict in (LATER, NEVER):
                 if verdict == NEVER:
@@ -190,7 +204,7 @@ class RaggedCache(SampleCache):
         try:
             reader = RecordReader(self._arena.skeleton(number), self._allow_pickle)
         except NotImported as error:
-            self._unread = str(error)
+            self._unreadable = str(error)
             return None
         self._readers[number], self._reads[number] = reader, reader.read
         return reader
@@ -203,7 +217,7 @@ class RaggedCache(SampleCache):
         except (ValueError, MemoryError) as error:
             raise SegmentError(f"the cache is damaged: {error}.") from error
 
-    def offer(self, indices: Iterable[int], values: Iterable[Any]) -> None:
+    def set_if_empty(self, indices: Iterable[int], values: Iterable[Any]) -> None:
         """Cache samples that were loaded along with one that was missed: all that are empty, or none if not all have room."""
         encoded: dict[int, _Encoded] = {}
         for idx, value in zip(indices, values, strict=True):
@@ -213,10 +227,10 @@ class RaggedCache(SampleCache):
         room = sum(item.room for item in encoded.values()) <= self._segment.data_bytes - self._arena.used
         for idx, item in encoded.items():
             if room:
-                self._offer(idx, item)
+                self._set_if_empty(idx, item)
             else:
                 with self._segment.guard:
-                    self._shut_out(idx)
+                    self._exclude(idx)
 
     def _refused(self, idx: int) -> bool:
         return self._arena.refused
@@ -224,12 +238,12 @@ class RaggedCache(SampleCache):
     def _load_many(self, index: np.ndarray[Any, np.dtype[np.int64]]) -> list[Any]:
         return [self._load(idx, True) for idx in index.tolist()]
 
-    def _forget(self) -> None:
-        self._arena.forget()
+    def _clear(self) -> None:
+        self._arena.clear()
         if self._admission is not None:
-            self._admission.forget()
+            self._admission.clear()
         self._aux.numpy().fill(EMPTY if self._segment.data_bytes else OOB)
-        self._segment.forget()
+        self._segment.clear()
 
     def _amounts(self, filled: int) -> dict[str, int]:
         words = self._segment.control[arena.words_at(self._dataset_len) :]
@@ -249,8 +263,8 @@ class RaggedCache(SampleCache):
         index = check_indices(indices, self._dataset_len, "get_slots")
         samples = [self.hit(idx, True) for idx in index.tolist()]
         mask = np.array([sample is not MISSING for sample in samples], dtype=bool)
-        if self._unread and self.set_among(index[~mask]).any():
-            self._warn_of_unread()
+        if self._unreadable and self.set_among(index[~mask]).any():
+            self._warn_of_unreadable()
         self._miss_many(index[~mask])
         return [None if sample is MISSING else sample for sample in samples], torch.from_numpy(mask)
 
@@ -272,40 +286,7 @@ class RaggedCache(SampleCache):
     # ------------------------------------------------------------------------------------------------ life
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self._dataset_len, self._admission_rule, self._codec_name, self._allow_pickle, self._segment
+        return self._dataset_len, self._options, self._segment
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._assemble(*state)
-        if self._segment.backing == "none":  # nothing is shared then, the states neither
-            self._aux.numpy().fill(OOB)
-
-
-class _Blueprint(Blueprint):
-    """The memory of a `RaggedCache`: control and an arena, whose bytes are the capacity."""
-
-    def __init__(self, limit: float | str, dataset_len: int, admission: str, codec: str | None, allow_pickle: bool) -> None:
-        self._limit, self._dataset_len = limit, dataset_len
-        self._control_bytes = arena.control_bytes(dataset_len)
-        if admission == "cost":
-            self._control_bytes += admission_bytes(dataset_len)
-        asked = asked_bytes(limit, self._control_bytes)
-        self.wanted = {"dataset_len": dataset_len, "samples": "any size", "admission": admission, "codec": codec}
-        self.wanted["allow_pickle"] = allow_pickle
-        if asked is not None:
-            self.wanted["bytes"] = asked
-
-    def afford(self, named: bool) -> int:
-        return affordable_bytes(self._limit, self._control_bytes, named)
-
-    def plan(self, capacity: int) -> Plan:
-        def initialise(control: memoryview) -> None:
-            if not capacity and self._dataset_len:
-                control[: self._dataset_len] = bytes([OOB]) * self._dataset_len
-
-        return Plan(
-            control_bytes=self._control_bytes,
-            data_bytes=capacity,
-            identity={"bytes": capacity} | self.wanted,
-            facts={"dataset_len": self._dataset_len, "capacity": capacity},
-            initialise=initialise,
-        )

@@ -9,65 +9,58 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.cache.allocate import EMPTY, SET, Blueprint, OnBusy, mark_outsiders, open_memory
+from stocache.cache.allocate import CacheLayout, open_memory
 from stocache.cache.base import SampleCache
+from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.placement import Placement, residency
-from stocache.cache.slots import SlotArrays, column_offsets
-from stocache.cache.stats import FILLS, HITS, REFUSED
+from stocache.cache.slots import SlotArrays
+from stocache.cache.stats import EMPTY, FILLS, HITS, REFUSED, SET
 from stocache.errors import CacheNameError, SampleError, SampleIndexError, SegmentError
 from stocache.samples.indices import check_indices, check_len
 from stocache.samples.spec import Structure
-from stocache.shm.named import Plan
+from stocache.shm.named import Identity
 from stocache.shm.segment import Segment
-from stocache.system.limits import affordable_slots, asked_slots, format_size
+from stocache.system.limits import format_size
 
 logger = logging.getLogger("stocache")
 
 
 class SharedCache(SampleCache):
-    """A cache of samples in shared memory, one copy for all processes of a training job.
+    """A cache in shared memory for samples of one shape: one copy for all processes of a training job.
 
     Make it in the parent process, keep it in your dataset, and ask it before you load:
 
         x = self.cache.get_slot(idx)
         if x is None:                      # empty, or not resident
             x = load(idx)
-            self.cache.set_slot(idx, x)    # a no-op where idx is not resident
+            self.cache.set_slot(idx, x)    # does nothing where idx is not resident
 
     Workers share it whatever the start method (fork, spawn, forkserver). When the limit is below the size of the dataset,
-    that share of it is cached and the rest always misses. Memory is taken as slots are filled; when the machine has none to
-    give, samples stay uncached and training goes on.
+    some samples are resident and can be cached; the others always miss. Memory is taken as slots are filled. When the machine
+    has no more to give, samples stay uncached and training goes on.
 
     Args:
-        size_limit_gib: GiB for the cache on this machine: 32, 0.5, "32GiB", "500MB"; "auto" for what the machine can spare
-            (`limits.recommended_limit`); 0 for no cache. Covers slots and one state byte per sample; about 80 KB of
-            header and counters come on top.
+        size_limit_gib: GiB for the cache on this machine; "auto" for what the machine can spare, 0 for no cache.
         dataset_len: samples in the whole dataset.
-        data_dims: shape of one sample without the batch dimension; or a dict or tuple of shapes, or a `Structure`, for
-            samples of several parts, which `get_slot` then returns as a dict or tuple.
+        data_dims: shape of one sample without the batch dimension. For samples of several parts: a dict or tuple of shapes,
+            or a `Structure`; `get_slot` then returns a dict or tuple.
         dtype: torch dtype of the sample; or the same containers as ``data_dims`` with a dtype each.
         placement: which samples are resident: "prefix", the first ones; "scattered", evenly spread; or a `Placement`.
-        name: a name to find the cache by. Every process of this user on this machine that asks for the same name, with the
-            same other arguments, gets the same cache: DDP ranks, other jobs, notebooks. The first one makes it. It goes
-            with the last one; what is left behind by processes that were killed is taken over, filled as it is.
-        persist: have a named cache stay without processes, so that the next run starts warm; ``stocache rm`` removes it.
-        fingerprint: a string that says which data a named cache holds, and in which form: whatever changes the samples must
-            change it. What was left behind with another fingerprint is not used.
-        on_busy: what to do when another process, which is stopped perhaps, has kept the lock of the named caches for 10
-            seconds: "uncached" for a cache that holds nothing, with a warning; or "raise".
+        name, persist, fingerprint, on_busy: to share the cache with other jobs and later runs. `CacheOptions` describes these
+            and ``size_limit_gib`` in full.
 
     Raises:
-        LimitError: the limit is no size, or leaves no room for one slot.
+        LimitError: the limit is not a size, or leaves no room for one slot.
         SampleError: ``data_dims`` or ``dtype`` do not describe samples of a fixed size.
-        CacheNameError: ``name`` has characters a name cannot have; or there is none, and ``persist`` or ``fingerprint``.
+        CacheNameError: ``name`` has characters that a name cannot have, or the options do not fit together.
         MismatchError: the name is in use for a cache of other arguments.
-        SegmentError: under that name is something of another user, a link, or a damaged file.
-        BusyError: another process keeps the lock, and ``on_busy`` is "raise".
+        SegmentError: the file of that name is damaged, is a link, or belongs to another user.
+        BusyError: another process holds the lock of the named caches, and ``on_busy`` is "raise".
 
-    Where another user has taken the place of this user's caches, they are in the user's runtime directory, if that is in
-    memory; else a named cache is not shared, and each rank has its part of the limit. A limit above what the machine can give
-    is lowered to that. Where no shared memory can be had at all, the cache holds nothing. Each with a warning on the logger
-    "stocache".
+    Where the machine cannot give the limit, the cache is smaller; where it gives no shared memory at all, the cache holds
+    nothing. Where another user has taken the directory of this user's named caches, the cache is in the user's runtime
+    directory if that is in memory; else it is not shared, and each rank has its part of the limit. All of this is logged as a
+    warning on the logger "stocache".
     Source: the API and the idea of stocaching 0.2 (C. Jones, MIT).
     """
 
@@ -86,13 +79,36 @@ class SharedCache(SampleCache):
         fingerprint: str | None = None,
         on_busy: OnBusy = "uncached",
     ) -> None:
+        options = CacheOptions(size_limit_gib, name=name, persist=persist, fingerprint=fingerprint, on_busy=on_busy)
         structure = data_dims if isinstance(data_dims, Structure) else Structure.from_dims(data_dims, dtype)
         dataset_len = check_len(dataset_len)
         placement = placement if isinstance(placement, Placement) else Placement(placement)
-        blueprint = _Blueprint(size_limit_gib, dataset_len, structure, placement)
-        segment, slots = open_memory(blueprint, name, persist, fingerprint, on_busy)
+        identity: Identity = {"dataset_len": dataset_len, "samples": structure.identity, "placement": str(placement)}
+        segment, slots = open_memory(CacheLayout(dataset_len, dataset_len, identity, structure, placement), options)
         self._assemble(structure, placement, dataset_len, slots, segment)
         logger.info("%r", self)
+
+    @classmethod
+    def from_options(
+        cls,
+        options: CacheOptions,
+        dataset_len: int,
+        data_dims: Any,
+        dtype: Any = torch.uint8,
+        placement: Literal["prefix", "scattered"] | Placement = "prefix",
+    ) -> "SharedCache":
+        """Return a cache with these options. Those that only a `RaggedCache` has do not matter."""
+        return cls(
+            options.size_limit_gib,
+            dataset_len,
+            data_dims,
+            dtype,
+            placement=placement,
+            name=options.name,
+            persist=options.persist,
+            fingerprint=options.fingerprint,
+            on_busy=options.on_busy,
+        )
 
     @classmethod
     def like(cls, sample: Any, size_limit_gib: float | str, dataset_len: int, **options: Any) -> "SharedCache":
@@ -106,14 +122,13 @@ class SharedCache(SampleCache):
 
     def _assemble(self, structure: Structure, placement: Placement, dataset_len: int, slots: int, segment: Segment) -> None:
         """Set every attribute; what follows from the arguments is rebuilt in each process rather than pickled."""
-        self._share(segment, dataset_len)
+        self._share(segment, dataset_len, str(structure), f"{slots} ({format_size(slots * structure.nbytes)})")
         self._structure, self._placement, self._slots = structure, placement, slots
         self._residency = residency(placement, dataset_len, slots)
         self._slot = operator.index if self._residency.identity else self._residency.slot
         self._columns = SlotArrays(structure, segment, slots)
         self._load = self._columns.load
         self._gathers_from = 1 if self._columns.has_large else SampleCache._gathers_from
-        self._samples, self._room = str(structure), f"{slots} ({format_size(slots * structure.nbytes)})"
 
     # ------------------------------------------------------------------------------------------------ how samples are held
 
@@ -134,8 +149,8 @@ class SharedCache(SampleCache):
     def _load_many(self, index: np.ndarray[Any, np.dtype[np.int64]]) -> list[Any]:
         return self._columns.private_samples(self._residency.slots(torch.from_numpy(index)))
 
-    def _forget(self) -> None:
-        self._segment.forget()
+    def _clear(self) -> None:
+        self._segment.clear()
 
     def _amounts(self, filled: int) -> dict[str, int]:
         return {"slots": self._slots, "slot_bytes": self.slot_bytes, "capacity_bytes": self._slots * self.slot_bytes}
@@ -285,8 +300,6 @@ class SharedCache(SampleCache):
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._assemble(*state)
-        if self._segment.backing == "none":  # nothing is shared then, the states neither
-            mark_outsiders(self._segment.control, self._residency)
 
     def _reserve_raw(self, start: int, stop: int) -> None:
         with self._segment.guard:
@@ -305,14 +318,12 @@ class SharedCache(SampleCache):
 
 
 class SharedCacheDDP(SharedCache):
-    """A `SharedCache` that is found by its name: one copy for all DDP ranks, and all jobs, of this user on this machine.
+    """A `SharedCache` that needs a name: one copy for all DDP ranks, and all jobs, of this user on this machine.
 
         cache = SharedCacheDDP(32, len(dataset), (3, 224, 224), name="imagenet-224", fingerprint="resize 224, v1")
 
-    Each rank makes it so, whether started by torchrun, `torch.multiprocessing.spawn` or by hand, before or after a process
-    group exists; none is needed.
-
-    ``name`` is required; all else, ``options`` included, is as in `SharedCache`.
+    Every rank makes it with the same arguments. The ranks may be started by torchrun, `torch.multiprocessing.spawn` or by hand,
+    and need no process group. ``options`` are the other arguments of `SharedCache`.
     Source: announced as a plan by the article on stocaching (C. Jones).
     """
 
@@ -329,27 +340,3 @@ class SharedCacheDDP(SharedCache):
         if name is None:
             raise CacheNameError("SharedCacheDDP needs a name that all ranks give. For a cache without, use SharedCache.")
         super().__init__(size_limit_gib, dataset_len, data_dims, dtype, name=name, **options)
-
-
-class _Blueprint(Blueprint):
-    """The memory of a `SharedCache`: a state byte per sample, and columns."""
-
-    def __init__(self, limit: float | str, dataset_len: int, structure: Structure, placement: Placement) -> None:
-        self._limit, self._dataset_len, self._structure, self._placement = limit, dataset_len, structure, placement
-        asked = asked_slots(limit, dataset_len, structure.nbytes)
-        self.wanted = {"dataset_len": dataset_len, "samples": structure.identity, "placement": str(placement)}
-        if asked is not None:  # "auto" takes what is there, else ranks that look at different moments would not agree
-            self.wanted["slots"] = asked
-
-    def afford(self, named: bool) -> int:
-        return affordable_slots(self._limit, self._dataset_len, self._structure.nbytes, named)
-
-    def plan(self, capacity: int) -> Plan:
-        chosen = residency(self._placement, self._dataset_len, capacity)
-        return Plan(
-            control_bytes=self._dataset_len,
-            data_bytes=column_offsets(self._structure, capacity)[-1],
-            identity={"slots": capacity} | self.wanted,
-            facts={"dataset_len": self._dataset_len, "capacity": capacity, "slot_bytes": self._structure.nbytes},
-            initialise=lambda control: mark_outsiders(control, chosen),
-        )

@@ -7,6 +7,7 @@ way it is bytes that move, so every dtype is alike.
 """
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from ctypes import memmove
 from typing import Any, Literal
@@ -28,7 +29,7 @@ _ALIGNMENT = 64  # of a column: a cache line, and more than any dtype asks for
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-class Column:
+class Column(ABC):
     """``slots`` values of one leaf, one after the other in ``memory``, a uint8 tensor.
 
     Attributes:
@@ -53,9 +54,9 @@ class Column:
         word = next(word for word in _WORDS if self.nbytes % word.itemsize == 0 == self._address % word.itemsize)
         self._words = self._rows.view(word) if self.nbytes else self._rows
 
+    @abstractmethod
     def load(self, slot: int, copy: bool) -> Any:
         """Return the value in ``slot``: a private copy, or (where the type has views) the live memory itself."""
-        raise NotImplementedError
 
     def batch(self, count: int) -> Any:
         """Return uninitialised memory of the kind `gather` fills: ``count`` values along a first dimension."""
@@ -64,9 +65,9 @@ class Column:
     def _empty(self, shape: tuple[int, ...]) -> Any:
         return torch.empty(shape, dtype=self._like.dtype)
 
+    @abstractmethod
     def leased(self, memory: Any, offsets: list[int]) -> list[Any]:
         """Return the values whose bytes are at those offsets in the memory of a lease."""
-        raise NotImplementedError
 
     def check_batch(self, batch: Any, count: int, where: str) -> None:
         """Raise SampleError unless ``batch`` has the type, dtype and shape of ``self.batch(count)``."""
@@ -187,6 +188,9 @@ class _NumberColumn(Column):
         numbers = self._codec.unpack_from(self._memory, slot * self.nbytes)
         return complex(*numbers) if self._type is complex else numbers[0]
 
+    def leased(self, memory: Any, offsets: list[int]) -> list[Any]:
+        raise AssertionError("a number is too small to be leased")
+
     def values(self, batch: Tensor) -> list[Any]:
         return batch.tolist()
 
@@ -221,7 +225,7 @@ class SlotArrays:
             _make_column(leaf, segment.tensor(offset, slots * nbytes), slots, pool)
             for leaf, (offset, nbytes) in zip(leaves, self._places, strict=True)
         ]
-        self._large = [column.nbytes >= _LARGE and not isinstance(column, _NumberColumn) for column in self._columns]
+        self._large = [column.nbytes >= _LARGE for column in self._columns]
         self._private: PrivateViews | None = None
         self.load = structure.maker([column.load for column in self._columns])
 

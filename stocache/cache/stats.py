@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from stocache.system.deprecation import old_name
 
+# The state byte of a sample, as in SlotState; plain ints, for an enum look-up costs as much as the byte itself
+EMPTY, SET, OOB = range(3)
+
 # The words of Segment.counters, one row of them per process
 HITS, MISSES, FILLS, RACES, REFUSED, REJECTED = range(6)
 

@@ -4,13 +4,13 @@ import os
 import pwd
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import psutil
 
 from stocache.cache import arena
-from stocache.cache.allocate import SET
-from stocache.cache.stats import CacheStats
+from stocache.cache.stats import SET, CacheStats
 from stocache.errors import SegmentError, StocacheError
 from stocache.shm import named, registry
 from stocache.shm.layout import EXTENTS_AT, ROWS_AT, Layout, persists, read_chunks, sum_rows
@@ -76,14 +76,15 @@ def _find(uid: int, pids: dict[FileKey, list[int]]) -> Iterator[NamedCache]:
     user = user_name(uid)
     for folder in registry.directories_of(uid):
         try:
-            with registry.locked(folder) as at:
-                for name in sorted(os.listdir(at)) if at is not None else ():
-                    assert at is not None
-                    yield _look_at(at, folder, name, user, pids)
+            yield from registry.run_locked(folder, partial(_list, folder=folder, user=user, pids=pids))
         except PermissionError:
             yield NamedCache("?", user, folder, problem="belongs to another user; root can look.")
         except OSError as error:
             yield NamedCache("?", user, folder, problem=printable(str(error)))
+
+
+def _list(at: int | None, folder: str, user: str, pids: dict[FileKey, list[int]]) -> list[NamedCache]:
+    return [] if at is None else [_look_at(at, folder, name, user, pids) for name in sorted(os.listdir(at))]
 
 
 def _look_at(at: int, folder: str, name: str, user: str, pids: dict[FileKey, list[int]]) -> NamedCache:

@@ -49,10 +49,10 @@ class BlockLoader:
     def _load_from(self, block: int, wanted: list[int]) -> Iterable[tuple[int, Any]]:
         cache = self._cache
         if any(map(cache.fillable, wanted)):
-            with cache.alone(block):
+            with cache.claim(block):
                 mates = range(int(self._bounds[block]), int(self._bounds[block + 1]))
                 if any(map(cache.fillable, wanted)) and (samples := self._block(mates)) is not None:
-                    cache.offer(mates, samples)
+                    cache.set_if_empty(mates, samples)
                     return [(idx, samples[idx - mates.start]) for idx in wanted]
         there = {idx: cache.peek(idx) for idx in wanted}  # another one may have read the block meanwhile
         missing = [idx for idx in wanted if there[idx] is MISSING]

@@ -15,9 +15,9 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset, Subset
 from tqdm import tqdm
 
-from stocache.cache.allocate import OnBusy
 from stocache.cache.base import MISSING, SlotState
 from stocache.cache.batches import BatchSpec, LazyBatch
+from stocache.cache.options import OnBusy
 from stocache.cache.placement import Placement
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
@@ -30,7 +30,7 @@ from stocache.samples.indices import check_index, check_indices, check_len, leng
 from stocache.samples.record_encoder import Record
 from stocache.samples.spec import Structure
 from stocache.shm.named import DETAIL, identity_of
-from stocache.system.children import beside
+from stocache.system.children import in_children_or_here
 from stocache.system.deprecation import old_name, renamed_arguments
 from stocache.system.limits import parse_size, recommended_limit
 from stocache.system.ranks import is_first_rank
@@ -475,7 +475,7 @@ class CachedDataset(Dataset[Any]):
         if self._loaded_here:
             counts = chain.from_iterable(job() for job in jobs)
         else:
-            counts = beside(self._source, jobs, proven=self._loaded_here is False)
+            counts = in_children_or_here(self._source, jobs, proven=self._loaded_here is False)
         for count in counts:
             bar.update(count)
 

@@ -28,11 +28,11 @@ from stocache.system.children import (
     describe,
     in_children,
     loads_only_here,
-    noted,
     rebuild,
     warn_of_this_process,
+    with_note,
 )
-from stocache.system.rng import RngMonitor, kept
+from stocache.system.rng import RngMonitor, preserve_rng_state
 
 logger = logging.getLogger("stocache")
 
@@ -141,7 +141,7 @@ def probe_samples(dataset: Any, length: int, count: int, load: Callable[[int], A
             raise problem
         if loads_only_here(lambda: load(idx), problem):
             return _probe_here(dataset, load, indices, problem)
-        raise noted(problem, f"probing sample {idx} of {type(dataset).__name__}. {_WAYS}. It raised")
+        raise with_note(problem, f"probing sample {idx} of {type(dataset).__name__}. {_WAYS}. It raised")
     _warn_of_randomness(differing, drawn)
     found.loaded_here = False if found.samples else None
     return found
@@ -150,12 +150,12 @@ def probe_samples(dataset: Any, length: int, count: int, load: Callable[[int], A
 def _probe_here(dataset: Any, load: Callable[[int], Any], indices: list[int], reason: Exception) -> Probe:
     warn_of_this_process(reason)
     found, failure = Probe(loaded_here=True), None
-    with kept():
+    with preserve_rng_state():
         for idx in indices:
             try:
                 found.samples[idx] = load(idx)
             except Exception as error:  # it is raised again when the sample is asked for
-                failure = noted(error, f"probing sample {idx} of {type(dataset).__name__}. {_WAYS}. It raised")
+                failure = with_note(error, f"probing sample {idx} of {type(dataset).__name__}. {_WAYS}. It raised")
     if failure is not None and not found.samples:
         raise failure
     return found
@@ -186,7 +186,7 @@ def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> I
         except Exception as error:
             yield _Loaded(idx, error=describe(error), raised=True)
             continue
-        drawn = watch.drawn()
+        drawn = watch.changed()
         try:
             record = pack_sample(sample, f"sample {idx}")
         except SampleError as error:

@@ -269,7 +269,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             self.set_epoch(state["epoch"])
         self._loaded = None if state["finished"] else copy.deepcopy(state)
         if state["finished"]:
-            with rng.kept():
+            with rng.preserve_rng_state():
                 order.restore(state["begun"], state["sampler"])
             self._progress = Progress(finished=True, skip_rng_draw=state["workers_persist"])
 

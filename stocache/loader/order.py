@@ -76,7 +76,7 @@ class Order:
     def __iter__(self) -> Iterator[Any]:
         progress = self.progress
         if progress.resumed is not None:
-            with rng.kept():
+            with rng.preserve_rng_state():
                 self.restore(progress.begun, progress.sampler)
                 return self._numbered(progress, iter(self.sampler))
         if progress.skip_rng_draw:
@@ -89,7 +89,7 @@ class Order:
         if progress.resumed is None:
             progress.asked = rng.states(self.generators)
         else:
-            with rng.kept():
+            with rng.preserve_rng_state():
                 self.restore(progress.asked, None)
                 head = list(islice(indices, number + 1))[number:]  # one more: the sampler may begin with the first
         for index in chain(head, indices):
@@ -104,7 +104,7 @@ class Order:
             progress.made = rng.states(self.generators)
             yield
         else:
-            with rng.kept():
+            with rng.preserve_rng_state():
                 self.restore(progress.made, None)
                 yield
 

@@ -25,7 +25,7 @@ from stocache.storage.manifest import STAGING, BlockFolderWriter, Entry
 from stocache.storage.storage import OnDiskBlockDataStorage, TInfo, TSample
 from stocache.storage.writer import BLOCK_BYTES, PROBE, BlockCutter, check_block_bytes, estimate_block_size
 from stocache.system import rng
-from stocache.system.children import beside
+from stocache.system.children import in_children_or_here
 from stocache.system.ranks import is_first_rank
 from stocache.system.urls import is_url
 
@@ -200,9 +200,12 @@ class _Preparation:
         """Write the samples of a map-style dataset, block by block, in any order."""
         blocks = _DatasetBlocks(dataset, self._plan, self._writer)
         found = self._writer.begin(self._plan, resume)
-        if found and next(beside(dataset, [partial(blocks.encode, [max(found)])]))[2] != found[max(found)]:
-            found = {}
-            self._start_again("dataset")
+        if found:
+            last = max(found)
+            _, _, entry = next(in_children_or_here(dataset, [partial(blocks.encode, [last])]))
+            if entry != found[last]:
+                found = {}
+                self._start_again("dataset")
         missing = [number for number in range(len(blocks)) if number not in found]
         with self._bar(len(dataset)) as bar, closing(self._write_missing(blocks, missing)) as written:
             bar.update(sum(entry.samples for entry in found.values()))
@@ -219,10 +222,10 @@ class _Preparation:
                 yield from zip(missing, entries, strict=True)
         elif count:
             shares = [partial(blocks.write_all, missing[first::count]) for first in range(count)]
-            with closing(beside(blocks.dataset, shares)) as written:
+            with closing(in_children_or_here(blocks.dataset, shares)) as written:
                 yield from written
         else:  # a child process loads and encodes, this one writes
-            with closing(beside(blocks.dataset, [partial(blocks.encode, missing)])) as encoded:
+            with closing(in_children_or_here(blocks.dataset, [partial(blocks.encode, missing)])) as encoded:
                 yield from zip(missing, self._in_threads(self._writer.write_encoded, encoded), strict=True)
 
     def _in_threads(self, write: Callable[..., Entry], calls: Iterable[tuple[Any, ...]]) -> Generator[Entry, None, None]:
@@ -280,7 +283,7 @@ class _DatasetBlocks:
         length, seed = len(dataset), plan["shuffle_seed"]
         self._order = np.arange(length) if seed is None else np.random.default_rng(seed).permutation(length)
         self.block_size: int = plan["block_size"] or next(
-            beside(dataset, [partial(_estimate_block_size, dataset, plan["block_bytes"], writer.allow_pickle)])
+            in_children_or_here(dataset, [partial(_estimate_block_size, dataset, plan["block_bytes"], writer.allow_pickle)])
         )
 
     def __len__(self) -> int:
@@ -311,7 +314,7 @@ class _DatasetBlocks:
 @contextmanager
 def _seeded(number: int) -> Iterator[None]:
     """Seed the random generators with the number of a block, and restore their states afterwards."""
-    with rng.kept():
+    with rng.preserve_rng_state():
         torch.manual_seed(number)
         random.seed(number)
         np.random.seed(number % 2**32)

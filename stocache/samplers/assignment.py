@@ -2,7 +2,7 @@
 
 NOTE [ Sharing out ]
     At each step all ranks together train on one *global batch*. The sum of gradients over it does not depend on who computes
-    which part, so its samples may go where they are cached. Each of P nodes has its own part of the line (NOTE [ The line ])
+    which part, so its samples may go where they are cached. Each of P nodes has its own part of the line (NOTE [ Ordering ])
     and b of the samples of a step to load. Of a random batch, a node's own number b on the average, with a standard deviation
     of sqrt(b (1 - 1/P)). What a node has too many of, it gives to those that have too few: on the average a share of
     sqrt((1 - 1/P) / (2 pi b)) of all samples, half the mean deviation. It gives what stands last in its part, which is what

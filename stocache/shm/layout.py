@@ -16,8 +16,6 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from stocache.errors import SegmentError
 from stocache.system.limits import MIB, format_size
 
@@ -50,7 +48,9 @@ class Layout:
     descriptor: bytes = b""
 
     @classmethod
-    def plan(cls, control_bytes: int, data_bytes: int, descriptor: bytes = b"", extent_bytes: int | None = None) -> "Layout":
+    def for_sizes(
+        cls, control_bytes: int, data_bytes: int, descriptor: bytes = b"", extent_bytes: int | None = None
+    ) -> "Layout":
         """Return the layout for new data: extents of 64 MiB, and less for small data, so that a refusal costs a 16th of it.
 
         Or of ``extent_bytes``, a multiple of 2 MiB, for data that is to be mostly holes.
@@ -165,8 +165,11 @@ def persists(fd: int) -> bool:
 
 def sum_rows(rows: bytes | memoryview) -> list[int]:
     """Return the sums of the counter rows; of a file that is being cut, of those there are."""
-    whole = len(rows) // (8 * ROW_WORDS)
-    return [int(total) for total in np.frombuffer(rows, np.uint64, whole * ROW_WORDS).reshape(whole, ROW_WORDS).sum(axis=0)]
+    row_bytes = 8 * ROW_WORDS
+    whole = len(rows) // row_bytes * row_bytes
+    used = _round_up(len(bytes(rows[:whole]).rstrip(b"\0")), row_bytes)  # most rows are zero
+    words = memoryview(rows)[:used].cast("Q")
+    return [sum(words[number::ROW_WORDS]) for number in range(ROW_WORDS)]
 
 
 def _round_up(n: int, step: int) -> int:

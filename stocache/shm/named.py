@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from stocache.errors import MismatchError, SegmentError
 from stocache.shm import registry
@@ -26,7 +26,10 @@ from stocache.system.waiting import FileKey, identify
 
 logger = logging.getLogger("stocache")
 
-Identity = Mapping[str, str | int | None]
+Identity: TypeAlias = Mapping[str, str | int | None]
+
+NewSegment: TypeAlias = tuple[Layout, Callable[[memoryview], None]]
+"""The layout of a new segment, and what is called with its control bytes, all zero, before another process can see them."""
 
 DETAIL = " | before the cache: "
 """What comes between a user's fingerprint and what else the data depends on."""
@@ -34,23 +37,6 @@ DETAIL = " | before the cache: "
 _AT_EMPTY_PATH = 0x1000  # of linkat: the descriptor itself is meant
 
 _LONGEST = 400  # characters of a value of an identity; what is longer is told apart by its hash
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a new segment is to be.
-
-    Attributes:
-        identity: what must agree before another process may attach, as JSON holds it.
-        facts: what attachers are told.
-        initialise: called with the control bytes, all zero, before anybody else can see them.
-    """
-
-    control_bytes: int
-    data_bytes: int
-    identity: Identity
-    facts: Mapping[str, Any]
-    initialise: Callable[[memoryview], None]
 
 
 @dataclass(frozen=True)
@@ -106,14 +92,14 @@ def _brief(value: str | int | None) -> str | int | None:
     return f"{value[:_LONGEST]}… (sha256 {hashlib.sha256(value.encode()).hexdigest()})"
 
 
-def join(name: str, wanted: Identity, persist: bool, plan: Callable[[], Plan | None]) -> tuple[Segment, Descriptor] | None:
+def join(name: str, wanted: Identity, persist: bool, new: Callable[[], NewSegment | None]) -> tuple[Segment, Descriptor] | None:
     """Return the segment of that name, attached to or new.
 
     Args:
         name: letters, digits, ".", "_", "-".
         wanted: the identity that one to attach to must have.
         persist: whether it shall stay when the last holder leaves. Once said, it holds for all.
-        plan: called when a new one is to be made; None when none can be, which `join` then returns.
+        new: called when there is no such segment. It returns the segment to make, or None; then `join` returns None.
 
     Raises:
         CacheNameError: the name cannot be one.
@@ -130,10 +116,10 @@ def join(name: str, wanted: Identity, persist: bool, plan: Callable[[], Plan | N
         found = _attach(at, path, wanted)
         if found is None:
             _warn_of_deleted(at, path)
-            new = plan()
-            if new is None:
+            segment = new()
+            if segment is None:
                 return None
-            found = _make(at, path, new)
+            found = _make(at, path, segment, wanted)
         if persist:
             found[0].persist()
         return found
@@ -309,12 +295,12 @@ def _take_over(fd: int, path: str, layout: Layout, descriptor: Descriptor) -> No
     os.pwrite(fd, b"\0", WARNED_AT)
 
 
-def _make(at: int, path: str, plan: Plan) -> tuple[Segment, Descriptor]:
+def _make(at: int, path: str, new: NewSegment, wanted: Identity) -> tuple[Segment, Descriptor]:
     """Put a new segment where there is none, and attach to it."""
     found = None
     try:
-        _draft(at, path, plan)
-        found = _attach(at, path, plan.identity, new=True)
+        _draft(at, path, *new)
+        found = _attach(at, path, wanted, new=True)
         assert found is not None
         return found
     finally:
@@ -323,17 +309,16 @@ def _make(at: int, path: str, plan: Plan) -> tuple[Segment, Descriptor]:
                 os.unlink(os.path.basename(path), dir_fd=at)
 
 
-def _draft(at: int, path: str, plan: Plan) -> None:
+def _draft(at: int, path: str, layout: Layout, initialise: Callable[[memoryview], None]) -> None:
     """Make the file of a new segment, and then give it its name."""
-    layout = Layout.plan(plan.control_bytes, plan.data_bytes, Descriptor(plan.identity, plan.facts).pack())
     draft = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=at)
     try:
         layout.allocate(draft)
         with (
-            mmap.mmap(draft, layout.control_at + plan.control_bytes) as memory,
+            mmap.mmap(draft, layout.control_at + layout.control_bytes) as memory,
             memoryview(memory)[layout.control_at :] as control,
         ):
-            plan.initialise(control)
+            initialise(control)
         _link(at, draft, os.path.basename(path))
     finally:
         os.close(draft)

@@ -75,7 +75,7 @@ attaching = threading.Lock()
 """Held while this process makes, attaches or leaves a segment."""
 
 _momentary: set[int] = set()
-_in_vain: set[str] = set()  # directories whose lock was waited for in vain
+_timed_out: set[str] = set()  # directories whose lock was waited for in vain
 _to_do: deque[Callable[[], None]] = deque()
 
 _Result = TypeVar("_Result")
@@ -109,24 +109,26 @@ def owner_of(folder: str) -> int:
     return int(os.path.basename(folder).removeprefix(_PREFIX))
 
 
-def directories_of(uid: int | None = None) -> list[str]:
-    """Return the directories in which a user's named segments may be, best first; see NOTE [ Whose directory ]."""
+def directories_of(uid: int | None = None) -> Iterator[str]:
+    """Yield the directories in which a user's named segments may be, best first; see NOTE [ Whose directory ]."""
+    yield directory_of(uid)
     number = os.geteuid() if uid is None else uid
     folders = [_RUNTIME_DIR.format(number)]
     if number == os.geteuid() and os.environ.get("XDG_RUNTIME_DIR"):
         folders.append(os.path.normpath(os.environ["XDG_RUNTIME_DIR"]))
-    private = [folder for folder in dict.fromkeys(folders) if _is_private_memory(folder, number)]
-    return [directory_of(uid), *(f"{folder}/{_PREFIX}{number}" for folder in private)]
+    for folder in dict.fromkeys(folders):
+        if _is_private_memory(folder, number):
+            yield f"{folder}/{_PREFIX}{number}"
 
 
 def _is_private_memory(folder: str, uid: int) -> bool:
     """Whether a folder belongs to a user alone, and is a tmpfs."""
     try:
         status = os.lstat(folder)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != uid or status.st_mode & 0o077:
+            return False
         mounts = [line.split(" - ", 1) for line in Path(_MOUNTS).read_text().splitlines()]
     except OSError:
-        return False
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != uid or status.st_mode & 0o077:
         return False
     device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
     return any(fields.split()[2] == device and rest.startswith("tmpfs ") for fields, rest in mounts)
@@ -160,18 +162,6 @@ def run_locked(path: str, work: Callable[[int | None], _Result], create: bool = 
             return _run_locked(path, work, create, PATIENCE_S)
     finally:
         do_what_is_due()
-
-
-@contextlib.contextmanager
-def locked(path: str, create: bool = False) -> Iterator[int | None]:
-    """Do as `run_locked` does, as a context manager: for where an interrupt ends the process anyway."""
-    with attaching:
-        lock = _Lock(path)
-        try:
-            yield lock.take(create, PATIENCE_S)
-        finally:
-            lock.release()
-    do_what_is_due()
 
 
 def when_free(task: Callable[[], None]) -> None:
@@ -269,18 +259,18 @@ class _Lock:
 
     def _wait(self, fd: int, wait_s: float) -> None:
         """Take the flock; wait for who has it, as long as it changes hands, or that process is at work."""
-        if self._path in _in_vain:
+        if self._path in _timed_out:
             wait_s = 0.0
         deadline = time.monotonic() + min(_LONGEST_S, 6 * wait_s)
         while True:
             since = os.fstat(fd).st_mtime
             if wait_until(lambda: try_flock(fd), wait_s):
-                _in_vain.discard(self._path)
+                _timed_out.discard(self._path)
                 return
             pids = flock_owners(fd)
             if time.monotonic() > deadline or (os.fstat(fd).st_mtime == since and not any(map(is_at_work, pids))):
                 break
-        _in_vain.add(self._path)
+        _timed_out.add(self._path)
         raise BusyError(
             f"{self._path} has been locked by {describe_first(pids)} since "
             f"{time.strftime('%H:%M:%S', time.localtime(since))}, which should take milliseconds. Have it go on, or end it."

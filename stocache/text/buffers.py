@@ -112,7 +112,7 @@ class Buffers:
 
     def _note(self, number: int, position: LinePosition) -> None:
         if number < self._len:
-            self._table.offer([self._base + number], [torch.tensor(position)])
+            self._table.set_if_empty([self._base + number], [torch.tensor(position)])
 
     def _find(self, number: int) -> LinePosition:
         """Return where a buffer begins, or where all end."""

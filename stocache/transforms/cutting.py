@@ -209,7 +209,7 @@ class _Meter:
             watch, at = RngMonitor(), time.perf_counter()
             value = carrying(self._pipeline.part(done, done + 1), style)(value)
             took_s, done = time.perf_counter() - at, done + 1
-            if watch.drawn():  # so it is random, whatever it is called
+            if watch.changed():  # so it is random, whatever it is called
                 break
             seconds.append(took_s)
             sizes.append(self._size(value))
@@ -217,7 +217,7 @@ class _Meter:
             value = carrying(self._pipeline.part(done), style)(value)
         total_s = time.perf_counter() - began - (self.aside_s - aside_s)
         look = {"steps": len(self._pipeline.steps), "seconds": tuple(seconds), "sizes": tuple(sizes), "total_s": total_s}
-        self._looks.append(look | {"result_size": self._size(value) or 0, "draws": whole.drawn()})
+        self._looks.append(look | {"result_size": self._size(value) or 0, "draws": whole.changed()})
         return value
 
     def _size(self, value: Any) -> int | None:

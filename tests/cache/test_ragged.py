@@ -109,7 +109,7 @@ def nbytes(leaf):
         (
             {"size_limit_gib": "500B"},
             LimitError,
-            "size_limit_gib=500B are 500 bytes, of which 608 go to the table",
+            "cache holds 0 bytes: size_limit_gib=500B leaves 0 bytes after the 608-byte state array. Raise",
         ),
         ({"size_limit_gib": "much"}, LimitError, "size_limit_gib='much' is not a size"),
         ({"dataset_len": -1}, LimitError, "dataset_len=-1 is negative"),
@@ -336,7 +336,7 @@ def simulate(sizes, costs, capacity, order, epochs=3):
         for idx in order(epoch):
             if idx in kept:
                 hits += 1
-            elif admission.judge(idx, costs[idx], sizes[idx]) == YES and used + sizes[idx] <= capacity:
+            elif admission.decide(idx, costs[idx], sizes[idx]) == YES and used + sizes[idx] <= capacity:
                 kept.add(idx)
                 used += sizes[idx]
         shares.append(hits / n)
@@ -372,9 +372,9 @@ def test_what_is_not_worth_it_is_refused_for_good_once_all_is_measured():
     n = 100
     admission = CostAdmission(memoryview(bytearray(control_bytes(n))), n, 10_000)
     costs = [1.0 if idx < 5 else 1e-3 for idx in range(n)]
-    first = [admission.judge(idx, costs[idx], 1000) for idx in range(n)]
+    first = [admission.decide(idx, costs[idx], 1000) for idx in range(n)]
     assert set(first[:31]) == {LATER}
-    second = [admission.judge(idx, costs[idx], 1000) for idx in range(n)]
+    second = [admission.decide(idx, costs[idx], 1000) for idx in range(n)]
     assert second[:5] == [YES] * 5
     assert (first + second).count(YES) == 10
     assert set(second) == {YES, NEVER}
@@ -383,8 +383,8 @@ def test_what_is_not_worth_it_is_refused_for_good_once_all_is_measured():
 @pytest.mark.parametrize("cost", [0.0, 1e-12, 1e9, math.inf])
 def test_any_cost_has_a_bin(cost):
     admission = CostAdmission(memoryview(bytearray(control_bytes(1))), 1, 10)
-    admission.judge(0, min(cost, 1e300), 10**12 if cost else 1)
-    assert admission.judge(0, 1.0, 1) in (YES, NEVER)
+    admission.decide(0, min(cost, 1e300), 10**12 if cost else 1)
+    assert admission.decide(0, 1.0, 1) in (YES, NEVER)
 
 
 def test_the_cache_measures_loads_and_keeps_the_costly(monkeypatch):

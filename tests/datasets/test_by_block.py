@@ -198,7 +198,7 @@ def test_a_block_that_has_no_room_leaves_alone_what_others_have_cached_meanwhile
             return real(value, where)
 
         monkeypatch.setattr(cache, "_encode", encode)
-        cache.offer([0, 1, 2], ["a", bytes(3000), bytes(3000)])
+        cache.set_if_empty([0, 1, 2], ["a", bytes(3000), bytes(3000)])
         assert cache.get_slot(0) == "by another one"
         assert cache.aux_array.tolist() == [1, 2, 2]
 

@@ -15,7 +15,7 @@ import pytest
 from tqdm import tqdm
 from typer.testing import CliRunner
 
-import stocache
+import stocache.preparation
 from stocache import LimitError, OnDiskBlockDataStorage, SampleError, StorageError, prepare
 from stocache.cli.app import app
 from stocache.errors import WorkerError
@@ -372,7 +372,7 @@ def test_a_ray_that_is_not_there_is_an_error(tmp_path, monkeypatch):
 def test_without_ray_it_is_said_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "stocache.preparation.ray", raising=False)
-    monkeypatch.delattr(stocache, "cluster", raising=False)
+    monkeypatch.delattr(stocache.preparation, "ray", raising=False)
     with pytest.raises(StorageError, match=r"engine='ray' needs Ray, .*: pip install 'stocache\[ray\]'"):
         here(Images(), tmp_path / "a", engine="ray")
 

@@ -260,15 +260,15 @@ def test_random_pipes_before_the_shard_have_shared_seeds_and_others_their_own():
 def test_watch_sees_every_draw():
     for draw in (random.random, np.random.rand, lambda: torch.rand(1), lambda: np.random.normal(size=3)):
         watch = RngMonitor()
-        assert not watch.drawn()
+        assert not watch.changed()
         draw()
-        assert watch.drawn()
+        assert watch.changed()
     previous = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(np.random.PCG64(1))
         watch = RngMonitor()
         np.random.rand()
-        assert watch.drawn()
+        assert watch.changed()
     finally:
         np.random.set_bit_generator(previous)
 

@@ -196,7 +196,7 @@ def fill_and_clear(cache):
     cache.set_slot(0, value(0))
     cache.get_or_load(1, value)
     cache.get_or_load_many([2, 3], lambda indices: list(map(value, indices)))
-    with cache.alone(0):
+    with cache.claim(0):
         pass
     cache.clear()
 
@@ -439,8 +439,7 @@ def test_clear_says_which_stopped_process_is_writing(impatient, monkeypatch):
 
 
 def hold_directory():
-    with registry.locked(registry.directory_of(), create=True):
-        stop()
+    registry.run_locked(registry.directory_of(), lambda at: stop(), create=True)
 
 
 def test_a_stopped_process_with_the_lock_of_the_directory_is_named(impatient, caplog):
@@ -466,16 +465,15 @@ def test_a_wrong_choice_for_that_is_refused():
 def test_a_process_that_is_at_work_is_waited_for_longer(monkeypatch):
     monkeypatch.setattr(registry, "PATIENCE_S", 0.1)
 
-    def work():
-        with registry.locked(registry.directory_of(), create=True):
-            os.write(begun, b"x")
-            time.sleep(0.4)
-        os._exit(0)
+    def work(at):
+        os.write(begun, b"x")
+        time.sleep(0.4)
 
     ready, begun = os.pipe()
     pid = os.fork()
     if pid == 0:
-        work()
+        registry.run_locked(registry.directory_of(), work, create=True)
+        os._exit(0)
     os.read(ready, 1)
     with make(on_busy="raise") as cache:
         assert len(cache) == N
@@ -586,7 +584,7 @@ def test_a_thread_waits_again_once_its_load_has_failed():
             cache.get_or_load(1, lambda idx: 1 / 0)
         with pytest.raises(ZeroDivisionError, match="division by zero"):
             cache.get_or_load_many([1, 2], lambda indices: (1 / 0 for _ in indices))
-        with pytest.raises(ZeroDivisionError, match="division by zero"), cache.alone(1):
+        with pytest.raises(ZeroDivisionError, match="division by zero"), cache.claim(1):
             raise ZeroDivisionError("division by zero")
     assert (base._loading.samples, base._loading.block) == (False, False)
 

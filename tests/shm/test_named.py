@@ -375,30 +375,31 @@ def test_long_identities_differ_by_their_end():
 
 
 def test_a_killed_maker_leaves_neither_a_file_nor_a_lock():
-    def die_inside():
-        with registry.locked(registry.directory_of(), create=True) as at:
-            os.open(".", os.O_TMPFILE | os.O_RDWR, 0o600, dir_fd=at)
-            os.kill(os.getpid(), signal.SIGKILL)
+    def die(at):
+        os.open(".", os.O_TMPFILE | os.O_RDWR, 0o600, dir_fd=at)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    assert in_child(die_inside) == signal.SIGKILL
+    assert in_child(lambda: registry.run_locked(registry.directory_of(), die, create=True)) == signal.SIGKILL
     with make() as cache:
         fill(cache)
 
 
 def test_a_child_forked_in_the_middle_does_not_keep_the_lock():
     go, start = os.pipe()
-    with registry.locked(registry.directory_of(), create=True):
+    pids = []
+
+    def linger():
+        os.close(start)
+        os.read(go, 1)
+        os._exit(0)
+
+    def fork_in_a_thread(at):
         forking = threading.Thread(target=lambda: pids.append(os.fork() or linger()))
-
-        def linger():
-            os.close(start)
-            os.read(go, 1)
-            os._exit(0)
-
-        pids = []
         forking.start()
         forking.join()
         assert registry._momentary
+
+    registry.run_locked(registry.directory_of(), fork_in_a_thread, create=True)
     assert in_child(make) == 0  # hangs if the child has the lock
     os.close(start)
     os.waitpid(pids[0], 0)

@@ -142,7 +142,7 @@ def test_and_only_if_that_is_in_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(registry, "_RUNTIME_DIR", str(tmp_path))
     tmp_path.chmod(0o700)
     on_disk = not any(str(tmp_path).startswith(line.split()[1] + "/") for line in tmpfs_mounts())
-    assert len(registry.directories_of()) == (1 if on_disk else 2)
+    assert len(list(registry.directories_of())) == (1 if on_disk else 2)
 
 
 def tmpfs_mounts():

@@ -58,7 +58,7 @@ def test_what_is_written_is_what_the_mapping_shows(segment):
     assert bytes(segment.tensor(2 * MIB - 2, 4).tolist()) == b"abcd"
     assert segment.tensor(0, 0).shape == (0,)
     segment.control[99] = 7
-    segment.forget()
+    segment.clear()
     assert segment.tensor(2 * MIB - 2, 4).sum() == 0
     assert segment.control[99] == 7
 
@@ -85,10 +85,10 @@ def test_no_memory_refuses_the_extent_and_gives_back_what_it_got(segment, monkey
         assert not segment.reserve(3 * MIB, 5 * MIB)
     assert os.fstat(segment._fds[0]).st_blocks == blocks
     with segment.guard:
-        assert not segment.reserve(0, 10)  # refused is refused, until forget()
+        assert not segment.reserve(0, 10)  # refused is refused, until clear()
     assert len(caplog.records) == 1
     assert "No space left on device. Samples beyond stay uncached, training goes on." in caplog.text
-    segment.forget()
+    segment.clear()
     with segment.guard:
         assert segment.reserve(0, 10)
 
@@ -244,4 +244,4 @@ def test_shm_comes_first_when_it_has_the_room(monkeypatch):
 
 @pytest.mark.parametrize(("data", "extent"), [(0, 2), (1, 2), (32, 2), (33, 4), (512, 32), (1024, 64), (65536, 64)])
 def test_extents_are_a_16th_of_the_data_within_bounds(data, extent):
-    assert Layout.plan(0, data * MIB).extent_bytes == extent * MIB
+    assert Layout.for_sizes(0, data * MIB).extent_bytes == extent * MIB

@@ -380,7 +380,7 @@ def test_blocks_that_are_swapped_are_found(disk):
     first.write_bytes(second.read_bytes())
     second.write_bytes(whole)
     for idx in (14, 21):
-        with pytest.raises(DamagedError, match=f"00000{idx // 7}.safetensors is another block than the index says"):
+        with pytest.raises(DamagedError, match=f"00000{idx // 7}.safetensors is not the block in the index"):
             disk.load_sample(idx)
     assert same(disk.load_sample(0), sample(0))
 
@@ -392,7 +392,7 @@ def test_a_block_of_another_folder_is_found(disk, tmp_path):
         other.save_sample(sample(idx) | {"image": torch.zeros(3, 4, dtype=torch.uint8)})
     other.finish_preparation(None)
     shutil.copy(Path(other.base_folder, block_name(1)), Path(disk.base_folder, block_name(1)))
-    with pytest.raises(DamagedError, match="another block than the index says"):
+    with pytest.raises(DamagedError, match="is not the block in the index"):
         disk.load_sample(8)
 
 
@@ -565,5 +565,5 @@ def test_a_block_of_another_size_than_the_index_says_is_an_error(disk):
     facts = json.loads(path.read_bytes())
     facts["blocks"][0][1] += 1
     path.write_bytes(embed_checksum(json.dumps(facts | {"checksum": "0" * 16}).encode(), b'"checksum": "'))
-    with pytest.raises(DamagedError, match="another block than the index says"):
+    with pytest.raises(DamagedError, match="is not the block in the index"):
         OnDiskBlockDataStorage(disk.base_folder).load_sample(0)

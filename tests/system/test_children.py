@@ -448,7 +448,7 @@ def test_without_proc_samples_are_loaded_in_this_process(monkeypatch, tmp_path, 
     monkeypatch.setattr("stocache.system.children._OPEN_FILES", str(tmp_path / "fd"))
     cached = CachedDataset([torch.full((2,), n) for n in range(9)], 0.01)
     assert cached.warm().total.filled == 9
-    assert "/proc is hidden), so they are loaded in this one" in caplog.text
+    assert "/proc is hidden), so this process loads them" in caplog.text
 
 
 @pytest.mark.parametrize("ending", ["os._exit(0)", "sys.exit()", "raise KeyboardInterrupt", "os.kill(os.getpid(), 40)"])

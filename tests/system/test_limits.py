@@ -2,8 +2,6 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from stocache import LimitError, get_shm_size
 from stocache.system import limits
@@ -160,56 +158,3 @@ def test_auto_is_bounded_by_shm_where_memfd_is_forbidden(monkeypatch):
     monkeypatch.setattr(limits, "has_memfd", lambda: False)
     monkeypatch.setattr(limits, "shm_free", lambda: 64 * MIB)
     assert limits.recommended_limit() == 48 * MIB - 80 * 1024
-
-
-@given(st.integers(1, 2**40), st.integers(1, 10**7), st.integers(1, 10**7))
-def test_as_many_slots_fit_as_in_stocaching(limit, dataset_len, slot_bytes):
-    """The formula of stocaching 0.2.1, in whole numbers."""
-    expected = dataset_len if slot_bytes * dataset_len + dataset_len <= limit else (limit - dataset_len) // slot_bytes
-    if expected > 0:
-        assert limits._slots_within(limit, dataset_len, slot_bytes) == expected
-    else:
-        assert limits._slots_within(limit, dataset_len, slot_bytes) == 0
-
-
-def test_a_limit_for_exactly_one_slot_is_enough():
-    assert limits.affordable_slots("110B", 10, 100) == 1
-    message = (
-        "size_limit_gib=109B leaves 99 bytes after the 10-byte state array; one slot needs 100 bytes. Raise size_limit_gib"
-    )
-    with pytest.raises(LimitError, match=message):
-        limits.affordable_slots("109B", 10, 100)
-
-
-def test_a_limit_above_the_machine_caches_what_fits_and_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(limits, "memory", lambda: Memory(4 * GIB, 2 * GIB))
-    slots = limits.affordable_slots(32, 10**6, 10**6)
-    assert slots == (2 * GIB - 4 * GIB // 20 - 10**6) // 10**6
-    assert f"the cache was given 32.0 GiB. Caching what fits: {slots} of 1000000 samples" in caplog.text
-    assert "Lower size_limit_gib" in caplog.text
-
-
-def test_the_warning_names_the_remedy_for_a_small_shm(monkeypatch, caplog):
-    monkeypatch.setattr(limits, "has_memfd", lambda: False)
-    monkeypatch.setattr(limits, "shm_free", lambda: 64 * MIB)
-    assert limits.affordable_slots(1, 1000, MIB) == 47
-    assert "/dev/shm has 64.0 MiB free, of which a quarter is left to the batches; the cache was given 1.0 GiB" in caplog.text
-    assert "--shm-size=2g" in caplog.text
-    monkeypatch.setattr(limits, "shm_free", lambda: 0)
-    assert limits.affordable_slots(1, 1000, MIB) == 0
-    assert "memfd_create is forbidden" in caplog.text
-
-
-def test_auto_without_room_for_one_sample_warns_instead_of_raising(monkeypatch, caplog):
-    monkeypatch.setattr(limits, "memory", lambda: Memory(GIB, 100))
-    assert limits.affordable_slots("auto", 10, GIB) == 0
-    assert "no room for one sample of 1.0 GiB" in caplog.text
-
-
-def test_zero_switches_the_cache_off_in_silence(caplog):
-    assert limits.affordable_slots(0, 10, 10) == 0
-    assert not caplog.records
-
-
-def test_samples_of_no_bytes_fit_whenever_their_states_do():
-    assert limits.affordable_slots("10B", 10, 0) == 10

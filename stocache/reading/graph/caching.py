@@ -124,7 +124,7 @@ class SharedCacher(IterDataPipe[Any]):
         def load(_: int) -> Any:
             watch = RngMonitor()
             value = self._maps(element)
-            if watch.drawn():
+            if watch.changed():
                 raise _RandomError(value)
             return value
 

@@ -209,7 +209,7 @@ class Replica:
 
     def drawn(self) -> bool:
         """Whether random numbers were drawn from the global generators in this epoch."""
-        self._drawn = self._drawn or self._watch.drawn()
+        self._drawn = self._drawn or self._watch.changed()
         return self._drawn
 
 
