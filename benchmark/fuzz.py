@@ -312,7 +312,7 @@ def seal_block(header: dict[str, Any], facts: Any, columns: bytearray) -> bytes:
     text = json.dumps(header).encode()
     head = len(text).to_bytes(8, "little") + text
     try:
-        block = Block(BytesFile(head + bytes(columns)), "forged", allow_pickle=None, verify=False)
+        block = Block(BytesFile(head + bytes(columns)), "forged", decode=False, verify=False)
         at, nbytes = block.span(":checks")
         checks = b"".join(block.check(row).to_bytes(8, "little") for row in range(block.samples))
         columns[at - len(head) : at - len(head) + nbytes] = checks[:nbytes]

@@ -1,4 +1,4 @@
-"""A Lightning DataModule over prepared samples, cached, and a callback that logs how that goes (extra ``lightning``)."""
+"""Serve prepared samples from a cache to a Lightning Trainer, and log the hit rate (extra ``lightning``)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic
@@ -24,36 +24,36 @@ PARTS = ("train", "val", "test")
 
 
 class DataModule(LightningDataModule, Generic[TSample, TInfo]):
-    """Prepares samples once, splits them, and serves them to a Trainer from a cache: one copy per machine, for all ranks.
+    """Prepares samples once, splits them, and serves them to a Trainer from a cache, one copy per machine for all ranks.
 
         data = DataModule(OnDiskBlockDataStorage("photos"), PhotoPreparer(), batch_size=256, size_limit_gib=32, num_workers=8)
         Trainer(callbacks=[CacheMonitor()]).fit(model, data)
 
     Args:
-        storage: where the samples are, or will be.
-        preparer: makes them, if they are not.
+        storage: holds the samples, or will hold them after preparation.
+        preparer: makes the samples, if the storage is not prepared.
         batch_size: samples in a batch.
         split: shares of the samples for "train", "val" and "test"; or a function of the info and the number of samples that
             returns the indices of each part.
-        stratify: a function of the info that returns the label of each sample: each part then has its share of every label.
-        size_limit_gib: memory of the cache on this machine, as for `CachedDataset`: for the training samples, or a dict with
-            that for each part. 0 for none.
-        transforms: called with each sample after the cache, of each part.
-        window: blocks whose samples are shuffled together, of a storage of blocks (`BlockSampler`).
+        stratify: a function of the info that returns the label of each sample. Each part then has its share of every label.
+        size_limit_gib: memory of the cache on this machine, as for `CachedDataset`: for the training samples, or a dict with a
+            limit for each part. 0 for no cache.
+        transforms: for each part, a function that is called with each sample after the cache.
+        window: number of blocks whose samples are shuffled together, for a storage of blocks (`BlockSampler`).
         seed: of the split, and of the order of blocks.
-        shuffle_seed: assign samples to blocks at random while preparing, by this seed.
-        prepare_workers: as ``num_workers`` of `prepare`.
+        shuffle_seed: assign samples to blocks at random during preparation, with this seed.
+        prepare_workers: ``num_workers`` of `prepare`.
         cache_options: other arguments of `CachedDataset`.
         loader_options: other arguments of `DataLoader`: num_workers, pin_memory, collate_fn and so on.
 
     Attributes:
-        datasets: of each part, from `setup` on.
+        datasets: the dataset of each part, from `setup` on.
 
     Raises:
-        LimitError: a part that is none, shares of more than 1, or an index that is in two parts.
+        LimitError: a part has another name, the shares add up to more than 1, or an index is in two parts.
 
-    Where several ranks train, each rank's share of the training samples is equal (up to one sample per rank is left out of an
-    epoch), and the ranks of a machine share one cache; it has a name that is derived from the samples and these arguments.
+    If several ranks train, all have equally many training samples: an epoch leaves out up to one sample per rank. The ranks of
+    a machine share one cache. Its name is derived from the samples and these arguments.
     Source: the article on block storage in PyTorch Lightning.
     """
 
@@ -76,14 +76,14 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
     ) -> None:
         super().__init__()
         if isinstance(storage, OnDiskBlockDataStorage) and is_url(storage.base_folder):
-            self.prepare_data_per_node = False  # machines do not wait for each other there
+            self.prepare_data_per_node = False  # a URL has no lock with which machines could wait for each other
         self.storage, self.preparer = storage, preparer
         self.batch_size, self.window, self.seed = batch_size, window, seed
         self._split = {"train": 0.8, "val": 0.1, "test": 0.1} if split is None else split
         if not callable(self._split):
             _check_parts(self._split, "split")
             if min(self._split.values(), default=0) < 0 or sum(self._split.values()) > 1 + 1e-9:
-                raise LimitError(f"split={dict(self._split)!r}: shares lie between 0 and 1, and add up to 1 at most.")
+                raise LimitError(f"split={dict(self._split)!r}: shares must be between 0 and 1, and add up to at most 1.")
         self._stratify = stratify
         self._limits = dict(size_limit_gib) if isinstance(size_limit_gib, Mapping) else {"train": size_limit_gib}
         self._transforms = dict(transforms or {})
@@ -96,7 +96,7 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
     # ------------------------------------------------------------------------------------------------ samples
 
     def prepare_data(self) -> None:
-        """Prepare the samples, unless they are; Lightning calls this in one process per machine, or, for a URL, in one."""
+        """Prepare the samples if they are not. Lightning calls this in one process per machine; for a URL, in one process."""
         storage = self.storage
         if isinstance(storage, OnDiskBlockDataStorage):
             if not storage.is_prepared():
@@ -117,7 +117,7 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
             storage.finish_preparation(self.preparer.get_dataset_info())
 
     def setup(self, stage: str) -> None:
-        """Split the samples, and make the dataset of each part; the same in every rank."""
+        """Split the samples and make the dataset of each part. The split is the same in every rank."""
         if self.datasets:
             return
         info = self.storage.load_dataset_info()
@@ -131,11 +131,11 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
             self.datasets[part] = self._cached(part, StorageDataset(self.storage, index))
 
     def dataset_len(self, info: TInfo) -> int:
-        """Return the number of samples; to be overridden for storages that have no length."""
+        """Return the number of samples. Override it for a storage without a length."""
         return len(self.storage)  # type: ignore[arg-type]
 
     def split(self, info: TInfo) -> Mapping[str, Sequence[int]]:
-        """Return the indices of each part, "train", "val" and "test"; to be overridden, or given as an argument."""
+        """Return the indices of each part, "train", "val" and "test". Override it, or give the argument ``split``."""
         length = self.dataset_len(info)
         if callable(self._split):
             parts = self._split(info, length)
@@ -173,11 +173,11 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
         return self._loader("train", shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
-        """Return a loader of the samples to validate with, in order."""
+        """Return a loader of the validation samples, in order."""
         return self._loader("val", shuffle=False)
 
     def test_dataloader(self) -> DataLoader:
-        """Return a loader of the samples to test with, in order."""
+        """Return a loader of the test samples, in order."""
         return self._loader("test", shuffle=False)
 
     def _loader(self, part: str, shuffle: bool) -> DataLoader:
@@ -190,7 +190,7 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
         return loader
 
     def sampler(self, dataset: Any, shuffle: bool) -> Sampler[int]:
-        """Return the sampler of a dataset: by blocks where the storage has blocks."""
+        """Return the sampler of a dataset: a `BlockSampler` if the storage has blocks."""
         size = getattr(self.storage, "block_size", None)
         if size is None:
             return RandomSampler(dataset) if shuffle else SequentialSampler(dataset)
@@ -210,11 +210,11 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
     # ------------------------------------------------------------------------------------------------ life
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the Trainer keeps in a checkpoint: which samples are in which part. The loaders keep where they stand."""
+        """Return the state for a checkpoint: a checksum of the split. The loaders have their own states."""
         return {part: _digest(dataset) for part, dataset in self.datasets.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that training goes on with the same split.
+        """Check that training continues with the same split.
 
         Raises:
             StateError: the parts have other samples than those of the checkpoint.
@@ -225,7 +225,7 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
             raise StateError(f"the checkpoint is of another split, with other samples in {differing}. Split as before.")
 
     def close(self) -> None:
-        """Close the caches. Twice is fine."""
+        """Close the caches. May be called twice."""
         for dataset in self.datasets.values():
             if isinstance(dataset, CachedDataset):
                 dataset.close()
@@ -233,10 +233,10 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
 
 
 class CacheMonitor(Callback):
-    """Logs after each epoch of training, to every logger of the Trainer, how the cache does.
+    """Logs statistics of the cache after each training epoch, to all loggers of the Trainer. Covers the machine of rank 0.
 
-    ``cache/hit_rate``: share of this epoch's samples that came from it; ``cache/fill``: share of the samples it holds;
-    ``cache/waited_s``: seconds of this epoch that the trainer waited for batches. Of the machine of rank 0.
+    ``cache/hit_rate``: share of this epoch's samples that came from the cache; ``cache/fill``: share of all samples that it
+    holds; ``cache/waited_s``: seconds of this epoch in which the trainer waited for batches.
     """
 
     def __init__(self) -> None:

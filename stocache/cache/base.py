@@ -504,8 +504,8 @@ class SampleCache(ABC):
 
         with segment.guard:
             if not segment.run_locked(0, self._dataset_len, drop, False):
-                owner = describe_process(segment.slot_owner(0, self._dataset_len))
-                raise BusyError(f"clear: {owner} keeps the lock of a slot. Have it go on, or end it.")
+                holder = describe_process(segment.lock_holder(0, self._dataset_len))
+                raise BusyError(f"clear: {holder} keeps the lock of a slot. Have it go on, or end it.")
 
     def stats(self) -> CacheStats:
         """Return the current counts and sizes, summed over all processes. Reads one byte per sample."""

@@ -1,11 +1,11 @@
-"""The command line: bench, info, prepare, inspect, check, ls, stat, rm, top, doctor.
+"""The commands bench, info, prepare, inspect, check, ls, stat, rm, top and doctor.
 
-Heavy modules are imported by the command that needs them.
+Each command imports what it needs: torch takes seconds to import, and info, ls, stat and rm work without it.
 """
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -26,17 +26,17 @@ def _about() -> None:
 @app.command()
 def bench(
     folder: Annotated[Path | None, typer.Argument(help="Folder of JPEGs, searched recursively. Default: generated.")] = None,
-    fractions: Annotated[str, typer.Option(help="Cached shares of the dataset to run, in percent.")] = "0,25,50,75,100",
+    fractions: Annotated[str, typer.Option(help="Cached shares of the dataset to measure, in percent.")] = "0,25,50,75,100",
     workers: Annotated[int, typer.Option(min=0, help="DataLoader workers.")] = _CORES,
     batch_size: Annotated[int, typer.Option(min=1)] = 32,
     size: Annotated[int, typer.Option(min=1, help="Photos are cached as uint8 3 x SIZE x SIZE.")] = 256,
-    repeat_folder: Annotated[int, typer.Option(min=1, help="Take the folder this many times, to make it bigger.")] = 1,
-    repeats: Annotated[int, typer.Option(min=1, help="Run everything this often and report medians.")] = 1,
-    photos: Annotated[int, typer.Option(min=1, help="How many 512x512 photos to generate when no folder is given.")] = 1000,
+    repeat_folder: Annotated[int, typer.Option(min=1, help="Use each photo of the folder so many times.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Run everything so many times and report medians.")] = 1,
+    photos: Annotated[int, typer.Option(min=1, help="Number of 512x512 photos to generate if no folder is given.")] = 1000,
     warm_pages: Annotated[bool, typer.Option("--warm-pages", help="Leave the files in the page cache.")] = False,
-    out: Annotated[Path, typer.Option(help="Where stocache-bench.csv and stocache-bench.png go.")] = Path(),
+    out: Annotated[Path, typer.Option(help="Folder for stocache-bench.csv and stocache-bench.png.")] = Path(),
 ) -> None:
-    """Measure what caching a folder of photos brings: a cold and a warm epoch at each cached fraction."""
+    """Measure the effect of a cache on a folder of photos. Runs a cold and a warm epoch at each cached fraction."""
     try:
         import matplotlib  # noqa: F401
         import PIL  # noqa: F401
@@ -48,7 +48,7 @@ def bench(
     if folder is not None and not folder.is_dir():
         raise typer.BadParameter(f"{folder} is not a folder.")
     if not out.is_dir():
-        raise typer.BadParameter(f"{out} is not a folder to write the results to.")
+        raise typer.BadParameter(f"{out} is not a folder. Give one for the results.")
     paths = experiment.find_jpegs(folder or experiment.photo_folder(photos)) * repeat_folder
     if not paths:
         raise typer.BadParameter(f"{folder} holds no .jpg or .jpeg files.")
@@ -71,7 +71,7 @@ def bench(
     typer.echo(experiment.format_table(rows))
     typer.echo(
         f"reads: samples read from their files. 1st epoch: how much longer the cold epoch took than without a cache; "
-        f"below --repeats 9 that is mostly noise. "
+        f"with fewer than --repeats 9 it varies too much to tell. "
         f"Warm seconds over cached share: R² of a straight line {experiment.linearity(rows):.4f}."
     )
     csv_path, png_path = out / "stocache-bench.csv", out / "stocache-bench.png"
@@ -92,7 +92,7 @@ def _parse_percentages(text: str) -> list[float]:
 
 @app.command()
 def info(as_json: _Json = False) -> None:
-    """Show what this machine can give to a cache, and what size_limit_gib="auto" would take."""
+    """Show how much memory this machine has for a cache. Includes the size that size_limit_gib="auto" would choose."""
     from stocache.system import limits
 
     cgroup, memory = limits.cgroup_memory(), limits.memory()
@@ -116,17 +116,20 @@ def info(as_json: _Json = False) -> None:
         typer.echo(json.dumps(amounts | facts, indent=2))
         return
     size = {name: "none" if amount is None else limits.format_size(amount) for name, amount in amounts.items()}
-    typer.echo(f"{limits.SHM_DIR}       {size['shm_free']} free of {size['shm_total']}")
-    typer.echo(f"memfd          {'allowed, not bounded by /dev/shm' if facts['memfd'] else 'forbidden'}")
-    typer.echo(f"memory         {size['memory_available']} available of {size['memory_total']}")
-    typer.echo(f"cgroup limit   {size['cgroup_limit']}" + (f" ({facts['cgroup_path']})" if cgroup else ""))
-    typer.echo(f"kept free      {size['memory_floor']}: a cache stops growing before")
-    typer.echo(f"huge pages     {_huge_advice(str(facts['memfd_huge_policy']))}")
-    typer.echo(f"largest cache  {size['shared_memory_room']}")
-    typer.echo(f'"auto" takes   {size["recommended_limit"]}')
+    rows = {
+        limits.SHM_DIR: f"{size['shm_free']} free of {size['shm_total']}",
+        "memfd": "allowed, not bounded by /dev/shm" if facts["memfd"] else "forbidden",
+        "memory": f"{size['memory_available']} available of {size['memory_total']}",
+        "cgroup limit": size["cgroup_limit"] + (f" ({cgroup.path})" if cgroup else ""),
+        "kept free": f"{size['memory_floor']}: a cache stops growing before",
+        "huge pages": _describe_huge_pages(str(facts["memfd_huge_policy"])),
+        "largest cache": size["shared_memory_room"],
+        '"auto" takes': size["recommended_limit"],
+    }
+    _print_rows(rows.items())
 
 
-def _huge_advice(policy: str) -> str:
+def _describe_huge_pages(policy: str) -> str:
     from stocache.system import limits
 
     if policy not in ("never", "deny"):
@@ -136,32 +139,37 @@ def _huge_advice(policy: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------- prepared folders
 
-_Workers = Annotated[int, typer.Option(min=0, help="Worker processes; 0 for none.")]
+_Workers = Annotated[int, typer.Option(min=0, help="Worker processes; 0: this process does the work.")]
 _Prepared = Annotated[Path, typer.Argument(metavar="DIR", help="A folder that was prepared.")]
 
 
 @app.command()
 def prepare(
     src: Annotated[Path, typer.Argument(help="Folder of images, .csv, .tsv, .npy, .parquet, or saved Hugging Face dataset.")],
-    dst: Annotated[str, typer.Argument(help="Folder or URL to prepare: new, empty, or one in which this was interrupted.")],
+    dst: Annotated[str, typer.Argument(help="Folder or URL to prepare: new, empty, or of an interrupted preparation.")],
     address: Annotated[
-        str | None, typer.Argument(help="With --ray: a running Ray. Default: $RAY_ADDRESS, else one started here, for this.")
+        str | None, typer.Argument(help="With --ray: a running Ray. Default: $RAY_ADDRESS, else a Ray is started here.")
     ] = None,
-    ray: Annotated[bool, typer.Option("--ray", help="Have blocks written by a Ray cluster.")] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Let a Ray cluster write the blocks.")] = False,
     workers: Annotated[
         int | None,
-        typer.Option(min=0, help=f"Worker processes; 0 for none. Default: {_CORES}; with --ray, for all the cluster's CPUs."),
+        typer.Option(
+            min=0,
+            help=f"Worker processes; 0: one that only loads. Default: {_CORES}; with --ray, all CPUs of the cluster.",
+        ),
     ] = None,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Samples in a block. Default: what --block-bytes hold.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Samples in a block. Default: as many as fit in --block-bytes.")
+    ] = None,
     block_bytes: Annotated[str | None, typer.Option(help="Bytes of a block, such as 8MB. Default: 8MiB.")] = None,
-    shuffle_seed: Annotated[int | None, typer.Option(min=0, help="Assign samples to blocks at random, by this seed.")] = None,
+    shuffle_seed: Annotated[int | None, typer.Option(min=0, help="Assign samples to blocks at random, with this seed.")] = None,
     size: Annotated[
-        int | None, typer.Option(min=1, help="Decode images, to uint8 3 x SIZE x SIZE. Default: keep the files.")
+        int | None, typer.Option(min=1, help="Decode images to uint8 3 x SIZE x SIZE. Default: keep the files.")
     ] = None,
     no_resume: Annotated[bool, typer.Option("--no-resume", help="Start again if it was interrupted.")] = False,
-    fingerprint: Annotated[str | None, typer.Option(help="Says which data this is. Other data is refused.")] = None,
+    fingerprint: Annotated[str | None, typer.Option(help="Identifies the data. A folder with another one is refused.")] = None,
 ) -> None:
-    """Prepare a dataset as a folder of blocks. If it was interrupted, the same command goes on where it stopped."""
+    """Prepare a dataset as a folder of blocks. After an interruption, the same command continues."""
     from stocache.preparation import sources
     from stocache.preparation.prepare import prepare as prepare_folder
     from stocache.storage.storage import OnDiskBlockDataStorage
@@ -171,46 +179,45 @@ def prepare(
     if block_size is not None and block_bytes is not None:
         raise typer.BadParameter("give --block-size or --block-bytes, not both.")
     if address is not None and not ray:
-        raise typer.BadParameter(f"{address} is one argument too many, or the address of a Ray: give --ray, too.")
+        raise typer.BadParameter(f"{address} is one argument too many, or the address of a Ray: then give --ray too.")
     if workers is None:
         workers = 0 if ray else _CORES
     nbytes: int | str = BLOCK_BYTES if block_bytes is None else block_bytes
     if isinstance(nbytes, str) and nbytes.isdecimal():
-        nbytes = int(nbytes)  # else it would be in GiB, as in a size limit
+        nbytes = int(nbytes)  # a bare number is in bytes here; in a str it would be in GiB
     marks = [mark for mark in (fingerprint, size and f"size {size}") if mark]
     with _errors_in_one_line():
-        source: Any = sources.open_source(src.absolute() if ray else src, size=size)  # Ray's workers are in other directories
-        info, before = source.info, OnDiskBlockDataStorage[Any, Any](dst).is_prepared()
-        if shuffle_seed is not None and isinstance(source, sources.ParquetFiles):
-            source = sources.InOrder(source)
+        source = sources.open_source(src.absolute() if ray else src, size=size)  # Ray's workers run in other directories
+        before = OnDiskBlockDataStorage[Any, Any](dst).is_prepared()
         storage = prepare_folder(
-            source,
+            source if shuffle_seed is None else source.for_shuffling(),
             dst,
             num_workers=workers,
             block_size=block_size,
             block_bytes=nbytes,
             shuffle_seed=shuffle_seed,
-            info=info,
+            info=source.info,
             fingerprint=", ".join(marks) or None,
             resume=not no_resume,
             engine="ray" if ray else "local",
             address=address,
         )
         index = storage.index
+    blocks = len(index.blocks)
     typer.echo(
-        f"{dst}{' was prepared already' if before else ''}: {index.samples} samples in "
-        f"{len(index.blocks)} block{'s' * (len(index.blocks) != 1)} of "
-        f"{index.block_size}, {format_size(_bytes(index))}. In Python: "
+        f"{dst}{' was prepared already' if before else ''}: {index.samples} samples in {blocks} block{'s' * (blocks != 1)} of "
+        f"{index.block_size}, {format_size(index.nbytes)}. In Python: "
         f"stocache.StorageDataset(stocache.OnDiskBlockDataStorage({dst!r}))"
     )
 
 
 @app.command()
 def inspect(folder: _Prepared, as_json: _Json = False) -> None:
-    """Show what is in a prepared folder: how much, what samples look like, how they were prepared. Reads no samples."""
+    """Describe a prepared folder. Shows its size, the structure of its samples and how it was prepared; reads no samples."""
     import reprlib
 
     from stocache.errors import DamagedError, StorageError
+    from stocache.storage.inspection import describe_structure
     from stocache.storage.storage import OnDiskBlockDataStorage
     from stocache.system.limits import format_size
 
@@ -222,14 +229,14 @@ def inspect(folder: _Prepared, as_json: _Json = False) -> None:
             shown = reprlib.repr(info)
         except DamagedError:
             raise
-        except StorageError as error:  # it is pickled, or made of classes that are not here
+        except StorageError as error:  # it is pickled, or needs classes that are missing
             shown = f"not shown: {error}"
     if as_json:
         amounts = {
             "samples": index.samples,
             "blocks": len(index.blocks),
             "block_size": index.block_size,
-            "bytes": _bytes(index),
+            "bytes": index.nbytes,
         }
         facts = {"structure": index.structure, "info": shown if index.info_checksum else info, "plan": index.plan}
         typer.echo(json.dumps(amounts | facts, indent=2))
@@ -238,30 +245,29 @@ def inspect(folder: _Prepared, as_json: _Json = False) -> None:
     rows = [
         ("samples", str(index.samples)),
         ("blocks", f"{len(index.blocks)} of {index.block_size} samples"),
-        ("size", format_size(_bytes(index))),
+        ("size", format_size(index.nbytes)),
         ("plan", plan),
         ("info", shown),
-        *_tree("structure", index.structure),
+        *describe_structure(index.structure),
     ]
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        typer.echo(f"{name:<{width}}  {value}")
+    _print_rows(rows)
 
 
 @app.command()
 def check(folder: _Prepared, workers: _Workers = _CORES) -> None:
-    """Read everything in a prepared folder, and list what is damaged. Exits with 1 if anything is."""
+    """Read a whole prepared folder and list its damage. Exits with 1 if there is any."""
     from stocache.errors import StorageError
+    from stocache.storage.inspection import find_damage
     from stocache.storage.storage import OnDiskBlockDataStorage
 
     with _errors_in_one_line():
         storage = OnDiskBlockDataStorage[Any, Any](folder)
         try:
             index = storage.index
-        except StorageError as error:  # without which nothing can be told of the rest
+        except StorageError as error:  # the rest cannot be checked without it
             problems = [str(error)]
         else:
-            problems = _problems(storage, workers)
+            problems = find_damage(storage, workers)
     for problem in problems:
         typer.echo(problem)
     if problems:
@@ -269,114 +275,40 @@ def check(folder: _Prepared, workers: _Workers = _CORES) -> None:
     typer.echo(f"{len(index.blocks)} blocks, {index.samples} samples, no damage")
 
 
-def _problems(storage: Any, workers: int) -> list[str]:
-    """Return what is wrong with the blocks and the info of a storage, and which files are none of its."""
-    from torch.utils.data import DataLoader
-    from tqdm import tqdm
-
-    from stocache.errors import StorageError
-    from stocache.storage.manifest import INFO, Entry, block_name, open_block
-
-    index, folder = storage.index, Path(storage.base_folder)
-    blocks: Any = _Checks(storage)
-    loader = DataLoader(blocks, batch_size=None, num_workers=min(workers, len(blocks)))
-    problems = [problem for problem in tqdm(loader, desc=f"checking {folder}", unit="block") if problem]
-    if index.info_checksum is not None:
-        path = str(folder / INFO)
-        try:
-            open_block(path, path, Entry(1, 0, index.info_checksum), None).verify()
-        except (StorageError, OSError) as error:
-            problems.append(str(error))
-    names = {folder / block_name(number) for number in range(len(blocks))}
-    strange = sorted(set(folder.joinpath(block_name(0)).parent.glob("*")) - names)
-    return problems + [f"{path} is not in the index: nothing reads it. Remove it." for path in strange]
-
-
-class _Checks:
-    """What is wrong with each block of a storage, "" for nothing; as a dataset, so that a DataLoader's workers look."""
-
-    def __init__(self, storage: Any) -> None:
-        self._storage = storage
-
-    def __len__(self) -> int:
-        return len(self._storage.index.blocks)
-
-    def __getitem__(self, number: int) -> str:
-        try:
-            return self._storage.check(number) or ""
-        except OSError as error:  # the disk fails
-            from stocache.storage.manifest import block_name
-
-            return f"{self._storage.base_folder}/{block_name(number)} cannot be read: {error}."
-
-
-def _bytes(index: Any) -> int:
-    return sum(entry.nbytes for entry in index.blocks)
-
-
-def _tree(name: str, node: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield the structure of samples, or of a part of them, in lines of two columns."""
-    what, parts = _describe(node)
-    yield "  " * depth + name, what
-    for inner, part in parts:
-        yield from _tree(inner, part, depth + 1)
-
-
-def _describe(node: Any) -> tuple[str, list[tuple[str, Any]]]:
-    """Return what a part of a structure is, and its own parts."""
-    if node is None:
-        return "no samples", []
-    kind = node["kind"]
-    if kind == "in":
-        cls = node["class"].removeprefix("builtins:")
-        return cls.replace("NoneType", "None"), list(zip(map(repr, node["keys"]), node["children"], strict=True))
-    if kind == "union":
-        return "one of", [("or", child) for child in node["children"]]
-    if kind in ("list", "tuple"):
-        return f"{kind} of any length", [("each", node["items"])]
-    if "dtype" not in node and "type" not in node:  # str, bytes, dates, …; members of an enum, which has a class
-        return {"long": "int", "pickle": "pickled"}.get(kind, node.get("class", kind)), []
-    words = [node["class"], "of", node["type"]] if kind == "numbers" else [node["type"] if kind == "number" else kind]
-    if "dtype" in node:
-        words.append(str(node["dtype"]))
-    sizes = ["?"] * node["dims"] if "dims" in node else list(map(str, node["shape"]))  # ?: it varies
-    if sizes:
-        words.append("x".join(sizes))
-    return " ".join(words), []
-
-
 @contextmanager
 def _errors_in_one_line() -> Iterator[None]:
-    """End the command with the message of an error that is the user's to mend."""
+    """End the command with one line for an error that the user can correct."""
     from stocache.errors import StocacheError
 
     try:
         yield
     except (StocacheError, OSError) as error:
         message = str(error)
-        if "Original Traceback" in message:  # of a worker of a DataLoader: the last line names the error
+        if "Original Traceback" in message:  # from a worker of a DataLoader: the last line is the error
             message = message.strip().splitlines()[-1].partition(": ")[2]
         _fail(" ".join(message.split()))
 
 
 # ---------------------------------------------------------------------------------------------------- named caches
 
-_User = Annotated[str | None, typer.Option("--user", help="Caches of this user (name or number), or of 'all'. Default: yours.")]
+_User = Annotated[str | None, typer.Option("--user", help="Caches of this user (name or id), or of 'all'. Default: yours.")]
 
 
 @app.command()
 def ls(user: _User = None, as_json: _Json = False) -> None:
-    """List named caches: memory, fill, hit rate, who holds them.
+    """List named caches: memory, fill, hit rate, processes.
 
-    States: live, somebody holds it; kept, nobody does, but it is to stay; dead, left behind by killed processes; bad, no cache.
+    States: live, in use; kept, not in use, persistent; dead, left by killed processes; bad, not a readable cache.
     """
-    from stocache.cli import listing, top
+    from stocache.cli import listing
 
     caches = listing.find(_uid(user))
     if as_json:
         typer.echo(json.dumps([cache.as_dict() for cache in caches], indent=2))
     elif caches:
-        _print(top.table(caches, users=user is not None))
+        from stocache.cli import top
+
+        top.print_table(top.table(caches, users=user is not None))
     else:
         typer.echo("no named caches")
 
@@ -384,12 +316,12 @@ def ls(user: _User = None, as_json: _Json = False) -> None:
 @app.command()
 def stat(name: str, user: _User = None, as_json: _Json = False) -> None:
     """Show everything about one named cache."""
-    from stocache.cli import listing, top
+    from stocache.cli import listing
     from stocache.system.limits import format_size
 
     cache = next((cache for cache in listing.find(_uid(user)) if cache.name == name), None)
     if cache is None:
-        _fail(f"there is no cache {name!r}. stocache ls lists those there are.")
+        _fail(f"there is no cache {name!r}. 'stocache ls' lists all caches.")
     if as_json:
         typer.echo(json.dumps(cache.as_dict(), indent=2))
         return
@@ -398,29 +330,27 @@ def stat(name: str, user: _User = None, as_json: _Json = False) -> None:
         stats = cache.stats
         rows |= {
             "persistent": "yes" if cache.persistent else "no",
-            "age": top.age(cache),
+            "age": cache.age,
             "samples": f"{stats.dataset_len} of {cache.samples}, {format_size(stats.slot_bytes)} each",
             "fingerprint": "none" if cache.fingerprint is None else cache.fingerprint,
             "memory": f"{format_size(cache.memory_bytes)}, at most {format_size(stats.capacity_bytes)}",
             "filled": f"{stats.filled} of {stats.slots} slots, {stats.fill_fraction:.1%} of the dataset",
-            "hits": f"{stats.hits}, rate {top.hit_rate(cache)}",
+            "hits": f"{stats.hits}, rate {cache.hit_percent}",
             "misses": str(stats.misses),
             "fills": f"{stats.fills}, late {stats.races}, refused {stats.refused}, rejected {stats.rejected}",
         }
-    for key, value in rows.items():
-        typer.echo(f"{key:<12} {value}")
-    for number, holder in enumerate(cache.holders):
-        typer.echo(f"{'held by' if number == 0 else '':<12} {holder.pid} {holder.command}")
+    holders = [f"{holder.pid} {holder.command}" for holder in cache.holders]
+    _print_rows([*rows.items(), *zip(["held by", *[""] * len(holders)], holders, strict=False)])
 
 
 @app.command()
 def rm(
     names: Annotated[list[str] | None, typer.Argument(help="Caches to remove.")] = None,
-    dead: Annotated[bool, typer.Option("--dead", help="Remove what killed processes left behind, but nothing kept.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Also what is in use, damaged, or another user's.")] = False,
+    dead: Annotated[bool, typer.Option("--dead", help="Remove caches that killed processes left, if not persistent.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also remove caches in use, damaged, or of another user.")] = False,
     user: _User = None,
 ) -> None:
-    """Remove named caches that nobody holds. With --force, those who hold one go on, but nobody finds it any more."""
+    """Remove named caches that are not in use. With --force, processes that use one keep it, but no other can join."""
     from stocache.cli import listing
     from stocache.errors import StocacheError
     from stocache.shm import named
@@ -430,12 +360,12 @@ def rm(
         raise typer.BadParameter("say which: stocache rm NAME..., or stocache rm --dead")
     uid = _uid(user)
     if dead:
-        doomed = [cache for cache in listing.find(uid) if cache.state == "dead"]
-        paths, size = [cache.path for cache in doomed], sum(cache.memory_bytes for cache in doomed)
+        caches = [cache for cache in listing.find(uid) if cache.state == "dead"]
+        paths, size = [cache.path for cache in caches], sum(cache.memory_bytes for cache in caches)
         typer.echo(f"{len(paths)} dead caches, {limits.format_size(size)}")
     else:
         if uid == -1:
-            raise typer.BadParameter("--user all goes with --dead; name one user.")
+            raise typer.BadParameter("--user all works with --dead only. Name one user.")
         paths = []
         for name in names or ():
             try:
@@ -454,8 +384,8 @@ def rm(
 
 
 @app.command()
-def top(interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0, user: _User = None) -> None:
-    """Watch named caches live: fill, hit rate, hits per second. q leaves."""
+def top(interval: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 1.0, user: _User = None) -> None:
+    """Watch named caches: fill, hit rate, hits per second. Quit with q."""
     import sys
 
     from stocache.cli import listing
@@ -469,10 +399,10 @@ def top(interval: Annotated[float, typer.Option(min=0.1, help="Seconds between t
 
 @app.command()
 def doctor(
-    size_limit_gib: Annotated[str | None, typer.Option(help="The limit you mean to give a cache, such as 32 or 500MB.")] = None,
+    size_limit_gib: Annotated[str | None, typer.Option(help="The limit of a planned cache, such as 32 or 500MB.")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Look for what stands in a cache's way on this machine, and say what to do. Exits with 1 if there is a problem."""
+    """Find settings of this machine that hinder a cache. Names the remedies. Exits with 1 if there is a problem."""
     from stocache.cli import doctor
     from stocache.errors import LimitError
     from stocache.system import limits
@@ -492,7 +422,7 @@ def doctor(
 
 
 def _uid(user: str | None) -> int | None:
-    """Return the number of a user, -1 for "all", None for none given."""
+    """Return a user's id; -1 for "all", None if no user is given."""
     import pwd
 
     if user is None or user == "all":
@@ -502,7 +432,7 @@ def _uid(user: str | None) -> int | None:
     try:
         return pwd.getpwnam(user).pw_uid
     except KeyError:
-        raise typer.BadParameter(f"there is no user {user!r} here.") from None
+        raise typer.BadParameter(f"there is no user {user!r} on this machine.") from None
 
 
 def _fail(message: str) -> NoReturn:
@@ -510,13 +440,12 @@ def _fail(message: str) -> NoReturn:
     raise typer.Exit(1)
 
 
-def _print(table: Any) -> None:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=240)  # a file or a pipe has room
-    console.print(table)
+def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
+    """Print names and values in two columns."""
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        typer.echo(f"{name:<{width}}  {value}")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""The stocaching experiment: epochs over a folder of JPEGs, cold and warm, at several cached fractions.
+"""Measure epochs over a folder of JPEGs, cold and warm, at several cached fractions: the experiment of stocaching.
 
-Each sample is read from its file, decoded with Pillow, resized to a uint8 tensor and cached. For every fraction a fresh cache
-serves a cold epoch, which fills it, and a warm one, which reads from it. Needs the extra ``bench`` (Pillow, matplotlib).
+Each sample is read from its file, decoded with Pillow, resized to a uint8 tensor and cached. For each fraction, a new cache
+serves a cold epoch, which fills it, and a warm epoch, which reads from it. Needs the extra ``bench`` (Pillow, matplotlib).
 Source of the experiment: C. Jones, "Eliminating Dataloading Bottlenecks in PyTorch with Stochastic Caching", 2023.
 """
 
@@ -24,11 +24,11 @@ from stocache.cache.shared import SharedCache
 from stocache.preparation.images import load_jpeg
 
 CacheMaker = Callable[[int, int, tuple[int, ...]], Any]
-"""Makes a cache of (size limit in bytes, dataset_len, data_dims): ours, or a peer's with the same two methods."""
+"""Makes a cache from (size limit in bytes, dataset_len, data_dims): a `SharedCache`, or another with get_slot and set_slot."""
 
 
 def our_cache(limit_bytes: int, dataset_len: int, data_dims: tuple[int, ...]) -> SharedCache:
-    """Return a `SharedCache` of these measures."""
+    """Return a `SharedCache`."""
     return SharedCache(f"{limit_bytes}B", dataset_len, data_dims)
 
 
@@ -39,9 +39,9 @@ class EpochTiming:
     Attributes:
         fraction: share of the dataset the cache may hold.
         phase: "cold" for the first epoch over an empty cache, "warm" for the second.
-        seconds: wall time, from asking for the first batch to having the last.
-        samples: samples delivered.
-        reads: samples read from their file, counted by the dataset itself.
+        seconds: wall time, from asking for the first batch to receiving the last.
+        samples: samples in all batches.
+        reads: samples read from their files, as counted by the dataset.
     """
 
     fraction: float
@@ -52,7 +52,7 @@ class EpochTiming:
 
 
 class JpegFolder(Dataset[tuple[Tensor, int]]):
-    """Photos as uint8 tensors of shape (3, size, size), each with 1 if it was read from its file and 0 if from the cache."""
+    """Photos as uint8 tensors of shape (3, size, size), each with 1 if it was read from its file, 0 if from the cache."""
 
     def __init__(self, paths: Sequence[Path], size: int, cache: Any | None) -> None:
         self.paths, self.size, self.cache = paths, size, cache
@@ -76,7 +76,7 @@ def find_jpegs(folder: Path) -> list[Path]:
 
 
 def photo_folder(count: int, size: int = 512) -> Path:
-    """Return a folder of ``count`` photo-like JPEGs of size x size in the user's cache directory, made on first use."""
+    """Return a folder of ``count`` generated JPEGs of size x size in the user's cache directory; generate it on first use."""
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache_home / "stocache" / f"photos-{count}x{size}"
     if not folder.exists():
@@ -84,13 +84,13 @@ def photo_folder(count: int, size: int = 512) -> Path:
         unfinished.mkdir(parents=True)
         for number in tqdm(range(count), desc=f"generating photos in {folder}", unit="photo"):
             photo_like(number, size).save(unfinished / f"{number:06d}.jpg", quality=95)
-        os.sync()  # pages not yet written could not be dropped from the page cache
+        os.sync()  # the page cache cannot drop pages that are not written yet
         unfinished.rename(folder)
     return folder
 
 
 def photo_like(seed: int, size: int) -> Any:
-    """Return a random Pillow image with the statistics that matter here: noise of all scales (1/f) and a few sharp edges."""
+    """Return a random Pillow image that compresses like a photo: noise of all scales (1/f) and a few sharp edges."""
     from PIL import Image, ImageDraw
 
     rng = np.random.default_rng(seed)
@@ -129,21 +129,21 @@ def sweep(
     make_cache: CacheMaker = our_cache,
     seed: int = 0,
 ) -> list[EpochTiming]:
-    """Run a cold and a warm epoch at each fraction, all of it ``repeats`` times; return all epochs.
+    """Run a cold and a warm epoch at each fraction, ``repeats`` times; return all epochs.
 
     Args:
         paths: JPEG files.
         fractions: shares of the dataset to cache, in [0, 1]; 0 runs without a cache.
         phases: names of the epochs over each cache.
         size: edge length of the cached images.
-        workers, batch_size: as of torch's DataLoader.
-        repeats: sweeps; every other one runs backwards, so that a drift of the machine's speed falls on all fractions.
-        before_epoch: called before the clock of each epoch starts; by default drops the files from the page cache.
+        workers, batch_size: as for torch's DataLoader.
+        repeats: number of sweeps; every other one runs backwards, so that a drift of the machine's speed affects all fractions.
+        before_epoch: called before each epoch, outside its time; by default it drops the files from the page cache.
         make_cache: makes the cache that is measured.
         seed: of the shuffling.
     """
     before_epoch = before_epoch or (lambda: drop_pages(paths))
-    load_jpeg(paths[0], size)  # what is imported on first use is not the first epoch's cost
+    load_jpeg(paths[0], size)  # imports on first use are not part of the first epoch
     epochs = []
     with tqdm(total=repeats * len(fractions) * len(phases) * len(paths), unit="photo", smoothing=0.05) as bar:
         for repeat in range(repeats):
@@ -163,7 +163,7 @@ def sweep(
                     bar.set_description(f"{fraction:.0%} cached, {phase} epoch")
                     before_epoch()
                     epochs.append(_run_epoch(loader, fraction, phase, bar))
-                del loader  # its workers hold the cache too
+                del loader  # its workers use the cache too
                 if isinstance(cache, SharedCache):
                     cache.close()
     return epochs
@@ -190,9 +190,9 @@ class Row:
         fraction: share of the dataset the cache may hold.
         cold_s, warm_s: seconds of the first and second epoch.
         cold_per_s, warm_per_s: samples per second.
-        cold_reads, warm_reads: samples read from their files; of all repeats, the most.
+        cold_reads, warm_reads: samples read from their files; the maximum of all repeats.
         warm_hit_rate: share of the second epoch that came from the cache.
-        first_epoch_overhead: how much longer the first epoch took than without a cache; NaN where fraction 0 was not run.
+        first_epoch_overhead: how much longer the first epoch took than without a cache; NaN if fraction 0 was not run.
     """
 
     fraction: float
@@ -237,7 +237,7 @@ def summarize(epochs: Sequence[EpochTiming]) -> list[Row]:
 
 
 def linearity(rows: Sequence[Row]) -> float:
-    """Return R² of a straight line through the warm epochs' seconds over the cached fraction; NaN for fewer than 3 rows."""
+    """Return R² of a straight line through the seconds of warm epochs over the cached fraction; NaN for fewer than 3 rows."""
     if len(rows) < 3:
         return float("nan")
     x, y = np.array([row.fraction for row in rows]), np.array([row.warm_s for row in rows])

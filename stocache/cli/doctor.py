@@ -1,4 +1,4 @@
-"""What on this machine stands in a cache's way, each with the command that changes it."""
+"""Find settings of this machine that hinder a cache, each with the command that changes it."""
 
 import os
 import re
@@ -15,14 +15,14 @@ from stocache.system import limits
 from stocache.system.limits import GIB, SHM_DIR, format_size
 
 _LEAST_SHM = 1 * GIB  # Docker gives 64 MiB
-_LEAST_DESCRIPTORS = 4096  # each tensor a worker sends is one, until it is received
-_LOGIND = ("/etc/systemd", "/run/systemd", "/usr/local/lib/systemd", "/usr/lib/systemd")  # first found wins
-_SEATS, _LINGER = Path("/run/systemd/seats"), Path("/var/lib/systemd/linger")  # there while logind runs; a file per user
+_LEAST_DESCRIPTORS = 4096  # each tensor that a worker sends needs one until it is received
+_LOGIND = ("/etc/systemd", "/run/systemd", "/usr/local/lib/systemd", "/usr/lib/systemd")  # the first one found counts
+_SEATS, _LINGER = Path("/run/systemd/seats"), Path("/var/lib/systemd/linger")  # exists while logind runs; a file per user
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something found: a problem, or a hint at something that would be better."""
+    """A problem, or a hint at an improvement."""
 
     kind: Literal["problem", "hint"]
     what: str
@@ -30,7 +30,7 @@ class Finding:
 
 
 def examine(size_limit: int | None = None) -> list[Finding]:
-    """Return what there is to say of this machine, for a cache of ``size_limit`` bytes if given."""
+    """Return all findings on this machine, for a cache of ``size_limit`` bytes if given."""
     return [*_shm(size_limit), *_memory(size_limit), *_named(), *_remove_ipc(), *_process()]
 
 
@@ -51,7 +51,7 @@ def _shm(size_limit: int | None) -> Iterator[Finding]:
         return
     if (kind := _file_system(SHM_DIR)) not in ("tmpfs", ""):
         yield _problem(
-            f"{SHM_DIR} is {kind}, not tmpfs: what is written there may go to a disk.",
+            f"{SHM_DIR} is {kind}, not tmpfs: data that is written there may go to a disk.",
             f"as root: mount -t tmpfs -o size=50% tmpfs {SHM_DIR}",
         )
     wanted = max(size_limit * 4 // 3 if size_limit else 0, _LEAST_SHM)
@@ -65,7 +65,7 @@ def _shm(size_limit: int | None) -> Iterator[Finding]:
     elif free < total // 10:
         yield _problem(
             f"{SHM_DIR} is nearly full: {format_size(free)} free of {format_size(total)}.",
-            f"look who takes it: stocache ls; du -sh {SHM_DIR}/* | sort -h; then: stocache rm --dead",
+            f"find what takes it: stocache ls; du -sh {SHM_DIR}/* | sort -h; then: stocache rm --dead",
         )
 
 
@@ -89,7 +89,7 @@ def _memory(size_limit: int | None) -> Iterator[Finding]:
         yield _problem(
             f"{format_size(memory.available)} of memory are available, the cache is to have {format_size(size_limit)}, "
             f"and {format_size(memory.floor)} stay free.",
-            "end what takes the memory, or lower size_limit_gib; 'auto' takes " + format_size(limits.recommended_limit()),
+            "end other programs, or lower size_limit_gib; 'auto' takes " + format_size(limits.recommended_limit()),
         )
     if limits.memfd_huge_policy() in ("never", "deny"):
         yield Finding(
@@ -119,25 +119,25 @@ def _named() -> Iterator[Finding]:
     cut_off = sorted(pid for pid in users if any(path.startswith(directory_of()) for path in deleted_files(pid)))
     if cut_off:
         yield _problem(
-            f"processes {', '.join(map(str, cut_off))} use a named cache whose file was deleted: no other can join them.",
-            "if nobody did it by hand, it was systemd: as root set RemoveIPC=no in /etc/systemd/logind.conf",
+            f"processes {', '.join(map(str, cut_off))} use a named cache whose file was deleted: no other process can join.",
+            "if no person deleted it, systemd did: as root set RemoveIPC=no in /etc/systemd/logind.conf",
         )
 
 
 def _remove_ipc() -> Iterator[Finding]:
     uid, user = os.geteuid(), listing.user_name(os.geteuid())
     if uid < 1000 or not _SEATS.is_dir() or (_LINGER / user).exists():
-        return  # it spares system users, those who linger, and machines that logind does not run on
+        return  # logind does not run, or spares system users and users who linger
     if _logind_setting("RemoveIPC", "yes").lower() in ("yes", "true", "1", "on"):
         yield _problem(
-            f"systemd deletes what you have in {SHM_DIR} when you log out, from under jobs that still run (RemoveIPC).",
+            f"systemd deletes your files in {SHM_DIR} when you log out, although your jobs still use them (RemoveIPC).",
             f"loginctl enable-linger {user}; or as root: RemoveIPC=no in /etc/systemd/logind.conf, then "
             "systemctl restart systemd-logind",
         )
 
 
 def _logind_setting(key: str, default: str) -> str:
-    """Return a setting of systemd-logind: that of the last drop-in by name, else of the first logind.conf."""
+    """Return a setting of systemd-logind: from the last drop-in by name, else from the first logind.conf."""
     main = [path for folder in reversed(_LOGIND) if (path := Path(folder, "logind.conf")).is_file()][-1:]
     drop_ins = {path.name: path for folder in reversed(_LOGIND) for path in Path(folder, "logind.conf.d").glob("*.conf")}
     value = default
@@ -152,12 +152,12 @@ def _process() -> Iterator[Finding]:
     if soft < _LEAST_DESCRIPTORS:
         more = min(65536, hard) if hard > 0 else 65536
         yield _problem(
-            f"a process may open {soft} files: DataLoader workers that send many tensors end in 'Too many open files'.",
+            f"a process may open {soft} files: DataLoader workers that send many tensors fail with 'Too many open files'.",
             f"ulimit -n {more}" + (f" (as root first: the hard limit is {hard})" if more < _LEAST_DESCRIPTORS else ""),
         )
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if address_space != resource.RLIM_INFINITY:
         yield _problem(
-            f"a process may map {format_size(address_space)} (ulimit -v), and every cache counts in full, filled or not.",
+            f"a process may map {format_size(address_space)} (ulimit -v), and an empty cache counts with its full size.",
             "ulimit -v unlimited",
         )

@@ -1,7 +1,8 @@
-"""What named caches there are on this machine, seen without attaching to them."""
+"""Find the named caches of this machine, and read their state without attaching to them."""
 
 import os
 import pwd
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -20,7 +21,7 @@ from stocache.system.waiting import FileKey, identify, printable
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that has a cache attached, and its command line."""
+    """A process that uses a cache, and its command line."""
 
     pid: int
     command: str
@@ -28,15 +29,15 @@ class Holder:
 
 @dataclass(frozen=True)
 class NamedCache:
-    """One entry in a user's directory of named caches.
+    """One file in a user's directory of named caches.
 
     Attributes:
-        memory_bytes: memory the file takes now.
-        alive: whether any process holds it. One that nobody holds is a leftover, unless ``persistent``.
-        holders: who they are, as far as this process can see them.
+        memory_bytes: memory that the file takes now.
+        alive: whether a process uses it. If none does, it is a leftover, unless ``persistent``.
+        holders: the processes that use it, as far as this process can see them.
         created: seconds since 1970.
-        samples: what a sample looks like.
-        stats: what it has done since its oldest holder came; None when ``problem`` says why it cannot be read.
+        samples: shape and dtype of a sample, or its structure.
+        stats: its statistics since its oldest holder attached; None if it cannot be read, and ``problem`` says why.
     """
 
     name: str
@@ -54,19 +55,33 @@ class NamedCache:
 
     @property
     def state(self) -> str:
-        """In a word: "live", "dead", "kept" (persistent, held by nobody) or "bad"."""
+        """One word: "live", "dead", "kept" (persistent, not in use) or "bad"."""
         if self.problem:
             return "bad"
         return "live" if self.alive else "kept" if self.persistent else "dead"
 
+    @property
+    def age(self) -> str:
+        """The time since the cache was created, as "3 h"; "" if unknown."""
+        seconds = max(0.0, time.time() - self.created)
+        for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+            if seconds >= unit:
+                return f"{seconds / unit:.0f} {name}"
+        return f"{seconds:.0f} s" if self.created else ""
+
+    @property
+    def hit_percent(self) -> str:
+        """The hit rate, as "97.1%"; "-" before the first get."""
+        return f"{self.stats.hit_rate:.1%}" if self.stats and self.stats.hits + self.stats.misses else "-"
+
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON holds it."""
+        """Return all attributes, as JSON can hold them."""
         extra = {"hit_rate": self.stats.hit_rate, "fill_fraction": self.stats.fill_fraction} if self.stats else {}
         return asdict(self) | {"state": self.state} | extra
 
 
 def find(uid: int | None = None) -> list[NamedCache]:
-    """Return the named caches of one user, by default this process's, or (-1) of all users."""
+    """Return the named caches of the user ``uid``; None for the user of this process, -1 for all users."""
     uids = registry.users() if uid == -1 else [os.geteuid() if uid is None else uid]
     pids = named.holders()
     return [cache for each in uids for cache in _find(each, pids)]
@@ -88,7 +103,7 @@ def _list(at: int | None, folder: str, user: str, pids: dict[FileKey, list[int]]
 
 
 def _look_at(at: int, folder: str, name: str, user: str, pids: dict[FileKey, list[int]]) -> NamedCache:
-    """Return what is known of a file, which may be another user's, and is not trusted: it may change at any moment, too."""
+    """Describe a file. It is not trusted: it may belong to another user, and may change at any moment."""
     shown = printable(name)
     try:
         return _read(at, f"{folder}/{name}", shown, user, pids)
@@ -146,7 +161,7 @@ def _holder(pid: int) -> Holder | None:
 
 
 def user_name(uid: int) -> str:
-    """Return the name of a user, or the number where it has none."""
+    """Return the name of a user, or its id if it has no name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except (KeyError, OverflowError):

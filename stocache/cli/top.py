@@ -1,4 +1,4 @@
-"""``stocache ls`` and ``stocache top``: the named caches as a table, once or live."""
+"""Show named caches as a table: once for ``stocache ls``, live for ``stocache top``."""
 
 import contextlib
 import os
@@ -19,6 +19,14 @@ from stocache.cli.listing import NamedCache
 from stocache.system.limits import format_size
 
 
+def print_table(view: Table) -> None:
+    """Print a table as wide as the terminal; in a file or a pipe, 240 columns wide."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=240)
+    console.print(view)
+
+
 def table(caches: list[NamedCache], users: bool = False) -> Table:
     """Return the table of ``stocache ls``; ``users`` adds a column."""
     view = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -33,31 +41,16 @@ def table(caches: list[NamedCache], users: bool = False) -> Table:
         stats = cache.stats
         view.add_row(
             *[cache.user] * users,
-            Text(cache.name),  # as it is: brackets of a str would be taken for markup
+            Text(cache.name),  # not a str: brackets in it would be markup
             format_size(cache.memory_bytes),
             f"{stats.filled} of {stats.dataset_len} ({stats.fill_fraction:.0%})" if stats else "",
-            hit_rate(cache),
+            cache.hit_percent,
             cache.state,
             "yes" if cache.persistent else "no",
-            age(cache),
+            cache.age,
             Text(cache.problem or _holders(cache)),
         )
     return view
-
-
-def hit_rate(cache: NamedCache) -> str:
-    """Return the hit rate in percent; "-" before the first get."""
-    stats = cache.stats
-    return f"{stats.hit_rate:.1%}" if stats and stats.hits + stats.misses else "-"
-
-
-def age(cache: NamedCache) -> str:
-    """Return how long ago a cache was made: "3 h"."""
-    seconds = max(0.0, time.time() - cache.created)
-    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= unit:
-            return f"{seconds / unit:.0f} {name}"
-    return f"{seconds:.0f} s" if cache.created else ""
 
 
 def _holders(cache: NamedCache) -> str:
@@ -68,13 +61,13 @@ def _holders(cache: NamedCache) -> str:
 
 
 class Rates:
-    """Hits per second of each cache, between one look and the next."""
+    """Hits per second of each cache, between two updates."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[float, int]] = {}
 
     def update(self, caches: list[NamedCache], now: float) -> dict[str, float]:
-        """Return the hits per second since the last look, by path; 0 at the first."""
+        """Return the hits per second since the last update, by path; 0 at the first update."""
         rates = {}
         for cache in caches:
             hits = cache.stats.hits if cache.stats else 0
@@ -86,7 +79,7 @@ class Rates:
 
 def live_table(caches: list[NamedCache], rates: dict[str, float]) -> Table:
     """Return the table of ``stocache top``, the busiest cache first."""
-    view = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="stocache top: q leaves", title_justify="left")
+    view = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="stocache top: quit with q", title_justify="left")
     view.add_column("name", overflow="fold")
     for column in ("memory", "filled", "", "hit rate", "hits/s", "misses", "processes"):
         view.add_column(column, justify="right")
@@ -99,7 +92,7 @@ def live_table(caches: list[NamedCache], rates: dict[str, float]) -> Table:
             format_size(cache.memory_bytes),
             f"{stats.filled} of {stats.slots}" if stats else "",
             "█" * round(10 * share) + "░" * (10 - round(10 * share)),
-            hit_rate(cache),
+            cache.hit_percent,
             f"{rates[cache.path]:,.0f}",
             f"{stats.misses:,}" if stats else "",
             str(len(cache.holders)),
@@ -109,7 +102,7 @@ def live_table(caches: list[NamedCache], rates: dict[str, float]) -> Table:
 
 
 def watch(look: Callable[[], list[NamedCache]], interval_s: float) -> None:
-    """Show the live table until the user types q or ends the input."""
+    """Show the live table, updated every ``interval_s`` seconds, until the user types q or ends the input."""
     rates = Rates()
 
     def view() -> Table:
@@ -123,7 +116,7 @@ def watch(look: Callable[[], list[NamedCache]], interval_s: float) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Give a function that waits so many seconds, and tells whether q was typed meanwhile."""
+    """Enter with a function that waits for a number of seconds and returns whether q was typed meanwhile."""
     stdin = sys.stdin.fileno()
     settings = termios.tcgetattr(stdin)
     tty.setcbreak(stdin)

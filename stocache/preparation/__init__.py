@@ -1,1 +1,5 @@
-"""Preparing a dataset once: samples from wherever they come, into a folder of blocks."""
+"""Preparing a dataset once: samples from any source, into a folder of blocks.
+
+`sources` opens files and folders, `prepare` loads their samples in child processes, and `ray` does so on a cluster. The blocks
+are written by `stocache.storage` and read by `stocache.datasets.stored.StorageDataset`.
+"""

@@ -1,4 +1,4 @@
-"""Preparing a dataset: samples from wherever they come, into a folder of blocks, once."""
+"""Prepare a dataset once: write its samples into a folder of blocks, in parallel, and resume after an interruption."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from types import ModuleType
 from typing import Any, Generic, Literal
 
@@ -19,10 +19,11 @@ from tqdm import tqdm
 
 from stocache.datasets.stored import StorageDataset
 from stocache.errors import DatasetError, LimitError, StorageError
+from stocache.samples.indices import spread
 from stocache.storage.local import folder_at
 from stocache.storage.manifest import STAGING, BlockFolderWriter, Entry
 from stocache.storage.storage import OnDiskBlockDataStorage, TInfo, TSample
-from stocache.storage.writer import BLOCK_BYTES, PROBE, check_block_bytes, size_for, snapshot
+from stocache.storage.writer import BLOCK_BYTES, PROBE, BlockCutter, check_block_bytes, estimate_block_size
 from stocache.system import rng
 from stocache.system.children import in_children_or_here
 from stocache.system.ranks import is_first_rank
@@ -32,18 +33,18 @@ logger = logging.getLogger("stocache")
 
 
 class DataPreparer(ABC, Generic[TSample, TInfo]):
-    """Makes the samples of a dataset, once, for a `DataStorage` to keep: all preprocessing that is not random belongs here.
+    """Makes the samples of a dataset, once, for a `DataStorage`. All preprocessing that is not random belongs here.
 
-    Source: the article on block storage in PyTorch Lightning, whose names and contract these are.
+    Source: the article on block storage in PyTorch Lightning; names and contract are from there.
     """
 
     @abstractmethod
     def prepare_data(self) -> Iterator[TSample]:
-        """Yield the samples: the same ones each time, or an interrupted preparation cannot be resumed."""
+        """Yield the samples. They must be the same each time, or an interrupted preparation cannot be resumed."""
 
     @abstractmethod
     def get_dataset_info(self) -> TInfo:
-        """Return what is to be known of the dataset; called when all samples have been yielded."""
+        """Return facts about the whole dataset. Called after the last sample."""
 
 
 def prepare(
@@ -63,54 +64,55 @@ def prepare(
     address: str | None = None,
     storage_options: dict[str, Any] | None = None,
 ) -> OnDiskBlockDataStorage[Any, Any]:
-    """Prepare a dataset as a folder of blocks, in parallel, and return the storage; when it is prepared already, only that.
+    """Prepare a dataset as a folder of blocks, in parallel, and return the storage. A prepared folder is returned as it is.
 
-    What comes out is the same, byte for byte, whatever the engine, the number of workers and however often it was interrupted.
+    The bytes of the folder do not depend on the engine, the number of workers or interruptions.
 
     Args:
         source: a `DataPreparer`, or a map-style dataset (``__len__`` and ``__getitem__``).
-        folder: where to, new or empty: a path, or a URL that fsspec can write to. A URL cannot be locked: have one process at
-            a time prepare there.
-        num_workers: child processes that load and write blocks of a dataset; of a `DataPreparer`, whose samples come one after
-            the other, threads that write. With 0, a dataset is loaded by one child process while this one writes.
-            With Ray, blocks to be at, at one time, and 0 for what the cluster can do.
+        folder: a path or a URL that fsspec can write to, new or empty. A URL cannot be locked: run one preparation at a time
+            there.
+        num_workers: for a dataset, child processes that load and write blocks; with 0, one child process loads and this one
+            writes. For a `DataPreparer`, whose samples come in order, threads that write. With Ray, blocks in work at a time; 0
+            for as many as the cluster can run.
         block_size, block_bytes, allow_pickle: as for `OnDiskBlockDataStorage`.
-        shuffle_seed: assign samples to blocks at random, by this seed: sample i of the storage is then not sample i of the
-            source. What a `DataPreparer` yields is first prepared in order, and takes twice the room until it is done.
-        info: the info, of a dataset. A `DataPreparer` says it itself.
-        fingerprint: a string that says which data this is; whatever changes the samples must change it.
-        progress: show a bar (not on ranks above 0).
-        resume: go on where an interrupted preparation of the same source stopped, by its whole blocks; False starts again.
-        engine: "ray" has blocks written by the tasks of a Ray cluster, those of a dataset loaded, too. All its nodes must see
-            the folder, what the dataset reads, and the modules. A worker or a node that dies costs only the blocks it was at.
-        address: of a running Ray, where this process is not connected to one; None for $RAY_ADDRESS, or, if that is not set, a
+        shuffle_seed: assign samples to blocks at random, with this seed: sample i of the storage is then not sample i of the
+            source. The samples of a `DataPreparer` are first prepared in order, which takes twice the room until the end.
+        info: facts about a dataset, to be stored. A `DataPreparer` returns them itself.
+        fingerprint: a string that identifies the data. Change it whenever the samples change.
+        progress: show a progress bar (not on ranks above 0).
+        resume: keep the complete blocks of an interrupted preparation of the same source; False starts again.
+        engine: "ray" makes the tasks of a Ray cluster write blocks, and load them if ``source`` is a dataset. All nodes must
+            see the folder, the files of the dataset, and its modules. When a worker or node dies, other workers repeat only
+            the blocks that it worked on.
+        address: of a running Ray, if this process is not connected to one. None for $RAY_ADDRESS, or, if that is not set, for a
             Ray that is started on this machine and ends with the preparation.
-        storage_options: for the fsspec file system, where ``folder`` is a URL.
+        storage_options: options of the fsspec file system, for a URL.
 
     Raises:
-        LimitError: no such size or engine.
-        DatasetError: ``source`` is neither.
-        StorageError: the folder is prepared in another way, or holds files of others; the URL cannot be written to; there is no
-            Ray.
-        WorkerError: a Ray worker died, and those that tried again, too.
+        LimitError: a size is not a size, or the engine is unknown.
+        DatasetError: ``source`` is neither a preparer nor a dataset.
+        StorageError: the folder is prepared in another way, or holds other files; the URL cannot be written to; Ray is not
+            installed or does not run.
+        WorkerError: a Ray worker died, and so did those that tried again.
         SampleError: a sample or the info cannot be stored.
-        OSError: the disk is full, or fails. Preparing again goes on from there.
-        Exception: what the source raises.
+        OSError: the disk is full, or fails. Preparing again continues from there.
+        Exception: whatever the source raises.
 
-    Several processes that prepare the same folder wait for the one that does it. Random numbers that samples are made with are
-    seeded for each block.
+    If several processes prepare the same folder, one does and the others wait for it. The random generators are seeded for each
+    block.
     """
     nbytes = check_block_bytes(block_size, block_bytes)
-    ray = _cluster(engine, address)
+    ray = _import_ray(engine, address)
     if ray is not None and not is_url(str(folder)):
-        folder = os.path.abspath(folder)  # workers are in other directories
+        folder = os.path.abspath(folder)  # Ray's workers run in other directories
     preparer = source if isinstance(source, DataPreparer) else None
     if preparer is None and not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise DatasetError(f"prepare takes a DataPreparer or a map-style dataset, not a {type(source).__name__}.")
     if preparer is not None and shuffle_seed is not None and is_url(str(folder)):
         raise StorageError(
-            f"{folder} is a URL, and what a DataPreparer yields is shuffled by way of a local folder. Leave out shuffle_seed, "
-            f"or prepare a local folder and copy it there."
+            f"{folder} is a URL, and the samples of a DataPreparer are shuffled by way of a local folder. Leave out "
+            f"shuffle_seed, or prepare a local folder and copy it there."
         )
     plan = {
         "source": type(source).__name__,
@@ -120,28 +122,28 @@ def prepare(
         "shuffle_seed": shuffle_seed,
         "fingerprint": fingerprint,
     }
-    workshop = BlockFolderWriter(folder_at(str(folder), storage_options), allow_pickle)
+    writer = BlockFolderWriter(folder_at(str(folder), storage_options), allow_pickle)
     storage = OnDiskBlockDataStorage[Any, Any](
         folder, block_size, block_bytes=nbytes, allow_pickle=allow_pickle, storage_options=storage_options
     )
-    with workshop.folder.locked():
-        if workshop.prepared:
+    with writer.folder.locked():
+        if writer.prepared:
             if storage.index.plan != plan:
                 raise StorageError(
                     f"{folder} is prepared in another way: {storage.index.plan}, not {plan}. Remove it to prepare it again, or "
                     f"give another folder."
                 )
-            workshop.tidy()  # who prepared it may have been killed before he could
+            writer.clean_up()  # the process that prepared it may have been killed before it could
             logger.info("%s is prepared already", folder)
             return storage
-        job = _Preparation(workshop, plan, block_size, nbytes, num_workers, progress and is_first_rank(), ray)
+        job = _Preparation(writer, plan, num_workers, progress and is_first_rank(), ray)
         with nullcontext() if ray is None else ray.connected(address, num_workers):
             if preparer is None:
-                job.run(source, info, resume, shuffle_seed)
+                job.write_dataset(source, info, resume)
             elif shuffle_seed is None:
-                job.run_preparer(preparer, resume)
+                job.write_samples(preparer, resume)
             else:
-                workshop.begin(plan, resume)
+                writer.begin(plan, resume)
                 ordered = prepare(
                     preparer,
                     os.path.join(folder, STAGING),
@@ -154,12 +156,12 @@ def prepare(
                     engine=engine,
                 )
                 with ordered:
-                    job.run(StorageDataset(ordered), ordered.load_dataset_info(), True, shuffle_seed)
+                    job.write_dataset(StorageDataset(ordered), ordered.load_dataset_info(), resume=True)
     return storage
 
 
-def _cluster(engine: str, address: str | None) -> ModuleType | None:
-    """Return the module for Ray, if that is the engine."""
+def _import_ray(engine: str, address: str | None) -> ModuleType | None:
+    """Return the module that runs blocks on Ray, if that is the engine."""
     if engine not in ("local", "ray"):
         raise LimitError(f"engine={engine!r} is unknown. Use 'local' or 'ray'.")
     if engine == "local":
@@ -173,74 +175,61 @@ def _cluster(engine: str, address: str | None) -> ModuleType | None:
     return ray
 
 
-class _Changed(Exception):
-    """The source gives other samples than those of the blocks that are there."""
+class _SourceChangedError(Exception):
+    """The source yields other samples than those in the blocks of an interrupted preparation."""
 
 
 class _Preparation:
-    """One preparation, of a folder that is locked."""
+    """One run of `prepare`, in a folder that is locked."""
 
     def __init__(
-        self,
-        workshop: BlockFolderWriter,
-        plan: dict[str, Any],
-        block_size: int | None,
-        nbytes: int,
-        num_workers: int,
-        progress: bool,
-        ray: ModuleType | None,
+        self, writer: BlockFolderWriter, plan: dict[str, Any], num_workers: int, progress: bool, ray: ModuleType | None
     ) -> None:
-        self._workshop, self._plan, self._size, self._bytes = workshop, plan, block_size, nbytes
-        self._num_workers, self._progress, self._cluster = num_workers, progress, ray
+        self._writer, self._plan, self._num_workers, self._progress, self._ray = writer, plan, num_workers, progress, ray
 
     def _bar(self, total: int | None) -> Any:
-        return tqdm(unit="sample", desc=f"preparing {self._workshop.path}", total=total, disable=not self._progress)
+        return tqdm(unit="sample", desc=f"preparing {self._writer.path}", total=total, disable=not self._progress)
 
-    # ------------------------------------------------------------------------------------------------ of a dataset
+    def _start_again(self, source: str) -> None:
+        logger.warning("%s: the %s gives other samples than last time; starting again", self._writer.path, source)
+        self._writer.remove_blocks_except(())
 
-    def run(self, dataset: Any, info: Any, resume: bool, shuffle_seed: int | None) -> None:
-        """Prepare the samples of a map-style dataset, block by block."""
-        length = len(dataset)
-        size = self._size
-        if size is None:
-            size = next(
-                in_children_or_here(dataset, [partial(_sizes, dataset, length, self._bytes, self._workshop.allow_pickle)])
-            )
-        order = np.arange(length) if shuffle_seed is None else np.random.default_rng(shuffle_seed).permutation(length)
-        blocks = _Blocks(dataset, order, size, self._workshop)
-        found = self._workshop.begin(self._plan, resume)
-        if found and next(in_children_or_here(dataset, [partial(blocks.encoded, [max(found)])]))[2] != found[max(found)]:
-            logger.warning("%s: the dataset gives other samples than last time; starting again", self._workshop.path)
-            found = {}
-            self._workshop.keep(found)
+    # ------------------------------------------------------------------------------------------------ a dataset
+
+    def write_dataset(self, dataset: Any, info: Any, resume: bool) -> None:
+        """Write the samples of a map-style dataset, block by block, in any order."""
+        blocks = _DatasetBlocks(dataset, self._plan, self._writer)
+        found = self._writer.begin(self._plan, resume)
+        if found:
+            last = max(found)
+            _, _, entry = next(in_children_or_here(dataset, [partial(blocks.encode, [last])]))
+            if entry != found[last]:
+                found = {}
+                self._start_again("dataset")
         missing = [number for number in range(len(blocks)) if number not in found]
-        count = min(self._num_workers, len(missing))
-        if self._cluster is not None:
-            written = self._written_by_cluster(blocks, missing)
-        elif count:
-            written = in_children_or_here(dataset, [partial(blocks.written, missing[first::count]) for first in range(count)])
-        else:
-            written = self._loaded_by_a_child(blocks, missing)
-        with self._bar(length) as bar, closing(written):  # nobody writes afterwards
+        with self._bar(len(dataset)) as bar, closing(self._write_missing(blocks, missing)) as written:
             bar.update(sum(entry.samples for entry in found.values()))
             for number, entry in written:
                 found[number] = entry
                 bar.update(entry.samples)
-        self._workshop.finish([found[number] for number in range(len(blocks))], size, info, self._plan)
+        self._writer.finish([found[number] for number in range(len(blocks))], blocks.block_size, info, self._plan)
 
-    def _written_by_cluster(self, blocks: "_Blocks", missing: list[int]) -> Generator[tuple[int, Entry], None, None]:
-        assert self._cluster is not None
-        with closing(self._cluster.entries(blocks.write, ((number,) for number in missing), self._num_workers)) as entries:
-            yield from zip(missing, entries, strict=True)
+    def _write_missing(self, blocks: "_DatasetBlocks", missing: list[int]) -> Generator[tuple[int, Entry], None, None]:
+        """Write blocks, and yield their numbers and entries. Once it is closed, no process writes any more."""
+        count = min(self._num_workers, len(missing))
+        if self._ray is not None:
+            with closing(self._ray.entries(blocks.write, ((number,) for number in missing), self._num_workers)) as entries:
+                yield from zip(missing, entries, strict=True)
+        elif count:
+            shares = [partial(blocks.write_all, missing[first::count]) for first in range(count)]
+            with closing(in_children_or_here(blocks.dataset, shares)) as written:
+                yield from written
+        else:  # a child process loads and encodes, this one writes
+            with closing(in_children_or_here(blocks.dataset, [partial(blocks.encode, missing)])) as encoded:
+                yield from zip(missing, self._in_threads(self._writer.write_encoded, encoded), strict=True)
 
-    def _loaded_by_a_child(self, blocks: "_Blocks", missing: list[int]) -> Generator[tuple[int, Entry], None, None]:
-        with closing(in_children_or_here(blocks.dataset, [partial(blocks.encoded, missing)])) as encoded:
-            yield from zip(missing, self._by_threads(self._workshop.write_encoded, encoded), strict=True)
-
-    def _by_threads(
-        self, write: Callable[..., Entry], calls: Iterable[tuple[int, list[Any], Any]]
-    ) -> Generator[Entry, None, None]:
-        """Write blocks by calls of ``write``, and give their entries in order; while some are written, the next ones come."""
+    def _in_threads(self, write: Callable[..., Entry], calls: Iterable[tuple[Any, ...]]) -> Generator[Entry, None, None]:
+        """Call ``write`` in threads, and yield the entries in order. A few more calls are taken while threads write."""
         count = max(1, self._num_workers)
         pending: deque[Future[Entry]] = deque()
         with ThreadPoolExecutor(count) as pool:
@@ -251,71 +240,72 @@ class _Preparation:
             while pending:
                 yield pending.popleft().result()
 
-    # ------------------------------------------------------------------------------------------------ of a preparer
+    # ------------------------------------------------------------------------------------------------ a preparer
 
-    def run_preparer(self, preparer: DataPreparer[Any, Any], resume: bool) -> None:
-        """Prepare the samples that come from a `DataPreparer`."""
+    def write_samples(self, preparer: DataPreparer[Any, Any], resume: bool) -> None:
+        """Write the samples that a `DataPreparer` yields, in order."""
         try:
-            self._run_preparer(preparer, self._workshop.begin(self._plan, resume))
-        except _Changed:
-            logger.warning("%s: the preparer gives other samples than last time; starting again", self._workshop.path)
-            self._run_preparer(preparer, self._workshop.begin(self._plan, resume=False))
+            self._write_samples(preparer, self._writer.begin(self._plan, resume))
+        except _SourceChangedError:
+            self._start_again("preparer")
+            self._write_samples(preparer, {})
 
-    def _run_preparer(self, preparer: DataPreparer[Any, Any], found: dict[int, Entry]) -> None:
-        kept = next(number for number in range(len(found) + 1) if number not in found)  # those from the first on
-        samples: Iterator[Any] = map(snapshot, preparer.prepare_data())
-        head = list(islice(samples, PROBE))
-        size = self._size or size_for(head, self._bytes, self._workshop.allow_pickle)
-        samples = chain(head, samples)
-        blocks = enumerate(iter(lambda: list(islice(samples, size)), []))
+    def _write_samples(self, preparer: DataPreparer[Any, Any], found: dict[int, Entry]) -> None:
+        cutter = BlockCutter(self._plan["block_size"], self._plan["block_bytes"], self._writer.allow_pickle)
+        blocks = cutter.cut(preparer.prepare_data())
+        kept = next(number for number in range(len(found) + 1) if number not in found)  # complete blocks before a missing one
         entries: list[Entry] = []
         with self._bar(None) as bar:
-            for number, block in islice(blocks, kept):
-                if number == kept - 1 and self._workshop.encoded(block, number * size)[1] != found[number]:
-                    raise _Changed
+            for number, samples, first in islice(blocks, kept):
+                if number == kept - 1 and self._writer.encode_block(samples, first)[1] != found[number]:
+                    raise _SourceChangedError
                 entries.append(found[number])
-                bar.update(len(block))
+                bar.update(len(samples))
             if len(entries) < kept:
-                raise _Changed
-            calls = ((number, block, number * size) for number, block in blocks)
-            if self._cluster is not None:
-                written = self._cluster.entries(self._workshop.write_block, calls, self._num_workers)
+                raise _SourceChangedError
+            if self._ray is not None:
+                written = self._ray.entries(self._writer.write_block, blocks, self._num_workers)
             else:
-                written = self._by_threads(self._workshop.write_block, calls)
+                written = self._in_threads(self._writer.write_block, blocks)
             with closing(written):
                 for entry in written:
                     entries.append(entry)
                     bar.update(entry.samples)
-        self._workshop.finish(entries, size, preparer.get_dataset_info(), self._plan)
+        assert cutter.block_size is not None
+        self._writer.finish(entries, cutter.block_size, preparer.get_dataset_info(), self._plan)
 
 
-class _Blocks:
-    """The blocks of a dataset, to be written where it is loaded: in child processes, or on a cluster."""
+class _DatasetBlocks:
+    """The blocks of a dataset. Pickles, so that child processes and clusters load and write them."""
 
-    def __init__(self, dataset: Any, order: np.ndarray[Any, Any], size: int, workshop: BlockFolderWriter) -> None:
-        self.dataset, self._order, self.size, self._workshop = dataset, order, size, workshop
+    def __init__(self, dataset: Any, plan: dict[str, Any], writer: BlockFolderWriter) -> None:
+        self.dataset, self._writer = dataset, writer
+        length, seed = len(dataset), plan["shuffle_seed"]
+        self._order = np.arange(length) if seed is None else np.random.default_rng(seed).permutation(length)
+        self.block_size: int = plan["block_size"] or next(
+            in_children_or_here(dataset, [partial(_estimate_block_size, dataset, plan["block_bytes"], writer.allow_pickle)])
+        )
 
     def __len__(self) -> int:
-        return -(-len(self._order) // self.size)
+        return -(-len(self._order) // self.block_size)
 
     def write(self, number: int) -> Entry:
-        """Write a block, and return its entry of the index."""
-        return self._workshop.write_block(number, self.samples(number), number * self.size)
+        """Write a block, and return its entry in the index."""
+        return self._writer.write_block(number, self._load(number), number * self.block_size)
 
-    def written(self, numbers: Iterable[int]) -> Iterator[tuple[int, Entry]]:
+    def write_all(self, numbers: Iterable[int]) -> Iterator[tuple[int, Entry]]:
         """Write blocks, and yield their numbers and entries."""
         for number in numbers:
             yield number, self.write(number)
 
-    def encoded(self, numbers: Iterable[int]) -> Iterator[tuple[int, list[bytes], Entry]]:
-        """Yield the numbers of blocks, their files in pieces, and what the index is to say of them."""
+    def encode(self, numbers: Iterable[int]) -> Iterator[tuple[int, list[bytes], Entry]]:
+        """Yield the numbers of blocks, their files in pieces, and their entries in the index."""
         for number in numbers:
-            pieces, entry = self._workshop.encoded(self.samples(number), number * self.size)
+            pieces, entry = self._writer.encode_block(self._load(number), number * self.block_size)
             yield number, list(map(bytes, pieces)), entry
 
-    def samples(self, number: int) -> list[Any]:
-        """Return the samples of a block."""
-        indices = self._order[number * self.size : (number + 1) * self.size].tolist()
+    def _load(self, number: int) -> list[Any]:
+        indices = self._order[number * self.block_size : (number + 1) * self.block_size].tolist()
         together = getattr(self.dataset, "__getitems__", None)
         with _seeded(number):
             return list(together(indices)) if together is not None else [self.dataset[idx] for idx in indices]
@@ -323,7 +313,7 @@ class _Blocks:
 
 @contextmanager
 def _seeded(number: int) -> Iterator[None]:
-    """Have random numbers depend on the number of the block alone; afterwards they go on as they would have."""
+    """Seed the random generators with the number of a block, and restore their states afterwards."""
     with rng.preserve_rng_state():
         torch.manual_seed(number)
         random.seed(number)
@@ -331,8 +321,8 @@ def _seeded(number: int) -> Iterator[None]:
         yield
 
 
-def _sizes(dataset: Any, length: int, block_bytes: int, allow_pickle: bool) -> Iterator[int]:
-    """Yield how many samples like some of the dataset's make a block."""
+def _estimate_block_size(dataset: Any, block_bytes: int, allow_pickle: bool) -> Iterator[int]:
+    """Yield how many samples like some of the dataset make a block."""
     with _seeded(0):
-        probed = [dataset[idx] for idx in np.unique(np.linspace(0, length - 1, min(PROBE, length)).astype(int)).tolist()]
-    yield size_for(probed, block_bytes, allow_pickle)
+        samples = [dataset[idx] for idx in spread(len(dataset), PROBE)]
+    yield estimate_block_size(samples, block_bytes, allow_pickle)

@@ -1,13 +1,13 @@
-"""Blocks written by the tasks of a Ray cluster (extra ``ray``).
+"""Write blocks by the tasks of a Ray cluster (extra ``ray``).
 
 NOTE [ Blocks as tasks ]
-    What writes blocks, with the dataset in it, is pickled and put into Ray's store of objects once, and each worker process
-    unpickles it once, for all its tasks. Not by way of Ray, whose arrays are shared by all processes of a machine: a dataset
-    could not write to them. A task is one block, and returns what the index is to say of it.
+    The function that writes blocks holds the dataset. It is pickled and put into Ray's object store once, and each worker
+    process unpickles it once, for all its tasks. Ray does not unpickle it: arrays that Ray unpickles are shared by all
+    processes of a machine, and a dataset could not write to them. A task writes one block and returns its entry in the index.
 
-    A worker or a node that is killed costs the blocks it was at: Ray runs these tasks again elsewhere, and a block that is
-    written twice has the same bytes and the same name. After an error, tasks that have not begun are cancelled, those that have
-    are interrupted, and the end of them all is waited for.
+    If a worker or a node is killed, Ray runs its unfinished tasks again elsewhere. A block that is written twice has the same
+    bytes and the same name. After an error, tasks that have not begun are cancelled and running tasks are interrupted. The
+    preparation then waits until all have ended.
 """
 
 import contextlib
@@ -29,27 +29,27 @@ from ray.exceptions import RayError, RayTaskError
 from stocache.errors import StorageError, WorkerError
 from stocache.storage.manifest import Entry
 
-_RETRIES = 3  # of a block whose worker has died
-_AHEAD = 2  # tasks for each CPU, so that none waits for the next one; more than there are have an autoscaler add nodes
+_RETRIES = 3  # for a block whose worker died
+_AHEAD = 2  # tasks for each CPU: no CPU waits for its next task, and an autoscaler sees that it could add nodes
 
 Write: TypeAlias = Callable[..., Entry]
 RayJob: TypeAlias = tuple[Any, list[str]]
-"""The pickle of what writes the blocks, as a reference within a tuple, which Ray leaves to us to follow; and ``sys.path``."""
+"""A reference to the pickle of the function that writes blocks, and ``sys.path``. Ray does not fetch references in a tuple."""
 
 _loaded: tuple[str, Write] | None = None
-"""In a worker: what writes the blocks of the preparation it was last at."""
+"""In a worker: the function that writes the blocks of its last preparation, and the reference that it came from."""
 
 
 @contextlib.contextmanager
 def connected(address: str | None, num_workers: int) -> Iterator[None]:
-    """Have a Ray: the one this process has already; else that at ``address``, or $RAY_ADDRESS; else one of our own.
+    """Connect this process to Ray: an existing connection, else ``address`` or $RAY_ADDRESS, else a Ray that is started here.
 
     Args:
         address: as for ``ray.init``.
-        num_workers: the CPUs of one that is started here; 0 for all.
+        num_workers: CPUs of a Ray that is started here; 0 for all.
 
     Raises:
-        StorageError: it cannot be connected to, or started.
+        StorageError: Ray cannot be connected to, or started.
     """
     if ray.is_initialized():
         yield
@@ -61,43 +61,43 @@ def connected(address: str | None, num_workers: int) -> Iterator[None]:
         try:
             _check_listening(address)
             ray.init(address, **options, log_to_driver=False, logging_level=logging.ERROR)
-        except Exception as error:  # of many types
+        except Exception as error:  # Ray raises many types
             what = "be started here" if options else f"be connected to at {address}"
             raise StorageError(f"Ray cannot {what}: {type(error).__name__}: {error}") from error
         yield
     finally:
         ray.shutdown()
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)  # Ray has set its own
+            signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)  # Ray replaced it
 
 
 def _check_listening(address: str) -> None:
-    """Raise an error at once, which Ray does after a quarter of an hour."""
+    """Raise OSError at once if no server listens at an address; Ray itself needs a quarter of an hour for that."""
     host, _, port = address.rpartition(":")
     if port.isdecimal() and "/" not in host:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def entries(write: Write, calls: Iterable[tuple[Any, ...]], num_workers: int) -> Generator[Entry, None, None]:
-    """Call ``write`` in the cluster, and give what it returns, in order; see NOTE [ Blocks as tasks ].
+    """Call ``write`` in the cluster, and yield the entries in order; see NOTE [ Blocks as tasks ].
 
     Args:
         write: writes a block, and returns its entry.
-        calls: its arguments for each block, of which the first is the block's number.
-        num_workers: blocks to be at, at one time; 0 for what the cluster can do.
+        calls: its arguments for each block; the first is the block's number.
+        num_workers: tasks at a time; 0 for as many as the cluster can run.
 
     Raises:
-        WorkerError: a worker died, and those that tried again, too.
-        Exception: what ``write`` raises.
+        WorkerError: a worker died, and so did those that tried again.
+        Exception: whatever ``write`` raises.
     """
     job = ray.put(cloudpickle.dumps(write)), [os.path.abspath(path) for path in sys.path]
     coming = iter(calls)
-    tasks: deque[tuple[int, Any]] = deque()  # those whose entries are not given yet
+    tasks: deque[tuple[int, Any]] = deque()  # tasks whose entries are not yielded yet
     running: list[Any] = []
     try:
         while True:
             for call in islice(coming, max(0, _most(num_workers) - len(running))):
-                running.append(_begun(job, write, call))
+                running.append(_start(job, write, call))
                 tasks.append((call[0], running[-1]))
             if not tasks:
                 return
@@ -105,7 +105,7 @@ def entries(write: Write, calls: Iterable[tuple[Any, ...]], num_workers: int) ->
             while tasks and tasks[0][1] not in running:
                 yield _entry(*tasks.popleft())
     finally:
-        with contextlib.suppress(Exception):  # of a Ray that is gone
+        with contextlib.suppress(Exception):  # Ray may be gone
             for task in running:
                 ray.cancel(task)
             while running:
@@ -113,14 +113,14 @@ def entries(write: Write, calls: Iterable[tuple[Any, ...]], num_workers: int) ->
 
 
 def _most(num_workers: int) -> int:
-    """Return how many tasks there may be: asked again and again, since nodes come and go."""
+    """Return how many tasks may run now: nodes may join and leave."""
     return num_workers or max(1, int(_AHEAD * ray.cluster_resources().get("CPU", 0)))
 
 
-def _begun(job: RayJob, write: Write, call: tuple[Any, ...]) -> Any:
+def _start(job: RayJob, write: Write, call: tuple[Any, ...]) -> Any:
     try:
         sent = cloudpickle.dumps(call)
-    except Exception:  # samples that do not pickle; here it is said what is wrong with them, if anything is
+    except Exception:  # samples that do not pickle: write them here, or raise the error that says why that fails
         return ray.put(write(*call))
     return _task.remote(job, sent)
 
@@ -134,7 +134,7 @@ def _entry(number: int, task: Any) -> Entry:
         reason = str(error).strip().partition("\n")[0]
         raise WorkerError(
             f"block {number} was not written: its Ray worker died, and so did those that tried again ({type(error).__name__}: "
-            f"{reason}). What is whole stays, and preparing again goes on from there."
+            f"{reason}). Complete blocks stay, and preparing again continues from there."
         ) from error
     return entry
 
@@ -148,14 +148,14 @@ def _run(job: RayJob, call: bytes) -> Entry:
     pickled, paths = job
     try:
         if _loaded is None or _loaded[0] != pickled.hex():
-            _loaded = None  # the memory of what was before is free now
-            sys.path += [path for path in paths if path not in sys.path]  # where the driver finds its modules
+            _loaded = None  # free its memory first
+            sys.path += [path for path in paths if path not in sys.path]  # the driver's modules are there
             _loaded = pickled.hex(), cloudpickle.loads(ray.get(pickled))
         return _loaded[1](*cloudpickle.loads(call))
     except Exception as error:
         if _pickles(error):
             raise
-        raise WorkerError(f"{type(error).__name__}: {error}") from error  # Ray would have the worker end (2.9)
+        raise WorkerError(f"{type(error).__name__}: {error}") from error  # else Ray (2.9) ends the worker
 
 
 def _pickles(error: Exception) -> bool:
@@ -165,5 +165,5 @@ def _pickles(error: Exception) -> bool:
         return False
 
 
-# Not by a decorator, which would take the function's name: it is pickled by that, and so finds this module's globals
+# Not a decorator: that would take the name of the function, which is pickled by name so that it finds this module's globals
 _task = ray.remote(max_retries=_RETRIES)(_run)

@@ -1,4 +1,4 @@
-"""Sources to prepare from: images, tables, arrays and datasets as they lie on disk, each opened as a map-style dataset."""
+"""Open images, tables, arrays and datasets on disk as map-style datasets, to prepare from."""
 
 import csv
 import importlib
@@ -22,22 +22,22 @@ from stocache.preparation.prepare import DataPreparer
 from stocache.samples.indices import check_index, check_indices
 from stocache.storage.block import File
 
-IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # those of torchvision's ImageFolder
+IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision's ImageFolder
 _ACCEPTED = (
-    "a folder of images, in subfolders by class or in none; a .csv, .tsv, .npy or .parquet file; a folder of .parquet files; "
-    "a folder that save_to_disk of Hugging Face datasets has written"
+    "a folder of images, with or without a subfolder for each class; a .csv, .tsv, .npy or .parquet file; a folder of .parquet "
+    "files; a folder that save_to_disk of Hugging Face datasets has written"
 )
 
 
 class Source(Dataset[Any], ABC):
-    """The samples of something on disk. Pickles without what is open or was read.
+    """The samples of a file or folder. Pickles without open files and read data.
 
     Attributes:
-        info: what is to be known of all samples, for `prepare`.
+        info: facts about all samples, for `prepare`.
     """
 
     info: dict[str, Any]
-    _opened: Any = None  # what each process opens for itself
+    _opened: Any = None  # a file or data that each process opens for itself
 
     @abstractmethod
     def __len__(self) -> int:
@@ -47,42 +47,46 @@ class Source(Dataset[Any], ABC):
         """Return sample ``idx``.
 
         Raises:
-            IndexError: there is none.
-            StorageError: it cannot be read.
+            IndexError: ``idx`` is out of range.
+            StorageError: the sample cannot be read.
         """
         return self._sample(check_index(idx, len(self), "__getitem__"))
 
+    def for_shuffling(self) -> "Source | DataPreparer[Any, Any]":
+        """Return the source to prepare from in random order: itself, unless random access is slow."""
+        return self
+
     @abstractmethod
     def _sample(self, idx: int) -> Any:
-        """Return sample ``idx``, which there is."""
+        """Return sample ``idx``, which is in range."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_opened"}
 
 
 def open_source(path: str | os.PathLike[str], *, size: int | None = None) -> Source:
-    """Return what lies at ``path`` as a map-style dataset.
+    """Open a file or folder as a map-style dataset.
 
     Args:
         path: one of
-            a folder of images, in subfolders by class or in none: {"image": the bytes of the file, "name": its path in the
-            folder, "label": the number of the class}, without label where there are no classes;
-            a .csv or .tsv file, in UTF-8, whose first line names the columns: a dict of them, see `CsvFile`;
-            a .npy file: the rows of its array;
-            a .parquet file or a folder of them: a dict of the columns (needs pyarrow);
-            a folder that ``save_to_disk`` of Hugging Face datasets has written: what that dataset gives (needs datasets).
+            a folder of images, with or without a subfolder for each class. Samples: {"image": bytes of the file, "name": its
+            path in the folder, "label": index of its class}; without "label" if there are no classes.
+            a .csv or .tsv file in UTF-8 whose first line names the columns. Samples: a dict of the columns, see `CsvFile`.
+            a .npy file. Samples: the rows of its array.
+            a .parquet file, or a folder of them (needs pyarrow). Samples: a dict of the columns.
+            a folder that ``save_to_disk`` of Hugging Face datasets has written (needs datasets). Samples: as in that dataset.
         size: decode images to uint8 tensors of shape (3, size, size) (needs Pillow).
 
     Raises:
-        StorageError: it is none of these, holds no samples, or cannot be read; or a library is missing.
-        LimitError: no such size.
+        StorageError: the path is not one of these, holds no samples, or cannot be read; or a library is missing.
+        LimitError: ``size`` is not a number of pixels.
     """
     path = os.fspath(path)
     if size is not None and (type(size) is not int or size < 1):
-        raise LimitError(f"size={size!r} is no size of an image. Use 1 or more pixels.")
+        raise LimitError(f"size={size!r} is not the size of an image. Use 1 or more pixels.")
     source = _open(path, size)
     if size is not None and not isinstance(source, ImageFolder):
-        raise StorageError(f"{path} is no folder of images, and size={size} is for images. Leave it out.")
+        raise StorageError(f"{path} is not a folder of images, and size={size} is for images. Leave it out.")
     if not len(source):
         raise StorageError(f"{path} holds no samples. Accepted: {_ACCEPTED}.")
     return source
@@ -107,11 +111,11 @@ def _open(path: str, size: int | None) -> Source:
         return NpyFile(path)
     if suffix == ".parquet":
         return ParquetFiles([path])
-    raise StorageError(f"{path} is nothing that could be prepared. Accepted: {_ACCEPTED}.")
+    raise StorageError(f"{path} is not a file that can be prepared. Accepted: {_ACCEPTED}.")
 
 
 class ImageFolder(Source):
-    """Images, sorted by class and path, without hidden ones. Files that are not decoded are not looked into, either."""
+    """The images of a folder, sorted by class and path. Hidden files are left out. Without ``size``, no file is decoded."""
 
     def __init__(self, path: str, size: int | None = None) -> None:
         self._path, self._size = path, size
@@ -126,11 +130,11 @@ class ImageFolder(Source):
         loose = [parts[0] for parts in found if len(parts) == 1]
         if classes and loose:
             raise StorageError(
-                f"{path} holds images, such as {loose[0]!r}, beside the folder {classes[0]!r}. Images are in subfolders, "
-                f"one for each class, or in none: move them."
+                f"{path} holds images, such as {loose[0]!r}, beside the folder {classes[0]!r}. Put all images into subfolders, "
+                f"one for each class, or none."
             )
         if missing := sorted(set(classes) - {parts[0] for parts in found}):
-            raise StorageError(f"{path}: the folder {missing[0]!r} would be a class, and holds no images. Remove it.")
+            raise StorageError(f"{path}: the folder {missing[0]!r} would be a class, but holds no images. Remove it.")
         self._labels = {name: label for label, name in enumerate(classes)}
         self.info = {"classes": classes}
 
@@ -145,7 +149,7 @@ class ImageFolder(Source):
     def _image(self, path: str) -> Any:
         with _reading(path, "an image"):
             if self._size is not None:
-                return load_jpeg(Path(path), self._size)  # or whatever else Pillow reads
+                return load_jpeg(Path(path), self._size)  # reads all formats of Pillow
             with open(path, "rb") as file:
                 data = file.read()
             if not data:
@@ -154,7 +158,7 @@ class ImageFolder(Source):
 
 
 def _walk(path: str) -> Iterator[list[str]]:
-    """Yield the way to each image under a folder, name by name."""
+    """Yield the path of each image under a folder, as a list of names."""
     for folder, folders, files in os.walk(path, onerror=_raise, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
         above = os.path.relpath(folder, path).split(os.sep) if folder != path else []
@@ -173,10 +177,10 @@ _KINDS: list[tuple[Any, Any]] = [
 
 
 class CsvFile(Source):
-    """Rows of a table: columns that hold nothing but numbers as int or float, the others as str.
+    """The rows of a table. Columns with numbers only are int or float, the others str.
 
-    A column with an empty cell is one of str, and so is one with numbers such as 007 or +49, which would not come back as they
-    are. Quoted cells may hold lines. The file is read when it is opened; of each row, 8 bytes stay in memory: where it begins.
+    A column with an empty cell is str. So is a column with a number such as 007 or +49, which would not come back as written.
+    Quoted cells may hold line breaks. Opening reads the file once, and keeps 8 bytes for each row in memory: its offset.
     """
 
     def __init__(self, path: str) -> None:
@@ -193,15 +197,15 @@ class CsvFile(Source):
                     end += len(line)
                     yield line.decode(encoding)
 
-            rows = csv.reader(lines(), **self._format)  # which asks for no more lines than make the row
+            rows = csv.reader(lines(), **self._format)  # it asks only for the lines of the current row
             columns = next(rows, [])
             _check_columns(columns)
             kinds, begin = [0] * len(columns), end
             try:
                 for row in rows:
-                    if row:  # no blank line
+                    if row:  # not a blank line
                         self._begins.append(begin)
-                        for number, cell in enumerate(self._whole(row, columns)):
+                        for number, cell in enumerate(_check_row(row, columns)):
                             while not _KINDS[kinds[number]][1].match(cell):
                                 kinds[number] += 1
                     begin = end
@@ -210,11 +214,6 @@ class CsvFile(Source):
             self._begins.append(end)
         self._columns = {name: _KINDS[kind][0] for name, kind in zip(columns, kinds, strict=True)}
         self.info = {"columns": columns}
-
-    def _whole(self, row: list[str], columns: Sequence[str]) -> list[str]:
-        if len(row) != len(columns):
-            raise ValueError(f"{len(row)} cells, in a table of {len(columns)} columns")
-        return row
 
     def __len__(self) -> int:
         return len(self._begins) - 1
@@ -226,13 +225,19 @@ class CsvFile(Source):
             begin, end = self._begins[idx : idx + 2]
             text = self._opened.read(begin, end - begin)[0].decode()
             row = next(csv.reader(io.StringIO(text, newline=""), **self._format))
-            cells = zip(self._columns.items(), self._whole(row, list(self._columns)), strict=True)
+            cells = zip(self._columns.items(), _check_row(row, list(self._columns)), strict=True)
             return {name: kind(cell) for (name, kind), cell in cells}
+
+
+def _check_row(row: list[str], columns: Sequence[str]) -> list[str]:
+    if len(row) != len(columns):
+        raise ValueError(f"{len(row)} cells, in a table of {len(columns)} columns")
+    return row
 
 
 @contextmanager
 def _long_cells() -> Iterator[None]:
-    """Let csv read cells of more than 128 KiB."""
+    """Let the csv module read cells of more than 128 KiB."""
     limit = csv.field_size_limit(2**31 - 1)
     try:
         yield
@@ -241,7 +246,7 @@ def _long_cells() -> Iterator[None]:
 
 
 class NpyFile(Source):
-    """Rows of an array, along its first dimension, each a copy; the file is mapped, not read."""
+    """The rows of an array, along its first dimension. Each is a copy; the file is mapped into memory."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -264,14 +269,15 @@ class NpyFile(Source):
 
 
 class ParquetFiles(Source):
-    """Rows of parquet files, one file after the other. A process keeps the row group it has read last.
+    """The rows of Parquet files, one file after the other.
 
-    So the order in which they lie, or many at once, costs least; each one from another row group reads that row group.
+    A process keeps the row group that it has read last. So reading in order, or many rows at once, is fast; a row of another
+    row group costs reading that row group.
     """
 
     def __init__(self, paths: list[str]) -> None:
         parquet = _library("pyarrow.parquet", "pyarrow")
-        self._groups: list[tuple[str, Any, int]] = []  # of each row group its file, what that says of itself, and the number
+        self._groups: list[tuple[str, Any, int]] = []  # of each row group: its file, that file's metadata, its number there
         rows = []
         for path in paths:
             with _reading(path, "parquet"):
@@ -289,6 +295,10 @@ class ParquetFiles(Source):
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
+    def for_shuffling(self) -> DataPreparer[Any, Any]:
+        """Return a preparer that reads in order: random access would read a row group for each row."""
+        return InOrder(self)
+
     def _sample(self, idx: int) -> Any:
         return self.__getitems__([idx])[0]
 
@@ -302,18 +312,18 @@ class ParquetFiles(Source):
             table = self._table(group)
             rows = wanted[positions] - (self._ends[group] - table.num_rows)
             in_order = (np.diff(rows) == 1).all()
-            table = table.slice(rows[0], len(rows)) if in_order else table.take(rows)  # which takes four times as long
+            table = table.slice(rows[0], len(rows)) if in_order else table.take(rows)  # take is four times as slow
             for position, sample in zip(positions.tolist(), table.to_pylist(), strict=True):
                 samples[position] = sample
         return samples
 
     def _table(self, group: int) -> Any:
         if self._opened is None or self._opened[0] != group:
-            self._opened = None  # before the next one takes its memory
+            self._opened = None  # free its memory before the next one is read
             path, footer, number = self._groups[group]
             with _reading(path, "parquet"):
                 with _library("pyarrow.parquet", "pyarrow").ParquetFile(path, metadata=footer) as file:
-                    self._opened = group, file.read_row_group(number, use_threads=False)  # workers are what runs at once
+                    self._opened = group, file.read_row_group(number, use_threads=False)  # worker processes run in parallel
         return self._opened[1]
 
 
@@ -341,7 +351,7 @@ class SavedDataset(Source):
 
 
 class InOrder(DataPreparer[Any, Any]):
-    """A source as what yields its samples in order: to shuffle one that random access reads again and again."""
+    """A preparer that yields the samples of a source in order."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -370,11 +380,11 @@ def _library(name: str, package: str) -> Any:
 
 @contextmanager
 def _reading(path: str, kind: str) -> Iterator[None]:
-    """Have errors name the file."""
+    """Turn errors into a StorageError that names the file."""
     try:
         yield
     except (MemoryError, StorageError):
         raise
-    except Exception as error:  # each library has its own
+    except Exception as error:  # each library has its own errors
         reason = " ".join(str(error).split()).rstrip(".")
         raise StorageError(f"{path} cannot be read as {kind}: {reason}. Repair, convert or remove it.") from error

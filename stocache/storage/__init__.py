@@ -1,1 +1,5 @@
-"""Prepared samples on disk or at a URL: a folder of blocks, each sample under a checksum."""
+"""Prepared samples on disk or at a URL, each under a checksum.
+
+A sample is written through `writer.BlockCutter`, `manifest.BlockFolderWriter` and `block.encode`, and read through
+`storage.OnDiskBlockDataStorage` and `block.Block`. `local` and `remote` hold the files.
+"""

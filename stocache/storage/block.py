@@ -1,21 +1,21 @@
-"""A block of samples in one file: written whole, read by the sample, every byte under a checksum.
+"""Encode samples as one file, a block, and read single samples from it; checksums cover every byte.
 
 NOTE [ Blocks ]
     A block is a safetensors file: eight bytes with the length of the header, the header, the columns (see NOTE [ Columns ]) and
-    one more, ":checks", with the checksum of each sample. ``__metadata__`` has one entry, "stocache", a JSON object:
+    one more column, ":checks", with the checksum of each sample. ``__metadata__`` has one entry, "stocache", a JSON object:
 
-        checksum    16 hexadecimal digits: the XXH3-64 of the file up to the end of the header, with zeros in the place of these
+        checksum    16 hexadecimal digits: the XXH3-64 of the file up to the end of the header, with zeros in place of these
                     digits, followed by the column ":checks"
         version     1
-        samples     how many
+        samples     number of samples
         structure   the tree of the columns
 
-    So the checksum of a block vouches for the header and the checksums of the samples, and these for the rest: damage is found
-    by whoever reads the sample it is in, and nobody has to read the whole block for that.
+    So the checksum of a block covers the header and the checksums of the samples. These cover the rest. Reading one sample
+    finds damage in it; there is no need to read the whole block.
 
-    Blocks are read by pread, not through a mapping: what happens to a file that others may cut, on a disk that may fail, is an
-    error to be handled, where a mapping has a SIGBUS. From a cold disk a random read takes half the time, too, since the kernel
-    reads just what is asked for; a warm one takes a microsecond more.
+    Blocks are read by pread, not through a mapping. Another process may cut the file, and the disk may fail: pread then raises
+    an error, where a mapping ends the process by SIGBUS. A random read from a cold disk takes half the time too, since the
+    kernel reads only what is asked for. A warm read takes a microsecond more.
 """
 
 import json
@@ -40,8 +40,8 @@ from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_check
 VERSION = 1
 _MARK = b'\\"checksum\\": \\"'
 _HEAD = 64 << 10  # bytes read when a block is opened: the header, sizes, checksums, and most often the labels
-_STEP = 128 << 10  # bytes read ahead by one call: of more, the kernel may take only the beginning
-_READ_AHEAD = 8  # samples, after which the rest of their block is read ahead
+_STEP = 128 << 10  # bytes to read ahead in one call: of a longer range the kernel may read only the beginning
+_READ_AHEAD = 8  # after so many samples of a block, the rest of it is read ahead
 
 
 def encode(
@@ -51,12 +51,12 @@ def encode(
 
     Args:
         samples: of any structures.
-        first: the number of the first of them, for errors.
-        allow_pickle: whether to pickle what has no bytes of its own.
-        info: kept beside the samples, in a column ":info", which no checksum covers.
+        first: the number of the first sample, for errors.
+        allow_pickle: whether to pickle values of types that have no own encoding.
+        info: bytes to keep beside the samples, in a column ":info" that no checksum covers.
 
     Raises:
-        SampleError: one of them cannot be stored, or would not come back the same.
+        SampleError: a sample cannot be stored, or would not come back the same.
     """
     columns = Columns(samples, first, allow_pickle)
     columns.tensors[CHECKS] = torch.zeros(len(samples), dtype=torch.int64)
@@ -64,7 +64,7 @@ def encode(
         columns.tensors[INFO] = torch.frombuffer(bytearray(info), dtype=torch.uint8)
     facts = {"checksum": ZEROS, "version": VERSION, "samples": len(samples), "structure": columns.tree}
     data = save(columns.tensors, {"stocache": json.dumps(facts)})
-    block = Block(BytesFile(data), "a new block", allow_pickle=None, verify=False)
+    block = Block(BytesFile(data), "a new block", decode=False, verify=False)
     checks = np.array([block.check(row) for row in range(len(samples))], dtype="<u8").tobytes()
     head, (at, nbytes) = embed_checksum(data[: block.begin], _MARK, checks), block.span(CHECKS)
     whole = memoryview(data)
@@ -72,22 +72,25 @@ def encode(
 
 
 class ByteSource(Protocol):
-    """A file, to be read in pieces."""
+    """A file that is read in pieces."""
 
     nbytes: int
 
-    def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
-        """Return a buffer that holds ``nbytes`` of the file from ``at``, and where in it they begin.
+    def read(self, at: int, nbytes: int, writable: bool = True) -> tuple[Any, int]:
+        """Return a buffer with ``nbytes`` bytes of the file from offset ``at``, and their offset in that buffer.
 
-        ``own``: it is to be the caller's, to write to; else bytes that he may only read.
+        If ``writable``, the buffer is a new one that the caller may change; else the caller may only read it.
+
+        Raises:
+            ValueError: the file ends before.
         """
 
     def prefetch(self) -> None:
-        """Have all of it read ahead."""
+        """Ask for the whole file to be read ahead."""
 
 
 class File:
-    """A file on disk, to be read in pieces; closed when nobody holds it any more."""
+    """A file on disk that is read in pieces. It is closed with the last reference to it."""
 
     def __init__(self, path: str) -> None:
         self._fd = -1
@@ -96,22 +99,22 @@ class File:
         self._head = b""
 
     def open(self) -> "File":
-        """Read the beginning, from which most of what is small will be asked for."""
+        """Read the beginning of the file: most small columns are there."""
         self._head = os.pread(self._fd, _HEAD, 0)
         return self
 
-    def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
+    def read(self, at: int, nbytes: int, writable: bool = True) -> tuple[Any, int]:
         """See `ByteSource`."""
         end = at + nbytes
         if end <= len(self._head):
-            return (bytearray(self._head[at:end]), 0) if own else (self._head, at)
+            return (bytearray(self._head[at:end]), 0) if writable else (self._head, at)
         if end > self.nbytes:
             raise ValueError("it is cut")
-        if not own and len(data := os.pread(self._fd, nbytes, at)) == nbytes:
+        if not writable and len(data := os.pread(self._fd, nbytes, at)) == nbytes:
             return data, 0
         buffer = bytearray(nbytes)
         done = os.preadv(self._fd, [buffer], at)
-        while done < nbytes:  # of more than 2 GiB, one call reads a part
+        while done < nbytes:  # one call reads at most 2 GiB
             more = os.preadv(self._fd, [memoryview(buffer)[done:]], at + done)
             if not more:
                 raise ValueError("it is cut")
@@ -119,7 +122,7 @@ class File:
         return buffer, 0
 
     def prefetch(self) -> None:
-        """Have the kernel read the whole file ahead."""
+        """Ask the kernel to read the whole file ahead."""
         for at in range(0, self.nbytes, _STEP):
             os.posix_fadvise(self._fd, at, _STEP, os.POSIX_FADV_WILLNEED)
 
@@ -129,29 +132,29 @@ class File:
 
 
 class BytesFile:
-    """A file that is in memory."""
+    """A file in memory."""
 
     def __init__(self, data: Any) -> None:
         self._data, self.nbytes = data, len(data)
 
-    def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
+    def read(self, at: int, nbytes: int, writable: bool = True) -> tuple[Any, int]:
         """See `ByteSource`."""
         if at + nbytes > self.nbytes:
             raise ValueError("it is cut")
-        return (bytearray(self._data[at : at + nbytes]), 0) if own else (self._data, at)
+        return (bytearray(self._data[at : at + nbytes]), 0) if writable else (self._data, at)
 
     def prefetch(self) -> None:
-        """Do nothing: it is there."""
+        """Do nothing: the file is in memory."""
 
 
 class _Walk:
-    """See `column_decoder.Walk`."""
+    """Reads and hashes the parts of one sample, and limits its size; see `column_decoder.Walk`."""
 
     __slots__ = ("_bytes", "_nodes", "_source", "hash")
 
     def __init__(self, source: ByteSource) -> None:
         self._source, self.hash = source, xxhash.xxh3_64()
-        # What a sample may still have, however it is made. Twice the nodes that a writer needs room for: earlier ones left none
+        # What the sample may still use. Twice the nodes that a writer leaves room for: earlier writers left no room
         self._bytes, self._nodes = source.nbytes, BARE_NODES + 2 * source.nbytes
 
     def take(self, at: int, nbytes: int, own: bool) -> tuple[Any, int]:
@@ -175,24 +178,28 @@ class Block:
     """An open block.
 
     Attributes:
-        samples: how many it holds.
-        checksum: its own, as it stands in the index of a storage.
+        samples: number of samples.
+        checksum: checksum of the block, as in the index of a storage.
         structure: the tree of its columns.
-        begin: where the columns begin.
-        nbytes: of the file.
+        begin: offset of the columns in the file.
+        nbytes: bytes of the file.
 
     Args:
-        source: its bytes.
+        source: the file.
         name: its name in errors.
-        allow_pickle: whether to load what was pickled; None to make no samples at all, only to check them.
-        verify: False while it has no checksums yet.
+        allow_pickle: whether to load pickled values. Loading runs the code that a pickle names.
+        decode: False to check samples only, never to build them; no pickle is loaded then.
+        verify: False while the file has no checksums yet.
 
     Raises:
-        DamagedError: it is no block, or not as it was written.
-        StorageError: it cannot be read here: another version, classes that are not here, pickles that are not allowed.
+        DamagedError: the file is not a block, or not as it was written.
+        StorageError: it cannot be read here: it has another version, needs classes that are missing, or pickles that are not
+            allowed.
     """
 
-    def __init__(self, source: ByteSource, name: str, allow_pickle: bool | None = False, verify: bool = True) -> None:
+    def __init__(
+        self, source: ByteSource, name: str, allow_pickle: bool = False, *, decode: bool = True, verify: bool = True
+    ) -> None:
         self._source, self._name, self._reads = source, name, 0
         self.nbytes = source.nbytes
         try:
@@ -200,20 +207,20 @@ class Block:
             self.samples, self.structure = check_size(facts["samples"]), facts["structure"]
             if len(self._checks) != self.samples:
                 raise ValueError(f"it claims {self.samples} samples, and has checksums of {len(self._checks)}")
-            if allow_pickle is not None:
+            if decode:
                 self._check = self._read = reader(self.structure, self, pickle.loads if allow_pickle else None)
-            # Pickles are checked before they are loaded; however the JSON of the file is written, this finds them
-            if allow_pickle is None or (allow_pickle and '"kind": "pickle"' in json.dumps(self.structure)):
+            # A sample with pickles is checked before they are loaded. json.dumps writes every such part in this form
+            if not decode or (allow_pickle and '"kind": "pickle"' in json.dumps(self.structure)):
                 self._check = reader(self.structure, self, CHECK_ONLY)
         except Unresolved as error:
             raise StorageError(f"{name}: {error}") from None
         except StorageError as error:
             raise type(error)(f"{name}: {error}") from None
-        except Exception as error:  # whatever forged bytes lead numpy, torch and classes to raise
+        except Exception as error:  # forged bytes may lead numpy, torch and classes to raise anything
             raise self._damaged(error) from error
 
     def _open(self, verify: bool) -> Any:
-        """Read the header; return what it says of the block."""
+        """Read and check the header; return the facts in its metadata."""
         source = self._source
         length = int.from_bytes(self._bytes(0, 8), "little")
         if length > source.nbytes - 8:
@@ -223,12 +230,14 @@ class Block:
         text = header.pop("__metadata__")["stocache"]
         facts = json.loads(text)
         if facts["version"] != VERSION:
-            raise StorageError(f"it is of version {facts['version']!r:.20}, and this stocache reads version {VERSION}.")
+            raise StorageError(
+                f"it has version {facts['version']!r:.20}; this stocache reads version {VERSION}. Update stocache."
+            )
         self._spans: dict[str, tuple[int, int]] = {}
         end = 0
         for first, last, column in sorted((*map(check_size, entry["data_offsets"]), name) for name, entry in header.items()):
             if first != end or last < first:
-                raise ValueError(f"its column {column!r:.80} is not where the one before it ends")
+                raise ValueError(f"its column {column!r:.80} does not begin where the one before it ends")
             self._spans[column] = self.begin + first, last - first
             end = last
         if self.begin + end != source.nbytes:
@@ -242,56 +251,58 @@ class Block:
         return facts
 
     def _bytes(self, at: int, nbytes: int) -> bytes:
-        buffer, begin = self._source.read(at, nbytes, own=False)
+        buffer, begin = self._source.read(at, nbytes, writable=False)
         return bytes(memoryview(buffer)[begin : begin + nbytes])
 
     def _column(self, name: str) -> memoryview:
         return memoryview(self._bytes(*self.span(name)))
 
     def span(self, name: str) -> tuple[int, int]:
-        """Return where a column begins in the file, and its bytes."""
+        """Return the offset of a column in the file, and its bytes."""
         return self._spans[name]
 
     def integers(self, name: str) -> memoryview:
-        """Return a column of int64, whole."""
+        """Return a whole column of int64."""
         return self._column(name).cast("q")
 
     @property
     def info(self) -> bytes:
-        """What was kept beside the samples."""
+        """The bytes that were kept beside the samples."""
         return self._bytes(*self.span(INFO))
 
     def sample(self, row: int) -> Any:
-        """Return a sample, the caller's own; reads its bytes and no others, but for what follows once several were read.
+        """Return a sample; the caller may change it.
+
+        Reads the bytes of this sample only. The eighth call also asks the kernel to read the whole block ahead.
 
         Raises:
-            DamagedError: it is not as it was written.
+            DamagedError: the sample is not as it was written.
         """
         self._reads += 1
-        if self._reads == _READ_AHEAD:  # in random order over many blocks it does not come to this while the block is open
+        if self._reads == _READ_AHEAD:  # reads in random order over many blocks close the block before that
             self._source.prefetch()
         return self._sample(row)
 
     def all(self) -> list[Any]:
-        """Return all samples, each the caller's own.
+        """Return all samples; the caller may change them.
 
         Raises:
-            DamagedError: one is not as it was written.
+            DamagedError: a sample is not as it was written.
         """
         self._source.prefetch()
         return [self._sample(row) for row in range(self.samples)]
 
     def check(self, row: int) -> int:
-        """Return the checksum that a sample has as it is now."""
+        """Compute the checksum of a sample from its bytes."""
         walk = _Walk(self._source)
         self._check(walk, row)
         return walk.hash.intdigest()
 
     def verify(self) -> None:
-        """Read and check everything.
+        """Read the whole block and check every sample.
 
         Raises:
-            DamagedError: something is not as it was written.
+            DamagedError: a sample is not as it was written.
         """
         self._source.prefetch()
         for row in range(self.samples):
@@ -307,7 +318,7 @@ class Block:
             value = self._check(walk, row)
             if walk.hash.intdigest() != self._checks[row]:
                 raise ValueError(f"sample {row} in it has the checksum {walk.hash.hexdigest()}, not {self._checks[row]:016x}")
-        except Exception as error:  # as above
+        except Exception as error:  # as in __init__
             raise self._damaged(error) from error
         return value
 

@@ -1,4 +1,4 @@
-"""Where files are kept: a folder on disk, with all that writing and reading them takes, or one at a URL, with the same."""
+"""Read, write and lock the files of a folder on disk; a folder at a URL has the same methods (`remote.RemoteStore`)."""
 
 import contextlib
 import errno
@@ -20,12 +20,12 @@ from stocache.system.waiting import describe_first, flock_owners, is_at_work, tr
 
 logger = logging.getLogger("stocache")
 
-_REPORT_S = 30.0  # between two messages of whom a process waits for
-_STANDSTILL_S = 300.0  # without a new file, or a sign of that process
+_REPORT_S = 30.0  # seconds between two messages while a process waits for another
+_STANDSTILL_S = 300.0  # seconds without a new file or a sign of life, after which it no longer waits
 
 
 class LocalStore:
-    """A folder on a disk of this machine, or one that it shares with others."""
+    """A folder on a disk of this machine, or on a network file system."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -35,12 +35,12 @@ class LocalStore:
 
     @contextlib.contextmanager
     def locked(self, wait: bool = True) -> Iterator[None]:
-        """Make the folder, and keep all others from preparing there.
+        """Make the folder and hold its lock, so that no other process prepares there.
 
-        Another process that prepares there is waited for, and named, as long as it gets on.
+        If another process has the lock, wait for it as long as it makes progress, and log which process that is.
 
         Raises:
-            StorageError: another process prepares there, and we are not to ``wait`` for it; or it does not get on.
+            StorageError: another process has the lock, and ``wait`` is False or it makes no progress.
         """
         os.makedirs(self.path, exist_ok=True)
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -56,11 +56,11 @@ class LocalStore:
             yield
         finally:
             with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)  # for workers too, which have it open as long as an error's traceback holds them
+                fcntl.flock(fd, fcntl.LOCK_UN)  # workers have it open too, as long as an error's traceback refers to them
             os.close(fd)
 
     def _wait(self, fd: int) -> None:
-        """Wait for the lock of the folder, which another process has, while that is at work or files come."""
+        """Wait for the lock while its holder works or files change."""
         moved, seen = time.monotonic(), self._newest()
         while not wait_until(lambda: try_flock(fd), _REPORT_S):
             pids = flock_owners(fd)
@@ -68,30 +68,30 @@ class LocalStore:
             if newest != seen or any(map(is_at_work, pids)):
                 moved, seen = time.monotonic(), newest
             if time.monotonic() - moved > _STANDSTILL_S:
-                raise StorageError(f"{self.path} is being prepared by {who}, which does not get on. End it, or have it go on.")
+                raise StorageError(f"{self.path} is being prepared by {who}, which makes no progress. End or resume it.")
             logger.warning("waiting for %s, which is being prepared by %s.", self.path, who)
 
     def _newest(self) -> float:
-        """Return when the last file came, or went."""
+        """Return when a file was last added or removed."""
         folders = [self.path, *(entry.path for entry in os.scandir(self.path) if entry.is_dir(follow_symlinks=False))]
         return max(os.stat(folder).st_mtime for folder in folders)
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a file."""
+        """Whether the file exists."""
         return os.path.exists(self._at(name))
 
     def names(self, name: str = "") -> list[str]:
-        """Return the names of what is in the folder, or in a folder in it; none if there is no such folder."""
+        """Return the names in the folder, or in a subfolder; [] if it does not exist."""
         try:
             return os.listdir(self._at(name))
         except FileNotFoundError:
             return []
 
     def open(self, name: str) -> File:
-        """Return a file, to be read in pieces.
+        """Open a file, to read it in pieces.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: it does not exist.
         """
         return open_file(self._at(name))
 
@@ -99,13 +99,13 @@ class LocalStore:
         """Return the content of a file.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: it does not exist.
         """
         with open(self._at(name), "rb") as file:
             return file.read()
 
     def write(self, name: str, *pieces: BytesLike) -> None:
-        """Write a file whole, or not at all.
+        """Write a file: all of it or nothing.
 
         Raises:
             OSError: the disk is full, or fails.
@@ -113,11 +113,11 @@ class LocalStore:
         write_file(self._at(name), *pieces)
 
     def make(self, name: str) -> None:
-        """Make a folder in it."""
+        """Make a subfolder."""
         os.makedirs(self._at(name), exist_ok=True)
 
     def remove(self, name: str, folder: bool = False) -> None:
-        """Remove a file, or a ``folder`` with all that is in it; if there is one."""
+        """Remove a file, or with ``folder`` a subfolder and its content, if it exists."""
         if folder:
             shutil.rmtree(self._at(name), ignore_errors=True)
         else:
@@ -129,26 +129,26 @@ Folder: TypeAlias = LocalStore | RemoteStore
 
 
 def folder_at(path: str, storage_options: dict[str, Any] | None = None) -> Folder:
-    """Return the folder at a path, or, with these options for fsspec, at a URL.
+    """Return the folder at a path or URL; ``storage_options`` are for fsspec.
 
     Raises:
-        StorageError: it is a URL, and fsspec, or what it needs for that, is not installed.
+        StorageError: ``path`` is a URL, and fsspec or a package that it needs is not installed.
     """
     return RemoteStore(path, storage_options) if is_url(path) else LocalStore(path)
 
 
 def open_file(path: str) -> File:
-    """Return a file on disk, to be read in pieces."""
+    """Open a file on disk, to read it in pieces."""
     return File(path).open()
 
 
 def write_file(path: str, *pieces: BytesLike) -> None:
-    """Write a file, in pieces, whole, or not at all; another of that name is replaced.
+    """Write a file from pieces: all of it or nothing. A file of that name is replaced.
 
     Raises:
         OSError: the disk is full, or fails.
     """
-    temporary = f"{path}.{uuid.uuid4().int}.tmp"  # not a pid, which another machine may have given, too
+    temporary = f"{path}.{uuid.uuid4().int}.tmp"  # not the pid: a process of another machine may have the same
     try:
         with open(temporary, "wb", buffering=0) as file:
             for piece in pieces:
@@ -161,7 +161,7 @@ def write_file(path: str, *pieces: BytesLike) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise OSError(
-            error.errno, f"{error.strerror}. What is whole stays, and preparing again goes on from there. Writing", path
+            error.errno, f"{error.strerror}. Complete blocks stay, and preparing again continues from there. Writing", path
         ) from error
     folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
     try:

@@ -1,29 +1,29 @@
-"""A folder of blocks, on disk: where its files are, how they get there, and the index that says it is whole.
+"""The files of a prepared folder: their names, the index that says they are complete, and how they are written.
 
 NOTE [ Storage folders ]
-    blocks/000000.safetensors ...   the samples, ``block_size`` in each, the last one less (see NOTE [ Blocks ])
-    info.safetensors                the info of the dataset as a block of one sample, where JSON cannot hold it
-    index.json                      written last, when all else is there: without it the folder is not prepared
-    preparing.json                  before that: what is being prepared, and how
-    staging                         before that: the samples in the order in which they come, if they are to be shuffled
+    blocks/000000.safetensors ...   the samples, ``block_size`` in each; the last block may have fewer (see NOTE [ Blocks ])
+    info.safetensors                the dataset's info as a block of one sample, if JSON cannot hold it
+    index.json                      written last; a folder without it is not prepared
+    preparing.json                  until then: what is being prepared, and how
+    staging                         until then: the samples in their first order, if they are to be shuffled
 
-    Each file is written under another name, synchronised with the disk and renamed, so what has its name is whole. Whoever
-    prepares locks the folder (flock): the kernel unlocks it when he dies, and the next one finds preparing.json, keeps the
-    blocks that are there if he is to prepare the same, and goes on.
+    Each file is written under a temporary name, synchronised with the disk and renamed. So a file that has its final name is
+    complete. The process that prepares locks the folder (flock). If it dies, the kernel unlocks the folder. The next process
+    finds preparing.json. If it prepares the same data in the same way, it keeps the complete blocks and continues.
 
-    At a URL each file is put there in one go, and nothing is locked. What was put in part, where the file system lets that
-    happen, is found out by its checksums; index.json is small, and the last.
+    At a URL each file is written in one operation, and nothing is locked. Some file systems may keep a part of a file; its
+    checksum then shows that. index.json is small, and it is the last file.
 
     index.json is one JSON object:
 
-        checksum      16 hexadecimal digits: the XXH3-64 of the file with zeros in the place of these digits
+        checksum      16 hexadecimal digits: the XXH3-64 of the file with zeros in place of these digits
         format        "stocache blocks"
         version       1
-        samples       how many there are
+        samples       number of samples
         block_size    samples in each block but the last
-        blocks        of each its samples, bytes and checksum
-        structure     of the samples of the first block, for information
-        info          of the dataset; or info_checksum, that of info.safetensors
+        blocks        number of samples, number of bytes and checksum of each block
+        structure     structure of the samples of the first block, for information
+        info          info of the dataset; or info_checksum, the checksum of info.safetensors
         plan          how it was prepared
 """
 
@@ -48,7 +48,7 @@ _BLOCK = re.compile(r"(\d{6,})\.safetensors")
 
 
 class Entry(NamedTuple):
-    """What the index says of a block."""
+    """A block in the index: its number of samples, its bytes and its checksum."""
 
     samples: int
     nbytes: int
@@ -57,7 +57,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Index:
-    """What is in a folder; see NOTE [ Storage folders ]."""
+    """The content of index.json; see NOTE [ Storage folders ]."""
 
     checksum: str
     samples: int
@@ -68,9 +68,14 @@ class Index:
     info_checksum: str | None
     plan: dict[str, Any]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(entry.nbytes for entry in self.blocks)
+
 
 def block_name(number: int) -> str:
-    """Return the name of a block within its folder."""
+    """Return the path of a block within its folder."""
     return f"{_BLOCKS}/{number:06d}.safetensors"
 
 
@@ -78,11 +83,11 @@ def block_name(number: int) -> str:
 
 
 def parse_index(text: bytes, path: str) -> Index:
-    """Return the index whose file, ``path``, has this content.
+    """Return the index in the content of the file ``path``.
 
     Raises:
-        DamagedError: it is not as it was written.
-        StorageError: it is of another version, or of no folder of ours.
+        DamagedError: the content is not as it was written.
+        StorageError: the file is not an index of stocache, or has another version.
     """
     try:
         facts = json.loads(text)
@@ -90,12 +95,12 @@ def parse_index(text: bytes, path: str) -> Index:
             raise KeyError("format")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError):
         raise StorageError(
-            f"{path} is no index of stocache, or damaged. Give a folder that was prepared, or prepare again."
+            f"{path} is not an index of stocache, or it is damaged. Give a folder that was prepared, or prepare again."
         ) from None
     try:
         version = facts.pop("version")
         if version != VERSION:
-            raise StorageError(f"{path} is of version {version!r:.20}, and this stocache reads version {VERSION}.")
+            raise StorageError(f"{path} has version {version!r:.20}; this stocache reads version {VERSION}. Update stocache.")
         found, wanted = read_checksum(text, _MARK)
         if found != wanted:
             raise ValueError(f"checksum {found}, its content gives {wanted}")
@@ -103,7 +108,7 @@ def parse_index(text: bytes, path: str) -> Index:
         index = Index(blocks=blocks, **{"info": None, "info_checksum": None} | facts)
         check_size(index.samples), check_size(index.block_size)
         if type(index.plan) is not dict or type(index.info_checksum) not in (str, type(None)):
-            raise ValueError("its facts are not what they should be")
+            raise ValueError("its plan or info_checksum has the wrong type")
         sizes = {entry.samples for entry in blocks[:-1]}
         if sum(entry.samples for entry in blocks) != index.samples or not sizes <= {index.block_size} or index.block_size < 1:
             raise ValueError("its blocks do not add up")
@@ -113,7 +118,7 @@ def parse_index(text: bytes, path: str) -> Index:
 
 
 def _entry_of(entry: Any) -> Entry:
-    """Return what the index says of a block. Raises ValueError where its file could not hold as many samples."""
+    """Return a block's entry. Raises ValueError if a file of this size cannot hold so many samples."""
     samples, nbytes, checksum = entry
     if type(checksum) is not str or _LEAST_BYTES * check_size(samples) > check_size(nbytes):
         raise ValueError(f"a block of {nbytes} bytes cannot hold {samples} samples")
@@ -124,16 +129,29 @@ _LEAST_BYTES = 8  # of a sample in a block: its checksum
 
 
 def open_block(
-    path: str, name: str, entry: Entry | None, allow_pickle: bool | None, opened: Callable[[str], ByteSource] = open_file
+    path: str,
+    name: str,
+    entry: Entry | None,
+    allow_pickle: bool = False,
+    *,
+    decode: bool = True,
+    open_source: Callable[[str], ByteSource] = open_file,
 ) -> Block:
-    """Return the block in the file ``path``, called ``name`` in errors; ``entry`` is what the index says of it.
+    """Open the block in the file ``path``.
+
+    Args:
+        path: the file.
+        name: its name in errors.
+        entry: its entry in the index, which the block must match; None to skip that check.
+        allow_pickle, decode: as for `Block`.
+        open_source: opens the file.
 
     Raises:
-        DamagedError: it is missing, damaged, or another one.
+        DamagedError: the file is missing or damaged, or holds another block.
         StorageError: it cannot be read here.
     """
     try:
-        block = Block(opened(path), name, allow_pickle)
+        block = Block(open_source(path), name, allow_pickle, decode=decode)
     except FileNotFoundError:
         raise DamagedError(f"{name} is missing. Prepare again; 'stocache check DIR' lists all damage.") from None
     except OSError as error:
@@ -144,8 +162,8 @@ def open_block(
         entry.checksum, entry.samples, entry.nbytes or block.nbytes
     ):  # fmt: skip
         raise DamagedError(
-            f"{name} is another block than the index says (checksum {block.checksum}, expected {entry.checksum}): swapped, or "
-            f"prepared anew. Prepare again; 'stocache check DIR' lists all damage."
+            f"{name} is not the block in the index (checksum {block.checksum}, expected {entry.checksum}): it was swapped, or "
+            f"prepared again. Prepare again; 'stocache check DIR' lists all damage."
         )
     return block
 
@@ -154,40 +172,43 @@ def open_block(
 
 
 class BlockFolderWriter:
-    """A folder in which blocks are being prepared, by one process at a time and its workers."""
+    """Writes the files of a prepared folder. One process at a time uses it, with its workers."""
 
     def __init__(self, folder: Folder, allow_pickle: bool = False) -> None:
         self.folder, self.path, self.allow_pickle = folder, folder.path, allow_pickle
 
     @property
     def prepared(self) -> bool:
-        """Whether the folder is whole."""
+        """Whether the folder is complete."""
         return self.folder.exists(INDEX)
 
     def begin(self, plan: dict[str, Any], resume: bool) -> dict[int, Entry]:
-        """Begin to prepare, or go on, if so is wanted and ``plan`` is that of last time; return the blocks that are there.
+        """Begin a preparation, or continue one, and return the complete blocks by number.
+
+        An earlier preparation is continued if ``resume`` is True and its plan was the same; otherwise its blocks are removed.
 
         Raises:
-            StorageError: the folder holds files of others, or is prepared.
+            StorageError: the folder is prepared, or holds other files.
         """
         there = set(self.folder.names())
         strange = sorted(name for name in there if not _OURS.fullmatch(name))
         if strange or (_BLOCKS in there and not there & {_PREPARING, INDEX}):
-            raise StorageError(f"{self.path} holds {(strange or [_BLOCKS])[0]!r}, which is no storage's. Give a new folder.")
+            name = (strange or [_BLOCKS])[0]
+            raise StorageError(f"{self.path} holds {name!r}, which stocache did not write. Give a new folder.")
         if self.prepared:
             raise StorageError(f"{self.path} is prepared already. Remove it to prepare it again, or give a new folder.")
         text = json.dumps({"format": FORMAT, "version": VERSION, "plan": plan}, indent=1).encode()
         same = resume and _PREPARING in there and self.folder.read(_PREPARING) == text
         if not same:
             self.folder.remove(STAGING, folder=True)
-        found = self._blocks() if same else {}
-        self.keep(found)  # before the new plan is there, or they would be taken for what it says
+        found = self._complete_blocks() if same else {}
+        self.remove_blocks_except(found)  # before the new plan is written, or they would seem to be of that plan
         self.folder.write(_PREPARING, text)
         self.folder.make(_BLOCKS)
         return found
 
-    def keep(self, wanted: Container[int]) -> set[int]:
-        """Remove all blocks but these, and what writers that were killed have left; return the numbers of what stays."""
+    def remove_blocks_except(self, wanted: Container[int]) -> set[int]:
+        """Remove all other blocks, and temporary files of killed writers; return the numbers of the blocks that stay."""
         kept = set()
         for name in self.folder.names(_BLOCKS):
             match = _BLOCK.fullmatch(name)
@@ -197,79 +218,78 @@ class BlockFolderWriter:
                 self.folder.remove(f"{_BLOCKS}/{name}")
         return kept
 
-    def _blocks(self) -> dict[int, Entry]:
-        """Return the whole blocks that are there."""
+    def _complete_blocks(self) -> dict[int, Entry]:
         found = {}
         for name in self.folder.names(_BLOCKS):
             if match := _BLOCK.fullmatch(name):
                 with contextlib.suppress(DamagedError):
-                    block = self._block(f"{_BLOCKS}/{name}", None)
+                    block = self._open_to_check(f"{_BLOCKS}/{name}", None)
                     found[int(match[1])] = Entry(block.samples, block.nbytes, block.checksum)
         return found
 
-    def _block(self, name: str, entry: Entry | None) -> Block:
-        return open_block(name, f"{self.path}/{name}", entry, None, self.folder.open)
+    def _open_to_check(self, name: str, entry: Entry | None) -> Block:
+        return open_block(name, f"{self.path}/{name}", entry, decode=False, open_source=self.folder.open)
 
     def write_block(self, number: int, samples: Sequence[Any], first: int) -> Entry:
-        """Write a block, of which the first sample is number ``first`` in errors.
+        """Write a block and return its entry. Its first sample is number ``first`` in errors.
 
         Raises:
             SampleError: a sample cannot be stored.
             OSError: the disk is full, or fails.
         """
-        return self.write_encoded(number, *self.encoded(samples, first))
+        return self.write_encoded(number, *self.encode_block(samples, first))
 
     def write_encoded(self, number: int, pieces: Sequence[BytesLike], entry: Entry) -> Entry:
-        """Write a block as `encoded` returns it. Raises OSError: the disk is full, or fails."""
+        """Write a block that `encode_block` returned, and return its entry. Raises OSError: the disk is full, or fails."""
         self.folder.write(block_name(number), *pieces)
         return entry
 
-    def encoded(self, samples: Sequence[Any], first: int) -> tuple[list[BytesLike], Entry]:
-        """Return the file of a block of these samples, in pieces, and what the index is to say of it. Raises SampleError."""
+    def encode_block(self, samples: Sequence[Any], first: int) -> tuple[list[BytesLike], Entry]:
+        """Return the file of a block, in pieces, and its entry in the index. Raises SampleError: a sample cannot be stored."""
         pieces, checksum = encode(samples, first, self.allow_pickle)
         return pieces, Entry(len(samples), sum(map(len, pieces)), checksum)
 
     def finish(self, entries: list[Entry], block_size: int, info: Any, plan: dict[str, Any]) -> None:
-        """Say that all blocks are there: write the index.
+        """Write the info and the index, once all blocks are written.
 
         Raises:
             SampleError: the info cannot be stored.
-            StorageError: a block is not there.
+            StorageError: a block is missing.
             OSError: the disk is full, or fails.
         """
-        self._settle(len(entries))
+        self._check_blocks(len(entries))
         facts: dict[str, Any] = {"checksum": ZEROS, "format": FORMAT, "version": VERSION}
         facts |= {"samples": sum(entry.samples for entry in entries), "block_size": block_size, "blocks": entries, "plan": plan}
         facts["structure"] = None
         if entries:
-            facts["structure"] = self._block(block_name(0), entries[0]).structure
+            facts["structure"] = self._open_to_check(block_name(0), entries[0]).structure
         if is_plain(info):
             facts["info"] = info
         else:
             pieces, facts["info_checksum"] = encode([info], 0, self.allow_pickle)
             self.folder.write(INFO, *pieces)
         self.folder.write(INDEX, embed_checksum(json.dumps(facts).encode(), _MARK))
-        self.tidy()
+        self.clean_up()
 
-    def _settle(self, count: int) -> None:
-        """See to it that so many blocks are there, and nothing else among them."""
-        kept = self.keep(range(count))
+    def _check_blocks(self, count: int) -> None:
+        """Remove blocks beyond the first ``count``; raise StorageError if one of these is missing."""
+        kept = self.remove_blocks_except(range(count))
         for name in (block_name(number) for number in range(count) if number not in kept):
-            if not self.folder.exists(name):  # or the list is behind, as a network's may be
+            if not self.folder.exists(name):  # the listing of a network file system may lag behind
                 raise StorageError(
-                    f"{self.path} lacks {name}, which a worker has written: to him that was another folder. Give one that all "
-                    f"workers see."
+                    f"{self.path}: {name} is missing although a worker wrote it: the workers do not see the same folder. "
+                    f"Give a folder that all workers see."
                 )
 
-    def tidy(self) -> None:
-        """Remove what is of no use any more once the folder is whole, and what writers that were killed have left."""
+    def clean_up(self) -> None:
+        """Remove files that a complete folder does not need, and temporary files of killed writers."""
         for name in self.folder.names():
             if name in (_PREPARING, STAGING) or (name.endswith(".tmp") and _OURS.fullmatch(name)):
                 self.folder.remove(name, folder=name == STAGING)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether JSON gives ``value`` back as it is."""
+    """Whether ``value`` comes back from JSON unchanged."""
     cls = type(value)
     if cls is dict:
         return all(type(key) is str and is_plain(item) for key, item in value.items())

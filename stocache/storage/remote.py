@@ -1,4 +1,4 @@
-"""Folders at an fsspec URL: files read and written there, or fetched once per machine (extra ``remote``)."""
+"""Read and write the files of a folder at an fsspec URL, and copy them once per machine (extra ``remote``)."""
 
 import contextlib
 import logging
@@ -17,19 +17,20 @@ from stocache.system.waiting import describe_first, flock_owners, try_flock, wai
 logger = logging.getLogger("stocache")
 
 _PART = ".part"
-_STANDSTILL_S = 30.0  # seconds without a byte, after which the fetching of another process is no longer waited for
-_HEAD = 64 << 10  # bytes read when a file is opened: most often all that is wanted of it
+_STANDSTILL_S = 30.0  # seconds without a new byte, after which a process no longer waits for another one's download
+_HEAD = 64 << 10  # bytes read when a file is opened: often nothing else is needed
 
 
 class RemoteStore:
-    """A folder at a URL, with what `local.LocalStore` has. Connects anew in each process.
+    """A folder at a URL, with the methods of `local.LocalStore`. Each process makes its own connection.
 
     Args:
-        url: as fsspec understands it: s3://, gs://, https://, memory:// and so on.
+        url: a URL that fsspec knows: s3://, gs://, https://, memory:// and so on.
         options: for the fsspec file system.
 
     Raises:
-        StorageError: fsspec, or what it needs for this URL, is not installed; of each method, whatever the file system raises.
+        StorageError: fsspec, or a package that it needs for this URL, is not installed. Every method raises it for errors of
+            the file system.
     """
 
     def __init__(self, url: str, options: dict[str, Any] | None) -> None:
@@ -38,10 +39,13 @@ class RemoteStore:
 
     @contextlib.contextmanager
     def at(self, name: str, done: str) -> Iterator[tuple[Any, str]]:
-        """Give the file system, and the path of a file in it, to something that cannot be ``done`` if that raises an error."""
+        """Enter with the file system and the path of a file in it.
+
+        An error within, other than FileNotFoundError, becomes a StorageError: the file "cannot be ``done``".
+        """
         fs, path = file_system(self.path, self._options, StorageError)
         try:
-            fs.invalidate_cache()  # of listings: others write, too
+            fs.invalidate_cache()  # its cache of listings: other processes write too
             yield fs, f"{path}/{name}".rstrip("/")
         except FileNotFoundError:
             raise
@@ -50,60 +54,60 @@ class RemoteStore:
 
     @contextlib.contextmanager
     def locked(self, wait: bool = True) -> Iterator[None]:
-        """Make the folder. It cannot be locked: that nobody else prepares there is up to the user."""
+        """Make the folder. A URL cannot be locked: the user runs one preparation at a time."""
         self.make("")
         yield
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a file."""
+        """Whether the file exists."""
         with self.at(name, "looked for") as (fs, path):
             return bool(fs.exists(path))
 
     def names(self, name: str = "") -> list[str]:
-        """Return the names of what is in the folder, or in a folder in it; none if there is no such folder."""
+        """Return the names in the folder, or in a subfolder; [] if it does not exist."""
         with contextlib.suppress(FileNotFoundError), self.at(name, "listed") as (fs, path):
             paths = [found.rstrip("/") for found in fs.ls(path, detail=False)]
             return [found.rpartition("/")[2] for found in paths if not path.endswith(found)]  # some list the folder itself
         return []
 
     def open(self, name: str) -> "RemoteFile":
-        """Return a file, to be read in pieces.
+        """Open a file, to read it in pieces.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: it does not exist.
         """
         return RemoteFile(self, name)
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file, as it is now.
+        """Return the current content of a file.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: it does not exist.
         """
         with self.at(name, "read") as (fs, path):
             return bytes(fs.cat_file(path))
 
     def get(self, name: str, local: str) -> None:
-        """Copy a file to a path here.
+        """Copy a file to a local path.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: it does not exist.
         """
         with self.at(name, "fetched") as (fs, path):
             fs.get_file(path, local)
 
     def write(self, name: str, *pieces: BytesLike) -> None:
-        """Write a file. Whole, or not at all, if the file system sees to that, as object stores do."""
+        """Write a file. Object stores write all of it or nothing; other file systems may leave a part."""
         with self.at(name, "written") as (fs, path):
             fs.pipe_file(path, b"".join(pieces))
 
     def make(self, name: str) -> None:
-        """Make a folder in it, where the file system has such a thing."""
+        """Make a subfolder, if the file system has folders."""
         with self.at(name, "made") as (fs, path):
             fs.makedirs(path, exist_ok=True)
 
     def remove(self, name: str, folder: bool = False) -> None:
-        """Remove a file, or a ``folder`` with all that is in it; if there is one."""
+        """Remove a file, or with ``folder`` a subfolder and its content, if it exists."""
         with contextlib.suppress(FileNotFoundError), self.at(name, "removed") as (fs, path):
             fs.rm(path, recursive=folder)
 
@@ -118,67 +122,67 @@ class RemoteFile:
         self._head = self._cat(0, min(_HEAD, self.nbytes))
 
     def _cat(self, at: int, end: int) -> bytes:
-        if at == end:  # for which some send all there is
+        if at == end:  # some servers answer an empty range with the whole file
             return b""
         with self._folder.at(self._name, "read") as (fs, path):
             return bytes(fs.cat_file(path, start=at, end=end))
 
-    def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
+    def read(self, at: int, nbytes: int, writable: bool = True) -> tuple[Any, int]:
         """See `block.ByteSource`."""
         end = at + nbytes
         data = self._head[at:end] if end <= len(self._head) else self._cat(at, end)
         if len(data) < nbytes:
             raise ValueError("it is cut")
-        return (bytearray(data) if own else data), 0
+        return (bytearray(data) if writable else data), 0
 
     def prefetch(self) -> None:
-        """Do nothing: who reads more of it has it fetched."""
+        """Do nothing: `Mirror` copies a file that is read often."""
 
 
 class Mirror:
-    """The files of a remote folder that were needed lately.
+    """Local copies of the files of a remote folder, up to a limit.
 
     Args:
         remote: the folder.
-        local_folder: where to; None for one in the user's cache directory, named by the URL.
-        limit: bytes of it, or a str such as "50GB"; the files that were not used for longest go first.
+        local_folder: where the copies are; None for a folder in the user's cache directory, named by the URL.
+        limit: bytes of the copies, or a str such as "50GB". The least recently used files are removed first.
 
     Raises:
-        LimitError: no such size.
+        LimitError: ``limit`` is not a size.
 
-    Any number of processes and threads may fetch: one does, and the others wait for it as long as it gets on. Killed, it leaves
-    a file that the next one writes over.
+    Any number of processes and threads may fetch a file: one downloads it, and the others wait as long as it makes progress. If
+    it is killed, it leaves a part that the next one overwrites.
     """
 
     def __init__(self, remote: RemoteStore, local_folder: str | None, limit: int | str) -> None:
         self._remote = remote
         self._limit = parse_size(limit, "local_limit") if isinstance(limit, str) else limit
         if type(self._limit) is not int or self._limit < 1:
-            raise LimitError(f"local_limit={limit!r} is no number of bytes. Use for example '50GB'.")
+            raise LimitError(f"local_limit={limit!r} is not a number of bytes. Use for example '50GB'.")
         if local_folder is None:
             home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
             local_folder = os.path.join(home, "stocache", checksum(remote.path.encode()))
         self.folder = local_folder
 
     def forget(self, name: str) -> None:
-        """Remove what was fetched of a file, which may have changed."""
+        """Remove the copy of a file that may have changed."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self.folder, name))
 
     def fetch(self, name: str) -> str:
-        """Return the path of a file, here; it stays until the limit is reached by others.
+        """Return the path of the local copy of a file; download it if needed. It may be removed when other files need room.
 
         Raises:
-            DamagedError: there is none.
-            StorageError: it cannot be fetched.
+            DamagedError: the file does not exist.
+            StorageError: it cannot be downloaded.
         """
         local = os.path.join(self.folder, name)
         while not _touched(local):
             os.makedirs(os.path.dirname(local), exist_ok=True)
             with _locked(local + _PART) as part:
-                if part is None:  # who fetches it is stopped, perhaps
+                if part is None:  # the process that downloads it may be stopped
                     self._download(name, local, f"{local}.{uuid.uuid4().int}{_PART}")
-                elif not os.path.exists(local) and _is(part, local + _PART):  # else another one has it done meanwhile
+                elif not os.path.exists(local) and _is(part, local + _PART):  # else another process completed it meanwhile
                     self._download(name, local, local + _PART)
         return local
 
@@ -195,7 +199,7 @@ class Mirror:
             raise
 
     def _make_room(self, nbytes: int) -> None:
-        """Remove the files that were not used for longest, until ``nbytes`` more are within the limit."""
+        """Remove the least recently used files, until ``nbytes`` more fit within the limit."""
         files = []
         for folder, _, names in os.walk(self.folder):
             for name in names:
@@ -209,7 +213,7 @@ class Mirror:
             if total <= self._limit:
                 break
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # those who have it open go on reading
+                os.unlink(path)  # a process that has it open can still read it
             total -= size
 
     def __repr__(self) -> str:
@@ -217,7 +221,7 @@ class Mirror:
 
 
 def _touched(path: str) -> bool:
-    """Say that a file is in use, if it is there."""
+    """Set the time of a file to now, and return whether it exists."""
     try:
         os.utime(path, ns=(time.time_ns(), time.time_ns()))
     except FileNotFoundError:
@@ -227,15 +231,15 @@ def _touched(path: str) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: str) -> Iterator[int | None]:
-    """Keep all others from this file; the kernel unlocks it when its holder dies.
+    """Open a file and hold its lock, which the kernel releases if this process dies.
 
-    None where another process has it, and has not written to it for `_STANDSTILL_S`.
+    Gives None if another process has the lock, and has not written to the file for `_STANDSTILL_S`.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         while not (locked := wait_until(lambda: try_flock(fd), _STANDSTILL_S)):
             if os.fstat(fd).st_mtime < time.time() - _STANDSTILL_S:
-                logger.warning("%s is fetched twice: %s does not get on.", path, describe_first(flock_owners(fd)))
+                logger.warning("%s is fetched twice: %s makes no progress.", path, describe_first(flock_owners(fd)))
                 break
         yield fd if locked else None
     finally:
@@ -243,7 +247,7 @@ def _locked(path: str) -> Iterator[int | None]:
 
 
 def _is(fd: int, path: str) -> bool:
-    """Whether that path still leads to this file."""
+    """Whether ``path`` still names the file of descriptor ``fd``."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:

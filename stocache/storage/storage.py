@@ -1,4 +1,4 @@
-"""Where prepared samples are kept: the interface, one file for what fits in memory, a folder of blocks for what does not."""
+"""Keep prepared samples: the interface, one file for data that fits in memory, a folder of blocks for larger data."""
 
 import contextlib
 import os
@@ -15,32 +15,33 @@ from stocache.storage.block import Block, BytesFile, File, encode
 from stocache.storage.local import folder_at, write_file
 from stocache.storage.manifest import INDEX, INFO, Entry, Index, block_name, open_block, parse_index
 from stocache.storage.remote import Mirror, RemoteStore
-from stocache.storage.writer import BLOCK_BYTES, SampleWriter, check_block_bytes, snapshot
+from stocache.storage.writer import BLOCK_BYTES, SampleWriter, check_block_bytes, copy_sample
 from stocache.system.deprecation import old_name
 
 TSample = TypeVar("TSample")
 TInfo = TypeVar("TInfo")
 
-_OPEN_BLOCKS = 256  # at most, and a quarter of the descriptors a process may have
+_OPEN_BLOCKS = 256  # at most; and at most a quarter of the descriptors that a process may have
 
 
 class DataStorage(ABC, Generic[TSample, TInfo]):
-    """Stores prepared samples, and gives them back by number. Write your own by these six methods; two classes have them.
+    """Stores prepared samples, and returns them by index. A subclass has these six methods.
 
-    Source: the article on block storage in PyTorch Lightning, whose names and contract these are.
+    Subclasses here: `InMemoryDataStorage` and `OnDiskBlockDataStorage`.
+    Source: the article on block storage in PyTorch Lightning; names and contract are from there.
     """
 
     @abstractmethod
     def is_prepared(self) -> bool:
-        """Return whether all samples and the info are there."""
+        """Return whether all samples and the info are stored."""
 
     @abstractmethod
     def start_preparation(self) -> None:
-        """Begin to take samples."""
+        """Start to store samples."""
 
     @abstractmethod
     def save_sample(self, sample: TSample) -> None:
-        """Take the next sample: the first one saved is number 0.
+        """Store the next sample. The first one has index 0.
 
         Raises:
             RuntimeError: `start_preparation` was not called.
@@ -48,30 +49,30 @@ class DataStorage(ABC, Generic[TSample, TInfo]):
 
     @abstractmethod
     def finish_preparation(self, info: TInfo) -> None:
-        """Take the info, and make everything last: from now on the storage is prepared."""
+        """Store the info, and make everything permanent: the storage is prepared from now on."""
 
     @abstractmethod
     def load_dataset_info(self) -> TInfo:
-        """Return what `finish_preparation` was given."""
+        """Return the info that `finish_preparation` got."""
 
     @abstractmethod
     def load_sample(self, idx: int) -> TSample:
-        """Return sample ``idx`` as it was saved; the caller's own, to change as he likes."""
+        """Return sample ``idx`` as it was saved. The caller may change it."""
 
 
 class InMemoryDataStorage(DataStorage[TSample, TInfo]):
-    """All samples in one file, which is read whole when the first sample is asked for, and kept in memory.
+    """Keeps all samples in one file. The first access reads the whole file and keeps it in memory.
 
-    Workers started by fork share that memory if the parent has asked for a sample before; others read the file again. Samples
-    are as in `OnDiskBlockDataStorage`.
+    Forked workers share that memory if the parent process has read a sample before the fork. Other workers read the file again.
+    Kinds of samples: as for `OnDiskBlockDataStorage`.
 
     Args:
-        datafile: the file; written to when preparation is finished.
-        allow_pickle: whether to pickle what has no bytes of its own, and to load what was pickled.
+        datafile: the file; `finish_preparation` writes it.
+        allow_pickle: whether to pickle values of types that have no own encoding, and to load pickled values.
 
     Raises:
-        StorageError: when read, it is no such file.
-        DamagedError: when read, it is missing, or a sample is not as it was written.
+        StorageError: on reading, the file is not one that was prepared.
+        DamagedError: on reading, the file is missing, or a sample is not as it was written.
     """
 
     def __init__(self, datafile: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
@@ -80,28 +81,28 @@ class InMemoryDataStorage(DataStorage[TSample, TInfo]):
         self._loaded: Block | None = None
 
     def is_prepared(self) -> bool:
-        """Return whether the file is there: it is written whole or not at all."""
+        """Return whether the file exists: it is written completely or not at all."""
         return os.path.exists(self.datafile)
 
     def start_preparation(self) -> None:
-        """Begin to take samples.
+        """Start to store samples.
 
         Raises:
-            StorageError: the file is there already.
+            StorageError: the file exists.
         """
         if self.is_prepared():
             raise StorageError(f"{self.datafile} is prepared already. Remove it to prepare it again, or give another name.")
         self._saved = []
 
     def save_sample(self, sample: TSample) -> None:
-        """Take the next sample.
+        """Store a copy of the next sample, in memory.
 
         Raises:
             StorageError: `start_preparation` was not called.
         """
         if self._saved is None:
             raise StorageError("save_sample: call start_preparation first.")
-        self._saved.append(snapshot(sample))
+        self._saved.append(copy_sample(sample))
 
     def finish_preparation(self, info: TInfo) -> None:
         """Write the file.
@@ -130,11 +131,11 @@ class InMemoryDataStorage(DataStorage[TSample, TInfo]):
         return info
 
     def load_sample(self, idx: int) -> TSample:
-        """Return sample ``idx``, the caller's own.
+        """Return sample ``idx``. The caller may change it.
 
         Raises:
-            SampleIndexError: there is none.
-            DamagedError: it is not as it was written.
+            SampleIndexError: ``idx`` is out of range.
+            DamagedError: the sample is not as it was written.
         """
         block = self._block()
         sample: TSample = block.sample(check_index(idx, block.samples, "load_sample"))
@@ -160,28 +161,29 @@ class InMemoryDataStorage(DataStorage[TSample, TInfo]):
 
 
 class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
-    """A folder of blocks, each a file of samples: for datasets larger than memory.
+    """Keeps samples in a folder of blocks, each a file of many samples: for datasets larger than memory.
 
-    A sample is read by itself, without its block; one after another from the same block has the rest of it read ahead. Each is
-    checked against its checksum. Samples are those of a `RaggedCache`: tensors, arrays, numbers, str, enum members, dates and
-    so on in any containers. They come back equal; nothing is pickled unless allowed, and no module is imported then either.
+    Reading a sample reads its bytes only, and checks them against its checksum. After several reads from one block, the kernel
+    is asked to read the rest of that block ahead. Kinds of samples: as for `RaggedCache`, that is tensors, arrays, numbers,
+    str, enum members, dates and so on, in any containers. They come back equal. Unless pickles are allowed, nothing is pickled
+    and reading imports no module.
 
     Args:
-        base_folder: the folder.
-        block_size: samples in a block. None for as many as make about ``block_bytes``, told by the first samples.
+        base_folder: the folder, or an fsspec URL.
+        block_size: samples in a block. None for as many as make about ``block_bytes``, estimated from the first samples.
         block_bytes: bytes of a block, or a str such as "8MB".
-        allow_pickle: whether to pickle what has no bytes of its own, and to load what was pickled. Loading runs what the
-            pickles say: only from folders you trust.
-        local_folder, local_limit: where ``base_folder`` is a URL, as for `Mirror`: blocks are fetched whole, once per machine,
-            into a local folder of limited size. Blocks that are prepared go to the URL straight; nothing is locked there.
-        storage_options: for the fsspec file system of the URL.
+        allow_pickle: whether to pickle values of types that have no own encoding, and to load pickled values. Loading runs the
+            code that a pickle names: allow it only for folders that you trust.
+        local_folder, local_limit: for a URL, as for `Mirror`: each machine copies whole blocks once into this folder, up to
+            this size. Preparation writes to the URL directly. Nothing is locked there.
+        storage_options: options of the fsspec file system, for a URL.
 
     Raises:
-        LimitError: no such size.
-        StorageError: it is a URL, and fsspec, or what it needs for that, is not installed.
+        LimitError: a size is not a size.
+        StorageError: ``base_folder`` is a URL, and fsspec or a package that it needs is not installed.
 
-    Any number of processes and threads may read. A storage pickles as the name of its folder.
-    The layout is told in NOTE [ Storage folders ], NOTE [ Blocks ] and NOTE [ Columns ] of the source, and in the README.
+    Any number of processes and threads may read. A pickle of a storage holds the arguments only.
+    The format: NOTE [ Storage folders ], NOTE [ Blocks ] and NOTE [ Columns ] in the source, and the README.
     """
 
     def __init__(
@@ -214,24 +216,24 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
     # ------------------------------------------------------------------------------------------------ writing
 
     def is_prepared(self) -> bool:
-        """Return whether the folder is whole."""
+        """Return whether the folder is complete."""
         return self._folder.exists(INDEX)
 
     def start_preparation(self) -> None:
-        """Begin to take samples; what an interrupted preparation has left is removed (`prepare` goes on from there).
+        """Start to store samples. Removes the blocks of an interrupted preparation (`prepare` would continue it).
 
         Raises:
-            StorageError: the folder is prepared, holds files of others, or another process prepares there.
+            StorageError: the folder is prepared or holds other files, or another process prepares there.
         """
         self.close()
         self._writing = SampleWriter(self._folder, self.asked_block_size, self.block_bytes, self.allow_pickle)
 
     def save_sample(self, sample: TSample) -> None:
-        """Take the next sample. Blocks are written as they fill.
+        """Store the next sample. A block is written when it is full.
 
         Raises:
             StorageError: `start_preparation` was not called.
-            SampleError: the sample, or one before it in the block, cannot be stored.
+            SampleError: this sample, or an earlier one of the same block, cannot be stored.
             OSError: the disk is full, or fails.
         """
         if self._writing is None:
@@ -239,7 +241,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         self._writing.save(sample)
 
     def finish_preparation(self, info: TInfo) -> None:
-        """Write the last block, the info, and the index that makes the folder a prepared one.
+        """Write the last block, the info, and the index, which completes the folder.
 
         Raises:
             StorageError: `start_preparation` was not called.
@@ -256,18 +258,18 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
 
     @property
     def index(self) -> Index:
-        """What is in the folder.
+        """The index of the folder: its blocks and the facts about its samples. Read once.
 
         Raises:
             DamagedError: the folder is not prepared, or the index is not as it was written.
-            StorageError: it is of another version.
+            StorageError: the index has another version.
         """
         if self._index is None:
             path = os.path.join(self.base_folder, INDEX)
             try:
                 text = self._folder.read(INDEX)
             except (FileNotFoundError, NotADirectoryError):
-                raise DamagedError(f"{path} is missing: nothing was prepared there, or not to its end. Prepare it.") from None
+                raise DamagedError(f"{path} is missing: nothing was prepared there, or not completely. Prepare it.") from None
             self._index = parse_index(text, path)
         return self._index
 
@@ -284,15 +286,15 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         """Return the info."""
         info: TInfo = self.index.info
         if self.index.info_checksum is not None:
-            info = self._opened(INFO, Entry(1, 0, self.index.info_checksum), self.allow_pickle).sample(0)
+            info = self._open_info(self.index.info_checksum).sample(0)
         return info
 
     def load_sample(self, idx: int) -> TSample:
-        """Return sample ``idx``, the caller's own.
+        """Return sample ``idx``. The caller may change it.
 
         Raises:
-            SampleIndexError: there is none.
-            DamagedError: it is not as it was written.
+            SampleIndexError: ``idx`` is out of range.
+            DamagedError: the sample is not as it was written.
         """
         index = self._index or self.index
         number, row = divmod(check_index(idx, index.samples, "load_sample"), index.block_size)
@@ -300,20 +302,20 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         return sample
 
     def load_block(self, b: int) -> list[TSample]:
-        """Return all samples of block ``b``, each the caller's own.
+        """Return all samples of block ``b``. The caller may change them.
 
         Raises:
-            SampleIndexError: there is none.
-            DamagedError: one is not as it was written.
+            SampleIndexError: ``b`` is out of range.
+            DamagedError: a sample is not as it was written.
         """
         block = self._open(check_index(b, len(self.index.blocks), "load_block"))
         if b == self._last_block + 1 < len(self.index.blocks) - 1:
-            self.prefetch_blocks([b + 1])  # who reads one after the other wants that next
+            self.prefetch_blocks([b + 1])  # blocks are read in order: that is the next one
         self._last_block = b
         return block.all()
 
     def prefetch_blocks(self, blocks: Iterable[int]) -> None:
-        """Have the kernel read blocks ahead, which are wanted soon; those that cannot be are left out. Not of a URL."""
+        """Ask the kernel to read blocks ahead. Blocks that cannot be read are skipped. Does nothing for a URL."""
         for b in blocks if self._mirror is None else ():
             with contextlib.suppress(OSError):
                 File(os.path.join(self.base_folder, block_name(b))).prefetch()
@@ -321,16 +323,25 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
     expect = old_name("expect", "prefetch_blocks")
 
     def check(self, b: int) -> str | None:
-        """Return what is wrong with block ``b``; None when nothing is. Reads it whole; makes no samples."""
+        """Read block ``b`` completely, without building samples; return a description of its damage, or None."""
         name = block_name(check_index(b, len(self.index.blocks), "check"))
         try:
-            self._opened(name, self.index.blocks[b], None).verify()
+            self._open_file(name, self.index.blocks[b], decode=False).verify()
+        except StorageError as error:
+            return str(error)
+        return None
+
+    def check_info(self) -> str | None:
+        """Read the file of the info, if there is one; return a description of its damage, or None."""
+        try:
+            if self.index.info_checksum is not None:
+                self._open_info(self.index.info_checksum, decode=False).verify()
         except StorageError as error:
             return str(error)
         return None
 
     def close(self) -> None:
-        """Close the files that are open, and end a preparation that was not finished. Twice is fine."""
+        """Close the open files, and end a preparation that was not finished. May be called twice."""
         with self._lock:
             self._blocks.clear()
         if self._writing is not None:
@@ -359,25 +370,28 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         return f"<{type(self).__name__} in {self.base_folder}>"
 
     def _open(self, number: int) -> Block:
-        """Return a block, open; of many, those that were opened first are closed when their last reader is done."""
+        """Return an open block. When too many are open, the first ones are closed after their last reader."""
         with self._lock:
             block = self._blocks.get(number)
             if block is None:
-                block = self._opened(block_name(number), self.index.blocks[number], self.allow_pickle)
+                block = self._open_file(block_name(number), self.index.blocks[number])
                 self._blocks[number] = block
                 while len(self._blocks) > _most_open():
                     self._blocks.popitem(last=False)
         return block
 
-    def _opened(self, name: str, entry: Entry, allow_pickle: bool | None) -> Block:
+    def _open_info(self, checksum: str, decode: bool = True) -> Block:
+        return self._open_file(INFO, Entry(1, 0, checksum), decode)
+
+    def _open_file(self, name: str, entry: Entry, decode: bool = True) -> Block:
         path = os.path.join(self.base_folder, name)
         if self._mirror is None:
-            return open_block(path, path, entry, allow_pickle)
+            return open_block(path, path, entry, self.allow_pickle, decode=decode)
         try:
-            return open_block(self._mirror.fetch(name), path, entry, allow_pickle)
-        except DamagedError:  # removed again before it was opened, to make room; or fetched before it was prepared anew
+            return open_block(self._mirror.fetch(name), path, entry, self.allow_pickle, decode=decode)
+        except DamagedError:  # another process made room before it was opened; or the copy is older than the data at the URL
             self._mirror.forget(name)
-            return open_block(self._mirror.fetch(name), path, entry, allow_pickle)
+            return open_block(self._mirror.fetch(name), path, entry, self.allow_pickle, decode=decode)
 
 
 def _most_open() -> int:

@@ -1,9 +1,9 @@
-"""Samples as they come, into a folder of blocks: how many go into one, and a preparation sample by sample."""
+"""Cut a series of samples into blocks, and write a prepared folder sample by sample."""
 
 import contextlib
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 from stocache.errors import LimitError
 from stocache.samples.column_encoder import Columns
@@ -13,74 +13,112 @@ from stocache.system.limits import MIB, parse_size
 
 BLOCK_BYTES = 8 * MIB
 PROBE = 32
-"""Samples by which the size of the others is told."""
+"""Number of samples from which the block size is estimated."""
+
+NewBlock: TypeAlias = tuple[int, list[Any], int]
+"""A block to be written, as arguments of `BlockFolderWriter.write_block`: its number, its samples, the number of the first."""
 
 
 def check_block_bytes(block_size: int | None, block_bytes: int | str) -> int:
-    """Return the bytes that a block is to have.
+    """Check both arguments, and return the bytes of a block.
 
     Raises:
-        LimitError: a size is none.
+        LimitError: a size is not a positive integer, or not a size.
     """
     if block_size is not None and (type(block_size) is not int or block_size < 1):
-        raise LimitError(f"block_size={block_size!r} is no number of samples. Use 1 or more.")
+        raise LimitError(f"block_size={block_size!r} is not a number of samples. Use 1 or more.")
     nbytes = parse_size(block_bytes, "block_bytes") if isinstance(block_bytes, str) else block_bytes
     if type(nbytes) is not int or nbytes < 1:
-        raise LimitError(f"block_bytes={block_bytes!r} is no number of bytes. Use for example 8_000_000, or '8MB'.")
+        raise LimitError(f"block_bytes={block_bytes!r} is not a number of bytes. Use for example 8_000_000, or '8MB'.")
     return nbytes
 
 
-def size_for(samples: Sequence[Any], block_bytes: int, allow_pickle: bool) -> int:
-    """Return how many samples like these make a block of so many bytes."""
+def estimate_block_size(samples: Sequence[Any], block_bytes: int, allow_pickle: bool) -> int:
+    """Return how many samples like these make a block of ``block_bytes``."""
     tensors = Columns(samples, 0, allow_pickle).tensors.values()
     each = sum(tensor.nbytes for tensor in tensors) / max(1, len(samples)) + 8  # its checksum
     return max(1, round(block_bytes / each))
 
 
-def snapshot(sample: Any) -> Any:
-    """Return a copy of a sample, whose owner may use its memory for the next one."""
+def copy_sample(sample: Any) -> Any:
+    """Return a deep copy of a sample: its owner may use the memory again for the next one."""
     try:
         return copy.deepcopy(sample)
-    except Exception:  # whatever its class raises; when it is encoded, it is said what is wrong with it
+    except Exception:  # its class may raise anything; encoding the sample gives a better error
         return sample
 
 
+class BlockCutter:
+    """Cuts a series of samples into blocks, each a copy of the samples.
+
+    Attributes:
+        block_size: samples in a block; while None, the first `PROBE` samples are kept to estimate it.
+    """
+
+    def __init__(self, block_size: int | None, block_bytes: int, allow_pickle: bool) -> None:
+        self.block_size, self._block_bytes, self._allow_pickle = block_size, block_bytes, allow_pickle
+        self._samples: list[Any] = []
+        self._number = 0
+
+    def add(self, sample: Any) -> Iterator[NewBlock]:
+        """Add a sample, and yield the blocks that are full."""
+        self._samples.append(copy_sample(sample))
+        if self.block_size is None and len(self._samples) == PROBE:
+            self._estimate()
+        while self.block_size is not None and len(self._samples) >= self.block_size:
+            yield from self._cut(self.block_size)
+
+    def rest(self) -> Iterator[NewBlock]:
+        """Yield the blocks of the samples that are left, the last one with as many as there are."""
+        size = self.block_size or self._estimate()
+        while self._samples:
+            yield from self._cut(size)
+
+    def cut(self, samples: Iterable[Any]) -> Iterator[NewBlock]:
+        """Yield the blocks of a whole series."""
+        for sample in samples:
+            yield from self.add(sample)
+        yield from self.rest()
+
+    def _estimate(self) -> int:
+        self.block_size = estimate_block_size(self._samples, self._block_bytes, self._allow_pickle)
+        return self.block_size
+
+    def _cut(self, size: int) -> Iterator[NewBlock]:
+        yield self._number, self._samples[:size], self._number * size
+        del self._samples[:size]  # not before: a block that could not be written is cut again
+        self._number += 1
+
+
 class SampleWriter:
-    """A preparation, sample by sample; of a folder that is locked until its end."""
+    """Writes a prepared folder sample by sample. Holds the lock of the folder until its end."""
 
     def __init__(self, folder: Folder, block_size: int | None, block_bytes: int, allow_pickle: bool) -> None:
-        self._workshop, self._size, self._bytes = BlockFolderWriter(folder, allow_pickle), block_size, block_bytes
-        self._samples: list[Any] = []
+        self._writer = BlockFolderWriter(folder, allow_pickle)
+        self._cutter = BlockCutter(block_size, block_bytes, allow_pickle)
         self._entries: list[Entry] = []
         self._plan = {"source": "samples", "block_size": block_size, "block_bytes": block_bytes}
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._workshop.folder.locked(wait=False))
-            self._workshop.begin(self._plan, resume=False)
+            stack.enter_context(folder.locked(wait=False))
+            self._writer.begin(self._plan, resume=False)
             self._stack = stack.pop_all()
 
     def save(self, sample: Any) -> None:
-        """Take the next sample; write the blocks that are full."""
-        self._samples.append(snapshot(sample))
-        if self._size is None and len(self._samples) == PROBE:
-            self._size = size_for(self._samples, self._bytes, self._workshop.allow_pickle)
-        while self._size is not None and len(self._samples) >= self._size:
-            self._write(self._samples[: self._size])
-            del self._samples[: self._size]
-
-    def _write(self, samples: list[Any]) -> None:
-        first = sum(entry.samples for entry in self._entries)
-        self._entries.append(self._workshop.write_block(len(self._entries), samples, first))
+        """Add a sample, and write the blocks that are full."""
+        self._write(self._cutter.add(sample))
 
     def finish(self, info: Any) -> None:
-        """Write what is left, the info and the index."""
-        if self._size is None:
-            self._size = size_for(self._samples, self._bytes, self._workshop.allow_pickle)
-        for begin in range(0, len(self._samples), self._size):
-            self._write(self._samples[begin : begin + self._size])
-        self._workshop.finish(self._entries, self._size, info, self._plan)
+        """Write the last block, the info and the index."""
+        self._write(self._cutter.rest())
+        assert self._cutter.block_size is not None
+        self._writer.finish(self._entries, self._cutter.block_size, info, self._plan)
         self.end()
 
+    def _write(self, blocks: Iterable[NewBlock]) -> None:
+        for block in blocks:
+            self._entries.append(self._writer.write_block(*block))
+
     def end(self) -> None:
-        """Let others prepare here."""
+        """Release the lock of the folder."""
         self._stack.close()

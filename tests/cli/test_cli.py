@@ -1,5 +1,6 @@
 import ast
 import json
+import shlex
 import subprocess
 import sys
 from importlib import import_module
@@ -11,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import stocache
-from stocache import OnDiskBlockDataStorage, prepare
+from stocache import OnDiskBlockDataStorage, RaggedCache, SharedCache, prepare
 from stocache.cli.app import app
 from stocache.system import limits
 from stocache.system.limits import GIB, CgroupMemory, Memory
@@ -55,7 +56,7 @@ def test_bench_prints_a_table_and_writes_csv_and_plot(run, tmp_path):
         (["--fractions", "many"], "write percentages such as 0,25,50,75,100"),
         (["--fractions", "0,101"], "percentages lie between 0 and 100"),
         (["--fractions", "nan"], "percentages lie between 0 and 100"),
-        (["--out", "/nonexistent"], "is not a folder to write the results to"),
+        (["--out", "/nonexistent"], "is not a folder. Give one for the results"),
         (["--workers", "-1"], "Invalid value for '--workers'"),
     ],
 )
@@ -111,13 +112,17 @@ def imported_by(*command):
 @pytest.mark.parametrize(
     ("command", "absent"),
     [
-        (["-c", "import stocache"], {"torch", "numpy", "psutil", "typer", "rich", "stocache.cli"}),
-        (["-m", "stocache", "--help"], {"torch", "numpy", "psutil", "rich"}),
-        (["-m", "stocache", "info"], {"torch", "numpy", "rich"}),
+        ("-c 'import stocache'", {"psutil", "typer", "rich", "stocache.cli"}),
+        ("-m stocache --help", {"psutil", "rich"}),
+        ("-m stocache info", {"rich"}),
+        ("-m stocache ls", set()),
+        ("-m stocache stat light", {"rich"}),
+        ("-m stocache rm light --force", {"rich"}),
     ],
 )
-def test_what_needs_no_torch_does_not_import_it(command, absent):
-    assert not imported_by(*command) & absent
+def test_light_commands_do_not_import_torch(command, absent):
+    with SharedCache(1, 10, (4,), name="light"), RaggedCache("1MB", 10, name="varying"):
+        assert not imported_by(*shlex.split(command)) & ({"torch", "numpy", "safetensors", "tqdm"} | absent)
 
 
 def test_exports_are_imported_on_first_use():
@@ -257,7 +262,7 @@ def test_prepare_goes_on_where_it_was_interrupted_or_starts_again(run, photos, t
 
 def test_prepare_explains_what_it_cannot_do(run, photos, tmp_path):
     assert fails(run("prepare", tmp_path / "none", tmp_path / "out"), "does not exist. Accepted: a folder of images")
-    assert fails(run("prepare", photos, photos, "--workers", 0), "which is no storage's. Give a new folder.")
+    assert fails(run("prepare", photos, photos, "--workers", 0), "which stocache did not write. Give a new folder.")
     assert fails(run("prepare", photos, photos / "odd" / "1.jpg", "--workers", 0), "File exists")
     assert fails(run("prepare", photos, tmp_path / "out", "--block-bytes", "much"), "'much' is not a size")
     result = run("prepare", photos, tmp_path / "out", "--block-bytes", "1MB", "--block-size", 3)
@@ -389,7 +394,7 @@ def test_a_folder_that_is_not_prepared_or_damaged_is_named(run, out, command):
         index.write_text(damaged)
         assert fails(run(command, out), "index.json is ")
     index.unlink()
-    assert fails(run(command, out), "index.json is missing: nothing was prepared there, or not to its end.")
+    assert fails(run(command, out), "index.json is missing: nothing was prepared there, or not completely.")
     assert fails(run(command, out / "nothing"), "index.json is missing")
     index.mkdir()
     assert fails(run(command, out), "Is a directory")
@@ -416,6 +421,6 @@ def test_errors_go_to_stderr_and_damage_to_stdout(out):
     assert (
         inspected.stderr
         == checked.stdout
-        == (f"{out}/index.json is missing: nothing was prepared there, or not to its end. Prepare it.\n")
+        == (f"{out}/index.json is missing: nothing was prepared there, or not completely. Prepare it.\n")
     )
     assert inspected.stdout == checked.stderr == ""

@@ -437,7 +437,7 @@ def test_the_command_takes_ray_with_and_without_an_address(tmp_path, driver, tab
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["auto"], "auto is one argument too many, or the address of a Ray: give --ray, too."),
+        (["auto"], "auto is one argument too many, or the address of a Ray: then give --ray too."),
         (["--ray", "127.0.0.1:1"], "Ray cannot be connected to at 127.0.0.1:1: ConnectionRefusedError"),
     ],
 )

@@ -367,11 +367,11 @@ def array(value):
     ("files", "name", "message"),
     [
         ({}, "nothing", r"nothing does not exist\. Accepted: a folder of images, .*\.npy"),
-        ({"a.txt": b"x"}, "a.txt", r"a\.txt is nothing that could be prepared\. Accepted: a folder of images"),
+        ({"a.txt": b"x"}, "a.txt", r"a\.txt is not a file that can be prepared\. Accepted: a folder of images"),
         ({"a.txt": b"x"}, "", r"holds no images \(\.jpg, .*\)\. Accepted: "),
         ({}, "", r"holds no images"),
-        ({"a/1.jpg": b"x", "b/notes": b"x"}, "", "the folder 'b' would be a class, and holds no images. Remove it"),
-        ({"a/1.jpg": b"x", "2.jpg": b"x"}, "", r"holds images, such as '2\.jpg', beside the folder 'a'.*: move them"),
+        ({"a/1.jpg": b"x", "b/notes": b"x"}, "", "the folder 'b' would be a class, but holds no images. Remove it"),
+        ({"a/1.jpg": b"x", "2.jpg": b"x"}, "", r"holds images, such as '2\.jpg', beside the folder 'a'.*, or none"),
         ({"t.csv": b""}, "t.csv", "holds no samples"),
         ({"t.csv": b"a,b\n\n"}, "t.csv", "holds no samples"),
         ({"t.csv": b"a,b\n1,2\n3\n"}, "t.csv", "line 3: 1 cells, in a table of 2 columns. Repair, convert or remove it"),
@@ -422,8 +422,8 @@ def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch, make, library
 
 def test_size_is_for_images(tmp_path):
     path = table(tmp_path)[0]
-    with pytest.raises(StorageError, match=r"t\.csv is no folder of images, and size=8 is for images. Leave it out"):
+    with pytest.raises(StorageError, match=r"t\.csv is not a folder of images, and size=8 is for images. Leave it out"):
         open_source(path, size=8)
     for size in (0, -1, 1.5, True):
-        with pytest.raises(LimitError, match=r"is no size of an image. Use 1 or more pixels"):
+        with pytest.raises(LimitError, match=r"is not the size of an image. Use 1 or more pixels"):
             open_source(path, size=size)

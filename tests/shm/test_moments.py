@@ -263,7 +263,7 @@ def test_what_a_finalizer_cannot_do_now_is_done_later():
     with registry.attaching:
         registry.when_free(lambda: done.append(1))
         assert not done
-    registry.do_what_is_due()
+    registry.run_due_tasks()
     assert done == [1]
 
 
@@ -528,7 +528,7 @@ def test_a_stopped_process_that_prepares_a_folder_is_named(monkeypatch, tmp_path
             stop()
 
     with stopped(hold) as pid:
-        message = rf"is being prepared by process {pid} \(.*\), which is stopped, which does not get on"
+        message = rf"is being prepared by process {pid} \(.*\), which is stopped, which makes no progress"
         with pytest.raises(StorageError, match=message):
             prepare([torch.zeros(3)] * 4, tmp_path, num_workers=0, progress=False)
     prepare([torch.zeros(3)] * 4, tmp_path, num_workers=0, progress=False)

@@ -253,7 +253,7 @@ def test_worker_processes_prepare_at_a_url(tmp_path):
 
 
 def test_workers_that_write_elsewhere_are_found_out(memory):
-    with pytest.raises(StorageError, match=r"lacks blocks/000000\.safetensors, which a worker has written"):
+    with pytest.raises(StorageError, match=r"blocks/000000\.safetensors is missing although a worker wrote it"):
         prepare(Images(), memory, num_workers=2, block_size=7, progress=False)  # each process has a memory of its own
     assert not OnDiskBlockDataStorage(memory).is_prepared()
 
@@ -320,7 +320,7 @@ def test_a_block_at_a_url_that_cannot_be_looked_at_is_an_error_and_stays(memory,
 
 def test_files_of_others_at_a_url_are_left_alone(memory):
     fsspec.filesystem("memory").pipe_file("/stocache/photos/letter.txt", b"dear")
-    with pytest.raises(StorageError, match=r"holds 'letter\.txt', which is no storage's"):
+    with pytest.raises(StorageError, match=r"holds 'letter\.txt', which stocache did not write"):
         prepare(Images(), memory, progress=False)
     assert there(memory) == {"letter.txt": b"dear"}
 
@@ -355,6 +355,6 @@ def test_storage_options_are_those_of_the_file_system(memory, monkeypatch):
 
 
 def test_a_preparer_is_not_shuffled_at_a_url(memory):
-    with pytest.raises(StorageError, match="is shuffled by way of a local folder"):
+    with pytest.raises(StorageError, match="are shuffled by way of a local folder"):
         prepare(Preparer(), memory, shuffle_seed=1, progress=False)
     assert there(memory) == {}

@@ -199,10 +199,10 @@ def test_blocks_have_the_size_that_is_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"block_size": 0}, "block_size=0 is no number of samples"),
+        ({"block_size": 0}, "block_size=0 is not a number of samples"),
         ({"block_size": True}, "block_size=True"),
         ({"block_size": 2.5}, r"block_size=2\.5"),
-        ({"block_bytes": 0}, "block_bytes=0 is no number of bytes"),
+        ({"block_bytes": 0}, "block_bytes=0 is not a number of bytes"),
         ({"block_bytes": "many"}, "many"),
         ({"block_bytes": -5}, "block_bytes=-5"),
     ],
@@ -327,7 +327,7 @@ def test_blocks_that_are_swapped_are_found(disk):
     first.write_bytes(second.read_bytes())
     second.write_bytes(whole)
     for idx in (14, 21):
-        with pytest.raises(DamagedError, match=f"00000{idx // 7}.safetensors is another block than the index says"):
+        with pytest.raises(DamagedError, match=f"00000{idx // 7}.safetensors is not the block in the index"):
             disk.load_sample(idx)
     assert same(disk.load_sample(0), sample(0))
 
@@ -339,7 +339,7 @@ def test_a_block_of_another_folder_is_found(disk, tmp_path):
         other.save_sample(sample(idx) | {"image": torch.zeros(3, 4, dtype=torch.uint8)})
     other.finish_preparation(None)
     shutil.copy(Path(other.base_folder, block_name(1)), Path(disk.base_folder, block_name(1)))
-    with pytest.raises(DamagedError, match="another block than the index says"):
+    with pytest.raises(DamagedError, match="is not the block in the index"):
         disk.load_sample(8)
 
 
@@ -371,12 +371,12 @@ def test_a_header_that_claims_2_to_the_60_bytes_is_an_error(disk):
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        (b"", StorageError, "is no index of stocache"),
-        (b"[]", StorageError, "is no index of stocache"),
-        (b'{"format": "another"}', StorageError, "is no index of stocache"),
-        (b"\xff" * 100, StorageError, "is no index of stocache"),
-        (b"[" * 100_000, StorageError, "is no index of stocache"),
-        (b'{"format": "stocache blocks", "version": 2}', StorageError, "is of version 2, and this stocache reads version 1"),
+        (b"", StorageError, "is not an index of stocache"),
+        (b"[]", StorageError, "is not an index of stocache"),
+        (b'{"format": "another"}', StorageError, "is not an index of stocache"),
+        (b"\xff" * 100, StorageError, "is not an index of stocache"),
+        (b"[" * 100_000, StorageError, "is not an index of stocache"),
+        (b'{"format": "stocache blocks", "version": 2}', StorageError, "has version 2; this stocache reads version 1"),
         (b'{"format": "stocache blocks", "version": 1}', DamagedError, "is damaged"),
     ],
 )
@@ -421,14 +421,14 @@ def test_a_forged_index_is_an_error(disk, change):
 def test_a_block_of_another_version_is_an_error(disk):
     path = Path(disk.base_folder, block_name(0))
     path.write_bytes(path.read_bytes().replace(b'\\"version\\": 1', b'\\"version\\": 9'))
-    with pytest.raises(StorageError, match=r"000000.safetensors: it is of version 9"):
+    with pytest.raises(StorageError, match=r"000000.safetensors: it has version 9"):
         disk.load_sample(0)
 
 
 @pytest.mark.parametrize("name", ["photo.jpg", "blocks", "index.json.bak"])
 def test_a_folder_with_files_of_others_is_not_written_to(tmp_path, name):
     (tmp_path / name).mkdir() if name == "blocks" else (tmp_path / name).write_text("mine")
-    with pytest.raises(StorageError, match=f"holds '{name}', which is no storage's"):
+    with pytest.raises(StorageError, match=f"holds '{name}', which stocache did not write"):
         OnDiskBlockDataStorage(tmp_path).start_preparation()
     assert os.listdir(tmp_path) == [name]
 
@@ -512,5 +512,5 @@ def test_a_block_of_another_size_than_the_index_says_is_an_error(disk):
     facts = json.loads(path.read_bytes())
     facts["blocks"][0][1] += 1
     path.write_bytes(embed_checksum(json.dumps(facts | {"checksum": "0" * 16}).encode(), b'"checksum": "'))
-    with pytest.raises(DamagedError, match="another block than the index says"):
+    with pytest.raises(DamagedError, match="is not the block in the index"):
         OnDiskBlockDataStorage(disk.base_folder).load_sample(0)

@@ -1,0 +1,74 @@
+"""Describe the samples of a prepared folder, and find what is damaged in it."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from stocache.storage.manifest import block_name
+from stocache.storage.storage import OnDiskBlockDataStorage
+
+
+def find_damage(storage: OnDiskBlockDataStorage[Any, Any], num_workers: int) -> list[str]:
+    """Read all blocks and the info of a storage, with a progress bar; return a line for each file that is damaged or unknown.
+
+    Raises:
+        StorageError: the index cannot be read.
+    """
+    blocks = _BlockChecks(storage)
+    loader = DataLoader(blocks, batch_size=None, num_workers=min(num_workers, len(blocks)))
+    checks = tqdm(loader, desc=f"checking {storage.base_folder}", unit="block")
+    problems = [problem for problem in (*checks, storage.check_info()) if problem]
+    known = {os.path.basename(block_name(number)) for number in range(len(blocks))}
+    folder = os.path.join(storage.base_folder, os.path.dirname(block_name(0)))
+    unknown = sorted(set(os.listdir(folder)) - known) if os.path.isdir(folder) else []
+    return problems + [f"{folder}/{name} is not in the index: nothing reads it. Remove it." for name in unknown]
+
+
+class _BlockChecks(Dataset[str]):
+    """The damage of each block, "" for none. It is a dataset so that the workers of a DataLoader check in parallel."""
+
+    def __init__(self, storage: OnDiskBlockDataStorage[Any, Any]) -> None:
+        self._storage = storage
+
+    def __len__(self) -> int:
+        return len(self._storage.index.blocks)
+
+    def __getitem__(self, number: int) -> str:
+        try:
+            return self._storage.check(number) or ""
+        except OSError as error:  # the disk fails
+            return f"{self._storage.base_folder}/{block_name(number)} cannot be read: {error}."
+
+
+def describe_structure(node: Any, name: str = "structure", depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield a structure, as an index has it, as lines of two columns: an indented name, and a description."""
+    text, parts = _describe(node)
+    yield "  " * depth + name, text
+    for inner, part in parts:
+        yield from describe_structure(part, inner, depth + 1)
+
+
+def _describe(node: Any) -> tuple[str, list[tuple[str, Any]]]:
+    """Return the description of a part of a structure, and its own parts by name."""
+    if node is None:
+        return "no samples", []
+    kind = node["kind"]
+    if kind == "in":
+        cls = node["class"].removeprefix("builtins:")
+        return cls.replace("NoneType", "None"), list(zip(map(repr, node["keys"]), node["children"], strict=True))
+    if kind == "union":
+        return "one of", [("or", child) for child in node["children"]]
+    if kind in ("list", "tuple"):
+        return f"{kind} of any length", [("each", node["items"])]
+    if "dtype" not in node and "type" not in node:  # str, bytes, dates and so on; members of an enum, which has a class
+        return {"long": "int", "pickle": "pickled"}.get(kind, node.get("class", kind)), []
+    words = [node["class"], "of", node["type"]] if kind == "numbers" else [node["type"] if kind == "number" else kind]
+    if "dtype" in node:
+        words.append(str(node["dtype"]))
+    sizes = ["?"] * node["dims"] if "dims" in node else list(map(str, node["shape"]))  # "?": the size varies
+    if sizes:
+        words.append("x".join(sizes))
+    return " ".join(words), []
