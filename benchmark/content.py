@@ -1,6 +1,6 @@
 """What fits: memory taken against the limit, admission by cost, and what codecs are worth.
 
-    python -m benchmark.content memory|cost|codecs [--folder PHOTOS]
+    python -m benchmark content memory|cost|codecs [--folder PHOTOS]
 
 memory    PSS of a job with 4 workers, over CachedDataset and without it, against the limit
 cost      log-normal sizes, equal loading times: requests served by 20 % of the bytes, admission="cost" and "all"
@@ -25,6 +25,13 @@ from benchmark.sharing import pss
 from stocache import CachedDataset, RaggedCache
 from stocache.cli.bench import photo_like
 from stocache.system.limits import MIB
+
+CLAIM = "A cache stays within its limit; admission by cost serves 55 % of requests from 20 % of the bytes; codecs save memory."
+NEEDS = (
+    ("PIL", '-e ".[bench]"'),
+    ("zstandard", '-e ".[bench]"', "codecs"),
+    ("lz4", '-e ".[bench]"', "codecs"),
+)
 
 
 class Ragged(Dataset[Any]):

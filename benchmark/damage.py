@@ -1,6 +1,6 @@
 """Flip single bits of a prepared folder, and read all of it each time: is each flip found, or harmless?
 
-python -m benchmark.damage [--flips 10000]
+python -m benchmark damage [--flips 10000]
 
 Found: some read is an error that names the file. Harmless: every sample and the info are as they were saved. A flip after which
 a read gives anything else, or anything but an error of stocache is raised, ends the run.
@@ -18,6 +18,8 @@ import numpy as np
 import torch
 
 from stocache import OnDiskBlockDataStorage, StorageError
+
+CLAIM = "Each bit that is flipped in a prepared folder is found or harmless."
 
 SAMPLES, BLOCK_SIZE = 60, 8
 INFO = {"mean": torch.ones(3), "classes": ["a", "b"]}

@@ -1,6 +1,6 @@
 """Read forged blocks, indices and records of caches: is each one read, or refused, without harm?
 
-    python -m benchmark.fuzz [--cases 20000] [--seed 0]
+    python -m benchmark fuzz [--cases 20000] [--seed 0]
 
 What is forged has checksums that are right: structures, names of classes, dtypes, shapes, offsets, integers, skeletons,
 compressed payloads. Each case ends in one of:
@@ -43,6 +43,13 @@ from stocache import OnDiskBlockDataStorage, RaggedCache, StocacheError
 from stocache.samples.record_encoder import HEAD, Record, pack_integers, pack_sample
 from stocache.storage.block import Block, BytesFile, encode
 from stocache.system.hashing import ZEROS, embed_checksum
+
+CLAIM = "Forged blocks, indices and records are read or refused, without harm."
+NEEDS = (
+    ("PIL", '-e ".[bench]"'),
+    ("zstandard", '-e ".[bench]"'),
+    ("lz4", '-e ".[bench]"'),
+)
 
 GROWTH_KB = 96 << 10
 SECONDS = 20

@@ -1,6 +1,6 @@
 """Kinds of datasets, as people write them, through a cache: wrong samples of three epochs, and what wrapping changed.
 
-    pip install -e ".[test]" && python -m benchmark.kinds [--kinds TensorDataset h5py] [--samples 4000] [--spawned 200]
+    pip install -e ".[test]" && python -m benchmark kinds [--kinds TensorDataset h5py] [--samples 4000] [--spawned 200]
 
 Each kind is read by the process itself, and by 2 and 4 workers that are forked, spawned or come from a forkserver, in another
 random order each epoch. A sample is wrong if it differs in type, structure, dtype, shape or bytes from that of a fresh dataset
@@ -26,8 +26,19 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from benchmark.describe import describe, difference
+from benchmark.support.describe import describe, difference
 from stocache import CachedDataset
+
+CLAIM = "Samples of all kinds of datasets come back exactly, and wrapping a dataset changes nothing in it."
+NEEDS = (
+    ("PIL", '-e ".[test]"'),
+    ("datasets", '-e ".[test]"'),
+    ("h5py", '-e ".[test]"'),
+    ("lmdb", '-e ".[test]"'),
+    ("monai", '-e ".[test]"'),
+    ("nibabel", '-e ".[test]"'),
+    ("pandas", '-e ".[test]"'),
+)
 
 EPOCHS, BATCH_SIZE, WORKERS = 3, 40, (0, 2, 4)
 START_METHODS = ("fork", "spawn", "forkserver")

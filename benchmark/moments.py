@@ -1,8 +1,8 @@
 """Seeded signals at random moments among processes that share one named cache: the others go on, and nothing is wrong or left.
 
-    python -m benchmark.moments --signal kill --count 10000
-    python -m benchmark.moments --signal int --count 2000
-    python -m benchmark.moments --signal stop --count 2000
+    python -m benchmark moments --signal kill --count 10000
+    python -m benchmark moments --signal int --count 2000
+    python -m benchmark moments --signal stop --count 2000
 
 A trial is one cache of a name, with samples of one shape or of any size, and four processes that do a few of these at random:
 create or attach, fill (alone and many at once), read, remove by force or not. Each gets a signal at a random moment:
@@ -23,7 +23,6 @@ import random
 import signal
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -32,10 +31,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from benchmark.support.processes import fork, wait
 from stocache import MismatchError, RaggedCache, SegmentError, SharedCache
 from stocache.cli import listing
 from stocache.shm import named, registry, segment
 from stocache.system import limits
+
+CLAIM = "Signals at any moment leave no wrong sample, no hang and no file of a named cache."
 
 N, NAME, DEADLINE_S = 24, "moments", 30
 SIGNALS = {"kill": signal.SIGKILL, "int": signal.SIGINT, "stop": signal.SIGSTOP}
@@ -96,23 +98,6 @@ def clear(rng: random.Random, kind: bool) -> None:
         while time.monotonic() < deadline:
             fill(cache, kind, list(range(N)), rng.random() < 0.5)
             cache.clear()
-
-
-def fork(role: Callable[[], None]) -> int:
-    """Fork a process that plays a role, and ends with 0 if that ends well."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            with contextlib.suppress(KeyboardInterrupt):  # before it has begun, or when it was done
-                role()
-            segment._leave_all()  # as at the exit of an interpreter
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return pid
 
 
 def user(seed: int, kind: bool) -> Callable[[], None]:
@@ -184,14 +169,12 @@ class Processes:
     def _wait(self, pids: set[int]) -> None:
         deadline = time.monotonic() + DEADLINE_S
         for pid in list(pids):
-            while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
-                assert time.monotonic() < deadline, f"seed {self.seed}: process {pid} hangs"
-                time.sleep(0.0005)
+            status = wait(pid, deadline, f"seed {self.seed}: process {pid} hangs")
             self.running.remove(pid)
-            if os.WIFSIGNALED(ended[1]):
+            if os.WIFSIGNALED(status):
                 self.outcome["killed"] += 1
             else:
-                assert ended[1] == 0, f"seed {self.seed}: a process failed"
+                assert status == 0, f"seed {self.seed}: a process failed"
 
 
 def trial(name: str, seed: int) -> Counter[str]:

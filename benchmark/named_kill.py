@@ -1,6 +1,6 @@
 """Seeded SIGKILLs among those who make, join, fill, replace and remove one named cache: the others go on, nothing is left.
 
-    python -m benchmark.named_kill --trials 1000
+    python -m benchmark named_kill --trials 1000
 
 Each trial forks five to eight processes over one name. Users open the cache again and again, fill part of it and compare all
 hits; their samples depend on the fingerprint they ask for, so that a stale one shows. Removers take the cache away, by force or
@@ -15,16 +15,19 @@ import random
 import signal
 import sys
 import time
-import traceback
 from collections import Counter
+from functools import partial
 
 import torch
 from tqdm import tqdm
 
+from benchmark.support.processes import fork, wait
 from stocache import MismatchError, SegmentError, SharedCacheDDP
 from stocache.cli import listing
 from stocache.shm import named, registry
 from stocache.shm.segment import Segment
+
+CLAIM = "SIGKILL among makers, users and removers of one named cache leaves no wrong sample, deadlock or leak."
 
 N, SLOT_BYTES = 24, 3 * 4096 + 64  # slots that share pages
 NAME = "named-kill"
@@ -74,20 +77,6 @@ def _remove(rng: random.Random) -> None:
         time.sleep(rng.random() * 0.002)
 
 
-def _fork(role: object, seed: int) -> int:
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            role(random.Random(seed))  # type: ignore[operator]
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return pid
-
-
 def trial(seed: int) -> Counter[str]:
     """Run one trial; return what happened, counted.
 
@@ -96,7 +85,7 @@ def trial(seed: int) -> Counter[str]:
     """
     rng = random.Random(seed)
     roles = [_use] * rng.randint(4, 6) + [_remove] * rng.randint(1, 2)
-    pids = [_fork(role, rng.randrange(1 << 30)) for role in roles]
+    pids = [fork(partial(role, random.Random(rng.randrange(1 << 30)))) for role in roles]
     victims = rng.sample(range(len(pids)), rng.choice((1, 2, 3, len(pids), len(pids))))
     happened: Counter[str] = Counter()
     for number, victim in enumerate(victims):
@@ -105,7 +94,7 @@ def trial(seed: int) -> Counter[str]:
         os.kill(pids[victim], signal.SIGKILL)
     deadline = time.monotonic() + DEADLINE_S
     for number, (pid, role) in enumerate(zip(pids, roles, strict=True)):
-        status = _wait(pid, deadline, f"seed {seed}: process {number} hangs")
+        status = wait(pid, deadline, f"seed {seed}: process {number} hangs")
         if os.WIFSIGNALED(status):
             happened["removers killed" if role is _remove else "users killed"] += 1
         else:
@@ -116,8 +105,8 @@ def trial(seed: int) -> Counter[str]:
         happened["caches left behind"] += 1
         happened["of them with samples"] += cache.stats.filled > 0
     kill = rng.random() < 0.5
-    pid = _fork(lambda _: _next_run(kill), 0)
-    status = _wait(pid, deadline, f"seed {seed}: the next run hangs")
+    pid = fork(partial(_next_run, kill))
+    status = wait(pid, deadline, f"seed {seed}: the next run hangs")
     assert status == (signal.SIGKILL if kill else 0), f"seed {seed}: the next run failed"
     for cache in _left():
         assert cache.state == "dead", f"seed {seed}: {cache}"
@@ -138,15 +127,6 @@ def _next_run(kill: bool) -> None:
     if kill:
         os.kill(os.getpid(), signal.SIGKILL)
     cache.close()
-
-
-def _wait(pid: int, deadline: float, message: str) -> int:
-    while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return status
-        assert time.monotonic() < deadline, message
-        time.sleep(0.0005)
 
 
 def _wait_for_orphans(deadline: float) -> None:

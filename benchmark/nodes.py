@@ -1,9 +1,9 @@
 """Training on several machines, beside torch's DistributedSampler with a cache on each.
 
-    python -m benchmark.nodes train [--workdir DIR]    # 2 and 4 "machines" on this one: reads, losses, batches
-    python -m benchmark.nodes scale                    # up to 1,024 nodes and 10^9 samples: planning, hit rates
-    python -m benchmark.nodes stragglers               # how much more than the mean the unluckiest rank reads
-    python -m benchmark.nodes ray FOLDER [--workdir DIR]    # preparation on a local Ray, also with a worker or a node killed
+    python -m benchmark nodes train [--workdir DIR]    # 2 and 4 "machines" on this one: reads, losses, batches
+    python -m benchmark nodes scale                    # up to 1,024 nodes and 10^9 samples: planning, hit rates
+    python -m benchmark nodes stragglers               # how much more than the mean the unluckiest rank reads
+    python -m benchmark nodes ray FOLDER [--workdir DIR]    # preparation on a local Ray, also with a worker or a node killed
 
 ``train`` starts torchrun once for each machine, with --nnodes, over gloo. Where it runs as root and ``ip`` is installed, each
 machine has a network namespace of its own, joined by a bridge, and a /dev/shm of its own.
@@ -36,6 +36,12 @@ from stocache import CachedDataset, DataLoader, LocalityDistributedSampler, Plac
 from stocache.cache.placement import ordering_of, residency
 from stocache.preparation.sources import open_source
 from stocache.samplers.assignment import EpochShape, Shuffled, StrataLayout, Stratified, share_out
+
+CLAIM = "Several machines read only the surplus of random batches, with the batches and losses of DistributedSampler."
+NEEDS = (
+    ("ray", '-e ".[ray]"', "ray"),
+    ("PIL", '-e ".[bench]"', "ray"),
+)
 
 EPOCHS, BATCH = 4, 64
 READ_S = 0.0005  # a sample from a source far away

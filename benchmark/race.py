@@ -1,6 +1,6 @@
 """Another user races for the place of a victim's named caches; how often is it won? Needs root, to be both users.
 
-    python -m benchmark.race --seconds 60
+    python -m benchmark race --seconds 60
 
 The attacker makes a directory that all may write to in the place of the victim's, then a link, and takes it away, again and
 again. Two processes of the victim open and close a cache, so that its own directory comes and goes, too. It is won when a file
@@ -16,6 +16,8 @@ import time
 
 from stocache import SegmentError, SharedCache
 from stocache.shm import registry
+
+CLAIM = "Another user cannot take the place of a named cache (needs root)."
 
 VICTIM, ATTACKER = 54321, 54322
 

@@ -1,6 +1,6 @@
 """What one sample costs from a filled cache: CachedDataset, RaggedCache, and key-value stores with pickles beside them.
 
-    pip install -e ".[bench]" && python -m benchmark.samples
+    pip install -e ".[bench]" && python -m benchmark samples
 
 All stores are in memory (/dev/shm), filled with the same samples, and asked for them in the same random order, by one process.
 Contenders take turns, round by round, each with one pass over all samples before the clock starts; figures are medians.
@@ -26,6 +26,14 @@ import torch
 from benchmark.micro import settle
 from stocache import CachedDataset
 from stocache.system.limits import GIB
+
+CLAIM = "A hit takes at most 6 µs for (uint8 3x64x64, int), and at most 8 µs for 20 KB of varying shape."
+NEEDS = (
+    ("diskcache", '-e ".[bench]"'),
+    ("lmdb", '-e ".[bench]"'),
+    ("lz4", '-e ".[bench]"'),
+    ("zstandard", '-e ".[bench]"'),
+)
 
 COUNT, PASSES = 1000, 5
 

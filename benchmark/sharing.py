@@ -1,8 +1,8 @@
 """What sharing by name brings: one copy for all ranks, each sample read once for all jobs, a warm start.
 
-python -m benchmark.sharing ranks     # torchrun x 4 ranks x 4 workers x 2 jobs over one cache: memory
-python -m benchmark.sharing jobs      # K jobs at once: reads of the source
-python -m benchmark.sharing warm      # a second run over a persisted cache: reads, and the time to attach to 4 GiB
+python -m benchmark sharing ranks     # torchrun x 4 ranks x 4 workers x 2 jobs over one cache: memory
+python -m benchmark sharing jobs      # K jobs at once: reads of the source
+python -m benchmark sharing warm      # a second run over a persisted cache: reads, and the time to attach to 4 GiB
 """
 
 import argparse
@@ -26,6 +26,9 @@ from benchmark.micro import settle
 from stocache import SharedCache, SharedCacheDDP
 from stocache.cli import listing
 from stocache.shm import named
+
+CLAIM = "All ranks and jobs of a machine hold one copy, read each sample once, and restart warm."
+NEEDS = (("stocaching", "--no-deps stocaching==0.2.1", "ranks", "warm"),)
 
 DIMS = (3, 224, 224)
 SLOT_BYTES = 3 * 224 * 224

@@ -1,7 +1,7 @@
 """Training over a DataLoader on a /dev/shm that is tiny, small, full or read-only: it completes, and caches where memfd can.
 
-    sudo python -m benchmark.small_shm            # caches
-    sudo python -m benchmark.small_shm loaders    # large batches from worker processes: torch's DataLoader, and ours
+    sudo python -m benchmark small_shm            # caches
+    sudo python -m benchmark small_shm loaders    # large batches from worker processes: torch's DataLoader, and ours
 
 Each case runs in a private mount namespace (``unshare -m``) with a tmpfs of its own over /dev/shm; the machine's stays
 untouched. Needs root.
@@ -23,6 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 import stocache
 from stocache import CachedDataset, SharedCache
 from stocache.system import limits
+
+CLAIM = "Training completes on a tiny, small, full or read-only /dev/shm, and caches where a memfd is possible (needs root)."
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A long run of the DataLoader with batches and views of them held at random: contents right, memory flat.
 
-    python -m benchmark.soak --batches 100000
+    python -m benchmark soak --batches 100000
 
 Every sample is a function of its index, so whatever is held can be checked at any time: once when it comes, again at random,
 and again when it is let go. Loops are left early at random, iterators overlap, the user forks children that go on reading what
@@ -22,6 +22,8 @@ from tqdm import tqdm
 
 from stocache import CachedDataset, DataLoader
 from stocache.system.limits import format_size
+
+CLAIM = "Over 100,000 batches no batch changes while it is held, and memory stays flat."
 
 N, DIMS = 8192, (3, 24, 24)
 TABLE = torch.randint(0, 256, (N, *DIMS), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

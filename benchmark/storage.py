@@ -1,8 +1,8 @@
 """Prepared storage beside LitData, MosaicML streaming and the article's blocks of torch.save: preparing, reading, caching.
 
-    python -m benchmark.storage prepare [--folder DIR]   # MB/s until it is on disk, and the size there
-    python -m benchmark.storage read [--folder DIR]      # random and windowed samples/s, sequential MB/s, cold and warm
-    python -m benchmark.storage cache [--folder DIR]     # blocks read per epoch through a CachedDataset
+    python -m benchmark storage prepare [--folder DIR]   # MB/s until it is on disk, and the size there
+    python -m benchmark storage read [--folder DIR]      # random and windowed samples/s, sequential MB/s, cold and warm
+    python -m benchmark storage cache [--folder DIR]     # blocks read per epoch through a CachedDataset
 
 Samples are (uint8 tensor 3x64x64, int) and, with ``--folder``, (bytes of a JPEG file, int), which nobody decodes. All write
 blocks of 8 MB. MB are a million bytes of samples.
@@ -43,10 +43,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from benchmark.micro import settle
-from benchmark.peers import clean_mosaic, mosaic
+from benchmark.support.peers import clean_mosaic, mosaic
 from stocache import BlockSampler, CachedDataset, OnDiskBlockDataStorage, StorageDataset, prepare
 from stocache.cli.bench import drop_pages
 from stocache.system.limits import MIB
+
+CLAIM = "Prepared blocks are written and read faster than those of LitData, MosaicML streaming and torch.save."
+NEEDS = (
+    ("litdata", "litdata", "prepare", "read"),
+    ("streaming", "mosaicml-streaming", "prepare", "read"),
+)
 
 BLOCK_BYTES, BATCH, WINDOW = 8_000_000, 64, 16
 SHAPE = (3, 64, 64)

@@ -1,8 +1,8 @@
 """StreamLoader beside the article's streaming loader and the bulk parsers: rows/s, and memory.
 
-    python -m benchmark.stream speed [--rows 2000000] [--rounds 5]   # batches/s of 7 columns of text
-    python -m benchmark.stream memory [--megabytes 100 2000]         # PSS while a file is read, by its size
-    python -m benchmark.stream engines [--rows 2000000]              # parsers, by the number of threads
+    python -m benchmark stream speed [--rows 2000000] [--rounds 5]   # batches/s of 7 columns of text
+    python -m benchmark stream memory [--megabytes 100 2000]         # PSS while a file is read, by its size
+    python -m benchmark stream engines [--rows 2000000]              # parsers, by the number of threads
 
 All deliver, or could, batches of 1000 rows (float32 of 6 columns, int64 labels) from buffers of 50,000 rows. Each measurement
 is a process of its own; contenders take turns, and figures are medians. Epoch 1 begins with the file's pages dropped from the
@@ -33,6 +33,13 @@ import torch
 from benchmark.micro import settle
 from stocache import StreamLoader
 from stocache.cli.bench import drop_pages
+
+CLAIM = "Text becomes batches 4 times as fast as in the article's loader, 20 times when cached, in flat memory."
+NEEDS = (
+    ("pyarrow", '-e ".[text]"'),
+    ("pandas", "pandas"),
+    ("polars", "polars"),
+)
 
 BATCH, BUFFER, COLUMNS = 1000, 50_000, 7
 NAMES = [str(number) for number in range(COLUMNS)]

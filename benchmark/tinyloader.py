@@ -1,6 +1,6 @@
 """The experiment of tinyloader: the time of a step against the number of workers, ours beside torch's and a naive loop.
 
-    python -m benchmark.tinyloader --plot step_time.png
+    python -m benchmark tinyloader --plot step_time.png
 
 A sample takes 0.5 ms to load (it sleeps), a step 0.1 s (it sleeps too), a batch has 64 samples: loading one takes a third of a
 step, so one worker suffices to hide it, and what is left above 0.1 s is the loader's own.
@@ -20,6 +20,9 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 import stocache
+
+CLAIM = "From one worker on, loading is hidden behind the training step."
+NEEDS = (("matplotlib", '-e ".[bench]"', "--plot"),)
 
 SAMPLES, LOAD_S, STEP_S, BATCH = 2048, 0.0005, 0.1, 64
 
