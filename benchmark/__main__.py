@@ -1,4 +1,4 @@
-"""Lists the benchmarks, each with the claim it proves; or names what one needs to be installed, and runs it.
+"""List the benchmarks with their claims, or run one after naming the packages that it needs.
 
     python -m benchmark                     # the list
     python -m benchmark NAME [ARGUMENTS]    # one; --help for its arguments
@@ -19,7 +19,7 @@ BASE = ("torch", "-e .")
 
 
 class Benchmark(NamedTuple):
-    """What a module says of itself."""
+    """The constants of a module."""
 
     claim: str
     needs: tuple[tuple[str, ...], ...]
@@ -39,7 +39,7 @@ def _read(path: Path) -> Benchmark:
 
 
 def requirements(benchmark: Benchmark, arguments: list[str]) -> dict[str, str]:
-    """Return the modules that a benchmark imports with these arguments, and what to give to ``pip install`` for each."""
+    """Return the modules that a benchmark imports with these arguments, each with its argument of ``pip install``."""
     rows = [row for row in benchmark.needs if not row[2:] or set(row[2:]) & set(arguments)]
     if not any(row[1].startswith("-e") for row in rows):  # an extra of this package installs the package, too
         rows.insert(0, BASE)
@@ -60,7 +60,7 @@ def is_missing(module: str) -> bool:
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """List the benchmarks, or run the one that is named first, with the arguments that follow."""
+    """List the benchmarks; or run the one named by the first argument, with the other arguments."""
     known = benchmarks()
     if not arguments:
         width = max(map(len, known))

@@ -1,4 +1,4 @@
-"""What fits: memory taken against the limit, admission by cost, and what codecs are worth.
+"""The contents of a cache: its memory against the limit, admission by cost, and the gain of codecs.
 
     python -m benchmark content memory|cost|codecs [--folder PHOTOS]
 
@@ -51,14 +51,14 @@ class Ragged(Dataset[Any]):
 
 
 def _pss_of(cached: Any) -> int:
-    """Return the memory of this process and its children that is the cache; shared pages are counted once over all of them."""
+    """Return the memory of the cache in this process and its children; shared pages count once."""
     inode, here = os.fstat(cached.cache._segment.fd).st_ino, psutil.Process()
     maps = [entry for process in [here, *here.children(recursive=True)] for entry in process.memory_maps()]
     return sum(entry.pss for entry in maps if entry.path.endswith(f"#{inode}") or "memfd:stocache" in entry.path)
 
 
 def memory() -> None:
-    """Print how much a job grows by the cache."""
+    """Print how much a job grows with a cache."""
     print("| samples | limit MiB | cached MiB | PSS of the cache, MiB | of the limit | PSS of the whole job grows by MiB |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
     source = Ragged(20_000, 40_000)

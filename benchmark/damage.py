@@ -59,7 +59,7 @@ def prepare(folder: str) -> None:
 
 
 def read(folder: str, name: str) -> str:
-    """Read everything, and say what became of the damage in the file ``name``."""
+    """Read everything; return whether the damage in the file ``name`` was found, or harmless."""
     found = False
     with OnDiskBlockDataStorage[Any, Any](folder) as storage:
         for idx in range(-1, SAMPLES):
@@ -76,7 +76,7 @@ def read(folder: str, name: str) -> str:
 
 
 def trials(flips: int, seed: int) -> collections.Counter[tuple[str, str]]:
-    """Return how many flips in which files came to what."""
+    """Return the number of flips by file and result."""
     rng, counts = random.Random(seed), collections.Counter[tuple[str, str]]()
     folder = tempfile.mkdtemp(prefix="damage-")
     try:

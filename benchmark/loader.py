@@ -156,7 +156,7 @@ class Photos(Dataset[Any]):
 
 
 class Items(Dataset[Any]):
-    """A number, a vector and a name each: nothing to load, so the loader itself is what takes time."""
+    """A number, a vector and a name each: they cost nothing to load, so only the loader takes time."""
 
     def __init__(self, samples: int) -> None:
         self.samples, self.vectors = samples, torch.randn(samples, 32)
@@ -169,13 +169,13 @@ class Items(Dataset[Any]):
 
 
 def mixed_up(samples: list[Any]) -> list[torch.Tensor]:
-    """Collate as for mixup: default_collate, then something new is made of its batch."""
+    """Collate as for mixup: default_collate, then new tensors made of its batch."""
     images, labels = torch.utils.data.default_collate(samples)
     return [images.roll(1, 0).mul_(0.3).add_(images, alpha=0.7), labels]
 
 
 def uncached(rounds: int, folder: Path | None) -> None:
-    """No cache: what the ring alone brings, or costs."""
+    """No cache: the gain or cost of the ring alone."""
     cases: dict[str, tuple[Dataset[Any], int, Any]] = {
         "3x64x64, transforms": (Transformed(20_480, SMALL, True), BATCH, None),
         "3x224x224, transforms": (Transformed(2_048, LARGE, True), 64, None),
@@ -198,7 +198,7 @@ def uncached(rounds: int, folder: Path | None) -> None:
 
 
 def costs(rounds: int) -> None:
-    """What a batch of 256 costs besides its time, warm: in the worker processes, and in the one that iterates."""
+    """The cost of a warm batch of 256 besides its time: in the worker processes, and in the one that iterates."""
     print("| samples | loader | faults per batch, iterating / workers | bytes through queues, to / from workers | CPU ms |")
     print("| --- | --- | ---: | ---: | ---: |")
     for dims, samples in ((SMALL, 16_384), (LARGE, 4_096)):
@@ -270,7 +270,7 @@ def usage(process: psutil.Process) -> tuple[int, float]:
 
 @contextlib.contextmanager
 def counted_writes(written: torch.Tensor) -> Iterator[None]:
-    """Count what goes through the pipes of multiprocessing's queues: ``written[0]`` by this process, ``[1]`` by forked ones."""
+    """Count the bytes in the pipes of multiprocessing's queues: ``written[0]`` by this process, ``[1]`` by forked ones."""
     write, parent = Connection._send_bytes, os.getpid()
 
     def counting(self: Any, data: Any) -> None:

@@ -1,8 +1,8 @@
-"""What single calls cost: construction, get_slot, set_slot, get_slots, page tables; stocaching and memcpy in the same run.
+"""The cost of single calls: construction, get_slot, set_slot, get_slots, page tables; stocaching and memcpy in the same run.
 
     python -m benchmark micro
 
-Contenders take turns, round by round; figures are medians over the rounds, so a drift of the machine falls on all alike.
+Contenders take turns, round by round; figures are medians over the rounds, so a drift of the machine affects all alike.
 """
 
 import argparse
@@ -33,7 +33,7 @@ ROW = 3 * 64 * 64
 
 
 def alternate(contenders: dict[str, Callable[[], object]], rounds: int, calls: int = 1) -> dict[str, float]:
-    """Run each contender once per round; return its median seconds per call, of which one run makes ``calls``."""
+    """Run each contender once per round, for ``calls`` calls; return its median seconds per call."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
         for name, contender in contenders.items():
@@ -207,7 +207,7 @@ def _vm_pte() -> int:
 
 
 def main() -> None:
-    """Run the benchmarks that are named, by default all."""
+    """Run the named sections, by default all."""
     sections = ("construction", "single", "batches", "page-tables")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", default=sections, help=", ".join(sections))

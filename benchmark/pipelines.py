@@ -1,4 +1,4 @@
-"""Datasets with random transforms inside, as people write them: the same samples with the one line and without?
+"""Datasets with random transforms inside, as people write them: are the samples the same with the cache and without?
 
 python -m benchmark pipelines FOLDER    a folder of photographs
 
@@ -154,7 +154,7 @@ def of_monai(samples: list[tuple[str, int]]) -> Pipelines:
             transforms.RandSpatialCrop((64, 64), random_size=False),
             transforms.RandFlip(0.5),
             transforms.RandGaussianNoise(0.5),
-            transforms.ToTensor(track_meta=False),  # traces have the id() of each transform, which is another in each run
+            transforms.ToTensor(track_meta=False),  # traces have the id() of each transform, which differs in each run
         ]
         return monai.data.Dataset(list(range(COUNT)), steps)
 

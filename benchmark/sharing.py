@@ -1,4 +1,4 @@
-"""What sharing by name brings: one copy for all ranks, each sample read once for all jobs, a warm start.
+"""Sharing by name: one copy for all ranks, each sample read once for all jobs, a warm start.
 
 python -m benchmark sharing ranks     # torchrun x 4 ranks x 4 workers x 2 jobs over one cache: memory
 python -m benchmark sharing jobs      # K jobs at once: reads of the source
@@ -37,7 +37,7 @@ RANKS, WORKERS, JOBS = 4, 4, 2
 
 
 def load(idx: int) -> torch.Tensor:
-    """Return the sample of an index, of random bytes: what a source would be read for."""
+    """Return the sample of an index, of random bytes, as read from a source."""
     return torch.randint(0, 256, DIMS, dtype=torch.uint8, generator=torch.Generator().manual_seed(idx))
 
 
@@ -62,7 +62,7 @@ class Source(Dataset[torch.Tensor]):
 
 
 class Indices(Sampler[int]):
-    """The indices it is told."""
+    """The indices that it is given."""
 
     def __init__(self) -> None:
         self.indices: list[int] = []
@@ -162,7 +162,7 @@ def ranks(mib: int) -> None:
 
 
 def _at(folder: Path, moment: str, jobs: list[subprocess.Popen[bytes]]) -> int:
-    """Wait for all ranks to come to a moment, take the sum of their memory, and let them go on."""
+    """Wait until all ranks have reached a point, take the sum of their memory, and let them continue."""
     while len(list(folder.glob(f"{moment}-*"))) < JOBS * RANKS:
         assert all(job.poll() is None for job in jobs), "a job failed"
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Seeded SIGKILLs in the middle of filling: whatever the moment, every SET slot holds its sample, and the others go on.
+"""Seeded SIGKILLs in the middle of filling: whatever the moment, every SET slot holds its sample, and the others continue.
 
     python -m benchmark sigkill --trials 1000
 
@@ -94,12 +94,12 @@ def _check(cache: SharedCache) -> int:
 
 
 def main() -> None:
-    """Run the trials and print what they hit."""
+    """Run the trials and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    bar = tqdm(range(arguments.trials), unit="kill")  # whose own lock takes a page of /dev/shm
+    bar = tqdm(range(arguments.trials), unit="kill")  # its own lock takes a page of /dev/shm
     before = _holdings()
     outcomes = [trial(arguments.seed + number) for number in bar]
     after = _holdings()

@@ -4,12 +4,10 @@
     python -m benchmark stream memory [--megabytes 100 2000]         # PSS while a file is read, by its size
     python -m benchmark stream engines [--rows 2000000]              # parsers, by the number of threads
 
-All deliver, or could, batches of 1000 rows (float32 of 6 columns, int64 labels) from buffers of 50,000 rows. Each measurement
-is a process of its own; contenders take turns, and figures are medians. Epoch 1 begins with the file's pages dropped from the
-page cache and with everything imported; later epochs find the pages there. pandas, polars and pyarrow are timed twice: parsing
-alone, where nothing is made of the frames, and with the tensors and batches that training needs.
-
-pip install 'stocache[text]' pandas polars
+All deliver, or could deliver, batches of 1000 rows (float32 of 6 columns, int64 labels) from buffers of 50,000 rows. Each
+measurement is a process of its own; contenders take turns, and figures are medians. Epoch 1 begins with the file's pages
+dropped from the page cache and with everything imported; later epochs find the pages there. pandas, polars and pyarrow are
+timed twice: parsing alone, which drops the frames, and with the tensors and batches that training needs.
 """
 
 import argparse
@@ -59,7 +57,7 @@ def write_rows(path: Path, rows: int) -> None:
                 for s, a, c, i, j in zip(sex, age, cities[city].tolist(), income, job, strict=True)
             )
         file.flush()
-        os.fsync(file.fileno())  # or its pages could not be dropped
+        os.fsync(file.fileno())  # only then can its pages be dropped
 
 
 # ---------------------------------------------------------------------------------------------------- contenders
@@ -73,7 +71,7 @@ def batches_of(table: np.ndarray[Any, Any]) -> Iterator[Any]:
 
 
 def article(path: str) -> Iterator[Any]:
-    """The article's way: a line at a time into a list, which becomes a matrix and tensors when the buffer is full."""
+    """The article's way: one line after the other into a list, which becomes a matrix and tensors when the buffer is full."""
     with open(path) as file:
         while lines := list(itertools.islice(file, BUFFER)):
             yield from batches_of(np.array([np.fromstring(line.strip(), sep="\t") for line in lines]))
@@ -180,7 +178,7 @@ def measure(name: str, path: str, epochs: int) -> dict[str, Any]:
 
 
 def warm_up(make: Callable[[str], Any], path: str) -> None:
-    """Import all that is needed, and start the threads that libraries keep."""
+    """Import everything, and start the threads that libraries keep."""
     with tempfile.NamedTemporaryFile("wb") as little:
         with open(path, "rb") as file:
             little.writelines(itertools.islice(file, 2 * BUFFER))
@@ -192,7 +190,7 @@ def warm_up(make: Callable[[str], Any], path: str) -> None:
 
 
 def alone(*arguments: str) -> Any:
-    """Run a part of this in a process of its own, and return what it found."""
+    """Run a part of this in a process of its own, and return its result."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmark.stream", *arguments]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
 
@@ -334,7 +332,7 @@ def engines(rows: int, rounds: int, folder: Path) -> None:
 
 
 def main() -> None:
-    """Run the experiment that was asked for."""
+    """Run one of the experiments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["speed", "memory", "engines", "one", "footprint"])
     parser.add_argument("name", nargs="?", help=argparse.SUPPRESS)

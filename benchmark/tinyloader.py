@@ -3,7 +3,7 @@
     python -m benchmark tinyloader --plot step_time.png
 
 A sample takes 0.5 ms to load (it sleeps), a step 0.1 s (it sleeps too), a batch has 64 samples: loading one takes a third of a
-step, so one worker suffices to hide it, and what is left above 0.1 s is the loader's own.
+step, so one worker is enough to hide it, and the time above 0.1 s is the loader's own.
 Source of the experiment: T. Koker, "DataLoaders Explained" (2020).
 """
 
@@ -39,7 +39,7 @@ class Sleeping(Dataset[Any]):
 
 
 class Naive:
-    """A loader of one process that loads when it is asked."""
+    """A loader of one process that loads each batch when it is asked for."""
 
     def __init__(self, dataset: Sleeping) -> None:
         self.dataset = dataset

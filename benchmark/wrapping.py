@@ -1,4 +1,4 @@
-"""What it takes to wrap a dataset of a million paths, beyond the loading of the samples that are probed.
+"""The time to wrap a dataset of a million paths, beyond the loading of the samples that are probed.
 
 python -m benchmark wrapping
 """

@@ -10,12 +10,12 @@ from stocache.shm import segment
 
 
 def fork(role: Callable[[], None]) -> int:
-    """Fork a process that plays a role; return its pid. It exits with 0 when that ends well or is interrupted, else with 1."""
+    """Fork a process that plays a role; return its pid. It exits with 0 if the role returns or is interrupted, else with 1."""
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            with contextlib.suppress(KeyboardInterrupt):  # before it has begun, or when it was done
+            with contextlib.suppress(KeyboardInterrupt):  # before the role has begun, or after it
                 role()
             segment._leave_all()  # as at the exit of an interpreter
             status = 0
