@@ -20,8 +20,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from benchmark.micro import alternate
-from benchmark.sharing import pss
+from benchmark.support.measuring import alternate, pss
 from stocache import CachedDataset, RaggedCache
 from stocache.cli.bench import photo_like
 from stocache.system.limits import MIB
@@ -71,7 +70,7 @@ def memory() -> None:
                     for _ in range(3):
                         for _ in loader:
                             pass
-                    grown.append(pss(psutil.Process()))
+                    grown.append(pss(os.getpid()))
                     own = _pss_of(cached)
                     del loader
                 total = cached.stats().total

@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from benchmark.micro import settle
+from benchmark.support.measuring import settle
 from benchmark.support.peers import stocaching
 from stocache.cli import bench
 from stocache.samples.spec import Structure

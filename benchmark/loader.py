@@ -25,9 +25,10 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 import stocache
-from benchmark.micro import settle
+from benchmark.support.measuring import settle
 from benchmark.support.peers import stocaching
 from stocache import CachedDataset
+from stocache.cli.bench import find_jpegs
 
 CLAIM = "Warm batches come 4 times as fast as through torch's DataLoader; without a cache they are never slower."
 NEEDS = (
@@ -142,7 +143,7 @@ class Photos(Dataset[Any]):
     """Photographs, decoded and resized each time, with a label."""
 
     def __init__(self, folder: Path, samples: int) -> None:
-        self.paths = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in (".jpg", ".jpeg")]
+        self.paths = find_jpegs(folder)
         self.samples = samples
 
     def __len__(self) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import torch
 
+from benchmark.support.measuring import alternate, settle
 from benchmark.support.peers import stocaching
 from stocache import SharedCache
 from stocache.system import limits
@@ -30,23 +31,6 @@ NEEDS = (("stocaching", "--no-deps stocaching==0.2.1"),)
 
 DIMS = (3, 64, 64)
 ROW = 3 * 64 * 64
-
-
-def alternate(contenders: dict[str, Callable[[], object]], rounds: int, calls: int = 1) -> dict[str, float]:
-    """Run each contender once per round, for ``calls`` calls; return its median seconds per call."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(rounds + 1):
-        for name, contender in contenders.items():
-            start = time.perf_counter()
-            contender()
-            if number:  # the first round warms up
-                seconds[name].append((time.perf_counter() - start) / calls)
-    return {name: statistics.median(times) for name, times in seconds.items()}
-
-
-def settle(nbytes: int) -> None:
-    """Take and release memory, so that a hypervisor that has reclaimed free pages gives them back before the clock starts."""
-    torch.ones(nbytes, dtype=torch.uint8)
 
 
 def construction() -> None:

@@ -23,7 +23,7 @@ import diskcache
 import lmdb
 import torch
 
-from benchmark.micro import settle
+from benchmark.support.measuring import settle
 from stocache import CachedDataset
 from stocache.system.limits import GIB
 

@@ -17,12 +17,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
-from benchmark.micro import settle
+from benchmark.support.measuring import pss, settle
 from stocache import SharedCache, SharedCacheDDP
 from stocache.cli import listing
 from stocache.shm import named
@@ -118,15 +117,6 @@ def _meet(folder: Path, moment: str, job: int, number: int) -> None:
         time.sleep(0.05)
 
 
-def pss(process: psutil.Process) -> int:
-    """Return the sum of PSS of a process and all its descendants, in bytes."""
-    total = 0
-    for each in [process, *process.children(recursive=True)]:
-        rollup = Path(f"/proc/{each.pid}/smaps_rollup").read_text()
-        total += next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")) * 1024
-    return total
-
-
 def ranks(mib: int) -> None:
     """Two torchrun jobs at once, with stocache and with stocaching: memory before and after."""
     samples = mib * MIB // SLOT_BYTES
@@ -166,7 +156,7 @@ def _at(folder: Path, moment: str, jobs: list[subprocess.Popen[bytes]]) -> int:
     while len(list(folder.glob(f"{moment}-*"))) < JOBS * RANKS:
         assert all(job.poll() is None for job in jobs), "a job failed"
         time.sleep(0.1)
-    total = sum(pss(psutil.Process(job.pid)) for job in jobs)
+    total = sum(pss(job.pid) for job in jobs)
     (folder / f"go-{moment}").touch()
     return total
 

@@ -42,10 +42,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from benchmark.micro import settle
+from benchmark.support.measuring import settle
 from benchmark.support.peers import clean_mosaic, mosaic
 from stocache import BlockSampler, CachedDataset, OnDiskBlockDataStorage, StorageDataset, prepare
-from stocache.cli.bench import drop_pages
+from stocache.cli.bench import drop_pages, find_jpegs
 from stocache.system.limits import MIB
 
 CLAIM = "Prepared blocks are written and read faster than those of LitData, MosaicML streaming and torch.save."
@@ -83,7 +83,7 @@ class Photos(Dataset[Any]):
     name = "JPEG bytes, label"
 
     def __init__(self, folder: Path, repeat: int) -> None:
-        self.paths = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in (".jpg", ".jpeg")] * repeat
+        self.paths = find_jpegs(folder) * repeat
         self.nbytes = sum(path.stat().st_size + 8 for path in self.paths)
 
     def __len__(self) -> int:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmark.micro import settle
+from benchmark.support.measuring import pss, settle
 from stocache import StreamLoader
 from stocache.cli.bench import drop_pages
 
@@ -230,30 +230,16 @@ def speed(rows: int, rounds: int, folder: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- memory
 
 
-def pss_of_all() -> int:
-    """Return the bytes of this process and its children, each shared page counted once."""
-    import psutil
-
-    me, total = psutil.Process(), 0
-    for process in [me, *me.children(recursive=True)]:
-        try:
-            rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
-        except OSError:
-            continue
-        total += next(int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Pss:"))
-    return total
-
-
 def footprint(name: str, path: str) -> dict[str, Any]:
     """Return how much PSS grows at most while a file is read."""
     make = CONTENDERS[name]
     warm_up(make, path)
-    before, peak, over = pss_of_all(), 0, threading.Event()
+    before, peak, over = pss(os.getpid()), 0, threading.Event()
 
     def watch() -> None:
         nonlocal peak
         while not over.wait(0.05):
-            peak = max(peak, pss_of_all())
+            peak = max(peak, pss(os.getpid()))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
