@@ -1,6 +1,6 @@
-"""What fits: memory taken against the limit, admission by cost, and what codecs are worth.
+"""The contents of a cache: its memory against the limit, admission by cost, and the gain of codecs.
 
-    python -m benchmark.content memory|cost|codecs [--folder PHOTOS]
+    python -m benchmark content memory|cost|codecs [--folder PHOTOS]
 
 memory    PSS of a job with 4 workers, over CachedDataset and without it, against the limit
 cost      log-normal sizes, equal loading times: requests served by 20 % of the bytes, admission="cost" and "all"
@@ -20,11 +20,17 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from benchmark.micro import alternate
-from benchmark.sharing import pss
+from benchmark.support.measuring import alternate, pss
 from stocache import CachedDataset, RaggedCache
 from stocache.cli.bench import photo_like
 from stocache.system.limits import MIB
+
+CLAIM = "A cache stays within its limit; admission by cost serves 55 % of requests from 20 % of the bytes; codecs save memory."
+NEEDS = (
+    ("PIL", '-e ".[bench]"'),
+    ("zstandard", '-e ".[bench]"', "codecs"),
+    ("lz4", '-e ".[bench]"', "codecs"),
+)
 
 
 class Ragged(Dataset[Any]):
@@ -44,14 +50,14 @@ class Ragged(Dataset[Any]):
 
 
 def _pss_of(cached: Any) -> int:
-    """Return the memory of this process and its children that is the cache; shared pages are counted once over all of them."""
+    """Return the memory of the cache in this process and its children; shared pages count once."""
     inode, here = os.fstat(cached.cache._segment.fd).st_ino, psutil.Process()
     maps = [entry for process in [here, *here.children(recursive=True)] for entry in process.memory_maps()]
     return sum(entry.pss for entry in maps if entry.path.endswith(f"#{inode}") or "memfd:stocache" in entry.path)
 
 
 def memory() -> None:
-    """Print how much a job grows by the cache."""
+    """Print how much a job grows with a cache."""
     print("| samples | limit MiB | cached MiB | PSS of the cache, MiB | of the limit | PSS of the whole job grows by MiB |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
     source = Ragged(20_000, 40_000)
@@ -64,7 +70,7 @@ def memory() -> None:
                     for _ in range(3):
                         for _ in loader:
                             pass
-                    grown.append(pss(psutil.Process()))
+                    grown.append(pss(os.getpid()))
                     own = _pss_of(cached)
                     del loader
                 total = cached.stats().total

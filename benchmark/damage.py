@@ -1,6 +1,6 @@
 """Flip single bits of a prepared folder, and read all of it each time: is each flip found, or harmless?
 
-python -m benchmark.damage [--flips 10000]
+python -m benchmark damage [--flips 10000]
 
 Found: some read is an error that names the file. Harmless: every sample and the info are as they were saved. A flip after which
 a read gives anything else, or anything but an error of stocache is raised, ends the run.
@@ -18,6 +18,8 @@ import numpy as np
 import torch
 
 from stocache import OnDiskBlockDataStorage, StorageError
+
+CLAIM = "Each bit that is flipped in a prepared folder is found or harmless."
 
 SAMPLES, BLOCK_SIZE = 60, 8
 INFO = {"mean": torch.ones(3), "classes": ["a", "b"]}
@@ -57,7 +59,7 @@ def prepare(folder: str) -> None:
 
 
 def read(folder: str, name: str) -> str:
-    """Read everything, and say what became of the damage in the file ``name``."""
+    """Read everything; return whether the damage in the file ``name`` was found, or harmless."""
     found = False
     with OnDiskBlockDataStorage[Any, Any](folder) as storage:
         for idx in range(-1, SAMPLES):
@@ -74,7 +76,7 @@ def read(folder: str, name: str) -> str:
 
 
 def trials(flips: int, seed: int) -> collections.Counter[tuple[str, str]]:
-    """Return how many flips in which files came to what."""
+    """Return the number of flips by file and result."""
     rng, counts = random.Random(seed), collections.Counter[tuple[str, str]]()
     folder = tempfile.mkdtemp(prefix="damage-")
     try:

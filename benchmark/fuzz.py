@@ -1,16 +1,16 @@
 """Read forged blocks, indices and records of caches: is each one read, or refused, without harm?
 
-    python -m benchmark.fuzz [--cases 20000] [--seed 0]
+    python -m benchmark fuzz [--cases 20000] [--seed 0]
 
-What is forged has checksums that are right: structures, names of classes, dtypes, shapes, offsets, integers, skeletons,
-compressed payloads. Each case ends in one of:
+Forged are structures, names of classes, dtypes, shapes, offsets, integers, skeletons and compressed payloads. Their checksums
+are right. Each case ends in one of:
 
 equal      the sample is the one that was saved: the change did not matter, or concerned another sample
 another    a sample that the forged bytes do describe: checksums are not signatures
 refused    an error of stocache
 
-All else is a failure: another exception, a signal, a case that takes more than 20 s or by which the process grows by more than
-96 MiB, an import, a program that is started, a file that is opened. Cases run in child processes, whose memory is limited.
+All else is a failure: another exception, a signal, more than 20 s, growth of the process by more than 96 MiB, an import, a
+started program, an opened file. Cases run in child processes with limited memory.
 """
 
 import argparse
@@ -43,6 +43,13 @@ from stocache import OnDiskBlockDataStorage, RaggedCache, StocacheError
 from stocache.samples.record_encoder import HEAD, Record, pack_integers, pack_sample
 from stocache.storage.block import Block, BytesFile, encode
 from stocache.system.hashing import ZEROS, embed_checksum
+
+CLAIM = "Forged blocks, indices and records are read or refused, without harm."
+NEEDS = (
+    ("PIL", '-e ".[bench]"'),
+    ("zstandard", '-e ".[bench]"'),
+    ("lz4", '-e ".[bench]"'),
+)
 
 GROWTH_KB = 96 << 10
 SECONDS = 20
@@ -112,7 +119,7 @@ def samples() -> list[Any]:
     ]
 
 
-# ---------------------------------------------------------------------------------------------------- what is put in
+# ---------------------------------------------------------------------------------------------------- the samples
 
 
 def _nested(depth: int) -> Any:
@@ -234,7 +241,7 @@ _POOLS: dict[str, list[Any]] = {
 
 
 def _imported_classes() -> list[str]:
-    """Return names of classes of all modules that are imported, whatever they are."""
+    """Return the names of all classes in imported modules."""
     return sorted(
         f"{name}:{item.__qualname__}"
         for name, module in list(sys.modules.items())
@@ -253,7 +260,7 @@ def _class(rng: random.Random) -> str:
 
 
 def _places(tree: Any, root: Any = None) -> Iterator[tuple[Any, Any]]:
-    """Yield all places in a tree of lists and dicts: what they are in, and at which key."""
+    """Yield all places in a tree of lists and dicts: the container, and the key in it."""
     for key in list(tree) if isinstance(tree, dict) else range(len(tree)):
         yield tree, key
         if isinstance(tree[key], dict | list):
@@ -351,7 +358,7 @@ def forged_integers(rng: random.Random) -> str:
 
 
 def forged_header(rng: random.Random) -> str:
-    """A block with other columns, samples, or JSON that is not what it should be."""
+    """A block with other columns, other samples, or broken JSON."""
     values, _, header, facts, columns = _block(rng)
     if rng.random() < 0.2:
         text = json.dumps(facts)
@@ -374,7 +381,7 @@ def forged_values(rng: random.Random) -> str:
 
 
 def cut_file(rng: random.Random) -> str:
-    """A block that is cut, or longer, with a length of the header that is anything."""
+    """A block that is cut or longer, with any length of the header."""
     values, data, _, _, _ = _block(rng)
     changed = bytearray(data[: rng.randrange(len(data))] if rng.random() < 0.5 else data + bytes(rng.randrange(100)))
     if rng.random() < 0.5:
@@ -538,7 +545,7 @@ def forged_leaves(rng: random.Random) -> str:
 
 
 def forged_head(rng: random.Random) -> str:
-    """A record with another head, or that is said to lie anywhere."""
+    """A record with another head, or with any offset."""
     sample, *_ = _record(rng)
     with RaggedCache("2MB", 1) as cache:
         cache.set_slot(0, sample)
@@ -554,7 +561,7 @@ def forged_head(rng: random.Random) -> str:
 
 
 def compressed(rng: random.Random) -> str:
-    """A compressed record whose payload is damaged, or of anything else, or expands to gigabytes."""
+    """A compressed record whose payload is damaged, is something else, or expands to gigabytes."""
     sample, record, data, integers = _record(rng)
     sample, record = (sample, "much that is easy to compress " * 20), Record((sample, "much that is easy to compress " * 20))
     data, integers = record.pack()
@@ -611,7 +618,7 @@ def _compared(found: list[Any], values: list[Any]) -> str:
     """Say whether samples are those that were saved."""
     try:
         return "equal" if list(map(pack_sample, found)) == list(map(pack_sample, values)) else "another"
-    except Exception:  # what is forged may be what no sample is
+    except Exception:  # forged values may be of any kind
         return "another"
 
 
@@ -630,7 +637,7 @@ _HARM += ("ctypes.dlopen", "os.rename", "os.mkdir", "os.kill", "os.putenv", "pic
 
 
 class RngMonitor:
-    """What a case did that it must not do."""
+    """A forbidden action of a case."""
 
     def __init__(self) -> None:
         self.active, self.seen = False, list[str]()
@@ -648,7 +655,7 @@ class RngMonitor:
 
 
 def run(seed: int, watch: RngMonitor) -> tuple[str, str]:
-    """Run a case; return what was forged, and what became of it: "equal", "another", "refused", or what failed."""
+    """Run a case; return the name of the forger, and the result: "equal", "another", "refused", or the failure."""
     rng = random.Random(seed)
     forger = FORGERS[seed % len(FORGERS)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -673,14 +680,14 @@ def run(seed: int, watch: RngMonitor) -> tuple[str, str]:
 
 
 def _ready() -> RngMonitor:
-    """Do what imports and opens something by itself, and limit the memory."""
+    """Trigger imports and opened files that are harmless, and limit the memory."""
     SAMPLES.extend(samples())
     _prepared()
     _class(random.Random(0))
     for name in ("zstd", "lz4"):
         _bomb(name)
     watch = RngMonitor()
-    for seed in range(len(FORGERS)):  # unwatched: what these import is not imported later
+    for seed in range(len(FORGERS)):  # not watched: their imports are done now, not later
         with io.StringIO() as _:
             run(-1 - seed, watch)
     for sample in SAMPLES:
@@ -714,7 +721,7 @@ def child(begin: int, end: int) -> None:
 
 
 def trials(cases: int, seed: int) -> tuple[collections.Counter[tuple[str, str]], list[str], int]:
-    """Return how many cases came to what, the failures, and the peak of the memory in KiB."""
+    """Return the number of cases by result, the failures, and the peak of the memory in KiB."""
     counts, failures, peak = collections.Counter[tuple[str, str]](), list[str](), 0
     at, end = seed, seed + cases
     while at < end:

@@ -1,6 +1,6 @@
-"""Kinds of datasets, as people write them, through a cache: wrong samples of three epochs, and what wrapping changed.
+"""Kinds of datasets, as people write them, through a cache: wrong samples of three epochs, and changes by wrapping.
 
-    pip install -e ".[test]" && python -m benchmark.kinds [--kinds TensorDataset h5py] [--samples 4000] [--spawned 200]
+    python -m benchmark kinds [--kinds TensorDataset h5py] [--samples 4000] [--spawned 200]
 
 Each kind is read by the process itself, and by 2 and 4 workers that are forked, spawned or come from a forkserver, in another
 random order each epoch. A sample is wrong if it differs in type, structure, dtype, shape or bytes from that of a fresh dataset
@@ -26,8 +26,19 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from benchmark.describe import describe, difference
+from benchmark.support.describe import describe, difference
 from stocache import CachedDataset
+
+CLAIM = "Samples of all kinds of datasets come back exactly, and wrapping a dataset changes nothing in it."
+NEEDS = (
+    ("PIL", '-e ".[test]"'),
+    ("datasets", '-e ".[test]"'),
+    ("h5py", '-e ".[test]"'),
+    ("lmdb", '-e ".[test]"'),
+    ("monai", '-e ".[test]"'),
+    ("nibabel", '-e ".[test]"'),
+    ("pandas", '-e ".[test]"'),
+)
 
 EPOCHS, BATCH_SIZE, WORKERS = 3, 40, (0, 2, 4)
 START_METHODS = ("fork", "spawn", "forkserver")
@@ -245,7 +256,7 @@ KINDS: dict[str, Callable[[Path, int], Any]] = {
     "lru_cache": shards,
     "handle per process": per_process,
 }
-COSTLY = {"MONAI dicts": 10, "detection": 10}  # so many times fewer samples
+COSTLY = {"MONAI dicts": 10, "detection": 10}  # samples are divided by this
 
 
 # ---------------------------------------------------------------------------------------------------- the experiment
@@ -258,7 +269,7 @@ def expected(kind: str, folder: Path, count: int, strides: bool) -> list[Any]:
 
 
 def read(kind: str, folder: Path, count: int, start_method: str, num_workers: int, right: list[list[Any]]) -> dict[str, Any]:
-    """Read three epochs through a cache, and return what was wrong."""
+    """Read three epochs through a cache, and return the faults."""
     dataset = KINDS[kind](folder, count)
     before = describe(dataset)
     generator = torch.Generator().manual_seed(num_workers)
@@ -315,13 +326,13 @@ def experiment(kind: str, start_method: str, count: int) -> dict[str, Any]:
             if workers or start_method == "fork":
                 try:
                     results[str(workers)] = read(kind, folder, count, start_method, workers, right)
-                except Exception as error:  # whatever libraries raise
+                except Exception as error:  # libraries raise anything
                     results[str(workers)] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
     return results
 
 
 def row(kind: str, start_method: str, count: int, results: dict[str, Any], notes: dict[str, Any]) -> str:
-    """Return a line of the table."""
+    """Return a row of the table."""
     cells, changes, strides = [], set(), 0
     for workers in map(str, WORKERS):
         result = results.get(workers)
@@ -347,7 +358,7 @@ def main() -> None:
     parser.add_argument("--start-methods", nargs="+", choices=START_METHODS, default=START_METHODS)
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--spawned", type=int, default=200, help="samples where workers are spawned or come from a forkserver")
-    parser.add_argument("--timeout-s", type=float, default=300, help="of a kind with one start method")
+    parser.add_argument("--timeout-s", type=float, default=300, help="seconds for a kind with one start method")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # kind, start method, samples: in a process of its own
     arguments = parser.parse_args()
     if arguments.one:

@@ -1,8 +1,8 @@
-"""What single calls cost: construction, get_slot, set_slot, get_slots, page tables; stocaching and memcpy in the same run.
+"""The cost of single calls: construction, get_slot, set_slot, get_slots, page tables; stocaching and memcpy in the same run.
 
-    python -m benchmark.micro
+    python -m benchmark micro
 
-Contenders take turns, round by round; figures are medians over the rounds, so a drift of the machine falls on all alike.
+Contenders take turns, round by round; figures are medians over the rounds, so a drift of the machine affects all alike.
 """
 
 import argparse
@@ -20,30 +20,17 @@ import numpy as np
 import psutil
 import torch
 
-from benchmark.peers import stocaching
+from benchmark.support.measuring import alternate, settle
+from benchmark.support.peers import stocaching
 from stocache import SharedCache
 from stocache.system import limits
 from stocache.system.limits import GIB, MIB, format_size
 
+CLAIM = "A cache is made in under 50 ms, a hit costs no more than in stocaching, a batch is gathered at 80 % of memcpy."
+NEEDS = (("stocaching", "--no-deps stocaching==0.2.1"),)
+
 DIMS = (3, 64, 64)
 ROW = 3 * 64 * 64
-
-
-def alternate(contenders: dict[str, Callable[[], object]], rounds: int, calls: int = 1) -> dict[str, float]:
-    """Run each contender once per round; return its median seconds per call, of which one run makes ``calls``."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(rounds + 1):
-        for name, contender in contenders.items():
-            start = time.perf_counter()
-            contender()
-            if number:  # the first round warms up
-                seconds[name].append((time.perf_counter() - start) / calls)
-    return {name: statistics.median(times) for name, times in seconds.items()}
-
-
-def settle(nbytes: int) -> None:
-    """Take and release memory, so that a hypervisor that has reclaimed free pages gives them back before the clock starts."""
-    torch.ones(nbytes, dtype=torch.uint8)
 
 
 def construction() -> None:
@@ -204,7 +191,7 @@ def _vm_pte() -> int:
 
 
 def main() -> None:
-    """Run the benchmarks that are named, by default all."""
+    """Run the named sections, by default all."""
     sections = ("construction", "single", "batches", "page-tables")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", default=sections, help=", ".join(sections))

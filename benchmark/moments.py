@@ -1,19 +1,19 @@
-"""Seeded signals at random moments among processes that share one named cache: the others go on, and nothing is wrong or left.
+"""Seeded signals at random moments among processes that share one named cache: the others continue, and no fault or file stays.
 
-    python -m benchmark.moments --signal kill --count 10000
-    python -m benchmark.moments --signal int --count 2000
-    python -m benchmark.moments --signal stop --count 2000
+    python -m benchmark moments --signal kill --count 10000
+    python -m benchmark moments --signal int --count 2000
+    python -m benchmark moments --signal stop --count 2000
 
 A trial is one cache of a name, with samples of one shape or of any size, and four processes that do a few of these at random:
 create or attach, fill (alone and many at once), read, remove by force or not. Each gets a signal at a random moment:
 
-    kill    it is gone; the others go on
-    int     a KeyboardInterrupt; the process keeps the error, as a notebook does, and goes on with the next
-    stop    it stands still until the others have ended
+    kill    it ends; the others continue
+    int     a KeyboardInterrupt; the process keeps the error, as a notebook does, and continues with the next task
+    stop    it stops until the others have ended
 
-In a second part one process clears the cache again and again until the signal comes, and another one, which knows nothing of
-it, looks at what is left and fills it. Every sample that is read is compared with what it should be. The others must end by
-themselves. At the end no file may be left, no directory, and no memory.
+In a second part one process clears the cache again and again until the signal comes, and a new one opens
+the cache and fills it. Every sample that is read is compared with the expected one. The others must end by themselves. At the
+end no file, directory or memory may be left.
 """
 
 import argparse
@@ -23,7 +23,6 @@ import random
 import signal
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -32,14 +31,17 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from benchmark.support.processes import fork, wait
 from stocache import MismatchError, RaggedCache, SegmentError, SharedCache
 from stocache.cli import listing
 from stocache.shm import named, registry, segment
 from stocache.system import limits
 
+CLAIM = "Signals at any moment leave no wrong sample, no hang and no file of a named cache."
+
 N, NAME, DEADLINE_S = 24, "moments", 30
 SIGNALS = {"kill": signal.SIGKILL, "int": signal.SIGINT, "stop": signal.SIGSTOP}
-PATIENCE_S = 0.1  # with a stopped process; else each that has a lock would cost 5 to 10 seconds
+PATIENCE_S = 0.1  # for a stopped process; the default would cost 5 to 10 seconds for each lock it has
 
 
 def fixed(idx: int) -> torch.Tensor:
@@ -69,7 +71,7 @@ def open_cache(kind: bool) -> SharedCache | RaggedCache:
 
 
 def fill(cache: Any, kind: bool, indices: list[int], many: bool) -> None:
-    """Load what misses, and compare all."""
+    """Load missing samples, and compare all."""
     if many:
         found = cache.get_or_load_many(indices, lambda its: [SAMPLES[kind][idx] for idx in its], timeout_s=PATIENCE_S)
     else:
@@ -80,9 +82,9 @@ def fill(cache: Any, kind: bool, indices: list[int], many: bool) -> None:
 
 
 def use(rng: random.Random, kind: bool) -> None:
-    """Do one of the things that processes do with a cache."""
+    """Remove the cache, or open it and fill it."""
     if rng.random() < 0.15:
-        with contextlib.suppress(SegmentError):  # it is in use, or there is none
+        with contextlib.suppress(SegmentError):  # it is in use, or does not exist
             named.remove(registry.path_of(NAME), force=rng.random() < 0.3)
         return
     with contextlib.suppress(MismatchError), open_cache(kind) as cache:
@@ -90,7 +92,7 @@ def use(rng: random.Random, kind: bool) -> None:
 
 
 def clear(rng: random.Random, kind: bool) -> None:
-    """Fill and clear again and again, until a signal comes; Python loses an interrupt that comes in a finalizer."""
+    """Fill and clear for a second, or until a signal comes; Python loses an interrupt in a finalizer."""
     deadline = time.monotonic() + 1
     with open_cache(kind) as cache:
         while time.monotonic() < deadline:
@@ -98,25 +100,8 @@ def clear(rng: random.Random, kind: bool) -> None:
             cache.clear()
 
 
-def fork(role: Callable[[], None]) -> int:
-    """Fork a process that plays a role, and ends with 0 if that ends well."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            with contextlib.suppress(KeyboardInterrupt):  # before it has begun, or when it was done
-                role()
-            segment._leave_all()  # as at the exit of an interpreter
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return pid
-
-
 def user(seed: int, kind: bool) -> Callable[[], None]:
-    """Return the role of a process that does a few things, and goes on after interrupts."""
+    """Return the role of a process that uses the cache a few times, and continues after interrupts."""
 
     def play() -> None:
         rng, kept = random.Random(seed), []
@@ -140,7 +125,7 @@ def clearer(seed: int, kind: bool) -> Callable[[], None]:
 
 
 def checker(kind: bool) -> Callable[[], None]:
-    """Return the role of a new process that finds what is left, and goes on with it."""
+    """Return the role of a new process that opens the cache as it is, compares its samples and fills it."""
 
     def play() -> None:
         with open_cache(kind) as cache:
@@ -174,7 +159,7 @@ class Processes:
                 self.stopped.add(pid)
 
     def finish(self) -> None:
-        """Wait until all that are not stopped have ended; then have those go on, too."""
+        """Wait until all that are not stopped have ended; then let the stopped ones continue and end."""
         self._wait(self.running - self.stopped)
         for pid in self.stopped:
             os.kill(pid, signal.SIGCONT)
@@ -184,18 +169,16 @@ class Processes:
     def _wait(self, pids: set[int]) -> None:
         deadline = time.monotonic() + DEADLINE_S
         for pid in list(pids):
-            while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
-                assert time.monotonic() < deadline, f"seed {self.seed}: process {pid} hangs"
-                time.sleep(0.0005)
+            status = wait(pid, deadline, f"seed {self.seed}: process {pid} hangs")
             self.running.remove(pid)
-            if os.WIFSIGNALED(ended[1]):
+            if os.WIFSIGNALED(status):
                 self.outcome["killed"] += 1
             else:
-                assert ended[1] == 0, f"seed {self.seed}: a process failed"
+                assert status == 0, f"seed {self.seed}: a process failed"
 
 
 def trial(name: str, seed: int) -> Counter[str]:
-    """Run one trial; return what happened, counted. Raises AssertionError when something was wrong, hung, or is left."""
+    """Run one trial; return the counts. Raises AssertionError: a sample is wrong, a process hangs, or a file is left."""
     rng, number, processes = random.Random(seed), SIGNALS[name], Processes(seed)
     kind = rng.random() < 0.5
     pids = [processes.start(user(rng.randrange(1 << 30), kind)) for _ in range(4)]
@@ -207,7 +190,7 @@ def trial(name: str, seed: int) -> Counter[str]:
     pid = processes.start(clearer(rng.randrange(1 << 30), kind))
     time.sleep(0.004 + rng.random() * 0.03)
     processes.send(pid, number)
-    if name == "stop":  # and go on: it would clear for ever
+    if name == "stop":  # it would clear for ever
         new = processes.start(checker(kind))
         processes._wait({new})
         os.kill(pid, signal.SIGKILL)
@@ -223,7 +206,7 @@ def trial(name: str, seed: int) -> Counter[str]:
 
 
 def main() -> None:
-    """Run the trials and print what they hit."""
+    """Run the trials and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--signal", choices=SIGNALS, default="kill")
     parser.add_argument("--count", type=int, default=1000, help="signals")
@@ -231,11 +214,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.signal == "stop":
         segment.PATIENCE_S = registry.PATIENCE_S = PATIENCE_S
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background processes ignore
-    segment.Segment.create(0, 0)  # what the first segment sets up for forks is inherited
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
+    segment.Segment.create(0, 0)  # the children inherit the fork handlers of the first segment
     happened: Counter[str] = Counter()
     began, seed = time.monotonic(), arguments.seed
-    with tqdm(total=arguments.count, unit="signal") as bar:  # whose own lock takes a page of /dev/shm
+    with tqdm(total=arguments.count, unit="signal") as bar:  # its own lock takes a page of /dev/shm
         free = limits.shm_free()
         while happened["signals"] < arguments.count:
             outcome = trial(arguments.signal, seed)

@@ -1,11 +1,12 @@
-"""Seeded SIGKILLs among those who make, join, fill, replace and remove one named cache: the others go on, nothing is left.
+"""Seeded SIGKILLs among processes that make, join, fill, replace and remove one named cache: no file stays.
 
-    python -m benchmark.named_kill --trials 1000
+    python -m benchmark named_kill --trials 1000
 
 Each trial forks five to eight processes over one name. Users open the cache again and again, fill part of it and compare all
 hits; their samples depend on the fingerprint they ask for, so that a stale one shows. Removers take the cache away, by force or
-not. At random moments one to three are killed, or all at once. The survivors must end by themselves, in time; then a
-new run takes over or replaces what is left and must find it whole; after "rm --dead" no file, directory or page may be left.
+not. At random moments one to three are killed, or all at once. The survivors must end by themselves, in time. Then a
+new run takes over or replaces the remaining cache and must find it whole. After "rm --dead" no file, directory or page may be
+left.
 """
 
 import argparse
@@ -15,16 +16,19 @@ import random
 import signal
 import sys
 import time
-import traceback
 from collections import Counter
+from functools import partial
 
 import torch
 from tqdm import tqdm
 
+from benchmark.support.processes import fork, wait
 from stocache import MismatchError, SegmentError, SharedCacheDDP
 from stocache.cli import listing
 from stocache.shm import named, registry
 from stocache.shm.segment import Segment
+
+CLAIM = "SIGKILL among makers, users and removers of one named cache leaves no wrong sample, deadlock or leak."
 
 N, SLOT_BYTES = 24, 3 * 4096 + 64  # slots that share pages
 NAME = "named-kill"
@@ -57,7 +61,7 @@ def _use(rng: random.Random) -> None:
         fingerprint = rng.choice(("v1", "v1", "v1", "v2"))
         with contextlib.suppress(MismatchError), _open(fingerprint) as cache:
             _fill(cache, fingerprint, rng.sample(range(N), rng.randint(1, N)))
-            if rng.random() < 0.2:  # a worker, which holds it longer than its parent
+            if rng.random() < 0.2:  # a worker that holds it longer than its parent
                 pid = os.fork()
                 if pid == 0:
                     _fill(cache, fingerprint, list(range(N)))
@@ -69,34 +73,20 @@ def _use(rng: random.Random) -> None:
 
 def _remove(rng: random.Random) -> None:
     for _ in range(rng.randint(5, 30)):
-        with contextlib.suppress(SegmentError):  # it is in use, or there is none
+        with contextlib.suppress(SegmentError):  # it is in use, or does not exist
             named.remove(registry.path_of(NAME), force=rng.random() < 0.3)
         time.sleep(rng.random() * 0.002)
 
 
-def _fork(role: object, seed: int) -> int:
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            role(random.Random(seed))  # type: ignore[operator]
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return pid
-
-
 def trial(seed: int) -> Counter[str]:
-    """Run one trial; return what happened, counted.
+    """Run one trial; return the counts.
 
     Raises:
-        AssertionError: a sample was wrong, a survivor failed or hung, or something was left.
+        AssertionError: a sample was wrong, a survivor failed or hung, or a file was left.
     """
     rng = random.Random(seed)
     roles = [_use] * rng.randint(4, 6) + [_remove] * rng.randint(1, 2)
-    pids = [_fork(role, rng.randrange(1 << 30)) for role in roles]
+    pids = [fork(partial(role, random.Random(rng.randrange(1 << 30)))) for role in roles]
     victims = rng.sample(range(len(pids)), rng.choice((1, 2, 3, len(pids), len(pids))))
     happened: Counter[str] = Counter()
     for number, victim in enumerate(victims):
@@ -105,19 +95,19 @@ def trial(seed: int) -> Counter[str]:
         os.kill(pids[victim], signal.SIGKILL)
     deadline = time.monotonic() + DEADLINE_S
     for number, (pid, role) in enumerate(zip(pids, roles, strict=True)):
-        status = _wait(pid, deadline, f"seed {seed}: process {number} hangs")
+        status = wait(pid, deadline, f"seed {seed}: process {number} hangs")
         if os.WIFSIGNALED(status):
             happened["removers killed" if role is _remove else "users killed"] += 1
         else:
             assert status == 0, f"seed {seed}: process {number} failed"
     _wait_for_orphans(deadline)
 
-    for cache in _left():  # none, or one, which a worker may be about to remove
+    for cache in _left():  # at most one, and a worker may be about to remove it
         happened["caches left behind"] += 1
         happened["of them with samples"] += cache.stats.filled > 0
     kill = rng.random() < 0.5
-    pid = _fork(lambda _: _next_run(kill), 0)
-    status = _wait(pid, deadline, f"seed {seed}: the next run hangs")
+    pid = fork(partial(_next_run, kill))
+    status = wait(pid, deadline, f"seed {seed}: the next run hangs")
     assert status == (signal.SIGKILL if kill else 0), f"seed {seed}: the next run failed"
     for cache in _left():
         assert cache.state == "dead", f"seed {seed}: {cache}"
@@ -127,7 +117,7 @@ def trial(seed: int) -> Counter[str]:
 
 
 def _left() -> list[listing.NamedCache]:
-    """Return the cache of that name, if it is there, and no other program's."""
+    """Return the cache of that name, if it exists; not those of other programs."""
     return [cache for cache in listing.find() if cache.name == NAME]
 
 
@@ -140,15 +130,6 @@ def _next_run(kill: bool) -> None:
     cache.close()
 
 
-def _wait(pid: int, deadline: float, message: str) -> int:
-    while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return status
-        assert time.monotonic() < deadline, message
-        time.sleep(0.0005)
-
-
 def _wait_for_orphans(deadline: float) -> None:
     """Wait for the workers of killed users, which hold the cache until they end."""
     path = registry.path_of(NAME)
@@ -158,12 +139,12 @@ def _wait_for_orphans(deadline: float) -> None:
 
 
 def main() -> None:
-    """Run the trials and print what they hit."""
+    """Run the trials and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    Segment.create(0, 0)  # what the first segment sets up for forks is inherited
+    Segment.create(0, 0)  # the children inherit the fork handlers of the first segment
     happened: Counter[str] = Counter()
     began = time.monotonic()
     for number in tqdm(range(arguments.trials), unit="trial"):

@@ -1,9 +1,9 @@
 """Training on several machines, beside torch's DistributedSampler with a cache on each.
 
-    python -m benchmark.nodes train [--workdir DIR]    # 2 and 4 "machines" on this one: reads, losses, batches
-    python -m benchmark.nodes scale                    # up to 1,024 nodes and 10^9 samples: planning, hit rates
-    python -m benchmark.nodes stragglers               # how much more than the mean the unluckiest rank reads
-    python -m benchmark.nodes ray FOLDER [--workdir DIR]    # preparation on a local Ray, also with a worker or a node killed
+    python -m benchmark nodes train [--workdir DIR]    # 2 and 4 "machines" on this one: reads, losses, batches
+    python -m benchmark nodes scale                    # up to 1,024 nodes and 10^9 samples: planning, hit rates
+    python -m benchmark nodes stragglers               # how much more than the mean the unluckiest rank reads
+    python -m benchmark nodes ray FOLDER [--workdir DIR]    # preparation on a local Ray, also with a worker or a node killed
 
 ``train`` starts torchrun once for each machine, with --nnodes, over gloo. Where it runs as root and ``ip`` is installed, each
 machine has a network namespace of its own, joined by a bridge, and a /dev/shm of its own.
@@ -37,13 +37,19 @@ from stocache.cache.placement import ordering_of, residency
 from stocache.preparation.sources import open_source
 from stocache.samplers.assignment import EpochShape, ShuffledEpoch, StrataLayout, StratifiedEpoch, assign_ranks
 
+CLAIM = "Several machines read only the surplus of random batches, with the batches and losses of DistributedSampler."
+NEEDS = (
+    ("ray", '-e ".[ray]"', "ray"),
+    ("PIL", '-e ".[bench]"', "ray"),
+)
+
 EPOCHS, BATCH = 4, 64
 READ_S = 0.0005  # a sample from a source far away
 WAYS = ("DistributedSampler", "Locality", "Locality, warm()", "Locality, stratify")
 
 
 def bound(nodes: int, batch_size: int) -> float:
-    """Return the share of samples that nodes have too many of, on the average of random batches."""
+    """Return the mean surplus of random batches: the share of samples that nodes own beyond their part of a batch."""
     return math.sqrt((1 - 1 / nodes) / (2 * math.pi * batch_size))
 
 
@@ -51,7 +57,7 @@ def bound(nodes: int, batch_size: int) -> float:
 
 
 class Far(Dataset[Any]):
-    """Points in two classes, each a while away."""
+    """Points in two classes; each takes a while to load."""
 
     def __init__(self, samples: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -68,7 +74,7 @@ class Far(Dataset[Any]):
 
 
 def rank_main(way: str, samples: int, share: float, out: str) -> None:
-    """Train as one rank, and write what it has read, seen and lost."""
+    """Train as one rank, and write its reads, batches and losses."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -144,7 +150,7 @@ def machines(nodes: int) -> Iterator[list[list[str]]]:
 
 
 def run_ranks(way: str, nodes: int, per_node: int, samples: int, share: float, workdir: Path) -> list[Any]:
-    """Return what each rank tells."""
+    """Return the results of all ranks."""
     with tempfile.TemporaryDirectory(dir=workdir) as out, machines(nodes) as prefixes:
         apart = bool(prefixes[0])
         command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc_per_node={per_node}"]
@@ -165,7 +171,7 @@ def run_ranks(way: str, nodes: int, per_node: int, samples: int, share: float, w
 
 
 def global_batches(told: list[Any]) -> list[Counter[int]]:
-    """Return what all ranks have seen together, step by step."""
+    """Return the global batch of each step."""
     return [sum((Counter(seen) for seen in step), Counter()) for step in zip(*(its["seen"] for its in told), strict=True)]
 
 
@@ -198,7 +204,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def surpluses(batches: list[Counter[int]], nodes: int, samples: int) -> list[float]:
-    """Return what share of the samples of each epoch is more than the nodes to whose parts they belong have room for."""
+    """Return the surplus of each epoch: the share of samples that nodes own beyond their room in a batch."""
     ordering = ordering_of(Placement("scattered", nodes=nodes), samples)
     found = []
     for batch in batches:
@@ -212,7 +218,7 @@ def surpluses(batches: list[Counter[int]], nodes: int, samples: int) -> list[flo
 
 
 def planned(plan: Any, steps: int, together: int) -> tuple[int, float, int]:
-    """Plan the part of rank 0 of so many steps; return its samples, and the seconds and bytes that takes."""
+    """Plan the part of rank 0 of so many steps; return its samples, the seconds, and the bytes of memory."""
     samples = 0
     began = time.perf_counter()
     for begin in range(0, steps, together):
@@ -229,7 +235,7 @@ BATCH_AT_SCALE = 256
 
 
 def scale(arguments: argparse.Namespace) -> None:
-    """Print what planning costs and what the caches serve, from 1 node to 1,024."""
+    """Print the cost of planning and the hit rates, from 1 node to 1,024."""
     samples = arguments.samples
     heading = ["nodes", "share of each cache", "private", "shared out", "in theory", "in strata", "in theory"]
     heading += ["planning 10^7 samples of a rank, s: shared out", "in strata", "memory, MiB: shared out", "in strata"]
@@ -259,7 +265,7 @@ def scale(arguments: argparse.Namespace) -> None:
 
 
 def _shared_out(plan: ShuffledEpoch, ordering: Any, rank: int, begin: int, end: int) -> Any:
-    """Return what a rank gets of the global batches of these steps."""
+    """Return the samples that a rank gets of the global batches of these steps."""
     batches = plan.batches(begin, end).reshape(end - begin, -1)
     return batches[assign_ranks(ordering.positions(batches), ordering.bounds, 1) == rank]
 
@@ -267,7 +273,7 @@ def _shared_out(plan: ShuffledEpoch, ordering: Any, rank: int, begin: int, end: 
 def _served(filled: float, nodes: int) -> float:
     """Return the share of samples that caches serve which together hold a share ``filled``.
 
-    Of a node's binomial number of samples in a batch, of those its cache holds it keeps as many as it has room for.
+    The samples of a node in a batch are binomial in number. Of those its cache holds it keeps as many as it has room for.
     """
     rng = np.random.default_rng(0)
     held = rng.binomial(nodes * BATCH_AT_SCALE, filled / nodes, 10**6)
@@ -315,7 +321,7 @@ def stragglers(arguments: argparse.Namespace) -> None:
 
 
 class Fatal(Dataset[Any]):
-    """Photographs, of which one kills the process that loads it, the first time; writes down what is loaded.
+    """Photographs, of which one kills the process that loads it, the first time; notes each load in a file.
 
     ``node``: it kills that process's node of a Ray cluster as well.
     """
@@ -339,7 +345,7 @@ class Fatal(Dataset[Any]):
 
 
 def ray(arguments: argparse.Namespace) -> None:
-    """Print what Ray makes of photographs, and in what time, beside this process and worker processes."""
+    """Print the time of Ray for photographs, and whether its files are equal, beside this process and worker processes."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -379,7 +385,7 @@ def ray(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run one of the experiments."""
     if sys.argv[1:2] == ["rank"]:
         rank_main(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), sys.argv[5])
         return

@@ -1,6 +1,6 @@
-"""Datasets with random transforms inside, as people write them: the same samples with the one line and without?
+"""Datasets with random transforms inside, as people write them: are the samples the same with the cache and without?
 
-python -m benchmark.pipelines FOLDER    a folder of photographs
+python -m benchmark pipelines FOLDER    a folder of photographs
 
 Each pipeline runs three epochs without a cache and with one that holds nothing, half of the samples, and all of them; without
 workers, and with two under fork and spawn. Batches are compared bit for bit. Pipelines of libraries that are not installed are
@@ -18,9 +18,19 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
-from benchmark.describe import describe, difference
+from benchmark.support.describe import describe, difference
 from stocache import CachedDataset
 from tests.support import lookalikes
+
+CLAIM = "Random transforms give the same samples with the cache and without; each sample is loaded once."
+NEEDS = (
+    ("PIL", '-e ".[test]"'),
+    ("albumentations", '-e ".[test]"'),
+    ("audiomentations", '-e ".[test]"'),
+    ("datasets", '-e ".[test]"'),
+    ("kornia", '-e ".[test]"'),
+    ("monai", '-e ".[test]"'),
+)
 
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it would ask the network
 
@@ -144,7 +154,7 @@ def of_monai(samples: list[tuple[str, int]]) -> Pipelines:
             transforms.RandSpatialCrop((64, 64), random_size=False),
             transforms.RandFlip(0.5),
             transforms.RandGaussianNoise(0.5),
-            transforms.ToTensor(track_meta=False),  # traces have the id() of each transform, which is another in each run
+            transforms.ToTensor(track_meta=False),  # traces have the id() of each transform, which differs in each run
         ]
         return monai.data.Dataset(list(range(COUNT)), steps)
 

@@ -1,10 +1,10 @@
-"""Another user races for the place of a victim's named caches; how often is it won? Needs root, to be both users.
+"""Another user races for the directory of a victim's named caches: how often does it win? Needs root, to be both users.
 
-    python -m benchmark.race --seconds 60
+    python -m benchmark race --seconds 60
 
-The attacker makes a directory that all may write to in the place of the victim's, then a link, and takes it away, again and
-again. Two processes of the victim open and close a cache, so that its own directory comes and goes, too. It is won when a file
-of a cache lies in a directory of the attacker's: who owns that may put another file there, and cut or replace it.
+The attacker makes a directory that all may write to in the place of the victim's, then a link, and removes it, again and
+again. Two processes of the victim open and close a cache, so that its own directory comes and goes, too. The attacker wins when
+a file of a cache lies in its directory: the owner may put another file there, and cut or replace it.
 """
 
 import argparse
@@ -17,11 +17,13 @@ import time
 from stocache import SegmentError, SharedCache
 from stocache.shm import registry
 
+CLAIM = "Another user cannot take the place of a named cache (needs root)."
+
 VICTIM, ATTACKER = 54321, 54322
 
 
 def attack() -> None:
-    """Take the place, and give it free again, for ever."""
+    """Take the place, and free it again, for ever."""
     place = registry.directory_of(VICTIM)
     os.setuid(ATTACKER)
     os.umask(0)
@@ -37,7 +39,7 @@ def attack() -> None:
 
 
 def suffer(seconds: float, name: str) -> dict[str, int]:
-    """Open and close a cache for so long; return what became of it, counted."""
+    """Open and close a cache for so many seconds; return the results, counted."""
     os.setuid(VICTIM)
     logging.disable(logging.WARNING)
     counts = {"opened": 0, "not shared": 0, "errors": 0, "won": 0}
@@ -51,13 +53,13 @@ def suffer(seconds: float, name: str) -> dict[str, int]:
                     counts["won"] += 1
         except SegmentError:
             counts["errors"] += 1
-        except OSError:  # as it is opened, it is gone
+        except OSError:  # it is gone when it is opened
             counts["errors"] += 1
     return counts
 
 
 def main() -> None:
-    """Race, and print what happened."""
+    """Race, and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60)
     seconds = parser.parse_args().seconds

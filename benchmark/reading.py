@@ -1,15 +1,13 @@
 """DataLoader2 of stocache beside torchdata 0.9's, over the same graphs, and beside torch's DataLoader.
 
-    python -m benchmark.reading speed [--elements 4000] [--rounds 3]     # microseconds an element, small ones and of 1 MB
-    python -m benchmark.reading photos FOLDER [--rounds 3]               # photographs: decoded, and cached
-    python -m benchmark.reading hits [--elements 400]                    # how often maps are run, by epoch and by cache
-    python -m benchmark.reading resume                                   # which states go on exactly
-    python -m benchmark.reading soak [--trials 200] [--seed 0]           # random graphs, services, start methods and exits
+    python -m benchmark reading speed [--elements 4000] [--rounds 3]     # microseconds an element, small ones and of 1 MB
+    python -m benchmark reading photos FOLDER [--rounds 3]               # photographs: decoded, and cached
+    python -m benchmark reading hits [--elements 400]                    # how often maps are run, by epoch and by cache
+    python -m benchmark reading resume                                   # which states resume exactly
+    python -m benchmark reading soak [--trials 200] [--seed 0]           # random graphs, services, start methods and exits
 
-Each figure of ``speed`` and ``photos`` is of an epoch of a loader whose workers run already, from its first element on;
-contenders take turns, and figures are medians.
-
-pip install --no-deps torchdata==0.9.0 && pip install requests
+``speed`` and ``photos`` time an epoch from its first element on, with workers that run already. Contenders take turns, and
+figures are medians.
 """
 
 import argparse
@@ -43,8 +41,15 @@ from stocache.reading import (
     SequentialReadingService,
 )
 
+CLAIM = "DataPipe graphs run 10 times as fast as in torchdata's DataLoader2, cache across workers, and resume exactly."
+NEEDS = (
+    ("PIL", '-e ".[bench]"'),
+    ("torchdata.dataloader2", "--no-deps torchdata==0.9.0", "speed", "photos", "hits", "resume"),
+    ("requests", "requests", "speed", "photos", "hits", "resume"),
+)
+
 WORKERS = (0, 1, 2, 4)
-WORKERS_OF_A_RANK = SHARDING_PRIORITIES.MULTIPROCESSING  # which torchdata wants to be told
+WORKERS_OF_A_RANK = SHARDING_PRIORITIES.MULTIPROCESSING  # torchdata asks for it
 Make = Callable[[Any, int], Any]
 
 
@@ -105,7 +110,7 @@ def end(loader: Any) -> None:
 
 
 def epoch_us(loader: Any) -> float:
-    """Return microseconds an element, of the epoch after the first element."""
+    """Return microseconds an element, after the first element of an epoch."""
     iterator = iter(loader)
     next(iterator)
     began = time.perf_counter()
@@ -200,13 +205,13 @@ class Tally:
 
 
 class Remembering:
-    """What people write: a dict in each process."""
+    """A cache as people write it: a dict in each process."""
 
     def __init__(self, function: Any) -> None:
         self.function, self.known = function, {}  # type: Any, dict[int, Any]
 
     def __call__(self, value: int) -> Any:
-        """Return what is known, or made."""
+        """Return the value from the dict, or make it."""
         if value not in self.known:
             self.known[value] = self.function(value)
         return self.known[value]
@@ -287,7 +292,7 @@ RESUMED: dict[str, Callable[[], Any]] = {
 
 
 def reseed(seed: int) -> None:
-    """Put the global generators where a seed puts them."""
+    """Seed the global generators."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -326,14 +331,14 @@ def loaded(make: Make, graph: Any, workers: int, state: Any) -> Any:
 
 
 def peer(arguments: argparse.Namespace) -> None:
-    """Print how torchdata goes on from one place; in a process of its own, as it may hang."""
+    """Print how torchdata resumes at one place; in a process of its own, as it may hang."""
     place = arguments.epoch, arguments.position
     print(goes_on(torchdata, partial(loaded, torchdata), RESUMED[arguments.graph], arguments.workers, *place), flush=True)
     os._exit(0)
 
 
 def peer_told(graph: str, workers: int, epoch: int, position: int) -> str:
-    """Return what `peer` prints, or how it fails."""
+    """Return the output of `peer`, or how it fails."""
     command = [
         sys.executable,
         "-W",
@@ -351,7 +356,7 @@ def peer_told(graph: str, workers: int, epoch: int, position: int) -> str:
         try:
             told, failed = process.communicate(timeout=30)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its workers, too, which would go on
+            os.killpg(process.pid, signal.SIGKILL)  # its workers, too, which would continue
             return "hangs"
     return told.strip() or failed.strip().splitlines()[-1].split(":")[0]
 
@@ -393,7 +398,7 @@ def tensor(value: Any) -> Any:
 
 
 def random_graph(draw: random.Random) -> tuple[list[str], Callable[[], Any]]:
-    """Return what a graph is made of, and a function that makes it."""
+    """Return the names of the steps of a graph, and a function that makes it."""
     count = draw.choice((0, 1, 3, 17, 60, 200))
     kind = draw.choice(("shard", "shard", "dispatch", "both", "none"))
     before = [step for step in ("map", "shuffle") if draw.random() < 0.6]
@@ -434,7 +439,7 @@ def number_of(sample: Any) -> Any:
 
 
 def holdings() -> tuple[int, list[str], list[str]]:
-    """Return the descriptors, names in /dev/shm and workers that are there."""
+    """Return the open descriptors, the names in /dev/shm and the workers."""
     return (
         len(os.listdir("/proc/self/fd")),
         sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem.")),
@@ -443,7 +448,7 @@ def holdings() -> tuple[int, list[str], list[str]]:
 
 
 def trial(seed: int) -> tuple[str, str]:
-    """Run one trial; return what it was and how it ended."""
+    """Run one trial; return its description and how it ended."""
     draw = random.Random(seed)
     steps, make = random_graph(draw)
     workers, method = draw.choice((0, 1, 2, 3)), draw.choice(("fork", "fork", "fork", "spawn", "forkserver"))
@@ -512,7 +517,7 @@ def soak(arguments: argparse.Namespace) -> None:
     forkserver.ensure_running()
     resource_tracker.ensure_running()
     multiprocessing.Barrier(1)
-    trial(0)  # what stays once is there
+    trial(0)  # makes what stays open for good
     gc.collect()
     time.sleep(0.5)
     before, bad, began = holdings(), 0, time.monotonic()
@@ -540,7 +545,7 @@ def soak(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run one of the experiments."""
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)

@@ -1,6 +1,6 @@
-"""What one sample costs from a filled cache: CachedDataset, RaggedCache, and key-value stores with pickles beside them.
+"""The cost of one sample from a filled cache: CachedDataset, RaggedCache, and key-value stores with pickles beside them.
 
-    pip install -e ".[bench]" && python -m benchmark.samples
+    python -m benchmark samples
 
 All stores are in memory (/dev/shm), filled with the same samples, and asked for them in the same random order, by one process.
 Contenders take turns, round by round, each with one pass over all samples before the clock starts; figures are medians.
@@ -23,9 +23,17 @@ import diskcache
 import lmdb
 import torch
 
-from benchmark.micro import settle
+from benchmark.support.measuring import settle
 from stocache import CachedDataset
 from stocache.system.limits import GIB
+
+CLAIM = "A hit takes at most 6 µs for (uint8 3x64x64, int), and at most 8 µs for 20 KB of varying shape."
+NEEDS = (
+    ("diskcache", '-e ".[bench]"'),
+    ("lmdb", '-e ".[bench]"'),
+    ("lz4", '-e ".[bench]"'),
+    ("zstandard", '-e ".[bench]"'),
+)
 
 COUNT, PASSES = 1000, 5
 
@@ -105,7 +113,7 @@ def measure(samples: list[Any], rounds: int) -> dict[str, float]:
         seconds: dict[str, list[float]] = {name: [] for name in gets}
         for _ in range(rounds):
             for name, get in gets.items():
-                for idx in order:  # the one before has filled the processor's caches with its own
+                for idx in order:  # the contender before has filled the processor's caches
                     get(idx)
                 start = time.perf_counter()
                 for _ in range(PASSES):

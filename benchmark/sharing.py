@@ -1,8 +1,8 @@
-"""What sharing by name brings: one copy for all ranks, each sample read once for all jobs, a warm start.
+"""Sharing by name: one copy for all ranks, each sample read once for all jobs, a warm start.
 
-python -m benchmark.sharing ranks     # torchrun x 4 ranks x 4 workers x 2 jobs over one cache: memory
-python -m benchmark.sharing jobs      # K jobs at once: reads of the source
-python -m benchmark.sharing warm      # a second run over a persisted cache: reads, and the time to attach to 4 GiB
+python -m benchmark sharing ranks     # torchrun x 4 ranks x 4 workers x 2 jobs over one cache: memory
+python -m benchmark sharing jobs      # K jobs at once: reads of the source
+python -m benchmark sharing warm      # a second run over a persisted cache: reads, and the time to attach to 4 GiB
 """
 
 import argparse
@@ -17,15 +17,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
-from benchmark.micro import settle
+from benchmark.support.measuring import pss, settle
 from stocache import SharedCache, SharedCacheDDP
 from stocache.cli import listing
 from stocache.shm import named
+
+CLAIM = "All ranks and jobs of a machine hold one copy, read each sample once, and restart warm."
+NEEDS = (("stocaching", "--no-deps stocaching==0.2.1", "ranks", "warm"),)
 
 DIMS = (3, 224, 224)
 SLOT_BYTES = 3 * 224 * 224
@@ -34,7 +36,7 @@ RANKS, WORKERS, JOBS = 4, 4, 2
 
 
 def load(idx: int) -> torch.Tensor:
-    """Return the sample of an index, of random bytes: what a source would be read for."""
+    """Return the sample of an index, of random bytes, as read from a source."""
     return torch.randint(0, 256, DIMS, dtype=torch.uint8, generator=torch.Generator().manual_seed(idx))
 
 
@@ -59,7 +61,7 @@ class Source(Dataset[torch.Tensor]):
 
 
 class Indices(Sampler[int]):
-    """The indices it is told."""
+    """The indices that it is given."""
 
     def __init__(self) -> None:
         self.indices: list[int] = []
@@ -115,15 +117,6 @@ def _meet(folder: Path, moment: str, job: int, number: int) -> None:
         time.sleep(0.05)
 
 
-def pss(process: psutil.Process) -> int:
-    """Return the sum of PSS of a process and all its descendants, in bytes."""
-    total = 0
-    for each in [process, *process.children(recursive=True)]:
-        rollup = Path(f"/proc/{each.pid}/smaps_rollup").read_text()
-        total += next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")) * 1024
-    return total
-
-
 def ranks(mib: int) -> None:
     """Two torchrun jobs at once, with stocache and with stocaching: memory before and after."""
     samples = mib * MIB // SLOT_BYTES
@@ -159,11 +152,11 @@ def ranks(mib: int) -> None:
 
 
 def _at(folder: Path, moment: str, jobs: list[subprocess.Popen[bytes]]) -> int:
-    """Wait for all ranks to come to a moment, take the sum of their memory, and let them go on."""
+    """Wait until all ranks have reached a point, take the sum of their memory, and let them continue."""
     while len(list(folder.glob(f"{moment}-*"))) < JOBS * RANKS:
         assert all(job.poll() is None for job in jobs), "a job failed"
         time.sleep(0.1)
-    total = sum(pss(psutil.Process(job.pid)) for job in jobs)
+    total = sum(pss(job.pid) for job in jobs)
     (folder / f"go-{moment}").touch()
     return total
 

@@ -1,6 +1,6 @@
-"""Seeded SIGKILLs in the middle of filling: whatever the moment, every SET slot holds its sample, and the others go on.
+"""Seeded SIGKILLs in the middle of filling: whatever the moment, every SET slot holds its sample, and the others continue.
 
-    python -m benchmark.sigkill --trials 1000
+    python -m benchmark sigkill --trials 1000
 
 Each trial forks writers over one cache, kills one at a random moment while it fills, and lets a survivor finish the work. Then
 every slot must be set and exact and every lock free; at the end /dev/shm and the descriptor table must be as they were.
@@ -16,8 +16,11 @@ import time
 import torch
 from tqdm import tqdm
 
+from benchmark.support.processes import wait
 from stocache import SharedCache
 from stocache.cache.stats import FILLS
+
+CLAIM = "A SIGKILL while a cache fills leaves each set slot exact and each lock free."
 
 N, DIMS = 96, (64, 1024)
 SLOT_BYTES = DIMS[0] * DIMS[1]
@@ -70,9 +73,7 @@ def trial(seed: int) -> tuple[bool, int]:
     survivor = _writer(cache, orders[2], write_end)
     deadline = time.monotonic() + 20
     for pid in filter(None, (rival, survivor)):
-        while os.waitpid(pid, os.WNOHANG) == (0, 0):
-            assert time.monotonic() < deadline, f"seed {seed}: a survivor hangs"
-            time.sleep(0.0005)
+        wait(pid, deadline, f"seed {seed}: a survivor hangs")
     os.close(read_end)
     os.close(write_end)
     assert _check(cache) == N, f"seed {seed}: the survivors left slots empty"
@@ -93,12 +94,12 @@ def _check(cache: SharedCache) -> int:
 
 
 def main() -> None:
-    """Run the trials and print what they hit."""
+    """Run the trials and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    bar = tqdm(range(arguments.trials), unit="kill")  # whose own lock takes a page of /dev/shm
+    bar = tqdm(range(arguments.trials), unit="kill")  # its own lock takes a page of /dev/shm
     before = _holdings()
     outcomes = [trial(arguments.seed + number) for number in bar]
     after = _holdings()

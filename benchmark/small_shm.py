@@ -1,7 +1,7 @@
 """Training over a DataLoader on a /dev/shm that is tiny, small, full or read-only: it completes, and caches where memfd can.
 
-    sudo python -m benchmark.small_shm            # caches
-    sudo python -m benchmark.small_shm loaders    # large batches from worker processes: torch's DataLoader, and ours
+    sudo python -m benchmark small_shm            # caches
+    sudo python -m benchmark small_shm loaders    # large batches from worker processes: torch's DataLoader, and ours
 
 Each case runs in a private mount namespace (``unshare -m``) with a tmpfs of its own over /dev/shm; the machine's stays
 untouched. Needs root.
@@ -24,6 +24,8 @@ import stocache
 from stocache import CachedDataset, SharedCache
 from stocache.system import limits
 
+CLAIM = "Training completes on a tiny, small, full or read-only /dev/shm, and caches where a memfd is possible (needs root)."
+
 
 @dataclass(frozen=True)
 class Case:
@@ -32,8 +34,8 @@ class Case:
     Attributes:
         mount: options of its tmpfs; "ro" is applied after mounting.
         free: bytes another program's file leaves free, before the cache is made or (``late``) after; None for no such file.
-        workers: of the DataLoader. Torch's own batches and semaphores need some of /dev/shm, so 0 where there is none (14 pages
-            for 2 workers, and as much again when a second epoch starts before the first one's threads have ended).
+        workers: of the DataLoader. Torch's batches and semaphores need 14 pages of /dev/shm for 2 workers, and as much again
+            when a second epoch starts before the threads of the first have ended; so 0 where it has no space.
         numpy: batches go to the parent through a pipe instead of /dev/shm.
         memfd: whether memfd_create is allowed.
         samples: of 3 x 128 x 128 uint8, 48 KiB each.
@@ -92,7 +94,7 @@ def to_numpy(batch: list[tuple[int, torch.Tensor]]) -> list[np.ndarray]:
 
 
 def job(case: Case) -> None:
-    """Train two epochs in this process's /dev/shm; print what was cached and read, as JSON."""
+    """Train two epochs in this process's /dev/shm; print the counts of cached and read samples, as JSON."""
     torch.set_num_threads(1)
     if not case.memfd:
         limits.open_memfd = lambda: None
@@ -141,7 +143,7 @@ LOADERS = {
 
 
 def load(name: str) -> None:
-    """Iterate two epochs with 4 workers in this process's /dev/shm; print what arrived, as JSON."""
+    """Iterate two epochs with 4 workers in this process's /dev/shm; print the number of batches, as JSON."""
     warnings.filterwarnings("ignore", "This DataLoader will create")
     loader = LOADERS[name]({"batch_size": 256, "num_workers": 4})
     batches = 0
@@ -155,7 +157,7 @@ def load(name: str) -> None:
 
 
 def run(name: str, mount: str) -> dict[str, object]:
-    """Run a job by its name in a mount namespace of its own; return what it printed.
+    """Run a job by its name in a mount namespace of its own; return its output.
 
     Raises:
         subprocess.CalledProcessError: the job failed, or was killed by a signal (a negative return code).

@@ -1,21 +1,21 @@
 """Prepared storage beside LitData, MosaicML streaming and the article's blocks of torch.save: preparing, reading, caching.
 
-    python -m benchmark.storage prepare [--folder DIR]   # MB/s until it is on disk, and the size there
-    python -m benchmark.storage read [--folder DIR]      # random and windowed samples/s, sequential MB/s, cold and warm
-    python -m benchmark.storage cache [--folder DIR]     # blocks read per epoch through a CachedDataset
+    python -m benchmark storage prepare [--folder DIR]   # MB/s until it is on disk, and the size there
+    python -m benchmark storage read [--folder DIR]      # random and windowed samples/s, sequential MB/s, cold and warm
+    python -m benchmark storage cache [--folder DIR]     # blocks read per epoch through a CachedDataset
 
-Samples are (uint8 tensor 3x64x64, int) and, with ``--folder``, (bytes of a JPEG file, int), which nobody decodes. All write
+Samples are (uint8 tensor 3x64x64, int) and, with ``--folder``, (bytes of a JPEG file, int), which are not decoded. All write
 blocks of 8 MB. MB are a million bytes of samples.
 
-Each measurement is made in a process of its own, forked for that, so what a contender leaves (maps, threads, open files, shared
-memory) is gone after it; contenders take turns, round by round, and figures are medians. Samples are read in batches of 64:
-images are stacked, or a contender that maps its files would return without having read them; of photos a list is made.
+Each measurement is made in a process of its own, forked for that, so the maps, threads, open files and shared memory of a
+contender are gone after it. Contenders take turns, round by round, and figures are medians. Samples are read in batches of 64.
+Images are stacked; otherwise a contender that maps its files would return without having read them. Photos come as a list.
 
 *Cold*: the files' pages are dropped before the clock starts, and nothing of the contender is open yet, so worker processes are
 started under the clock. *Warm*: a pass over the same loader goes before; its workers stay.
 
-What is compared is not the same in all respects. stocache checks each sample against a checksum, and synchronises what it
-prepares with the disk; the others do neither by themselves (so their files are synchronised under the clock, too). LitData and
+The contenders do not do the same work. stocache checks each sample against a checksum, and synchronises its blocks with the
+disk. The others do neither by themselves (so their files are synchronised under the clock, too). LitData and
 MosaicML streaming are read with options that make them faster than their defaults, where we found one (see their classes).
 """
 
@@ -42,17 +42,23 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from benchmark.micro import settle
-from benchmark.peers import clean_mosaic, mosaic
+from benchmark.support.measuring import settle
+from benchmark.support.peers import clean_mosaic, mosaic
 from stocache import BlockSampler, CachedDataset, OnDiskBlockDataStorage, StorageDataset, prepare
-from stocache.cli.bench import drop_pages
+from stocache.cli.bench import drop_pages, find_jpegs
 from stocache.system.limits import MIB
+
+CLAIM = "Prepared blocks are written and read faster than those of LitData, MosaicML streaming and torch.save."
+NEEDS = (
+    ("litdata", "litdata", "prepare", "read"),
+    ("streaming", "mosaicml-streaming", "prepare", "read"),
+)
 
 BLOCK_BYTES, BATCH, WINDOW = 8_000_000, 64, 16
 SHAPE = (3, 64, 64)
 fork = multiprocessing.get_context("fork")
 
-# ---------------------------------------------------------------------------------------------------- what is stored
+# ---------------------------------------------------------------------------------------------------- the samples
 
 
 class Images(Dataset[Any]):
@@ -77,7 +83,7 @@ class Photos(Dataset[Any]):
     name = "JPEG bytes, label"
 
     def __init__(self, folder: Path, repeat: int) -> None:
-        self.paths = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in (".jpg", ".jpeg")] * repeat
+        self.paths = find_jpegs(folder) * repeat
         self.nbytes = sum(path.stat().st_size + 8 for path in self.paths)
 
     def __len__(self) -> int:
@@ -126,15 +132,15 @@ class Store(ABC):
 
     @abstractmethod
     def random(self, order: list[int], workers: int) -> Iterable[Any]:
-        """Return what yields batches of samples in the order given."""
+        """Return an iterable over batches of samples in the order given."""
 
     @abstractmethod
     def windowed(self, workers: int) -> Iterable[Any]:
-        """Return what yields batches in the contender's own shuffled order, each block in one stretch of it."""
+        """Return an iterable over batches in the contender's own shuffled order, in which each block is one stretch."""
 
     @abstractmethod
     def sequential(self, workers: int) -> Iterable[Any]:
-        """Return what yields batches in order."""
+        """Return an iterable over batches in order."""
 
     def files(self) -> list[Path]:
         """Return all that it has written."""
@@ -204,7 +210,7 @@ class LitData(Store):
     window = "1, in runs of 256 samples"
 
     def prepare(self, source: Any, workers: int) -> None:
-        """Write by `litdata.optimize`: by one worker at least, and forked, for spawned ones import torch under the clock."""
+        """Write by `litdata.optimize`: with at least one worker, forked, because spawned ones import torch under the clock."""
         import litdata
 
         inputs, options = list(range(len(source))), {"num_workers": max(1, workers), "keep_data_ordered": True}
@@ -252,7 +258,7 @@ class Mosaic(Store):
     window = str(WINDOW)
 
     def prepare(self, source: Any, workers: int) -> None:
-        """Write by `MDSWriter`; in parallel by as many, each in a folder of its own, of which the indices are merged."""
+        """Write by `MDSWriter`; in parallel by one for each worker, in folders of their own, whose indices are merged."""
         if not workers:
             self._write(source, range(len(source)), self.folder)
             return
@@ -280,7 +286,7 @@ class Mosaic(Store):
     def windowed(self, workers: int, shuffle: bool = True) -> Iterable[Any]:
         """Read by its loader, which shuffles about as many samples at a time as are in our window.
 
-        It is told that all may be downloaded ahead, or it would look after each sample whether the next ones are there.
+        It may download all ahead; otherwise it would check after each sample for the next ones.
         """
         clean_mosaic()
         streaming = mosaic()
@@ -313,7 +319,7 @@ class Article(Store):
         torch.save({"samples": len(source), "block_size": size}, self.folder / "info.pt")
 
     def random(self, order: list[int], workers: int) -> Iterable[Any]:
-        """Read by number; in small batches, or one worker would do it all."""
+        """Read by number; in small batches, as otherwise one worker would do it all."""
         return loading(_Blocks(self.folder), workers, sampler=order, batch_size=BATCH // 4)
 
     def windowed(self, workers: int, shuffle: bool = True) -> Iterable[Any]:
@@ -349,7 +355,7 @@ CONTENDERS = (Stocache, LitData, Mosaic, Article)
 
 
 def apart(work: Callable[[], Any]) -> Any:
-    """Return what ``work`` returns, called in a process of its own."""
+    """Return the result of ``work``, called in a process of its own."""
     receiving, sending = fork.Pipe(duplex=False)
     process = fork.Process(target=lambda: sending.send(work()))
     process.start()
@@ -357,13 +363,13 @@ def apart(work: Callable[[], Any]) -> Any:
     try:
         return receiving.recv()
     except EOFError:
-        raise SystemExit("a measurement failed; what happened is above") from None
+        raise SystemExit("a measurement failed; its error is above") from None
     finally:
         process.join()
 
 
 def in_turns(measures: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Make each measurement once per round, each round beginning with another; return the medians."""
+    """Make each measurement once per round, starting with another one each round; return the medians."""
     found: dict[str, list[float]] = {name: [] for name in measures}
     names = list(measures)
     for number in range(rounds):
@@ -374,7 +380,7 @@ def in_turns(measures: dict[str, Callable[[], float]], rounds: int) -> dict[str,
 
 
 def rate(loader: Iterable[Any], seconds: float) -> float:
-    """Return the samples per second of a pass, or of as much of one as is done after so many seconds."""
+    """Return the samples per second of a pass, or of its part within so many seconds."""
     count, began = 0, time.perf_counter()
     took = 0.0
     for _, labels in loader:
@@ -391,7 +397,7 @@ def reading(store: Store, make: Callable[[int], Iterable[Any]], workers: int, wa
     if warm:
         for path in files:
             path.read_bytes()
-        rate(loader, math.inf if workers else seconds / 2)  # workers would first finish what was asked of them
+        rate(loader, math.inf if workers else seconds / 2)  # workers would first finish their requests
     else:
         os.sync()
         drop_pages(files)
@@ -426,7 +432,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def preparing(source: Any, folder: Path, rounds: int) -> None:
-    """How fast the samples come to the disk, and what room they take there."""
+    """How fast the samples come to the disk, and their size there."""
 
     def speed(store: Store, workers: int) -> float:
         shutil.rmtree(store.folder, ignore_errors=True)
@@ -490,7 +496,7 @@ def reads(source: Any, folder: Path, rounds: int, seconds: float) -> None:
 
 
 class Counting(OnDiskBlockDataStorage[Any, Any]):
-    """A storage that notes the blocks it is asked for, whichever process asks."""
+    """A storage that notes each block that any process reads."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -524,7 +530,7 @@ def caching(source: Any, folder: Path) -> None:
                 loader = loading(cached, workers, sampler=sampler)
                 touched = []
                 for _ in range(3):
-                    storage.seen.zero_()  # of what the constructor reads to see what it is about, too
+                    storage.seen.zero_()  # the constructor reads samples, too
                     assert sum(len(labels) for _, labels in loader) == len(source)
                     touched.append(f"{int(storage.seen.sum())} of {len(storage.seen)}")
                 used = cached.stats().total.filled_bytes / 1e6
@@ -545,7 +551,7 @@ def main() -> None:
     parser.add_argument("--workdir", type=Path, default=Path(), help="on the disk to be measured; a folder is made there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    resource_tracker.ensure_running()  # one for all processes, or each would complain of what the others remove
+    resource_tracker.ensure_running()  # one for all processes, or each would complain of names that the others remove
     sources: list[Callable[[], Any]] = [partial(Images, arguments.samples)]
     if arguments.folder is not None:
         sources.append(partial(Photos, arguments.folder, arguments.repeat))
@@ -563,7 +569,7 @@ def main() -> None:
 
 @contextmanager
 def scratch(workdir: Path) -> Iterator[Path]:
-    """Make a folder for everything, the temporary files of the peers included; remove it, and what else they have left."""
+    """Make a folder for everything, the temporary files of the peers included; remove it and all they have left."""
     mosaic()
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory(dir=workdir, prefix="storage-") as path:

@@ -1,9 +1,9 @@
 """The experiment of tinyloader: the time of a step against the number of workers, ours beside torch's and a naive loop.
 
-    python -m benchmark.tinyloader --plot step_time.png
+    python -m benchmark tinyloader --plot step_time.png
 
 A sample takes 0.5 ms to load (it sleeps), a step 0.1 s (it sleeps too), a batch has 64 samples: loading one takes a third of a
-step, so one worker suffices to hide it, and what is left above 0.1 s is the loader's own.
+step, so one worker is enough to hide it, and the time above 0.1 s is the loader's own.
 Source of the experiment: T. Koker, "DataLoaders Explained" (2020).
 """
 
@@ -21,6 +21,9 @@ from torch.utils.data import Dataset, default_collate
 
 import stocache
 
+CLAIM = "From one worker on, loading is hidden behind the training step."
+NEEDS = (("matplotlib", '-e ".[bench]"', "--plot"),)
+
 SAMPLES, LOAD_S, STEP_S, BATCH = 2048, 0.0005, 0.1, 64
 
 
@@ -36,7 +39,7 @@ class Sleeping(Dataset[Any]):
 
 
 class Naive:
-    """A loader of one process that loads when it is asked."""
+    """A loader of one process that loads each batch when it is asked for."""
 
     def __init__(self, dataset: Sleeping) -> None:
         self.dataset = dataset

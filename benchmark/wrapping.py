@@ -1,6 +1,6 @@
-"""What it takes to wrap a dataset of a million paths, beyond the loading of the samples that are probed.
+"""The time to wrap a dataset of a million paths, beyond the loading of the samples that are probed.
 
-python -m benchmark.wrapping
+python -m benchmark wrapping
 """
 
 import statistics
@@ -12,6 +12,8 @@ import torch
 from torch.utils.data import Dataset
 
 from stocache import CachedDataset
+
+CLAIM = "Wrapping a dataset of a million paths takes at most 100 ms beyond the loading of a few samples."
 
 COUNT, ROUNDS = 1_000_000, 9
 

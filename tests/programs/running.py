@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from benchmark.describe import describe, difference
+from benchmark.support.describe import describe, difference
 from stocache import CachedDataset
 
 WARNED = "stocache warned:"

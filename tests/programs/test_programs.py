@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.describe import difference
+from benchmark.support.describe import difference
 from tests.programs.running import WARNED
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, Subset, random_split
 
-from benchmark.describe import describe, difference
+from benchmark.support.describe import describe, difference
 from stocache import CachedDataset, DataLoader, DatasetError, LimitError, deterministic, split_transforms
 from tests.support.lookalikes import (
     CenterCrop,

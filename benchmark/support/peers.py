@@ -1,4 +1,4 @@
-"""The peers that stocache is measured beside, behind the calls the benchmarks make."""
+"""The libraries that stocache is measured beside."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ GIB = 1024**3
 
 
 def stocaching(limit_bytes: int, dataset_len: int, data_dims: tuple[int, ...]) -> Any:
-    """Return a cache of stocaching 0.2.1 (``pip install --no-deps stocaching==0.2.1``), without what it prints."""
+    """Return a cache of stocaching 0.2.1 (``pip install --no-deps stocaching==0.2.1``), without its output."""
     import stocaching
 
     with contextlib.redirect_stdout(io.StringIO()):
@@ -21,7 +21,7 @@ def stocaching(limit_bytes: int, dataset_len: int, data_dims: tuple[int, ...]) -
 
 
 def mosaic() -> Any:
-    """Return MosaicML's streaming, without its vision part: that needs a torchvision that fits torch, and we need it not."""
+    """Return MosaicML's streaming, without its vision part: that needs a torchvision that fits torch, and is not used here."""
     sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))
     import streaming
     import streaming.base.util
@@ -30,7 +30,7 @@ def mosaic() -> Any:
 
 
 def clean_mosaic() -> None:
-    """Remove the shared memory that MosaicML's streaming has left, of all jobs of the machine: none may run."""
+    """Remove the shared memory that MosaicML's streaming has left, of all jobs of the machine. No such job may run."""
     mosaic().base.util.clean_stale_shared_memory()
     for name in os.listdir("/dev/shm"):
         if re.fullmatch(r"\d{6}_[a-z_]+", name):

@@ -1,4 +1,4 @@
-"""Describes any value by plain tuples, which are equal when the values are: types, dtypes, shapes, strides and bytes."""
+"""Describe any value by plain tuples that are equal when the values are: types, dtypes, shapes, strides and bytes."""
 
 import enum
 import functools
@@ -15,10 +15,10 @@ from torch import Tensor
 
 
 def describe(value: Any, strides: bool = True, _above: tuple[int, ...] = ()) -> Any:
-    """Return what ``value`` is, in tuples, str and numbers.
+    """Return a description of ``value`` in tuples, str and numbers.
 
-    A value of an unknown class is told by its attributes or by what it pickles; an open file by its position; what has neither
-    (a lock, a handle of a library) by its class alone. Without ``strides`` they make no difference.
+    A value of an unknown class is described by its attributes or by its pickled state, an open file by its position. A value
+    without these (a lock, a handle of a library) is described by its class alone. Without ``strides``, strides do not count.
     """
     cls = type(value)
     name = f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.").replace("__mp_main__.", "__main__.")
@@ -66,10 +66,10 @@ def describe(value: Any, strides: bool = True, _above: tuple[int, ...] = ()) -> 
 
 
 def _state(value: Any, inner: Any) -> Any:
-    """Return what a value pickles; None where it does not."""
+    """Return the pickled state of a value; None where it cannot be pickled."""
     try:
         reduced = value.__reduce_ex__(4)
-    except Exception:  # whatever a class raises that cannot be pickled
+    except Exception:  # a class that cannot be pickled may raise anything
         return None
     return reduced if isinstance(reduced, str) else tuple(inner(list(part) if _is_iterator(part) else part) for part in reduced)
 

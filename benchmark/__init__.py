@@ -1,0 +1,1 @@
+"""Benchmarks: each module proves a claim; ``python -m benchmark`` lists them."""

@@ -1,0 +1,38 @@
+"""Times of contenders that take turns, and the memory of processes."""
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+
+
+def alternate(contenders: dict[str, Callable[[], object]], rounds: int, calls: int = 1) -> dict[str, float]:
+    """Run each contender once per round, for ``calls`` calls; return its median seconds per call."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds + 1):
+        for name, contender in contenders.items():
+            start = time.perf_counter()
+            contender()
+            if number:  # the first round warms up
+                seconds[name].append((time.perf_counter() - start) / calls)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def settle(nbytes: int) -> None:
+    """Take and release memory, so that a hypervisor that has reclaimed free pages gives them back before the clock starts."""
+    torch.ones(nbytes, dtype=torch.uint8)
+
+
+def pss(pid: int) -> int:
+    """Return the bytes of a process and all its descendants; pages that they share count once."""
+    process, total = psutil.Process(pid), 0
+    for each in [process, *process.children(recursive=True)]:
+        try:
+            rollup = Path(f"/proc/{each.pid}/smaps_rollup").read_text()
+        except OSError:  # it has ended
+            continue
+        total += next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")) * 1024
+    return total
