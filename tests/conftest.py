@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _servers():
     """Multiprocessing starts these once and keeps them; here before the first look at the descriptor table."""
-    multiprocessing.set_forkserver_preload(["torch"])  # seconds for each process; what is spawned imports it itself
+    multiprocessing.set_forkserver_preload(["torch", "pytest", "hypothesis.extra.numpy"])  # what is spawned imports them itself
     forkserver.ensure_running()
     resource_tracker.ensure_running()
     multiprocessing.Barrier(1)  # whose memory comes from a file it keeps

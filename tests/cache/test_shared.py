@@ -13,9 +13,9 @@ from stocache import LimitError, SampleError, SampleIndexError, SegmentError, Sh
 from stocache.shm import segment as segment_module
 from stocache.system import limits
 from stocache.system.limits import GIB, MIB, Memory
+from tests.support.containers import Box, Point
 from tests.support.equality import same
 from tests.support.makers import DIMS, LIMIT, SHARED, SLOTS, N, fill, in_shm, sample
-from tests.support.samples import Box, Point
 
 
 @pytest.fixture(params=SHARED, ids=lambda maker: maker.__name__)

@@ -10,6 +10,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,11 @@ def case(program, /, slow=False, **options):
     return pytest.param(program, options, id=name.replace(" ", "_"), marks=marks)
 
 
-def execute(program, way, folder, options, timeout_s=60):
+def execute(program, way, folder, options, timeout_s=120):
     """Run a program, and return what each of its ranks has written down, and its stderr."""
-    out = folder / f"{way}.pickle"
-    (folder / "data").mkdir(exist_ok=True)
+    folder = folder / way
+    (folder / "data").mkdir(parents=True)
+    out = folder / "out.pickle"
     command = [sys.executable, "-m", f"tests.programs.{program}", way, "data", json.dumps(options), str(out)]
     environment = {
         **os.environ,
@@ -64,9 +66,10 @@ def execute(program, way, folder, options, timeout_s=60):
 
 
 def compare(program, options, folder):
-    """Run a program without and with the one line; demand the same results, and that there was a cache."""
-    plain, _ = execute(program, "plain", folder, options)
-    cached, told = execute(program, "cached", folder, options)
+    """Run a program without and with the one line, side by side; demand the same results, and that there was a cache."""
+    with ThreadPoolExecutor(2) as pool:
+        runs = pool.map(lambda way: execute(program, way, folder, options), ("plain", "cached"))
+        (plain, _), (cached, told) = runs
     assert len(plain) == len(cached)
     for without, rank in zip(plain, cached, strict=True):
         assert difference(without["results"], rank["results"]) is None

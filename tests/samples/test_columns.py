@@ -24,16 +24,15 @@ from benchmark.fuzz import seal_block
 from stocache import DamagedError, SampleError, StorageError
 from stocache.storage.block import Block, BytesFile, encode
 from stocache.system.hashing import checksum
+from tests.support.containers import Box, Point
 from tests.support.equality import everywhere, identical, same
 from tests.support.samples import (
     PICKLED,
     Access,
     Annotated,
-    Box,
     Extra,
     Kind,
     Odd,
-    Point,
     Slotted,
     Space,
     made,

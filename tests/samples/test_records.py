@@ -83,9 +83,9 @@ def test_its_own_bytes_are_all_a_sample_costs_but_for_64(sample):
     data, integers = record.pack()
     with RaggedCache("4MB", 2) as cache:
         cache.set_slot(0, sample)
-        once = cache._arena.used
+        once = cache.stats().filled_bytes
         cache.set_slot(1, sample)
-        own = cache._arena.used - once + 9
+        own = cache.stats().filled_bytes - once + 9
         assert own - len(data) <= 9 + 16 + 7 + 8 * len(integers)
         assert max(integers, default=0) > 65535 or own - len(data) <= 32 + 2 * len(integers)
 

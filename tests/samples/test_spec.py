@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from stocache import SampleError, Structure
 from stocache.samples.spec import check_dtype
+from tests.support.containers import Box, Point
 from tests.support.equality import same
-from tests.support.samples import Box, Point
 
 
 class Key(str, Enum):

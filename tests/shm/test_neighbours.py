@@ -113,9 +113,9 @@ def test_or_it_is_in_the_users_runtime_directory(runtime, caplog):
     def use():
         with make() as cache:
             cache.set_slot(3, torch.full((4,), 7, dtype=torch.uint8))
-            assert cache._segment.path == f"{runtime}/stocache-{VICTIM}/{NAME}"
             assert as_user(VICTIM, join)
             assert [(found.name, found.state) for found in listing.find()] == [("?", "bad"), (NAME, "live")]
+            assert listing.find()[1].path == f"{runtime}/stocache-{VICTIM}/{NAME}"
         assert not list(runtime.iterdir())
         assert f"Cache {NAME!r} is in {runtime}/stocache-{VICTIM} instead" in caplog.text
 
@@ -203,7 +203,7 @@ def replace_by_own(target):
 def test_a_file_that_is_changed_before_it_is_opened_is_refused(monkeypatch, replace, message):
     with make() as cache:
         cache.set_slot(3, torch.zeros(4, dtype=torch.uint8))
-        target = Path(cache._segment.path)
+        target = Path(registry.path_of(NAME))
         real, done = os.open, []
 
         def swapped(path, flags, *arguments, **options):
@@ -436,17 +436,17 @@ def test_a_named_file_that_was_cut_is_noticed_when_attaching(stretched):
     with make() as cache:
         cache.set_slot(3, torch.full((4,), 7, dtype=torch.uint8))
         size = cache._segment.layout.size
-        os.truncate(cache._segment.path, EXTENTS_AT)
+        os.truncate(registry.path_of(NAME), EXTENTS_AT)
         if stretched:
-            os.truncate(cache._segment.path, size)
+            os.truncate(registry.path_of(NAME), size)
         with pytest.raises(SegmentError, match=r"is damaged: .* Remove it: stocache rm --force"):
             make()
-        Path(cache._segment.path).unlink()
+        Path(registry.path_of(NAME)).unlink()
 
 
 def test_a_directory_made_by_this_user_is_for_it_alone():
-    with make() as cache:
-        status = os.stat(os.path.dirname(cache._segment.path))
+    with make():
+        status = os.stat(registry.directory_of())
         assert stat.S_IMODE(status.st_mode) == 0o700
         assert status.st_uid == os.geteuid()
     assert limits.SHM_DIR == "/dev/shm"

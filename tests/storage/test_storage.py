@@ -26,8 +26,8 @@ from stocache import (
 from stocache.storage import local
 from stocache.storage.manifest import block_name
 from stocache.system.hashing import embed_checksum
+from tests.support.containers import Box
 from tests.support.equality import same
-from tests.support.samples import Box
 from tests.support.storages import FilePerSample, N, files_of, sample, save
 
 MAKERS = {

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 
+import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 import stocache
@@ -12,6 +13,9 @@ from stocache import WorkerError
 from stocache.loader.ring import Ring
 from tests.support.equality import same
 from tests.support.images import Images
+
+# How often torch looks whether a worker has ended without a signal: by default every 5 seconds
+torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data.__defaults__ = (0.2,)
 
 
 class Deadly(Images):

@@ -45,7 +45,7 @@ def run_all(context: BaseContext, count: int, target: Callable[..., None], *args
     for process in processes:
         process.start()
     for process in processes:
-        process.join(25)
+        process.join(60)  # on a busy machine, importing torch alone takes half of it
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()

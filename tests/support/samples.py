@@ -15,16 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tensordict import TensorDict
 
+from tests.support.containers import Box, Point
 from tests.support.equality import everywhere, same
-
-Point = collections.namedtuple("Point", "x y")
-
-
-@dataclasses.dataclass(frozen=True)
-class Box:
-    corner: object
-    label: int
-
 
 DTYPES = [
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64, torch.bool),

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from stocache import DataStorage
-from tests.support.samples import Box
+from tests.support.containers import Box
 
 N = 50
 

@@ -10,7 +10,6 @@ import ctypes
 import gc
 import multiprocessing
 import os
-import re
 import threading
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 
 SHM = "/dev/shm"
 PREFIXES = ("torch_", "sem.", "stocache-", "pymp-", "psm_")  # of torch, multiprocessing and stocache
+SEGMENTS = ("/memfd:stocache", "/dev/shm/#", "/dev/shm/stocache")  # as they are called where they are mapped
 PATIENCE_S = 10.0  # for processes that end after their test
 
 CLONE_NEWNS, MS_REC, MS_SLAVE = 1 << 17, 1 << 14, 1 << 19  # of linux/sched.h and linux/mount.h
@@ -91,7 +91,7 @@ def holdings() -> dict[str, object]:
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
         "descriptors": {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if is_open(fd)},
-        "segments mapped": [line for line in maps if re.search("memfd:stocache|/dev/shm/(#|stocache)", line)],
+        "segments mapped": [line for line in maps if any(name in line for name in SEGMENTS)],
         "children": [child.pid for child in multiprocessing.active_children()],
     }
 

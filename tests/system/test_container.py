@@ -16,7 +16,8 @@ JOB = """
 import json, os, sys
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
 import torch
-from stocache import SharedCache, limits
+from stocache import SharedCache
+from stocache.system import limits
 
 samples = 4000
 cache = SharedCache(sys.argv[2], samples, (3, 256, 256))
