@@ -28,7 +28,7 @@ from stocache.loader.collate import as_is
 from stocache.loader.dataloader import DataLoader
 from stocache.reading.graph.feed import Parcel, parcel_ref
 from stocache.reading.graph.graph import DataPipe
-from stocache.reading.run.replica import InitFn, ReplicaEpoch, ResetFn
+from stocache.reading.run.replica import Elements, InitFn, ReplicaEpoch, ResetFn
 from stocache.reading.run.stream import GraphPosition, Stream
 from stocache.reading.run.workers import GO_ON, IDLE, Dispatcher, Request, Worker
 
@@ -133,13 +133,13 @@ class WorkerStream(Stream):
         self._turns, self._dispatches = itertools.cycle(range(self.workers)), itertools.count()
         self._all_dispatched, self._problem = self._dispatcher is None, None
         self._rounds = iter(()) if self._dispatcher is None else iter(self._dispatcher)
-        answers = self._answers()
+        answers = iter(self._loader)
         heap = [(-1, worker) for worker in range(self.workers)]  # no element of a worker has a lesser key
         while heap:
             least, worker = heap[0]
             state = self._states[worker]
             if not state.made and not state.ended and state.until <= least:
-                next(answers)
+                self._accept(*next(answers))
             elif not state.made and state.ended:
                 heapq.heappop(heap)
             elif state.made and state.made[0][0] <= least:
@@ -149,25 +149,23 @@ class WorkerStream(Stream):
                 yield element
             else:
                 heapq.heapreplace(heap, (state.made[0][0] if state.made else state.until, worker))
-        for _ in answers:
-            pass
+        for answer in answers:
+            self._accept(*answer)
 
-    def _answers(self) -> Iterator[None]:
-        """Receive the workers' answers; a step for each."""
-        for worker, waiting, made in iter(self._loader):
-            state = self._states[worker]
-            state.in_flight.popleft()
-            state.waiting = waiting
-            state.made.extend(zip(made.keys, made.elements, strict=True))
-            state.until, state.ended, state.ordered = made.until, made.ended, made.ordered
-            self.drawn = self.drawn or made.drawn
-            if self._problem is not None:
-                problem, self._problem = self._problem, None
-                try:
-                    raise problem
-                finally:
-                    del problem  # which holds this frame
-            yield
+    def _accept(self, worker: int, waiting: int, made: Elements) -> None:
+        """Take over the answer of a worker."""
+        state = self._states[worker]
+        state.in_flight.popleft()
+        state.waiting = waiting
+        state.made.extend(zip(made.keys, made.elements, strict=True))
+        state.until, state.ended, state.ordered = made.until, made.ended, made.ordered
+        self.drawn = self.drawn or made.drawn
+        if self._problem is not None:
+            problem, self._problem = self._problem, None
+            try:
+                raise problem
+            finally:
+                del problem  # it holds this frame
 
     def close(self) -> None:
         """End the processes."""
