@@ -152,7 +152,7 @@ def load(name: str) -> None:
             assert torch.equal(images[:, 0, 0, 0], (labels % 251).to(torch.uint8))
             assert torch.equal(images[:, 2, 223, 223], (labels % 251).to(torch.uint8))
             batches += 1
-    outside = loader.stats().outside if isinstance(loader, stocache.DataLoader) else {}
+    outside = loader.stats().fallbacks if isinstance(loader, stocache.DataLoader) else {}
     print(json.dumps({"batches": batches, "outside": sum(outside.values())}))
 
 

@@ -146,7 +146,7 @@ def main() -> None:
                     break
             del iterators, batches, images, labels
     stats = [loader.stats() for loader in loaders]
-    outside = sum(sum(each.outside.values()) for each in stats)
+    outside = sum(sum(each.fallbacks.values()) for each in stats)
     print(f"\n{done:,} batches, {holder.checks:,} checksums, {holder.errors} wrong; {left} loops left early, {inherited} forks")
     print(f"{sum(each.ring for each in stats):,} through the ring, {outside:,} outside of it")
     if holder.errors:

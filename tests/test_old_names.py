@@ -2,7 +2,16 @@
 
 import pytest
 
-from stocache import BlockSampler, CachedDataset, InMemoryDataStorage, Placement, RaggedCache, StorageDataset, StreamLoader
+from stocache import (
+    BlockSampler,
+    CachedDataset,
+    DataLoader,
+    InMemoryDataStorage,
+    Placement,
+    RaggedCache,
+    StorageDataset,
+    StreamLoader,
+)
 
 
 def test_admit_is_admission(tmp_path):
@@ -23,6 +32,11 @@ def test_misfits_is_rejected():
     with RaggedCache("1MB", 4) as cache:
         with pytest.warns(DeprecationWarning, match="misfits is now rejected"):
             assert cache.stats().misfits == cache.stats().rejected == 0
+
+
+def test_outside_is_fallbacks():
+    with pytest.warns(DeprecationWarning, match="outside is now fallbacks"):
+        assert DataLoader([1, 2]).stats().outside == {}
 
 
 def test_here_is_from_env():

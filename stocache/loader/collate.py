@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map  # documented, for extending default_collate
 
 from stocache.cache.batches import Empty, LazyBatch
-from stocache.loader.ring import FULL, NO_LANE, NO_MEMORY, Ring, outside
+from stocache.loader.ring import FULL, NO_LANE, NO_MEMORY, Ring, fallback
 from stocache.shm.pool import Pool
 
 _STACK = default_collate_fn_map[Tensor]
@@ -48,7 +48,7 @@ class RingCollate:
             samples = samples.read()
         if buffer is None:
             reason = FULL if lane is not None else NO_LANE if self._ring.works else NO_MEMORY
-            return outside(self._ring.key, reason, self._collate_fn(samples))
+            return fallback(self._ring.key, reason, self._collate_fn(samples))
         if self._stacking:
             into_buffer = default_collate_fn_map | {Tensor: partial(_stack, buffer.empty)}
             return buffer.publish(collate(samples, collate_fn_map=into_buffer))
@@ -78,8 +78,8 @@ class Gatherer:
     are loaded by whoever asks for their batch, in the order in which they always were.
     """
 
-    def __init__(self, unread: Iterator[LazyBatch], pool: Pool, depth: int) -> None:
-        self._unread, self._pool, self._depth, self._pid = unread, pool, depth, os.getpid()
+    def __init__(self, lazy_batches: Iterator[LazyBatch], pool: Pool, depth: int) -> None:
+        self._lazy_batches, self._pool, self._depth, self._pid = lazy_batches, pool, depth, os.getpid()
         self._waiting: deque[tuple[LazyBatch | None, Future[Any]]] = deque()
         self._thread = ThreadPoolExecutor(1, "stocache-gather")
         weakref.finalize(self, self._thread.shutdown, wait=False).atexit = False
@@ -88,24 +88,24 @@ class Gatherer:
         return self
 
     def __len__(self) -> int:
-        return len(self._unread)  # type: ignore[arg-type]  # torch's have one
+        return len(self._lazy_batches)  # type: ignore[arg-type]  # torch's have one
 
     def __next__(self) -> Any:
         self._look_ahead()
         if not self._waiting:
-            return _gather(next(self._unread), self._pool)
-        unread, future = self._waiting.popleft()
+            return _gather(next(self._lazy_batches), self._pool)
+        lazy, future = self._waiting.popleft()
         forked = os.getpid() != self._pid  # without the thread
-        batch = None if forked and unread is not None else future.result()
-        if batch is None and unread is not None:
-            batch = _gather(unread, self._pool)
+        batch = None if forked and lazy is not None else future.result()
+        if batch is None and lazy is not None:
+            batch = _gather(lazy, self._pool)
         self._look_ahead()
         return batch
 
     def _look_ahead(self) -> None:
         while len(self._waiting) < self._depth and os.getpid() == self._pid:
             try:
-                unread = next(self._unread)
+                lazy = next(self._lazy_batches)
             except StopIteration:
                 return
             except Exception as error:  # whose turn has not come
@@ -113,13 +113,13 @@ class Gatherer:
                 failed.set_exception(error)
                 self._waiting.append((None, failed))
             else:
-                self._waiting.append((unread, self._thread.submit(_gather_cached, unread, self._pool)))
+                self._waiting.append((lazy, self._thread.submit(_gather_cached, lazy, self._pool)))
 
 
-def _gather_cached(unread: LazyBatch, pool: Pool) -> Any:
-    return _gather(unread, pool) if unread.cached else None
+def _gather_cached(lazy: LazyBatch, pool: Pool) -> Any:
+    return _gather(lazy, pool) if lazy.cached else None
 
 
-def _gather(unread: LazyBatch, pool: Pool) -> Any:
-    batch = unread.gather(pool.empty)
-    return default_collate(unread.read()) if batch is None else batch
+def _gather(lazy: LazyBatch, pool: Pool) -> Any:
+    batch = lazy.gather(pool.empty)
+    return default_collate(lazy.read()) if batch is None else batch

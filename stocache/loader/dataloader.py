@@ -34,6 +34,7 @@ from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.samples.indices import length_of
 from stocache.shm.pool import Pool
 from stocache.system import rng
+from stocache.system.deprecation import old_name
 
 _SIGNATURE = inspect.signature(torch.utils.data.DataLoader.__init__)
 _STATE_VERSION = 1
@@ -48,7 +49,7 @@ class LoaderStats:
         batches: delivered.
         waited_s: seconds that whoever iterates waited for them.
         ring: batches that arrived through the ring.
-        outside: batches that worker processes sent outside of it, by reason.
+        fallbacks: batches that worker processes sent outside of the ring, as torch does, by reason.
         ring_bytes: memory the ring takes now.
         hit_rate: share of samples that the cache had, since the loader was made, among all that were asked for, by whomever;
             None where the dataset is no `CachedDataset`.
@@ -57,9 +58,11 @@ class LoaderStats:
     batches: int
     waited_s: float
     ring: int
-    outside: dict[str, int]
+    fallbacks: dict[str, int]
     ring_bytes: int
     hit_rate: float | None
+
+    outside = old_name("outside", "fallbacks")
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
@@ -98,7 +101,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise LimitError(f"the sampler shares out batches of {planned}, and batch_size={self.batch_size}. Make them equal.")
         self._ring: Ring | None = None
         self._pool = Pool()  # where there are no workers
-        self._crew: WorkerGroup | None = None  # the persistent workers
+        self._worker_group: WorkerGroup | None = None  # the persistent workers
         self._progress = Progress(finished=True)
         self._loaded: dict[str, Any] | None = None  # the state the next iterator goes on from
         self._epoch: int | None = None
@@ -109,17 +112,17 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __iter__(self) -> Any:
         """Return an iterator over the batches. The first one after `load_state_dict` goes on where the state was taken."""
         progress = self._next_progress()
-        if self._crew is not None and self._crew.dead:
+        if self._worker_group is not None and self._worker_group.dead:
             self.end_workers()
-        if self._iterator is None or self._crew is None:  # which torch keeps where workers are persistent
-            batches, crew = self._make_iterator(progress)
+        if self._iterator is None or self._worker_group is None:  # which torch keeps where workers are persistent
+            batches, group = self._make_iterator(progress)
         else:
-            crew = self._crew
-            with crew.order.rng_during_creation(progress), crew.explained():
+            group = self._worker_group
+            with group.order.rng_during_creation(progress), group.explain_errors():
                 batches = super().__iter__()
-        self._crew = crew if self.persistent_workers else None
+        self._worker_group = group if self.persistent_workers else None
         self._progress, self._loaded = progress, None
-        return _Iteration(batches, progress, self._totals, crew)
+        return _Iteration(batches, progress, self._totals, group)
 
     def _make_iterator(self, progress: Progress) -> "tuple[Any, WorkerGroup]":
         # see NOTE [ How torch's DataLoader is used ]
@@ -131,25 +134,25 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             if source is None or self._pins:
                 return self._torch_iterator(order, progress, replaced), WorkerGroup(order)
             replaced |= {"dataset": source, "collate_fn": as_is}
-            unread = self._torch_iterator(order, progress, replaced)
-            return Gatherer(unread, self._pool, self.prefetch_factor or 0), WorkerGroup(order)
+            lazy_batches = self._torch_iterator(order, progress, replaced)
+            return Gatherer(lazy_batches, self._pool, self.prefetch_factor or 0), WorkerGroup(order)
         ring = self.ring
         iteration = ring.begin()
-        order.sender = RequestContext(ring, iteration, arrays=source is not None, epoch=self._epoch)
+        order.context = RequestContext(ring, iteration, arrays=source is not None, epoch=self._epoch)
         replaced |= {"dataset": self.dataset if source is None else source}
         replaced |= {"collate_fn": RingCollate(self.collate_fn, stacking, ring, iteration)}
-        crew = WorkerGroup(order, ring if iteration else None, self._start_method, persistent=self.persistent_workers)
+        group = WorkerGroup(order, ring if iteration else None, self._start_method, persistent=self.persistent_workers)
         try:
-            with crew.explained():
+            with group.explain_errors():
                 try_to_start(self.multiprocessing_context or multiprocessing.get_context())
                 iterator = self._torch_iterator(order, progress, replaced)
         except BaseException:
             ring.end(iteration)
             raise
         weakref.finalize(iterator, ring.end, iteration).atexit = False
-        crew.workers = tuple(iterator._workers)  # also those that have ended, which multiprocessing forgets
-        crew.watch()
-        return iterator, crew
+        group.workers = tuple(iterator._workers)  # also those that have ended, which multiprocessing forgets
+        group.watch()
+        return iterator, group
 
     def _torch_iterator(self, order: Order, progress: Progress, replaced: dict[str, Any]) -> Any:
         """Return the iterator that torch makes of a copy of this loader, with other arguments."""
@@ -189,17 +192,17 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def dead_worker(self) -> str | None:
         """Return what a worker of the newest iterator with persistent workers has died of; None when none has."""
-        return None if self._crew is None else self._crew.death()
+        return None if self._worker_group is None else self._worker_group.death()
 
     def end_workers(self) -> None:
         """End the persistent workers; the next iteration has others."""
         # As Lightning does it. Left to the garbage collector, which may find their queues first, it takes 5 seconds a worker
-        if self._iterator is not None and self._crew is not None:
+        if self._iterator is not None and self._worker_group is not None:
             self._iterator._shutdown_workers()  # type: ignore[attr-defined]
-        self._iterator = self._crew = None
+        self._iterator = self._worker_group = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_ring": None, "_crew": None, "_iterator": None}  # another process has its own
+        return vars(self) | {"_ring": None, "_worker_group": None, "_iterator": None}  # another process has its own
 
     # ------------------------------------------------------------------------------------------------ resuming
 
@@ -214,8 +217,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
         set_epoch(self.dataset, epoch)
-        if self._crew is not None and self._crew.order.sender is not None:
-            self._crew.order.sender.epoch = epoch
+        if self._worker_group is not None and self._worker_group.order.context is not None:
+            self._worker_group.order.context.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the newest iterator stands, after the batches it has delivered: for a checkpoint.
@@ -240,7 +243,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             "version": _STATE_VERSION,
             "batches": progress.delivered,
             "finished": progress.finished,
-            "workers_persist": self._crew is not None,
+            "workers_persist": self._worker_group is not None,
             "epoch": self._epoch,
             "made": progress.made or now,
             "begun": begun or now,
@@ -277,7 +280,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def _next_progress(self) -> Progress:
         if self._loaded is None:
-            return Progress(skip_rng_draw=self._progress.skip_rng_draw and self._crew is None)
+            return Progress(skip_rng_draw=self._progress.skip_rng_draw and self._worker_group is None)
         parts = {key: self._loaded[key] for key in ("made", "begun", "asked", "sampler")}
         return Progress(delivered=self._loaded["batches"], resumed=self._loaded["batches"], **parts)
 
@@ -311,7 +314,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             batches=totals.batches,
             waited_s=totals.waited_s,
             ring=0 if ring is None else ring.received,
-            outside={} if ring is None else {reason: count for reason, count in ring.passed.items() if count},
+            fallbacks={} if ring is None else {reason: count for reason, count in ring.fallbacks.items() if count},
             ring_bytes=0 if ring is None else ring.nbytes,
             hit_rate=hit_rate,
         )
@@ -337,8 +340,8 @@ class _Totals:
 class _Iteration:
     """An iterator over batches, counted."""
 
-    def __init__(self, batches: Iterator[Any], progress: Progress, totals: _Totals, crew: WorkerGroup) -> None:
-        self._batches, self._progress, self._totals, self._crew = batches, progress, totals, crew
+    def __init__(self, batches: Iterator[Any], progress: Progress, totals: _Totals, group: WorkerGroup) -> None:
+        self._batches, self._progress, self._totals, self._worker_group = batches, progress, totals, group
 
     def __iter__(self) -> "_Iteration":
         return self
@@ -354,14 +357,14 @@ class _Iteration:
     def __next__(self) -> Any:
         began = time.perf_counter()
         try:  # torch raises a worker's death wherever the main thread is
-            if self._crew.ring is not None:
-                self._crew.ring.reap()
+            if self._worker_group.ring is not None:
+                self._worker_group.ring.reap()
             batch = next(self._batches)
         except StopIteration:
             self._progress.finished = True
             raise
         except Exception as error:
-            death = self._crew.explanation(error)
+            death = self._worker_group.explanation(error)
             if isinstance(error, WorkerError) and death is not None:
                 raise
             if death is not None:

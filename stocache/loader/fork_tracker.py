@@ -60,7 +60,7 @@ class _Pipe:
 
 _all: "list[weakref.ref[ForkTracker]]" = []
 _forking: dict[int, _Pipe] = {}  # by thread
-_kept: list[int] = []  # the writing ends this process has inherited
+_writers: list[int] = []  # the writing ends this process has inherited
 _watching = False
 
 
@@ -73,9 +73,9 @@ def _watch_forks() -> None:
 
 def _before() -> None:
     for ref in list(_all):
-        witnesses = ref()
-        if witnesses is not None and witnesses._pid == os.getpid():
-            witnesses._about_to_fork()
+        tracker = ref()
+        if tracker is not None and tracker._pid == os.getpid():
+            tracker._about_to_fork()
 
 
 def _in_parent() -> None:
@@ -87,9 +87,9 @@ def _in_parent() -> None:
 def _in_child() -> None:
     pipe = _forking.pop(threading.get_ident(), None)
     if pipe is not None:
-        _kept.append(pipe.writer)
+        _writers.append(pipe.writer)
     for ref in _all:
-        witnesses = ref()
-        if witnesses is not None:
-            witnesses._inherited.clear()  # of the parent's children
+        tracker = ref()
+        if tracker is not None:
+            tracker._inherited.clear()  # of the parent's children
     _all.clear()

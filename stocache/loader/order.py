@@ -41,7 +41,7 @@ class Progress:
         asked: states when the sampler was asked for the first time; None before.
         sampler: what the sampler's own ``state_dict`` said when it began, if it has one.
         resumed: batches that are skipped, as an earlier iteration delivered them; None when the epoch was begun here.
-        undrawn: whether the making of the iterator is not to have drawn anything: it takes the place of one that was there.
+        skip_rng_draw: whether creating this iterator must not advance the generators, because it replaces an existing one.
     """
 
     delivered: int = 0
@@ -62,13 +62,13 @@ class Order:
         sampler: of batches of indices, or, without automatic batching, of indices.
         generators: those that belong to the loader and its samplers.
         progress: of the epoch that is begun next.
-        sender: sends the indices to worker processes; None for an iterator without.
+        context: goes to the worker processes with each batch of indices; None without workers.
     """
 
     sampler: Any
     generators: list[torch.Generator]
     progress: Progress = field(default_factory=Progress)
-    sender: "RequestContext | None" = None
+    context: "RequestContext | None" = None
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -93,7 +93,7 @@ class Order:
                 self.restore(progress.asked, None)
                 head = list(islice(indices, number + 1))[number:]  # one more: the sampler may begin with the first
         for index in chain(head, indices):
-            yield index if self.sender is None else BatchRequest(self.sender, number, index)
+            yield index if self.context is None else BatchRequest(self.context, number, index)
             number += 1
 
     @contextlib.contextmanager
@@ -181,33 +181,33 @@ class BatchRequest:
 
     __slots__ = ("_content",)
 
-    def __init__(self, sender: RequestContext, number: int, index: Any) -> None:
-        self._content = sender.ring.key, sender.iteration, number, sender.epoch, sender.arrays, index
+    def __init__(self, context: RequestContext, number: int, index: Any) -> None:
+        self._content = context.ring.key, context.iteration, number, context.epoch, context.arrays, index
 
     def __reduce__(self) -> tuple[Any, ...]:
         *message, index = self._content
-        return _arrive, (*message, *_packed(index))
+        return _unpickle_request, (*message, *_pack_indices(index))
 
 
 _epoch: int | None = None  # that this worker's dataset has been told
 
 
-def _arrive(key: str, iteration: int, number: int, epoch: int | None, arrays: bool, index: Any, width: int) -> Any:
+def _unpickle_request(key: str, iteration: int, number: int, epoch: int | None, arrays: bool, index: Any, width: int) -> Any:
     global _epoch
     lane = ring_of(key).lane(iteration)
     if lane is not None:
-        lane.note(number)
+        lane.record_request(number)
     worker = get_worker_info()
     if epoch is not None and epoch != _epoch and worker is not None:
         _epoch = epoch
         set_epoch(worker.dataset, epoch)
     if not width:
         return index
-    unpacked = _unpacked(index, width)
+    unpacked = _unpack_indices(index, width)
     return unpacked if arrays else unpacked.tolist()
 
 
-def _packed(index: Any) -> tuple[Any, int]:
+def _pack_indices(index: Any) -> tuple[Any, int]:
     """Return indices in as few bytes as the largest of them needs, and how many; or as they are, and 0.
 
     A list of Python integers above 65535 is pickled in five bytes each: more than a KiB for a batch of 256.
@@ -222,7 +222,7 @@ def _packed(index: Any) -> tuple[Any, int]:
     return wide[:, :width].tobytes(), width
 
 
-def _unpacked(data: bytes, width: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _unpack_indices(data: bytes, width: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     wide = np.zeros((len(data) // width, 8), np.uint8)
     wide[:, :width] = np.frombuffer(data, np.uint8).reshape(-1, width)
     return wide.view(np.int64).ravel()

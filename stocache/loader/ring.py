@@ -66,20 +66,20 @@ class Ring:
 
     Attributes:
         received: batches that came through the ring.
-        passed: batches that went outside of it, by reason.
+        fallbacks: batches that went outside of it, by reason.
     """
 
     def __init__(self, lanes: int, depth: int, pinned: bool = False) -> None:
         words = _LIVE + lanes * (_LANE_WORDS + depth)
         segment = Segment.create(words * 8, lanes * depth * STRIDE, _EXTENT)
         self._assemble(f"{os.getpid()}-{next(_numbers)}", lanes, depth, segment)
-        self.received, self.passed = 0, dict.fromkeys((FULL, NO_LANE, NO_MEMORY, TOO_LARGE, NOTHING), 0)
+        self.received, self.fallbacks = 0, dict.fromkeys((FULL, NO_LANE, NO_MEMORY, TOO_LARGE, NOTHING), 0)
         self._pid = os.getpid()
         self._iterations = itertools.count(1)
         self._leases: LeaseTracker[int] = LeaseTracker()  # slots, with the memory of their batches
         self._copied: deque[int] = deque()  # slots whose batches are dead, and copied if they were to be
         self._reaping = threading.Lock()
-        self._witnesses = ForkTracker(self._leases.active)
+        self._forks = ForkTracker(self._leases.active)
         self._mapped = [0] * (lanes * depth)
         self._pinned = Pinned() if pinned else None
         if self._pinned is not None:
@@ -198,7 +198,7 @@ class Ring:
 
     def record_fallback(self, reason: str) -> None:
         """Note that a batch has arrived outside of the ring."""
-        self.passed[reason] += 1
+        self.fallbacks[reason] += 1
         self.reap()
 
     def reap(self) -> None:
@@ -212,7 +212,7 @@ class Ring:
                 else:
                     self._copied.append(slot)
             if self._copied:
-                seen = self._witnesses.seen()
+                seen = self._forks.seen()
                 for _ in range(len(self._copied)):
                     slot = self._copied.popleft()
                     if slot in seen:
@@ -233,7 +233,7 @@ class Lane:
     """The buffers of one sending process, on its side; of one thread of it.
 
     Attributes:
-        packed: what `pack` returned for each kind of batch; see `RingBuffer.ship`.
+        packed: what `pack` returned for each kind of batch; see `RingBuffer.publish`.
     """
 
     def __init__(
@@ -253,12 +253,12 @@ class Lane:
         """Whether this process has claimed it; a forked child has not."""
         return self._pid == os.getpid()
 
-    def note(self, number: int) -> None:
+    def record_request(self, number: int) -> None:
         """Note which batch is made now."""
         self._owner[2] = number + 1
 
     def take(self) -> "RingBuffer | None":
-        """Return a free buffer, the same until it is shipped; None when there is none."""
+        """Return a free buffer, the same until it is published; None when there is none."""
         for at, word in enumerate(self.words):
             if word & 3 == _FREE:
                 return RingBuffer(self, at, self._first + at)
@@ -279,7 +279,7 @@ class Lane:
 
 
 class RingBuffer:
-    """One free buffer in the hands of a worker that fills it. Dropped without `ship`, it stays free."""
+    """One free buffer in the hands of a worker that fills it. Dropped without `publish`, it stays free."""
 
     def __init__(self, lane: Lane, at: int, slot: int) -> None:
         self._lane, self._at, self._slot = lane, at, slot
@@ -308,7 +308,7 @@ class RingBuffer:
                 lane.packed[kind] = packed
         payload, places = packed
         if not places:  # that payload, for it may hold descriptors that wait to be fetched
-            return BatchHandle(_unpack_outside, lane.key, (self.problem, payload))
+            return BatchHandle(_receive_fallback, lane.key, (self.problem, payload))
         number = (lane.words[self._at] >> 2) + 1
         lane.words[self._at] = number << 2 | _SENT
         return BatchHandle(_receive, lane.key, (self._slot, number, self._used, places, payload))
@@ -338,33 +338,30 @@ class BatchHandle:
 
     __slots__ = ("_reduced",)
 
-    def __init__(self, arrive: Callable[..., Any], key: str, content: tuple[Any, ...]) -> None:
-        self._reduced = arrive, (key, *content)
+    def __init__(self, receive: Callable[..., Any], key: str, content: tuple[Any, ...]) -> None:
+        self._reduced = receive, (key, *content)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return self._reduced
 
 
-def outside(key: str, reason: str, batch: Any) -> BatchHandle:
+def fallback(key: str, reason: str, batch: Any) -> BatchHandle:
     """Return what to send where a batch goes outside of the ring of that key, for that ``reason``.
 
     It is pickled here, where what that raises is noticed; a queue's own thread would lose the batch, and its loop would hang.
     """
     payload, _ = pack(batch, lambda address, nbytes: None)
-    return BatchHandle(_unpack_outside, key, (reason, payload))
+    return BatchHandle(_receive_fallback, key, (reason, payload))
 
 
 def _receive(key: str, *content: Any) -> Any:
     return ring_of(key).receive(*content)
 
 
-def _pass_by(key: str, reason: str, batch: Any) -> Any:
+def _receive_fallback(key: str, reason: str, payload: bytes) -> Any:
+    batch = unpack(payload, memoryview(b""), [])
     ring_of(key).record_fallback(reason)
     return batch
-
-
-def _unpack_outside(key: str, reason: str, payload: bytes) -> Any:
-    return _pass_by(key, reason, unpack(payload, memoryview(b""), []))
 
 
 def ring_of(key: str) -> Ring:

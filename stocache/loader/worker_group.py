@@ -36,7 +36,7 @@ class WorkerGroup:
         order: of the batches.
         ring: where workers note which batch they make; None where they do not.
         start_method: of the workers.
-        persistent: whether they live until they are told to end.
+        persistent: whether they live until they are message to end.
         workers: all that were started.
         dead: whether the death of one was raised.
     """
@@ -85,15 +85,15 @@ class WorkerGroup:
         _explain_in_handler()
 
     @contextlib.contextmanager
-    def explained(self) -> Iterator[None]:
+    def explain_errors(self) -> Iterator[None]:
         """Surround what torch does with workers: raise WorkerError where one dies, or cannot start."""
         try:
             yield
         except Exception as error:
-            told = self.explanation(error)
-            if told is None:
+            message = self.explanation(error)
+            if message is None:
                 raise
-            raise WorkerError(told) from error
+            raise WorkerError(message) from error
 
     def explanation(self, error: Exception, sure: bool = False) -> str | None:
         """Return what to say instead of an error of torch's or multiprocessing's; None where it is another.
@@ -102,17 +102,17 @@ class WorkerGroup:
         """
         if isinstance(error, WorkerError) and self.dead:  # by the handler, below
             return str(error)
-        told = self._explanation(error, sure) if self.start_method else None
-        self.dead = self.dead or told is not None
-        return told
+        message = self._explanation(error, sure) if self.start_method else None
+        self.dead = self.dead or message is not None
+        return message
 
     def _explanation(self, error: Exception, sure: bool) -> str | None:
-        told = str(error)
-        if isinstance(error, RuntimeError) and (found := _DEATH.match(told)):
+        message = str(error)
+        if isinstance(error, RuntimeError) and (found := _DEATH.match(message)):
             death = self.death([int(pid) for pid in found[1].split(",")])
             if death is None and found[2]:  # while it was being started, so its process is not known here
                 death = self._death_of(int(found[1]), int(found[2]))
-            return death if death or sure else told
+            return death if death or sure else message
         if isinstance(error, OSError | EOFError | ImportError) and (modules := _multiprocessing_in(error)):
             if self.workers:  # a batch lay in memory of which its worker could not hand over the descriptor
                 wait([worker.sentinel for worker in self.workers], _POLL_S)
@@ -121,8 +121,8 @@ class WorkerGroup:
                 hint = "They need semaphores, which take room in /dev/shm: is it mounted, and may it be written to?"
             else:
                 hint = _guard_hint() if self.start_method != "fork" else ""
-            told = f"the DataLoader cannot start its worker processes ({type(error).__name__}: {error})."
-            return f"{told} num_workers=0 loads in this process. {hint}".rstrip()
+            message = f"the DataLoader cannot start its worker processes ({type(error).__name__}: {error})."
+            return f"{message} num_workers=0 loads in this process. {hint}".rstrip()
         return None
 
 
@@ -162,8 +162,8 @@ def _explain_in_handler() -> None:
             handler(signum, frame)
         except RuntimeError as error:
             for group in list(_groups):
-                if (told := group.explanation(error, sure=True)) is not None:
-                    raise WorkerError(told) from error
+                if (message := group.explanation(error, sure=True)) is not None:
+                    raise WorkerError(message) from error
             raise
 
     signal.signal(signal.SIGCHLD, explain)

@@ -17,7 +17,7 @@ from stocache.reading.graph.pipes import InOrder
 from stocache.reading.graph.replay import trace
 from stocache.reading.graph.seeds import SeedGenerator, check_seed, epoch_seed, random_seed
 from stocache.reading.interfaces import ReadingServiceInterface
-from stocache.reading.services import completed, is_checkpointable, running_in
+from stocache.reading.services import completed, find_running, is_checkpointable
 
 _STATE_VERSION = 1
 
@@ -238,7 +238,7 @@ class DataLoader2:
 
     def _kept(self) -> tuple[bytes | None, int]:
         """Return what the service keeps, and how many elements are to be dropped once more when it goes on from there."""
-        running, dropped = running_in(self.reading_service), self._delivered
+        running, dropped = find_running(self.reading_service), self._delivered
         if running is not None:
             pipe, count = trace(self.datapipe, self._delivered)[-1]  # type: ignore[arg-type]
             traced = pipe is running.stream

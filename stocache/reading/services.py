@@ -1,6 +1,7 @@
 """Reading services: how the graph of a `DataLoader2` is run, and by whom."""
 
 import copy
+import io
 import pickle
 import warnings
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from stocache.reading.graph.replay import trace
 from stocache.reading.graph.seeds import SeedGenerator, dist_share_seed, set_graph_random_seed
 from stocache.reading.graph.sharding import Counted, apply_sharding, dispatched_end, replicable_end, share
 from stocache.reading.interfaces import CheckpointableReadingServiceInterface, ReadingServiceInterface
-from stocache.reading.run.divide import Length, Seeding, is_full_sync, taken_ahead, without_prefetching
+from stocache.reading.run.divide import Length, Seeding, is_full_sync, max_buffered, without_prefetching
 from stocache.reading.run.engine import GraphPlan, WorkerStream
 from stocache.reading.run.replica import InitFn, Replica, ReplicaEpoch, ResetFn, Resume, WorkerInfo, clock_of
 from stocache.reading.run.stream import GraphPosition, LocalStream, Stream
@@ -41,7 +42,17 @@ class _Checkpoint:
     numbers: tuple[States, States] | None = None
 
 
-class _Running(CheckpointableReadingServiceInterface):
+class _CheckpointReader(pickle.Unpickler):
+    """Reads checkpoints, also those of versions in which classes had other names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the class of that name."""
+        if (module, name) == ("stocache.reading.streams", "Position"):
+            return GraphPosition
+        return super().find_class(module, name)
+
+
+class _RunningService(CheckpointableReadingServiceInterface):
     """A service that runs the replicable part of a graph, and gives what it makes to the rest by a `Stream`.
 
     Attributes:
@@ -63,7 +74,7 @@ class _Running(CheckpointableReadingServiceInterface):
 
     def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
         """Return the graph, to go on where a checkpoint was."""
-        self._restored = pickle.loads(serialized_state)
+        self._restored = _CheckpointReader(io.BytesIO(serialized_state)).load()
         if not isinstance(self._restored, _Checkpoint):
             raise StateError(f"{type(self).__name__} cannot go on from a checkpoint of {type(self._restored).__name__}.")
         return self.initialize(datapipe)
@@ -89,9 +100,9 @@ class _Running(CheckpointableReadingServiceInterface):
         if dispatched is not None:
             part = end_of(replace_dp(traverse_dps(part), dispatched, Counted(dispatched)))
         self._seeding.divide(part)
-        ahead, length = taken_ahead(datapipe, whole), Length(datapipe, part, 1)
+        buffered, length = max_buffered(datapipe, whole), Length(datapipe, part, 1)
         replica = Replica(share(part, 1, 0), WorkerInfo(1, 0), init_fn, reset_fn, alone=False)
-        return self._put_stream(datapipe, whole, LocalStream(replica, ahead, length))
+        return self._put_stream(datapipe, whole, LocalStream(replica, buffered, length))
 
     def _begin_here(self, seed_generator: SeedGenerator, iter_reset_fn: Adapt | None) -> None:
         restored, self._restored = self._restored, None
@@ -103,7 +114,7 @@ class _Running(CheckpointableReadingServiceInterface):
         self.stream.begin_epoch([ReplicaEpoch(seeds, seed_generator, iter_reset_fn, resume)], begun, numbers)
 
 
-class InProcessReadingService(_Running):
+class InProcessReadingService(_RunningService):
     """Run the graph in this process.
 
     Maps draw their random numbers from this process's generators; a state holds where these are, and going on puts them there.
@@ -133,7 +144,7 @@ class InProcessReadingService(_Running):
         return None
 
 
-class MultiProcessingReadingService(_Running):
+class MultiProcessingReadingService(_RunningService):
     """Run a replica of the graph in each of several worker processes, and one for all before what is dispatched.
 
     Elements come in the order in which one process would make them, wherever that can be known: where nothing but ``map``,
@@ -180,7 +191,7 @@ class MultiProcessingReadingService(_Running):
         if not self.num_workers:
             return self._run_here(datapipe, self.worker_init_fn, self.worker_reset_fn)
         part = whole = replicable_end(datapipe)
-        ahead, self._seeding = taken_ahead(datapipe, part), Seeding(datapipe)
+        buffered, self._seeding = max_buffered(datapipe, part), Seeding(datapipe)
         dispatched, feed = dispatched_end(part), None
         if dispatched is not None:
             feed = Feed(length_of(dispatched))
@@ -190,7 +201,7 @@ class MultiProcessingReadingService(_Running):
         prefetch = self.worker_prefetch_cnt + -(-self.main_prefetch_cnt // self.num_workers)
         functions = self.worker_init_fn, self.worker_reset_fn
         plan = GraphPlan(part, dispatched, self.num_workers, self.multiprocessing_context, prefetch, *functions)
-        return self._put_stream(datapipe, whole, WorkerStream(plan, ahead, Length(datapipe, part, self.num_workers)))
+        return self._put_stream(datapipe, whole, WorkerStream(plan, buffered, Length(datapipe, part, self.num_workers)))
 
     def initialize_iteration(self, seed_generator: SeedGenerator, iter_reset_fn: Adapt | None = None) -> Adapt | None:
         """Begin an epoch in the workers."""
@@ -223,7 +234,7 @@ class MultiProcessingReadingService(_Running):
         """Return how many elements of its feed a worker has used up, and will not need again."""
         if resume.again:
             return 0
-        end, count = (self._part, resume.count) if resume.passed is None else (clock_of(self._part), resume.passed)
+        end, count = (self._part, resume.count) if resume.taken is None else (clock_of(self._part), resume.taken)
         pipe, used = trace(end, count)[-1]
         return used if pipe is self._feed else 0
 
@@ -381,11 +392,11 @@ def is_checkpointable(service: Any) -> bool:
     return callable(getattr(service, "checkpoint", None)) and callable(getattr(service, "restore", None))
 
 
-def running_in(service: Any) -> "_Running | None":
+def find_running(service: Any) -> "_RunningService | None":
     """Return the service that runs the graph, among those in sequence; None where it is the user's own."""
-    if isinstance(service, _Running):
+    if isinstance(service, _RunningService):
         return service
-    within = map(running_in, service.reading_services) if isinstance(service, SequentialReadingService) else ()
+    within = map(find_running, service.reading_services) if isinstance(service, SequentialReadingService) else ()
     return next((found for found in within if found is not None), None)
 
 

@@ -468,8 +468,8 @@ def test_all_batches_may_be_kept(workers):
                 assert torch.equal(images, torch.stack([image(idx) for idx in wanted]))
         stats = loader.stats()
         if "num_workers" in workers:
-            assert set(stats.outside) == {FULL}
-            assert stats.ring + stats.outside[FULL] == stats.batches == 150
+            assert set(stats.fallbacks) == {FULL}
+            assert stats.ring + stats.fallbacks[FULL] == stats.batches == 150
         del loader, kept, images, labels
         gc.collect()
 
@@ -512,7 +512,7 @@ def test_leaving_early_again_and_again_leaves_the_ring_usable(persistent):
             assert labels.tolist() == list(range(number * 4, number * 4 + 4))
             if number == 3:
                 break
-    assert loader.stats().outside == {}
+    assert loader.stats().fallbacks == {}
     assert loader.stats().ring_bytes <= 2 * 12 * limits.MIB * 2
 
 
@@ -531,7 +531,7 @@ def test_more_iterators_than_lanes():
     for batches in zip(*[loader] * 4, strict=True):
         assert same(list(batches), [expected[0]] * 4)
         expected.pop(0)
-    assert sum(loader.stats().outside.values()) > 0
+    assert sum(loader.stats().fallbacks.values()) > 0
 
 
 def test_a_loader_that_was_used_works_in_a_forked_child():
@@ -569,15 +569,15 @@ def test_torch_keeps_and_ends_persistent_workers_under_the_names_that_are_used()
 def test_through_the_ring_and_outside_of_it():
     loader = stocache.DataLoader(Images(), 8, num_workers=2)
     before = loader.stats()
-    assert (before.batches, before.ring, before.outside, before.ring_bytes, before.hit_rate) == (0, 0, {}, 0, None)
+    assert (before.batches, before.ring, before.fallbacks, before.ring_bytes, before.hit_rate) == (0, 0, {}, 0, None)
     for _ in loader:
         pass
     stats = loader.stats()
-    assert (stats.batches, stats.ring, stats.outside) == (7, 7, {})
+    assert (stats.batches, stats.ring, stats.fallbacks) == (7, 7, {})
     assert stats.waited_s > 0
     strings = stocache.DataLoader([f"{n}" for n in range(10)], 5, num_workers=1)
     assert list(strings) == [["0", "1", "2", "3", "4"], ["5", "6", "7", "8", "9"]]
-    assert strings.stats().outside == {NOTHING: 2}
+    assert strings.stats().fallbacks == {NOTHING: 2}
 
 
 @pytest.mark.leaves_descriptors
@@ -586,7 +586,7 @@ def test_without_shared_memory_it_is_torchs(monkeypatch):
     ours, theirs = both(Images(), batch_size=8, shuffle=True, num_workers=2)
     assert agree(ours, theirs)
     assert ours.stats().ring == 0
-    assert sum(ours.stats().outside.values()) == 14
+    assert sum(ours.stats().fallbacks.values()) == 14
 
 
 def test_a_thread_gathers_ahead_only_what_is_cached():

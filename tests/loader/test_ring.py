@@ -13,7 +13,7 @@ import torch
 
 from stocache import WorkerError
 from stocache.loader import ring as ring_module
-from stocache.loader.ring import FULL, NO_LANE, NO_MEMORY, NOTHING, TOO_LARGE, Ring, outside, ring_of
+from stocache.loader.ring import FULL, NO_LANE, NO_MEMORY, NOTHING, TOO_LARGE, Ring, fallback, ring_of
 from stocache.system import limits
 from tests.support.equality import same
 from tests.support.rings import free, numbers
@@ -102,8 +102,8 @@ def test_what_is_computed_from_a_batch_does_not_hold_it(ring):
 def test_all_that_is_held_stays_and_a_full_ring_waits_for_nothing(ring):
     held = [pickle.loads(send(ring, numbers(start))) for start in range(3)]
     assert ring.lane(1).take() is None
-    assert pickle.loads(pickle.dumps(outside(ring.key, FULL, "torch's way"))) == "torch's way"
-    assert ring.passed[FULL] == 1
+    assert pickle.loads(pickle.dumps(fallback(ring.key, FULL, "torch's way"))) == "torch's way"
+    assert ring.fallbacks[FULL] == 1
     assert all(same(batch, numbers(start)) for start, batch in enumerate(held))
     del held[1]
     assert same(pickle.loads(send(ring, numbers(9))), numbers(9))
@@ -118,7 +118,7 @@ def test_writing_to_a_batch_is_private_to_who_holds_it(ring):
     assert same(second, numbers(0))
 
 
-def test_a_buffer_that_was_not_shipped_stays_free(ring):
+def test_a_buffer_that_was_not_published_stays_free(ring):
     for _ in range(10):
         buffer = ring.lane(1).take()
         buffer.empty((100,), torch.float32)
@@ -131,7 +131,7 @@ def test_a_buffer_that_was_not_shipped_stays_free(ring):
 def test_what_has_no_bytes_is_passed_by(ring):
     batch = {"names": ["a", "b"], "empty": torch.empty(0)}
     assert same(pickle.loads(send(ring, batch)), batch)
-    assert ring.passed[NOTHING] == 1
+    assert ring.fallbacks[NOTHING] == 1
     assert free(ring) == 6
 
 
@@ -144,7 +144,7 @@ def test_batches_larger_than_a_buffer_go_the_way_of_torch(monkeypatch):
     assert buffer.empty((3 * limits.MIB,), torch.uint8) is None
     large = torch.arange(300_000)
     assert same(pickle.loads(pickle.dumps(buffer.publish(large))), large)
-    assert ring.passed[TOO_LARGE] == 1
+    assert ring.fallbacks[TOO_LARGE] == 1
     small = numbers(1)
     assert same(pickle.loads(send(ring, small)), small)
     del buffer
@@ -155,7 +155,7 @@ def test_where_the_machine_gives_no_memory_batches_go_the_way_of_torch(ring, mon
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     for _ in range(3):
         assert same(pickle.loads(send(ring, numbers(4))), numbers(4))
-    assert ring.passed[NO_MEMORY] == 3
+    assert ring.fallbacks[NO_MEMORY] == 3
     assert ring.nbytes == 0
     assert "cache" not in caplog.text  # it is none
 
@@ -264,7 +264,7 @@ def test_too_many_iterations_get_no_lane(ring):
 
 def test_a_process_that_did_not_make_the_ring_says_so():
     ring = Ring(1, 1)
-    message = pickle.dumps(outside(ring.key, NO_LANE, 1))
+    message = pickle.dumps(fallback(ring.key, NO_LANE, 1))
     key = ring.key
     del ring
     with pytest.raises(WorkerError, match="did not make its DataLoader"):
@@ -373,7 +373,7 @@ def test_forks_while_nothing_is_held_cost_no_descriptors(ring):
 
 def test_what_goes_outside_and_does_not_pickle_is_an_error_at_once():
     with pytest.raises(TypeError, match="cannot pickle"):  # and not in the thread of a queue, which would lose it
-        ring_module.outside("key", ring_module.FULL, threading.Lock())
+        ring_module.fallback("key", ring_module.FULL, threading.Lock())
 
 
 def test_which_batch_a_process_ended_at_is_known_when_others_have_come():
@@ -383,7 +383,7 @@ def test_which_batch_a_process_ended_at_is_known_when_others_have_come():
     for number in (5, 6):
         pid = os.fork()
         if pid == 0:
-            ring.lane(iteration).note(number)
+            ring.lane(iteration).record_request(number)
             os._exit(0)
         os.waitpid(pid, 0)
         ended.append(pid)

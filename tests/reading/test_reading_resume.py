@@ -279,6 +279,15 @@ def test_what_is_no_state_is_refused(wrong):
         DataLoader2(source()).load_state_dict(wrong)
 
 
+def test_a_state_that_names_a_class_as_before_is_resumed():
+    graph = next(iter(GRAPHS.values()))
+    state = broken_off(graph, 0, 0, 5)
+    checkpoint = pickle.dumps(pickle.loads(state["reading_service_state"]), 2)  # in which a class is two lines of text
+    before = checkpoint.replace(b"cstocache.reading.run.stream\nGraphPosition\n", b"cstocache.reading.streams\nPosition\n")
+    assert before != checkpoint
+    assert resumed(graph, 0, state | {"reading_service_state": before}, 0) == resumed(graph, 0, state, 0)
+
+
 def test_a_state_is_loaded_before_iterating():
     with loader(source(), 0) as dataloader:
         next(iter(dataloader))

@@ -67,7 +67,7 @@ class Packer:
         return at
 
 
-def pass_on(parcel: Parcel, ring: Ring) -> ParcelRef:
+def parcel_ref(parcel: Parcel, ring: Ring) -> ParcelRef:
     """Return what to send to a worker instead of a parcel, which must be kept until the worker has answered."""
     if parcel.block is None:
         return ParcelRef(parcel.payload, [], b"")
@@ -76,11 +76,11 @@ def pass_on(parcel: Parcel, ring: Ring) -> ParcelRef:
     return ParcelRef(parcel.payload, parcel.places, block)
 
 
-def unpacked(passed: ParcelRef, ring: Ring) -> list[Any]:
+def unpack_parcel(ref: ParcelRef, ring: Ring) -> list[Any]:
     """Return the elements of a parcel; their memory is their own."""
-    here = isinstance(passed.block, bytes)
-    memory = np.frombuffer(bytearray(passed.block), np.uint8) if here else ring.copied(*passed.block)
-    elements: list[Any] = unpack(passed.payload, memory.data, passed.places)
+    here = isinstance(ref.block, bytes)
+    memory = np.frombuffer(bytearray(ref.block), np.uint8) if here else ring.copied(*ref.block)
+    elements: list[Any] = unpack(ref.payload, memory.data, ref.places)
     return elements
 
 

@@ -61,19 +61,19 @@ class Length:
         return total
 
 
-def taken_ahead(datapipe: DataPipe, part: DataPipe) -> int:
+def max_buffered(datapipe: DataPipe, part: DataPipe) -> int:
     """Return how many elements of a part the pipes behind it may have taken and not given on."""
-    ahead = 0
+    held = 0
     for pipe, _ in trace(datapipe, 1):
         if pipe is part:
             break
         if isinstance(pipe, Prefetcher):
-            ahead += pipe.buffer_size + 1
+            held += pipe.buffer_size + 1
         elif isinstance(pipe, FullSync):
-            ahead += 2
+            held += 2
         elif isinstance(pipe, Batcher):
-            ahead = (ahead + 1) * pipe.batch_size
-    return ahead
+            held = (held + 1) * pipe.batch_size
+    return held
 
 
 def without_prefetching(datapipe: DataPipe) -> DataPipe:

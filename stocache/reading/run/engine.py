@@ -26,9 +26,9 @@ import torch
 from stocache.errors import WorkerError
 from stocache.loader.collate import as_is
 from stocache.loader.dataloader import DataLoader
-from stocache.reading.graph.feed import Parcel, pass_on
+from stocache.reading.graph.feed import Parcel, parcel_ref
 from stocache.reading.graph.graph import DataPipe
-from stocache.reading.run.replica import InitFn, ReplicaEpoch, ResetFn
+from stocache.reading.run.replica import Elements, InitFn, ReplicaEpoch, ResetFn
 from stocache.reading.run.stream import GraphPosition, Stream
 from stocache.reading.run.workers import GO_ON, IDLE, Dispatcher, Request, Worker
 
@@ -40,13 +40,13 @@ class WorkerStream(Stream):
 
     Args:
         plan: the parts of the graph, and how they are run.
-        ahead, length: as for `Stream`.
+        max_buffered, length: as for `Stream`.
     """
 
     # see NOTE [ One engine ]
 
-    def __init__(self, plan: "GraphPlan", ahead: int, length: Callable[[], int]) -> None:
-        super().__init__(plan.num_workers, ahead, length)
+    def __init__(self, plan: "GraphPlan", max_buffered: int, length: Callable[[], int]) -> None:
+        super().__init__(plan.num_workers, max_buffered, length)
         self._plan = plan
         self._all_dispatched = True
         self._rounds: Iterator[Any] = iter(())
@@ -58,13 +58,15 @@ class WorkerStream(Stream):
         ring = None
         if plan.dispatched is not None:
             dispatcher = Dispatcher(plan.dispatched, plan.num_workers, self._limit, plan.reset_fn)
-            rounds = _Asking(self._ask_dispatcher)
+            rounds = _Requests(self._next_dispatch)
             self._dispatcher = DataLoader(dispatcher, sampler=rounds, num_workers=1, generator=torch.Generator(), **options)
             ring = self._dispatcher.ring
         self._ring = ring
         worker = Worker(plan.end, plan.num_workers, plan.init_fn, plan.reset_fn, ring)
-        asked = _Asking(self._ask_workers)
-        self._loader = DataLoader(worker, sampler=asked, num_workers=plan.num_workers, generator=torch.Generator(), **options)
+        requests = _Requests(self._next_request)
+        self._loader = DataLoader(
+            worker, sampler=requests, num_workers=plan.num_workers, generator=torch.Generator(), **options
+        )
 
     def begin_epoch(
         self, epochs: list[ReplicaEpoch], begun: GraphPosition | None, dispatched: ReplicaEpoch | None = None
@@ -75,43 +77,42 @@ class WorkerStream(Stream):
 
     # ------------------------------------------------------------------------------------------------ asking
 
-    def _ask_workers(self) -> "Request | None":
-        if all(hand.ended for hand in self._hands):
+    def _next_request(self) -> "Request | None":
+        if all(state.ended for state in self._states):
             return None
         worker = next(self._turns)
-        hand = self._hands[worker]
-        room = (_IN_FLIGHT + 1) * self._limit - len(hand.made) - sum(hand.asked)
-        limit = 0 if hand.ended else max(0, min(self._limit, room))
-        hand.asked.append(limit)
-        epoch, hand.epoch = hand.epoch, None
-        parcel = self._parcel_for(hand) if self._dispatcher is not None and not hand.ended else None
-        hand.lent.append(parcel)
-        passed = None if parcel is None or self._ring is None else pass_on(parcel, self._ring)
-        return Request(worker, limit, epoch, passed, self._all_dispatched and not hand.parcels)
+        state = self._states[worker]
+        room = (_IN_FLIGHT + 1) * self._limit - len(state.made) - sum(limit for limit, _ in state.in_flight)
+        limit = 0 if state.ended else max(0, min(self._limit, room))
+        epoch, state.epoch = state.epoch, None
+        parcel = self._parcel_for(state) if self._dispatcher is not None and not state.ended else None
+        state.in_flight.append((limit, parcel))
+        ref = None if parcel is None or self._ring is None else parcel_ref(parcel, self._ring)
+        return Request(worker, limit, epoch, ref, self._all_dispatched and not state.parcels)
 
-    def _parcel_for(self, hand: "_WorkerState") -> Parcel | None:
+    def _parcel_for(self, state: "_WorkerState") -> Parcel | None:
         """Return a parcel for a worker that has used up what it was sent; None for now, or when there are no more."""
-        if hand.waiting + sum(map(_size, hand.lent)) >= self._limit:
+        if state.waiting + sum(parcel.size for _, parcel in state.in_flight if parcel is not None) >= self._limit:
             return None
-        while not hand.parcels and not self._all_dispatched and self._problem is None:
+        while not state.parcels and not self._all_dispatched and self._problem is None:
             try:
                 parcels, self._all_dispatched, drawn = next(self._rounds)
             except Exception as problem:  # not to be raised within torch, which may be starting workers, and would leave them
                 self._problem = problem
                 break
             self.drawn = self.drawn or drawn
-            for its, parcel in zip(self._hands, parcels, strict=True):
+            for its, parcel in zip(self._states, parcels, strict=True):
                 if parcel is not None:
                     its.parcels.append(Parcel(*parcel))
-        return hand.parcels.popleft() if hand.parcels else None
+        return state.parcels.popleft() if state.parcels else None
 
-    def _ask_dispatcher(self) -> bytes | None:
+    def _next_dispatch(self) -> bytes | None:
         # The first requests are sent before the workers are started, and ask for nothing: if the process died meanwhile, torch
         # would raise that, by a signal, in the midst of starting them
-        asked = next(self._asked)
-        if asked < _IN_FLIGHT:
+        number = next(self._dispatches)
+        if number < _IN_FLIGHT:
             return IDLE
-        if asked == _IN_FLIGHT:
+        if number == _IN_FLIGHT:
             return _pickled(self._dispatched)
         return None if self._all_dispatched else GO_ON
 
@@ -119,7 +120,7 @@ class WorkerStream(Stream):
 
     def __iter__(self) -> Iterator[Any]:
         try:
-            yield from self._put_together()
+            yield from self._merged()
         except RuntimeError as error:  # as which a death is raised, wherever this process is at that moment
             for loader, what in ((self._loader, "a worker"), (self._dispatcher, "the dispatching process")):
                 death = None if loader is None else loader.dead_worker()
@@ -127,47 +128,44 @@ class WorkerStream(Stream):
                     raise WorkerError(f"{what} is gone: {death}") from error
             raise
 
-    def _put_together(self) -> Iterator[Any]:
-        self._hands = [_WorkerState(_pickled(epoch)) for epoch in self._epochs]
-        self._turns, self._asked = itertools.cycle(range(self.workers)), itertools.count()
+    def _merged(self) -> Iterator[Any]:
+        self._states = [_WorkerState(_pickled(epoch)) for epoch in self._epochs]
+        self._turns, self._dispatches = itertools.cycle(range(self.workers)), itertools.count()
         self._all_dispatched, self._problem = self._dispatcher is None, None
         self._rounds = iter(()) if self._dispatcher is None else iter(self._dispatcher)
-        answers = self._answers()
+        answers = iter(self._loader)
         heap = [(-1, worker) for worker in range(self.workers)]  # no element of a worker has a lesser key
         while heap:
             least, worker = heap[0]
-            hand = self._hands[worker]
-            if not hand.made and not hand.ended and hand.until <= least:
-                next(answers)
-            elif not hand.made and hand.ended:
+            state = self._states[worker]
+            if not state.made and not state.ended and state.until <= least:
+                self._accept(*next(answers))
+            elif not state.made and state.ended:
                 heapq.heappop(heap)
-            elif hand.made and hand.made[0][0] <= least:
-                key, element = hand.made.popleft()
-                self._give(worker, key * self.workers + worker if hand.passing else None)
-                heapq.heapreplace(heap, (hand.made[0][0] if hand.made else hand.until, worker))
+            elif state.made and state.made[0][0] <= least:
+                key, element = state.made.popleft()
+                self._give(worker, key * self.workers + worker if state.ordered else None)
+                heapq.heapreplace(heap, (state.made[0][0] if state.made else state.until, worker))
                 yield element
             else:
-                heapq.heapreplace(heap, (hand.made[0][0] if hand.made else hand.until, worker))
-        for _ in answers:
-            pass
+                heapq.heapreplace(heap, (state.made[0][0] if state.made else state.until, worker))
+        for answer in answers:
+            self._accept(*answer)
 
-    def _answers(self) -> Iterator[None]:
-        """Receive the workers' answers; a step for each."""
-        for worker, waiting, made in iter(self._loader):
-            hand = self._hands[worker]
-            hand.asked.popleft()
-            hand.lent.popleft()
-            hand.waiting = waiting
-            hand.made.extend(zip(made.keys, made.elements, strict=True))
-            hand.until, hand.ended, hand.passing = made.until, made.ended, made.passing
-            self.drawn = self.drawn or made.drawn
-            if self._problem is not None:
-                problem, self._problem = self._problem, None
-                try:
-                    raise problem
-                finally:
-                    del problem  # which holds this frame
-            yield
+    def _accept(self, worker: int, waiting: int, made: Elements) -> None:
+        """Take over the answer of a worker."""
+        state = self._states[worker]
+        state.in_flight.popleft()
+        state.waiting = waiting
+        state.made.extend(zip(made.keys, made.elements, strict=True))
+        state.until, state.ended, state.ordered = made.until, made.ended, made.ordered
+        self.drawn = self.drawn or made.drawn
+        if self._problem is not None:
+            problem, self._problem = self._problem, None
+            try:
+                raise problem
+            finally:
+                del problem  # it holds this frame
 
     def close(self) -> None:
         """End the processes."""
@@ -202,26 +200,20 @@ class _WorkerState:
     Attributes:
         epoch: what it is to be told with its next request.
         made: keys and elements that were not delivered yet.
-        asked: the limits of the requests that it has not answered.
-        lent: what these requests hand to it.
+        in_flight: of each request that it has not answered, the limit and the parcel.
         parcels: what it is to be handed next.
         waiting: elements it was handed, and had not taken at its last answer.
-        until, ended, passing: as it said of itself; see `Elements`.
+        until, ended, ordered: as it said of itself; see `Elements`.
     """
 
     epoch: bytes | None
     made: deque[tuple[int, Any]] = field(default_factory=deque)
-    asked: deque[int] = field(default_factory=deque)
-    lent: deque[Parcel | None] = field(default_factory=deque)
+    in_flight: deque[tuple[int, Parcel | None]] = field(default_factory=deque)
     parcels: deque[Parcel] = field(default_factory=deque)
     waiting: int = 0
     until: int = -1
     ended: bool = False
-    passing: bool = False
-
-
-def _size(parcel: Parcel | None) -> int:
-    return 0 if parcel is None else parcel.size
+    ordered: bool = False
 
 
 def _pickled(epoch: ReplicaEpoch | None) -> bytes:
@@ -229,7 +221,7 @@ def _pickled(epoch: ReplicaEpoch | None) -> bytes:
     return bytes(ForkingPickler.dumps(epoch))
 
 
-class _Asking:
+class _Requests:
     """A sampler whose elements are what a method returns, until None. It does not keep the method's object alive."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:

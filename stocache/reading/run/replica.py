@@ -56,12 +56,12 @@ class Resume:
 
     Attributes:
         count: elements it has given.
-        passed: elements its shard has let through for them; None where that does not tell them.
+        taken: elements its shard has let through for them; None where that does not tell them.
         again: whether all of them must be made again, as random numbers were drawn on the way.
     """
 
     count: int = 0
-    passed: int | None = None
+    taken: int | None = None
     again: bool = False
 
 
@@ -91,7 +91,7 @@ class Elements(NamedTuple):
         elements, keys: see NOTE [ Keys ].
         until: the least key that the next element can have.
         ended: whether there are no more.
-        passing: whether keys count what the shard let through.
+        ordered: whether keys count what the shard let through.
         drawn: whether random numbers were drawn in this epoch.
     """
 
@@ -99,7 +99,7 @@ class Elements(NamedTuple):
     keys: list[int]
     until: int
     ended: bool
-    passing: bool
+    ordered: bool
     drawn: bool
 
 
@@ -154,10 +154,10 @@ class Replica:
         self.count = resume.count
         if resume.again:
             return self._replayed(end, resume.count)
-        if resume.passed is None or self.clock is None:
+        if resume.taken is None or self.clock is None:
             self.end = fast_forward(end, resume.count)
         else:
-            fast_forward(self.clock, resume.passed)
+            fast_forward(self.clock, resume.taken)
         return iter(self.end)
 
     def _replayed(self, end: DataPipe, count: int) -> Iterator[Any]:
@@ -182,11 +182,11 @@ class Replica:
 
     def take(self, limit: int) -> Elements:
         """Return the next elements: ``limit`` of them at most, or those that come in 20 ms, or one if that takes longer."""
-        self._allow(limit)
+        self._begin_slice(limit)
         self._work()
-        return self._made()
+        return self._result()
 
-    def _allow(self, limit: int) -> None:
+    def _begin_slice(self, limit: int) -> None:
         self._elements: list[Any] = []
         self._keys: list[int] = []
         self._limit, self._until = limit, perf_counter() + _SLICE_S
@@ -204,7 +204,7 @@ class Replica:
             if perf_counter() > self._until:
                 return
 
-    def _made(self) -> Elements:
+    def _result(self) -> Elements:
         return Elements(self._elements, self._keys, self.key + 1, self._ended, self.clock is not None, self.drawn())
 
     def drawn(self) -> bool:
@@ -223,7 +223,7 @@ class FedReplica(Replica):
     def __init__(self, feed: Feed, *args: Any) -> None:
         super().__init__(*args)
         self.feed = feed
-        feed.on_empty = self._starve
+        feed.on_empty = self._wait_for_feed
         self._go, self._rest = threading.Semaphore(0), threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -240,9 +240,9 @@ class FedReplica(Replica):
         """Return the next elements, as many as the feed allows."""
         if self._thread is None:
             raise WorkerError("the epoch could not begin, of which an earlier error tells.")
-        self._allow(limit)
-        self._hand_over()
-        return self._made()
+        self._begin_slice(limit)
+        self._run_slice()
+        return self._result()
 
     def close(self) -> None:
         """Leave the epoch."""
@@ -253,7 +253,7 @@ class FedReplica(Replica):
             self._thread = None
         super().close()
 
-    def _hand_over(self) -> None:
+    def _run_slice(self) -> None:
         self._go.release()
         self._rest.acquire()
         if self._error is not None:
@@ -271,22 +271,22 @@ class FedReplica(Replica):
                 return
             try:
                 self._work()
-            except _LeftError:
+            except _EpochLeftError:
                 return
             except BaseException as error:
                 self._error = error
             self._rest.release()
 
-    def _starve(self) -> None:
+    def _wait_for_feed(self) -> None:
         if threading.current_thread() is not self._thread:
             raise GraphError("a pipe with a thread of its own reads what is dispatched. Put it before the dispatching pipe.")
         self._rest.release()
         self._go.acquire()
         if self._left:
-            raise _LeftError
+            raise _EpochLeftError
 
 
-class _LeftError(BaseException):
+class _EpochLeftError(BaseException):
     """The epoch is left while a graph waits for its feed."""
 
 

@@ -42,9 +42,9 @@ class GraphPosition:
         numbers = range(max(1, workers))
         same = self.counts and workers == self.workers
         if self.place is not None and not self.drawn:
-            passed = [(self.place - worker) // len(numbers) + 1 for worker in numbers]
+            taken = [(self.place - worker) // len(numbers) + 1 for worker in numbers]
             counts = self.counts if same else [0] * len(numbers)
-            return [Resume(count, its) for count, its in zip(counts, passed, strict=True)]
+            return [Resume(count, its) for count, its in zip(counts, taken, strict=True)]
         if same:
             return self.again(workers) if self.drawn else [Resume(count) for count in self.counts]
         reason = (
@@ -76,13 +76,15 @@ class Stream(IterDataPipe[Any]):
 
     Args:
         workers: how many make it; 0 for this process.
-        ahead: elements that pipes behind it may have taken, and not given on.
+        max_buffered: elements that pipes behind it may have taken, and not given on.
         length: called for ``len``.
     """
 
-    def __init__(self, workers: int, ahead: int, length: Callable[[], int]) -> None:
+    def __init__(self, workers: int, max_buffered: int, length: Callable[[], int]) -> None:
         self.workers, self._length = workers, length
-        self._given: deque[tuple[int, int | None]] = deque(maxlen=ahead + 1)  # the newest: of which worker, at which place
+        self._given: deque[tuple[int, int | None]] = deque(
+            maxlen=max_buffered + 1
+        )  # the newest: of which worker, at which place
         self.begin_epoch([], None)
 
     def begin_epoch(self, epochs: list[ReplicaEpoch], begun: GraphPosition | None) -> None:
@@ -120,8 +122,8 @@ class Stream(IterDataPipe[Any]):
 class LocalStream(Stream):
     """A stream that this process makes."""
 
-    def __init__(self, replica: Replica, ahead: int, length: Callable[[], int]) -> None:
-        super().__init__(0, ahead, length)
+    def __init__(self, replica: Replica, max_buffered: int, length: Callable[[], int]) -> None:
+        super().__init__(0, max_buffered, length)
         self.datapipe, self._replica = replica.end, replica
         self._numbers_at: tuple[States, States] | None = None
         self._numbers_begun: States | None = None  # of the epoch that is being made

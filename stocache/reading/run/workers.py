@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from stocache.errors import WorkerError
 from stocache.loader.ring import Ring
-from stocache.reading.graph.feed import Feed, Packer, ParcelRef, unpacked
+from stocache.reading.graph.feed import Feed, Packer, ParcelRef, unpack_parcel
 from stocache.reading.graph.graph import DataPipe, pipes_of
 from stocache.reading.graph.sharding import share
 from stocache.reading.run.replica import Elements, FedReplica, InitFn, Replica, ResetFn, WorkerInfo
@@ -49,14 +49,14 @@ class Request(NamedTuple):
         worker: which one.
         limit: elements it may make.
         epoch: a pickled `ReplicaEpoch` to begin; None to go on.
-        passed: a parcel of what is dispatched.
+        parcel: a parcel of what is dispatched.
         closed: whether it is the last one.
     """
 
     worker: int
     limit: int
     epoch: bytes | None
-    passed: ParcelRef | None
+    parcel: ParcelRef | None
     closed: bool
 
 
@@ -73,18 +73,18 @@ class Worker(Dataset[Any]):
     def __getitem__(self, request: Request) -> tuple[int, int, Elements]:
         if request.epoch is not None:
             if self._replica is None:
-                self._replica = self._made(request.worker)
+                self._replica = self._make_replica(request.worker)
             self._replica.begin(pickle.loads(request.epoch))
         replica = self._replica
         assert replica is not None, "the first request begins an epoch"
         if not isinstance(replica, FedReplica):
             return request.worker, 0, replica.take(request.limit)
-        elements = [] if request.passed is None or self._ring is None else unpacked(request.passed, self._ring)
+        elements = [] if request.parcel is None or self._ring is None else unpack_parcel(request.parcel, self._ring)
         replica.feed.add(elements, request.closed)
         made = replica.take(request.limit)
         return request.worker, replica.feed.waiting, made
 
-    def _made(self, worker: int) -> Replica:
+    def _make_replica(self, worker: int) -> Replica:
         end = share(self._end, self._num_workers, worker)
         arguments = end, WorkerInfo(self._num_workers, worker), self._init_fn, self._reset_fn, True
         feeds: list[Any] = [pipe for pipe in pipes_of(end) if isinstance(pipe, Feed)]
