@@ -23,7 +23,7 @@ from stocache.errors import LimitError, SampleError, SegmentError
 from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_indices, check_len
 from stocache.samples.record_decoder import RecordReader
-from stocache.samples.record_encoder import HEAD, Record, integers_codec, pack_integers, write_skeleton
+from stocache.samples.record_encoder import HEAD, Record, integers_codec, pack_integers, write_treedef
 from stocache.samples.type_lookup import NotImported
 from stocache.shm.named import Plan
 from stocache.shm.segment import Segment
@@ -38,9 +38,9 @@ _READERS = 4096  # kinds of samples a process remembers how to read
 
 
 class _Encoded(NamedTuple):
-    """A sample as its record will hold it; the head and the number of the skeleton are still missing."""
+    """A sample as its record will hold it; the head and the number of the treedef are still missing."""
 
-    skeleton: bytes
+    treedef: bytes
     data: bytes
     packed: int
     tail: bytes
@@ -137,10 +137,10 @@ class RaggedCache(SampleCache):
         tail, packed = pack_integers(integers)
         if self._codec is not None and (smaller := self._codec.compress(data)) is not None:
             data, packed = smaller, packed | _COMPRESSED
-        return _Encoded(write_skeleton(record.skeleton), data, packed, tail)
+        return _Encoded(write_treedef(record.treedef), data, packed, tail)
 
     def _store(self, idx: int, encoded: _Encoded, cost_s: float | None) -> int | None:
-        skeleton, data, packed, tail = encoded
+        treedef, data, packed, tail = encoded
         if self._admission is not None and cost_s is not None:
             judge = partial(self._admission.judge, idx, cost_s, encoded.room, self._arena.used)
             verdict = self._arena.run_locked(judge, LATER)
@@ -148,7 +148,7 @@ class RaggedCache(SampleCache):
                 if verdict == NEVER:
                     self._states[idx] = OOB
                 return None
-        at = number = self._arena.number_of(skeleton)
+        at = number = self._arena.number_of(treedef)
         if number >= 0:
             at = self._arena.append(b"".join((HEAD.pack(len(data), number, packed), data, tail)))
         if at == NO_MEMORY:
@@ -183,7 +183,7 @@ class RaggedCache(SampleCache):
         return read(memory, self._address, at, nbytes, integers, copy)
 
     def _reader(self, number: int) -> RecordReader | None:
-        """Return what reads the records of a skeleton; None where a module is not imported here: that is a miss."""
+        """Return what reads the records of a treedef; None where a module is not imported here: that is a miss."""
         if len(self._readers) >= _READERS:
             self._readers.clear()
             self._reads.clear()

@@ -284,7 +284,7 @@ def _problems(storage: Any, workers: int) -> list[str]:
     if index.info_checksum is not None:
         path = str(folder / INFO)
         try:
-            open_block(path, path, Entry(1, 0, index.info_checksum), None).verify()
+            open_block(path, path, Entry(1, 0, index.info_checksum), decode=False).verify()
         except (StorageError, OSError) as error:
             problems.append(str(error))
     names = {folder / block_name(number) for number in range(len(blocks))}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stocache.errors import SampleError
-from stocache.samples.pytree import split
+from stocache.samples.pytree import flatten_one
 from stocache.samples.record_encoder import Record
 
 Combine: TypeAlias = Callable[[Sequence[Any]], Any]
@@ -56,12 +56,12 @@ def _bytes_of(value: Any) -> Any:
         record = Record(value)
     except SampleError:
         return None
-    return record.skeleton, record.pack()
+    return record.treedef, record.pack()
 
 
 def _columns(samples: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
     """Return what holds the parts of each sample with their columns in place of the parts."""
-    parted = [split(sample) for sample in samples]
+    parted = [flatten_one(sample) for sample in samples]
     if parted[0] is None:
         return join(list(samples))
     container = parted[0][0]

@@ -20,7 +20,6 @@ NOTE [ Blocks ]
 
 import json
 import os
-import pickle
 import struct
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -31,9 +30,9 @@ import xxhash
 from safetensors.torch import save
 
 from stocache.errors import DamagedError, StorageError
-from stocache.samples.column_decoder import CHECK_ONLY, reader
+from stocache.samples.column_decoder import reader
 from stocache.samples.column_encoder import CHECKS, INFO, Columns
-from stocache.samples.record_encoder import BARE_NODES
+from stocache.samples.kinds import BARE_NODES
 from stocache.samples.type_lookup import Unresolved, check_size
 from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum
 
@@ -64,7 +63,7 @@ def encode(
         columns.tensors[INFO] = torch.frombuffer(bytearray(info), dtype=torch.uint8)
     facts = {"checksum": ZEROS, "version": VERSION, "samples": len(samples), "structure": columns.tree}
     data = save(columns.tensors, {"stocache": json.dumps(facts)})
-    block = Block(BytesFile(data), "a new block", allow_pickle=None, verify=False)
+    block = Block(BytesFile(data), "a new block", decode=False, verify=False)
     checks = np.array([block.check(row) for row in range(len(samples))], dtype="<u8").tobytes()
     head, (at, nbytes) = embed_checksum(data[: block.begin], _MARK, checks), block.span(CHECKS)
     whole = memoryview(data)
@@ -76,10 +75,10 @@ class ByteSource(Protocol):
 
     nbytes: int
 
-    def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
+    def read(self, at: int, nbytes: int, writable: bool = True) -> tuple[Any, int]:
         """Return a buffer that holds ``nbytes`` of the file from ``at``, and where in it they begin.
 
-        ``own``: it is to be the caller's, to write to; else bytes that he may only read.
+        ``writable``: whether the buffer is to be the caller's own, to write to; else it may only be read.
         """
 
     def prefetch(self) -> None:
@@ -100,14 +99,14 @@ class File:
         self._head = os.pread(self._fd, _HEAD, 0)
         return self
 
-    def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
+    def read(self, at: int, nbytes: int, writable: bool = True) -> tuple[Any, int]:
         """See `ByteSource`."""
         end = at + nbytes
         if end <= len(self._head):
-            return (bytearray(self._head[at:end]), 0) if own else (self._head, at)
+            return (bytearray(self._head[at:end]), 0) if writable else (self._head, at)
         if end > self.nbytes:
             raise ValueError("it is cut")
-        if not own and len(data := os.pread(self._fd, nbytes, at)) == nbytes:
+        if not writable and len(data := os.pread(self._fd, nbytes, at)) == nbytes:
             return data, 0
         buffer = bytearray(nbytes)
         done = os.preadv(self._fd, [buffer], at)
@@ -134,11 +133,11 @@ class BytesFile:
     def __init__(self, data: Any) -> None:
         self._data, self.nbytes = data, len(data)
 
-    def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
+    def read(self, at: int, nbytes: int, writable: bool = True) -> tuple[Any, int]:
         """See `ByteSource`."""
         if at + nbytes > self.nbytes:
             raise ValueError("it is cut")
-        return (bytearray(self._data[at : at + nbytes]), 0) if own else (self._data, at)
+        return (bytearray(self._data[at : at + nbytes]), 0) if writable else (self._data, at)
 
     def prefetch(self) -> None:
         """Do nothing: it is there."""
@@ -154,11 +153,11 @@ class _Walk:
         # What a sample may still have, however it is made. Twice the nodes that a writer needs room for: earlier ones left none
         self._bytes, self._nodes = source.nbytes, BARE_NODES + 2 * source.nbytes
 
-    def take(self, at: int, nbytes: int, own: bool) -> tuple[Any, int]:
+    def take(self, at: int, nbytes: int, writable: bool) -> tuple[Any, int]:
         self._bytes -= nbytes
         if self._bytes < 0:
             raise ValueError("a sample has more bytes than its file")
-        buffer, begin = self._source.read(at, nbytes, own)
+        buffer, begin = self._source.read(at, nbytes, writable)
         self.hash.update(buffer if len(buffer) == nbytes else memoryview(buffer)[begin : begin + nbytes])
         return buffer, begin
 
@@ -184,7 +183,8 @@ class Block:
     Args:
         source: its bytes.
         name: its name in errors.
-        allow_pickle: whether to load what was pickled; None to make no samples at all, only to check them.
+        allow_pickle: whether to load what was pickled.
+        decode: False to make no samples at all, only to check them.
         verify: False while it has no checksums yet.
 
     Raises:
@@ -192,7 +192,9 @@ class Block:
         StorageError: it cannot be read here: another version, classes that are not here, pickles that are not allowed.
     """
 
-    def __init__(self, source: ByteSource, name: str, allow_pickle: bool | None = False, verify: bool = True) -> None:
+    def __init__(
+        self, source: ByteSource, name: str, allow_pickle: bool = False, decode: bool = True, verify: bool = True
+    ) -> None:
         self._source, self._name, self._reads = source, name, 0
         self.nbytes = source.nbytes
         try:
@@ -200,11 +202,11 @@ class Block:
             self.samples, self.structure = check_size(facts["samples"]), facts["structure"]
             if len(self._checks) != self.samples:
                 raise ValueError(f"it claims {self.samples} samples, and has checksums of {len(self._checks)}")
-            if allow_pickle is not None:
-                self._check = self._read = reader(self.structure, self, pickle.loads if allow_pickle else None)
+            if decode:
+                self._check = self._read = reader(self.structure, self, allow_pickle=allow_pickle)
             # Pickles are checked before they are loaded; however the JSON of the file is written, this finds them
-            if allow_pickle is None or (allow_pickle and '"kind": "pickle"' in json.dumps(self.structure)):
-                self._check = reader(self.structure, self, CHECK_ONLY)
+            if not decode or (allow_pickle and '"kind": "pickle"' in json.dumps(self.structure)):
+                self._check = reader(self.structure, self, decode=False)
         except Unresolved as error:
             raise StorageError(f"{name}: {error}") from None
         except StorageError as error:
@@ -242,7 +244,7 @@ class Block:
         return facts
 
     def _bytes(self, at: int, nbytes: int) -> bytes:
-        buffer, begin = self._source.read(at, nbytes, own=False)
+        buffer, begin = self._source.read(at, nbytes, writable=False)
         return bytes(memoryview(buffer)[begin : begin + nbytes])
 
     def _column(self, name: str) -> memoryview:

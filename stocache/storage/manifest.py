@@ -124,7 +124,13 @@ _LEAST_BYTES = 8  # of a sample in a block: its checksum
 
 
 def open_block(
-    path: str, name: str, entry: Entry | None, allow_pickle: bool | None, opened: Callable[[str], ByteSource] = open_file
+    path: str,
+    name: str,
+    entry: Entry | None,
+    allow_pickle: bool = False,
+    opened: Callable[[str], ByteSource] = open_file,
+    *,
+    decode: bool = True,
 ) -> Block:
     """Return the block in the file ``path``, called ``name`` in errors; ``entry`` is what the index says of it.
 
@@ -133,7 +139,7 @@ def open_block(
         StorageError: it cannot be read here.
     """
     try:
-        block = Block(opened(path), name, allow_pickle)
+        block = Block(opened(path), name, allow_pickle, decode=decode)
     except FileNotFoundError:
         raise DamagedError(f"{name} is missing. Prepare again; 'stocache check DIR' lists all damage.") from None
     except OSError as error:
@@ -208,7 +214,7 @@ class BlockFolderWriter:
         return found
 
     def _block(self, name: str, entry: Entry | None) -> Block:
-        return open_block(name, f"{self.path}/{name}", entry, None, self.folder.open)
+        return open_block(name, f"{self.path}/{name}", entry, False, self.folder.open, decode=False)
 
     def write_block(self, number: int, samples: Sequence[Any], first: int) -> Entry:
         """Write a block, of which the first sample is number ``first`` in errors.

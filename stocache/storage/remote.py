@@ -123,13 +123,13 @@ class RemoteFile:
         with self._folder.at(self._name, "read") as (fs, path):
             return bytes(fs.cat_file(path, start=at, end=end))
 
-    def read(self, at: int, nbytes: int, own: bool = True) -> tuple[Any, int]:
+    def read(self, at: int, nbytes: int, writable: bool = True) -> tuple[Any, int]:
         """See `block.ByteSource`."""
         end = at + nbytes
         data = self._head[at:end] if end <= len(self._head) else self._cat(at, end)
         if len(data) < nbytes:
             raise ValueError("it is cut")
-        return (bytearray(data) if own else data), 0
+        return (bytearray(data) if writable else data), 0
 
     def prefetch(self) -> None:
         """Do nothing: who reads more of it has it fetched."""

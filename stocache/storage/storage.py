@@ -284,7 +284,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         """Return the info."""
         info: TInfo = self.index.info
         if self.index.info_checksum is not None:
-            info = self._opened(INFO, Entry(1, 0, self.index.info_checksum), self.allow_pickle).sample(0)
+            info = self._opened(INFO, Entry(1, 0, self.index.info_checksum)).sample(0)
         return info
 
     def load_sample(self, idx: int) -> TSample:
@@ -324,7 +324,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         """Return what is wrong with block ``b``; None when nothing is. Reads it whole; makes no samples."""
         name = block_name(check_index(b, len(self.index.blocks), "check"))
         try:
-            self._opened(name, self.index.blocks[b], None).verify()
+            self._opened(name, self.index.blocks[b], decode=False).verify()
         except StorageError as error:
             return str(error)
         return None
@@ -363,21 +363,21 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         with self._lock:
             block = self._blocks.get(number)
             if block is None:
-                block = self._opened(block_name(number), self.index.blocks[number], self.allow_pickle)
+                block = self._opened(block_name(number), self.index.blocks[number])
                 self._blocks[number] = block
                 while len(self._blocks) > _most_open():
                     self._blocks.popitem(last=False)
         return block
 
-    def _opened(self, name: str, entry: Entry, allow_pickle: bool | None) -> Block:
+    def _opened(self, name: str, entry: Entry, decode: bool = True) -> Block:
         path = os.path.join(self.base_folder, name)
         if self._mirror is None:
-            return open_block(path, path, entry, allow_pickle)
+            return open_block(path, path, entry, self.allow_pickle, decode=decode)
         try:
-            return open_block(self._mirror.fetch(name), path, entry, allow_pickle)
+            return open_block(self._mirror.fetch(name), path, entry, self.allow_pickle, decode=decode)
         except DamagedError:  # removed again before it was opened, to make room; or fetched before it was prepared anew
             self._mirror.forget(name)
-            return open_block(self._mirror.fetch(name), path, entry, allow_pickle)
+            return open_block(self._mirror.fetch(name), path, entry, self.allow_pickle, decode=decode)
 
 
 def _most_open() -> int:
