@@ -507,13 +507,13 @@ def _record(rng: random.Random) -> tuple[Any, Record, bytes, list[int]]:
 def forged_skeleton(rng: random.Random) -> str:
     """A record with another skeleton."""
     sample, record, data, integers = _record(rng)
-    return read_record(sample, _mutate_skeleton(record.skeleton, rng), data, integers, copies=rng.random() < 0.7)
+    return read_record(sample, _mutate_skeleton(record.treedef, rng), data, integers, copies=rng.random() < 0.7)
 
 
 def forged_text(rng: random.Random) -> str:
     """A record whose skeleton is not a literal, or a very deep one."""
     sample, record, data, integers = _record(rng)
-    text = bytearray(repr(record.skeleton).encode("utf-8", "surrogatepass"))
+    text = bytearray(repr(record.treedef).encode("utf-8", "surrogatepass"))
     if rng.random() < 0.2:
         deep = rng.choice((50, 150, 5000, 200_000))
         text = bytearray(b"(" * deep + b"1," + b")" * deep if rng.random() < 0.5 else b"-" * deep + b"1")
@@ -532,7 +532,7 @@ def forged_sizes(rng: random.Random) -> str:
             integers[rng.randrange(len(integers))] = rng.choice(_INTS)
         else:
             integers = integers[: rng.randrange(len(integers) + 1)] + [rng.choice(_INTS)] * rng.randrange(3)
-    return read_record(sample, repr(record.skeleton).encode(), data, integers, copies=rng.random() < 0.7)
+    return read_record(sample, repr(record.treedef).encode(), data, integers, copies=rng.random() < 0.7)
 
 
 def forged_leaves(rng: random.Random) -> str:
@@ -541,7 +541,7 @@ def forged_leaves(rng: random.Random) -> str:
     changed = bytearray(data)
     for _ in range(rng.choice((1, 5)) if changed else 0):
         changed[rng.randrange(len(changed))] = rng.choice((0, 1, 255, rng.randrange(256)))
-    return read_record(sample, repr(record.skeleton).encode(), bytes(changed), integers, copies=rng.random() < 0.7)
+    return read_record(sample, repr(record.treedef).encode(), bytes(changed), integers, copies=rng.random() < 0.7)
 
 
 def forged_head(rng: random.Random) -> str:
@@ -582,7 +582,7 @@ def compressed(rng: random.Random) -> str:
     else:
         integers = [rng.choice(_INTS) if rng.random() < 0.3 else number for number in integers]
     head = pack_integers([number % 2**64 for number in integers])[1] | 4
-    return read_record(sample, repr(record.skeleton).encode(), packed, integers, codec=name, packed=head)
+    return read_record(sample, repr(record.treedef).encode(), packed, integers, codec=name, packed=head)
 
 
 def compress(name: str, data: bytes) -> bytes:
@@ -693,7 +693,7 @@ def _ready() -> RngMonitor:
     for sample in SAMPLES:
         for copies in (True, False):
             data, integers = (record := Record(sample)).pack()
-            read_record(sample, repr(record.skeleton).encode("utf-8", "surrogatepass"), data, integers, copies=copies)
+            read_record(sample, repr(record.treedef).encode("utf-8", "surrogatepass"), data, integers, copies=copies)
     resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + (1 << 30),) * 2)
     return watch
 

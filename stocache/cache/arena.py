@@ -9,7 +9,7 @@ NOTE [ Control of an arena ]
     the rest   belongs to the admission (see admission.py)
 
     A writer takes room by raising `_USED` under the arena's lock. It writes the bytes after that, without the lock. If it is
-    killed in between, it leaves a gap, and no damage. Skeletons (the structure of samples, see record_encoder.py) are appended
+    killed in between, it leaves a gap, and no damage. Treedefs (the structure of samples, see record_encoder.py) are appended
     too. Each points to the one before, and has a number. A number is never used twice, also not after clear().
 """
 
@@ -31,7 +31,7 @@ NO_ROOM, NO_MEMORY = -1, -2
 """`Arena.append` returns these instead of an offset. NO_ROOM: the arena is full. NO_MEMORY: the machine gives no more memory,
 or another process does not release the lock."""
 
-_SKELETON = struct.Struct("<QII")  # offset of the skeleton before, plus 1; number; bytes of text
+_TREEDEF = struct.Struct("<QII")  # offset of the treedef before, plus 1; number; bytes of text
 
 
 def words_at(dataset_len: int) -> int:
@@ -102,7 +102,7 @@ class Arena:
         return at
 
     def number_of(self, text: bytes) -> int:
-        """Return the number of a skeleton, or NO_ROOM or NO_MEMORY. Store it if it is new. Call it with the guard held."""
+        """Return the number of a treedef, or NO_ROOM or NO_MEMORY. Store it if it is new. Call it with the guard held."""
         if self._generation != self._words[_GENERATION]:
             self._generation = self._words[_GENERATION]
             self._numbers.clear()
@@ -112,14 +112,14 @@ class Arena:
         return self.run_locked(lambda: self._add(text), NO_MEMORY)
 
     def _add(self, text: bytes) -> int:
-        self._read_skeletons()
+        self._read_treedefs()
         if text in self._numbers:
             return self._numbers[text]
-        at = self._take(_SKELETON.size + len(text))
+        at = self._take(_TREEDEF.size + len(text))
         if at < 0:
             return at
         number = self._words[_COUNT]
-        blob = _SKELETON.pack(self._words[_NEWEST], number, len(text)) + text
+        blob = _TREEDEF.pack(self._words[_NEWEST], number, len(text)) + text
         self._segment.write(at, blob, len(blob))
         self._words[_COUNT] = number + 1
         self._words[_NEWEST] = at + 1
@@ -127,14 +127,14 @@ class Arena:
         self._texts[number] = text
         return number
 
-    def skeleton(self, number: int) -> bytes:
-        """Return the skeleton of a number; b"" if it does not exist."""
+    def treedef(self, number: int) -> bytes:
+        """Return the treedef of a number; b"" if it does not exist."""
         if number not in self._texts:
-            self._read_skeletons()
+            self._read_treedefs()
         return self._texts.get(number, b"")
 
-    def _read_skeletons(self) -> None:
-        """Read the skeletons, from the newest back to the first known one.
+    def _read_treedefs(self) -> None:
+        """Read the treedefs, from the newest back to the first known one.
 
         Raises:
             SegmentError: one lies outside of the reserved memory.
@@ -143,10 +143,10 @@ class Arena:
         if WEAKLY_ORDERED:
             order_loads()
         while newest:
-            before, number, nbytes = _SKELETON.unpack(self._part(newest - 1, _SKELETON.size))
+            before, number, nbytes = _TREEDEF.unpack(self._part(newest - 1, _TREEDEF.size))
             if number in self._texts and self._texts[number] in self._numbers:
                 return
-            text = self._part(newest - 1 + _SKELETON.size, nbytes)
+            text = self._part(newest - 1 + _TREEDEF.size, nbytes)
             self._texts[number] = text
             self._numbers[text] = number
             newest = before
@@ -158,9 +158,9 @@ class Arena:
         return bytes(self._segment.view(at, nbytes))
 
     def clear(self) -> None:
-        """Free all room. No process may be reading or writing. The numbers of skeletons go on, so that none is used twice.
+        """Free all room. No process may be reading or writing. The numbers of treedefs go on, so that none is used twice.
 
-        If this process is killed after any of the steps, the arena is sound: first writers read the skeletons again, then there
+        If this process is killed after any of the steps, the arena is sound: first writers read the treedefs again, then there
         are none to read, then the room is free. The bytes may be zeroed after that.
         """
         self._words[_GENERATION] += 1

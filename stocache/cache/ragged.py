@@ -24,7 +24,7 @@ from stocache.errors import SampleError, SegmentError
 from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_indices, check_len
 from stocache.samples.record_decoder import RecordReader
-from stocache.samples.record_encoder import HEAD, Record, integers_codec, pack_integers, write_skeleton
+from stocache.samples.record_encoder import HEAD, Record, integers_codec, pack_integers, write_treedef
 from stocache.samples.type_lookup import NotImported
 from stocache.shm.named import Identity
 from stocache.shm.segment import Segment
@@ -35,13 +35,13 @@ logger = logging.getLogger("stocache")
 
 _unpack_head = HEAD.unpack_from
 _COMPRESSED = 4  # a bit of the head's last number, between the width of the integers and their count
-_READERS = 4096  # readers of skeletons that a process keeps
+_READERS = 4096  # readers of treedefs that a process keeps
 
 
 class _Encoded(NamedTuple):
-    """The parts of a record, without its head and the number of its skeleton."""
+    """The parts of a record, without its head and the number of its treedef."""
 
-    skeleton: bytes
+    treedef: bytes
     data: bytes
     packed: int
     tail: bytes
@@ -145,10 +145,10 @@ class RaggedCache(SampleCache):
         tail, packed = pack_integers(integers)
         if self._codec is not None and (smaller := self._codec.compress(data)) is not None:
             data, packed = smaller, packed | _COMPRESSED
-        return _Encoded(write_skeleton(record.skeleton), data, packed, tail)
+        return _Encoded(write_treedef(record.treedef), data, packed, tail)
 
     def _store(self, idx: int, encoded: _Encoded, cost_s: float | None) -> int | None:
-        skeleton, data, packed, tail = encoded
+        treedef, data, packed, tail = encoded
         if self._admission is not None and cost_s is not None:
             decide = partial(self._admission.decide, idx, cost_s, encoded.room, self._arena.used)
             decision = self._arena.run_locked(decide, LATER)
@@ -156,7 +156,7 @@ class RaggedCache(SampleCache):
                 if decision == NEVER:
                     self._states[idx] = OOB
                 return None
-        at = number = self._arena.number_of(skeleton)
+        at = number = self._arena.number_of(treedef)
         if number >= 0:
             at = self._arena.append(b"".join((HEAD.pack(len(data), number, packed), data, tail)))
         if at == NO_MEMORY:
@@ -191,12 +191,12 @@ class RaggedCache(SampleCache):
         return read(memory, self._address, at, nbytes, integers, copy)
 
     def _reader(self, number: int) -> RecordReader | None:
-        """Return the reader for records of a skeleton; None if it needs a module that is not imported here: that is a miss."""
+        """Return the reader for records of a treedef; None if it needs a module that is not imported here: that is a miss."""
         if len(self._readers) >= _READERS:
             self._readers.clear()
             self._reads.clear()
         try:
-            reader = RecordReader(self._arena.skeleton(number), self._allow_pickle)
+            reader = RecordReader(self._arena.treedef(number), self._allow_pickle)
         except NotImported as error:
             self._unreadable = str(error)
             return None

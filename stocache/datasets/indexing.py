@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stocache.errors import SampleError
-from stocache.samples.pytree import split
+from stocache.samples.pytree import flatten_one
 from stocache.samples.record_encoder import Record
 
 Collate: TypeAlias = Callable[[Sequence[Any]], Any]
@@ -56,12 +56,12 @@ def _comparable(value: Any) -> Any:
         record = Record(value)
     except SampleError:
         return None
-    return record.skeleton, record.pack()
+    return record.treedef, record.pack()
 
 
 def _collate_columns(samples: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
     """Return the container of the samples with a column in place of each part; ``join`` makes the columns."""
-    flat = [split(sample) for sample in samples]
+    flat = [flatten_one(sample) for sample in samples]
     if flat[0] is None:
         return join(list(samples))
     container = flat[0][0]

@@ -20,7 +20,7 @@ import numpy as np
 
 from stocache.errors import SampleError, WorkerError
 from stocache.samples.indices import spread
-from stocache.samples.record_decoder import reader_of
+from stocache.samples.record_decoder import RecordReader
 from stocache.samples.record_encoder import PackedRecord, pack_sample
 from stocache.system.children import (
     ChildError,
@@ -231,6 +231,6 @@ def _attributes(dataset: Any) -> dict[str, Any]:
 
 
 def _unpack(record: PackedRecord) -> Any:
-    skeleton, data, integers = record
+    treedef, data, integers = record
     address = np.frombuffer(data, np.uint8).ctypes.data if data else 0
-    return reader_of(skeleton, True)(data, address, 0, len(data), tuple(integers), True)
+    return RecordReader(treedef, True).read(data, address, 0, len(data), tuple(integers), True)

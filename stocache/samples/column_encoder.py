@@ -30,43 +30,34 @@ NOTE [ Columns ]
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from enum import Enum
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.samples.kinds import KIND_NAMES, Unfit, long_bytes, name_of
-from stocache.samples.pytree import DEEP, Container, split, told
-from stocache.samples.record_encoder import (
+from stocache.samples.containers import describe, keys_to_json, too_deep
+from stocache.samples.kinds import (
     BARE_NODES,
-    NUMBER_TYPES,
-    NUMBERS,
-    check_container,
-    check_key,
-    dense_leaf,
-    dtype_from_key,
-    kind_bytes,
-    literal_extra,
-    member_bytes,
-    number_bytes,
-    pickled,
-    too_deep,
+    ENCODERS,
+    Encoded,
+    Kind,
+    encode_numbers,
+    encode_other,
+    encode_pickle,
+    kind_in,
+    kind_of,
 )
-from stocache.samples.type_lookup import TORCH_DTYPES, import_class
+from stocache.samples.pytree import DEEP, Container, flatten_one, told
+from stocache.samples.type_lookup import Unfit, import_class
 
 Tree: TypeAlias = dict[str, Any] | None
-_Kind: TypeAlias = tuple[Any, ...]
+_Key: TypeAlias = tuple[Any, ...]
 
 CHECKS, INFO, ROOM = RESERVED = ":checks", ":info", ":room"
 """Names of columns that are not of samples."""
 
 _FIELDS = 16  # items of a list that get a column each, at most
-_KNOWN = {  # to safetensors, in all its versions
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-}
 
 
 class Columns:
@@ -106,11 +97,11 @@ class Columns:
         if tree["kind"] not in ("list", "tuple"):
             return 0
         items = int(self.tensors[tree["offsets"]][-1])
-        return items * max(1, bare_columns(tree["items"])) + self._nodes(tree["items"])
+        return items * max(1, bare_nodes(tree["items"])) + self._nodes(tree["items"])
 
     def _take(self, values: Sequence[Any], path: str, depth: int, whole: frozenset[type] = frozenset()) -> Tree:
         """Add the values of one node, and return its tree; those of the types ``whole`` as pickles."""
-        rows: dict[_Kind, list[int]] = {}
+        rows: dict[_Key, list[int]] = {}
         parts = []
         row = 0
         try:
@@ -135,7 +126,7 @@ class Columns:
             except Unfit as failure:
                 raise (failure if failure.final else error) from error.__cause__
 
-    def _take_kinds(self, rows: dict[_Kind, list[int]], parts: list[Any], path: str, depth: int) -> Tree:
+    def _take_kinds(self, rows: dict[_Key, list[int]], parts: list[Any], path: str, depth: int) -> Tree:
         """Add values of several kinds: ``rows`` says which are of each."""
         if len(rows) == 1:
             return self._take_kind(next(iter(rows)), parts, path, depth)
@@ -152,70 +143,49 @@ class Columns:
                 raise
         return {"kind": "union", "kinds": self._add(f"{path}:kinds", kinds), "children": children}
 
-    def _kind(self, value: Any, depth: int, whole: frozenset[type]) -> tuple[_Kind, Any]:
-        """Return what values of one kind have in common, and what differs: of a leaf its bytes and its shape."""
-        cls = type(value)
-        if cls in NUMBERS:
-            if cls is int and not -(2**63) <= value < 2**63:
-                return _bytes("long", long_bytes(value))
-            return ("number", cls.__name__), (number_bytes(value), ())
-        if cls in whole:
-            return _bytes("pickle", pickled(value))
+    def _kind(self, value: Any, depth: int, whole: frozenset[type]) -> tuple[_Key, Any]:
+        """Return what values of one kind have in common, and what differs: bytes and shape of a leaf, parts of all else."""
+        if type(value) in whole:
+            return _apart(encode_pickle(value))
         try:
             return self._kind_of_parts(value, depth)
         except Unfit as error:
             if error.final or not self._allow_pickle:
                 raise
-            return _bytes("pickle", pickled(value))
+            return _apart(encode_pickle(value))
 
-    def _kind_of_parts(self, value: Any, depth: int) -> tuple[_Kind, Any]:
+    def _kind_of_parts(self, value: Any, depth: int) -> tuple[_Key, Any]:
         cls = type(value)
-        if cls in KIND_NAMES:
-            return _bytes(*kind_bytes(value))
+        encode = ENCODERS.get(cls)
+        if encode is not None:
+            return _apart(encode(value))
         if cls is list or cls is tuple:
-            kind, part = self._sequence_kind(value)
-            if depth >= DEEP and len(kind) == 1:
+            numbers = encode_numbers(value)
+            if numbers is not None:
+                return _apart(numbers)
+            if depth >= DEEP:
                 raise too_deep()
-            return kind, part
-        if cls is Tensor or cls is np.ndarray or (parted := split(value)) is None:
-            if isinstance(value, Enum):
-                name, data = member_bytes(value)
-                return ("enum", name), (data, (len(data),))
-            kind, _, data, shape = dense_leaf(value)
-            return kind, (data, shape)
+            return (cls.__name__,), value
+        parted = flatten_one(value)
+        if parted is None:
+            return _apart(encode_other(value))
         if depth >= DEEP:
             raise too_deep()
-        container, items = parted
-        keys, told = container.keys, None
-        if set(map(type, keys)) != {str}:
-            for key in keys:
-                check_key(key)
-            told = repr(list(map(_json_key, keys)))  # 1, 1.0 and True are equal, and hash the same
-        extra = literal_extra(container)
-        name = name_of(container.cls)
-        check_container(container, name, extra, items, self._allow_pickle)
-        return ("in", container.kind, name, keys, extra, told), items
+        container, parts = parted
+        name, extra = describe(container, parts, self._allow_pickle)
+        keys, exact = container.keys, repr(keys_to_json(container.keys))  # 1, 1.0 and True are equal, and hash the same
+        return ("in", container.kind, name, keys, extra, exact), parts
 
-    def _sequence_kind(self, value: Any) -> tuple[_Kind, Any]:
-        name, types = type(value).__name__, set(map(type, value))
-        if len(types) == 1 and (cls := types.pop()) in NUMBERS:
-            try:
-                data = np.array(value, dtype=NUMBERS[cls][0])
-            except OverflowError:  # an int beyond 64 bits
-                pass
-            else:
-                return ("numbers", name, cls.__name__), (data, (len(value),))
-        return (name,), value
-
-    def _take_kind(self, kind: _Kind, parts: list[Any], path: str, depth: int) -> Tree:
+    def _take_kind(self, kind: _Key, parts: list[Any], path: str, depth: int) -> Tree:
         name, *rest = kind
         if name == "in":
             container, cls, keys, extra, _ = rest
             return self._take_container(container, cls, keys, extra, parts, path, depth)
         if name not in ("list", "tuple"):
-            described = dict(zip(_DESCRIBED.get(name, ()), rest))  # noqa: B905  some have an order
-            described.pop("", None)
-            return {"kind": name} | described | self._take_leaves(parts, *stored_as(name, rest), path)
+            leaf = kind_of(kind)
+            facts = dict(zip(leaf.fields, rest))  # noqa: B905  some have an order
+            facts.pop("dims", None)
+            return {"kind": name} | facts | self._take_leaves(parts, leaf, path)
         lengths = list(map(len, parts))
         if len(set(lengths)) == 1 and lengths[0] <= _FIELDS:
             keys = tuple(range(lengths[0]))
@@ -238,10 +208,11 @@ class Columns:
                 children.append(self._take([part[position] for part in parts], within, depth + 1))
             except Unfit as error:
                 raise error.within(Container(container, import_class(cls), keys), key) from error.__cause__
-        described = {"container": container, "class": cls, "keys": list(map(_json_key, keys)), "extra": extra}
+        described = {"container": container, "class": cls, "keys": keys_to_json(keys), "extra": extra}
         return {"kind": "in", **described, "children": children}
 
-    def _take_leaves(self, parts: list[Any], dtype: torch.dtype, tail: tuple[int, ...], path: str) -> dict[str, Any]:
+    def _take_leaves(self, parts: list[Any], leaf: Kind, path: str) -> dict[str, Any]:
+        dtype, tail = leaf.stored_as
         data = bytearray().join(buffer for buffer, _ in parts)
         values = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         shapes = [shape for _, shape in parts]
@@ -263,58 +234,17 @@ class Columns:
         return name
 
 
-_DESCRIBED = {  # the number of dimensions, "", follows from the shapes
-    "number": ("type",),
-    "numbers": ("class", "type"),
-    "tensor": ("dtype", "", "order"),
-    "array": ("dtype", "", "order"),
-    "scalar": ("dtype", ""),
-    "enum": ("class",),
-}
+def _apart(encoded: Encoded) -> tuple[_Key, Any]:
+    description, _, data, shape = encoded
+    return description, (data, shape)
 
 
-def _json_key(key: Any) -> Any:
-    if isinstance(key, Enum):
-        name, data = member_bytes(key)
-        return {"enum": [name, data.decode()]}
-    if type(key) is bytes:
-        return {"bytes": key.hex()}
-    if type(key) is complex:
-        return {"complex": [key.real, key.imag]}
-    return {"tuple": list(map(_json_key, key))} if type(key) is tuple else key
-
-
-def _bytes(kind: str, data: bytes) -> tuple[_Kind, Any]:
-    return (kind,), (data, (len(data),))
-
-
-def bare_columns(tree: Any) -> int:
-    """Return how many nodes of a tree have no bytes in a row, outside of lists in it; see NOTE [ Items without bytes ]."""
-    if tree is None:
+def bare_nodes(tree: Any) -> int:
+    """Return how many nodes of a row have no bytes, outside of lists in it; see NOTE [ Items without bytes ]."""
+    if tree is None or tree["kind"] in ("list", "tuple"):
         return 0
     if tree["kind"] == "in":
-        return 1 + sum(map(bare_columns, tree["children"]))
+        return 1 + sum(map(bare_nodes, tree["children"]))
     if tree["kind"] == "union":
-        return max(map(bare_columns, tree["children"]), default=0)
-    if tree["kind"] in ("list", "tuple") or "shape" not in tree:  # which have offsets
-        return 0
-    return int(0 in tree["shape"] or (tree["kind"] in ("array", "scalar") and not dtype_from_key(tree["dtype"]).itemsize))
-
-
-def stored_as(kind: str, described: Sequence[Any]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype in which the values of a leaf are stored, and the dimensions that takes besides their own.
-
-    Raises:
-        KeyError, ValueError, TypeError: the leaf is of no known type.
-    """
-    if kind == "tensor":
-        dtype = TORCH_DTYPES[described[0]]
-        return (dtype, ()) if dtype in _KNOWN else (torch.uint8, (dtype.itemsize,))
-    if kind not in ("array", "scalar", "number", "numbers"):
-        return torch.uint8, ()
-    plain = dtype_from_key(described[0]) if kind in ("array", "scalar") else np.dtype(NUMBERS[NUMBER_TYPES[described[-1]]][0])
-    if plain.kind in "biuf" and plain.isnative:
-        known: Any = getattr(torch, plain.name, None)
-        if known in _KNOWN:
-            return known, ()
-    return torch.uint8, (plain.itemsize,)
+        return max(map(bare_nodes, tree["children"]), default=0)
+    return kind_in(tree).bare(tree["shape"]) if "shape" in tree else 0  # others have offsets

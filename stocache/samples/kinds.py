@@ -1,235 +1,650 @@
-"""Leaves that are neither tensors, arrays nor numbers: how a value of each kind becomes bytes, and comes back from them.
+"""The kinds of leaves: each class says how values of one kind become bytes, and how records and columns give them back.
 
-A kind is of one exact type: a subclass of date or Path may hold more than its text says, and is not of that kind. Reading runs
-no code that the bytes could choose; see NOTE [ Names in data ].
+NOTE [ Kinds of leaves ]
+    A leaf is a part of a sample that has no parts. An object of a class below describes the leaves of one type: of tensors
+    their dtype, their number of dimensions and the order of these. Records and blocks write the same facts:
+
+        record   ("tensor", "float32", 2)                                         in a treedef, see NOTE [ Records ]
+        block    {"kind": "tensor", "dtype": "float32", "shape": [3, 4], ...}     in a structure, see NOTE [ Columns ]
+
+    To add a kind, write a class and list it in `_KINDS` and in `_BY_TYPE` or `_BY_BASE`. What has a text of its own needs no
+    class, only a row in texts.py.
 """
 
 import functools
-import importlib.util
-import json
-import os
-import pathlib
-import re
-import zoneinfo
-from collections.abc import Callable
-from datetime import date, datetime, time, timedelta, timezone, tzinfo
-from decimal import Decimal
-from enum import Flag
-from fractions import Fraction
-from typing import Any, NamedTuple
-from zoneinfo import ZoneInfo
+import math
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from ctypes import memmove
+from enum import Enum
+from itertools import islice
+from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
 import torch
+from numpy.lib.format import dtype_to_descr
+from torch import Tensor
 
-from stocache.errors import SampleError
-from stocache.samples.type_lookup import TORCH_DTYPES, Unresolved, find_class, import_class, is_class, member_of, torch_dtype
+from stocache.errors import SegmentError
+from stocache.samples.spec import (
+    NUMBER_CODECS,
+    Order,
+    array_bytes,
+    array_order_of,
+    check_exact,
+    inverse,
+    order_of,
+    tensor_bytes,
+)
+from stocache.samples.texts import TEXT_NAMES, TEXTS
+from stocache.samples.type_lookup import (
+    TORCH_DTYPES,
+    Unfit,
+    Unresolved,
+    a,
+    check_dims,
+    enum_class,
+    member_name,
+    member_of,
+    name_of,
+    numpy_dtype,
+    torch_dtype,
+)
+
+Description: TypeAlias = tuple[Any, ...]
+"""The name of a kind, and the facts that its constructor takes."""
+
+Encoded: TypeAlias = tuple[Description, int, Any, tuple[int, ...]]
+"""A leaf: its description, the stream of its bytes in a record, its bytes, and its shape as they lie."""
+
+Make: TypeAlias = Callable[[Any, int, int, tuple[int, ...]], Any]
+"""Makes a leaf of a buffer, the place in it, the number of values there, and their shape. It may keep the buffer."""
+
+ALIGNMENTS = (8, 4, 2, 1)  # of the streams of a record, by number
+BYTES = 3  # the stream of what needs no alignment
+
+BARE_NODES = 1 << 16
+"""See NOTE [ Items without bytes ]."""
+
+DAMAGED = "the cache is damaged: a sample reaches beyond its record."
+
+_KNOWN = {  # to safetensors, in all its versions
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
 
 
-class Unfit(SampleError):
-    """Why a part of a sample cannot be stored, said of the part: "is a lock, which has no bytes of its own".
-
-    The way to the part is added by the containers around it, from the inside out; see `pytree.told`.
+class Cursor:
+    """The state of reading one record.
 
     Attributes:
-        problem, remedy: what is wrong, and what to do; neither ends with a full stop.
-        final: whether pickling is not the way out.
-        steps: containers and keys in them, from the inside out.
-        row: of samples that are taken apart together, the row of the one at fault.
+        memory: the buffer that holds the leaves.
+        address: its address in memory.
+        at: the position in each stream.
+        end: the end of the leaves.
+        integers: an iterator over the integers not yet used.
+        copy: True to make private copies of tensors and arrays; False to make views of ``memory``.
+        bare: bare nodes that lists may still make; see NOTE [ Items without bytes ].
     """
 
-    def __init__(self, problem: str, remedy: str = "", final: bool = False) -> None:
-        super().__init__(problem)
-        self.problem, self.remedy, self.final = problem, remedy, final
-        self.steps: list[tuple[Any, Any]] = []
-        self.row = 0
+    __slots__ = ("address", "at", "bare", "copy", "end", "integers", "memory")
 
-    def within(self, container: Any, key: Any) -> "Unfit":
-        """Return the same error, of a part of ``container``."""
-        self.steps.append((container, key))
-        return self
+    def __init__(
+        self, memory: Any, address: int, at: list[int], end: int, integers: Iterator[int], copy: bool, bare: int
+    ) -> None:
+        self.memory, self.address, self.at, self.end, self.integers, self.copy = memory, address, at, end, integers, copy
+        self.bare = bare
+
+    def items(self, bare: int) -> int:
+        """Return the next length of a list whose items have ``bare`` bare nodes each."""
+        count = next(self.integers)
+        self.bare -= count * bare
+        if self.bare < 0:
+            raise SegmentError(DAMAGED)
+        return count
+
+    def take(self, stream: int, nbytes: int) -> int:
+        """Return the position of the next ``nbytes`` of a stream, and pass them."""
+        at = self.at[stream]
+        after = self.at[stream] = at + nbytes
+        if after > self.end:
+            raise SegmentError(DAMAGED)
+        return at
 
 
-def a(value: Any) -> str:
-    """Return the name of a value's type, with an article."""
-    return f"a {type(value).__name__}"
+Read: TypeAlias = Callable[[Cursor], Any]
+Size: TypeAlias = int | Callable[[Iterator[int]], int]
+"""The bytes that leaves take in a record, or the function that counts them, given the integers."""
+
+Step: TypeAlias = tuple[int, Any, int, Any, Any]
+"""A leaf in the loop that reads flat samples: stream, constructor of tensors, dimensions, unpacker of numbers, bytes."""
 
 
-# ---------------------------------------------------------------------------------------------------- names
+class Kind(ABC):
+    """A kind of leaf, as its constructor's arguments describe it.
 
-_classes: dict[str, Any] = {}
+    Attributes:
+        name: of the kind, in records and blocks.
+        fields: the constructor's arguments as a block names them; "dims" is not written, "order" only where it is given.
+        stream: the stream of a record that holds the bytes.
+        itemsize: bytes of one value.
+        dims: how many sizes a record holds for each leaf.
+        writable: whether what is made of a column keeps the buffer, and its owner may write to it.
+        stored_as: the dtype of its column, and the dimensions that one value takes there.
+
+    Constructors raise ValueError, TypeError or LookupError for arguments that describe nothing: they may be forged.
+    """
+
+    name: ClassVar[str]
+    fields: ClassVar[tuple[str, ...]] = ()
+    writable: ClassVar[bool] = False
+    stream = BYTES
+    itemsize = 1
+    dims = 1
+    stored_as: tuple[torch.dtype, tuple[int, ...]] = torch.uint8, ()
+
+    @classmethod
+    @abstractmethod
+    def encode(cls, value: Any) -> Encoded:
+        """Return a value, encoded. Raises Unfit where it would not come back the same."""
+
+    @abstractmethod
+    def reader(self, trusted: bool) -> Read:
+        """Return the function that reads a leaf from a record; ``trusted`` as in `type_lookup.resolve`. Raises Unresolved."""
+
+    @abstractmethod
+    def maker(self, trusted: bool) -> Make:
+        """Return the function that makes a leaf of a part of a column; ``trusted`` as in `type_lookup.resolve`.
+
+        Raises:
+            Unresolved: its class is not here, or may not be used.
+        """
+
+    def step(self) -> Step | None:
+        """Return how the loop for flat samples reads it; None where that loop cannot."""
+        return None
+
+    @property
+    def size(self) -> Size:
+        """The bytes of a leaf in a record."""
+        dims, itemsize = self.dims, self.itemsize
+        return (lambda integers: math.prod([next(integers) for _ in range(dims)]) * itemsize) if dims else itemsize
+
+    def bare(self, shape: tuple[int, ...]) -> int:
+        """Return 1 where leaves of one shape have no bytes, else 0; see NOTE [ Items without bytes ]."""
+        return int(not math.prod(shape) * self.itemsize)
 
 
-def name_of(cls: Any) -> str:
-    """Return the name by which every process finds a class or a function.
+def encode_pickle(value: Any) -> Encoded:
+    """Return a value, pickled. Raises Unfit where it does not pickle."""
+    return _PickleKind.encode(value)
+
+
+def kind_of(description: Description) -> Kind:
+    """Return the kind of a leaf in a record. Raises ValueError, TypeError or LookupError where it is not one."""
+    name, *facts = description
+    return _KINDS[name](*facts) if name in _KINDS else _TextKind(name, *facts)
+
+
+def kind_in(tree: dict[str, Any]) -> Kind:
+    """Return the kind of a leaf in the structure of a block. Raises as `kind_of`."""
+    name = tree["kind"]
+    facts = [
+        tree[field] if field != "dims" else tree["dims"] if "dims" in tree else len(tree["shape"])
+        for field in (_KINDS[name].fields if name in _KINDS else ())
+        if field != "order" or field in tree
+    ]
+    return kind_of((name, *facts))
+
+
+def encode_other(value: Any) -> Encoded:
+    """Return a leaf that is not of a type in `ENCODERS`, encoded.
 
     Raises:
-        Unfit: it has none: it was defined within a function, or replaced.
+        Unfit: it is not of any kind, or would not come back the same.
     """
-    module, path = getattr(cls, "__module__", None), getattr(cls, "__qualname__", None)
-    name = f"{'__main__' if module == '__mp_main__' else module}:{path}"  # what spawn calls the script in a child
-    if _classes.get(name) is not cls:
-        try:
-            found = find_class(name) if is_class(cls) else import_class(name)
-        except (Unresolved, ImportError, AttributeError, ValueError):
-            found = None
-        if found is not cls:
-            raise Unfit(f"is of a class that other processes do not find as {name}", "Define it at the top of a module")
-        _classes[name] = cls
-    return name
+    for base, kind in _BY_BASE.items():
+        if isinstance(value, base):
+            return kind.encode(value)
+    raise no_bytes(value)
 
 
-# ---------------------------------------------------------------------------------------------------- enum members
+def no_bytes(value: Any) -> Unfit:
+    """Return the error of a value that is not of any kind that can be stored."""
+    return Unfit(f"is {a(value)}, which has no bytes of its own", "Turn it into tensors, arrays, numbers, str or bytes")
 
 
-def member_name(member: Any) -> str | None:
-    """Return the name of an enum member, of combined flags "A|B", with the bits that have no name as a number at the end; None
-    where that does not lead back to it."""
-    cls, name = type(member), member._name_
+# ---------------------------------------------------------------------------------------------------- tensors
+
+
+def _stream_of(alignment: int) -> int:
+    """Return the stream of values whose addresses should be multiples of ``alignment``."""
+    return ALIGNMENTS.index(min(alignment, 8)) if alignment in (1, 2, 4, 8, 16) else BYTES
+
+
+class _TensorKind(Kind):
+    """Tensors of one dtype and number of dimensions, and one order of them; see NOTE [ Orders ]."""
+
+    name, fields, writable = "tensor", ("dtype", "dims", "order"), True
+
+    def __init__(self, dtype: Any, dims: Any, order: Any = None) -> None:
+        self._dtype, self.dims = torch_dtype(dtype), check_dims(dims)
+        self.itemsize = self._dtype.itemsize
+        self.stream = _stream_of(self.itemsize)
+        self.stored_as = (self._dtype, ()) if self._dtype in _KNOWN else (torch.uint8, (self.itemsize,))
+        self._back = None if order is None else inverse(order, dims)
+
+    @classmethod
+    def encode(cls, value: Any) -> Encoded:
+        check_exact(value, Tensor)
+        order = order_of(value)
+        if order is not None:
+            value = value.permute(order)
+        data = tensor_bytes(value)
+        dtype, dims, name = value.dtype, value.dim(), str(value.dtype).removeprefix("torch.")
+        if name not in TORCH_DTYPES:
+            raise Unfit(f"is of {dtype}, which could not be read back", "Convert it first")
+        return ("tensor", name, dims, *_given(order)), _stream_of(dtype.itemsize), data, tuple(value.shape)
+
+    def _new(self) -> Callable[..., Tensor]:
+        """Return the function that makes an uninitialised tensor, given its sizes as they lie in memory."""
+        new: Callable[..., Tensor] = torch.empty(0, dtype=self._dtype).new_empty
+        back = self._back
+        return new if back is None else lambda *stored: new(*stored).permute(back)
+
+    def reader(self, trusted: bool) -> Read:
+        dtype, dims, stream, size, new, back = self._dtype, self.dims, self.stream, self.itemsize, self._new(), self._back
+
+        def read(cursor: Cursor) -> Tensor:
+            shape = list(islice(cursor.integers, dims))
+            if len(shape) != dims:
+                raise SegmentError(DAMAGED)
+            count = math.prod(shape)
+            at = cursor.take(stream, count * size)
+            if not count:
+                return new(*shape) if shape else new(())
+            if cursor.copy:
+                value = new(*shape) if shape else new(())
+                memmove(value.data_ptr(), cursor.address + at, count * size)
+                return value
+            value = torch.frombuffer(cursor.memory, dtype=dtype, count=count, offset=at).view(shape)
+            return value if back is None else value.permute(back)
+
+        return read
+
+    def step(self) -> Step:
+        return self.stream, self._new(), self.dims, None, _Sizes(self.itemsize)
+
+    def maker(self, trusted: bool) -> Make:
+        dtype, back = self._dtype, self._back
+
+        def make(buffer: Any, at: int, count: int, shape: tuple[int, ...]) -> Tensor:
+            if count:
+                value = torch.frombuffer(buffer, dtype=dtype, count=count, offset=at).view(shape)
+            else:
+                value = torch.empty(shape, dtype=dtype)
+            return value if back is None else value.permute(back)
+
+        return make
+
+
+def _given(order: Order) -> tuple[Order, ...]:
+    return () if order is None else (order,)
+
+
+class _Sizes(dict[tuple[int, ...], int]):
+    """The bytes of values by shape: looking them up costs a third of computing them."""
+
+    def __init__(self, itemsize: int) -> None:
+        super().__init__()
+        self._itemsize = itemsize
+
+    def __missing__(self, shape: tuple[int, ...]) -> int:
+        nbytes = math.prod(shape) * self._itemsize
+        if len(self) < _SHAPES:
+            self[shape] = nbytes
+        return nbytes
+
+
+_SHAPES = 1024  # that are remembered for a leaf
+
+
+# ---------------------------------------------------------------------------------------------------- numpy
+
+
+class _ArrayKind(Kind):
+    """Numpy arrays of one dtype and number of dimensions, and one order of them; see NOTE [ Orders ]."""
+
+    name: ClassVar[str] = "array"
+    fields: ClassVar[tuple[str, ...]] = ("dtype", "dims", "order")
+    writable: ClassVar[bool] = True
+
+    def __init__(self, dtype: Any, dims: Any, order: Any = None) -> None:
+        self._dtype, self.dims = dtype_from_key(dtype), check_dims(dims)
+        self.itemsize = self._dtype.itemsize
+        self.stream, self.stored_as = _array_stream(self._dtype), _stored_as(self._dtype)
+        self._back = None if order is None else inverse(order, dims)
+
+    @classmethod
+    def encode(cls, value: Any) -> Encoded:
+        if value.dtype.hasobject:
+            raise no_bytes(value)
+        if cls is _ArrayKind:
+            check_exact(value, np.ndarray)
+        key, order = _dtype_to_key(value.dtype), array_order_of(value)
+        if order is not None:
+            value = value.transpose(order)
+        return (cls.name, key, value.ndim, *_given(order)), _array_stream(value.dtype), array_bytes(value), value.shape
+
+    def reader(self, trusted: bool) -> Read:
+        dtype, dims, stream, back = self._dtype, self.dims, self.stream, self._back
+
+        def read(cursor: Cursor) -> Any:
+            shape = list(islice(cursor.integers, dims))
+            if len(shape) != dims:
+                raise SegmentError(DAMAGED)
+            nbytes = math.prod(shape) * dtype.itemsize
+            at = cursor.take(stream, nbytes)
+            value: Any = np.ndarray(shape, dtype, cursor.memory, at) if nbytes else _empty_array(shape, dtype)
+            value = value.copy() if cursor.copy and nbytes else value
+            return value if back is None else value.transpose(back)
+
+        return read
+
+    def maker(self, trusted: bool) -> Make:
+        dtype, back = self._dtype, self._back
+
+        def make(buffer: Any, at: int, count: int, shape: tuple[int, ...]) -> Any:
+            whole = count and dtype.itemsize
+            value: Any = np.ndarray(shape, dtype, buffer, at) if whole else _empty_array(shape, dtype)
+            return value if back is None else value.transpose(back)
+
+        return make
+
+
+class _ScalarKind(_ArrayKind):
+    """Numpy scalars of one dtype."""
+
+    name: ClassVar[str] = "scalar"
+    fields: ClassVar[tuple[str, ...]] = ("dtype", "dims")
+    writable: ClassVar[bool] = False
+
+    def __init__(self, dtype: Any, dims: Any) -> None:
+        super().__init__(dtype, dims)
+        if dims:
+            raise ValueError("a scalar has no dimensions")
+
+    def reader(self, trusted: bool) -> Read:
+        make, stream, size = self.maker(trusted), self.stream, self.itemsize
+        return lambda cursor: make(cursor.memory, cursor.take(stream, size), 1, ())
+
+    def maker(self, trusted: bool) -> Make:
+        make = super().maker(trusted)
+        return lambda buffer, at, count, shape: make(buffer, at, count, shape).copy()[()]  # or records would be views
+
+
+def _array_stream(dtype: np.dtype[Any]) -> int:
+    return BYTES if dtype.kind == "V" else _stream_of(dtype.alignment)  # records may have lost their alignment on the way
+
+
+def _stored_as(dtype: np.dtype[Any]) -> tuple[torch.dtype, tuple[int, ...]]:
+    if dtype.kind in "biuf" and dtype.isnative:
+        known: Any = getattr(torch, dtype.name, None)
+        if known in _KNOWN:
+            return known, ()
+    return torch.uint8, (dtype.itemsize,)
+
+
+def _hashable(descr: Any) -> Any:
+    return tuple(map(_hashable, descr)) if isinstance(descr, list | tuple) else descr
+
+
+@functools.lru_cache(maxsize=1024)
+def _dtype_to_key(dtype: np.dtype[Any]) -> Any:
+    """Return the description of a numpy dtype, without lists, which could not be hashed.
+
+    Raises:
+        Unfit: it would not come back the same.
+    """
     try:
-        if cls.__members__.get(name) is not member:
-            if not isinstance(member, Flag):
-                return None
-            value, rest, names = member._value_, member._value_, []
-            for name, single in cls.__members__.items():
-                if single._value_ and value & single._value_ == single._value_:
-                    names.append(name)
-                    rest &= ~single._value_
-            name = "|".join(names + [str(rest)] * bool(rest or not names))
-        again = member_of(cls, name)
-    except Exception:  # whatever a class does that makes its members in another way
+        key = _hashable(dtype_to_descr(dtype))
+        same = dtype_from_key(key) == dtype
+    except Exception:  # whatever numpy's and others' dtypes raise
+        same = False
+    if not same:
+        raise Unfit(f"has the dtype {dtype}, which cannot be written down", "Use a plain one")
+    return key
+
+
+def dtype_from_key(key: Any) -> np.dtype[Any]:
+    """Return the numpy dtype of a description. Raises ValueError as `type_lookup.numpy_dtype`."""
+    return _plain_dtype(key) if type(key) is str else numpy_dtype(key)
+
+
+_plain_dtype = functools.lru_cache(maxsize=1024)(numpy_dtype)
+
+
+def _empty_array(shape: Any, dtype: np.dtype[Any]) -> Any:
+    """Return an array without bytes: it has no values, or its dtype has a size of 0.
+
+    `numpy.empty` would allocate one value all the same, of whatever size the dtype claims.
+
+    Raises:
+        ValueError: its sizes are too large.
+    """
+    if dtype.kind not in "SU" or dtype.itemsize:
+        return np.ndarray(shape, dtype, bytearray())
+    if math.prod(shape) > BARE_NODES:  # numpy makes one character of none
+        raise ValueError(f"an array of shape {list(shape)} has no bytes")
+    return np.zeros(shape, dtype)
+
+
+# ---------------------------------------------------------------------------------------------------- Python's numbers
+
+NUMBERS: dict[type, tuple[str, int]] = {int: ("<i8", 0), float: ("<f8", 0), complex: ("<c16", 0), bool: ("?", BYTES)}
+"""The dtype and the stream of each type of numbers."""
+
+_NUMBER_TYPES = {cls.__name__: cls for cls in NUMBERS}
+
+
+class _NumberKind(Kind):
+    """A Python int of 64 bits, float, bool or complex. A larger int is encoded as the kind "long"."""
+
+    name, fields, dims = "number", ("type",), 0
+
+    def __init__(self, type_name: Any) -> None:
+        self._type = _NUMBER_TYPES[type_name]
+        dtype, self.stream = NUMBERS[self._type]
+        self._codec, self.stored_as = NUMBER_CODECS[self._type], _stored_as(np.dtype(dtype))
+        self.itemsize = self._codec.size
+
+    @classmethod
+    def encode(cls, value: Any) -> Encoded:
+        number = type(value)
+        if number is int and not -(2**63) <= value < 2**63:
+            return _TextKind.encode(value)  # of the kind "long"
+        codec = NUMBER_CODECS[number]
+        data = codec.pack(value.real, value.imag) if number is complex else codec.pack(value)
+        return ("number", number.__name__), NUMBERS[number][1], data, ()
+
+    def reader(self, trusted: bool) -> Read:
+        unpack, stream, size = self._codec.unpack_from, self.stream, self.itemsize
+        if self._type is complex:
+            return lambda cursor: complex(*unpack(cursor.memory, cursor.take(stream, size)))
+        return lambda cursor: unpack(cursor.memory, cursor.take(stream, size))[0]
+
+    def step(self) -> Step | None:
+        return None if self._type is complex else (self.stream, None, 0, self._codec.unpack_from, self.itemsize)
+
+    def maker(self, trusted: bool) -> Make:
+        unpack = self._codec.unpack_from
+        if self._type is complex:
+            return lambda buffer, at, count, shape: complex(*unpack(buffer, at))
+        return lambda buffer, at, count, shape: unpack(buffer, at)[0]
+
+
+class _NumbersKind(Kind):
+    """A list or tuple of Python numbers of one type, stored as an array."""
+
+    name, fields = "numbers", ("class", "type")
+
+    def __init__(self, class_name: Any, type_name: Any) -> None:
+        self._class = sequence_class(class_name)
+        dtype, self.stream = NUMBERS[_NUMBER_TYPES[type_name]]
+        self._dtype = np.dtype(dtype)
+        self.itemsize, self.stored_as = self._dtype.itemsize, _stored_as(self._dtype)
+
+    @classmethod
+    def encode(cls, value: Any) -> Encoded:
+        number = type(value[0])
+        dtype, stream = NUMBERS[number]
+        data = np.array(value, dtype=dtype).view(np.uint8)
+        return ("numbers", type(value).__name__, number.__name__), stream, data, (len(value),)
+
+    def reader(self, trusted: bool) -> Read:
+        cls, dtype, stream, size = self._class, self._dtype, self.stream, self.itemsize
+
+        def read(cursor: Cursor) -> Any:
+            count = next(cursor.integers)
+            at = cursor.take(stream, count * size)
+            values = np.frombuffer(cursor.memory, dtype, count, at).tolist() if count else []
+            return values if cls is list else tuple(values)
+
+        return read
+
+    def maker(self, trusted: bool) -> Make:
+        cls, dtype = self._class, self._dtype
+        return lambda buffer, at, count, shape: cls(np.frombuffer(buffer, dtype, count, at).tolist() if count else [])
+
+
+def encode_numbers(values: Any) -> Encoded | None:
+    """Return a list or tuple as `_NumbersKind` encodes it; None where its items are not numbers of one type and 64 bits."""
+    types = set(map(type, values))
+    if len(types) != 1 or types.pop() not in NUMBERS:
         return None
-    return name if again is member or (again == member and type(again) is cls) else None
+    try:
+        return _NumbersKind.encode(values)
+    except OverflowError:
+        return None
 
 
-# ---------------------------------------------------------------------------------------------------- values
+def sequence_class(name: Any) -> type:
+    """Return list or tuple. Raises ValueError where the name is another one."""
+    if name not in ("list", "tuple"):
+        raise ValueError(f"{name!r:.50} is not a list or tuple")
+    return list if name == "list" else tuple
 
 
-class Kind(NamedTuple):
-    """A kind of leaf: its type; its bytes, None for a value that would not come back the same; and the value of bytes."""
-
-    cls: Any
-    to_bytes: Callable[[Any], bytes | None]
-    from_bytes: Callable[[Any], Any]
+# ---------------------------------------------------------------------------------------------------- values of some bytes
 
 
-def _text(cls: Any, write: Callable[[Any], str | None], read: Callable[[str], Any]) -> Kind:
-    """Return a kind whose bytes are text."""
+class _BytesKind(Kind):
+    """Values that are made of some bytes, however many."""
 
-    def to_bytes(value: Any) -> bytes | None:
-        text = write(value)
-        return None if text is None else text.encode("utf-8", "surrogatepass")
+    @abstractmethod
+    def from_bytes(self, trusted: bool) -> Callable[[Any], Any]:
+        """Return the function that makes a value of a buffer; ``trusted`` as in `type_lookup.resolve`. Raises Unresolved."""
 
-    def from_bytes(data: Any) -> Any:
-        try:
-            return read(str(data, "utf-8", "surrogatepass"))
-        except Exception as error:  # whatever the class raises
-            raise ValueError(f"{bytes(data)!r:.50} is not a {cls.__name__}: {error}") from None
+    def reader(self, trusted: bool) -> Read:
+        return bytes_reader(self.from_bytes(trusted))
 
-    return Kind(cls, to_bytes, from_bytes)
-
-
-def _integers(*numbers: int) -> str:
-    return " ".join(f"{number:x}" for number in numbers)  # decimal digits are limited to 4300
+    def maker(self, trusted: bool) -> Make:
+        make = self.from_bytes(trusted)
+        return lambda buffer, at, count, shape: make(buffer if len(buffer) == count else memoryview(buffer)[at : at + count])
 
 
-def _parsed(text: str) -> list[int]:
-    return [int(number, 16) for number in text.split()]
+def bytes_reader(make: Callable[[memoryview], Any]) -> Read:
+    """Return the function that reads a value that ``make`` makes of its bytes in a record."""
 
-
-def _write_clock(value: Any) -> str | None:
-    """Return a time or datetime as text: without its zone, its fold, its zone."""
-    zone = _write_zone(value.tzinfo)
-    return json.dumps([value.replace(tzinfo=None).isoformat(), value.fold, *zone]) if zone is not None else None
-
-
-def _read_clock(cls: Any) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        iso, fold, *zone = json.loads(text)
-        return cls.fromisoformat(iso).replace(fold=fold, tzinfo=_read_zone(zone))
+    def read(cursor: Cursor) -> Any:
+        nbytes = next(cursor.integers)
+        at = cursor.take(BYTES, nbytes)
+        return make(memoryview(cursor.memory)[at : at + nbytes])
 
     return read
 
 
-def _write_zone(zone: tzinfo | None) -> list[Any] | None:
-    """Return nothing for no zone, a key, or an offset (and a name); None for zones of other classes."""
-    if zone is None:
-        return []
-    if type(zone) is ZoneInfo:
-        return [zone.key] if zone.key is not None else None
-    if type(zone) is timezone:
-        offset, *name = zone.__getinitargs__()  # type: ignore[attr-defined]
-        return [[offset.days, offset.seconds, offset.microseconds], *name]
-    return None
+class _TextKind(_BytesKind):
+    """The values of one row of texts.py."""
+
+    def __init__(self, name: Any) -> None:
+        self._from_bytes = TEXTS[name].from_bytes
+
+    @classmethod
+    def encode(cls, value: Any) -> Encoded:
+        name = TEXT_NAMES[type(value)]
+        data = TEXTS[name].to_bytes(value)
+        if data is None:
+            raise no_bytes(value)
+        return (name,), BYTES, data, (len(data),)
+
+    def from_bytes(self, trusted: bool) -> Callable[[Any], Any]:
+        return self._from_bytes
 
 
-def _read_zone(zone: list[Any]) -> tzinfo | None:
-    if not zone:
-        return None
-    if isinstance(zone[0], str):
-        return _zone_of(zone[0])
-    return timezone(timedelta(*zone[0]), *zone[1:])
+class _EnumKind(_BytesKind):
+    """The members of one enum class. Their bytes are their names."""
+
+    name, fields = "enum", ("class",)
+
+    def __init__(self, class_name: Any) -> None:
+        self._class = class_name
+
+    @classmethod
+    def encode(cls, value: Any) -> Encoded:
+        owner, data = member_bytes(value)
+        return ("enum", owner), BYTES, data, (len(data),)
+
+    def from_bytes(self, trusted: bool) -> Callable[[Any], Any]:
+        cls = enum_class(self._class, trusted)
+        return lambda data: member_of(cls, str(data, "utf-8"))
 
 
-_ZONE = re.compile(r"[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+){0,3}")
-
-
-@functools.lru_cache(maxsize=512)
-def _zone_of(key: str) -> tzinfo:
-    """Return the time zone of a key. The package tzdata, where the system has no zones, is imported only for a zone it has.
+def member_bytes(member: Any) -> tuple[str, bytes]:
+    """Return the name of the class of an enum member, and its own name as bytes.
 
     Raises:
-        ValueError: there is none.
+        Unfit: they do not lead back to it.
     """
-    there = _ZONE.fullmatch(key) and any(os.path.isfile(os.path.join(folder, key)) for folder in zoneinfo.TZPATH)
-    if not there and _ZONE.fullmatch(key):
-        spec = importlib.util.find_spec("tzdata")  # imports nothing
-        there = spec is not None and any(
-            os.path.isfile(os.path.join(folder, "zoneinfo", key)) for folder in spec.submodule_search_locations or ()
-        )
-    if not there:
-        raise ValueError("there is no such time zone here")
-    return ZoneInfo(key)
+    name = member_name(member)
+    if name is None:
+        raise no_bytes(member)
+    return name_of(type(member)), name.encode()
 
 
-def _write_dtype(dtype: torch.dtype) -> str | None:
-    name = str(dtype).removeprefix("torch.")
-    return name if name in TORCH_DTYPES else None
+class _PickleKind(_BytesKind):
+    """Values that are pickled, where that is allowed."""
+
+    name = "pickle"
+
+    @classmethod
+    def encode(cls, value: Any) -> Encoded:
+        try:
+            data = pickle.dumps(value, protocol=5)
+        except Exception as error:  # whatever the class raises
+            raise Unfit(f"is {a(value)}, which cannot be pickled: {error}") from error
+        return ("pickle",), BYTES, data, (len(data),)
+
+    def from_bytes(self, trusted: bool) -> Callable[[Any], Any]:
+        if not trusted:
+            raise Unresolved("its samples are partly pickled. To run what the pickles say, pass allow_pickle=True.")
+        return pickle.loads
 
 
-KINDS: dict[str, Kind] = {
-    "str": _text(str, str, str),
-    "bytes": Kind(bytes, bytes, bytes),
-    "bytearray": Kind(bytearray, bytes, bytearray),
-    "range": _text(range, lambda value: _integers(value.start, value.stop, value.step), lambda text: range(*_parsed(text))),
-    "date": _text(date, date.isoformat, date.fromisoformat),
-    "time": _text(time, _write_clock, _read_clock(time)),
-    "datetime": _text(datetime, _write_clock, _read_clock(datetime)),
-    "timedelta": _text(
-        timedelta,
-        lambda value: _integers(value.days, value.seconds, value.microseconds),
-        lambda text: timedelta(*_parsed(text)),
-    ),
-    "Decimal": _text(Decimal, str, Decimal),
-    "Fraction": _text(
-        Fraction, lambda value: _integers(value.numerator, value.denominator), lambda text: Fraction(*_parsed(text))
-    ),
-    "torch.dtype": _text(torch.dtype, _write_dtype, torch_dtype),
-    "torch.device": _text(torch.device, str, torch.device),
-} | {
-    cls.__name__: _text(cls, str, cls)
-    for cls in (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
+# ---------------------------------------------------------------------------------------------------- all kinds
+
+_KINDS: dict[str, type[Any]] = {
+    kind.name: kind for kind in (_TensorKind, _ArrayKind, _ScalarKind, _NumberKind, _NumbersKind, _EnumKind, _PickleKind)
 }
 
-KIND_NAMES: dict[type, str] = {kind.cls: name for name, kind in KINDS.items()}
-"""By exact type."""
-
-
-def long_bytes(value: int) -> bytes:
-    """Return the bytes of an int of any size, the kind "long"."""
-    return value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-
-
-FROM_BYTES: dict[str, Callable[[Any], Any]] = {name: kind.from_bytes for name, kind in KINDS.items()} | {
-    "long": lambda data: int.from_bytes(data, "little", signed=True)
+_BY_TYPE: dict[type, type[Kind]] = {
+    **dict.fromkeys(TEXT_NAMES, _TextKind),
+    **dict.fromkeys(NUMBERS, _NumberKind),
+    Tensor: _TensorKind,
+    np.ndarray: _ArrayKind,
 }
-"""What makes values of each kind of bytes, which may be a memoryview."""
+_BY_BASE: dict[type, type[Kind]] = {Enum: _EnumKind, Tensor: _TensorKind, np.generic: _ScalarKind, np.ndarray: _ArrayKind}
+
+ENCODERS: dict[type, Callable[[Any], Encoded]] = {cls: kind.encode for cls, kind in _BY_TYPE.items()}
+"""The functions that encode leaves, by exact type; `encode_other` takes those of other types."""

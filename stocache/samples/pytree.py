@@ -12,15 +12,24 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from types import GetSetDescriptorType, MemberDescriptorType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from stocache.errors import SampleError
-from stocache.samples.kinds import Unfit, name_of
-from stocache.samples.type_lookup import check_image, static_attribute
+from stocache.samples.type_lookup import (
+    MAX_DIMS,
+    Unfit,
+    Unresolved,
+    check_size,
+    derives,
+    is_class,
+    name_of,
+    static_attribute,
+)
 
 DEEP = 60
 """Containers within each other, at most."""
@@ -45,7 +54,7 @@ class Container:
 
     def unflatten_fn(self) -> Callable[[list[Any]], Any]:
         """Return the function that makes the container of its parts."""
-        return _JOINERS[self.kind](self)
+        return _KINDS[self.kind].unflatten_fn(self)
 
     @property
     def identity(self) -> str:
@@ -79,7 +88,7 @@ def key_text(key: Any) -> str:
 _PLAIN_KEYS = frozenset({str, int, float, bool, complex, bytes, type(None)})
 
 
-def split(value: Any) -> tuple[Container, list[Any]] | None:
+def flatten_one(value: Any) -> tuple[Container, list[Any]] | None:
     """Return the container and the parts of ``value``; None for a leaf, and for what could not be put together again."""
     cls = type(value)
     if cls in _LEAVES:
@@ -113,8 +122,7 @@ def split(value: Any) -> tuple[Container, list[Any]] | None:
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         names += [name for name in getattr(value, "__dict__", ()) if name not in names]
         return Container("dataclass", cls, tuple(names)), [getattr(value, name) for name in names]
-    images = sys.modules.get("PIL.Image")
-    if images is not None and isinstance(value, images.Image):
+    if _is_image(cls):
         try:
             state = value.__getstate__()
         except Exception:  # a file that is cut, or closed before it was read
@@ -123,20 +131,20 @@ def split(value: Any) -> tuple[Container, list[Any]] | None:
     return None
 
 
-def _split_set(value: Any) -> tuple[Container, list[Any]]:
+def _flatten_set(value: Any) -> tuple[Container, list[Any]]:
     same = set(map(type, value)) <= {str} or set(map(type, value)) <= {int}
     return Container("set", type(value), ("items",)), [sorted(value, key=None if same else repr)]  # or blocks would differ
 
 
-def _split_deque(value: Any) -> tuple[Container, list[Any]]:
+def _flatten_deque(value: Any) -> tuple[Container, list[Any]]:
     return Container("deque", deque, ("items", "maxlen")), [list(value), value.maxlen]
 
 
-def _split_slice(value: Any) -> tuple[Container, list[Any]]:
+def _flatten_slice(value: Any) -> tuple[Container, list[Any]]:
     return Container("slice", slice, ("start", "stop", "step")), [value.start, value.stop, value.step]
 
 
-def _split_defaultdict(value: Any) -> tuple[Container, list[Any]] | None:
+def _flatten_defaultdict(value: Any) -> tuple[Container, list[Any]] | None:
     if value.default_factory is not None:
         try:
             name_of(value.default_factory)
@@ -146,11 +154,11 @@ def _split_defaultdict(value: Any) -> tuple[Container, list[Any]] | None:
 
 
 _BY_TYPE: dict[type, Callable[[Any], tuple[Container, list[Any]] | None]] = {
-    set: _split_set,
-    frozenset: _split_set,
-    deque: _split_deque,
-    slice: _split_slice,
-    defaultdict: _split_defaultdict,
+    set: _flatten_set,
+    frozenset: _flatten_set,
+    deque: _flatten_deque,
+    slice: _flatten_slice,
+    defaultdict: _flatten_defaultdict,
     np.memmap: lambda value: (Container("memmap", np.memmap, ("data",)), [np.asarray(value)]),  # in memory, of the same type
 }
 
@@ -256,28 +264,115 @@ def _join_image(container: Container) -> Callable[[list[Any]], Any]:
     return join
 
 
-_JOINERS: dict[str, Callable[[Container], Callable[[list[Any]], Any]]] = {
-    "dict": _join_dict,
-    "list": lambda container: list,
-    "tuple": _join_tuple,
-    "none": lambda container: lambda parts: None,
-    "namedtuple": _join_namedtuple,
-    "mapping": _join_mapping,
-    "tensordict": _join_tensordict,
-    "dataclass": _join_dataclass,
-    "tensor": _join_tensor,
-    "image": _join_image,
-    "set": lambda container: lambda parts: container.cls(*parts),
-    "deque": lambda container: lambda parts: deque(*parts),
-    "slice": lambda container: lambda parts: slice(*parts),
-    "defaultdict": _join_defaultdict,
-    "memmap": lambda container: lambda parts: parts[0].view(np.memmap),
+def _is_mapping(cls: type) -> bool:
+    return derives(cls, dict) or derives(cls, Mapping)
+
+
+def _is_namedtuple(cls: type) -> bool:
+    return derives(cls, tuple) and type(static_attribute(cls, "_fields")) is tuple
+
+
+def _is_image(cls: type) -> bool:
+    images = sys.modules.get("PIL.Image")
+    return images is not None and derives(cls, images.Image)
+
+
+class _ContainerKind(NamedTuple):
+    """A way to put containers together.
+
+    Attributes:
+        fits: whether it suits a class; asks only the method resolution order, see NOTE [ Names in data ].
+        unflatten_fn: returns the function that makes the container of its parts.
+        parts: how many parts there always are; None where that varies.
+    """
+
+    fits: Callable[[type], bool]
+    unflatten_fn: Callable[[Container], Callable[[list[Any]], Any]]
+    parts: int | None = None
+
+
+_KINDS: dict[str, _ContainerKind] = {
+    "dict": _ContainerKind(lambda cls: cls in (dict, OrderedDict), _join_dict),
+    "list": _ContainerKind(lambda cls: cls is list, lambda container: list),
+    "tuple": _ContainerKind(lambda cls: derives(cls, tuple), _join_tuple),
+    "none": _ContainerKind(lambda cls: cls is type(None), lambda container: lambda parts: None, 0),
+    "namedtuple": _ContainerKind(_is_namedtuple, _join_namedtuple),
+    "mapping": _ContainerKind(_is_mapping, _join_mapping),
+    "tensordict": _ContainerKind(
+        lambda cls: _is_mapping(cls) and static_attribute(cls, "batch_size") is not None, _join_tensordict
+    ),
+    "dataclass": _ContainerKind(lambda cls: type(static_attribute(cls, "__dataclass_fields__")) is dict, _join_dataclass),
+    "tensor": _ContainerKind(lambda cls: derives(cls, Tensor), _join_tensor, 2),
+    "image": _ContainerKind(_is_image, _join_image),
+    "set": _ContainerKind(lambda cls: cls in (set, frozenset), lambda container: lambda parts: container.cls(*parts), 1),
+    "deque": _ContainerKind(lambda cls: cls is deque, lambda container: lambda parts: deque(*parts), 2),
+    "slice": _ContainerKind(lambda cls: cls is slice, lambda container: lambda parts: slice(*parts), 3),
+    "defaultdict": _ContainerKind(lambda cls: cls is defaultdict, _join_defaultdict),
+    "memmap": _ContainerKind(lambda cls: cls is np.memmap, lambda container: lambda parts: parts[0].view(np.memmap), 1),
 }
+
+
+def check_class(kind: str, cls: Any, name: str, keys: tuple[Any, ...], extra: Any) -> None:
+    """Raise Unresolved unless a class may be put together as containers of a kind are, with these keys and this extra.
+
+    See NOTE [ Names in data ].
+    """
+    its = _KINDS.get(kind)
+    if its is None or not (is_class(cls) and its.fits(cls)):
+        raise Unresolved(f"its samples are made of {name:.300}, which is no {kind}.")
+    if kind == "namedtuple" and (fields := static_attribute(cls, "_fields")) != keys:
+        raise Unresolved(
+            f"its samples are made of {name} with the fields {list(keys)}, which it has no longer: it has {list(fields)}."
+        )
+    if kind in ("list", "tuple", "image") and keys != tuple(range(len(keys))):
+        raise Unresolved(f"its samples are made of {name} with other keys than positions.")
+    if its.parts not in (None, len(keys)) or (kind == "image" and len(keys) < 5):
+        raise Unresolved(f"its samples are made of {name} with {len(keys)} parts.")
+    if kind == "dataclass":
+        for key in keys:
+            _check_attribute(cls, name, key)
+    if type(extra) not in (tuple, list) or (extra and kind not in ("tensordict", "defaultdict")):
+        raise Unresolved(f"its samples are made of {name} with {extra!r:.50}.")
+    if kind == "tensordict" and not (len(extra) <= MAX_DIMS and all(type(n) is int and 0 <= n < 2**63 for n in extra)):
+        raise Unresolved(f"its samples are made of {name} with the batch size {extra!r:.50}.")
+
+
+def _check_attribute(cls: type, name: str, key: Any) -> None:
+    """Raise Unresolved where setting an attribute of a dataclass would run code, or change what it is."""
+    if type(key) is not str or key in ("__class__", "__dict__", "__weakref__"):
+        raise Unresolved(f"its samples are made of {name} with the attribute {key!r:.50}.")
+    found = static_attribute(cls, key)
+    if type(found) not in (type(None), MemberDescriptorType) and (
+        type(found) is GetSetDescriptorType or static_attribute(type(found), "__set__") is not None
+    ):
+        raise Unresolved(f"its samples are made of {name}, whose attribute {key} is a property.")
+
+
+_PIXEL_BITS = {"1": 1, "L": 8, "P": 8, "LA": 16, "PA": 16, "La": 16, "RGB": 24, "YCbCr": 24, "LAB": 24, "HSV": 24} | {
+    **{"RGBA": 32, "RGBX": 32, "RGBa": 32, "CMYK": 32, "I": 32, "F": 32},
+    **{"I;16": 16, "I;16L": 16, "I;16B": 16, "I;16N": 16},
+}
+_EMPTY_SIDE = 1 << 16  # pixels of an image that has none because its other side is 0
+
+
+def check_image(parts: Any) -> None:
+    """Raise ValueError unless the state of a PIL image has as many bytes of pixels as its mode and size take."""
+    _, mode, size, _, data = parts[:5]
+    bits = _PIXEL_BITS.get(mode) if type(mode) is str else None
+    if bits is None or type(size) not in (tuple, list) or len(size) != 2:
+        raise ValueError(f"an image cannot have the mode {mode!r:.50} and the size {size!r:.50}")
+    width, height = map(check_size, size)
+    wanted = (width * bits + 7) // 8 * height
+    if len(data) != wanted or (not wanted and max(width, height) > _EMPTY_SIDE):
+        raise ValueError(f"an image of {width} x {height} pixels takes {wanted} bytes, and has {len(data)}")
+
+
+# ---------------------------------------------------------------------------------------------------- trees
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return a tree of containers with ``function`` of each of its leaves in their place."""
-    found = split(tree)
+    found = flatten_one(tree)
     if found is None:
         return function(tree)
     container, parts = found

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from stocache.errors import SampleError
-from stocache.samples.kinds import Unfit, a
-from stocache.samples.pytree import Container, class_text, key_text, split, told
+from stocache.samples.pytree import Container, class_text, flatten_one, key_text, told
+from stocache.samples.type_lookup import Unfit, a
 
 Order: TypeAlias = tuple[int, ...] | None
 """See NOTE [ Orders ]."""
@@ -346,7 +346,7 @@ Node: TypeAlias = _Inner | Leaf
 
 
 def _build(sample: Any, leaf: Callable[[Any], Leaf]) -> Node:
-    parted = split(sample)
+    parted = flatten_one(sample)
     if parted is None or parted[0].kind == "set":
         return leaf(sample)
     container, parts = parted
@@ -389,13 +389,13 @@ class Structure:
         """
         if _is_shape(data_dims):
             return cls(TensorLeaf(check_dtype(dtype), _shape(data_dims)))
-        parted = split(data_dims)
+        parted = flatten_one(data_dims)
         if parted is None or not parted[1] or any(isinstance(part, int) for part in parted[1]):
             raise SampleError(f"data_dims={data_dims!r} is not a shape such as (3, 64, 64), nor a dict or tuple of shapes.")
         container, dims = parted
         dtypes = [dtype] * len(dims)
         if isinstance(dtype, dict | tuple | list):
-            given = split(dtype)
+            given = flatten_one(dtype)
             if given is None or given[0].cls is not container.cls or set(given[0].keys) != set(container.keys):
                 raise SampleError(f"dtype={dtype!r} does not match data_dims={data_dims!r}. Give one dtype per shape.")
             by_key = dict(zip(given[0].keys, given[1], strict=True))
@@ -480,7 +480,7 @@ def _flatten(node: Node, sample: Any, take: Callable[[Leaf, Any], None]) -> None
     if not isinstance(node, _Inner):
         take(node, sample)
         return
-    wanted, parted = node.container, split(sample)
+    wanted, parted = node.container, flatten_one(sample)
     if parted is None or parted[0].cls is not wanted.cls:
         raise Unfit(f"is {a(sample)}, the cache holds {node}")
     container, parts = parted

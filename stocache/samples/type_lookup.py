@@ -20,25 +20,24 @@ NOTE [ Names in data ]
     enum         members by name; combined flags where the class has no ``_missing_`` and no metaclass of its own
     factory      of a defaultdict: Python's own types
 
-    Writers ask the same questions (`check_class`), so what cannot be read back is refused or pickled when it is written.
+    Writers ask the same questions (`pytree.check_class`), so what cannot be read back is refused or pickled when it is written.
 """
 
 import importlib
 import re
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from enum import Enum, EnumMeta, Flag, IntFlag
 from functools import reduce
-from types import GetSetDescriptorType, MemberDescriptorType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.lib.format import descr_to_dtype
-from torch import Tensor
 
-from stocache.errors import SegmentError, StocacheError
+from stocache.errors import SampleError, SegmentError, StocacheError
 
 _namespace: Callable[[Any], Any] = vars(ModuleType)["__dict__"].__get__  # of a module, without the hooks of its class
 _attributes: Callable[[Any], Any] = vars(type)["__dict__"].__get__  # of a class, without those of its metaclass
@@ -60,6 +59,35 @@ class Unresolved(StocacheError):
 
 class NotImported(SegmentError):
     """A record in a cache is of a class whose module this process has not imported."""
+
+
+class Unfit(SampleError):
+    """Why a part of a sample cannot be stored, said of the part: "is a lock, which has no bytes of its own".
+
+    The way to the part is added by the containers around it, from the inside out; see `pytree.told`.
+
+    Attributes:
+        problem, remedy: what is wrong, and what to do; neither ends with a full stop.
+        final: whether pickling is not the way out.
+        steps: containers and keys in them, from the inside out.
+        row: of samples that are taken apart together, the row of the one at fault.
+    """
+
+    def __init__(self, problem: str, remedy: str = "", final: bool = False) -> None:
+        super().__init__(problem)
+        self.problem, self.remedy, self.final = problem, remedy, final
+        self.steps: list[tuple[Any, Any]] = []
+        self.row = 0
+
+    def within(self, container: Any, key: Any) -> "Unfit":
+        """Return the same error, of a part of ``container``."""
+        self.steps.append((container, key))
+        return self
+
+
+def a(value: Any) -> str:
+    """Return the name of a value's type, with an article."""
+    return f"a {type(value).__name__}"
 
 
 # ---------------------------------------------------------------------------------------------------- looking up
@@ -145,86 +173,26 @@ def resolve(name: Any, trusted: bool) -> Any:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------- natures
+_classes: dict[str, Any] = {}
 
 
-def _is_mapping(cls: type) -> bool:
-    return derives(cls, dict) or derives(cls, Mapping)
+def name_of(cls: Any) -> str:
+    """Return the name by which every process finds a class or a function.
 
-
-def _is_namedtuple(cls: type) -> bool:
-    return derives(cls, tuple) and type(static_attribute(cls, "_fields")) is tuple
-
-
-def _is_image(cls: type) -> bool:
-    image = loaded_image_class()
-    return image is not None and derives(cls, image)
-
-
-def loaded_image_class() -> type | None:
-    """Return PIL's Image, None where PIL is not imported."""
-    images = sys.modules.get("PIL.Image")
-    return None if images is None else images.Image
-
-
-_NATURES: dict[str, Callable[[type], bool]] = {
-    "dict": lambda cls: cls in (dict, OrderedDict),
-    "list": lambda cls: cls is list,
-    "tuple": lambda cls: derives(cls, tuple),
-    "none": lambda cls: cls is type(None),
-    "namedtuple": _is_namedtuple,
-    "mapping": _is_mapping,
-    "tensordict": lambda cls: _is_mapping(cls) and static_attribute(cls, "batch_size") is not None,
-    "dataclass": lambda cls: type(static_attribute(cls, "__dataclass_fields__")) is dict,
-    "tensor": lambda cls: derives(cls, Tensor),
-    "image": _is_image,
-    "set": lambda cls: cls in (set, frozenset),
-    "deque": lambda cls: cls is deque,
-    "slice": lambda cls: cls is slice,
-    "defaultdict": lambda cls: cls is defaultdict,
-    "memmap": lambda cls: cls is np.memmap,
-}
-
-_PARTS = {"none": 0, "tensor": 2, "set": 1, "deque": 2, "slice": 3, "memmap": 1}
-"""Parts of containers that always have as many."""
-
-_MAX_DIMS = 64
-
-
-def check_class(kind: str, cls: Any, name: str, keys: tuple[Any, ...], extra: Any) -> None:
-    """Raise Unresolved unless a class may be put together as containers of a kind are, with these keys and this extra.
-
-    See NOTE [ Names in data ].
+    Raises:
+        Unfit: it has none: it was defined within a function, or replaced.
     """
-    nature = _NATURES.get(kind)
-    if nature is None or not (is_class(cls) and nature(cls)):
-        raise Unresolved(f"its samples are made of {name:.300}, which is no {kind}.")
-    if kind == "namedtuple" and (fields := static_attribute(cls, "_fields")) != keys:
-        raise Unresolved(
-            f"its samples are made of {name} with the fields {list(keys)}, which it has no longer: it has {list(fields)}."
-        )
-    if kind in ("list", "tuple", "image") and keys != tuple(range(len(keys))):
-        raise Unresolved(f"its samples are made of {name} with other keys than positions.")
-    if len(keys) != _PARTS.get(kind, len(keys)) or (kind == "image" and len(keys) < 5):
-        raise Unresolved(f"its samples are made of {name} with {len(keys)} parts.")
-    if kind == "dataclass":
-        for key in keys:
-            _check_attribute(cls, name, key)
-    if type(extra) not in (tuple, list) or (extra and kind not in ("tensordict", "defaultdict")):
-        raise Unresolved(f"its samples are made of {name} with {extra!r:.50}.")
-    if kind == "tensordict" and not (len(extra) <= _MAX_DIMS and all(type(n) is int and 0 <= n < 2**63 for n in extra)):
-        raise Unresolved(f"its samples are made of {name} with the batch size {extra!r:.50}.")
-
-
-def _check_attribute(cls: type, name: str, key: Any) -> None:
-    """Raise Unresolved where setting an attribute of a dataclass would run code, or change what it is."""
-    if type(key) is not str or key in ("__class__", "__dict__", "__weakref__"):
-        raise Unresolved(f"its samples are made of {name} with the attribute {key!r:.50}.")
-    found = static_attribute(cls, key)
-    if type(found) not in (type(None), MemberDescriptorType) and (
-        type(found) is GetSetDescriptorType or static_attribute(type(found), "__set__") is not None
-    ):
-        raise Unresolved(f"its samples are made of {name}, whose attribute {key} is a property.")
+    module, path = getattr(cls, "__module__", None), getattr(cls, "__qualname__", None)
+    name = f"{'__main__' if module == '__mp_main__' else module}:{path}"  # what spawn calls the script in a child
+    if _classes.get(name) is not cls:
+        try:
+            found = find_class(name) if is_class(cls) else import_class(name)
+        except (Unresolved, ImportError, AttributeError, ValueError):
+            found = None
+        if found is not cls:
+            raise Unfit(f"is of a class that other processes do not find as {name}", "Define it at the top of a module")
+        _classes[name] = cls
+    return name
 
 
 # ---------------------------------------------------------------------------------------------------- factories
@@ -287,6 +255,26 @@ def member_of(cls: Any, name: Any) -> Any:
         return cls(reduce(int.__or__, values))
     except (KeyError, ValueError, TypeError, OverflowError):
         raise ValueError(f"{cls.__name__} has no member {name!r:.50}") from None
+
+
+def member_name(member: Any) -> str | None:
+    """Return the name of an enum member, of combined flags "A|B", with the bits that have no name as a number at the end; None
+    where that does not lead back to it."""
+    cls, name = type(member), member._name_
+    try:
+        if cls.__members__.get(name) is not member:
+            if not isinstance(member, Flag):
+                return None
+            value, rest, names = member._value_, member._value_, []
+            for name, single in cls.__members__.items():
+                if single._value_ and value & single._value_ == single._value_:
+                    names.append(name)
+                    rest &= ~single._value_
+            name = "|".join(names + [str(rest)] * bool(rest or not names))
+        again = member_of(cls, name)
+    except Exception:  # whatever a class does that makes its members in another way
+        return None
+    return name if again is member or (again == member and type(again) is cls) else None
 
 
 def _combines(cls: type) -> bool:
@@ -380,13 +368,16 @@ def _shapes(shape: list[Any]) -> list[tuple[int, ...]]:
     return [check_shape(sizes)]
 
 
+MAX_DIMS = 64
+
+
 def check_shape(shape: Any) -> tuple[int, ...]:
     """Return a shape as a tuple.
 
     Raises:
         ValueError: it is not a list of at most 64 sizes from 0 to 2^63 - 1.
     """
-    if type(shape) not in (tuple, list) or len(shape) > _MAX_DIMS:
+    if type(shape) not in (tuple, list) or len(shape) > MAX_DIMS:
         raise ValueError(f"{shape!r:.80} is not a shape")
     for size in shape:
         check_size(size)
@@ -410,25 +401,4 @@ def check_dims(dims: Any) -> int:
     Raises:
         ValueError: it is not one.
     """
-    return check_size(dims, _MAX_DIMS + 1)
-
-
-# ---------------------------------------------------------------------------------------------------- images
-
-_PIXEL_BITS = {"1": 1, "L": 8, "P": 8, "LA": 16, "PA": 16, "La": 16, "RGB": 24, "YCbCr": 24, "LAB": 24, "HSV": 24} | {
-    **{"RGBA": 32, "RGBX": 32, "RGBa": 32, "CMYK": 32, "I": 32, "F": 32},
-    **{"I;16": 16, "I;16L": 16, "I;16B": 16, "I;16N": 16},
-}
-_EMPTY_SIDE = 1 << 16  # pixels of an image that has none because its other side is 0
-
-
-def check_image(parts: Any) -> None:
-    """Raise ValueError unless the state of a PIL image has as many bytes of pixels as its mode and size take."""
-    _, mode, size, _, data = parts[:5]
-    bits = _PIXEL_BITS.get(mode) if type(mode) is str else None
-    if bits is None or type(size) not in (tuple, list) or len(size) != 2:
-        raise ValueError(f"an image cannot have the mode {mode!r:.50} and the size {size!r:.50}")
-    width, height = map(check_size, size)
-    wanted = (width * bits + 7) // 8 * height
-    if len(data) != wanted or (not wanted and max(width, height) > _EMPTY_SIDE):
-        raise ValueError(f"an image of {width} x {height} pixels takes {wanted} bytes, and has {len(data)}")
+    return check_size(dims, MAX_DIMS + 1)

@@ -20,7 +20,6 @@ NOTE [ Blocks ]
 
 import json
 import os
-import pickle
 import struct
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -31,9 +30,9 @@ import xxhash
 from safetensors.torch import save
 
 from stocache.errors import DamagedError, StorageError
-from stocache.samples.column_decoder import CHECK_ONLY, reader
+from stocache.samples.column_decoder import reader
 from stocache.samples.column_encoder import CHECKS, INFO, Columns
-from stocache.samples.record_encoder import BARE_NODES
+from stocache.samples.kinds import BARE_NODES
 from stocache.samples.type_lookup import Unresolved, check_size
 from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum
 
@@ -157,11 +156,11 @@ class _Walk:
         # What the sample may still use. Twice the nodes that a writer leaves room for: earlier writers left no room
         self._bytes, self._nodes = source.nbytes, BARE_NODES + 2 * source.nbytes
 
-    def take(self, at: int, nbytes: int, own: bool) -> tuple[Any, int]:
+    def take(self, at: int, nbytes: int, writable: bool) -> tuple[Any, int]:
         self._bytes -= nbytes
         if self._bytes < 0:
             raise ValueError("a sample has more bytes than its file")
-        buffer, begin = self._source.read(at, nbytes, own)
+        buffer, begin = self._source.read(at, nbytes, writable)
         self.hash.update(buffer if len(buffer) == nbytes else memoryview(buffer)[begin : begin + nbytes])
         return buffer, begin
 
@@ -208,10 +207,10 @@ class Block:
             if len(self._checks) != self.samples:
                 raise ValueError(f"it claims {self.samples} samples, and has checksums of {len(self._checks)}")
             if decode:
-                self._check = self._read = reader(self.structure, self, pickle.loads if allow_pickle else None)
-            # A sample with pickles is checked before they are loaded. json.dumps writes every such part in this form
+                self._check = self._read = reader(self.structure, self, allow_pickle=allow_pickle)
+            # Pickles are checked before they are loaded; however the JSON of the file is written, this finds them
             if not decode or (allow_pickle and '"kind": "pickle"' in json.dumps(self.structure)):
-                self._check = reader(self.structure, self, CHECK_ONLY)
+                self._check = reader(self.structure, self, decode=False)
         except Unresolved as error:
             raise StorageError(f"{name}: {error}") from None
         except StorageError as error:

@@ -417,7 +417,7 @@ class _Planner:
             if trial.seeded:
                 raise CannotSplit("it sets the seed of random numbers for each sample")
             plain = self._plain[trial.idx]
-            if trial.record.skeleton != plain.skeleton or (not plain.has_pickles and trial.record != plain):
+            if trial.record.treedef != plain.treedef or (not plain.has_pickles and trial.record != plain):
                 raise CannotSplit(f"sample {trial.idx} would not be the same")
         repeated = trials[0].repeated
         if any(trial.repeated != repeated for trial in trials):

@@ -525,13 +525,13 @@ def test_a_load_that_does_not_import_the_class_of_what_is_cached_warns_once(scan
 @pytest.mark.parametrize(
     "forge",
     [
-        lambda words, memory: words.__setitem__(2, 1 << 62),  # where the newest skeleton is
+        lambda words, memory: words.__setitem__(2, 1 << 62),  # where the newest treedef is
         lambda words, memory: words.__setitem__(2, 200 << 20),  # in memory that is not reserved
         lambda words, memory: memory.__setitem__(slice(words[2] + 11, words[2] + 15), b"\xff" * 4),  # its length
     ],
     ids=["beyond all", "not reserved", "too long"],
 )
-def test_a_skeleton_outside_of_the_memory_is_an_error(forge):
+def test_a_treedef_outside_of_the_memory_is_an_error(forge):
     with RaggedCache(1, 4) as cache:
         cache.set_slot(0, "text")
         forge(cache._arena._words, cache._segment.view(0, 4096))

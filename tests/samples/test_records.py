@@ -21,8 +21,8 @@ from PIL import Image
 
 from benchmark.fuzz import compress, read_record
 from stocache import RaggedCache, SampleError, SegmentError, SharedCache
-from stocache.samples.record_decoder import reader_of
-from stocache.samples.record_encoder import Record, pack_integers, parse_skeleton, write_skeleton
+from stocache.samples.record_decoder import RecordReader
+from stocache.samples.record_encoder import Record, pack_integers, parse_treedef, write_treedef
 from tests.support.equality import everywhere, identical, same
 from tests.support.samples import (
     PICKLED,
@@ -156,10 +156,10 @@ def test_containers_of_libraries_come_back_as_they_were(sample, check):
 
 
 @pytest.mark.parametrize("ready", [True, False])
-def test_members_and_values_that_vary_have_one_skeleton(ready):
+def test_members_and_values_that_vary_have_one_treedef(ready):
     wrap = (lambda value: value) if ready else (lambda value: {"x": [value], Space.RAS: 1})
     for kind in ([*Kind, Kind.MASK], [Access(n) for n in range(9)], [pathlib.Path("a"), pathlib.Path("b/c")]):
-        assert len({write_skeleton(Record(wrap(value)).skeleton) for value in kind}) == 1
+        assert len({write_treedef(Record(wrap(value)).treedef) for value in kind}) == 1
 
 
 class Day(datetime.date):
@@ -298,9 +298,9 @@ def test_what_the_transform_has_to_do_is_not_pickled_either(value):
 
 
 def test_nothing_is_unpickled_unless_allowed():
-    text = write_skeleton(Record([object()], allow_pickle=True).skeleton)
-    with pytest.raises(SegmentError, match="was pickled, which needs allow_pickle=True"):
-        reader_of(text, allow_pickle=False)
+    text = write_treedef(Record([object()], allow_pickle=True).treedef)
+    with pytest.raises(SegmentError, match="To run what the pickles say, pass allow_pickle=True"):
+        RecordReader(text, allow_pickle=False)
 
 
 @pytest.mark.parametrize(
@@ -327,12 +327,12 @@ def test_nothing_is_unpickled_unless_allowed():
         (b"('in', 'list', 'no_such_module:List', (), (), ())", "Import no_such_module first"),
     ],
 )
-def test_a_skeleton_that_cannot_be_read_says_why(text, message):
+def test_a_treedef_that_cannot_be_read_says_why(text, message):
     with pytest.raises(SegmentError, match=message):
-        reader_of(text, allow_pickle=False)
+        RecordReader(text, allow_pickle=False)
 
 
-def test_samples_that_differ_in_sizes_only_have_one_skeleton():
+def test_samples_that_differ_in_sizes_only_have_one_treedef():
     def coco(count):
         return {
             "image": torch.zeros(3, 5 + count, 7, dtype=torch.uint8),
@@ -341,9 +341,9 @@ def test_samples_that_differ_in_sizes_only_have_one_skeleton():
             "tokens": list(range(count + 1)),
         }
 
-    assert len({Record(coco(count)).skeleton for count in range(9)}) == 1
-    skeleton = Record(coco(3)).skeleton
-    assert ast.literal_eval(write_skeleton(skeleton).decode()) == skeleton
+    assert len({Record(coco(count)).treedef for count in range(9)}) == 1
+    treedef = Record(coco(3)).treedef
+    assert ast.literal_eval(write_treedef(treedef).decode()) == treedef
 
 
 def test_damage_is_an_error_and_no_crash():
@@ -355,7 +355,7 @@ def test_damage_is_an_error_and_no_crash():
             cache.get_slot(0)
 
 
-def test_what_is_parsed_within_the_parsing_of_a_skeleton_does_no_harm(monkeypatch):
+def test_what_is_parsed_within_the_parsing_of_a_treedef_does_no_harm(monkeypatch):
     """As python/cpython#106905 has it: a finalizer that formats a traceback meanwhile makes ast raise SystemError."""
     parse, calls = ast.literal_eval, []
 
@@ -366,7 +366,7 @@ def test_what_is_parsed_within_the_parsing_of_a_skeleton_does_no_harm(monkeypatc
         return parse(text)
 
     monkeypatch.setattr(ast, "literal_eval", disturbed)
-    assert parse_skeleton("('a', 1)") == ("a", 1)
+    assert parse_treedef("('a', 1)") == ("a", 1)
     assert len(calls) == 2
 
 
@@ -395,14 +395,14 @@ def test_a_class_that_is_not_an_enum_is_not_asked_for_members():
     with RaggedCache("1MB", 1) as cache:
         cache.set_slot(0, Kind.BOX)
         with pytest.raises(SegmentError, match="have members of collections:OrderedDict, which is not an enum"):
-            reader_of(repr(("enum", "collections:OrderedDict")).encode(), allow_pickle=False)
+            RecordReader(repr(("enum", "collections:OrderedDict")).encode(), allow_pickle=False)
 
 
 def forged(sample, text=None, integers=None, data=None, codec=None, packed=None):
     """Read a record that says something else than the sample's."""
     record = Record(sample)
     own, sizes = record.pack()
-    text = repr(record.skeleton).encode() if text is None else text
+    text = repr(record.treedef).encode() if text is None else text
     given = sizes if integers is None else integers
     return read_record(sample, text, own if data is None else data, given, codec=codec, packed=packed)
 
@@ -432,9 +432,9 @@ def test_a_module_is_not_imported_for_a_forged_class():
         ("in", "dict", "builtins:dict", (("enum", "antigravity:Kind", "A"),), (), (("str",),), "coded"),
     ):
         with pytest.raises(SegmentError, match="Import antigravity first"):
-            reader_of(repr(text).encode(), allow_pickle=False)
+            RecordReader(repr(text).encode(), allow_pickle=False)
     with pytest.raises(SegmentError, match="have the default_factory antigravity:fly"):
-        reader_of(b"('in', 'defaultdict', 'collections:defaultdict', (), ('antigravity:fly',), ())", allow_pickle=False)
+        RecordReader(b"('in', 'defaultdict', 'collections:defaultdict', (), ('antigravity:fly',), ())", allow_pickle=False)
     assert "antigravity" not in sys.modules
 
 
@@ -498,11 +498,11 @@ def test_a_forged_shape_is_an_error(sizes):
 
 
 @pytest.mark.parametrize("depth", [70, 150, 5000, 200_000])
-def test_a_deep_skeleton_is_an_error(depth):
+def test_a_deep_treedef_is_an_error(depth):
     deep = "('in', 'tuple', 'builtins:tuple', (0,), (), (" * depth + "('str',)" + ",))" * depth
     for text in (deep, "(" * depth + ")" * depth, "-" * depth + "1", "9" * max(5000, depth)):
         with pytest.raises(SegmentError, match="cannot be read here"):
-            reader_of(text.encode(), allow_pickle=False)
+            RecordReader(text.encode(), allow_pickle=False)
 
 
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])

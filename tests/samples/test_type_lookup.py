@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from stocache.samples.kinds import FROM_BYTES, name_of
+from stocache.samples.pytree import Container, check_class, check_image
+from stocache.samples.texts import TEXTS
 from stocache.samples.type_lookup import (
     TORCH_DTYPES,
     Unresolved,
-    check_class,
-    check_image,
     check_shape,
     enum_class,
     factory_of,
     find_class,
     member_of,
+    name_of,
     numpy_dtype,
     resolve,
     torch_dtype,
@@ -149,8 +149,6 @@ class Point(collections.namedtuple("Point", "x y")):
 
 
 def test_a_namedtuple_is_made_without_its_own_code():
-    from stocache.samples.pytree import Container
-
     ran.clear()
     check_class("namedtuple", Point, "Point", ("x", "y"), ())
     made = Container("namedtuple", Point, ("x", "y")).unflatten_fn()([1, 2])
@@ -273,7 +271,7 @@ def test_only_dtypes_of_torch_with_bytes_of_their_own_are_found(name):
         torch_dtype(name)
     if isinstance(name, str):
         with pytest.raises(ValueError, match=r"is not a dtype"):
-            FROM_BYTES["torch.dtype"](name.encode())
+            TEXTS["torch.dtype"].from_bytes(name.encode())
 
 
 def test_every_other_dtype_of_torch_is_found():
@@ -311,7 +309,7 @@ def test_an_image_has_the_pixels_that_it_claims(mode, size, data):
 def test_a_time_zone_is_one_that_is_here(key):
     before = set(sys.modules)
     with pytest.raises(ValueError, match="is not a datetime"):
-        FROM_BYTES["datetime"](f'["2026-01-01T00:00:00", 0, "{key}"]'.encode())
+        TEXTS["datetime"].from_bytes(f'["2026-01-01T00:00:00", 0, "{key}"]'.encode())
     assert set(sys.modules) == before
 
 

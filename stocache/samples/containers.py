@@ -1,0 +1,173 @@
+"""Containers as records and blocks describe them: the name of the class, the keys and the extra, written and read.
+
+Records write keys as Python literals, blocks as JSON. Either way 1, 1.0 and True stay apart.
+"""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from stocache.samples.kinds import member_bytes
+from stocache.samples.pytree import DEEP, Container, check_class, check_image
+from stocache.samples.type_lookup import (
+    FACTORIES,
+    Unfit,
+    Unresolved,
+    enum_class,
+    factory_of,
+    member_of,
+    name_of,
+    resolve,
+)
+
+_PLAIN_CONTAINERS = frozenset({dict, list, tuple, set, frozenset, type(None)})
+
+
+def describe(container: Container, parts: Any, allow_pickle: bool) -> tuple[str, tuple[Any, ...]]:
+    """Return the name of a container's class, and its extra with names in place of functions.
+
+    Raises:
+        Unfit: the container could not be put together again where its class is only looked up.
+    """
+    cls, kind, extra = container.cls, container.kind, container.extra
+    name = name_of(cls)
+    if cls in _PLAIN_CONTAINERS:
+        return name, extra
+    if kind == "defaultdict":
+        extra = tuple(None if factory is None else name_of(factory) for factory in extra)
+    try:
+        check_class(kind, cls, name, container.keys, extra)
+        if kind == "image":
+            check_image(parts)
+    except (Unresolved, ValueError, TypeError) as error:
+        raise Unfit(f"is a {cls.__name__}, which could not be put together again: {str(error).rstrip('.')}") from None
+    if kind == "defaultdict" and not allow_pickle and extra[0] is not None and extra[0] not in FACTORIES:
+        raise Unfit(
+            f"has the default_factory {extra[0]}, and only those of Python's own types are called when it is read",
+            "Use one of them",
+        )
+    return name, extra
+
+
+def container_of(kind: Any, name: Any, keys: tuple[Any, ...], extra: Any, parts: int, trusted: bool) -> Container:
+    """Return the container of so many parts that stored data describes; ``trusted`` as in `type_lookup.resolve`.
+
+    Raises:
+        Unresolved: its class is not here, has changed, or may not be used so.
+        ValueError, TypeError: it is not a container.
+    """
+    cls = resolve(name, trusted)
+    if len(keys) != parts:
+        raise ValueError("a container has more or fewer keys than parts")
+    hash(keys)
+    check_class(kind, cls, name, keys, extra)
+    if kind == "defaultdict":
+        (factory,) = extra
+        return Container(kind, cls, keys, (factory_of(factory, trusted),))
+    return Container(kind, cls, keys, tuple(extra))
+
+
+def too_deep() -> Unfit:
+    """Return the error of a container that is within too many others."""
+    return Unfit(f"is a container within {DEEP} others, which is the limit", "Use fewer levels")
+
+
+# ---------------------------------------------------------------------------------------------------- keys
+
+_PLAIN_KEYS = {str, int, bytes, type(None)}  # keys that records write as they are; of others they write the type, too
+_CODECS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    **{cls: (cls, cls) for cls in (str, int, bytes, bool)},
+    **{float: (float.hex, float.fromhex), complex: (str, complex), type(None): (str, lambda text: None)},
+}
+_READERS = {cls.__name__: read for cls, (_, read) in _CODECS.items()}
+
+
+def _check_key(key: Any) -> None:
+    """Raise Unfit unless a key can be written down."""
+    if type(key) is tuple:
+        for part in key:
+            _check_key(part)
+    elif isinstance(key, Enum):
+        member_bytes(key)
+    elif type(key) not in _CODECS:
+        raise Unfit(f"has a key, {key!r:.100}, that is not a str, number, enum member or tuple of such", "Use others")
+
+
+def keys_to_literals(keys: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """Return keys as a record writes them, and ("coded",) where their types are written, too, else ().
+
+    Raises:
+        Unfit: one cannot be written down.
+    """
+    if set(map(type, keys)) <= _PLAIN_KEYS:
+        return keys, ()
+    return tuple(map(_to_literal, keys)), ("coded",)
+
+
+def keys_from_literals(keys: Any, coded: bool, trusted: bool) -> tuple[Any, ...]:
+    """Undo `keys_to_literals`; ``trusted`` as in `type_lookup.resolve`.
+
+    Raises:
+        LookupError, ValueError, TypeError: they are not such keys.
+        Unresolved: the class of an enum member is not here.
+    """
+    if coded:
+        return tuple(_from_literal(key, trusted) for key in keys)
+    if type(keys) is not tuple or not set(map(type, keys)) <= _PLAIN_KEYS:
+        raise ValueError(f"{keys!r:.80} are not keys")
+    return keys
+
+
+def _to_literal(key: Any) -> Any:
+    _check_key(key)
+    if type(key) is tuple:
+        return "tuple", tuple(map(_to_literal, key))
+    if isinstance(key, Enum):
+        name, data = member_bytes(key)
+        return "enum", name, data.decode()
+    return type(key).__name__, _CODECS[type(key)][0](key)
+
+
+def _from_literal(code: Any, trusted: bool) -> Any:
+    kind, value, *rest = code
+    if kind == "tuple":
+        return tuple(_from_literal(part, trusted) for part in value)
+    if kind == "enum":
+        return member_of(enum_class(value, trusted), *rest)
+    return _READERS[kind](value)
+
+
+def keys_to_json(keys: tuple[Any, ...]) -> list[Any]:
+    """Return keys as a block writes them. Raises Unfit where one cannot be written down."""
+    return list(map(_to_json, keys))
+
+
+def keys_from_json(keys: Any, trusted: bool) -> tuple[Any, ...]:
+    """Undo `keys_to_json`. Raises as `keys_from_literals`."""
+    return tuple(_from_json(key, trusted) for key in keys)
+
+
+def _to_json(key: Any) -> Any:
+    _check_key(key)
+    if isinstance(key, Enum):
+        name, data = member_bytes(key)
+        return {"enum": [name, data.decode()]}
+    if type(key) is bytes:
+        return {"bytes": key.hex()}
+    if type(key) is complex:
+        return {"complex": [key.real, key.imag]}
+    return {"tuple": list(map(_to_json, key))} if type(key) is tuple else key
+
+
+def _from_json(key: Any, trusted: bool) -> Any:
+    if not isinstance(key, dict):
+        return key
+    ((kind, value),) = key.items()
+    if kind == "enum":
+        name, member = value
+        return member_of(enum_class(name, trusted), member)
+    if kind == "tuple":
+        return keys_from_json(value, trusted)
+    if kind not in ("bytes", "complex"):
+        raise ValueError(f"{key!r:.80} is not a key")
+    return bytes.fromhex(value) if kind == "bytes" else complex(*value)
