@@ -1,4 +1,4 @@
-"""DataLoader: torch's own, whose batches are made in shared memory that is used again."""
+"""torch's DataLoader with batches in reusable shared memory."""
 
 from stocache.loader.dataloader import DataLoader, LoaderStats
 

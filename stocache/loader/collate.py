@@ -1,4 +1,4 @@
-"""How the batches of a DataLoader are made: by worker processes, into the ring; or by this process, from the cache."""
+"""Makes the batches of a DataLoader: in worker processes into the ring, or in this process from the cache."""
 
 import os
 import weakref
@@ -21,24 +21,24 @@ _STACK = default_collate_fn_map[Tensor]
 
 
 def stacks(collate_fn: Any) -> bool:
-    """Whether a collate function is default_collate, with the way of stacking tensors that torch ships."""
+    """Whether a collate function is default_collate, and torch's own function stacks its tensors."""
     return collate_fn is default_collate and default_collate_fn_map[Tensor] is _STACK
 
 
 class RingCollate:
-    """What worker processes collate with: it writes batches into the ring, and returns what unpickles to them.
+    """The collate function of worker processes: it writes a batch into the ring, and returns a handle.
 
     Args:
-        collate_fn: the user's.
-        stacking: whether it `stacks`, and may be replaced by stacking into the ring.
-        iteration: of the ring.
+        collate_fn: the user's collate function.
+        stacking: whether it `stacks`, so that tensors can be stacked straight into the ring.
+        iteration: the number of the iteration in the ring.
     """
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any], stacking: bool, ring: Ring, iteration: int) -> None:
         self._collate_fn, self._stacking, self._ring, self._iteration = collate_fn, stacking, ring, iteration
 
     def __call__(self, samples: Any) -> Any:
-        """Return what to send for a list of samples."""
+        """Return the handle to send for a list of samples, or for a `LazyBatch`."""
         lane = self._ring.lane(self._iteration)
         buffer = None if lane is None else lane.take()
         if isinstance(samples, LazyBatch):
@@ -56,7 +56,7 @@ class RingCollate:
 
 
 def _stack(empty: Empty, batch: list[Tensor], *, collate_fn_map: Any) -> Tensor:
-    """Stack tensors as default_collate does in a worker, but into memory that ``empty`` gives."""
+    """Stack tensors as default_collate does in a worker, but into memory from ``empty``."""
     first = batch[0]
     if type(first) is Tensor and first.layout == torch.strided and first.device.type == "cpu" and not first.is_nested:
         out = empty((len(batch), *first.shape), first.dtype)
@@ -67,15 +67,15 @@ def _stack(empty: Empty, batch: list[Tensor], *, collate_fn_map: Any) -> Tensor:
 
 
 def as_is(samples: Any) -> Any:
-    """Return what is given, for an iterator that does not collate."""
+    """Return ``samples`` unchanged: the collate function of iterators that do not collate."""
     return samples
 
 
 class Gatherer:
-    """An iterator that gathers the batches another one names, into memory of a pool; ``depth`` of them ahead in a thread.
+    """An iterator that gathers lazy batches into memory of a pool; a thread gathers ``depth`` of them in advance.
 
-    Gathering leaves the GIL to the training step. The thread gathers only what is in the cache: samples that have to be loaded
-    are loaded by whoever asks for their batch, in the order in which they always were.
+    Gathering releases the GIL for the training step. The thread gathers only batches whose samples are all cached. Other
+    samples are loaded by the thread that asks for the batch, in the same order as without a cache.
     """
 
     def __init__(self, lazy_batches: Iterator[LazyBatch], pool: Pool, depth: int) -> None:
@@ -95,7 +95,7 @@ class Gatherer:
         if not self._waiting:
             return _gather(next(self._lazy_batches), self._pool)
         lazy, future = self._waiting.popleft()
-        forked = os.getpid() != self._pid  # without the thread
+        forked = os.getpid() != self._pid  # a forked child does not have the thread
         batch = None if forked and lazy is not None else future.result()
         if batch is None and lazy is not None:
             batch = _gather(lazy, self._pool)
@@ -108,7 +108,7 @@ class Gatherer:
                 lazy = next(self._lazy_batches)
             except StopIteration:
                 return
-            except Exception as error:  # whose turn has not come
+            except Exception as error:  # raised when its batch is asked for
                 failed: Future[Any] = Future()
                 failed.set_exception(error)
                 self._waiting.append((None, failed))

@@ -1,10 +1,10 @@
-"""DataLoader: torch's own, whose batches are born in shared memory that is used again and again.
+"""DataLoader: torch's DataLoader, with batches in shared memory that is used again and again.
 
 NOTE [ How torch's DataLoader is used ]
-    The loader *is* torch's, and its arguments stay what the user gave. An iterator is made by torch from a copy of it, in which
-    three of them are replaced: ``collate_fn`` by one that writes into the ring and returns what unpickles to the batch
-    (`RingCollate`), the sampler by one that can be resumed (`Order`), and a `CachedDataset` by itself, reading later
-    (`LazyBatch`). Of torch's methods only ``__iter__`` is overridden. Three private names of torch's are used:
+    `DataLoader` is a subclass of torch's, and keeps the arguments that the user gave. torch makes each iterator from a copy of
+    the loader, in which three arguments are replaced. ``collate_fn`` becomes `RingCollate`, which writes the batch into the
+    ring and returns a handle. The sampler becomes `Order`, which can be resumed. A `CachedDataset` becomes a view of itself
+    that returns a `LazyBatch`. Of torch's methods only ``__iter__`` is overridden. Three private names of torch are used:
     ``DataLoader._iterator``, which holds the iterator of persistent workers, and that iterator's ``_workers``, its processes,
     and ``_shutdown_workers``, which ends them. Lightning uses the first and the last in the same way.
 """
@@ -38,21 +38,21 @@ from stocache.system.deprecation import old_name
 
 _SIGNATURE = inspect.signature(torch.utils.data.DataLoader.__init__)
 _STATE_VERSION = 1
-_SPARE = 8  # buffers of a worker beyond those it prefetches, for batches that are held; only what is used takes memory
+_SPARE = 8  # buffers of a worker beyond those it prefetches, for batches that the user holds; unused ones take no memory
 
 
 @dataclass(frozen=True)
 class LoaderStats:
-    """What a `DataLoader` has done, over all its iterators.
+    """Counts and times of a `DataLoader`, over all its iterators.
 
     Attributes:
-        batches: delivered.
-        waited_s: seconds that whoever iterates waited for them.
+        batches: number of batches delivered.
+        waited_s: seconds for which the loop waited for batches.
         ring: batches that arrived through the ring.
-        fallbacks: batches that worker processes sent outside of the ring, as torch does, by reason.
-        ring_bytes: memory the ring takes now.
-        hit_rate: share of samples that the cache had, since the loader was made, among all that were asked for, by whomever;
-            None where the dataset is no `CachedDataset`.
+        fallbacks: batches that workers sent without the ring, as torch does, by reason.
+        ring_bytes: memory that the ring takes now.
+        hit_rate: share of samples found in the cache, of all that any process read since the loader was made; None if the
+            dataset is not a `CachedDataset`.
     """
 
     batches: int
@@ -66,26 +66,26 @@ class LoaderStats:
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
-    """torch's DataLoader, with the same arguments, whose batches travel at the speed of memory.
+    """torch's DataLoader with the same arguments and the same batches, and less copying.
 
         loader = DataLoader(CachedDataset(dataset, 32), batch_size=256, shuffle=True, num_workers=8)
 
-    Worker processes write batches into a ring of buffers in shared memory, which are used again when nobody holds their batch
-    any more; a few hundred bytes tell the parent where they are. Where the samples come from a `CachedDataset` without a
-    transform, they are gathered straight into it. The batches are those of torch's DataLoader, in its order and with its random
-    numbers. A batch, or a view of it, is never overwritten as long as it is held, and holding many is fine. What cannot go
-    through the ring (no free buffer, no memory, no tensors) goes torch's way.
+    Worker processes write batches into a ring of buffers in shared memory, and send a few hundred bytes that say where a batch
+    is. Samples of a `CachedDataset` without a transform are gathered straight into a buffer. A buffer is used again when the
+    last view of its batch is gone: a batch is never overwritten while you hold it, and you may hold many. Values, order and
+    random numbers are those of torch's DataLoader. A batch that cannot go through the ring (no free buffer, no memory, no
+    tensors) is sent as torch sends it.
 
     Args:
         dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout,
             worker_init_fn, multiprocessing_context, generator, persistent_workers, in_order: as for torch's DataLoader.
-        prefetch_factor: as for torch's; and with ``num_workers=0``, over a cached dataset without a transform, the number of
-            batches that a thread of this process gathers ahead.
+        prefetch_factor: as for torch's DataLoader. With ``num_workers=0``, and a cached dataset without a transform, the number
+            of batches that a thread of this process gathers in advance.
 
     Raises:
-        ValueError, TypeError: as torch's.
-        LimitError: a `LocalityDistributedSampler` is for batches of another size.
-        WorkerError: while iterating, when a worker dies; it names its process, its signal and its batch. Or none can start.
+        ValueError, TypeError: as torch's DataLoader.
+        LimitError: the `LocalityDistributedSampler` was made for another batch size.
+        WorkerError: while iterating: a worker died, or none can start. The message names its process, signal and batch.
     """
 
     @functools.wraps(torch.utils.data.DataLoader.__init__)  # type: ignore[misc]  # for its signature
@@ -98,23 +98,25 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             self.prefetch_factor = prefetch_factor
         planned = self.sampler.batch_size if isinstance(self.sampler, LocalityDistributedSampler) else None
         if planned is not None and self.batch_size not in (planned, None):
-            raise LimitError(f"the sampler shares out batches of {planned}, and batch_size={self.batch_size}. Make them equal.")
+            raise LimitError(
+                f"the sampler makes batches of {planned} samples, but batch_size={self.batch_size}. Make them equal."
+            )
         self._ring: Ring | None = None
-        self._pool = Pool()  # where there are no workers
-        self._worker_group: WorkerGroup | None = None  # the persistent workers
+        self._pool = Pool()  # for batches without workers
+        self._worker_group: WorkerGroup | None = None  # of persistent workers
         self._progress = Progress(finished=True)
-        self._loaded: dict[str, Any] | None = None  # the state the next iterator goes on from
+        self._loaded: dict[str, Any] | None = None  # the state from which the next iterator continues
         self._epoch: int | None = None
         self._totals = _Totals(self._cache_counts())
 
     # ------------------------------------------------------------------------------------------------ iterating
 
     def __iter__(self) -> Any:
-        """Return an iterator over the batches. The first one after `load_state_dict` goes on where the state was taken."""
+        """Return an iterator over the batches. After `load_state_dict` the first one continues where the state was taken."""
         progress = self._next_progress()
         if self._worker_group is not None and self._worker_group.dead:
             self.end_workers()
-        if self._iterator is None or self._worker_group is None:  # which torch keeps where workers are persistent
+        if self._iterator is None or self._worker_group is None:  # torch sets _iterator only for persistent workers
             batches, group = self._make_iterator(progress)
         else:
             group = self._worker_group
@@ -150,15 +152,15 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             ring.end(iteration)
             raise
         weakref.finalize(iterator, ring.end, iteration).atexit = False
-        group.workers = tuple(iterator._workers)  # also those that have ended, which multiprocessing forgets
+        group.workers = tuple(iterator._workers)  # multiprocessing forgets those that have ended
         group.watch()
         return iterator, group
 
     def _torch_iterator(self, order: Order, progress: Progress, replaced: dict[str, Any]) -> Any:
-        """Return the iterator that torch makes of a copy of this loader, with other arguments."""
+        """Return the iterator that torch makes from a copy of this loader with some attributes replaced."""
         changed = copy.copy(self)
         for name, value in replaced.items():
-            object.__setattr__(changed, name, value)  # torch's __setattr__ refuses these names, for loaders that users hold
+            object.__setattr__(changed, name, value)  # torch's __setattr__ refuses these names, to protect loaders in use
         with order.rng_during_creation(progress):
             iterator = torch.utils.data.DataLoader.__iter__(changed)
         self._iterator = changed._iterator
@@ -169,9 +171,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return self.sampler if self.batch_sampler is None else self.batch_sampler
 
     def _order(self) -> Order:
-        """Return the order of the batches, with the random number generators that belong to the loader and its samplers."""
-        owned = [self.generator, *(its for sampler in samplers_in(self._index_source) for its in _attributes(sampler))]
-        generators = {id(its): its for its in owned if isinstance(its, torch.Generator)}
+        """Return the order of the batches, with the generators that the loader and its samplers own."""
+        owned = [self.generator, *(value for sampler in samplers_in(self._index_source) for value in _attributes(sampler))]
+        generators = {id(value): value for value in owned if isinstance(value, torch.Generator)}
         return Order(self._index_source, list(generators.values()))
 
     @property
@@ -184,33 +186,33 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     @property
     def ring(self) -> Ring:
-        """The ring of its workers, made when it is first needed: two lanes for each, as two iterators may overlap."""
+        """The ring of the workers, made at first use. Each worker has two lanes, because two iterators may overlap."""
         if self._ring is None or not self._ring.mine:
             depth = _SPARE + (self.prefetch_factor or 0)
             self._ring = Ring(2 * self.num_workers, depth, pinned=self._pins)
         return self._ring
 
     def dead_worker(self) -> str | None:
-        """Return what a worker of the newest iterator with persistent workers has died of; None when none has."""
+        """Return how a persistent worker died; None while all live."""
         return None if self._worker_group is None else self._worker_group.death()
 
     def end_workers(self) -> None:
-        """End the persistent workers; the next iteration has others."""
-        # As Lightning does it. Left to the garbage collector, which may find their queues first, it takes 5 seconds a worker
+        """End the persistent workers. The next iteration starts new ones."""
+        # As Lightning does. The garbage collector may find the queues first, and then this takes 5 seconds a worker
         if self._iterator is not None and self._worker_group is not None:
             self._iterator._shutdown_workers()  # type: ignore[attr-defined]
         self._iterator = self._worker_group = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_ring": None, "_worker_group": None, "_iterator": None}  # another process has its own
+        return vars(self) | {"_ring": None, "_worker_group": None, "_iterator": None}  # another process makes its own
 
     # ------------------------------------------------------------------------------------------------ resuming
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch begins: to the samplers and the dataset that have a ``set_epoch``, also in persistent workers.
+        """Set the epoch of the samplers and the dataset, where they have a ``set_epoch``; also in persistent workers.
 
-        Workers hear of it with their first batch. By then an iterable dataset has been asked for its iterator, so if it takes
-        its samples at that moment, rather than one by one, it gives those of the epoch before.
+        A worker learns the epoch with its first batch. An iterable dataset has made its iterator by then: if that already
+        chose the samples, they are those of the previous epoch.
         """
         self._epoch = epoch
         for sampler in samplers_in(self._index_source):
@@ -221,21 +223,24 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             self._worker_group.order.context.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the newest iterator stands, after the batches it has delivered: for a checkpoint.
+        """Return the position of the newest iterator, after the batches it has delivered, for a checkpoint.
 
-        Numbers, lists and tensors only. Random numbers that are drawn elsewhere (in transforms, by the model) are not in it;
-        nor are those of a sampler with a generator of its own kind, unless it has ``state_dict`` and ``load_state_dict``.
+        The state holds numbers, lists and tensors only. It does not cover random numbers drawn elsewhere, in transforms or by
+        the model; nor a sampler's own generator that is not torch's, unless the sampler has ``state_dict`` and
+        ``load_state_dict``.
 
         Raises:
-            StateError: the dataset is iterable, or batches come as they are ready (``in_order=False``), and it is mid-epoch.
+            StateError: the dataset is iterable; or the loader has ``in_order=False`` and an epoch is not finished.
         """
         if isinstance(self.dataset, IterableDataset):
-            raise StateError("an iterable dataset has no samples to skip by number. Give a map-style one, or no checkpoint.")
+            raise StateError(
+                "an iterable dataset has no numbered samples to skip. Use a map-style dataset, or do not save the loader."
+            )
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
         progress = self._progress
         if not getattr(self, "in_order", True) and self.num_workers > 1 and progress.delivered and not progress.finished:
-            raise StateError("with in_order=False it is not known which batches have come. Take states between epochs.")
+            raise StateError("with in_order=False it is unknown which batches were delivered. Take states between epochs.")
         order = self._order()
         now = rng.states(order.generators)
         begun = None if progress.finished else progress.begun
@@ -253,22 +258,22 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken: the next iterator delivers the batches that followed, and loads no others.
+        """Continue where `state_dict` was taken. The next iterator delivers the batches that followed, and loads no others.
 
         Raises:
-            StateError: it is no such state, or of another dataset, or of batches of another size.
+            StateError: ``state`` is not a state of this version, or of another dataset or batch size.
         """
         if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:
-            raise StateError(f"{state!r:.100} is no state of a DataLoader of this version of stocache.")
-        ours = self._identity()
-        for what, theirs in state["identity"].items():
-            if theirs != ours[what] and not (what == "fingerprint" and None in (theirs, ours[what])):
-                raise StateError(f"the state is of a DataLoader with {what} {theirs!r}, this one has {ours[what]!r}.")
+            raise StateError(f"not a DataLoader state of this version of stocache: {state!r:.100}.")
+        identity = self._identity()
+        for name, saved in state["identity"].items():
+            if saved != identity[name] and not (name == "fingerprint" and None in (saved, identity[name])):
+                raise StateError(f"the state belongs to a DataLoader with {name} {saved!r}; this one has {identity[name]!r}.")
         order = self._order()
         if len(order.generators) != len(state["begun"]["generators"]):
             raise StateError(
-                f"the state is of a DataLoader with {len(state['begun']['generators'])} random number generators in it and its "
-                f"samplers, this one has {len(order.generators)}. Give it a generator as before, or none."
+                f"the state belongs to a DataLoader that has, with its samplers, {len(state['begun']['generators'])} random "
+                f"number generators; this one has {len(order.generators)}. Pass generator= to both loaders, or to neither."
             )
         if state["epoch"] is not None:
             self.set_epoch(state["epoch"])
@@ -285,15 +290,15 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return Progress(delivered=self._loaded["batches"], resumed=self._loaded["batches"], **parts)
 
     def _identity(self) -> dict[str, Any]:
-        """Return what must agree for a state to be resumed."""
+        """Return the properties that must be equal for a state to be resumed."""
         fingerprints = [
             getattr(layer, name, None) for layer in layers(self.dataset) for name in ("fingerprint", "_fingerprint")
-        ]  # the second is Hugging Face's, and ours
+        ]  # stocache and Hugging Face use the second name
         sampler, batch_size = self.sampler, self.batch_size
-        if isinstance(sampler, LocalityDistributedSampler):  # another number of ranks may go on with the same global batches
+        if isinstance(sampler, LocalityDistributedSampler):  # other ranks may continue the same batches
             batch_size = sampler.global_batch_size
         return {
-            "fingerprint": next((its for its in fingerprints if isinstance(its, str)), None),
+            "fingerprint": next((value for value in fingerprints if isinstance(value, str)), None),
             "samples": length_of(self.dataset),
             "batches": length_of(self._index_source),
             "batch_size": batch_size,
@@ -303,7 +308,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     # ------------------------------------------------------------------------------------------------ observing
 
     def stats(self) -> LoaderStats:
-        """Return what the loader has done so far."""
+        """Return the counts and times of the loader so far."""
         ring, totals = self._ring, self._totals
         counts = self._cache_counts()
         hit_rate = None
@@ -320,7 +325,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         )
 
     def _cache_counts(self) -> tuple[int, int] | None:
-        """Return hits and misses of the cache; None where there is none, or it is closed."""
+        """Return hits and misses of the cache; None without a cache, or if it is closed."""
         for layer in layers(self.dataset):
             if isinstance(layer, CachedDataset):
                 with contextlib.suppress(ClosedError):
@@ -330,7 +335,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
 @dataclass
 class _Totals:
-    """What `LoaderStats` adds up; ``counts``: hits and misses of the cache when the loader was made."""
+    """The running totals of `LoaderStats`; ``counts`` are hits and misses of the cache when the loader was made."""
 
     counts: tuple[int, int] | None
     batches: int = 0
@@ -338,7 +343,7 @@ class _Totals:
 
 
 class _Iteration:
-    """An iterator over batches, counted."""
+    """An iterator over batches that counts them, and explains the deaths of workers."""
 
     def __init__(self, batches: Iterator[Any], progress: Progress, totals: _Totals, group: WorkerGroup) -> None:
         self._batches, self._progress, self._totals, self._worker_group = batches, progress, totals, group
@@ -347,16 +352,16 @@ class _Iteration:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_batches":  # not even begun
+        if name == "_batches":  # __init__ has not run
             raise AttributeError(name)
-        return getattr(self._batches, name)  # whatever torch's iterator has
+        return getattr(self._batches, name)  # attributes of torch's iterator
 
     def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]  # torch's have one
+        return len(self._batches)  # type: ignore[arg-type]  # torch's iterators have a length
 
     def __next__(self) -> Any:
         began = time.perf_counter()
-        try:  # torch raises a worker's death wherever the main thread is
+        try:
             if self._worker_group.ring is not None:
                 self._worker_group.ring.reap()
             batch = next(self._batches)
@@ -370,7 +375,7 @@ class _Iteration:
             if death is not None:
                 raise WorkerError(death) from error
             if not is_timeout(error):
-                self._progress.delivered += 1  # as an error
+                self._progress.delivered += 1  # the error took the place of a batch
             raise
         finally:
             self._totals.waited_s += time.perf_counter() - began

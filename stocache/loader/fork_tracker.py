@@ -1,8 +1,8 @@
-"""Which memory forked children may still see, so that it is not reused under them.
+"""Tracks which memory forked children may still read, so that it is not reused while they live.
 
-A child forked by the user (a process that logs a batch, say) has inherited the batches its parent held, and reads them where
-they lie. Each fork while something is held makes a pipe, whose writing end only the child and its own children keep: as long as
-one of them lives, the pipe has not ended.
+A child that the user forks, for example to log a batch, inherits the batches of its parent, and reads them in the same memory.
+So each fork while batches are held makes a pipe. Only the child and its own children keep the writing end: the pipe ends when
+the last of them has exited.
 """
 
 import os
@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 
 class ForkTracker:
-    """The children that may see what this process held when it forked them; ``held`` says what that is at any time."""
+    """The children that may read what this process held when it forked them; ``held`` returns what it holds now."""
 
     def __init__(self, held: Callable[[], Iterable[Hashable]]) -> None:
         self._held, self._pid = held, os.getpid()
@@ -23,12 +23,12 @@ class ForkTracker:
         _watch_forks()
 
     def seen(self) -> frozenset[Hashable]:
-        """Return what children that are alive have inherited."""
+        """Return what living children have inherited."""
         self._forget_the_dead()
         return frozenset().union(*(seen for _, seen in list(self._inherited)))
 
     def _forget_the_dead(self) -> None:
-        for fork in list(self._inherited):  # in place, for another thread may fork meanwhile
+        for fork in list(self._inherited):  # in place: another thread may fork at the same time
             if fork[0].ended():
                 self._inherited.remove(fork)
 
@@ -49,10 +49,10 @@ class _Pipe:
         self.reader, self.writer = os.pipe()  # both closed on exec
 
     def ended(self) -> bool:
-        """Whether nobody has the writing end any more."""
+        """Whether every process with the writing end has exited."""
         poll = select.poll()
         poll.register(self.reader, 0)
-        return bool(poll.poll(0))  # POLLHUP, which needs no asking for
+        return bool(poll.poll(0))  # POLLHUP is always reported
 
     def __del__(self) -> None:
         os.close(self.reader)
@@ -60,7 +60,7 @@ class _Pipe:
 
 _all: "list[weakref.ref[ForkTracker]]" = []
 _forking: dict[int, _Pipe] = {}  # by thread
-_writers: list[int] = []  # the writing ends this process has inherited
+_writers: list[int] = []  # writing ends that this process inherited; never closed
 _watching = False
 
 
@@ -91,5 +91,5 @@ def _in_child() -> None:
     for ref in _all:
         tracker = ref()
         if tracker is not None:
-            tracker._inherited.clear()  # of the parent's children
+            tracker._inherited.clear()  # they belong to the parent
     _all.clear()

@@ -1,12 +1,12 @@
-"""In what order a DataLoader's batches come, where an epoch stands in it, and how it is resumed there.
+"""The order of a DataLoader's batches, the position of an epoch in it, and how an epoch is resumed.
 
 NOTE [ Resuming ]
-    Orders come from random number generators, and only the sampler knows how. So what is saved is the states the generators
-    had when the epoch began, and the number of batches that were delivered. To resume, the generators are put back for the
-    moment, the sampler begins again, and the batches of indices that were delivered are skipped: none of their samples is
-    loaded. An iterator draws when it is made (the seed of the workers), its sampler when it begins or when it is asked for the
-    first time; all three moments are kept. Afterwards the global generators are as the user had them; those that belong to the
-    loader and its samplers stay where the replay has brought them, so that the epochs to come are the same too.
+    Only the sampler knows how it turns random numbers into an order. So a state holds the states of the generators at the
+    beginning of the epoch, and the number of delivered batches. To resume, the generators are set back, the sampler begins
+    again, and the delivered batches of indices are skipped; their samples are not loaded. Random numbers are drawn at three
+    moments: when the iterator is made (the workers' seed), when the sampler begins, and when it is first asked for a batch. The
+    state holds the generators at all three. Afterwards the global generators are restored for the user. The generators of the
+    loader and its samplers stay where the replay left them, so that the following epochs are the same too.
 """
 
 import contextlib
@@ -26,21 +26,21 @@ from stocache.samplers.block import ResumableSampler
 from stocache.system import rng
 from stocache.system.rng import States
 
-_DEEP = 8  # samplers within each other, at most
+_DEEP = 8  # most samplers nested in each other
 
 
 @dataclass
 class Progress:
-    """Where one epoch stands.
+    """The position of one epoch.
 
     Attributes:
-        delivered: batches the user has got, or an error instead.
-        finished: whether there are no more.
+        delivered: batches delivered to the user, or errors in their place.
+        finished: whether the epoch has ended.
         made: states of the generators when the iterator was made.
-        begun: states when its sampler began; None before.
-        asked: states when the sampler was asked for the first time; None before.
-        sampler: what the sampler's own ``state_dict`` said when it began, if it has one.
-        resumed: batches that are skipped, as an earlier iteration delivered them; None when the epoch was begun here.
+        begun: states when the sampler began; None before.
+        asked: states when the sampler was first asked for a batch; None before.
+        sampler: the sampler's own ``state_dict`` when it began, if it has one.
+        resumed: batches to skip, because an earlier iterator delivered them; None for an epoch that begins here.
         skip_rng_draw: whether creating this iterator must not advance the generators, because it replaces an existing one.
     """
 
@@ -56,13 +56,13 @@ class Progress:
 
 @dataclass
 class Order:
-    """The sampler that an iterator draws from: that of the loader, numbered and resumable.
+    """The sampler of an iterator: the loader's own sampler, whose batches are numbered and can be resumed.
 
     Attributes:
-        sampler: of batches of indices, or, without automatic batching, of indices.
-        generators: those that belong to the loader and its samplers.
-        progress: of the epoch that is begun next.
-        context: goes to the worker processes with each batch of indices; None without workers.
+        sampler: gives batches of indices; or single indices, if the loader does not batch.
+        generators: the generators that the loader and its samplers own.
+        progress: the epoch that begins next.
+        context: sent to the workers with each batch of indices; None without workers.
     """
 
     sampler: Any
@@ -91,14 +91,14 @@ class Order:
         else:
             with rng.preserve_rng_state():
                 self.restore(progress.asked, None)
-                head = list(islice(indices, number + 1))[number:]  # one more: the sampler may begin with the first
+                head = list(islice(indices, number + 1))[number:]  # one more: a sampler may draw at its first batch
         for index in chain(head, indices):
             yield index if self.context is None else BatchRequest(self.context, number, index)
             number += 1
 
     @contextlib.contextmanager
     def rng_during_creation(self, progress: Progress) -> Iterator[None]:
-        """Surround the making of an iterator, which draws random numbers."""
+        """Set the generators for the creation of an iterator, which draws random numbers."""
         self.progress = progress
         if progress.resumed is None:
             progress.made = rng.states(self.generators)
@@ -109,7 +109,7 @@ class Order:
                 yield
 
     def restore(self, taken: States | None, sampler_state: Any) -> None:
-        """Put all generators, and the sampler where it can be, into states that were taken."""
+        """Set the generators, and samplers that have states, to saved states."""
         if taken is not None:
             rng.set_rng_state(taken, self.generators)
         if sampler_state is not None:
@@ -117,9 +117,10 @@ class Order:
                 sampler.load_state_dict(state)
 
     def sampler_state(self) -> list[Any] | None:
-        """Return what the samplers say of the epoch that begins, in the protocol of torchdata's Stateful; None when none does.
+        """Return the states of the samplers for the epoch that begins; None if no sampler has ``state_dict``.
 
-        One of ours is asked for just that: its ``state_dict`` may still tell of an epoch that was broken off.
+        A sampler of stocache is asked for ``upcoming``, because its ``state_dict`` may still describe an unfinished epoch.
+        Source: the protocol of torchdata's Stateful.
         """
         states = [
             sampler.upcoming() if isinstance(sampler, ResumableSampler) else sampler.state_dict()
@@ -132,7 +133,7 @@ class Order:
 
 
 def samplers_in(sampler: Any) -> list[Any]:
-    """Return a sampler, and those it draws from."""
+    """Return a sampler, and the samplers inside it."""
     found: list[Any] = []
     while sampler is not None and len(found) < _DEEP:
         found.append(sampler)
@@ -141,7 +142,7 @@ def samplers_in(sampler: Any) -> list[Any]:
 
 
 def layers(dataset: Any) -> list[Any]:
-    """Return a dataset, and those within it that it takes its samples from unchanged, or transformed."""
+    """Return a dataset, and the datasets that it wraps."""
     found = [dataset]
     while isinstance(dataset, Subset | CachedDataset):
         dataset = dataset.dataset
@@ -150,7 +151,7 @@ def layers(dataset: Any) -> list[Any]:
 
 
 def set_epoch(dataset: Any, epoch: int) -> None:
-    """Tell the dataset which epoch begins, or the first one within it that wants to know."""
+    """Set the epoch of the first dataset, from the outermost inwards, that has ``set_epoch``."""
     for layer in layers(dataset):
         if hasattr(layer, "set_epoch"):
             layer.set_epoch(epoch)
@@ -162,12 +163,12 @@ def set_epoch(dataset: Any, epoch: int) -> None:
 
 @dataclass
 class RequestContext:
-    """What goes to worker processes with each batch of indices.
+    """What worker processes get with each batch of indices.
 
     Attributes:
-        iteration: of the ring.
-        arrays: whether lists of indices are to arrive as arrays, which a dataset of ours takes as well.
-        epoch: what the user has set; None when nothing.
+        iteration: the number of the iteration in the ring.
+        arrays: whether the workers get lists of indices as arrays, which a `CachedDataset` accepts.
+        epoch: the epoch that the user has set, or None.
     """
 
     ring: Ring
@@ -177,7 +178,7 @@ class RequestContext:
 
 
 class BatchRequest:
-    """Indices on their way to a worker process, where they are unpickled as what they are."""
+    """A batch of indices for a worker process. It unpickles to the indices themselves."""
 
     __slots__ = ("_content",)
 
@@ -189,7 +190,7 @@ class BatchRequest:
         return _unpickle_request, (*message, *_pack_indices(index))
 
 
-_epoch: int | None = None  # that this worker's dataset has been told
+_epoch: int | None = None  # the epoch that was set in this worker
 
 
 def _unpickle_request(key: str, iteration: int, number: int, epoch: int | None, arrays: bool, index: Any, width: int) -> Any:
@@ -208,15 +209,15 @@ def _unpickle_request(key: str, iteration: int, number: int, epoch: int | None, 
 
 
 def _pack_indices(index: Any) -> tuple[Any, int]:
-    """Return indices in as few bytes as the largest of them needs, and how many; or as they are, and 0.
+    """Return indices as bytes, and the bytes of each; or the unchanged indices and 0, if they are not plain integers.
 
-    A list of Python integers above 65535 is pickled in five bytes each: more than a KiB for a batch of 256.
+    All get as many bytes as the largest needs. pickle takes five for each integer above 65535: over 1 KiB for a batch of 256.
     """
     if type(index) is not list or not index or not type(index[0]) is int is type(index[-1]):
         return index, 0
     try:
         wide = np.frombuffer(array("I", index), np.uint8).reshape(-1, 4)
-    except (TypeError, OverflowError):  # no integers, negative, or large
+    except (TypeError, OverflowError):  # not integers, negative, or too large
         return index, 0
     width = 4 if wide[:, 3].any() else 3 if wide[:, 2].any() else 2
     return wide[:, :width].tobytes(), width

@@ -1,7 +1,7 @@
-"""A batch taken apart into a short pickle and the bytes of its tensors and arrays, which are placed in memory outside of it.
+"""Pickles a batch into a short pickle, and places the bytes of its tensors and arrays in memory outside of it.
 
-By pickle's own out-of-band buffers (PEP 574), so whatever pickles can be a batch, and what cannot be placed stays in the pickle
-or takes torch's way between processes. Tensors come back as pickling them would bring them: strides, and storages they share.
+It uses pickle's out-of-band buffers (PEP 574), so anything that pickles can be a batch. What cannot be placed stays in the
+pickle, or is sent as torch sends it. Tensors keep their strides and shared storages, as with plain pickle.
 """
 
 import io
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 PlaceBytes: TypeAlias = Callable[[int, int], int | None]
-"""Called with the address of bytes and how many; returns the offset they are placed at, or None where there is no room."""
+"""Called with an address and a number of bytes. Copies them, and returns their offset, or None if there is no room."""
 
-_ANY = pickle.PickleBuffer(bytearray())  # stands for bytes that are placed already
+_ANY = pickle.PickleBuffer(bytearray())  # stands for bytes that are already placed
 
 
 def pack(batch: Any, place: PlaceBytes) -> tuple[bytes, list[tuple[int, int]]]:
-    """Return the pickle of ``batch``, and offset and size of all that was placed, in the order in which `unpack` needs it.
+    """Return the pickle of ``batch``, and the offset and size of each placed tensor or array, in the order `unpack` needs.
 
-    What pickling raises passes through.
+    Raises what pickling raises.
     """
     file, places = io.BytesIO(), _Places(place)
     _Packer(file, places).dump(batch)
@@ -31,19 +31,19 @@ def pack(batch: Any, place: PlaceBytes) -> tuple[bytes, list[tuple[int, int]]]:
 
 
 def unpack(payload: bytes, memory: memoryview, places: Sequence[tuple[int, int]]) -> Any:
-    """Return the batch; its tensors and arrays lie in ``memory``, and keep the object that is behind it."""
+    """Return the batch. Its tensors and arrays lie in ``memory``, and keep the owner of that memory alive."""
     return pickle.loads(payload, buffers=[memory[at : at + nbytes] for at, nbytes in places])
 
 
 class _Packer(ForkingPickler):
-    """The pickler that is multiprocessing's, with torch's reductions, but for the tensors that can be placed."""
+    """multiprocessing's pickler with torch's reductions; it places plain tensors and arrays outside of the pickle."""
 
     def __init__(self, file: io.BytesIO, places: "_Places") -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL, True, _stays)
         self._places = places
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how a plain tensor or array is rebuilt over placed bytes; all else goes its usual way."""
+        """Return how a plain tensor or array is rebuilt from placed bytes; NotImplemented for other objects."""
         if type(value) is np.ndarray:
             return self._array(value)
         if type(value) is not Tensor or not _is_plain(value):
@@ -52,7 +52,7 @@ class _Packer(ForkingPickler):
         whole = storage.data_ptr(), storage.nbytes()
         if storage.nbytes() <= 2 * nbytes or whole in self._places.known:
             address, size, offset = *whole, value.storage_offset()
-        elif value.is_contiguous():  # a small part of a large storage, which would be too much to take along
+        elif value.is_contiguous():  # a small part of a large storage: place the part only
             address, size, offset = value.data_ptr(), nbytes, 0
         else:
             return NotImplemented
@@ -65,13 +65,13 @@ class _Packer(ForkingPickler):
     def _array(self, value: np.ndarray[Any, Any]) -> Any:
         if value.dtype.hasobject or not value.nbytes or not value.flags.c_contiguous:
             return NotImplemented
-        if not self._places.find(value.ctypes.data, value.nbytes, shared=False):  # as pickled arrays share nothing
+        if not self._places.find(value.ctypes.data, value.nbytes, shared=False):  # pickled arrays do not share memory
             return NotImplemented
         return _rebuild_array, (_ANY, value.dtype, value.shape)
 
 
 class _Places:
-    """Where things are placed, in the order in which the pickle names them; tensors that share memory have one place."""
+    """The places of tensors and arrays, in the order of the pickle. Tensors that share memory have one place."""
 
     def __init__(self, place: PlaceBytes) -> None:
         self.found: list[tuple[int, int]] = []
@@ -79,7 +79,7 @@ class _Places:
         self._place = place
 
     def find(self, address: int, nbytes: int, shared: bool = True) -> bool:
-        """Find a place for bytes; False where there is none."""
+        """Place bytes, and return whether there was room."""
         at = self.known.get((address, nbytes)) if shared else None
         if at is None:
             at = self._place(address, nbytes)
@@ -92,12 +92,12 @@ class _Places:
 
 
 def _stays(buffer: pickle.PickleBuffer) -> bool:
-    """Whether an out-of-band buffer is to stay within the pickle."""
+    """Whether a buffer stays in the pickle: all do, except those that are placed."""
     return buffer is not _ANY
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the bytes in host memory, dtype, shape and strides are all there is to a tensor."""
+    """Whether its bytes in host memory, dtype, shape and strides are all that makes up a tensor."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout == torch.strided

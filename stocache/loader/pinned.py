@@ -1,9 +1,9 @@
-"""Buffers as pinned memory of CUDA, so that torch finds their batches pinned and copies nothing.
+"""Registers the buffers of a ring as pinned memory with CUDA, so that torch need not copy batches to pin them.
 
 NOTE [ Copies in flight ]
-    ``batch.to("cuda", non_blocking=True)`` returns before the GPU has read the batch. Of memory it has pinned itself torch
-    knows who still reads it; of ours it does not. So a buffer whose tensors are dead is free only after the devices have been
-    waited for, which a thread does; meanwhile workers use other buffers.
+    ``batch.to("cuda", non_blocking=True)`` returns before the GPU has read the batch. torch tracks such copies only for memory
+    that it pinned itself. So when the tensors of a buffer are gone, a thread waits for the devices before the buffer is free.
+    Meanwhile workers use other buffers.
 """
 
 import logging
@@ -19,20 +19,20 @@ logger = logging.getLogger("stocache")
 
 
 class Pinned:
-    """The buffers of a ring that are registered with CUDA in this process."""
+    """The buffers of a ring that this process has registered with CUDA."""
 
     def __init__(self) -> None:
         self.works, self._pid = True, os.getpid()
-        self._registered: dict[int, int] = {}  # bytes from an address
+        self._registered: dict[int, int] = {}  # address: bytes
         self._released: SimpleQueue[tuple[Callable[[Any], None], Any] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def register(self, address: int, nbytes: int) -> None:
-        """Have a buffer pinned, which nobody holds."""
+        """Pin a buffer whose batch nobody holds yet."""
         if not self.works or self._registered.get(address, 0) >= nbytes:
             return
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if self._registered.pop(address, 0):  # it has grown; a copy must not span two registrations
+        if self._registered.pop(address, 0):  # it has grown, and a copy must not span two registrations
             runtime.cudaHostUnregister(address)
         error = int(runtime.cudaHostRegister(address, nbytes, 0))
         if error:
@@ -42,7 +42,7 @@ class Pinned:
             self._registered[address] = nbytes
 
     def after_copies(self, free: Callable[[Any], None], buffer: Any) -> None:
-        """Call ``free(buffer)`` when no GPU can be reading from it any more."""
+        """Call ``free(buffer)`` when no GPU can still read from it."""
         # see NOTE [ Copies in flight ]
         if self._thread is None:
             self._thread = threading.Thread(target=_wait, args=(self._released,), name="stocache-pinned", daemon=True)
@@ -50,7 +50,7 @@ class Pinned:
         self._released.put((free, buffer))
 
     def close(self) -> None:
-        """Let go of all buffers; nobody holds any. Does nothing in a forked child, for which CUDA does not work."""
+        """Unregister all buffers; nobody holds a batch. Does nothing in a forked child, where CUDA does not work."""
         if self._pid == os.getpid():
             _wait_for_copies()
             for address in self._registered:
@@ -65,12 +65,12 @@ def _wait(released: "SimpleQueue[tuple[Callable[[Any], None], Any] | None]") -> 
         try:
             _wait_for_copies()
             free(buffer)
-        except RuntimeError as error:  # the GPU has failed, and may be reading for all we know
+        except RuntimeError as error:  # the GPU has failed, and may still be reading
             logger.debug("cannot wait for the GPU: %s", str(error))
-        del item, free, buffer  # with the last one the ring may go
+        del item, free, buffer  # these references would keep the ring alive
 
 
 def _wait_for_copies() -> None:
     for device in range(torch.cuda.device_count()):
-        if torch.cuda.memory_reserved(device):  # else nothing was copied there, and waiting would wake it up
+        if torch.cuda.memory_reserved(device):  # else nothing was copied there, and waiting would start CUDA on it
             torch.cuda.synchronize(device)

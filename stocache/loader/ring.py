@@ -1,20 +1,20 @@
-"""A ring of reusable buffers in shared memory, in which worker processes hand batches to their parent.
+"""A ring of reusable buffers in shared memory, through which worker processes pass batches to their parent.
 
-NOTE [ Whose a buffer is ]
-    A worker claims a lane of buffers, with a kernel lock that goes with it. It writes a batch into a buffer that is FREE, marks
-    it SENT, and sends a few bytes that say where. The parent, unpickling these, marks it HELD and builds tensors over that
-    same memory; when the last of them has died, and all views with them, it is FREE again. So each state has one who may end
-    it, and no lock is needed. Where no buffer is free nobody waits: the batch takes torch's way. The word of a buffer counts
-    its batches too, and a message that is not of the batch in the buffer is refused.
+NOTE [ Who owns a buffer ]
+    A worker claims a lane of buffers. A kernel lock marks the lane, and ends with the worker. The worker writes a batch into a
+    FREE buffer, marks it SENT, and sends a few bytes that say where it is. The parent unpickles them, marks the buffer HELD,
+    and builds tensors over the same memory. When the last tensor or view is gone, the buffer is FREE again. So in each state
+    only one process may change the state, and no lock is needed. If no buffer is free, no process waits: the batch is sent as
+    torch sends it. The word of a buffer also counts its batches, so a message about an earlier batch is refused.
 
-    That tensors are dead is only noted where it happens (`LeaseTracker`); the buffer is freed (`reap`) when the next batch is
-    asked for, or arrives.
+    The end of a tensor is only recorded where it happens (`LeaseTracker`). `reap` frees the buffer when the next batch is asked
+    for or arrives.
 
-    What was sent by a worker that is gone, and never received (a loop that was left early), is FREE for the next worker on the
-    lane when the iteration it was sent for is over: when it is no longer among those that the parent lists as live.
+    A loop that ends early leaves buffers SENT by workers that have exited. The next worker on the lane frees them once their
+    iteration is over, that is, not among those that the parent lists as live.
 
-    Memory is a segment of which most is never touched: each buffer has STRIDE bytes of addresses, and takes memory as its
-    batches need it, each page once. So the sizes of batches need not be known, and the pages are there when they are written.
+    The memory is a segment that is mostly untouched. Each buffer has STRIDE bytes of addresses, and takes memory only as its
+    batches need it, each page once. So the sizes of batches need not be known before.
 """
 
 import itertools
@@ -39,15 +39,15 @@ from stocache.shm.leases import LeaseTracker
 from stocache.shm.segment import Segment
 from stocache.system.limits import GIB, MIB, format_size
 
-STRIDE = 2 * GIB  # addresses of a buffer
-_EXTENT = 2 * MIB  # memory is taken in steps of these
+STRIDE = 2 * GIB  # bytes of addresses of a buffer
+_EXTENT = 2 * MIB  # a buffer takes memory in steps of this size
 _ALIGNMENT = 64
 
-_FREE, _SENT, _HELD = range(3)  # the two low bits of a buffer's word; above them the number of its batch
-_LIVE = 8  # iterations over one loader at the same time
-_LANE_WORDS = 3  # of the owner: its iteration, its process, and the number of the batch it makes
+_FREE, _SENT, _HELD = range(3)  # the two low bits of a buffer's word; the bits above number its batch
+_LIVE = 8  # most iterations over one loader at the same time
+_LANE_WORDS = 3  # of a lane's owner: its iteration, its pid, and the number of its current batch plus 1
 
-# Why a batch went outside of the ring
+# Reasons for sending a batch without the ring
 FULL = "no buffer was free: the batches in them are still held"
 NO_LANE = "no lane was free: other iterators over the loader have them"
 NO_MEMORY = "the machine gave no memory"
@@ -59,14 +59,14 @@ _numbers = itertools.count()
 
 
 class Ring:
-    """``lanes`` times ``depth`` buffers. Made by the process that receives, and pickled to those that send.
+    """``lanes`` times ``depth`` buffers. The receiving process makes it, and pickles it to the senders.
 
     Args:
-        pinned: whether batches are to lie in memory that is registered with CUDA.
+        pinned: whether to register the buffers with CUDA.
 
     Attributes:
         received: batches that came through the ring.
-        fallbacks: batches that went outside of it, by reason.
+        fallbacks: batches that were sent without it, by reason.
     """
 
     def __init__(self, lanes: int, depth: int, pinned: bool = False) -> None:
@@ -76,8 +76,8 @@ class Ring:
         self.received, self.fallbacks = 0, dict.fromkeys((FULL, NO_LANE, NO_MEMORY, TOO_LARGE, NOTHING), 0)
         self._pid = os.getpid()
         self._iterations = itertools.count(1)
-        self._leases: LeaseTracker[int] = LeaseTracker()  # slots, with the memory of their batches
-        self._copied: deque[int] = deque()  # slots whose batches are dead, and copied if they were to be
+        self._leases: LeaseTracker[int] = LeaseTracker()  # the slots of held batches
+        self._copied: deque[int] = deque()  # slots whose batches are gone, and are copied to GPUs
         self._reaping = threading.Lock()
         self._forks = ForkTracker(self._leases.active)
         self._mapped = [0] * (lanes * depth)
@@ -99,10 +99,10 @@ class Ring:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._assemble(*state)
-        self._pid = 0  # another's
+        self._pid = 0  # another process made it
 
     def last_request_of(self, pid: int) -> int | None:
-        """Return the number of the batch that a worker was making last; None when it has not come to one."""
+        """Return the number of the last batch that a worker began; None before its first."""
         for at in range(0, len(self._owners), _LANE_WORDS):
             if self._owners[at + 1] == pid and self._owners[at + 2]:
                 return int(self._owners[at + 2]) - 1
@@ -110,32 +110,32 @@ class Ring:
 
     @property
     def mine(self) -> bool:
-        """Whether this process made it; a forked child has not."""
+        """Whether this process made the ring; False in a forked child."""
         return self._pid == os.getpid()
 
     @property
     def works(self) -> bool:
-        """Whether the machine has shared memory for it."""
+        """Whether the machine has shared memory for the ring."""
         return self._segment.backing != "none"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory the buffers take now."""
+        """Bytes of memory that the buffers take now."""
         return self._segment.reserved_bytes
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Return where a contiguous tensor lies in the memory of the buffers; None when it lies elsewhere."""
+        """Return the offset of a contiguous tensor in the memory of the buffers; None if it lies elsewhere."""
         offset = tensor.data_ptr() - self._address
         return offset if self.works and 0 <= offset < self.lanes * self.depth * STRIDE else None
 
     def copied(self, offset: int, nbytes: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-        """Return a private copy of bytes of the buffers' memory, in any process that has the ring."""
+        """Return a private copy of bytes of the buffers, in any process that has the ring."""
         return np.array(np.frombuffer(self._segment.view(offset, nbytes), np.uint8))
 
     # ------------------------------------------------------------------------------------------------ iterations
 
     def begin(self) -> int:
-        """Return the number of a new iteration, until its `end`; 0, which gets no lane, when too many are live."""
+        """Return the number of a new iteration, live until its `end`; 0, which gets no lane, if too many are live."""
         number = next(self._iterations)
         for at in range(_LIVE):
             if not self._live[at]:
@@ -144,8 +144,8 @@ class Ring:
         return 0
 
     def end(self, iteration: int) -> None:
-        """Say that nothing sent for an iteration will be received any more."""
-        if self.mine:  # a forked child has inherited the finalizer that calls this
+        """End an iteration: batches that were sent for it will not be received any more."""
+        if self.mine:  # a forked child inherits the finalizer that calls this
             for at in range(_LIVE):
                 if self._live[at] == iteration:
                     self._live[at] = 0
@@ -153,14 +153,14 @@ class Ring:
     # ------------------------------------------------------------------------------------------------ sending
 
     def lane(self, iteration: int) -> "Lane | None":
-        """Return the lane of this process, claimed at the first call; None when there is none."""
+        """Return the lane of this process, claimed at the first call; None if no lane is free."""
         if (self._lane is None or not self._lane.mine) and self.works and iteration:
             self._lane = self._claim(iteration)
         return self._lane
 
     def _claim(self, iteration: int) -> "Lane | None":
         segment = self._segment
-        # last those of processes that have ended in this iteration: what they noted tells of which batch
+        # last come lanes of workers that died in this iteration: their records say at which batch
         for number in sorted(range(self.lanes), key=lambda number: self._owners[number * _LANE_WORDS] == iteration):
             owner = self._owners[number * _LANE_WORDS : (number + 1) * _LANE_WORDS]
             first = number * self.depth
@@ -169,7 +169,7 @@ class Ring:
                 if not segment.try_lock(number):
                     continue
                 if owner[0] in self._live and any(word & 3 == _SENT for word in words):
-                    segment.unlock(number)  # these will yet be received
+                    segment.unlock(number)  # the parent will still receive these
                     continue
                 owner[0], owner[1], owner[2] = iteration, os.getpid(), 0
             return Lane(self.key, segment, self._address, first, owner, words)
@@ -178,10 +178,12 @@ class Ring:
     # ------------------------------------------------------------------------------------------------ receiving
 
     def receive(self, slot: int, batch: int, nbytes: int, places: list[tuple[int, int]], payload: bytes) -> Any:
-        """Return the batch in a buffer, whose tensors and arrays lie there, and keep it until the last of them dies."""
-        # see NOTE [ Whose a buffer is ]
+        """Return the batch in a buffer. The buffer is held until the last tensor or array over it is gone."""
+        # see NOTE [ Who owns a buffer ]
         if self._words[slot] != batch << 2 | _SENT:
-            raise WorkerError(f"a batch is lost: the worker that made it is gone, and its buffer {slot} was given to another.")
+            raise WorkerError(
+                f"a batch is lost: its worker has exited, and another worker uses buffer {slot}. Restart the loop."
+            )
         self._words[slot] = batch << 2 | _HELD
         self.received += 1
         start = slot * STRIDE
@@ -192,19 +194,19 @@ class Ring:
         self._leases.acquire(slot, memory)
         if self._pinned is not None:
             self._pinned.register(self._address + start, -(-nbytes // _EXTENT) * _EXTENT)
-            memory.ring = self  # which keeps it registered
+            memory.ring = self  # a live ring keeps it registered
         self.reap()
         return unpack(payload, memory.data, places)
 
     def record_fallback(self, reason: str) -> None:
-        """Note that a batch has arrived outside of the ring."""
+        """Count a batch that arrived without the ring."""
         self.fallbacks[reason] += 1
         self.reap()
 
     def reap(self) -> None:
-        """Free the buffers whose tensors are dead, which no GPU is reading and no child has inherited."""
+        """Free the buffers whose tensors are gone, unless a GPU still reads them or a living child has inherited them."""
         if not self.mine or not self._reaping.acquire(blocking=False):
-            return  # another thread does
+            return  # another thread is freeing them
         try:
             for slot in self._leases.released():
                 if self._pinned is not None and self._pinned.works:
@@ -217,55 +219,55 @@ class Ring:
                     slot = self._copied.popleft()
                     if slot in seen:
                         self._copied.append(slot)
-                    else:  # with a lock taken since its tensors were read, which orders that before this
+                    else:  # a lock taken since orders the last read of the tensors before this write
                         self._words[slot] = self._words[slot] & ~3 | _FREE
         finally:
             self._reaping.release()
 
 
 class _Memory(np.ndarray[Any, np.dtype[np.uint8]]):
-    """The memory behind the tensors and arrays of one batch. No view of an array: numpy would leave it out of the chain."""
+    """The memory of one batch. It owns its buffer: arrays over a mere view would keep its base alive, not the view."""
 
     ring: Ring
 
 
 class Lane:
-    """The buffers of one sending process, on its side; of one thread of it.
+    """The buffers of one sending process, for one of its threads.
 
     Attributes:
-        packed: what `pack` returned for each kind of batch; see `RingBuffer.publish`.
+        packed: the result of `pack` for each kind of batch; see `RingBuffer.publish`.
     """
 
     def __init__(
         self, key: str, segment: Segment, address: int, first: int, owner: "memoryview[int]", words: "memoryview[int]"
     ) -> None:
         self.key, self.segment, self.address, self._first = key, segment, address, first
-        self.words, self._owner = words, owner  # this lane's
+        self.words, self._owner = words, owner  # of this lane only
         self._pid = os.getpid()
         for at, word in enumerate(words):
-            if word & 3 == _SENT:  # by one who is gone, for an iteration that is over
+            if word & 3 == _SENT:  # by a worker that has exited, for an iteration that is over
                 words[at] = word & ~3 | _FREE
         self.packed: dict[Hashable, tuple[bytes, list[tuple[int, int]]]] = {}
         self._ready = [0] * len(words)  # bytes from the start of a buffer that are reserved and mapped here
 
     @property
     def mine(self) -> bool:
-        """Whether this process has claimed it; a forked child has not."""
+        """Whether this process claimed the lane; False in a forked child."""
         return self._pid == os.getpid()
 
     def record_request(self, number: int) -> None:
-        """Note which batch is made now."""
+        """Record the number of the batch that is made now."""
         self._owner[2] = number + 1
 
     def take(self) -> "RingBuffer | None":
-        """Return a free buffer, the same until it is published; None when there is none."""
+        """Return the first free buffer, which stays free until it is published; None if all are in use."""
         for at, word in enumerate(self.words):
             if word & 3 == _FREE:
                 return RingBuffer(self, at, self._first + at)
         return None
 
     def ensure(self, at: int, nbytes: int) -> bool:
-        """Whether the first ``nbytes`` of a buffer may be touched."""
+        """Reserve the first ``nbytes`` of a buffer, and return whether they may be written."""
         ready = self._ready[at]
         if nbytes <= ready:
             return True
@@ -279,7 +281,7 @@ class Lane:
 
 
 class RingBuffer:
-    """One free buffer in the hands of a worker that fills it. Dropped without `publish`, it stays free."""
+    """A free buffer that a worker fills. It stays free unless it is published."""
 
     def __init__(self, lane: Lane, at: int, slot: int) -> None:
         self._lane, self._at, self._slot = lane, at, slot
@@ -288,7 +290,7 @@ class RingBuffer:
         self.problem = NOTHING
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Return an uninitialised tensor in the buffer; None where it has no room."""
+        """Return an uninitialised tensor in the buffer; None if it has no room."""
         nbytes = math.prod(shape) * dtype.itemsize
         at = self._allocate(nbytes)
         if at is None:
@@ -296,9 +298,11 @@ class RingBuffer:
         return self._lane.segment.tensor(self._slot * STRIDE + at, nbytes).view(dtype).view(shape)
 
     def publish(self, batch: Any, kind: Hashable = None) -> "BatchHandle":
-        """Return what to send instead of ``batch``, which then belongs to the receiver.
+        """Return the handle to send in place of ``batch``. From then on the buffer belongs to the receiver.
 
-        ``kind``: the same for batches whose tensors were all born here, and which differ in nothing but their values.
+        Args:
+            kind: equal for batches that differ in their values only, and whose tensors all lie in the buffer. They are pickled
+                once.
         """
         lane = self._lane
         packed = None if kind is None else lane.packed.get(kind)
@@ -307,14 +311,14 @@ class RingBuffer:
             if kind is not None:
                 lane.packed[kind] = packed
         payload, places = packed
-        if not places:  # that payload, for it may hold descriptors that wait to be fetched
+        if not places:  # send this very payload: it may hold descriptors that the receiver must fetch
             return BatchHandle(_receive_fallback, lane.key, (self.problem, payload))
         number = (lane.words[self._at] >> 2) + 1
         lane.words[self._at] = number << 2 | _SENT
         return BatchHandle(_receive, lane.key, (self._slot, number, self._used, places, payload))
 
     def _place(self, address: int, nbytes: int) -> int | None:
-        if self._address <= address < self._address + self._used:  # born here
+        if self._address <= address < self._address + self._used:  # it lies in this buffer
             return address - self._address
         at = self._allocate(nbytes)
         if at is not None:
@@ -334,7 +338,7 @@ class RingBuffer:
 
 
 class BatchHandle:
-    """What a worker sends: unpickled, it is the batch."""
+    """A handle that a worker sends. It unpickles to the batch."""
 
     __slots__ = ("_reduced",)
 
@@ -346,9 +350,10 @@ class BatchHandle:
 
 
 def fallback(key: str, reason: str, batch: Any) -> BatchHandle:
-    """Return what to send where a batch goes outside of the ring of that key, for that ``reason``.
+    """Return the handle to send if a batch cannot go through the ring ``key``, for that ``reason``.
 
-    It is pickled here, where what that raises is noticed; a queue's own thread would lose the batch, and its loop would hang.
+    The batch is pickled here, so that the caller sees errors. A queue pickles in a thread of its own, which would lose the
+    batch, and the parent would wait for ever.
     """
     payload, _ = pack(batch, lambda address, nbytes: None)
     return BatchHandle(_receive_fallback, key, (reason, payload))
@@ -365,10 +370,10 @@ def _receive_fallback(key: str, reason: str, payload: bytes) -> Any:
 
 
 def ring_of(key: str) -> Ring:
-    """Return the ring of that key, which this process made or was handed.
+    """Return the ring of that key.
 
     Raises:
-        WorkerError: it did neither.
+        WorkerError: this process neither made nor received it.
     """
     ring = _rings.get(key)
     if ring is None:

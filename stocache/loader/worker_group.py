@@ -1,9 +1,9 @@
-"""The worker processes of a DataLoader: what one died of, and why none can start, in words.
+"""Explains how a worker process of a DataLoader died, or why none can start.
 
 NOTE [ Deaths of workers ]
-    torch raises a death as a RuntimeError, where it notices it: in `next`, while it starts workers, or (by its handler of
-    SIGCHLD) wherever the main thread is. `WorkerGroup.explanation` turns that into what the user needs: which process, how it
-    ended, at which batch. A worker that has nothing left to do ends with code 0, so that is a death only where torch misses it.
+    torch raises RuntimeError for a dead worker where it notices it: in `next`, while it starts workers, or, by its SIGCHLD
+    handler, wherever the main thread is. `WorkerGroup.explanation` finds what the user needs: which process died, how, and at
+    which batch. A worker that has no work left exits with code 0. So code 0 is a death only if torch still expected batches.
 """
 
 import contextlib
@@ -30,15 +30,15 @@ from stocache.system.children import signal_name
 
 @dataclass(eq=False)
 class WorkerGroup:
-    """The worker processes that make the batches of an iterator.
+    """The worker processes of an iterator.
 
     Attributes:
-        order: of the batches.
-        ring: where workers note which batch they make; None where they do not.
-        start_method: of the workers.
-        persistent: whether they live until they are message to end.
-        workers: all that were started.
-        dead: whether the death of one was raised.
+        order: the order of the batches.
+        ring: the ring, in which workers record their current batch; None if they do not.
+        start_method: of the workers; "" without workers.
+        persistent: whether the workers serve several epochs.
+        workers: all processes that were started.
+        dead: whether the death of a worker was raised.
     """
 
     order: Order
@@ -49,10 +49,9 @@ class WorkerGroup:
     dead: bool = False
 
     def death(self, missed: Sequence[int] = ()) -> str | None:
-        """Return what a worker died of; None when none did.
+        """Return how a worker died; None if none did.
 
-        A worker that has nothing left to do exits with code 0, too. So that is a death where it is to persist, or where torch
-        has missed it: a process of these numbers.
+        Exit code 0 counts as a death if workers are persistent, or if torch misses the worker: its pid is in ``missed``.
         """
         ended = [worker for worker in self.workers if worker.exitcode is not None]
         ended.sort(key=lambda worker: not worker.exitcode)
@@ -70,23 +69,23 @@ class WorkerGroup:
         if code < 0:
             how, hint = (
                 f"was killed by signal {-code} ({signal_name(-code)})",
-                _HINTS.get(-code, "It was ended from outside of Python."),
+                _HINTS.get(-code, "Another process or the system ended it."),
             )
         else:
             how = f"exited with code {code}"
-            hint = "Something in the dataset, collate_fn or worker_init_fn ends the process" + (_ENDINGS if not code else ".")
+            hint = "Code in the dataset, collate_fn or worker_init_fn ended the process" + (_ENDINGS if not code else ".")
             if code == 1 and number is None and self.start_method != "fork":
-                hint = f"What it printed says why. {_guard_hint()}"
+                hint = f"Its output says why. {_guard_hint()}"
         return f"DataLoader worker (pid {pid}) {how}{at_work}. {hint}"
 
     def watch(self) -> None:
-        """Have deaths in the midst of the user's training step explained, too."""
+        """Explain deaths also when torch raises them during the user's training step."""
         _groups.add(self)
         _explain_in_handler()
 
     @contextlib.contextmanager
     def explain_errors(self) -> Iterator[None]:
-        """Surround what torch does with workers: raise WorkerError where one dies, or cannot start."""
+        """Raise WorkerError instead of torch's error when a worker dies, or cannot start."""
         try:
             yield
         except Exception as error:
@@ -96,11 +95,11 @@ class WorkerGroup:
             raise WorkerError(message) from error
 
     def explanation(self, error: Exception, sure: bool = False) -> str | None:
-        """Return what to say instead of an error of torch's or multiprocessing's; None where it is another.
+        """Return the message that replaces an error of torch or multiprocessing; None for any other error.
 
-        ``sure``: also None unless a worker of this iterator is known to have died.
+        ``sure``: return None also if no worker of this iterator is known to be dead.
         """
-        if isinstance(error, WorkerError) and self.dead:  # by the handler, below
+        if isinstance(error, WorkerError) and self.dead:  # raised by the signal handler below
             return str(error)
         message = self._explanation(error, sure) if self.start_method else None
         self.dead = self.dead or message is not None
@@ -110,24 +109,24 @@ class WorkerGroup:
         message = str(error)
         if isinstance(error, RuntimeError) and (found := _DEATH.match(message)):
             death = self.death([int(pid) for pid in found[1].split(",")])
-            if death is None and found[2]:  # while it was being started, so its process is not known here
+            if death is None and found[2]:  # it died during the start, before its process was known here
                 death = self._death_of(int(found[1]), int(found[2]))
             return death if death or sure else message
         if isinstance(error, OSError | EOFError | ImportError) and (modules := _multiprocessing_in(error)):
-            if self.workers:  # a batch lay in memory of which its worker could not hand over the descriptor
+            if self.workers:  # a worker died before it passed on the descriptor of a batch
                 wait([worker.sentinel for worker in self.workers], _POLL_S)
                 return self.death([worker.pid or 0 for worker in self.workers])
             if "multiprocessing.synchronize" in modules or isinstance(error, ImportError):
-                hint = "They need semaphores, which take room in /dev/shm: is it mounted, and may it be written to?"
+                hint = "They need semaphores in /dev/shm. Check that it is mounted and writable."
             else:
                 hint = _guard_hint() if self.start_method != "fork" else ""
             message = f"the DataLoader cannot start its worker processes ({type(error).__name__}: {error})."
-            return f"{message} num_workers=0 loads in this process. {hint}".rstrip()
+            return f"{message} With num_workers=0 this process loads all batches. {hint}".rstrip()
         return None
 
 
-# torch raises RuntimeError for the death of a worker, for a timeout, and again what a dataset raised in a worker. It has no
-# class for any of them, so their texts must tell them apart. Tests hold both patterns against the installed torch.
+# torch raises a plain RuntimeError for a dead worker and for a timeout, and a dataset may raise one too. Only the text tells
+# them apart. Tests check both patterns against the installed torch.
 _DEATH = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:exited unexpectedly(?: with exit code (\d+))?|is killed by signal)"
 )
@@ -141,9 +140,9 @@ def is_timeout(error: Exception) -> bool:
 
 _ENDINGS = ": os._exit, sys.exit, or a KeyboardInterrupt."
 _HINTS: dict[int, str] = {
-    signal.SIGKILL: "Often that is the kernel, out of memory (see dmesg): use fewer workers or smaller batches.",
-    signal.SIGSEGV: "A library that the dataset uses crashed: num_workers=0 and python -X faulthandler show where.",
-    signal.SIGBUS: "It wrote to shared memory that the machine does not have: raise the size of /dev/shm.",
+    signal.SIGKILL: "Often the kernel does this when memory runs out (see dmesg). Use fewer workers or smaller batches.",
+    signal.SIGSEGV: "A library that the dataset uses crashed. num_workers=0 with python -X faulthandler shows where.",
+    signal.SIGBUS: "It wrote to shared memory that the machine does not have. Raise the size of /dev/shm.",
 }
 
 
@@ -151,7 +150,7 @@ _groups: "weakref.WeakSet[WorkerGroup]" = weakref.WeakSet()
 
 
 def _explain_in_handler() -> None:
-    """Let the handler of torch's that raises a worker's death, wherever the main thread is, raise a WorkerError."""
+    """Let torch's SIGCHLD handler, which raises RuntimeError for a dead worker, raise WorkerError."""
     handler = signal.getsignal(signal.SIGCHLD)
     here = threading.current_thread() is threading.main_thread()
     if not here or getattr(handler, "__module__", None) != signal_handling.__name__ or not callable(handler):
@@ -169,16 +168,17 @@ def _explain_in_handler() -> None:
     signal.signal(signal.SIGCHLD, explain)
 
 
-_POLL_S = 1.0  # from a worker's sockets being closed to its end
-_proven: set[str] = set()  # start methods by which a script that seems not to be guarded could start a process
-_PATIENCE_S = 60.0  # for such a process
+_POLL_S = 1.0  # a worker closes its sockets before it exits; this long it may take
+_proven: set[str] = set()  # start methods that started a process, although the script seems to have no guard
+_PATIENCE_S = 60.0  # wait for such a process
 
 
 def try_to_start(context: Any) -> None:
-    """Raise what torch would raise where processes cannot start, before its iterator is half made; WorkerError without a guard.
+    """Raise, before torch makes an iterator, what it would raise if no process can start; WorkerError without a guard.
 
-    A spawned process that dies at once, as the main module starts processes when it is imported, leaves a parent that has more
-    than 64 KiB to send to it waiting for ever: it holds the pipe's other end itself. So one is tried that is sent nothing.
+    A script without the ``__main__`` guard starts processes whenever it is imported, so a spawned process dies at once. The
+    parent then waits for ever, if it has more than 64 KiB to send: it holds the other end of the pipe itself. So this function
+    first starts one process that is sent nothing.
     """
     context.Lock()
     method = context.get_start_method()
@@ -200,14 +200,14 @@ def _do_nothing() -> None:
 
 
 def _multiprocessing_in(error: BaseException) -> set[str]:
-    """Return the modules of multiprocessing that raised an error; none where it comes from what they pickle."""
+    """Return the modules of multiprocessing in the traceback of an error; empty if the error comes from pickling."""
     modules = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)}
     found = {name for name in modules if name.startswith("multiprocessing.")}
     return set() if "multiprocessing.reduction" in found else found
 
 
 def _guard_hint() -> str:
-    """Say what a script lacks whose processes are spawned; nothing where it has that."""
+    """Return advice for a main script without the ``__main__`` guard; "" if it has one."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
         guarded = path is None or "__main__" in Path(path).read_text(errors="replace")

@@ -1,10 +1,10 @@
-"""DataLoader2 and its reading services, over the DataPipes that torch ships: exact, resumable, and with the shared cache.
+"""DataLoader2 and its reading services for torch's DataPipes, with exact resuming and the shared cache.
 
     from stocache.reading import DataLoader2, MultiProcessingReadingService
 
-The names are those of torchdata up to 0.9, which this needs no part of. Importing it registers the pipes ``prefetch``,
-``sharding_round_robin_dispatch``, ``fullsync``, ``unzip``, ``pin_memory`` and ``shared_cache`` as methods of every DataPipe,
-where these names are free. The rest of stocache does not import DataPipes.
+The names are those of torchdata up to 0.9, which need not be installed. Importing this package makes the pipes
+``prefetch``, ``sharding_round_robin_dispatch``, ``fullsync``, ``unzip``, ``pin_memory`` and ``shared_cache`` methods of every
+DataPipe, if these names are free. The rest of stocache does not import DataPipes.
 """
 
 from stocache.reading.graph.caching import SharedCacher

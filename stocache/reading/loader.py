@@ -1,4 +1,4 @@
-"""DataLoader2: a graph of DataPipes, and the reading service that runs it."""
+"""DataLoader2 iterates a graph of DataPipes through a reading service."""
 
 import contextlib
 import copy
@@ -23,11 +23,11 @@ _STATE_VERSION = 1
 
 
 class Shuffle:
-    """Switch all shuffles of a graph on or off: an adapter, for ``datapipe_adapter_fn``.
+    """An adapter, for ``datapipe_adapter_fn``, that switches all shuffles of a graph on or off.
 
     Args:
-        enable: True to switch them on, and put one at the end where there is none, with a warning; False to switch them off;
-            None to leave them.
+        enable: True switches them on; a graph without a shuffle gets one at its end, with a warning. False switches them off.
+            None changes nothing.
     """
 
     def __init__(self, enable: bool | None = True) -> None:
@@ -40,7 +40,7 @@ class Shuffle:
         shufflers: list[Any] = [pipe for pipe in pipes_of(datapipe) if is_random(pipe) and hasattr(type(pipe), "set_shuffle")]
         if not shufflers and self.enable:
             warnings.warn(
-                "the graph has no shuffle, so one is put at its end. Its buffer of 10000 may be too small.", stacklevel=2
+                "the graph has no shuffle, so one was added at its end. Its buffer of 10000 may be too small.", stacklevel=2
             )
             datapipe = datapipe.shuffle()
             shufflers = [datapipe]
@@ -50,24 +50,24 @@ class Shuffle:
 
 
 class DataLoader2:
-    """Iterate a graph of DataPipes as a reading service runs it.
+    """Iterate a graph of DataPipes that a reading service runs.
 
         loader = DataLoader2(pipe, reading_service=MultiProcessingReadingService(num_workers=8))
         for epoch in range(3):
             for batch in loader: ...
         loader.shutdown()
 
-    The order of an epoch depends on the seed and the epoch's number only: those of one seed differ from each other, and are the
-    same in every run. It has one iterator at a time. A `state_dict` can be taken after any element, and the loader that it is
-    given to delivers the rest of the epoch, and the epochs after it, as this one would.
+    The order of an epoch depends only on the seed and the number of the epoch. The epochs of one seed differ from each other,
+    and are the same in every run. A loader has one iterator at a time. A `state_dict` can be taken after any element. A loader
+    that loads it delivers the rest of the epoch, and the following epochs, as this one would.
 
     Args:
-        datapipe: the end of the graph, of which a copy is used; None where `load_state_dict` follows.
-        datapipe_adapter_fn: what is called with the graph, and returns the graph; or several.
-        reading_service: which service runs it, of which a copy is used; by default an `InProcessReadingService`.
+        datapipe: the last pipe of the graph, which is copied; None if `load_state_dict` follows.
+        datapipe_adapter_fn: a function, or several, called with the graph; returns the graph.
+        reading_service: the service that runs the graph, which is copied; by default an `InProcessReadingService`.
 
     Attributes:
-        reading_service: the copy.
+        reading_service: the copy of the service.
 
     Source: the interface of torchdata 0.9.
     """
@@ -78,17 +78,17 @@ class DataLoader2:
         datapipe_adapter_fn: Adapt | Iterable[Adapt] | None = None,
         reading_service: ReadingServiceInterface | None = None,
     ) -> None:
-        self._terminated = True  # until there is something to end
+        self._terminated = True  # until __init__ has made something to end
         self._adapters = list(datapipe_adapter_fn) if isinstance(datapipe_adapter_fn, Iterable) else [datapipe_adapter_fn]
         self.datapipe = None if datapipe is None else self._adapted(clone(datapipe))
         self.reading_service = completed(copy.deepcopy(reading_service))
-        self._source = self.datapipe  # as it was before the service changed it
+        self._source = self.datapipe  # before the service changes it
         self._initialized = False
         self._seed: int | None = None
-        self._epoch = 0  # the number of the next one
-        self._iterator: Iterator[Any] | None = None  # of the epoch that has begun
+        self._epoch = 0  # the number of the next epoch
+        self._iterator: Iterator[Any] | None = None  # of the current epoch
         self._iterators = itertools.count()
-        self._valid: int | None = None  # the number of the newest: naming it itself would keep both alive
+        self._valid: int | None = None  # the number of the newest iterator: a reference to it would be a cycle
         self._delivered = 0
         self._finished = True
         self._loaded: dict[str, Any] | None = None
@@ -105,7 +105,7 @@ class DataLoader2:
     # ------------------------------------------------------------------------------------------------ iterating
 
     def __iter__(self) -> "DataLoader2Iterator":
-        """Begin the next epoch, unless nothing was taken of the one that has begun; an older iterator is invalid then.
+        """Begin the next epoch, unless no element of the current one was taken. Older iterators become invalid.
 
         Raises:
             GraphError: the loader is shut down, or has no graph.
@@ -118,7 +118,7 @@ class DataLoader2:
         return DataLoader2Iterator(self, self._valid)
 
     def _begin(self) -> None:
-        self._iterator = None  # which ends what it has in hand
+        self._iterator = None  # this ends the older iteration
         loaded, self._loaded = self._loaded, None
         if self._seed is None:
             self._seed = random_seed()
@@ -142,7 +142,7 @@ class DataLoader2:
         if self._initialized:
             return
         if self.datapipe is None:
-            raise GraphError("the DataLoader2 has no graph. Give it one, or load_state_dict.")
+            raise GraphError("the DataLoader2 has no graph. Pass datapipe=, or call load_state_dict.")
         datapipe = clone(self.datapipe)
         if state is None:
             self.datapipe = self.reading_service.initialize(datapipe)
@@ -153,8 +153,8 @@ class DataLoader2:
     def _next(self, number: int) -> Any:
         if number != self._valid or self._iterator is None:
             raise GraphError(
-                "this iterator has been invalidated, as another one was made of the same DataLoader2, or it was shut down. A "
-                "DataLoader2 has one iterator at a time."
+                "this iterator has been invalidated: the DataLoader2 was shut down, or has a newer iterator. It has one "
+                "iterator at a time."
             )
         if self.paused or self._finished:
             raise StopIteration
@@ -171,7 +171,7 @@ class DataLoader2:
         return element
 
     def __len__(self) -> int:
-        """Return how many elements an epoch has, of this rank and all its workers.
+        """Return the number of elements in an epoch, for this rank with all its workers.
 
         Raises:
             TypeError: a pipe of the graph has no length.
@@ -180,15 +180,15 @@ class DataLoader2:
         return len(self.datapipe)  # type: ignore[arg-type]
 
     def seed(self, seed: int) -> None:
-        """Let the next epoch be the first one of a seed, in ``[0, 2**64)``.
+        """Make the next epoch the first one of a seed.
 
         Raises:
-            ValueError: it is no such number.
+            ValueError: the seed is not an integer in ``[0, 2**64)``.
         """
         self._seed, self._epoch = check_seed(seed), 0
 
     def pause(self, paused: bool = True) -> None:
-        """Let the threads of this process rest, or go on; while paused, iterating stops."""
+        """Pause or resume the threads of this process. A paused loader gives no elements."""
         self.paused = paused
         for pipe in pipes_of(self.datapipe):  # type: ignore[arg-type]
             act = getattr(type(pipe), "pause" if paused else "resume", None)
@@ -198,7 +198,7 @@ class DataLoader2:
     # ------------------------------------------------------------------------------------------------ ending
 
     def shutdown(self) -> None:
-        """End the service, with its processes and threads. The loader cannot be iterated any more."""
+        """End the service, with its processes and threads. The loader cannot be iterated afterwards."""
         if self._terminated:
             return
         self._terminated = True
@@ -219,14 +219,14 @@ class DataLoader2:
     # ------------------------------------------------------------------------------------------------ resuming
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader stands, after the elements it has delivered: for a checkpoint.
+        """Return the position of the loader, after the elements it has delivered, for a checkpoint.
 
-        ``serialized_datapipe`` is the pickled graph, for `from_state`; None where it does not pickle.
+        ``serialized_datapipe`` is the pickled graph, for `from_state`; None if the graph does not pickle.
         """
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
         midway = not self._finished and self._iterator is not None
-        kept, dropped = self._kept() if midway else (None, 0)
+        kept, dropped = self._service_state() if midway else (None, 0)
         return {
             "version": _STATE_VERSION,
             "serialized_datapipe": self._serialized,
@@ -236,15 +236,15 @@ class DataLoader2:
             "dropped": dropped,
         }
 
-    def _kept(self) -> tuple[bytes | None, int]:
-        """Return what the service keeps, and how many elements are to be dropped once more when it goes on from there."""
+    def _service_state(self) -> tuple[bytes | None, int]:
+        """Return the checkpoint of the service, and the number of elements to drop after it resumes."""
         running, dropped = find_running(self.reading_service), self._delivered
         if running is not None:
             pipe, count = trace(self.datapipe, self._delivered)[-1]  # type: ignore[arg-type]
             traced = pipe is running.stream
             running.delivered, dropped = (count, 0) if traced else (0, self._delivered)
         elif is_checkpointable(self.reading_service):
-            dropped = 0  # the user's own knows where it is
+            dropped = 0  # a service of the user restores its own position
         if not is_checkpointable(self.reading_service):
             return None, dropped
         kept: bytes = self.reading_service.checkpoint()  # type: ignore[attr-defined]
@@ -254,19 +254,19 @@ class DataLoader2:
     def _serialized(self) -> bytes | None:
         try:
             return pickle.dumps(self._source)
-        except Exception:  # whatever pickling raises
+        except Exception:  # pickling may raise anything
             return None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a state was taken: the next iterator delivers what followed.
+        """Continue where a state was taken. The next iterator delivers the elements that followed.
 
-        The loader keeps its graph, which must be the one of the state; where it has none, it takes the state's.
+        The loader keeps its graph, which must be that of the state. A loader without a graph takes the state's.
 
         Raises:
-            StateError: it is no state of a DataLoader2, this one has begun to iterate, or there is no graph.
+            StateError: it is not a state of a DataLoader2, this loader has begun to iterate, or neither has a graph.
         """
         if not isinstance(state_dict, dict) or state_dict.get("version") != _STATE_VERSION or "dropped" not in state_dict:
-            raise StateError(f"{state_dict!r:.100} is no state of a DataLoader2 of this version of stocache.")
+            raise StateError(f"not a DataLoader2 state of this version of stocache: {state_dict!r:.100}.")
         if self._initialized:
             raise StateError("the DataLoader2 has begun to iterate. Load the state into a new one.")
         if self.datapipe is None:
@@ -281,7 +281,7 @@ class DataLoader2:
 
     @classmethod
     def from_state(cls, state: dict[str, Any], reading_service: ReadingServiceInterface | None = None) -> "DataLoader2":
-        """Return a loader that goes on where a state was taken, with the graph of that state, which is unpickled.
+        """Return a loader that continues where a state was taken, with the state's graph, which is unpickled.
 
         Raises:
             StateError: as `load_state_dict`.
@@ -291,13 +291,13 @@ class DataLoader2:
         return loader
 
     def _restore_checkpoint_beginning_of_epoch(self) -> None:
-        """After `load_state_dict`: begin the state's epoch from its beginning. Source: torchdata's name for it."""
+        """After `load_state_dict`: begin the epoch of the state from its start. Source: torchdata's name."""
         if self._loaded is not None:
             self._loaded |= {"reading_service_state": None, "delivered": 0, "dropped": 0}
 
 
 class DataLoader2Iterator(Iterator[Any]):
-    """The iterator of a `DataLoader2`, until the next one is made."""
+    """The iterator of a `DataLoader2`. It is valid until the next one is made."""
 
     def __init__(self, dataloader: DataLoader2, iterator_id: int) -> None:
         self.dataloader, self.iterator_id = dataloader, iterator_id
@@ -308,8 +308,8 @@ class DataLoader2Iterator(Iterator[Any]):
         """Return the next element.
 
         Raises:
-            GraphError: another iterator was made, or the loader was shut down.
-            WorkerError: a process has died.
+            GraphError: a newer iterator was made, or the loader was shut down.
+            WorkerError: a process died.
         """
         element = self.dataloader._next(self.iterator_id)
         if self.limit_threshold is not None:
@@ -320,7 +320,7 @@ class DataLoader2Iterator(Iterator[Any]):
         return element
 
     def limit(self, num_batches: int | None) -> None:
-        """Pause after every ``num_batches`` elements from now on, as if the epoch had ended, until `resume`; None for never.
+        """Pause after every ``num_batches`` elements, as if the epoch had ended, until `resume`; None for never.
 
         Raises:
             ValueError: ``num_batches`` is less than 1.
@@ -330,7 +330,7 @@ class DataLoader2Iterator(Iterator[Any]):
         self.limit_threshold, self.limit_counter = num_batches, 0
 
     def resume(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
         if not self.dataloader.paused:
             warnings.warn("the DataLoader2 is not paused, so there is nothing to resume.", stacklevel=2)
         else:

@@ -1,4 +1,4 @@
-"""Reading services: how the graph of a `DataLoader2` is run, and by whom."""
+"""Reading services, which run the graph of a `DataLoader2`."""
 
 import copy
 import io
@@ -30,13 +30,17 @@ from stocache.reading.run.stream import GraphPosition, LocalStream, Stream
 from stocache.samples.indices import length_of
 from stocache.system.rng import States
 
-_DISPATCHER = (1 << 32) - 1  # its number where workers have theirs
+_DISPATCHER = (1 << 32) - 1  # stands for a worker number in seeds
 
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """What services that run a graph keep: where their stream stands, and of this process's random numbers where they were when
-    the epoch began, and where they are."""
+    """The checkpoint of a service that runs a graph.
+
+    Attributes:
+        position: of its stream.
+        numbers: states of this process's generators at the beginning of the epoch, and now; None with workers.
+    """
 
     position: GraphPosition
     numbers: tuple[States, States] | None = None
@@ -53,10 +57,11 @@ class _CheckpointReader(pickle.Unpickler):
 
 
 class _RunningService(CheckpointableReadingServiceInterface):
-    """A service that runs the replicable part of a graph, and gives what it makes to the rest by a `Stream`.
+    """A service that runs the replicable part of a graph. A `Stream` gives its elements to the rest.
 
     Attributes:
-        stream: which the loader tells how much of it was delivered, before a checkpoint.
+        stream: the stream; None before `initialize`.
+        delivered: elements of the stream that were delivered; the loader sets it before a checkpoint.
     """
 
     stream: Stream | None = None
@@ -65,15 +70,15 @@ class _RunningService(CheckpointableReadingServiceInterface):
     _seeding: "Seeding"
 
     def checkpoint(self) -> bytes:
-        """Return where the stream stands."""
+        """Return the position of the stream."""
         assert self.stream is not None, "it was initialized"
-        numbers = self.stream.numbers() if isinstance(self.stream, LocalStream) else None
-        if numbers is not None and not self.delivered:  # all will be made again
+        numbers = self.stream.rng_states() if isinstance(self.stream, LocalStream) else None
+        if numbers is not None and not self.delivered:  # all elements will be made again
             numbers = numbers[0], numbers[0]
         return pickle.dumps(_Checkpoint(self.stream.position(self.delivered), numbers))
 
     def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
-        """Return the graph, to go on where a checkpoint was."""
+        """Return the graph, to continue from a checkpoint."""
         self._restored = _CheckpointReader(io.BytesIO(serialized_state)).load()
         if not isinstance(self._restored, _Checkpoint):
             raise StateError(f"{type(self).__name__} cannot go on from a checkpoint of {type(self._restored).__name__}.")
@@ -88,12 +93,12 @@ class _RunningService(CheckpointableReadingServiceInterface):
         self.finalize()
 
     def _put_stream(self, datapipe: DataPipe, part: DataPipe, stream: Stream) -> DataPipe:
-        """Put a stream in the place of a part of the graph."""
+        """Replace a part of the graph by a stream."""
         self.stream = stream
         return stream if part is datapipe else end_of(replace_dp(traverse_dps(datapipe), part, stream))
 
     def _run_here(self, datapipe: DataPipe, init_fn: InitFn | None, reset_fn: ResetFn | None) -> DataPipe:
-        """Let this process run the part that workers could."""
+        """Let this process run the part that workers could run."""
         part = whole = replicable_end(datapipe)
         self._seeding = Seeding(datapipe)
         dispatched = dispatched_end(part)
@@ -117,10 +122,10 @@ class _RunningService(CheckpointableReadingServiceInterface):
 class InProcessReadingService(_RunningService):
     """Run the graph in this process.
 
-    Maps draw their random numbers from this process's generators; a state holds where these are, and going on puts them there.
+    Maps draw their random numbers from this process's generators. A state holds the generators' states, and resuming sets them.
 
     Args:
-        prefetch_cnt: elements that a thread takes ahead of time.
+        prefetch_cnt: elements that a thread takes in advance.
         init_fn: called once with the graph and a `WorkerInfo`; returns the graph.
         reset_fn: called in each epoch with the graph, a `WorkerInfo` and the `SeedGenerator`; returns the graph.
 
@@ -133,7 +138,7 @@ class InProcessReadingService(_RunningService):
         self._init_fn, self._reset_fn = init_fn, reset_fn
 
     def initialize(self, datapipe: Any) -> DataPipe:
-        """Return the graph, of which this process runs all."""
+        """Return the graph, all of which this process runs."""
         if self._prefetch_cnt:
             datapipe = Prefetcher(datapipe, self._prefetch_cnt)
         return self._run_here(datapipe, self._init_fn, self._reset_fn)
@@ -145,25 +150,25 @@ class InProcessReadingService(_RunningService):
 
 
 class MultiProcessingReadingService(_RunningService):
-    """Run a replica of the graph in each of several worker processes, and one for all before what is dispatched.
+    """Run a replica of the graph in each of several worker processes; one more process runs the dispatched part, if any.
 
-    Elements come in the order in which one process would make them, wherever that can be known: where nothing but ``map``,
-    ``filter``, ``collate`` and ``shared_cache`` comes after the one ``sharding_filter`` or ``sharding_round_robin_dispatch``.
-    Elsewhere the workers' elements come in turn, and those of a worker that has no more are left out.
+    Elements come in the order of one process if only ``map``, ``filter``, ``collate`` and ``shared_cache`` follow the one
+    ``sharding_filter`` or ``sharding_round_robin_dispatch``. Otherwise the workers deliver in turn, and a worker without
+    elements is left out.
 
     Args:
-        num_workers: how many; 0 for none, with a warning.
+        num_workers: number of workers; 0 runs the graph in this process, with a warning.
         multiprocessing_context: "fork", "spawn" or "forkserver"; None for Python's default.
-        worker_prefetch_cnt: elements that each worker may make ahead of time.
-        main_prefetch_cnt: elements that all of them together may make besides.
-        worker_init_fn: called in each worker, once, with the graph and a `WorkerInfo`; returns the graph.
-        worker_reset_fn: called in each worker, and in the dispatching process, in each epoch, with the graph, a `WorkerInfo`
-            and the `SeedGenerator`; returns the graph.
+        worker_prefetch_cnt: elements that each worker may make in advance.
+        main_prefetch_cnt: elements that all workers together may make in addition.
+        worker_init_fn: called once in each worker with the graph and a `WorkerInfo`; returns the graph.
+        worker_reset_fn: called in each epoch, in each worker and in the dispatching process, with the graph, a `WorkerInfo` and
+            the `SeedGenerator`; returns the graph.
 
     Raises:
-        ValueError: a count is negative, or there is no such start method.
-        GraphError: when it begins: the graph cannot be divided.
-        WorkerError: while iterating: a process has died.
+        ValueError: a count is negative, or the start method does not exist.
+        GraphError: at the beginning: the graph cannot be divided.
+        WorkerError: while iterating: a process died.
     """
 
     def __init__(
@@ -177,17 +182,19 @@ class MultiProcessingReadingService(_RunningService):
     ) -> None:
         self.num_workers = check_count("num_workers", num_workers)
         if not num_workers:
-            warnings.warn("num_workers=0 is what InProcessReadingService is for.", stacklevel=2)
+            warnings.warn("num_workers=0 runs the graph in this process. Use InProcessReadingService.", stacklevel=2)
         if multiprocessing_context not in (None, *multiprocessing.get_all_start_methods()):
             methods = ", ".join(multiprocessing.get_all_start_methods())
-            raise ValueError(f"multiprocessing_context={multiprocessing_context!r} is no start method. Use one of {methods}.")
+            raise ValueError(
+                f"multiprocessing_context={multiprocessing_context!r} is not a start method. Use one of {methods}."
+            )
         self.multiprocessing_context = multiprocessing_context
         self.worker_prefetch_cnt = check_count("worker_prefetch_cnt", worker_prefetch_cnt)
         self.main_prefetch_cnt = check_count("main_prefetch_cnt", main_prefetch_cnt)
         self.worker_init_fn, self.worker_reset_fn = worker_init_fn, worker_reset_fn
 
     def initialize(self, datapipe: DataPipe) -> DataPipe:
-        """Return what is left of the graph for this process."""
+        """Return the part of the graph that stays in this process."""
         if not self.num_workers:
             return self._run_here(datapipe, self.worker_init_fn, self.worker_reset_fn)
         part = whole = replicable_end(datapipe)
@@ -214,24 +221,25 @@ class MultiProcessingReadingService(_RunningService):
         sent = [0] * self.num_workers
         if begun is not None and self._feed is not None:
             if any((self.worker_init_fn, self.worker_reset_fn, iter_reset_fn)):
-                resumes = begun.again(self.num_workers)  # it is not known what they do to the graph
+                resumes = begun.again(self.num_workers)  # these functions may change the graph
             else:
                 sent = [self._used(resume) for resume in resumes]
-        seeds, *for_dispatcher = self._seeding.draw(seed_generator)
+        for_workers, *for_dispatcher = self._seeding.draw(seed_generator)
         epochs = [
-            ReplicaEpoch(seeds, seed_generator.spawn(worker), iter_reset_fn, resume) for worker, resume in enumerate(resumes)
+            ReplicaEpoch(for_workers, seed_generator.spawn(worker), iter_reset_fn, resume)
+            for worker, resume in enumerate(resumes)
         ]
         unneeded = min(used * self.num_workers + worker for worker, used in enumerate(sent)) if any(sent) else 0
         dispatched = [
-            ReplicaEpoch(its, seed_generator.spawn(_DISPATCHER), iter_reset_fn, Resume(unneeded), tuple(sent))
-            for its in for_dispatcher
+            ReplicaEpoch(seeds, seed_generator.spawn(_DISPATCHER), iter_reset_fn, Resume(unneeded), tuple(sent))
+            for seeds in for_dispatcher
         ]
         assert isinstance(self.stream, WorkerStream), "it was initialized"
         self.stream.begin_epoch(epochs, begun, *dispatched)
         return None
 
     def _used(self, resume: Resume) -> int:
-        """Return how many elements of its feed a worker has used up, and will not need again."""
+        """Return how many elements of its feed a worker will not need again."""
         if resume.again:
             return 0
         end, count = (self._part, resume.count) if resume.taken is None else (clock_of(self._part), resume.taken)
@@ -240,13 +248,13 @@ class MultiProcessingReadingService(_RunningService):
 
 
 class DistributedReadingService(CheckpointableReadingServiceInterface):
-    """Let each rank of torch.distributed have its share of the graph, with the same seeds and epochs of the same length.
+    """Give each rank of torch.distributed its share of the graph, with the same seeds and epochs of equal length.
 
     Args:
         timeout: seconds to wait for other ranks.
 
     Raises:
-        RuntimeError: when it begins: torch.distributed is not available, or not initialized.
+        RuntimeError: torch.distributed is not available, or, at the beginning, not initialized.
     """
 
     def __init__(self, timeout: int = DEFAULT_TIMEOUT_S) -> None:
@@ -268,14 +276,14 @@ class DistributedReadingService(CheckpointableReadingServiceInterface):
         return datapipe
 
     def initialize_iteration(self, seed_generator: SeedGenerator, iter_reset_fn: Adapt | None = None) -> Adapt | None:
-        """Agree with the other ranks on the epoch's seed."""
+        """Agree with the other ranks on the seed of the epoch."""
         seed_generator.seed(dist_share_seed(seed_generator.generate_shared_seed(), self._group))
         seed_generator.spawn(dist.get_rank(), inplace=True)
-        set_graph_random_seed(self._datapipe, copy.copy(seed_generator))  # for where nobody else does
+        set_graph_random_seed(self._datapipe, copy.copy(seed_generator))  # in case no later service does
         return iter_reset_fn
 
     def checkpoint(self) -> bytes:
-        """Return which rank this is."""
+        """Return the number of ranks, and of this rank."""
         return pickle.dumps((dist.get_world_size(), dist.get_rank()))
 
     def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
@@ -284,13 +292,13 @@ class DistributedReadingService(CheckpointableReadingServiceInterface):
         ranks, rank = pickle.loads(serialized_state)
         if (ranks, rank) != (dist.get_world_size(), dist.get_rank()):
             raise StateError(
-                f"the state is of rank {rank} of {ranks}, and this is rank {dist.get_rank()} of {dist.get_world_size()}, which "
-                f"has other elements. Each rank must go on from its own state."
+                f"the state belongs to rank {rank} of {ranks}, but this is rank {dist.get_rank()} of {dist.get_world_size()}, "
+                f"which has other elements. Load on each rank the state of that rank."
             )
         return datapipe
 
     def finalize(self) -> None:
-        """Leave the groups of the ranks."""
+        """Leave the process groups of the ranks."""
         if self._sync is not None:
             self._sync.leave()
             self._sync = None
@@ -300,24 +308,24 @@ class DistributedReadingService(CheckpointableReadingServiceInterface):
 
 
 class CachingReadingService(ReadingServiceInterface):
-    """Keep what the graph's maps make in shared memory: those of the last chain of maps before the first random pipe.
+    """Cache the results of the graph's last chain of maps before the first random pipe, in shared memory.
 
         service = SequentialReadingService(CachingReadingService(32), MultiProcessingReadingService(8))
 
-    Elements are numbered before the chain, and go through shuffles and shards with their numbers only; so an element that is
-    cached is neither read nor mapped, whichever worker it comes to. Values and order stay those of the graph without. For maps
-    behind a shuffle, whose results may be meant to vary, put ``shared_cache`` into the graph yourself.
+    Elements are numbered before the chain, and pass shuffles and shards with their numbers. So a cached element is neither read
+    nor mapped, in any worker. Values and order are those of the graph without a cache. Maps behind a shuffle may be meant to
+    vary, so they are not cached: put ``shared_cache`` into the graph yourself.
 
     Args:
         size_limit_gib: GiB for the cache on this machine, as for `RaggedCache`.
-        key_fn: called with an element as it comes to the chain; returns its key, an integer in ``[0, dataset_len)``, which no
-            other has. None for its number.
-        dataset_len: how many elements there are; by default the length of the pipe before the chain.
+        key_fn: called with an element before the chain; returns its key, a unique integer in ``[0, dataset_len)``. None uses
+            its number.
+        dataset_len: number of elements; by default the length of the pipe before the chain.
         options: ``name`` (one cache for all ranks and jobs of this machine), ``persist``, ``fingerprint``, ``admission``,
             ``codec`` and ``allow_pickle``, as for `RaggedCache`.
 
     Attributes:
-        cache: the `RaggedCache`; None before it begins, or where there is nothing to keep, of which a warning tells.
+        cache: the `RaggedCache`; None before the first epoch, or if nothing can be cached, with a warning.
     """
 
     def __init__(
@@ -338,49 +346,50 @@ class CachingReadingService(ReadingServiceInterface):
         return datapipe
 
     def initialize_iteration(self, seed_generator: SeedGenerator, iter_reset_fn: Adapt | None = None) -> Adapt | None:
-        """Leave the epoch to others."""
+        """Do nothing: this service has no epochs."""
         return iter_reset_fn
 
 
 class SequentialReadingService(CheckpointableReadingServiceInterface):
-    """Several services, each of which gets the graph that the one before has made."""
+    """Several services in sequence. Each gets the graph that the previous one returned."""
 
     def __init__(self, *reading_services: ReadingServiceInterface) -> None:
         self.reading_services: tuple[Any, ...] = reading_services
 
     def initialize(self, datapipe: DataPipe) -> DataPipe:
-        """Return what the services make of the graph, one after the other."""
+        """Return the graph after each service has changed it, in order."""
         for service in self.reading_services:
             datapipe = service.initialize(datapipe)
         return datapipe
 
     def initialize_iteration(self, seed_generator: SeedGenerator, iter_reset_fn: Adapt | None = None) -> Adapt | None:
-        """Begin an epoch in all, one after the other."""
+        """Begin an epoch in each service, in order."""
         for service in self.reading_services:
             iter_reset_fn = service.initialize_iteration(seed_generator, iter_reset_fn)
         return iter_reset_fn
 
     def finalize_iteration(self) -> None:
-        """End an epoch in all, the last one first."""
+        """End an epoch in each service, the last one first."""
         for service in reversed(self.reading_services):
             service.finalize_iteration()
 
     def finalize(self) -> None:
-        """End all, the last one first."""
+        """End each service, the last one first."""
         for service in reversed(self.reading_services):
             service.finalize()
 
     def checkpoint(self) -> bytes:
-        """Return what the services keep."""
+        """Return the checkpoints of the services."""
         kept = [service.checkpoint() if is_checkpointable(service) else b"" for service in self.reading_services]
         return pickle.dumps(kept)
 
     def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
-        """Return what the services make of the graph, one after the other."""
+        """Return the graph after each service has changed it, in order."""
         states = pickle.loads(serialized_state)
         if len(states) != len(self.reading_services):
             raise StateError(
-                f"the state is of {len(states)} reading services in sequence, and here are {len(self.reading_services)}."
+                f"the state belongs to {len(states)} reading services in sequence, but here are {len(self.reading_services)}. "
+                f"Use the same services."
             )
         for service, state in zip(self.reading_services, states, strict=True):
             datapipe = service.restore(datapipe, state) if state else service.initialize(datapipe)
@@ -393,7 +402,7 @@ def is_checkpointable(service: Any) -> bool:
 
 
 def find_running(service: Any) -> "_RunningService | None":
-    """Return the service that runs the graph, among those in sequence; None where it is the user's own."""
+    """Return the service that runs the graph, also inside a sequence; None if it is the user's own."""
     if isinstance(service, _RunningService):
         return service
     within = map(find_running, service.reading_services) if isinstance(service, SequentialReadingService) else ()
@@ -401,21 +410,21 @@ def find_running(service: Any) -> "_RunningService | None":
 
 
 def completed(service: ReadingServiceInterface | None) -> ReadingServiceInterface:
-    """Return a service that runs the graph, in this process where none is told to."""
+    """Return a service that runs the graph: with an `InProcessReadingService` added if no other does."""
     services = service.reading_services if isinstance(service, SequentialReadingService) else (service,)
     if service is None or not any(services):
         return InProcessReadingService()
-    if all(isinstance(its, DistributedReadingService | CachingReadingService) for its in services):
+    if all(isinstance(each, DistributedReadingService | CachingReadingService) for each in services):
         return SequentialReadingService(*services, InProcessReadingService())
     return service
 
 
-def check_count(what: str, count: int) -> int:
-    """Return a count.
+def check_count(name: str, count: int) -> int:
+    """Return a count that was checked.
 
     Raises:
-        ValueError: it is negative, or no integer.
+        ValueError: it is not an integer of 0 or more.
     """
     if not isinstance(count, int) or count < 0:
-        raise ValueError(f"{what}={count!r} is no number of elements or workers. Use 0 or more.")
+        raise ValueError(f"{name}={count!r} must be an integer of 0 or more.")
     return count

@@ -333,7 +333,8 @@ def test_a_death_in_the_midst_of_a_step_is_told_like_any():
 @pytest.mark.slow
 def test_without_a_ring_the_batch_of_a_worker_that_ended_is_not_known():
     assert re.match(
-        r"DataLoader worker \(pid \d+\) exited with code 0\. Something", said_at_the_end("getitem", "sys.exit(0)", "no ring")
+        r"DataLoader worker \(pid \d+\) exited with code 0\. Code in the dataset",
+        said_at_the_end("getitem", "sys.exit(0)", "no ring"),
     )
 
 
@@ -405,7 +406,9 @@ def test_without_semaphores_no_workers_is_the_way_out(monkeypatch, tmp_path, sta
     monkeypatch.setattr("_multiprocessing.SemLock", refused_semaphore(error))
     (tmp_path / "rows.csv").write_text("1,2,0\n" * 9)
     options = {"num_workers": 1, "multiprocessing_context": start_method}
-    wanted = rf"cannot start its worker processes \(\w+: \[Errno {error.errno}\].*\)\. num_workers=0 loads .* /dev/shm"
+    wanted = (
+        rf"cannot start its worker processes \(\w+: \[Errno {error.errno}\].*\)\. With num_workers=0 this process .* /dev/shm"
+    )
     if kind == "loader":
         for dataset in (Images(), stocache.CachedDataset(Images(), 0.01)):
             with pytest.raises(WorkerError, match=wanted):

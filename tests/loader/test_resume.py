@@ -301,7 +301,7 @@ def test_a_cached_dataset_resumes_with_its_fingerprint():
         gc.collect()
     with CachedDataset(Recorded(), 1, name="resume", fingerprint="v2") as dataset:
         loader = stocache.DataLoader(dataset, 4)
-        with pytest.raises(StateError, match="fingerprint 'v1', this one has 'v2'"):
+        with pytest.raises(StateError, match="fingerprint 'v1'; this one has 'v2'"):
             loader.load_state_dict(state)
         del loader
         gc.collect()
@@ -310,9 +310,9 @@ def test_a_cached_dataset_resumes_with_its_fingerprint():
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (lambda: stocache.DataLoader(Recorded(31), 4), "samples 30, this one has 31"),
-        (lambda: stocache.DataLoader(Recorded(), 5), "batches 8, this one has 6"),
-        (lambda: stocache.DataLoader(Recorded(), 4, drop_last=True), "batches 8, this one has 7"),
+        (lambda: stocache.DataLoader(Recorded(31), 4), "samples 30; this one has 31"),
+        (lambda: stocache.DataLoader(Recorded(), 5), "batches 8; this one has 6"),
+        (lambda: stocache.DataLoader(Recorded(), 4, drop_last=True), "batches 8; this one has 7"),
         (lambda: stocache.DataLoader(Recorded(), 4, shuffle=True, generator=generator(1)), "0 random number generators"),
     ],
 )
@@ -325,7 +325,7 @@ def test_the_state_of_another_loader_is_refused(other, words):
 
 @pytest.mark.parametrize("state", [None, {}, {"version": 99}, [1], {"_num_yielded": 3}])
 def test_what_is_no_state_is_refused(state):
-    with pytest.raises(StateError, match="no state of a DataLoader"):
+    with pytest.raises(StateError, match="not a DataLoader state"):
         stocache.DataLoader(Recorded()).load_state_dict(state)
 
 

@@ -239,7 +239,7 @@ def test_pipes_that_are_not_replicable_stay_in_the_main_process():
 
 def test_a_graph_whose_parts_meet_in_the_main_process_is_refused():
     with loader(Alone(source(), source()), 2) as dataloader:
-        with pytest.raises(GraphError, match="2 parts of the graph lead to the pipes that stay in the main process"):
+        with pytest.raises(GraphError, match="2 parts of the graph lead to pipes that stay in the main process"):
             iter(dataloader)
 
 
@@ -258,12 +258,12 @@ class Threaded(IterDataPipe):
 
 def test_a_thread_cannot_read_what_is_dispatched():
     with loader(Threaded(source().sharding_round_robin_dispatch()), 2) as dataloader:
-        with pytest.raises(GraphError, match=r"a pipe with a thread of its own reads what is dispatched. Put it before"):
+        with pytest.raises(GraphError, match=r"a pipe with a thread of its own reads dispatched elements. Put it before"):
             list(dataloader)
 
 
 def test_dispatch_takes_workers_only():
-    with pytest.raises(GraphError, match="elements are dispatched among the workers of one rank"):
+    with pytest.raises(GraphError, match="elements are dispatched to the workers of one rank"):
         source().sharding_round_robin_dispatch(SHARDING_PRIORITIES.DISTRIBUTED)
     assert len(ShardingRoundRobinDispatcher(source(), SHARDING_PRIORITIES.MULTIPROCESSING)) == 40
 
@@ -294,7 +294,7 @@ def test_shuffle_switches_shuffles_on_and_off():
     assert list(DataLoader2(graph, Shuffle(False))) == list(range(40))
     assert list(DataLoader2(graph, [Shuffle(False), Shuffle(True)])) != list(range(40))
     assert list(DataLoader2(graph.set_shuffle(False), Shuffle(None))) == list(range(40))
-    with pytest.warns(UserWarning, match="the graph has no shuffle, so one is put at its end"):
+    with pytest.warns(UserWarning, match="the graph has no shuffle, so one was added at its end"):
         assert list(DataLoader2(source(), Shuffle())) != list(range(40))
 
 
@@ -381,7 +381,7 @@ def test_there_is_one_iterator_at_a_time():
         old = iter(dataloader)
         assert next(old) == 0
         new = iter(dataloader)
-        with pytest.raises(GraphError, match="this iterator has been invalidated, as another one was made"):
+        with pytest.raises(GraphError, match="this iterator has been invalidated"):
             next(old)
         assert list(new) == list(range(40))
 
@@ -503,28 +503,28 @@ def test_a_process_that_is_killed_from_outside_is_noticed(name, victim):
 
 def test_a_users_function_must_return_a_graph():
     with loader(source().sharding_filter(), 2, worker_init_fn=print) as dataloader:
-        with pytest.raises(GraphError, match="returned NoneType, and not the end of a graph"):
+        with pytest.raises(GraphError, match=r"returned NoneType\. It must return the last pipe of a graph"):
             list(dataloader)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_workers": -1}, "num_workers=-1 is no number"),
-        ({"num_workers": 1, "worker_prefetch_cnt": -1}, "worker_prefetch_cnt=-1 is no number"),
-        ({"num_workers": 1, "main_prefetch_cnt": 1.5}, "main_prefetch_cnt=1.5 is no number"),
-        ({"num_workers": 1, "multiprocessing_context": "thread"}, "'thread' is no start method. Use one of fork, spawn"),
+        ({"num_workers": -1}, "num_workers=-1 must be an integer"),
+        ({"num_workers": 1, "worker_prefetch_cnt": -1}, "worker_prefetch_cnt=-1 must be an integer"),
+        ({"num_workers": 1, "main_prefetch_cnt": 1.5}, "main_prefetch_cnt=1.5 must be an integer"),
+        ({"num_workers": 1, "multiprocessing_context": "thread"}, "'thread' is not a start method. Use one of fork, spawn"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         MultiProcessingReadingService(**arguments)
-    with pytest.raises(ValueError, match="prefetch_cnt=-1 is no number"):
+    with pytest.raises(ValueError, match="prefetch_cnt=-1 must be an integer of 0 or more"):
         InProcessReadingService(prefetch_cnt=-1)
 
 
 def test_no_workers_are_allowed_with_a_warning():
-    with pytest.warns(UserWarning, match="num_workers=0 is what InProcessReadingService is for"):
+    with pytest.warns(UserWarning, match="num_workers=0 runs the graph in this process"):
         service = MultiProcessingReadingService(0)
     with DataLoader2(source().sharding_filter(), reading_service=service) as dataloader:
         assert list(dataloader) == list(range(40))
@@ -691,7 +691,7 @@ def test_unzip_splits_columns():
     assert list(zip(one, three, strict=True)) == [(i, str(i)) for i in range(5)]
     (only,) = IterableWrapper([(1, 2)]).unzip(2, columns_to_skip=[0])
     assert list(only) == [2]
-    with pytest.raises(ValueError, match=r"names columns outside of \[0, 3\)"):
+    with pytest.raises(ValueError, match=r"names columns outside \[0, 3\)"):
         rows.unzip(3, columns_to_skip=[3])
     with pytest.raises(ValueError, match="all columns are skipped"):
         rows.unzip(1, columns_to_skip=[0])
@@ -728,6 +728,6 @@ def test_a_prefetching_pipe_that_a_fork_has_inherited_says_so():
         os._exit(0)
     os.waitpid(child, 0)
     os.close(writer)
-    assert "in a process that forked" in os.read(reader, 200).decode()
+    assert "the process was forked" in os.read(reader, 200).decode()
     os.close(reader)
     assert list(iterator) == list(range(1, 40))

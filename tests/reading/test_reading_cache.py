@@ -115,10 +115,10 @@ def test_the_last_chain_before_the_first_random_pipe_is_taken():
 
 def test_where_there_is_no_such_chain_a_warning_says_so(caplog):
     for graph, reason in (
-        (source().shuffle().sharding_filter().map(square), "there is no map before the first random pipe"),
-        (source().sharding_filter().filter(no_third).map(square), "are sharded already, and need a key_fn to be known by"),
-        (source().sharding_filter().zip(source()).map(first), "are sharded already, and need a key_fn to be known by"),
-        (source().map(Own()).shuffle(), "there is no map before the first random pipe"),
+        (source().shuffle().sharding_filter().map(square), "no map comes before the first random pipe"),
+        (source().sharding_filter().filter(no_third).map(square), "are sharded already. Pass key_fn="),
+        (source().sharding_filter().zip(source()).map(first), "are sharded already. Pass key_fn="),
+        (source().map(Own()).shuffle(), "no map comes before the first random pipe"),
     ):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "stocache"), cached(graph, 2, dataset_len=COUNT) as dataloader:
@@ -136,7 +136,7 @@ def test_without_a_length_a_warning_asks_for_it(caplog):
     with caplog.at_level(logging.WARNING, "stocache"), cached(source().filter(no_third).map(square).shuffle(), 0) as dataloader:
         assert len(list(dataloader)) > 0
         assert cache_of(dataloader) is None
-    assert "nothing is cached: FilterIterDataPipe has no length. Say dataset_len=" in caplog.text
+    assert "nothing is cached: FilterIterDataPipe has no length. Pass dataset_len=" in caplog.text
 
 
 class Own:
@@ -161,7 +161,7 @@ def test_what_is_made_with_random_numbers_is_not_kept(workers, caplog):
     assert [its[0] for its in first] == list(range(COUNT))
     assert first != second
     if not workers:
-        assert "noise draw random numbers, so what they make is not cached" in caplog.text
+        assert "noise draw random numbers, so their results are not cached" in caplog.text
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -251,7 +251,7 @@ def test_a_source_that_is_longer_than_it_said_is_delivered_whole():
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(DatasetError, match="needs to know how many keys there are"):
+    with pytest.raises(DatasetError, match="needs the number of keys"):
         source().filter(no_third).shared_cache(int)
     with pytest.raises(LimitError, match="size_limit_gib"):
         source().shared_cache(int, -1)

@@ -241,7 +241,7 @@ def test_a_generator_becomes_that_of_a_rank_in_place():
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 1.5, "one"])
 def test_a_seed_is_an_unsigned_integer_of_64_bits(seed):
-    with pytest.raises(ValueError, match=r"is no integer in \[0, 2\*\*64\)"):
+    with pytest.raises(ValueError, match=r"must be an integer in \[0, 2\*\*64\)"):
         SeedGenerator(seed)
 
 

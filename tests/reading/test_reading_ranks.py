@@ -167,7 +167,7 @@ def test_ranks_go_on_from_their_states(tmp_path, before, after):
 def swapped(rank, states):
     with DataLoader2(shuffled(60), reading_service=services(0)) as dataloader:
         dataloader.load_state_dict(states[1 - rank])
-        with pytest.raises(StateError, match=f"the state is of rank {1 - rank} of 2, and this is rank {rank} of 2"):
+        with pytest.raises(StateError, match=f"the state belongs to rank {1 - rank} of 2, but this is rank {rank} of 2"):
             iter(dataloader)
 
 

@@ -116,10 +116,10 @@ def test_another_number_of_workers_goes_on_where_that_is_exact(name, before, aft
 
 
 def test_another_number_of_workers_is_refused_where_that_is_not_exact():
-    for name, reason in (("batched", "not every element after the sharding_filter"), ("noisy", "random numbers were drawn")):
+    for name, reason in (("batched", "an element after the sharding_filter"), ("noisy", "its own random numbers")):
         state = broken_off(GRAPHS[name], 2, 0, 5)
         for workers in (0, 3):
-            with pytest.raises(StateError, match=f"(?s)the state is of 2 workers.*now there are {workers}.*{reason}"):
+            with pytest.raises(StateError, match=f"(?s)the state was taken with 2 workers.*now there are {workers}.*{reason}"):
                 resumed(GRAPHS[name], workers, state, 0)
 
 
@@ -275,7 +275,7 @@ def test_the_beginning_of_the_epoch_can_be_had_instead():
 
 @pytest.mark.parametrize("wrong", [None, {}, {"version": 1}, {"version": 99, "dropped": 0}, [1]])
 def test_what_is_no_state_is_refused(wrong):
-    with pytest.raises(StateError, match="is no state of a DataLoader2 of this version"):
+    with pytest.raises(StateError, match="not a DataLoader2 state of this version"):
         DataLoader2(source()).load_state_dict(wrong)
 
 
@@ -302,7 +302,7 @@ def test_a_state_of_other_services_is_refused():
         state = dataloader.state_dict()
     with pytest.raises(StateError, match="cannot go on from a checkpoint of list"):
         list(DataLoader2.from_state(state, InProcessReadingService()))
-    with pytest.raises(StateError, match="the state is of 1 reading services in sequence, and here are 2"):
+    with pytest.raises(StateError, match="the state belongs to 1 reading services in sequence, but here are 2"):
         list(DataLoader2.from_state(state, SequentialReadingService(Plain(), InProcessReadingService())))
 
 

@@ -1,1 +1,1 @@
-"""A graph of DataPipes: walked, changed, seeded, sharded, cached and replayed."""
+"""Walks, changes, seeds, shards, caches and replays a graph of DataPipes."""

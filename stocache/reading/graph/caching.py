@@ -1,10 +1,10 @@
-"""The shared cache within a graph: what maps make of an element is kept, under the number the element had at its source.
+"""A shared cache inside a graph. It keeps the results of maps, under the numbers that elements have at their source.
 
 NOTE [ The key travels along ]
-    Shuffling and sharding bring an element to another worker in each epoch, so a cache of one process is asked for what others
-    have. Here the elements are numbered where their order is always the same, and go through shuffles and shards unread, with
-    their numbers; what reading and mapping makes of them is looked up behind these. Then a hit skips the work, in whichever
-    worker, and the shuffle holds numbers and names instead of images.
+    Shuffling and sharding bring an element to another worker in each epoch, so a cache in one process would often miss. Here
+    elements get numbers where their order is always the same. They pass shuffles and shards with their numbers, before they are
+    read and mapped. The cache is behind these pipes: a hit in any worker skips the reading and mapping. The shuffle's buffer
+    then holds numbers and names instead of images.
 """
 
 import copy
@@ -26,7 +26,7 @@ from stocache.system.rng import RngMonitor
 
 logger = logging.getLogger("stocache")
 
-_PASS_THROUGH = (Shuffler, ShardingFilter, Prefetcher)  # which never look at an element
+_PASS_THROUGH = (Shuffler, ShardingFilter, Prefetcher)  # they do not read elements
 
 
 class Keyed(NamedTuple):
@@ -37,10 +37,10 @@ class Keyed(NamedTuple):
 
 
 class Numbered(IterDataPipe[Keyed]):
-    """Gives the elements of a pipe numbers.
+    """Numbers the elements of a pipe.
 
     Attributes:
-        skipped: elements the pipe will leave out, at the beginning of the next iteration.
+        skipped: elements that the source leaves out at the beginning of the next iteration.
     """
 
     def __init__(self, datapipe: DataPipe) -> None:
@@ -56,28 +56,27 @@ class Numbered(IterDataPipe[Keyed]):
 
 @register("shared_cache")
 class SharedCacher(IterDataPipe[Any]):
-    """Keep what the maps right before make of each element in shared memory, for all processes (functional name:
-    ``shared_cache``).
+    """Cache the results of the maps right before it in shared memory, for all processes (functional name: ``shared_cache``).
 
         pipe = paths.shuffle().sharding_filter().map(decode).shared_cache(number_of.__getitem__, 32, dataset_len=len(paths))
 
-    The maps become part of this pipe, and run for those elements only that the cache does not have. Where they draw from the
-    global random number generators, nothing is kept. Values and order are those of the graph without.
+    The maps become part of this pipe, and run only for elements that are not in the cache. A result that was made with the
+    global random number generators is not kept. Values and order are those of the graph without a cache.
 
     Args:
         datapipe: the pipe whose elements are kept, commonly a ``map``.
-        key_fn: called with an element as it comes to the first of the maps; returns its key, an integer in
-            ``[0, dataset_len)``, which no other has. None where elements are `Keyed` already.
+        key_fn: called with an element before the first of the maps; returns its key, a unique integer in ``[0, dataset_len)``.
+            None if elements are `Keyed` already.
         size_limit_gib: GiB for the cache on this machine, as for `RaggedCache`.
-        dataset_len: how many keys there are; by default the length of ``datapipe``.
+        dataset_len: number of keys; by default the length of ``datapipe``.
         options: ``name``, ``persist``, ``fingerprint``, ``admission``, ``codec`` and ``allow_pickle``, as for `RaggedCache`.
 
     Attributes:
         cache: the `RaggedCache`.
 
     Raises:
-        DatasetError: ``datapipe`` has no length, and none is given.
-        SampleIndexError: while iterating, for a key that is none.
+        DatasetError: ``datapipe`` has no length, and ``dataset_len`` is not given.
+        SampleIndexError: while iterating: a key is outside ``[0, dataset_len)``.
         LimitError, CacheNameError, CodecError, MismatchError, SegmentError: as for `RaggedCache`.
     """
 
@@ -101,9 +100,7 @@ class SharedCacher(IterDataPipe[Any]):
         if dataset_len is None:
             dataset_len = length_of(datapipe)
             if dataset_len is None:
-                raise DatasetError(
-                    "shared_cache needs to know how many keys there are, as the pipe has no length: dataset_len=."
-                )
+                raise DatasetError("shared_cache needs the number of keys, and the pipe has no length. Pass dataset_len=.")
         self.cache, self._dataset_len = RaggedCache(size_limit_gib, dataset_len, **options), dataset_len
         self._maps = _Maps(maps)
         self._warned = False
@@ -118,7 +115,7 @@ class SharedCacher(IterDataPipe[Any]):
             yield self._value(key, element)
 
     def _value(self, key: int, element: Any) -> Any:
-        if self.key_fn is None and key >= self._dataset_len:  # the source is longer than it said
+        if self.key_fn is None and key >= self._dataset_len:  # the source is longer than its length
             return self._maps(element)
 
         def load(_: int) -> Any:
@@ -134,7 +131,7 @@ class SharedCacher(IterDataPipe[Any]):
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "%s draw random numbers, so what they make is not cached. Put the cache before them.", self._maps
+                    "%s draw random numbers, so their results are not cached. Put the cache before them.", self._maps
                 )
             return random.value
 
@@ -143,7 +140,7 @@ class SharedCacher(IterDataPipe[Any]):
 
 
 class _RandomError(Exception):
-    """A value was made with random numbers, and is not to be kept."""
+    """A value was made with random numbers, so it is not kept."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -151,14 +148,14 @@ class _RandomError(Exception):
 
 
 class _Maps:
-    """A chain of maps for one element at a time; no part of the graph."""
+    """A chain of maps that is called with one element at a time. It is not part of the graph."""
 
     def __init__(self, maps: "list[Mapper[Any]]") -> None:
         self._element: list[Any] = []
         self._end: Any = self._element
-        self._names = ", ".join(getattr(its.fn, "__name__", repr(its.fn)) for its in maps)
-        for its in maps:
-            twin: Any = copy.copy(its)
+        self._names = ", ".join(getattr(pipe.fn, "__name__", repr(pipe.fn)) for pipe in maps)
+        for pipe in maps:
+            twin: Any = copy.copy(pipe)
             twin.datapipe = self._end
             self._end = twin
 
@@ -177,38 +174,36 @@ def put_cache(
     dataset_len: int | None,
     **options: Any,
 ) -> "tuple[DataPipe, SharedCacher | None]":
-    """Put a cache into a graph, for its last chain of maps before the first random pipe, and return the graph and the cache.
+    """Put a cache into a graph, for its last chain of maps before the first random pipe.
 
     Args:
-        key_fn, size_limit_gib, dataset_len, options: as for `SharedCacher`; without a ``key_fn`` elements are numbered where
-            they come to the chain.
+        key_fn, size_limit_gib, dataset_len, options: as for `SharedCacher`. Without a ``key_fn`` elements are numbered before
+            the chain.
 
     Returns:
-        The graph, and None where it has no such chain, or no length: then it is as it was, and a warning says why.
+        The graph and the cache. Without such a chain, or without a length, the unchanged graph and None, and a warning.
     """
     # see NOTE [ The key travels along ]
     chain = _chain(datapipe)
     if not any(type(pipe) is Mapper for pipe in chain):
         logger.warning(
-            "nothing is cached: there is no map before the first random pipe. Put .shared_cache(key_fn) after the maps."
+            "nothing is cached: no map comes before the first random pipe. Put .shared_cache(key_fn) after the maps."
         )
         return datapipe, None
     (before,), maps = sources(chain[0]), [pipe for pipe in chain if type(pipe) is Mapper]
     dataset_len = length_of(before) if dataset_len is None else dataset_len
     if dataset_len is None:
-        logger.warning("nothing is cached: %s has no length. Say dataset_len=, the number of its elements.", before)
+        logger.warning("nothing is cached: %s has no length. Pass dataset_len=, the number of its elements.", before)
         return datapipe, None
     if key_fn is None:
         if any(map(is_sharding_point, pipes_of(before))):  # each worker would count its own elements
-            logger.warning(
-                "nothing is cached: the elements of %s are sharded already, and need a key_fn to be known by.", before
-            )
+            logger.warning("nothing is cached: the elements of %s are sharded already. Pass key_fn= to identify them.", before)
             return datapipe, None
         relink(chain[0], before, Numbered(before))
-    blind = [pipe for pipe in chain if type(pipe) is not Mapper]
+    others = [pipe for pipe in chain if type(pipe) is not Mapper]
     for pipe in maps:
         datapipe = end_of(remove_dp(traverse_dps(datapipe), pipe))
-    last = blind[-1] if blind else maps[0].datapipe
+    last = others[-1] if others else maps[0].datapipe
     cacher = SharedCacher(last, key_fn, size_limit_gib, dataset_len=dataset_len, maps=maps, **options)
     if last is datapipe:
         return cacher, cacher
@@ -218,13 +213,13 @@ def put_cache(
 
 
 def _chain(datapipe: DataPipe) -> list[Any]:
-    """Return the pipes of the chain: its maps, and between and behind them those that never look at an element."""
+    """Return the pipes of the chain: the maps, and the pipes between and behind them that do not read elements."""
     readers: dict[int, list[DataPipe]] = {id(pipe): [] for pipe in pipes_of(datapipe)}
     for pipe in pipes_of(datapipe):
         for source in sources(pipe):
             readers[id(source)].append(pipe)
     firsts = [pipe for pipe in pipes_of(datapipe) if is_random(pipe) and not any(map(is_random, pipes_of(pipe)[1:]))]
-    ends = [its[0] for pipe in firsts if len(its := sources(pipe)) == 1] if firsts else [datapipe]
+    ends = [below[0] for pipe in firsts if len(below := sources(pipe)) == 1] if firsts else [datapipe]
     for at in ends:
         found: Any = at
         while not _is_map(found) and len(sources(found)) == 1:
@@ -235,15 +230,17 @@ def _chain(datapipe: DataPipe) -> list[Any]:
         return []
     chain = [found]
     while (
-        len(below := sources(chain[0])) == 1 and len(readers[id(below[0])]) == 1 and (_is_map(below[0]) or _is_blind(below[0]))
+        len(below := sources(chain[0])) == 1
+        and len(readers[id(below[0])]) == 1
+        and (_is_map(below[0]) or _passes_through(below[0]))
     ):
         chain.insert(0, below[0])
-    while len(above := readers[id(chain[-1])]) == 1 and _is_blind(above[0]):
+    while len(above := readers[id(chain[-1])]) == 1 and _passes_through(above[0]):
         chain.append(above[0])
     return chain
 
 
-def _is_blind(pipe: Any) -> bool:
+def _passes_through(pipe: Any) -> bool:
     return type(pipe) in _PASS_THROUGH or is_dispatching(pipe)
 
 

@@ -1,7 +1,7 @@
-"""What the dispatching process hands to the workers: parcels of elements, which the main process passes on unopened.
+"""Parcels of elements from the dispatching process to the workers. The main process sends them on without unpickling them.
 
-The main process gets a round of parcels, one for each worker, through the ring of the dispatching process, and names to each
-worker the place of its own in that same memory. The worker copies it out, and the buffer is free when all have.
+The main process gets a round of parcels, one for each worker, through the ring of the dispatching process. It tells each worker
+where its parcel lies in that memory. The worker copies the parcel, and the buffer is free when all workers have.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ _SCRATCH_BYTES = 1 << 16
 
 
 class Parcel(NamedTuple):
-    """Elements on their way: how many, their pickle, and the bytes of their tensors, if any, in ``block`` at ``places``."""
+    """Elements in transit: their number, their pickle, and the bytes of their tensors, if any, in ``block`` at ``places``."""
 
     size: int
     payload: bytes
@@ -31,7 +31,7 @@ class Parcel(NamedTuple):
 
 
 class ParcelRef(NamedTuple):
-    """A parcel as it is passed on: its block lies at an offset of the dispatching process's ring, or is here."""
+    """A parcel as workers get it: ``block`` is the offset and size in the dispatching process's ring, or the bytes."""
 
     payload: bytes
     places: list[tuple[int, int]]
@@ -39,14 +39,14 @@ class ParcelRef(NamedTuple):
 
 
 class Packer:
-    """Packs elements, in memory that it uses again: a parcel is valid until the next call of `clear`."""
+    """Packs elements into memory that is used again. A parcel is valid until the next call of `clear`."""
 
     def __init__(self) -> None:
         self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
         self._used = 0
 
     def clear(self) -> None:
-        """Begin with other parcels."""
+        """Use the memory for new parcels."""
         self._used = 0
 
     def parcel(self, elements: list[Any]) -> Parcel:
@@ -59,7 +59,7 @@ class Packer:
     def _place(self, address: int, nbytes: int) -> int:
         at = self._used
         if at + nbytes > len(self._scratch):
-            larger = np.empty(2 * (at + nbytes), np.uint8)  # parcels that are made keep the old one
+            larger = np.empty(2 * (at + nbytes), np.uint8)  # earlier parcels keep the old array
             larger[:at] = self._scratch[:at]
             self._scratch = larger
         memmove(self._scratch.ctypes.data + at, address, nbytes)
@@ -68,7 +68,7 @@ class Packer:
 
 
 def parcel_ref(parcel: Parcel, ring: Ring) -> ParcelRef:
-    """Return what to send to a worker instead of a parcel, which must be kept until the worker has answered."""
+    """Return a reference to send to a worker. Keep the parcel until the worker has answered."""
     if parcel.block is None:
         return ParcelRef(parcel.payload, [], b"")
     offset = ring.offset_of(parcel.block)
@@ -77,7 +77,7 @@ def parcel_ref(parcel: Parcel, ring: Ring) -> ParcelRef:
 
 
 def unpack_parcel(ref: ParcelRef, ring: Ring) -> list[Any]:
-    """Return the elements of a parcel; their memory is their own."""
+    """Return the elements of a parcel, in private memory."""
     here = isinstance(ref.block, bytes)
     memory = np.frombuffer(bytearray(ref.block), np.uint8) if here else ring.copied(*ref.block)
     elements: list[Any] = unpack(ref.payload, memory.data, ref.places)
@@ -85,16 +85,16 @@ def unpack_parcel(ref: ParcelRef, ring: Ring) -> list[Any]:
 
 
 class Feed(IterDataPipe[Any]):
-    """Stands in a worker's graph for the part that was dispatched, and gives what the worker was handed of it.
+    """Takes the place of the dispatched part in a worker's graph, and gives the elements that the worker got from it.
 
     Attributes:
-        skipped: elements that the next iteration's feed leaves out.
-        taken: elements the graph has taken, with the skipped ones.
-        length: of the dispatched part; None when it has none.
-        shares: how many workers there are, and which one this is, for ``len``.
+        skipped: elements that the next iteration leaves out.
+        taken: elements that the graph has taken, including the skipped ones.
+        length: of the dispatched part; None if it has no length.
+        shares: the number of workers, and the number of this one, for ``len``.
     """
 
-    on_empty: Callable[[], None]  # called when there is nothing; returns when there is more, or no more will come
+    on_empty: Callable[[], None]  # called when the feed is empty; returns when it has elements, or is closed
 
     def __init__(self, length: int | None) -> None:
         self.length, self.shares = length, (1, 0)
@@ -102,18 +102,18 @@ class Feed(IterDataPipe[Any]):
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was handed in for an earlier iteration."""
+        """Drop the elements of an earlier iteration."""
         self._waiting: deque[Any] = deque()
         self._closed = False
 
     def add(self, elements: Iterable[Any], closed: bool) -> None:
-        """Hand elements in, and whether they are the last."""
+        """Add elements; ``closed`` says that they are the last."""
         self._waiting.extend(elements)
         self._closed = closed
 
     @property
     def waiting(self) -> int:
-        """How many elements the graph has not taken yet."""
+        """Number of elements that the graph has not taken yet."""
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[Any]:
@@ -128,6 +128,6 @@ class Feed(IterDataPipe[Any]):
 
     def __len__(self) -> int:
         if self.length is None:
-            raise TypeError("what is dispatched has no length")
+            raise TypeError("the dispatched part of the graph has no length")
         workers, worker = self.shares
         return max(0, -(-(self.length - worker) // workers))

@@ -1,10 +1,10 @@
-"""The graph of DataPipes: walked over their attributes, and changed in place.
+"""Walks, changes and copies graphs of DataPipes.
 
 NOTE [ How the graph is walked ]
-    A pipe's sources are the pipes among its attributes, also within lists, tuples, dicts and the like. They are found by
-    looking: nothing is pickled, called or changed, and what holds a million strings is passed over by the types in it. Each
-    pipe is visited once, so a diamond of shared pipes costs no more than its pipes, and threads may walk at the same time.
-    (torch's own walk pickles the pipes, with hooks on their classes.)
+    The sources of a pipe are the pipes among its attributes, also inside lists, tuples, dicts and the like. The walk reads
+    attributes only: it pickles, calls and changes nothing. It skips a container of a million strings by the types inside. It
+    visits each pipe once, so shared pipes cost nothing extra, and several threads may walk at the same time. (torch's own walk
+    pickles the pipes, with hooks on their classes.)
 """
 
 import copy
@@ -24,7 +24,7 @@ from stocache.errors import GraphError
 DataPipe: TypeAlias = IterDataPipe[Any] | MapDataPipe[Any]
 DataPipeGraph: TypeAlias = "dict[int, tuple[DataPipe, DataPipeGraph]]"
 Adapt: TypeAlias = Callable[[DataPipe], DataPipe]
-"""What changes a graph, or makes another of it."""
+"""A function that gets a graph, and returns it changed, or another one."""
 
 _PIPES = (IterDataPipe, MapDataPipe)
 _DATA = (torch.Tensor, np.ndarray, SampleCache)
@@ -34,10 +34,10 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 def traverse_dps(datapipe: DataPipe) -> DataPipeGraph:
     """Return the graph that ends with a pipe: ``{id: (pipe, graph of its sources)}``.
 
-    Pipes that are shared have one graph, which is named wherever they are; a pipe that leads back to itself is named once.
+    A shared pipe has one graph, which appears at each place. A pipe that leads back to itself appears once.
 
     Raises:
-        GraphError: it is no DataPipe.
+        GraphError: ``datapipe`` is not a DataPipe.
     """
     if not isinstance(datapipe, _PIPES):
         raise GraphError(f"expected an IterDataPipe or MapDataPipe, got {type(datapipe).__name__}.")
@@ -45,7 +45,7 @@ def traverse_dps(datapipe: DataPipe) -> DataPipeGraph:
 
 
 def _traversed(pipe: DataPipe, known: "dict[int, DataPipeGraph | None]") -> DataPipeGraph:
-    # no closure that calls itself: such a cycle keeps what it has seen, and the caches in it, until the garbage is collected
+    # Not a closure that calls itself: that is a cycle, which keeps pipes and caches alive until the garbage is collected
     known[id(pipe)] = None  # on the path
     below: DataPipeGraph = {}
     for source in sources(pipe):
@@ -60,7 +60,7 @@ def list_dps(graph: DataPipeGraph, exclude_dps: DataPipe | list[DataPipe] | None
     """Return all pipes of a graph, each once, breadth first from its end.
 
     Args:
-        exclude_dps: pipes to leave out, with all that lead to them.
+        exclude_dps: pipes to leave out, together with all pipes before them.
     """
     excluded = [exclude_dps] if isinstance(exclude_dps, _PIPES) else exclude_dps or []
     seen = {id(pipe) for left_out in excluded for pipe in list_dps(traverse_dps(left_out))}
@@ -76,12 +76,12 @@ def list_dps(graph: DataPipeGraph, exclude_dps: DataPipe | list[DataPipe] | None
 
 
 def find_dps(graph: DataPipeGraph, dp_type: type[Any]) -> list[DataPipe]:
-    """Return the pipes of a graph that are of a type, itself and not one derived from it."""
+    """Return the pipes of a graph whose type is exactly ``dp_type``."""
     return [pipe for pipe in list_dps(graph) if type(pipe) is dp_type]
 
 
 def replace_dp(graph: DataPipeGraph, old_datapipe: DataPipe, new_datapipe: DataPipe) -> DataPipeGraph:
-    """Put a pipe in the place of another, in the pipes that read from it, and return the new graph."""
+    """Replace a pipe in all pipes that read from it, and return the new graph."""
     if id(old_datapipe) in graph:
         return traverse_dps(new_datapipe)
     for pipe in list_dps(graph):
@@ -90,10 +90,10 @@ def replace_dp(graph: DataPipeGraph, old_datapipe: DataPipe, new_datapipe: DataP
 
 
 def remove_dp(graph: DataPipeGraph, datapipe: DataPipe) -> DataPipeGraph:
-    """Take a pipe out of a graph, so that those that read from it read from its source, and return the new graph.
+    """Remove a pipe, so that its readers read from its source, and return the new graph.
 
     Raises:
-        GraphError: it has no source, or several.
+        GraphError: the pipe has no source, or several.
     """
     below = sources(datapipe)
     if len(below) != 1:
@@ -105,18 +105,18 @@ def remove_dp(graph: DataPipeGraph, datapipe: DataPipe) -> DataPipeGraph:
 
 
 def end_of(graph: DataPipeGraph) -> Any:
-    """Return the pipe a graph ends with."""
+    """Return the last pipe of a graph."""
     ((end, _),) = graph.values()
     return end
 
 
 def pipes_of(datapipe: DataPipe) -> list[Any]:
-    """Return a pipe and all that lead to it, breadth first."""
+    """Return a pipe and all pipes before it, breadth first."""
     return list_dps(traverse_dps(datapipe))
 
 
 def sources(datapipe: DataPipe) -> list[DataPipe]:
-    """Return the pipes a pipe reads from, each once."""
+    """Return the pipes that a pipe reads from, each once."""
     return _pipes_in(vars(datapipe).values())
 
 
@@ -140,19 +140,19 @@ def _pipes_in(values: Iterable[Any]) -> list[DataPipe]:
 
 
 def _contents(containers: Iterable[Any]) -> Iterable[Any]:
-    """Return what is in containers, one after the other."""
-    return chain.from_iterable(chain(its.keys(), its.values()) if isinstance(its, dict) else its for its in containers)
+    """Return the contents of all containers, one after the other."""
+    return chain.from_iterable(chain(each.keys(), each.values()) if isinstance(each, dict) else each for each in containers)
 
 
 def relink(holder: DataPipe, old: DataPipe, new: DataPipe) -> None:
-    """Let a pipe hold another one where it holds ``old``."""
+    """Replace ``old`` by ``new`` in the attributes of a pipe."""
     if any(pipe is old for pipe in sources(holder)):
         for name, value in list(vars(holder).items()):
             setattr(holder, name, _relinked(value, old, new))
 
 
 def _relinked(value: Any, old: DataPipe, new: DataPipe) -> Any:
-    """Return a value with ``new`` for ``old``: the same list or dict, changed; another tuple."""
+    """Return a value with ``new`` for ``old``. Lists, dicts and sets are changed in place; tuples are made anew."""
     if value is old:
         return new
     if not isinstance(value, _CONTAINERS) or not any(pipe is old for pipe in _pipes_in([value])):
@@ -174,10 +174,10 @@ def _relinked(value: Any, old: DataPipe, new: DataPipe) -> Any:
 
 
 def clone(datapipe: DataPipe) -> DataPipe:
-    """Return a copy of a graph that may be changed and iterated without the other noticing.
+    """Return a copy of a graph, which may be changed and iterated without effect on the original.
 
-    Data and functions are shared, not copied: tensors, arrays, caches, what a map calls, and what an IterableWrapper wraps,
-    which copies that itself. So is all the pipes hold where something in it cannot be copied, such as an open file.
+    Tensors, arrays, caches and functions are shared, not copied. So is the data of an IterableWrapper, which copies it
+    itself. If the pipes hold something that cannot be copied, such as an open file, all their contents are shared.
     """
     memo: dict[int, Any] = {}
     for pipe in pipes_of(datapipe):
@@ -186,16 +186,16 @@ def clone(datapipe: DataPipe) -> DataPipe:
         memo |= {id(value): value for value in shared}
     try:
         return copy.deepcopy(datapipe, memo)
-    except Exception:  # what cannot be copied may raise anything
+    except Exception:  # copying may raise anything
         return _clone_pipes(datapipe)
 
 
 def _clone_pipes(datapipe: DataPipe) -> DataPipe:
-    """Return a copy whose pipes are new, and share all they hold but each other."""
+    """Return a copy with new pipes, which share all contents except each other."""
     pipes = pipes_of(datapipe)
     copies: dict[int, DataPipe] = {}
     for pipe in pipes:
-        twin = object.__new__(type(pipe))  # copy.copy would ask the pipe's __getstate__, which may be what refused the copy
+        twin = object.__new__(type(pipe))  # copy.copy calls __getstate__, which may refuse
         vars(twin).update({name: _unshared(value) for name, value in vars(pipe).items()})
         copies[id(pipe)] = twin
     for twin in copies.values():
@@ -206,7 +206,7 @@ def _clone_pipes(datapipe: DataPipe) -> DataPipe:
 
 
 def _unshared(value: Any) -> Any:
-    """Return a container's copy, down to those within it that hold pipes."""
+    """Return a copy of a container, and of those inside it that hold pipes; other values unchanged."""
     if not isinstance(value, _CONTAINERS):
         return value
     if isinstance(value, dict):
@@ -216,21 +216,21 @@ def _unshared(value: Any) -> Any:
     return copy.copy(value)
 
 
-# ---------------------------------------------------------------------------------------------------- what pipes are
+# ---------------------------------------------------------------------------------------------------- kinds of pipes
 
 
 def is_random(datapipe: DataPipe) -> bool:
-    """Whether a pipe draws random numbers after a seed that it is given."""
+    """Whether a pipe draws random numbers from a seed that it gets."""
     return _has_method(datapipe, "set_seed")
 
 
 def is_sharding(datapipe: DataPipe) -> bool:
-    """Whether a pipe lets through a share of its elements only."""
+    """Whether a pipe passes on only a share of its elements."""
     return _has_method(datapipe, "apply_sharding")
 
 
 def is_replicable(datapipe: DataPipe) -> bool:
-    """Whether each worker may have a pipe for itself, rather than the main process one for all."""
+    """Whether each worker may have its own copy of a pipe; otherwise the main process has the only one."""
     return not _has_method(datapipe, "is_replicable") or bool(datapipe.is_replicable())
 
 

@@ -1,7 +1,7 @@
-"""The DataPipes that torch lacks and reading services need, under torchdata's names where these are free.
+"""DataPipes that reading services need and torch lacks, under torchdata's names if these are free.
 
-They are registered when `stocache.reading` is imported. Where torchdata (up to 0.9) is installed its own are registered before,
-as importing it afterwards would fail; the reading services take either.
+They are registered when `stocache.reading` is imported. If torchdata (up to 0.9) is installed, it is imported first, because it
+could not be imported later; then its pipes have the names. The reading services accept both.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ DEFAULT_TIMEOUT_S = 30 * 60
 _PINNED_AHEAD = 2
 
 if importlib.util.find_spec("torchdata") is not None and importlib.util.find_spec("torchdata.datapipes") is not None:
-    with contextlib.suppress(Exception), warnings.catch_warnings():  # it may lack what it needs itself
+    with contextlib.suppress(Exception), warnings.catch_warnings():  # its own requirements may be missing
         warnings.simplefilter("ignore")
         importlib.import_module("torchdata.datapipes")
 
@@ -36,7 +36,7 @@ _Pipe = TypeVar("_Pipe", bound=type[Any])
 
 
 def register(name: str) -> Callable[[_Pipe], _Pipe]:
-    """Let a pipe be had as a method of every pipe, unless there is such a method already."""
+    """Return a decorator that makes a pipe a method of every pipe, unless the name is taken."""
 
     def decorate(pipe: _Pipe) -> _Pipe:
         if name not in IterDataPipe.functions:
@@ -47,9 +47,9 @@ def register(name: str) -> Callable[[_Pipe], _Pipe]:
 
 
 class _Ahead:
-    """A thread that takes elements from an iterator before they are asked for, ``size`` of them at most.
+    """A thread that takes up to ``size`` elements from an iterator in advance.
 
-    Waits for both sides are those of a condition: nobody polls. An element may be an error, which is raised in its turn.
+    Both sides wait on a condition, without polling. An error takes the place of an element, and is raised in its turn.
     """
 
     def __init__(self, source: Iterator[Any], size: int) -> None:
@@ -72,21 +72,23 @@ class _Ahead:
                 self._ready.append(made)
                 self._working = False
                 self._changed.notify_all()
-            del made  # an error that this frame held would hold it too, and all that is seen from here
+            del made  # an error refers to this frame: a reference from here would be a cycle
         if isinstance(self._source, Generator):
             self._source.close()
 
     def _wait(self) -> bool:
-        """Wait until there is room; whether to go on."""
+        """Wait until there is room, and return whether to go on."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or (not self._paused and len(self._ready) < self._size))
             self._working = not self._stopped
             return self._working
 
     def next(self) -> Any:
-        """Return the next element, or raise what there is instead, StopIteration at the end."""
+        """Return the next element, or raise the error in its place; StopIteration at the end."""
         if os.getpid() != self._pid:
-            raise WorkerError("a prefetching pipe is iterated in a process that forked while it was. Begin a new iteration.")
+            raise WorkerError(
+                "the process was forked while a prefetching pipe was iterated. Begin a new iteration in the child."
+            )
         with self._changed:
             self._changed.wait_for(lambda: self._ready or not self._thread.is_alive())
             element, error = self._ready.popleft()
@@ -99,15 +101,15 @@ class _Ahead:
         return element
 
     def pause(self, paused: bool) -> None:
-        """Let the thread rest, when it has the element it is at, or go on."""
+        """Pause the thread after its current element, or resume it."""
         with self._changed:
             self._paused = paused
             self._changed.notify_all()
             self._changed.wait_for(lambda: not (paused and self._working))
 
     def stop(self, timeout_s: float | None) -> None:
-        """End the thread, when it has the element it is at; wait for that, but no longer than ``timeout_s``."""
-        if os.getpid() != self._pid:  # a forked child has no such thread
+        """End the thread after its current element; wait for that, but no longer than ``timeout_s``."""
+        if os.getpid() != self._pid:  # a forked child does not have the thread
             return
         with self._changed:
             self._stopped = True
@@ -117,7 +119,7 @@ class _Ahead:
 
 
 class InOrder(IterDataPipe[Any]):
-    """The elements of a map-style pipe, from 0 on."""
+    """Iterates a map-style pipe from index 0 to its end."""
 
     def __init__(self, datapipe: MapDataPipe[Any]) -> None:
         self.datapipe = datapipe
@@ -127,14 +129,14 @@ class InOrder(IterDataPipe[Any]):
             yield self.datapipe[idx]
 
     def __len__(self) -> int:
-        return len(self.datapipe)  # raises TypeError where it has none
+        return len(self.datapipe)  # raises TypeError if it has no length
 
 
 class _Threaded(IterDataPipe[Any]):
-    """A pipe that takes its elements in a thread, ahead of time."""
+    """A pipe that takes its elements in advance, in a thread."""
 
     _ahead: _Ahead | None = None
-    _patience_s: float | None = None  # with a thread that is at work when it is to stop
+    _patience_s: float | None = None  # how long to wait for a thread that is busy when it must stop
 
     def _elements(self) -> Iterator[Any]:
         """Yield the elements; runs in the thread."""
@@ -163,7 +165,7 @@ class _Threaded(IterDataPipe[Any]):
             self._ahead = None
 
     def pause(self) -> None:
-        """Take nothing more until `resume`; return when the thread rests."""
+        """Take no more elements until `resume`; return when the thread has paused."""
         if self._ahead is not None:
             self._ahead.pause(True)
 
@@ -181,7 +183,7 @@ class _Threaded(IterDataPipe[Any]):
 
 @register("prefetch")
 class Prefetcher(_Threaded):
-    """Take elements ahead of time, in a thread (functional name: ``prefetch``).
+    """Take elements in advance, in a thread (functional name: ``prefetch``).
 
     Args:
         source_datapipe: the pipe to take from.
@@ -203,22 +205,22 @@ class Prefetcher(_Threaded):
         yield from self._taken_ahead(self.buffer_size)
 
     def __len__(self) -> int:
-        return len(self.source_datapipe)  # raises TypeError where it has none
+        return len(self.source_datapipe)  # raises TypeError if it has no length
 
 
 @register("pin_memory")
 class PinMemory(Prefetcher):
-    """Put the tensors of each element into pinned memory, ahead of time, in a thread (functional name: ``pin_memory``).
+    """Put the tensors of each element into pinned memory in advance, in a thread (functional name: ``pin_memory``).
 
-    Stays in the main process, also where worker processes do all before it.
+    It stays in the main process, also if worker processes run all pipes before it.
 
     Args:
         source_datapipe: the pipe to take from.
-        device: for ``pin_memory_fn``; by default the current CUDA device.
-        pin_memory_fn: called with an element and the device; by default what torch's DataLoader does.
+        device: passed to ``pin_memory_fn``; by default the current CUDA device.
+        pin_memory_fn: called with an element and the device; by default the function of torch's DataLoader.
 
     Raises:
-        RuntimeError: there is no CUDA.
+        RuntimeError: CUDA is not available.
     """
 
     def __init__(
@@ -235,30 +237,31 @@ class PinMemory(Prefetcher):
             yield self.pin_memory_fn(element, None if self.pin_memory_fn is _pin else self.device)
 
     def is_replicable(self) -> bool:
-        """Return False: there is one of it, in the main process."""
+        """Return False: the main process has the only one."""
         return False
 
 
 @register("sharding_round_robin_dispatch")
 class ShardingRoundRobinDispatcherIterDataPipe(IterDataPipe[Any]):
-    """Hand out the elements of what cannot be replicated to the workers in turn (functional name:
+    """Send the elements of pipes that cannot be replicated to the workers in turn (functional name:
     ``sharding_round_robin_dispatch``).
 
-    With a `MultiProcessingReadingService` all before this pipe runs in one process, of its own. Elsewhere it changes nothing.
+    With a `MultiProcessingReadingService` one process of its own runs all pipes before this one. With other services this pipe
+    has no effect.
 
     Args:
-        source_datapipe: the pipe whose elements are handed out.
-        sharding_group_filter: SHARDING_PRIORITIES.MULTIPROCESSING, which is the only one there is a meaning for; None is that.
+        source_datapipe: the pipe whose elements are dispatched.
+        sharding_group_filter: SHARDING_PRIORITIES.MULTIPROCESSING, or None, which means the same.
 
     Raises:
-        GraphError: it is another one.
+        GraphError: ``sharding_group_filter`` is another group.
     """
 
     def __init__(self, source_datapipe: IterDataPipe[Any], sharding_group_filter: SHARDING_PRIORITIES | None = None) -> None:
         if sharding_group_filter not in (None, SHARDING_PRIORITIES.MULTIPROCESSING):
             raise GraphError(
-                f"sharding_group_filter={sharding_group_filter!r}: elements are dispatched among the workers of one rank. Use "
-                f"SHARDING_PRIORITIES.MULTIPROCESSING, and a sharding_filter before it for the ranks."
+                f"sharding_group_filter={sharding_group_filter!r}: elements are dispatched to the workers of one rank. Use "
+                f"SHARDING_PRIORITIES.MULTIPROCESSING, and put a sharding_filter before it to divide among ranks."
             )
         self.source_datapipe, self.sharding_group_filter = source_datapipe, sharding_group_filter
 
@@ -274,21 +277,21 @@ ShardingRoundRobinDispatcher = ShardingRoundRobinDispatcherIterDataPipe
 
 @register("fullsync")
 class FullSync(_Threaded):
-    """End each epoch on all ranks after the same number of elements, those of the shortest (functional name: ``fullsync``).
+    """End each epoch on all ranks after the same number of elements, that of the shortest rank (functional name: ``fullsync``).
 
-    Each rank has one element ready, and tells the others, before any of them goes on; in a thread, while the last is in use.
-    A rank that leaves its loop early ends the epoch of the others, who never wait for it. `DistributedReadingService` puts
-    this pipe at the end of a graph.
+    A rank goes on only when every rank has told the others that it has its next element. A thread does this while the last
+    element is in use. A rank that leaves its loop early ends the epoch of the others; they do not wait for it.
+    `DistributedReadingService` puts this pipe at the end of a graph.
 
     Args:
         datapipe: the pipe of this rank.
         timeout: seconds to wait for the other ranks.
 
     Raises:
-        RuntimeError: while iterating, when torch.distributed is not initialized, or a rank is gone or late.
+        RuntimeError: while iterating: torch.distributed is not initialized, or a rank is gone or late.
     """
 
-    _patience_s = 5.0  # other ranks may be long in coming
+    _patience_s = 5.0  # other ranks may be late
 
     def __init__(self, datapipe: IterDataPipe[Any], timeout: int = DEFAULT_TIMEOUT_S) -> None:
         self.datapipe, self.timeout = datapipe, timeout
@@ -305,8 +308,8 @@ class FullSync(_Threaded):
         yield from self._taken_ahead(1)
 
     def _elements(self) -> Iterator[Any]:
-        # Every rank votes in every round, and none after the first in which one had no element, or was leaving. So all vote
-        # equally often, whoever leaves when: nobody waits for a vote that does not come.
+        # Every rank votes in every round, until a round in which one rank has no element or leaves. So all ranks vote equally
+        # often, whichever leaves when, and no rank waits for a vote that does not come.
         iterator = iter(self.datapipe)
         while True:
             element, has = None, True
@@ -331,7 +334,7 @@ class FullSync(_Threaded):
         return bool(counted)
 
     def __len__(self) -> int:
-        return len(self.datapipe)  # raises TypeError where it has none
+        return len(self.datapipe)  # raises TypeError if it has no length
 
     def leave(self) -> None:
         """Stop the thread, and leave the group of the ranks."""
@@ -341,7 +344,7 @@ class FullSync(_Threaded):
         self._group = None
 
     def is_replicable(self) -> bool:
-        """Return False: there is one of it, in the main process."""
+        """Return False: the main process has the only one."""
         return False
 
     def __getstate__(self) -> Any:
@@ -356,16 +359,16 @@ class UnZipper(IterDataPipe[Any]):
         source_datapipe: pipe of sequences.
         sequence_length: columns in each.
         buffer_size: how many elements one of the pipes may be ahead of the slowest; -1 for any number.
-        columns_to_skip: columns to make no pipe of.
+        columns_to_skip: columns that get no pipe.
 
     Returns:
         A list of pipes.
 
     Raises:
-        ValueError: a column to skip is none, or all are skipped.
+        ValueError: a column to skip does not exist, or all are skipped.
     """
 
-    def __new__(  # type: ignore[misc]  # as torch's fork and demux, it is called as a class and makes several pipes
+    def __new__(  # type: ignore[misc]  # like torch's fork and demux: a class that returns several pipes
         cls,
         source_datapipe: IterDataPipe[Any],
         sequence_length: int,
@@ -375,10 +378,10 @@ class UnZipper(IterDataPipe[Any]):
         """Return the pipes."""
         skipped = set(columns_to_skip or ())
         if not skipped <= set(range(sequence_length)):
-            raise ValueError(f"columns_to_skip={columns_to_skip!r} names columns outside of [0, {sequence_length}).")
+            raise ValueError(f"columns_to_skip={columns_to_skip!r} names columns outside [0, {sequence_length}).")
         columns = [column for column in range(sequence_length) if column not in skipped]
         if not columns:
-            raise ValueError("all columns are skipped, and no pipe is left.")
+            raise ValueError("all columns are skipped, so no pipe is left. Keep at least one column.")
         forked = source_datapipe.fork(num_instances=len(columns), buffer_size=buffer_size)
         pipes: Any = [forked] if len(columns) == 1 else forked
         return [pipe.map(itemgetter(column)) for pipe, column in zip(pipes, columns, strict=True)]

@@ -1,12 +1,13 @@
-"""How a graph is brought to where it was: by iterating it again, without the work that can be left out.
+"""Brings a graph to an earlier position: iterates it again, and leaves out work where possible.
 
 NOTE [ Replay ]
-    The first elements of a graph are given again by its sources, and dropped. Where each of a pipe's elements is made of the
-    same number of its source's, the source's are dropped instead, and the pipe never sees them: so goes the way from the end of
-    a graph through maps, batches and shards, until a pipe comes for which all must have been seen, such as a shuffle.
+    The sources give the first elements of a graph again, and these are dropped. If each element of a pipe is made from a fixed
+    number of its source's elements, then the source's elements are dropped instead, and the pipe does not see them. So the
+    place to drop moves from the end of the graph through maps, batches and shards, up to a pipe that must see all elements, for
+    example a shuffle.
 
-    A map is passed over only if that cannot be noticed: when it holds no generator of random numbers, and nothing in the epoch
-    has drawn from the global ones. For else the numbers after it would be others.
+    A map is left out only if this has no effect: it holds no random number generator, and nothing in the epoch has drawn from
+    the global ones. Otherwise the random numbers that follow would differ.
 """
 
 from collections.abc import Iterator
@@ -35,8 +36,10 @@ class Skip(IterDataPipe[Any]):
 
 
 def trace(datapipe: DataPipe, count: int) -> list[tuple[Any, int]]:
-    """Return the pipes from the end of a graph to the first that must be iterated for itself, and of each how many elements
-    the first ``count`` ones of the graph are made of."""
+    """Return the pipes from the end of a graph back to the first that must see all elements.
+
+    With each pipe comes the number of its elements that the first ``count`` elements of the graph are made from.
+    """
     path: list[tuple[Any, int]] = [(datapipe, count)]
     while (step := _step(*path[-1])) is not None:
         path.append(step)
@@ -44,13 +47,13 @@ def trace(datapipe: DataPipe, count: int) -> list[tuple[Any, int]]:
 
 
 def fast_forward(datapipe: DataPipe, count: int) -> DataPipe:
-    """Let the next iteration of a graph begin after its first ``count`` elements, and return the graph."""
+    """Make the next iteration of a graph begin after its first ``count`` elements, and return the graph."""
     path = trace(datapipe, count)
     for (pipe, _), (_, below) in pairwise(path):
         if isinstance(pipe, Shard | Counted | Numbered):
             pipe.skipped = below
     source, dropped = path[-1]
-    if isinstance(source, Feed):  # which is sent the rest only
+    if isinstance(source, Feed):  # it gets only the remaining elements
         source.skipped = dropped
     if not dropped or isinstance(source, Feed):
         return datapipe
@@ -74,7 +77,7 @@ def rewind(datapipe: DataPipe) -> DataPipe:
 
 
 def _step(pipe: Any, count: int) -> tuple[Any, int] | None:
-    """Return a pipe's source, and how many of its elements ``count`` of the pipe's are made of; None if that is not known."""
+    """Return a pipe's source, and how many of its elements make ``count`` of the pipe's; None if that is unknown."""
     kind = type(pipe)
     if kind in (Mapper, Collator):
         return (pipe.datapipe, count) if is_pure(pipe.fn) else None

@@ -1,7 +1,7 @@
-"""Where the random numbers of a graph come from: one generator of seeds, for pipes, ranks and workers.
+"""Seeds for the random pipes, ranks and workers of a graph.
 
-A seed is a pure function of the generator's own seed, of what it is for, and of how many were drawn before, by numpy's
-SeedSequence. So nobody's seeds depend on how many workers there are, nor on who draws first.
+A seed is a pure function of the generator's own seed, the purpose, and the number of seeds drawn before. It comes from numpy's
+SeedSequence. So seeds depend neither on the number of workers nor on which process draws first.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ _LIMIT = 1 << 64
 
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _PLAIN = (type, ModuleType, str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray)
-_MOST = 10_000  # objects a function is searched through
+_MOST = 10_000  # objects to search in one function
 
 
 class SeedGenerator:
-    """Seeds for the random pipes of a graph: shared ones, equal in all ranks and workers, and ones of their own.
+    """Seeds for the random pipes of a graph: shared seeds are equal in all ranks and workers, own seeds differ.
 
     Args:
-        seed: in ``[0, 2**64)``; None draws one from torch's global generator.
+        seed: in ``[0, 2**64)``; None draws a seed from torch's global generator.
 
     Source: the interface of torchdata 0.9.
     """
@@ -38,26 +38,26 @@ class SeedGenerator:
         self.seed(seed)
 
     def seed(self, seed: int | None = None) -> None:
-        """Begin again with a seed. The ranks and workers this generator is for stay.
+        """Begin again with a seed. The rank and the worker of this generator stay.
 
         Raises:
-            ValueError: it is outside of ``[0, 2**64)``.
+            ValueError: the seed is outside ``[0, 2**64)``.
         """
         self._seed = random_seed() if seed is None else check_seed(seed)
         self._shared = self._own = 0
 
     def generate_shared_seed(self) -> int:
-        """Return the next seed, in ``[0, 2**64)``, of those that are the same in all ranks and workers."""
+        """Return the next shared seed, in ``[0, 2**64)``: the same in all ranks and workers."""
         self._shared += 1
         return self._number(_SHARED, self._shared)
 
     def generate_seed(self) -> int:
-        """Return the next seed, in ``[0, 2**64)``, of this rank and worker alone."""
+        """Return the next seed, in ``[0, 2**64)``, of this rank and worker only."""
         self._own += 1
         return self._number(_OWN, *self._path, self._own)
 
     def spawn(self, worker_id: int, inplace: bool = False) -> "SeedGenerator":
-        """Return the generator for a rank, or a worker within it, which shares the shared seeds; this very one if ``inplace``.
+        """Return the generator of a rank, or of a worker in it, with the same shared seeds; changes this one if ``inplace``.
 
         Raises:
             ValueError: ``worker_id`` is negative.
@@ -78,13 +78,13 @@ def random_seed() -> int:
 
 
 def check_seed(seed: Any) -> int:
-    """Return a seed.
+    """Return a seed that was checked.
 
     Raises:
-        ValueError: it is no integer in ``[0, 2**64)``.
+        ValueError: it is not an integer in ``[0, 2**64)``.
     """
     if not isinstance(seed, int) or not 0 <= seed < _LIMIT:
-        raise ValueError(f"seed={seed!r} is no integer in [0, 2**64).")
+        raise ValueError(f"seed={seed!r} must be an integer in [0, 2**64).")
     return seed
 
 
@@ -94,7 +94,7 @@ def epoch_seed(seed: int, epoch: int) -> int:
 
 
 def set_graph_random_seed(datapipe: DataPipe, seed_generator: SeedGenerator) -> DataPipe:
-    """Give each random pipe of a graph a seed: a shared one before the graph is sharded or dispatched, one of its own after.
+    """Seed each random pipe of a graph: with a shared seed before sharding or dispatching, with an own seed after it.
 
     Returns:
         The same graph.
@@ -106,36 +106,36 @@ def set_graph_random_seed(datapipe: DataPipe, seed_generator: SeedGenerator) -> 
 
 
 def random_pipes(datapipe: DataPipe) -> list[Any]:
-    """Return the pipes of a graph that take seeds, in the order in which they get them."""
+    """Return the pipes of a graph that take seeds, in the order in which they are seeded."""
     return [pipe for pipe in pipes_of(datapipe) if is_random(pipe)]
 
 
 def shared_pipes(datapipe: DataPipe) -> list[Any]:
-    """Return the random pipes that must do the same in all ranks and workers, as their elements are sharded or dispatched."""
+    """Return the random pipes before sharding or dispatching, which must do the same in all ranks and workers."""
     graph = traverse_dps(datapipe)
     own = {id(pipe) for pipe in list_dps(graph, exclude_dps=[pipe for pipe in list_dps(graph) if is_sharding_point(pipe)])}
     return [pipe for pipe in random_pipes(datapipe) if id(pipe) not in own]
 
 
 def is_sharding_point(datapipe: DataPipe) -> bool:
-    """Whether a pipe is where elements go to different workers: by sharding, or by dispatching."""
+    """Whether a pipe divides elements among workers, by sharding or dispatching."""
     return is_sharding(datapipe) or is_dispatching(datapipe)
 
 
 def is_dispatching(datapipe: DataPipe) -> bool:
-    """Whether all before a pipe is to run in one process that hands its elements out; whoever registered the pipe."""
+    """Whether one process runs all before a pipe, and sends the elements out; for stocache's pipe and torchdata's."""
     return type(datapipe).__name__ == "ShardingRoundRobinDispatcherIterDataPipe"
 
 
 def dist_share_seed(seed: int, process_group: Any = None) -> int:
-    """Return the seed of rank 0 of a process group of torch.distributed."""
+    """Return the seed of rank 0 of a torch.distributed process group."""
     shared = torch.tensor(seed - _LIMIT // 2, dtype=torch.int64)
     dist.broadcast(shared, src=0, group=process_group)
     return int(shared.item()) + _LIMIT // 2
 
 
 def is_pure(fn: Any) -> bool:
-    """Whether no generator of random numbers is found in a function, or in what it is made of."""
+    """Whether a function, with all objects it refers to, holds no random number generator."""
     seen: set[int] = set()
     waiting: list[Any] = [fn]
     while waiting and len(seen) < _MOST:
@@ -152,6 +152,6 @@ def is_pure(fn: Any) -> bool:
         waiting += getattr(part, "__dict__", {}).values()
         waiting += [getattr(part, name, None) for name in ("__self__", "__func__", "func", "args", "keywords")]
         for cell in getattr(part, "__closure__", None) or ():
-            with contextlib.suppress(ValueError):  # it is empty
+            with contextlib.suppress(ValueError):  # the cell is empty
                 waiting.append(cell.cell_contents)
     return not waiting

@@ -1,14 +1,14 @@
-"""Which elements of a graph go to which rank and worker, and where a graph is cut for them.
+"""Divides the elements of a graph among ranks and workers, and the graph among processes.
 
 NOTE [ Shares ]
-    A ``sharding_filter`` lets every n-th element through. Ranks come first and the workers of a rank divide its share, so a
-    rank has the same elements whatever its number of workers: of D ranks with W workers each, worker w of rank r has elements
-    ``r + D*w``, ``r + D*w + D*W``, and so on. (torch counts the workers first.)
+    A ``sharding_filter`` passes on every n-th element. The ranks divide the elements first, and the workers of a rank divide
+    its share. So a rank has the same elements for any number of workers. With D ranks of W workers, worker w of rank r has the
+    elements ``r + D*w``, ``r + D*w + D*W``, and so on. (torch divides among the workers first.)
 
 NOTE [ Three parts of a graph ]
-    What comes before a ``sharding_round_robin_dispatch`` cannot be replicated: up to the lowest common ancestor of all of these
-    it is one part, run by one dispatching process. What comes after a pipe that says so itself (``is_replicable``), such as
-    ``fullsync``, stays in the main process. Each worker has a replica of all between.
+    The pipes before a ``sharding_round_robin_dispatch`` cannot be replicated. One dispatching process runs them, up to the
+    lowest common ancestor of all such pipes. The main process runs the pipes after one that is not replicable, such as
+    ``fullsync`` (see ``is_replicable``). Each worker runs a replica of the part between.
 """
 
 import inspect
@@ -34,14 +34,12 @@ from stocache.reading.graph.seeds import is_dispatching
 
 
 class Shard(ShardingFilterIterDataPipe):
-    """A ``sharding_filter`` that divides as the NOTE says, and knows how far it has come. It takes the place of torch's.
+    """A ``sharding_filter`` that divides as NOTE [ Shares ] says, and counts. It replaces torch's.
 
     Attributes:
-        skipped: elements of its source that the source will leave out, at the beginning of the next iteration.
-        taken: elements it has let through, those it would have let through of the skipped ones among them.
+        skipped: elements that the source leaves out at the beginning of the next iteration.
+        taken: elements passed on; it includes those of the skipped ones that this shard would have passed on.
     """
-
-    # see NOTE [ Shares ]
 
     def __init__(self, pipe: ShardingFilterIterDataPipe) -> None:
         super().__init__(pipe.source_datapipe, pipe.sharding_group_filter)
@@ -51,7 +49,7 @@ class Shard(ShardingFilterIterDataPipe):
     def apply_sharding(  # type: ignore[override]  # torch's base class is not typed
         self, num_of_instances: int, instance_id: int, sharding_group: SHARDING_PRIORITIES = SHARDING_PRIORITIES.DEFAULT
     ) -> None:
-        """Say which of how many instances this is in a group: of ranks, or of the workers of one."""
+        """Set the number and the count of instances in one group: the ranks, or the workers of a rank."""
         super().apply_sharding(num_of_instances, instance_id, sharding_group)  # type: ignore[no-untyped-call]
         if self.sharding_group_filter is None:
             ranks, rank = self.groups.get(SHARDING_PRIORITIES.DISTRIBUTED, (1, 0))
@@ -68,10 +66,10 @@ class Shard(ShardingFilterIterDataPipe):
 
 
 class Counted(IterDataPipe[Any]):
-    """What would be dispatched if there were workers, counted.
+    """Counts the elements that would be dispatched if there were workers.
 
     Attributes:
-        skipped, taken: as of a `Shard`.
+        skipped, taken: as in `Shard`.
     """
 
     def __init__(self, datapipe: DataPipe) -> None:
@@ -94,10 +92,10 @@ def apply_sharding(
     instance_id: int,
     sharding_group: SHARDING_PRIORITIES = SHARDING_PRIORITIES.DEFAULT,
 ) -> None:
-    """Tell each sharding pipe of a graph which of how many instances it is in.
+    """Set the number and the count of instances in each sharding pipe of a graph.
 
     Raises:
-        GraphError: there is one behind another, so most elements would be lost.
+        GraphError: one sharding pipe follows another, so most elements would be lost.
     """
     sharding = [pipe for pipe in pipes_of(datapipe) if is_sharding(pipe) and not _is_fed(pipe)]
     for pipe in sharding:
@@ -107,7 +105,7 @@ def apply_sharding(
     for pipe in sharding:
         numbers = (num_of_instances, instance_id)
         if getattr(pipe, "groups", {}).get(SHARDING_PRIORITIES.DEFAULT) == (1, 0):
-            del pipe.groups[SHARDING_PRIORITIES.DEFAULT]  # which torch's DataLoader has left on a graph that it iterated
+            del pipe.groups[SHARDING_PRIORITIES.DEFAULT]  # torch's DataLoader leaves it on a graph
         if len(inspect.signature(pipe.apply_sharding).parameters) < 3:
             pipe.apply_sharding(*numbers)
         else:
@@ -115,7 +113,7 @@ def apply_sharding(
 
 
 def share(datapipe: DataPipe, num_workers: int, worker_id: int) -> DataPipe:
-    """Return a graph with a worker's share of it, except of what is dispatched: a `Shard` for each ``sharding_filter``."""
+    """Return the graph with a `Shard` for each ``sharding_filter``, set to a worker's share; dispatched parts stay whole."""
     for pipe in pipes_of(datapipe):
         if type(pipe) is ShardingFilterIterDataPipe and not _is_fed(pipe):
             datapipe = end_of(replace_dp(traverse_dps(datapipe), pipe, Shard(pipe)))
@@ -124,7 +122,7 @@ def share(datapipe: DataPipe, num_workers: int, worker_id: int) -> DataPipe:
 
 
 def _is_fed(datapipe: DataPipe) -> bool:
-    """Whether the elements of a pipe are dispatched ones, which other workers do not have."""
+    """Whether a pipe gets dispatched elements, which other workers do not get."""
     return any(isinstance(pipe, Feed) for pipe in pipes_of(datapipe))
 
 
@@ -135,9 +133,9 @@ def replicable_end(datapipe: DataPipe) -> DataPipe:
     """Return the last pipe before those that stay in the main process.
 
     Raises:
-        GraphError: there is none, or several.
+        GraphError: no pipe can leave the main process, or the pipes that can have several ends.
     """
-    here = {id(pipe): any(not is_replicable(its) for its in pipes_of(pipe)) for pipe in pipes_of(datapipe)}
+    here = {id(pipe): any(not is_replicable(other) for other in pipes_of(pipe)) for pipe in pipes_of(datapipe)}
     if not here[id(datapipe)]:
         return datapipe
     ends = {
@@ -145,22 +143,22 @@ def replicable_end(datapipe: DataPipe) -> DataPipe:
     }
     if len(ends) != 1:
         raise GraphError(
-            f"{len(ends)} parts of the graph lead to the pipes that stay in the main process, and workers can run but one. Put "
-            f"pipes that are not replicable (fullsync, pin_memory) at the end of the graph."
+            f"{len(ends)} parts of the graph lead to pipes that stay in the main process, but workers can run only one part. "
+            f"Put pipes that are not replicable (fullsync, pin_memory) at the end of the graph."
         )
     return next(iter(ends.values()))
 
 
 def dispatched_end(datapipe: DataPipe) -> DataPipe | None:
-    """Return the lowest common ancestor of all pipes that dispatch, the last of what the dispatching process runs; None."""
-    alone = {id(its) for pipe in pipes_of(datapipe) if is_dispatching(pipe) for its in pipes_of(pipe)}
+    """Return the last pipe of the dispatching process: the lowest common ancestor of all dispatching pipes; or None."""
+    alone = {id(before) for pipe in pipes_of(datapipe) if is_dispatching(pipe) for before in pipes_of(pipe)}
     return _ancestor(datapipe, alone, {})
 
 
 def _ancestor(pipe: DataPipe, alone: set[int], known: dict[int, DataPipe | None]) -> DataPipe | None:
     if id(pipe) not in known:
         known[id(pipe)] = None  # also for a pipe that leads back to itself
-        found = {id(its): its for source in sources(pipe) if (its := _ancestor(source, alone, known)) is not None}
+        found = {id(end): end for source in sources(pipe) if (end := _ancestor(source, alone, known)) is not None}
         if id(pipe) in alone or len(found) > 1:
             known[id(pipe)] = pipe
         elif found:

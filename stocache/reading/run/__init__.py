@@ -1,1 +1,1 @@
-"""A graph of DataPipes at work: in this process, in worker processes, and in a dispatching one."""
+"""Runs a graph of DataPipes: in this process, in worker processes, and in a dispatching process."""

@@ -1,4 +1,4 @@
-"""What a service has to know of the parts of a graph: their seeds, their lengths, and what is between them and the loop."""
+"""Seeds, lengths and buffers of the parts into which a graph is divided."""
 
 from typing import Any
 
@@ -14,19 +14,19 @@ from stocache.reading.graph.sharding import share
 
 
 class Seeding:
-    """Draws the seeds of a graph's random pipes, in the same order however the graph is divided afterwards."""
+    """Draws the seeds of a graph's random pipes, in an order that does not depend on how the graph is divided."""
 
     def __init__(self, datapipe: DataPipe) -> None:
         self._shared, self._all = shared_pipes(datapipe), random_pipes(datapipe)
 
     def divide(self, *parts: DataPipe) -> None:
-        """Say which parts of the graph are run elsewhere, by their ends."""
+        """Set the parts of the graph that other processes run, by their last pipes."""
         self._parts = [random_pipes(part) for part in parts]
         elsewhere = {id(pipe) for pipes in self._parts for pipe in pipes}
         self._here = [pipe for pipe in self._all if id(pipe) not in elsewhere]
 
     def draw(self, seed_generator: SeedGenerator) -> list[list[int | None]]:
-        """Give the pipes their seeds that are run here, and return those of the parts: None for a pipe that draws its own."""
+        """Seed the pipes that run here, and return the seeds of each part: None for a pipe that draws its own."""
         seeds = {id(pipe): seed_generator.generate_shared_seed() for pipe in self._shared}
         for pipe in self._here:
             pipe.set_seed(seeds[id(pipe)] if id(pipe) in seeds else seed_generator.generate_seed())
@@ -34,9 +34,9 @@ class Seeding:
 
 
 class Length:
-    """Tells how many elements a part of a graph gives, for all workers together.
+    """Counts the elements of a part of a graph, for all workers together.
 
-    Where the ranks are to end together, for the rank that has least: the last one.
+    If all ranks end together, it counts those of the last rank, which has the fewest.
     """
 
     def __init__(self, datapipe: DataPipe, part: DataPipe, num_workers: int) -> None:
@@ -50,7 +50,7 @@ class Length:
                     groups[SHARDING_PRIORITIES.DISTRIBUTED] = ranks, ranks - 1
 
     def __call__(self) -> int:
-        """Return the length; TypeError where a pipe has none."""
+        """Return the length; raises TypeError if a pipe has no length."""
         total = 0
         for worker in range(self._num_workers):
             self._part = share(self._part, self._num_workers, worker)
@@ -62,7 +62,7 @@ class Length:
 
 
 def max_buffered(datapipe: DataPipe, part: DataPipe) -> int:
-    """Return how many elements of a part the pipes behind it may have taken and not given on."""
+    """Return how many elements of a part the pipes behind it may have taken and not yet passed on."""
     held = 0
     for pipe, _ in trace(datapipe, 1):
         if pipe is part:
@@ -77,7 +77,7 @@ def max_buffered(datapipe: DataPipe, part: DataPipe) -> int:
 
 
 def without_prefetching(datapipe: DataPipe) -> DataPipe:
-    """Return a worker's graph without the pipes that prefetch, whose threads could not wait for the feed."""
+    """Return a worker's graph without pipes that prefetch: their threads must not read the feed."""
     for pipe in pipes_of(datapipe):
         if isinstance(pipe, Prefetcher) or type(pipe).__name__ == "PrefetcherIterDataPipe":
             datapipe = end_of(remove_dp(traverse_dps(datapipe), pipe))
@@ -85,5 +85,5 @@ def without_prefetching(datapipe: DataPipe) -> DataPipe:
 
 
 def is_full_sync(datapipe: DataPipe) -> bool:
-    """Whether a pipe ends the epoch of all ranks together; whoever registered it."""
+    """Whether a pipe ends the epoch of all ranks together; for stocache's pipe and torchdata's."""
     return isinstance(datapipe, FullSync) or type(datapipe).__name__ == "FullSyncIterDataPipe"

@@ -1,15 +1,14 @@
-"""A graph run by worker processes, and by a dispatching one before them where it has a part that cannot be replicated.
+"""Runs a graph in worker processes, and its part that cannot be replicated in one dispatching process before them.
 
 NOTE [ One engine ]
-    The processes are those of `stocache.DataLoader`, which is torch's: it has requests in flight to each worker in turn, gets
-    their answers in that order, and notices who dies. Here a request says how many elements a worker may make, and its answer
-    is those that it made: as many as that, or as come in 20 ms. The answers are put together by the elements' keys, so the
-    order does not depend on who made how many when. A worker is asked for so many elements at a time as the prefetching
-    counts say.
+    The processes belong to a `stocache.DataLoader`, which is torch's. It sends requests to the workers in turn, gets the
+    answers in that order, and notices when a worker dies. A request says how many elements the worker may make, a number that
+    follows from the prefetch counts. The answer holds the elements made, up to that number or for 20 ms. The main process
+    merges the answers by the keys of the elements, so the order does not depend on the speed of the workers.
 
-    The dispatching process is one worker of a second such loader, whose answers are parcels for the workers. The main process
-    sends them along with its requests, as workers use them up. They are handed out in turn, so where one worker uses up more of
-    them than another, as its filter drops more, the other's wait here.
+    The dispatching process is the one worker of a second such loader. Its answers are parcels for the workers. The main process
+    sends a parcel along with a request when a worker needs more elements. Elements are dispatched in turn. If one worker uses
+    more of them than another, because its filter drops more, the parcels of the other wait here.
 """
 
 import heapq
@@ -32,14 +31,14 @@ from stocache.reading.run.replica import Elements, InitFn, ReplicaEpoch, ResetFn
 from stocache.reading.run.stream import GraphPosition, Stream
 from stocache.reading.run.workers import GO_ON, IDLE, Dispatcher, Request, Worker
 
-_IN_FLIGHT = 2  # requests to each worker
+_IN_FLIGHT = 2  # unanswered requests to each worker
 
 
 class WorkerStream(Stream):
-    """A stream that worker processes make.
+    """A stream whose elements worker processes make.
 
     Args:
-        plan: the parts of the graph, and how they are run.
+        plan: the parts of the graph, and how to run them.
         max_buffered, length: as for `Stream`.
     """
 
@@ -71,7 +70,7 @@ class WorkerStream(Stream):
     def begin_epoch(
         self, epochs: list[ReplicaEpoch], begun: GraphPosition | None, dispatched: ReplicaEpoch | None = None
     ) -> None:
-        """Say what the next iteration's epoch is to each worker, and to the dispatching process if there is one."""
+        """Set the next epoch: the instructions for each worker, and for the dispatching process if there is one."""
         super().begin_epoch(epochs, begun)
         self._dispatched = dispatched
 
@@ -91,24 +90,24 @@ class WorkerStream(Stream):
         return Request(worker, limit, epoch, ref, self._all_dispatched and not state.parcels)
 
     def _parcel_for(self, state: "_WorkerState") -> Parcel | None:
-        """Return a parcel for a worker that has used up what it was sent; None for now, or when there are no more."""
+        """Return a parcel for a worker that has used most of its elements; None if it has enough, or no more come."""
         if state.waiting + sum(parcel.size for _, parcel in state.in_flight if parcel is not None) >= self._limit:
             return None
         while not state.parcels and not self._all_dispatched and self._problem is None:
             try:
                 parcels, self._all_dispatched, drawn = next(self._rounds)
-            except Exception as problem:  # not to be raised within torch, which may be starting workers, and would leave them
+            except Exception as problem:  # not raised here: torch may be starting workers, and would abandon them
                 self._problem = problem
                 break
             self.drawn = self.drawn or drawn
-            for its, parcel in zip(self._states, parcels, strict=True):
+            for receiver, parcel in zip(self._states, parcels, strict=True):
                 if parcel is not None:
-                    its.parcels.append(Parcel(*parcel))
+                    receiver.parcels.append(Parcel(*parcel))
         return state.parcels.popleft() if state.parcels else None
 
     def _next_dispatch(self) -> bytes | None:
-        # The first requests are sent before the workers are started, and ask for nothing: if the process died meanwhile, torch
-        # would raise that, by a signal, in the midst of starting them
+        # The first requests come before the workers are started, and ask for nothing. If the process died at work meanwhile,
+        # torch would raise that in a signal handler, while it starts the workers
         number = next(self._dispatches)
         if number < _IN_FLIGHT:
             return IDLE
@@ -116,16 +115,16 @@ class WorkerStream(Stream):
             return _pickled(self._dispatched)
         return None if self._all_dispatched else GO_ON
 
-    # ------------------------------------------------------------------------------------------------ putting together
+    # ------------------------------------------------------------------------------------------------ merging
 
     def __iter__(self) -> Iterator[Any]:
         try:
             yield from self._merged()
-        except RuntimeError as error:  # as which a death is raised, wherever this process is at that moment
-            for loader, what in ((self._loader, "a worker"), (self._dispatcher, "the dispatching process")):
+        except RuntimeError as error:  # raised for a dead worker, wherever this process is at that moment
+            for loader, process in ((self._loader, "a worker"), (self._dispatcher, "the dispatching process")):
                 death = None if loader is None else loader.dead_worker()
                 if death is not None:
-                    raise WorkerError(f"{what} is gone: {death}") from error
+                    raise WorkerError(f"{process} is gone: {death}") from error
             raise
 
     def _merged(self) -> Iterator[Any]:
@@ -134,7 +133,7 @@ class WorkerStream(Stream):
         self._all_dispatched, self._problem = self._dispatcher is None, None
         self._rounds = iter(()) if self._dispatcher is None else iter(self._dispatcher)
         answers = iter(self._loader)
-        heap = [(-1, worker) for worker in range(self.workers)]  # no element of a worker has a lesser key
+        heap = [(-1, worker) for worker in range(self.workers)]  # least key of the next element of each worker
         while heap:
             least, worker = heap[0]
             state = self._states[worker]
@@ -153,7 +152,7 @@ class WorkerStream(Stream):
             self._accept(*answer)
 
     def _accept(self, worker: int, waiting: int, made: Elements) -> None:
-        """Take over the answer of a worker."""
+        """Store the answer of a worker."""
         state = self._states[worker]
         state.in_flight.popleft()
         state.waiting = waiting
@@ -176,12 +175,15 @@ class WorkerStream(Stream):
 
 @dataclass
 class GraphPlan:
-    """The parts of a graph, and how they are run.
+    """The parts of a graph, and how to run them.
 
     Attributes:
-        end: of what the workers have replicas of.
-        dispatched: the end of what one process runs for all of them; None when there is no such part.
-        prefetch: elements that each worker is asked for at a time.
+        end: the last pipe of the workers' part.
+        dispatched: the last pipe of the dispatching process's part; None without such a part.
+        num_workers: number of workers.
+        context: start method of the processes.
+        prefetch: elements that each worker may make in advance.
+        init_fn, reset_fn: the user's functions, called in each worker.
     """
 
     end: DataPipe
@@ -195,15 +197,15 @@ class GraphPlan:
 
 @dataclass
 class _WorkerState:
-    """What the main process knows of a worker.
+    """The main process's record of a worker.
 
     Attributes:
-        epoch: what it is to be told with its next request.
+        epoch: the pickled epoch to send with its next request, if any.
         made: keys and elements that were not delivered yet.
-        in_flight: of each request that it has not answered, the limit and the parcel.
-        parcels: what it is to be handed next.
-        waiting: elements it was handed, and had not taken at its last answer.
-        until, ended, ordered: as it said of itself; see `Elements`.
+        in_flight: limit and parcel of each unanswered request.
+        parcels: parcels to send to it next.
+        waiting: dispatched elements that it had not used at its last answer.
+        until, ended, ordered: from its last answer; see `Elements`.
     """
 
     epoch: bytes | None
@@ -217,12 +219,12 @@ class _WorkerState:
 
 
 def _pickled(epoch: ReplicaEpoch | None) -> bytes:
-    # here, where it can be raised: what a queue's own thread cannot pickle is lost
+    # here, so that errors are raised: a queue pickles in a thread of its own, where they are lost
     return bytes(ForkingPickler.dumps(epoch))
 
 
 class _Requests:
-    """A sampler whose elements are what a method returns, until None. It does not keep the method's object alive."""
+    """A sampler that calls a method for each element, until it returns None. It does not keep the method's object alive."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         self._ask = weakref.WeakMethod(ask)

@@ -1,10 +1,10 @@
-"""A replica of a graph at work in one process: seeded for each epoch, brought to where it was, and asked for its elements.
+"""Runs one replica of a graph in a process: seeds it for each epoch, resumes it, and takes elements from it.
 
 NOTE [ Keys ]
-    Each element has a key, and the elements of all workers are delivered in the order of (key, worker). Where the graph gives
-    at most one element for each that its one shard lets through, the key counts the latter, so that the order is the one of the
-    graph before it was sharded, whatever the number of workers. Elsewhere it counts the elements of the worker: they are
-    delivered in turn.
+    Each element has a key. The elements of all workers are delivered in the order of (key, worker). If the graph has one shard,
+    and makes at most one element from each that the shard passes on, then the key counts the elements the shard passed on: the
+    order is that of the graph before sharding, for any number of workers. Otherwise the key counts the elements of the worker:
+    the workers deliver in turn.
 """
 
 import contextlib
@@ -29,17 +29,17 @@ from stocache.reading.graph.seeds import SeedGenerator, is_pure, random_pipes
 from stocache.reading.graph.sharding import Counted, Shard
 from stocache.system.rng import RngMonitor
 
-_SLICE_S = 0.02  # after which a worker hands over what it has, so that slow elements come one by one
+_SLICE_S = 0.02  # a worker then sends the elements it has, so that slow elements come one by one
 _AT_MOST_ONE = (Mapper, Collator, Filter, SharedCacher)
 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What a worker is told of itself.
+    """The worker that calls a user's function.
 
     Attributes:
-        num_workers: how many there are.
-        worker_id: which one it is, from 0.
+        num_workers: number of workers.
+        worker_id: number of this worker, from 0.
     """
 
     num_workers: int
@@ -52,12 +52,12 @@ ResetFn: TypeAlias = Callable[[DataPipe, WorkerInfo, SeedGenerator], DataPipe]
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a replica is to go on.
+    """The position from which a replica continues.
 
     Attributes:
-        count: elements it has given.
-        taken: elements its shard has let through for them; None where that does not tell them.
-        again: whether all of them must be made again, as random numbers were drawn on the way.
+        count: elements it has made.
+        taken: elements that its shard has passed on for them; None if keys do not count these.
+        again: whether all elements must be made again, because random numbers were drawn for them.
     """
 
     count: int = 0
@@ -67,14 +67,14 @@ class Resume:
 
 @dataclass(frozen=True)
 class ReplicaEpoch:
-    """What a replica is told at the beginning of an epoch.
+    """The instructions for a replica at the beginning of an epoch.
 
     Attributes:
-        seeds: for its random pipes, in the order of `random_pipes`; None where the pipe's is drawn from ``generator``.
-        generator: of the replica.
-        change: what is to be done to the graph.
-        resume: where it begins.
-        sent: to the dispatching process: how many of its elements each worker does not need, from the beginning.
+        seeds: for its random pipes, in the order of `random_pipes`; None for a seed drawn from ``generator``.
+        generator: the replica's generator of seeds.
+        change: a function to apply to the graph.
+        resume: where to begin.
+        sent: for the dispatching process: how many of its first elements each worker does not need.
     """
 
     seeds: list[int | None]
@@ -85,13 +85,13 @@ class ReplicaEpoch:
 
 
 class Elements(NamedTuple):
-    """What a replica has made.
+    """Elements that a replica has made.
 
     Attributes:
         elements, keys: see NOTE [ Keys ].
         until: the least key that the next element can have.
-        ended: whether there are no more.
-        ordered: whether keys count what the shard let through.
+        ended: whether these are the last elements.
+        ordered: whether keys count the elements that the shard passed on.
         drawn: whether random numbers were drawn in this epoch.
     """
 
@@ -107,16 +107,17 @@ class Replica:
     """A graph in one process.
 
     Args:
-        datapipe: its end.
-        info: which worker this is.
-        init_fn, reset_fn: the user's; called once, and in each epoch.
-        alone: whether the process is the worker's own, so that the global random number generators are seeded.
+        datapipe: the last pipe of the graph.
+        info: the number of this worker.
+        init_fn, reset_fn: the user's functions, called once and in each epoch.
+        alone: whether the process is a worker; then the global random number generators are seeded.
 
     Attributes:
-        end: of the graph as it is now.
-        iterator: of the epoch that is made.
-        count: elements that were made in this epoch.
-        replaying: surrounds the making of elements that were made before.
+        end: the last pipe of the graph as it is now.
+        iterator: of the current epoch.
+        count: elements made in this epoch.
+        clock: the pipe whose elements keys count, or None; see NOTE [ Keys ].
+        replaying: returns the context in which elements are made again.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class Replica:
         yield from iterator
 
     def close(self) -> None:
-        """Leave the epoch."""
+        """End the epoch."""
         close = getattr(self.iterator, "close", None)
         if close is not None:
             close()
@@ -181,7 +182,7 @@ class Replica:
         return (self.count if self.clock is None else self.clock.taken) - 1
 
     def take(self, limit: int) -> Elements:
-        """Return the next elements: ``limit`` of them at most, or those that come in 20 ms, or one if that takes longer."""
+        """Return the next elements: at most ``limit``, and those made in 20 ms, or one if that takes longer."""
         self._begin_slice(limit)
         self._work()
         return self._result()
@@ -214,10 +215,10 @@ class Replica:
 
 
 class FedReplica(Replica):
-    """A replica of what comes after a dispatched part, whose elements are handed to it with the requests for its own.
+    """A replica of the part behind the dispatched part. Dispatched elements come with the requests for its own elements.
 
-    Its graph asks for them when it wants to, so it runs in a thread, which rests where the feed is empty: the two threads take
-    turns, and never run at the same time. So there must be no third one that reads it.
+    The graph reads dispatched elements whenever it needs them. So it runs in a thread, which waits when the feed is empty. The
+    two threads take turns, and never run at the same time. No third thread may read the feed.
     """
 
     def __init__(self, feed: Feed, *args: Any) -> None:
@@ -237,15 +238,15 @@ class FedReplica(Replica):
         self._thread.start()
 
     def take(self, limit: int) -> Elements:
-        """Return the next elements, as many as the feed allows."""
+        """Return the next elements, as many as the elements in the feed allow."""
         if self._thread is None:
-            raise WorkerError("the epoch could not begin, of which an earlier error tells.")
+            raise WorkerError("the epoch could not begin. An earlier error says why.")
         self._begin_slice(limit)
         self._run_slice()
         return self._result()
 
     def close(self) -> None:
-        """Leave the epoch."""
+        """End the epoch."""
         if self._thread is not None:
             self._left = True
             self._go.release()
@@ -261,10 +262,10 @@ class FedReplica(Replica):
             try:
                 raise error
             finally:
-                del error  # which holds this frame
+                del error  # it holds this frame
 
     def _run(self) -> None:
-        torch.set_num_threads(1)  # which torch says to a worker's first thread only
+        torch.set_num_threads(1)  # torch sets this for a worker's first thread only
         while True:
             self._go.acquire()
             if self._left:
@@ -279,7 +280,7 @@ class FedReplica(Replica):
 
     def _wait_for_feed(self) -> None:
         if threading.current_thread() is not self._thread:
-            raise GraphError("a pipe with a thread of its own reads what is dispatched. Put it before the dispatching pipe.")
+            raise GraphError("a pipe with a thread of its own reads dispatched elements. Put it before the dispatching pipe.")
         self._rest.release()
         self._go.acquire()
         if self._left:
@@ -287,13 +288,13 @@ class FedReplica(Replica):
 
 
 class _EpochLeftError(BaseException):
-    """The epoch is left while a graph waits for its feed."""
+    """The epoch ends while a graph waits for its feed."""
 
 
 def clock_of(datapipe: DataPipe) -> Any:
-    """Return the one shard, or feed, whose elements tell those at the end of a graph; None where there is none.
+    """Return the one shard or feed whose elements keys count; None if the graph has no such pipe.
 
-    Functions with random numbers of their own make others of the same element: behind them, there is none.
+    A function with a random number generator can make different results from one element, so it has none before it.
     """
     # see NOTE [ Keys ]
     pipe: Any = datapipe
@@ -304,13 +305,13 @@ def clock_of(datapipe: DataPipe) -> Any:
 
 
 def checked(datapipe: Any, function: Any) -> Any:
-    """Return what a user's function made of a graph.
+    """Return the graph that a user's function returned.
 
     Raises:
-        GraphError: it is no graph.
+        GraphError: it is not a graph.
     """
     try:
         pipes_of(datapipe)
     except GraphError:
-        raise GraphError(f"{function} returned {type(datapipe).__name__}, and not the end of a graph of DataPipes.") from None
+        raise GraphError(f"{function} returned {type(datapipe).__name__}. It must return the last pipe of a graph.") from None
     return datapipe

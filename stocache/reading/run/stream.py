@@ -1,4 +1,4 @@
-"""What the main process sees of the part of a graph that workers could run, and where it stands."""
+"""The main process's view of the worker part of a graph, and its position."""
 
 import contextlib
 from collections import deque
@@ -17,13 +17,13 @@ from stocache.system.rng import States
 
 @dataclass(frozen=True)
 class GraphPosition:
-    """Where a stream stands.
+    """The position of a stream.
 
     Attributes:
-        workers: how many there are; 0 where the main process does it all.
-        counts: elements delivered of each; empty where only their sum is known, as there were other workers before.
-        count: their sum.
-        place: of the last of them in the order before it was sharded, from 0; -1 before the first, None where it is not known.
+        workers: number of workers; 0 if the main process runs the graph.
+        counts: elements delivered from each worker; empty if only the sum is known, because the number of workers changed.
+        count: the sum.
+        place: of the last element in the order before sharding, from 0; -1 before the first, None if unknown.
         drawn: whether random numbers were drawn in the epoch.
     """
 
@@ -34,61 +34,59 @@ class GraphPosition:
     drawn: bool
 
     def resumed(self, workers: int) -> list[Resume]:
-        """Return where each of so many workers goes on; one where it is 0.
+        """Return where each of ``workers`` workers continues; one position for the main process if it is 0.
 
         Raises:
-            StateError: that is not the number of workers of the state, and would not be exact.
+            StateError: the state has another number of workers, and resuming would not be exact.
         """
         numbers = range(max(1, workers))
         same = self.counts and workers == self.workers
         if self.place is not None and not self.drawn:
             taken = [(self.place - worker) // len(numbers) + 1 for worker in numbers]
             counts = self.counts if same else [0] * len(numbers)
-            return [Resume(count, its) for count, its in zip(counts, taken, strict=True)]
+            return [Resume(*each) for each in zip(counts, taken, strict=True)]
         if same:
             return self.again(workers) if self.drawn else [Resume(count) for count in self.counts]
         reason = (
-            "random numbers were drawn, which each worker draws for itself"
+            "each worker draws its own random numbers"
             if self.drawn
-            else "not every element after the sharding_filter is made of one before it"
+            else "an element after the sharding_filter is not always made from one before it"
         )
         raise self._error(workers, reason)
 
     def again(self, workers: int) -> list[Resume]:
-        """Return the same, for workers that are to make all elements again.
+        """Return the same, for workers that make all elements again.
 
         Raises:
-            StateError: that is not the number of workers of the state.
+            StateError: the state has another number of workers.
         """
         if not self.counts or workers != self.workers:
-            raise self._error(workers, "they must be made again by those who made them")
+            raise self._error(workers, "each worker must make its own elements again")
         return [Resume(count, None, count > 0) for count in self.counts]
 
     def _error(self, workers: int, reason: str) -> StateError:
         return StateError(
-            f"the state is of {self.workers} workers, or has been resumed by others than it was taken of, and now there are "
-            f"{workers}: with these the elements would be others, as {reason}. Use {self.workers} workers for this epoch."
+            f"the state was taken with {self.workers} workers, or resumed from another number, and now there are {workers}. "
+            f"The elements would differ, because {reason}. Use {self.workers} workers for this epoch."
         )
 
 
 class Stream(IterDataPipe[Any]):
-    """The pipe of the main process that gives what the replicable part of a graph makes.
+    """A pipe of the main process that gives the elements of the replicable part of a graph.
 
     Args:
-        workers: how many make it; 0 for this process.
-        max_buffered: elements that pipes behind it may have taken, and not given on.
+        workers: number of workers; 0 for this process.
+        max_buffered: elements that pipes behind it may have taken and not yet passed on.
         length: called for ``len``.
     """
 
     def __init__(self, workers: int, max_buffered: int, length: Callable[[], int]) -> None:
         self.workers, self._length = workers, length
-        self._given: deque[tuple[int, int | None]] = deque(
-            maxlen=max_buffered + 1
-        )  # the newest: of which worker, at which place
+        self._given: deque[tuple[int, int | None]] = deque(maxlen=max_buffered + 1)  # worker and place of the newest
         self.begin_epoch([], None)
 
     def begin_epoch(self, epochs: list[ReplicaEpoch], begun: GraphPosition | None) -> None:
-        """Say what the next iteration's epoch is to each worker, and where it begins if not at the beginning."""
+        """Set the next epoch: the instructions for each worker, and the position where it resumes, if any."""
         self._epochs = epochs
         self._begun = begun or GraphPosition(self.workers, (0,) * max(1, self.workers), 0, -1, False)
         self._counts = list(self._begun.counts) if self._begun.workers == self.workers else []
@@ -96,14 +94,14 @@ class Stream(IterDataPipe[Any]):
         self._given.clear()
 
     def _give(self, worker: int, place: int | None) -> None:
-        """Note that an element is given."""
+        """Count an element that is delivered."""
         self._count += 1
         if self._counts:
             self._counts[worker] += 1
         self._given.append((worker, place))
 
     def position(self, count: int) -> GraphPosition:
-        """Return where the stream stood when it had given ``count`` elements: all, or less those that its readers hold back."""
+        """Return the position after ``count`` elements: all that were taken, or fewer if its readers hold some back."""
         given, counts = list(self._given), list(self._counts)
         for worker, _ in reversed(given[len(given) - (self._count - count) :]):
             if counts:
@@ -113,64 +111,64 @@ class Stream(IterDataPipe[Any]):
         return GraphPosition(self.workers, tuple(counts), count, place, self.drawn)
 
     def close(self) -> None:
-        """End what works for the stream."""
+        """End the processes of the stream."""
 
     def __len__(self) -> int:
         return self._length()
 
 
 class LocalStream(Stream):
-    """A stream that this process makes."""
+    """A stream whose elements this process makes."""
 
     def __init__(self, replica: Replica, max_buffered: int, length: Callable[[], int]) -> None:
         super().__init__(0, max_buffered, length)
         self.datapipe, self._replica = replica.end, replica
-        self._numbers_at: tuple[States, States] | None = None
-        self._numbers_begun: States | None = None  # of the epoch that is being made
+        self._saved_rng: tuple[States, States] | None = None
+        self._rng_at_start: States | None = None  # of the current epoch
 
     def begin_epoch(
-        self, epochs: list[ReplicaEpoch], begun: GraphPosition | None, numbers: tuple[States, States] | None = None
+        self, epochs: list[ReplicaEpoch], begun: GraphPosition | None, rng_states: tuple[States, States] | None = None
     ) -> None:
-        """Say what the next iteration's epoch is, and, where it has begun, what `numbers` said there.
+        """Set the next epoch, and for one that is resumed the result of `rng_states` when the state was taken.
 
-        Then the global generators are put where they were when the epoch began, for elements that are made again, and when
-        these are made where they were when the state was taken.
+        While elements are made again, the global generators continue from the beginning of the epoch. Afterwards they get the
+        states of the moment when the state was taken.
         """
         super().begin_epoch(epochs, begun)
-        self._numbers_at, self._numbers_begun = numbers, None
+        self._saved_rng, self._rng_at_start = rng_states, None
 
-    def numbers(self) -> tuple[States, States]:
+    def rng_states(self) -> tuple[States, States]:
         """Return the states of this process's global generators when the epoch began, and now."""
         now = rng.states()
-        return self._numbers_at or (self._numbers_begun or now, now)
+        return self._saved_rng or (self._rng_at_start or now, now)
 
     def __iter__(self) -> Iterator[Any]:
-        states, self._numbers_at = self._numbers_at, None
-        self._numbers_begun = rng.states() if states is None else states[0]
+        states, self._saved_rng = self._saved_rng, None
+        self._rng_at_start = rng.states() if states is None else states[0]
         (epoch,) = self._epochs
         self._replica.begin(epoch)
         self.datapipe = self._replica.end
         if states is not None and epoch.resume.again:
-            self._replica.replaying = partial(_with_numbers, *states)
+            self._replica.replaying = partial(_with_rng_states, *states)
         elif states is not None:
             rng.set_rng_state(states[1])
         replica, clock, give = self._replica, self._replica.clock, self._given.append
-        for element in replica.iterator:  # with few calls for each, as this is all there is between a graph and its loop
+        for element in replica.iterator:  # few calls per element: no other code is between graph and loop
             replica.count += 1
             self._count += 1
             give((0, None if clock is None else clock.taken - 1))
             yield element
 
     def position(self, count: int) -> GraphPosition:
-        """Return where the stream stood when it had given ``count`` elements."""
+        """Return the position after ``count`` elements."""
         if self._counts:
             self._counts = [self._count]
-        self.drawn = self.drawn or (self._numbers_begun is not None and self._replica.drawn())
+        self.drawn = self.drawn or (self._rng_at_start is not None and self._replica.drawn())
         return super().position(count)
 
 
 @contextlib.contextmanager
-def _with_numbers(before: States, after: States) -> Iterator[None]:
+def _with_rng_states(before: States, after: States) -> Iterator[None]:
     rng.set_rng_state(before)
     yield
     rng.set_rng_state(after)

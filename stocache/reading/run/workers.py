@@ -1,4 +1,4 @@
-"""What runs in worker processes: datasets whose indices are requests, for elements or for parcels of them."""
+"""Datasets that run in worker processes. Their indices are requests, for elements or for parcels of elements."""
 
 import functools
 import pickle
@@ -15,13 +15,13 @@ from stocache.reading.graph.graph import DataPipe, pipes_of
 from stocache.reading.graph.sharding import share
 from stocache.reading.run.replica import Elements, FedReplica, InitFn, Replica, ResetFn, WorkerInfo
 
-IDLE, GO_ON = b"idle", b"go on"  # what the dispatching process may be asked, but for an epoch
+IDLE, GO_ON = b"idle", b"go on"  # requests to the dispatching process that do not begin an epoch
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def reported(method: _Method) -> _Method:
-    """Let what a method raises cross to the main process: torch's workers send the type, and lose one that does not pickle."""
+    """Let errors of a method reach the main process: torch sends their type, and fails if the type does not pickle."""
 
     @functools.wraps(method)
     def call(*args: Any) -> Any:
@@ -43,14 +43,14 @@ def _pickles(kind: type) -> bool:
 
 
 class Request(NamedTuple):
-    """What a worker is asked.
+    """A request to a worker.
 
     Attributes:
-        worker: which one.
-        limit: elements it may make.
-        epoch: a pickled `ReplicaEpoch` to begin; None to go on.
-        parcel: a parcel of what is dispatched.
-        closed: whether it is the last one.
+        worker: number of the worker.
+        limit: most elements to make.
+        epoch: a pickled `ReplicaEpoch` to begin; None to continue.
+        parcel: dispatched elements, or None.
+        closed: whether no more parcels follow.
     """
 
     worker: int
@@ -61,7 +61,7 @@ class Request(NamedTuple):
 
 
 class Worker(Dataset[Any]):
-    """The workers' part of a graph as a map-style dataset, whose indices are requests."""
+    """The workers' part of a graph, as a map-style dataset whose indices are requests."""
 
     def __init__(
         self, end: DataPipe, num_workers: int, init_fn: InitFn | None, reset_fn: ResetFn | None, ring: Ring | None
@@ -92,9 +92,9 @@ class Worker(Dataset[Any]):
 
 
 class Dispatcher(Dataset[Any]):
-    """The part of a graph that one process runs, as a dataset whose items are rounds of parcels, one for each worker.
+    """The dispatched part of a graph, as a dataset whose items are rounds of parcels, one parcel for each worker.
 
-    Its indices: a pickled `ReplicaEpoch` to begin, `GO_ON`, or `IDLE` for an empty round.
+    Indices are a pickled `ReplicaEpoch` to begin an epoch, `GO_ON` for the next round, or `IDLE` for an empty round.
     """
 
     def __init__(self, end: DataPipe, num_workers: int, limit: int, reset_fn: ResetFn | None) -> None:
@@ -122,4 +122,4 @@ class Dispatcher(Dataset[Any]):
             if turn >= self._begun.sent[worker]:
                 shares[worker].append(element)
         self._packer.clear()
-        return [tuple(self._packer.parcel(its)) if its else None for its in shares], made.ended, made.drawn
+        return [tuple(self._packer.parcel(elements)) if elements else None for elements in shares], made.ended, made.drawn
