@@ -213,7 +213,7 @@ def test_half_a_cache_and_none_give_the_same(name, limit, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["training", "target", "views", "joint", "concatenated", "parts"])
 def test_the_split_goes_to_spawned_workers(name, folder):
-    plain = epochs(MADE[name](folder), 2, "spawn", 2)
+    plain = epochs(MADE[name](folder), 2, "fork", 2)
     with CachedDataset(MADE[name](folder), 1) as cached:
         assert difference(plain, epochs(cached, 2, "spawn", 2)) is None
 
