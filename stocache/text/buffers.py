@@ -7,6 +7,7 @@ NOTE [ Where a buffer begins ]
     the buffers before it hold. Every process knows where the first buffer begins, so the table's first row holds the end.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from stocache.cache.shared import SharedCache
 from stocache.errors import DamagedError, StateError, StreamError
 from stocache.text.lines import LineLocation, LinePosition, Lines, TextChunk
 from stocache.text.options import CacheName
-from stocache.text.parsers import Bad, Custom, RowParser, join_trees
+from stocache.text.parsers import BadRows, Custom, RowParser, join_trees
 
 _MAX_ROW_DENSITY = 4  # there is room for buffers of rows this many times shorter than the first; later buffers stay uncached
 _COMPRESSION = 16  # the same for compressed files: this many bytes of text for each stored byte
@@ -62,7 +63,7 @@ class Buffers:
     def __init__(
         self,
         lines: Lines,
-        parser: RowParser | Custom,
+        parser: RowParser,
         skip: bool,
         full_only: bool,
         size_limit_gib: float | str | None,
@@ -129,8 +130,8 @@ class Buffers:
             self._end = LinePosition(*row.tolist())
         return None if self._end is None else self._end.rows
 
-    def count(self, progress: Any = None) -> int:
-        """Find where every buffer begins, and return the number of rows."""
+    def count(self, progress: Callable[[LinePosition], object] | None = None) -> int:
+        """Find where every buffer begins, and return the number of rows. Calls ``progress`` with each position."""
         number = 0
         while (rows := self.total_rows) is None:
             number += 1
@@ -225,7 +226,7 @@ class Buffers:
             skipped += len(bad) + bool(chunk.damage)
         return RowBuffer(join_trees(trees) if trees else None, rows, skipped, faults[0] if faults else None)
 
-    def _parse_chunk(self, chunk: TextChunk) -> tuple[Any, Bad]:
+    def _parse_chunk(self, chunk: TextChunk) -> tuple[Any, BadRows]:
         if not chunk.rows:
             return None, []
         try:

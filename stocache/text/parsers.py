@@ -10,6 +10,7 @@ import csv
 import json
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,7 @@ from stocache.text.engines import (
     to_exact_array,
 )
 
-Bad = list[tuple[int, str]]
+BadRows = list[tuple[int, str]]
 """Bad rows: the number of each in its chunk, and the reason."""
 
 _PADDING = 1024  # blanks after the last field of fixed width that bulk readers accept
@@ -100,18 +101,41 @@ def _stack(columns: ColumnArrays, dtype: Any) -> np.ndarray[Any, Any]:
     return stacked
 
 
-def _wide(dtype: Any) -> str:
+def _parsed_kind(dtype: Any) -> str:
     return "f8" if dtype.kind == "f" else "i8"
 
 
 # ---------------------------------------------------------------------------------------------------- kinds of rows
 
 
+class RowParser(ABC):
+    """Base class of parsers. Each subclass reads one format."""
+
+    @property
+    @abstractmethod
+    def expected(self) -> str:
+        """What a good row looks like, for error messages."""
+
+    @abstractmethod
+    def bulk(self, data: bytes, rows: int) -> Any:
+        """Return the arrays of all rows, or raise an error if one is bad.
+
+        Args:
+            data: the rows, each with its newline.
+            rows: number of rows.
+        """
+
+    @abstractmethod
+    def parse_row_by_row(self, data: bytes) -> tuple[Any, BadRows]:
+        """Return the arrays of the good rows, and the bad rows."""
+
+
 @dataclass
-class RowParser:
-    """Base class of parsers of rows that have fields. Each subclass reads one format.
+class FieldParser(RowParser):
+    """Base class of parsers of rows that have fields.
 
     Attributes:
+        target: which fields are used, and how.
         width: number of fields in a row.
         engines: "pyarrow" and "numpy", in the order in which they are tried.
     """
@@ -121,22 +145,17 @@ class RowParser:
     engines: Sequence[str]
     _first: int = field(default=0, compare=False)  # number of the attempt that succeeded last
 
-    @property
-    def expected(self) -> str:
-        """What a good row looks like, for error messages."""
-        raise NotImplementedError
-
+    @abstractmethod
     def fields_of(self, row: str) -> list[Any]:
         """Return the fields of a row. Raises ValueError with the reason if the row is bad."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> ColumnArrays:
         """Return columns as "f8" or "i8". Raises BulkParseError, or an error of the engine."""
-        raise NotImplementedError
 
     def bulk(self, data: bytes, rows: int) -> Any:
         """Return the arrays of all rows. Raises BulkParseError if no engine can parse them."""
-        exact = [(n, _wide(dtype)) for n, dtype in self.target.wanted]
+        exact = [(n, _parsed_kind(dtype)) for n, dtype in self.target.wanted]
         attempts = [(engine, exact) for engine in self.engines]
         if any(kind == "i8" for _, kind in exact):  # integers may be written as 2.0
             attempts += [(engine, [(n, "f8") for n, _ in exact]) for engine in self.engines]
@@ -152,9 +171,8 @@ class RowParser:
                 continue
         raise BulkParseError("no engine can parse these rows")
 
-    def parse_row_by_row(self, data: bytes) -> tuple[Any, Bad]:
-        """Return the arrays of the good rows, and the bad rows."""
-        bad: Bad = []
+    def parse_row_by_row(self, data: bytes) -> tuple[Any, BadRows]:  # noqa: D102
+        bad: BadRows = []
         kept = []
         for number, row in enumerate(_split(data)):
             try:
@@ -164,7 +182,7 @@ class RowParser:
                 kept.append([self._value(fields[n], n, dtype) for n, dtype in self.target.wanted])
             except ValueError as error:
                 bad.append((number, str(error)))
-        columns = [np.array([row[n] for row in kept], _wide(dtype)) for n, (_, dtype) in enumerate(self.target.wanted)]
+        columns = [np.array([row[n] for row in kept], _parsed_kind(dtype)) for n, (_, dtype) in enumerate(self.target.wanted)]
         return self.target.assemble(columns), bad
 
     def _value(self, text: Any, number: int, dtype: Any) -> float | int:
@@ -173,11 +191,11 @@ class RowParser:
         if value is None or (isinstance(value, str) and value in NULLS) or value != value:
             if self.target.keep_nan and dtype.kind == "f":
                 return math.nan
-            raise ValueError(f"{self._named(number)} is missing")
+            raise ValueError(f"{self._column_name(number)} is missing")
         if isinstance(value, str):
-            value = _to_number(value, dtype, self._named(number))
+            value = _to_number(value, dtype, self._column_name(number))
         elif not isinstance(value, int | float):
-            raise ValueError(f"{self._named(number)} is {json.dumps(value)[:60]}, not a number")
+            raise ValueError(f"{self._column_name(number)} is {json.dumps(value)[:60]}, not a number")
         if dtype.kind == "f":
             if value != value:
                 return self._value(None, number, dtype)
@@ -187,10 +205,10 @@ class RowParser:
                 return math.copysign(math.inf, value)
         low, high = _range(dtype)
         if value != value or value in (math.inf, -math.inf) or value != int(value) or not low <= value <= high:
-            raise ValueError(f"{self._named(number)} is {text!r:.60}, not {dtype}")
+            raise ValueError(f"{self._column_name(number)} is {text!r:.60}, not {dtype}")
         return int(value)
 
-    def _named(self, number: int) -> str:
+    def _column_name(self, number: int) -> str:
         return f"column {number}"
 
 
@@ -204,7 +222,7 @@ def _to_number(text: str, dtype: Any, name: str) -> float | int:
 
 
 @dataclass
-class Delimited(RowParser):
+class Delimited(FieldParser):
     """Fields between delimiters; with None, between white space."""
 
     delimiter: str | None = ","
@@ -243,7 +261,7 @@ def fields_of(row: str, delimiter: str | None, comments: str | None) -> list[str
 
 
 @dataclass
-class FixedWidth(RowParser):
+class FixedWidth(FieldParser):
     """Fields of fixed widths in bytes, padded with blanks."""
 
     widths: tuple[int, ...] = ()
@@ -284,7 +302,7 @@ class FixedWidth(RowParser):
 
 
 @dataclass
-class JsonLines(RowParser):
+class JsonLines(FieldParser):
     """Rows that are JSON objects; ``names`` are the keys of the fields."""
 
     names: tuple[str, ...] = ()
@@ -302,7 +320,7 @@ class JsonLines(RowParser):
             raise ValueError("not a JSON object")
         return [found.get(name) for name in self.names]
 
-    def _named(self, number: int) -> str:
+    def _column_name(self, number: int) -> str:
         return repr(self.names[number])
 
     def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> ColumnArrays:
@@ -313,20 +331,22 @@ class JsonLines(RowParser):
 
 
 @dataclass
-class Custom:
+class Custom(RowParser):
     """Rows that a function of the user parses. It takes lines without line ends, and returns arrays with one row each."""
 
     function: Callable[[list[str]], Any]
 
-    expected = "a row that the parse function takes"
+    @property
+    def expected(self) -> str:  # noqa: D102
+        return "a row that the parse function takes"
 
     def bulk(self, data: bytes, rows: int) -> Any:
         """Return the arrays of all rows. Errors of the function pass through."""
         return _checked_arrays(self.function(_split(data)), rows)
 
-    def parse_row_by_row(self, data: bytes) -> tuple[Any, Bad]:
+    def parse_row_by_row(self, data: bytes) -> tuple[Any, BadRows]:
         """Return the arrays of the rows that the function can parse one by one, and the bad rows."""
-        bad: Bad = []
+        bad: BadRows = []
         kept = []
         for number, row in enumerate(_split(data)):
             try:

@@ -137,11 +137,9 @@ class Windows:
             rows -= rows % self.batch_size
         if not rows:
             return []
-        parts = iter(
-            zip(*[torch.split(torch.from_numpy(array)[:rows], self.batch_size) for array in leaves(tree)], strict=True)
-        )
+        columns = [torch.split(torch.from_numpy(array)[:rows], self.batch_size) for array in leaves(tree)]
         batches = []
-        for part in parts:
+        for part in zip(*columns, strict=True):
             tensors = iter(part)
             batches.append(tree_map(lambda array: next(tensors), tree))  # noqa: B023  called at once
         return batches
