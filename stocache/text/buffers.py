@@ -1,13 +1,14 @@
-"""Buffers of rows: found in the cache, or read where they begin and parsed; where each begins is known to all workers.
+"""Reads, parses and caches the rows of text, a buffer at a time.
 
 NOTE [ Where a buffer begins ]
-    Only who has read a buffer knows where the next one begins. So whoever reads one publishes that, in a table in shared
-    memory that all workers have; who needs a beginning that is not there yet reads on from the last one that is, which takes
-    a twentieth of the time of parsing. A beginning with fewer rows before it than all buffers before have room for is the end.
-    The table's first row, of the buffer whose beginning everybody knows, is where the end is noted.
+    Only a process that has read a buffer knows where the next one begins. So it publishes that position in a table in shared
+    memory, for all workers. A process that needs a position that is not in the table reads on from the last one before it that
+    is; this takes a twentieth of the time of parsing. A position is the end of all buffers if fewer rows lie before it than
+    the buffers before it hold. Every process knows where the first buffer begins, so the table's first row holds the end.
 """
 
-import logging
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -18,27 +19,26 @@ from stocache.cache.shared import SharedCache
 from stocache.errors import DamagedError, StateError, StreamError
 from stocache.text.lines import LineLocation, LinePosition, Lines, TextChunk
 from stocache.text.options import CacheName
-from stocache.text.parsers import Bad, Custom, RowParser, joined
+from stocache.text.parsers import BadRows, Custom, RowParser, join_trees
 
-logger = logging.getLogger("stocache")
-
-_MAX_ROW_DENSITY = 4  # times as short as in the first buffer: if rows are shorter on average, buffers stay uncached
-_COMPRESSION = 16  # the same, how much more text may come out of compressed files than there are bytes
-_SHOWN = 1000  # bytes of a line that an error may show, of which it takes the first characters
-_ROW = 3 * 8  # bytes of a row of the table; and one more for its state
+_MAX_ROW_DENSITY = 4  # there is room for buffers of rows this many times shorter than the first; later buffers stay uncached
+_COMPRESSION = 16  # the same for compressed files: this many bytes of text for each stored byte
+_SHOWN = 1000  # bytes of a line that are decoded for an error, which shows the first characters
+_TABLE_ROW = 3 * 8 + 1  # bytes of a row of the table, and of its state
 
 
 Fault = tuple[LineLocation, str]
+"""A bad line, and what is wrong with it."""
 
 
 class RowBuffer(NamedTuple):
-    """Parsed rows.
+    """The parsed rows of a buffer.
 
     Attributes:
-        arrays: a tree of arrays, with as many rows each.
-        rows: read; those that were not as they should be are missing in the arrays.
-        skipped: how many these are.
-        fault: where the first of them is, and what is wrong with it; None where nothing is.
+        arrays: a tree of arrays with one row for each good row of the text; None if no row is good.
+        rows: number of rows that were read.
+        skipped: number of bad ones among them, which the arrays lack.
+        fault: the first bad one; None if all are good.
     """
 
     arrays: Any
@@ -53,64 +53,62 @@ class Buffers:
     Args:
         lines: the share.
         parser: makes arrays of rows.
-        skip: whether rows that are not as they should be are left out, rather than an error.
-        whole: whether a last buffer that is not full is left out.
+        skip: True leaves bad rows out; False makes them an error.
+        full_only: True leaves out a last buffer that is not full.
         size_limit_gib: memory for the cache; None or 0 for no cache.
-        cache_name: of the cache and of the table; None if no other job shares them.
-        rank, world_size: whose share it is. Ranks of one machine have one cache.
+        cache_name: of the cache and the table; None if other jobs and ranks do not share them.
+        rank, world_size: of the share. The ranks of a machine have one cache.
     """
 
     def __init__(
         self,
         lines: Lines,
-        parser: RowParser | Custom,
+        parser: RowParser,
         skip: bool,
-        whole: bool,
+        full_only: bool,
         size_limit_gib: float | str | None,
         cache_name: CacheName | None,
         rank: int,
         world_size: int,
     ) -> None:
         self.lines, self.parser = lines, parser
-        self._skip, self._whole = skip, whole
-        self._rank, self._world_size = rank, world_size
+        self._skip, self._full_only = skip, full_only
         self._known: dict[int, LinePosition] = {0: lines.begin}
         self._end: LinePosition | None = None
         expected = lines.total_bytes * (_COMPRESSION if lines.compressed else 1) / lines.mean_row_bytes / lines.buffer_size
         self._len = int(_MAX_ROW_DENSITY * expected / (1 if lines.step > 1 else world_size)) + 16
         self._base = rank * self._len
-        named: dict[str, Any] = {}
-        if cache_name is not None:
-            named = {"name": cache_name.name, "persist": cache_name.persist, "fingerprint": cache_name.fingerprint}
+        named = {} if cache_name is None else asdict(cache_name)
         self.cache: RaggedCache | None = None
         if size_limit_gib is not None and size_limit_gib != 0:
             self.cache = RaggedCache(size_limit_gib, self._len * world_size, **named)
         if named:
             named["name"] += ".lines"
-        nbytes = (_ROW + 1) * self._len * world_size
-        self._table = SharedCache(nbytes / 2**30, self._len * world_size, (3,), torch.int64, **named)
+        table_gib = _TABLE_ROW * self._len * world_size / 2**30
+        self._table = SharedCache(table_gib, self._len * world_size, (3,), torch.int64, **named)
 
     # ------------------------------------------------------------------------------------------------ where they begin
 
-    def _look_up(self, number: int) -> LinePosition | None:
+    def position(self, number: int) -> LinePosition | None:
+        """Return where a buffer begins; None if that is not known."""
         found = self._known.get(number)
         if found is None and number < self._len and (row := self._table.peek(self._base + number)) is not MISSING:
             found = self._known[number] = LinePosition(*row.tolist())
         return found
 
     def _publish(self, number: int, position: LinePosition) -> None:
-        if self._look_up(number) is None:
+        if self.position(number) is None:
             self._known[number] = position
-            self._note(number, position)
+            self._write(number, position)
 
-    def _note(self, number: int, position: LinePosition) -> None:
+    def _write(self, number: int, position: LinePosition) -> None:
         if number < self._len:
             self._table.set_if_empty([self._base + number], [torch.tensor(position)])
 
     def _find(self, number: int) -> LinePosition:
-        """Return where a buffer begins, or where all end."""
+        """Return where a buffer begins; the end of all buffers for one after the last."""
         nearest = number
-        while (position := self._look_up(nearest)) is None:
+        while (position := self.position(nearest)) is None:
             nearest -= 1
         while nearest < number and position.rows == nearest * self.lines.buffer_size:
             _, position = self._read_from(nearest, position)
@@ -122,18 +120,18 @@ class Buffers:
         self._publish(number + 1, end)
         if end.rows < (number + 1) * self.lines.buffer_size:
             self._end = end
-            self._note(0, end)
+            self._write(0, end)
         return chunks, end
 
     @property
     def total_rows(self) -> int | None:
-        """Rows of the share; None as long as nobody has come to its end."""
+        """Rows of the share; None until a process has read to its end."""
         if self._end is None and (row := self._table.peek(self._base)) is not MISSING:
             self._end = LinePosition(*row.tolist())
         return None if self._end is None else self._end.rows
 
-    def count(self, progress: Any = None) -> int:
-        """Find the beginning of every buffer; return the number of rows."""
+    def count(self, progress: Callable[[LinePosition], object] | None = None) -> int:
+        """Find where every buffer begins, and return the number of rows. Calls ``progress`` with each position."""
         number = 0
         while (rows := self.total_rows) is None:
             number += 1
@@ -143,7 +141,7 @@ class Buffers:
         return rows
 
     def resume_at(self, number: int, position: LinePosition) -> None:
-        """Take another's word for where a buffer begins.
+        """Set where a buffer begins, as a state says.
 
         Raises:
             StateError: no line begins there.
@@ -152,18 +150,14 @@ class Buffers:
             raise StateError(f"the files have changed since the state was taken: no line begins where {tuple(position)} was.")
         self._publish(number, position)
 
-    def position(self, number: int) -> LinePosition | None:
-        """Return where a buffer begins, if that is known."""
-        return self._look_up(number)
-
-    # ------------------------------------------------------------------------------------------------ what is in them
+    # ------------------------------------------------------------------------------------------------ their rows
 
     def fetch(self, number: int, copy: bool) -> RowBuffer | list[TextChunk] | None:
-        """Return a cached buffer, or the text of one that is not; None after the last.
+        """Return a buffer from the cache, or its text if it is not cached; None after the last.
 
         Args:
             number: of the buffer in the share.
-            copy: False for a cached one to be a view of the shared memory.
+            copy: False may return views of the cache's memory.
 
         Raises:
             DamagedError: a file has changed, or compressed data is cut.
@@ -174,7 +168,7 @@ class Buffers:
             if cached is not MISSING:
                 self._check_files(number)
                 found = RowBuffer(*cached)
-                return None if self._whole and found.rows < self.lines.buffer_size else found
+                return None if self._full_only and found.rows < self.lines.buffer_size else found
         begin = self._find(number)
         if begin.rows < number * self.lines.buffer_size:
             return None
@@ -182,15 +176,15 @@ class Buffers:
         damaged = next((chunk for chunk in chunks if chunk.damage), None)
         if damaged and not self._skip:
             raise DamagedError(f"{self.lines.where(damaged.location(damaged.rows))}: {damaged.damage}")
-        if self._whole and end.rows - begin.rows < self.lines.buffer_size:
+        if self._full_only and end.rows - begin.rows < self.lines.buffer_size:
             return None
         return chunks or None
 
     def parse(self, number: int, fetched: RowBuffer | list[TextChunk], copy: bool) -> RowBuffer:
-        """Return a buffer that was fetched, parsed and cached if it was not.
+        """Return what `fetch` returned; parse and cache it if it is text.
 
         Raises:
-            StreamError: a row is not as it should be.
+            StreamError: a row is bad.
         """
         if isinstance(fetched, RowBuffer):
             return fetched
@@ -203,7 +197,7 @@ class Buffers:
         return self._base + number if number < self._len else None
 
     def _check_files(self, number: int) -> None:
-        begin, end = self._look_up(number), self._look_up(number + 1)
+        begin, end = self.position(number), self.position(number + 1)
         if begin is not None and end is not None:
             self.lines.check(begin, end)
 
@@ -230,16 +224,15 @@ class Buffers:
                 raise StreamError(f"{where}: {faults[0][1]}. {header}on_error='skip' leaves such lines out.")
             rows += chunk.rows
             skipped += len(bad) + bool(chunk.damage)
-        return RowBuffer(joined(trees) if trees else None, rows, skipped, faults[0] if faults else None)
+        return RowBuffer(join_trees(trees) if trees else None, rows, skipped, faults[0] if faults else None)
 
-    def _parse_chunk(self, chunk: TextChunk) -> tuple[Any, Bad]:
+    def _parse_chunk(self, chunk: TextChunk) -> tuple[Any, BadRows]:
         if not chunk.rows:
             return None, []
-        data = chunk.data
         try:
-            return self.parser.bulk(data, chunk.rows), []
-        except Exception:  # what an engine or the user's function raises
-            tree, bad = self.parser.parse_row_by_row(data)
+            return self.parser.bulk(chunk.data, chunk.rows), []
+        except Exception:  # of an engine, or of the user's function
+            tree, bad = self.parser.parse_row_by_row(chunk.data)
             if not bad and isinstance(self.parser, Custom):
                 raise
             return tree, bad
@@ -247,7 +240,7 @@ class Buffers:
     # ------------------------------------------------------------------------------------------------ life
 
     def close(self) -> None:
-        """Let go of files and memory. Twice is fine."""
+        """Close files and release memory. May be called twice."""
         self.lines.close()
         self._table.close()
         if self.cache is not None:

@@ -1,7 +1,7 @@
-"""How pyarrow and numpy parse text in bulk: all rows of a piece at once, or none of them.
+"""Parses rows of text in bulk with pyarrow or numpy: all rows of a chunk at once, or none.
 
-pyarrow where it is installed: by threads it is the fastest of those that were measured, beside pandas, polars and numpy.loadtxt
-(benchmark/README.md has the table), and it reads JSON, too.
+pyarrow comes first: with threads it was the fastest of pyarrow, pandas, polars and numpy.loadtxt (benchmark/README.md has the
+table), and it reads JSON, too.
 """
 
 import re
@@ -14,18 +14,18 @@ from stocache.errors import StreamError
 ColumnArrays = list[np.ndarray[Any, Any]]
 
 NULLS = ["", "NA", "N/A", "NaN", "nan", "NULL", "null", "None"]
-"""Texts that stand for a missing value."""
+"""The texts that mean a missing value."""
 
 
 class BulkParseError(Exception):
-    """A bulk reader cannot parse these rows; with care it may be possible."""
+    """These rows cannot be parsed in bulk; row by row it may be possible."""
 
 
 def engines(engine: Literal["auto", "pyarrow", "numpy"]) -> list[str]:
     """Return the engines to try, the fastest first.
 
     Raises:
-        StreamError: it is not installed.
+        StreamError: the engine is not installed.
     """
     if engine == "numpy":
         return ["numpy"]
@@ -41,17 +41,19 @@ def engines(engine: Literal["auto", "pyarrow", "numpy"]) -> list[str]:
 def csv_by_arrow(
     data: bytes, delimiter: str, width: int, kinds: list[tuple[int, str]], nulls: bool, quotes: bool
 ) -> ColumnArrays:
-    """Return columns of delimited text by their numbers, as "f8" or "i8".
+    """Return columns of delimited text.
 
     Args:
-        nulls: whether a missing value becomes NaN.
-        quotes: whether fields may be quoted.
+        width: number of fields in a row.
+        kinds: number of each column, and "f8" or "i8".
+        nulls: True makes missing values NaN.
+        quotes: True allows quoted fields.
     """
     import pyarrow
     import pyarrow.csv
 
     if (b"x" in data or b"X" in data) and re.search(rb"0[xX]", data):
-        raise BulkParseError("hexadecimal integers, perhaps")
+        raise BulkParseError("a number may be hexadecimal")  # pyarrow reads these as integers, Python does not
     types = {"f8": pyarrow.float64(), "i8": pyarrow.int64()}
     names = [str(n) for n in range(width)]
     table = pyarrow.csv.read_csv(
@@ -61,7 +63,7 @@ def csv_by_arrow(
         pyarrow.csv.ConvertOptions(
             column_types={str(n): types[kind] for n, kind in kinds},
             include_columns=list(dict.fromkeys(str(n) for n, _ in kinds)),
-            null_values=NULLS if nulls else [],  # else they are refused, which is faster
+            null_values=NULLS if nulls else [],  # without them a missing value is an error, which is faster
             check_utf8=False,
         ),
     )
@@ -69,7 +71,7 @@ def csv_by_arrow(
 
 
 def json_by_arrow(data: bytes, kinds: list[tuple[str, str]]) -> ColumnArrays:
-    """Return columns of JSON objects by their keys."""
+    """Return columns of JSON objects; ``kinds`` has the key of each column, and "f8" or "i8"."""
     import pyarrow
     import pyarrow.json
 
@@ -91,28 +93,28 @@ def _from_arrow(column: Any, kind: str) -> np.ndarray[Any, Any]:
 
 
 def csv_by_numpy(data: bytes, delimiter: str, width: int, kinds: list[tuple[int, str]]) -> ColumnArrays:
-    """Return columns of delimited text by their numbers, all as "f8"."""
+    """Return columns of delimited text, all as "f8"; ``kinds`` begins with the number of each column."""
     array = np.frombuffer(data, np.uint8)
     newlines = np.flatnonzero(array == 10)
     commas = np.add.reduceat(array == ord(delimiter), np.append(0, newlines[:-1] + 1), dtype=np.int64)
-    if (commas != width - 1).any() or b'"' in data:  # loadtxt would not mind fields that nobody wants
-        raise BulkParseError("another number of fields")
+    if (commas != width - 1).any() or b'"' in data:  # loadtxt does not check the fields it leaves out
+        raise BulkParseError("a row has another number of fields")
     unique = list(dict(kinds))
-    # Integers as float64, too: before numpy 2.4 loadtxt takes 2.5 for the integer 2. Large ones are refused later
+    # integers are read as float64, too: before numpy 2.4 loadtxt reads 2.5 as the integer 2. `Target` refuses large ones
     table = np.loadtxt(data.decode().split("\n")[:-1], delimiter=delimiter, comments=None, usecols=unique, ndmin=2)
     return [table[:, unique.index(n)] for n, _ in kinds]
 
 
 def to_exact_array(values: list[Any], kind: str) -> np.ndarray[Any, Any]:
-    """Return numbers as an array. Raises Refused where there are others."""
+    """Return numbers as an array. Raises BulkParseError if a value is of another type."""
     array = np.array(values)
     if array.ndim != 1 or array.dtype.kind not in ("i" if kind == "i8" else "fi"):
-        raise BulkParseError("other values")
+        raise BulkParseError("a value is of another type")
     return array.astype(kind)
 
 
 def collapse_blanks(data: bytes) -> bytes:
-    """Return rows of fields with single blanks between them, and none before or after."""
+    """Return the rows with one blank between fields, and no blank before or after them."""
     array = np.frombuffer(data, np.uint8)
     blank = (array == 32) | ((array >= 9) & (array <= 13) & (array != 10))
     before = np.append(True, blank[:-1] | (array[:-1] == 10))

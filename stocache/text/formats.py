@@ -74,7 +74,7 @@ class TextFormat(ABC):
         _line_limit(self.max_line_bytes)
 
     @abstractmethod
-    def parser(self, lines: Lines, engine: Engine) -> RowParser | Custom:
+    def parser(self, lines: Lines, engine: Engine) -> RowParser:
         """Return the parser of these lines.
 
         Raises:
@@ -313,7 +313,7 @@ class CustomFormat(TextFormat):
         if not callable(self.parse):
             raise StreamError(f"parse={self.parse!r} is not a function.")
 
-    def parser(self, lines: Lines, engine: Engine) -> Custom:  # noqa: D102
+    def parser(self, lines: Lines, engine: Engine) -> RowParser:  # noqa: D102
         return Custom(self.parse)
 
 

@@ -121,7 +121,7 @@ class Lines:
         self._bounds = [0, *accumulate(file.size for file in self.files)]  # where each file begins among all bytes
         self.total_bytes = self._bounds[-1]
         try:
-            head = self._read_at(0, self._start_of(0), _HEAD)[0]
+            head = self._reader.read_at(0, self._start_of(0), _HEAD)[0]
             self._seen = len(head) + 1, 1 + head.count(b"\n")  # bytes, and about how many rows they have
             self._set_share(rank, world_size)
         except BaseException:
@@ -189,7 +189,7 @@ class Lines:
             StreamError: the line is too long, and ``skip`` is False.
         """
         at = begin
-        while data := self._read_at(number, at, _HEAD)[0]:
+        while data := self._reader.read_at(number, at, _HEAD)[0]:
             end = data.find(b"\n")
             if not skip and (at + end if end >= 0 else at + len(data)) - begin > self._max_line_bytes:
                 raise self._too_long(number, begin, "")
@@ -209,7 +209,7 @@ class Lines:
     def _header_of(self, number: int) -> tuple[int, int]:
         """Return where the last line of a file's header begins, and where the header ends."""
         if number not in self._headers:
-            begin = end = len(_BOM) if self._read_at(number, 0, _HEAD)[0].startswith(_BOM) else 0
+            begin = end = len(_BOM) if self._reader.read_at(number, 0, _HEAD)[0].startswith(_BOM) else 0
             whole = True
             for _ in range(self._skip_header):
                 if whole:
@@ -221,7 +221,7 @@ class Lines:
     def header(self) -> str:
         """Return the last line of the first file's header."""
         begin, end = self._header_of(0)
-        lines = self._read_at(0, begin, end - begin)[0].splitlines()
+        lines = self._reader.read_at(0, begin, end - begin)[0].splitlines()
         return lines[-1].decode(errors="replace") if lines else ""
 
     def first_row(self) -> bytes:
@@ -268,7 +268,7 @@ class Lines:
         taken, rows, rest = 0, 0, b""  # bytes of the lines so far; rows in them; the text after them
         while True:
             asked = (size if limit is None else min(size, limit)) - taken - len(rest)
-            more, damage = self._read_at(number, offset + taken + len(rest), asked)
+            more, damage = self._reader.read_at(number, offset + taken + len(rest), asked)
             text = rest + more if rest else more
             file_ends = len(more) < asked
             if (file_ends or taken + len(text) == limit) and text and not text.endswith(b"\n"):
@@ -302,12 +302,9 @@ class Lines:
             raise self._too_long(number, offset, ", or leave such lines out: on_error='skip'")
         end, whole = self._line_end(number, offset, skip=True)
         self.files[number].check()
-        damage = None if whole else self._read_at(number, end, 1)[1]
+        damage = None if whole else self._reader.read_at(number, end, 1)[1]
         fault = None if damage else f"the line is longer than {_size(self._max_line_bytes)}"
         return TextChunk(number, offset, end - offset, 1, b"", int(not damage), damage=damage, fault=fault), not whole
-
-    def _read_at(self, number: int, offset: int, nbytes: int) -> tuple[bytes, str | None]:
-        return self._reader.read_at(number, offset, nbytes)
 
     def close(self) -> None:
         """Close the open file. Reading opens it again."""
@@ -336,7 +333,7 @@ class Lines:
         if number >= len(self.files):
             return (number, offset) == (len(self.files), 0)
         start = self._start_of(number)
-        return offset == start or (offset > start and self._read_at(number, offset - 1, 1)[0] == b"\n")
+        return offset == start or (offset > start and self._reader.read_at(number, offset - 1, 1)[0] == b"\n")
 
 
 def _size(nbytes: int) -> str:

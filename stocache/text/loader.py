@@ -1,4 +1,4 @@
-"""StreamLoader: batches of tensors from text files of any size, through an internal buffer, cached after the first pass."""
+"""`StreamLoader` delivers batches of tensors from text files of any size, and caches parsed rows in shared memory."""
 
 import contextlib
 import logging
@@ -7,14 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from tqdm import tqdm
 
 from stocache.cache.stats import CacheStats
 from stocache.errors import CacheNameError, ClosedError, MismatchError, StateError, StreamError
-from stocache.loader.collate import as_is
-from stocache.loader.dataloader import DataLoader
 from stocache.system.deprecation import renamed_arguments
 from stocache.system.hashing import checksum
 from stocache.system.ranks import is_first_rank
@@ -24,7 +21,7 @@ from stocache.text.flat import flat_arguments
 from stocache.text.formats import Column, CsvFormat, CustomFormat, TextFormat
 from stocache.text.lines import LinePosition, Lines
 from stocache.text.options import CacheName, ReadOptions, ShardOptions, check_choice, check_integer, check_type
-from stocache.text.windows import Deliveries, Shuffle, ShuffleKey, WindowBatches, Windows, WorkerShard, by_threads, one_by_one
+from stocache.text.windows import Shuffle, ShuffleKey, WindowBatches, Windows, WorkerProcesses, by_threads, one_by_one
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -45,15 +42,15 @@ class CsvArguments(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class StreamStats:
-    """What a `StreamLoader` has done in this process, and its workers for it.
+    """Counts of a `StreamLoader` in this process and its workers.
 
     Attributes:
-        epochs: finished.
-        batches: delivered.
-        rows: of the buffers they came from, as often as they came.
-        skipped: of these, lines that were left out because of ``on_error="skip"``.
-        dropped: of these, rows that were left out because they fill no batch of their buffer or window (``drop_last``).
-        cache: of its cache, by all processes that share it: a sample is a buffer. None without.
+        epochs: number of finished epochs.
+        batches: number of delivered batches.
+        rows: number of rows in the buffers that were used, in all epochs.
+        skipped: number of bad lines among them that were left out (``on_error="skip"``).
+        dropped: number of good rows among them that were left out because they do not fill a batch (``drop_last``).
+        cache: counts of all processes that share the cache, where a sample is a buffer. None without a cache.
     """
 
     epochs: int
@@ -72,9 +69,9 @@ class StreamLoader(IterableDataset[Any]):
             for x, y in loader:  # float32 (256, columns), int64 (256,)
                 train(x, y)
 
-    Rows are read through a buffer of ``buffer_size`` of them, parsed in bulk, ahead of the training step. Iterating it is one
-    epoch; iterating it again is the next. Parsed buffers stay in a shared cache while there is room: from the second epoch on
-    they are neither read nor parsed; the others are found by their bytes.
+    Rows are read into buffers of ``buffer_size`` rows and parsed in bulk, ahead of the training step. Each iteration is one
+    epoch. Parsed buffers stay in a shared cache while there is room; from the second epoch on they are neither read nor
+    parsed. The other buffers are read again, from where they begin.
 
     Args:
         path: a file, a glob or an fsspec URL, or a sequence of these. They are read as one text, in this order. Files
@@ -174,32 +171,29 @@ class StreamLoader(IterableDataset[Any]):
         }
         self._transform, self._num_workers = transform, num_workers
         self._limit_gib, self._cache_name = size_limit_gib, cache
-        self._counts = count_rows or shuffle == "buffers"
+        self._count_first = count_rows or shuffle == "buffers"
         self._progress = self._read.progress and is_first_rank()
         self._epoch, self._epoch_was_set = 0, False
         self._resumed: dict[str, Any] | None = None
         self._state: dict[str, Any] | None = None  # after the batch that was delivered last
-        self._workers: DataLoader | None = None
+        self._workers = WorkerProcesses(num_workers, self._read.multiprocessing_context)
         self._totals = {"epochs": 0, "batches": 0, "rows": 0, "skipped": 0, "dropped": 0}
         self._fault = ""  # of the first line that was left out
         self._warned_of_rest = False
-        self._turn = 0  # of iterations by workers
         self._windows: Windows | None = None
         self._open(find_files(path, self._read.storage_options))
 
-    # ------------------------------------------------------------------------------------------------ the files
+    # ------------------------------------------------------------------------------------------------ files
 
     def _open(self, files: list[TextFile], cached: bool = True) -> None:
-        """Set up all that follows from what is in the files."""
+        """Set the windows for these files, and count their rows if asked to."""
         full = [file for file in files if file.size]
         if not full or (len(full) < len(files) and not self._format.skips):
             empty = next(file.path for file in files if not file.size)
             raise StreamError(f"{empty} is empty: a file of at least one line was expected.")
-        shard = self._shard.rank, self._shard.world_size
-        rows = self._format
-        lines = Lines(
-            full, self._buffer_size, rows.skip_header, rows.comments, rows.white_delimiter, *shard, rows.line_limit, rows.skips
-        )
+        form, shard = self._format, (self._shard.rank, self._shard.world_size)
+        marks = form.comments, form.white_delimiter
+        lines = Lines(full, self._buffer_size, form.skip_header, *marks, *shard, form.line_limit, form.skips)
         with contextlib.closing(lines):
             if lines.compressed and self._order_options["shuffle"] == "buffers":
                 packed = next(file for file in full if file.compression)
@@ -207,17 +201,17 @@ class StreamLoader(IterableDataset[Any]):
                     f"shuffle='buffers' needs files that can be read from any byte, and {packed.path} is {packed.compression}. "
                     "Use shuffle=True, with a window of several buffers, or decompress it."
                 )
-            parser = rows.parser(lines, self._read.engine)
-            whole = self._order_options["drop_last"] is True
-            limit, name = (self._limit_gib, self._name_of_cache(full)) if cached else (None, None)
-            buffers = Buffers(lines, parser, rows.skips, whole, limit, name, *shard)
+            parser = form.parser(lines, self._read.engine)
+            full_only = self._order_options["drop_last"] is True
+            limit, name = (self._limit_gib, self._shared_name(full)) if cached else (None, None)
+            buffers = Buffers(lines, parser, form.skips, full_only, limit, name, *shard)
             self._windows = Windows(buffers, **self._order_options, transform=self._transform, rank=self._shard.rank)
-            self._files = files if cached or get_worker_info() is not None else None  # else it tries again
-            if self._counts:
+            self._files = files if cached or get_worker_info() is not None else None  # None: the next epoch opens them again
+            if self._count_first:
                 self._count(self._windows)
 
-    def _name_of_cache(self, files: list[TextFile]) -> CacheName | None:
-        """Return the name of the cache, with a fingerprint of its content; None for a cache of this loader alone."""
+    def _shared_name(self, files: list[TextFile]) -> CacheName | None:
+        """Return the name of the cache, with a fingerprint of its content; None if the cache is this loader's own."""
         given, world_size = self._cache_name, self._shard.world_size
         facts = [(os.path.abspath(file.path), file.size, file.stamp, file.ends) for file in files]
         fingerprint = None if given is None else given.fingerprint
@@ -230,7 +224,7 @@ class StreamLoader(IterableDataset[Any]):
         return CacheName(f"rows-{checksum(identity.encode(), repr(self._limit_gib).encode())}", fingerprint=identity)
 
     def _count(self, windows: Windows) -> None:
-        """Count the rows of this rank, and find where the rank with the fewest batches ends."""
+        """Count the rows of this rank, and the batches of the rank that has the fewest."""
         lines = windows.buffers.lines
         with tqdm(unit="row", unit_scale=True, desc="counting rows", disable=not self._progress) as bar:
             rows = windows.buffers.count(lambda position: bar.update(position.rows - bar.n))
@@ -239,26 +233,26 @@ class StreamLoader(IterableDataset[Any]):
         windows.limit = windows.batches_of(rows, lines.first)
         for rank in range(self._shard.world_size):
             with contextlib.closing(lines.share_of(rank, self._shard.world_size)) as share:
-                known = lines.step > 1 or rank == self._shard.rank  # ranks of every so manyth buffer have counted the same rows
+                known = lines.step > 1 or rank == self._shard.rank  # ranks that take every R-th buffer count the same rows
                 windows.limit = min(windows.limit, windows.batches_of(rows if known else share.count(), share.first))
         if not windows.limit:
             raise StreamError(
                 f"{self._paths}: with buffer_size={self._buffer_size}, a rank of {self._shard.world_size} has no batch."
             )
 
-    def _refreshed(self) -> Windows:
-        """Return the windows of the files as they are now."""
+    def _reopen_changed(self) -> Windows:
+        """Return the windows of the files as they are now; open files that have changed."""
         files = find_files(self._paths, self._read.storage_options)
         if files == self._files:
             return self._current()
         if self._files is not None:
-            logger.info("the files have changed, and are read anew: %s", self._paths)
+            logger.info("the files have changed and are read again: %s", self._paths)
         self._files = None
-        self._end_workers()
+        self._workers.end()
         self._current().buffers.close()
         try:
-            self._open(files, cached=get_worker_info() is None)  # a worker cannot tell the others of a new cache
-        except MismatchError as error:  # another rank or job has not noticed yet
+            self._open(files, cached=get_worker_info() is None)  # the other workers would not know a new cache
+        except MismatchError as error:  # another rank or job still has the old files
             logger.warning("this epoch runs uncached: %s", str(error))
             self._open(files, cached=False)
         return self._current()
@@ -266,15 +260,15 @@ class StreamLoader(IterableDataset[Any]):
     # ------------------------------------------------------------------------------------------------ iterating
 
     def __iter__(self) -> Iterator[Any]:
-        """Return an iterator over the batches of one epoch: the next, or the rest of the one that was resumed."""
-        # a generator begins with the first batch: by then a persistent worker has been told the epoch
+        """Return an iterator over the batches of the next epoch, or over the rest of one that was resumed."""
+        # this is a generator, so it runs from the first batch on: by then a persistent worker has its epoch
         worker = get_worker_info()
-        windows = self._refreshed()
+        windows = self._reopen_changed()
         state, self._resumed = self._resumed, None
         if state is None:
             state = self._beginning(self._epoch)
         elif state["identity"] != self._identity():
-            raise StateError("the files have changed since the state was taken. Begin an epoch of its own: set_epoch(…).")
+            raise StateError("the files have changed since the state was taken. Call set_epoch(…) to begin an epoch.")
         epoch, window, done = state["epoch"], state["window"], state["batch"]
         key = self._key(epoch) if window is None else tuple(state["key"])
         if state.get("position") is not None:
@@ -284,80 +278,51 @@ class StreamLoader(IterableDataset[Any]):
         if worker is not None:
             deliveries = one_by_one(windows, key, worker.id if window is None else window, worker.num_workers)
         elif self._num_workers:
-            deliveries = self._by_workers(windows, epoch, window or 0)
+            deliveries = self._workers.deliver(windows, epoch, window or 0)
         else:
             deliveries = by_threads(windows, key, window or 0)
         before, rows = self._totals.copy(), windows.buffers.total_rows
         bar = tqdm(total=rows, unit="row", unit_scale=True, desc=f"epoch {epoch}", disable=not self._progress)
         with bar, contextlib.closing(windows.buffers.lines), contextlib.closing(deliveries):
-            for number, delivery in deliveries:
-                self._note(delivery)
-                for batch in delivery.batches[done:]:
+            for number, made in deliveries:
+                self._count_rows(made)
+                for batch in made.batches[done:]:
                     done += 1
                     self._totals["batches"] += 1
                     self._state = {"epoch": epoch, "key": list(key), "window": number, "batch": done}
                     yield batch
-                bar.update(delivery.rows)
+                bar.update(made.rows)
                 done = 0
         self._state = self._beginning(epoch + 1)
         self._totals["epochs"] += 1
-        self._log_epoch(epoch, {what: count - before[what] for what, count in self._totals.items()})
+        self._check_and_log(epoch, {name: count - before[name] for name, count in self._totals.items()})
 
     def _key(self, epoch: int) -> ShuffleKey:
         worker = get_worker_info()
         return (epoch,) if worker is None or self._epoch_was_set else (worker.seed - worker.id, epoch)
 
-    def _by_workers(self, windows: Windows, epoch: int, start: int) -> Deliveries:
-        """Yield all windows from ``start`` on, made by worker processes in turn."""
-        if self._workers is None or start:
-            self._end_workers()
-            self._workers = DataLoader(
-                WorkerShard(windows, epoch, start),
-                batch_size=None,
-                num_workers=self._num_workers,
-                collate_fn=as_is,
-                generator=torch.Generator().manual_seed(windows.seed),  # else torch would draw from the user's
-                persistent_workers=True,
-                multiprocessing_context=self._read.multiprocessing_context,
-            )
-        self._workers.set_epoch(epoch)
-        self._turn += 1
-        turn = self._turn
-        made = iter(self._workers)
-        while self._turn == turn:
-            try:
-                found = next(made)
-            except StopIteration:
-                return
-            except Exception:
-                self._end_workers()
-                raise
-            yield found
-        raise StreamError("another iteration has begun: with num_workers, a StreamLoader has one at a time.")
+    def _count_rows(self, made: WindowBatches) -> None:
+        self._totals["rows"] += made.rows
+        self._totals["skipped"] += made.skipped
+        self._totals["dropped"] += made.dropped
+        if made.fault is not None and not self._fault:
+            location, reason = made.fault
+            self._fault = f"{self._current().buffers.lines.where(location)}: {reason}"
+            logger.warning("a bad line is left out; the end of the epoch counts them all: %s", self._fault)
 
-    def _end_workers(self) -> None:
-        if self._workers is not None:
-            self._workers.end_workers()
-        self._workers = None
+    def _check_and_log(self, epoch: int, counts: dict[str, int]) -> None:
+        """Log the counts of a finished epoch.
 
-    def _note(self, delivery: WindowBatches) -> None:
-        self._totals["rows"] += delivery.rows
-        self._totals["skipped"] += delivery.skipped
-        self._totals["dropped"] += delivery.dropped
-        if delivery.fault is not None and not self._fault:
-            place, reason = delivery.fault
-            self._fault = f"{self._current().buffers.lines.where(place)}: {reason}"
-            logger.warning("a line is left out; so will others be, counted at the end of the epoch: %s", self._fault)
-
-    def _log_epoch(self, epoch: int, counts: dict[str, int]) -> None:
-        """Say what is to be known of an epoch that is over."""
+        Raises:
+            StreamError: it delivered nothing.
+        """
         windows = self._current()
         total, size = windows.buffers.total_rows, self._buffer_size
         rank = f", rank {self._shard.rank}" if self._shard.world_size > 1 else ""
         if total is not None and not windows.batches_of(total, windows.buffers.lines.first):
             if not total:
                 raise StreamError(f"{self._paths}{rank}: no line holds data.")
-            less = f"drop_last={windows.drop_last} leaves no batch. Lower buffer_size, or say drop_last=False."
+            less = f"drop_last={windows.drop_last} leaves no batch. Lower buffer_size, or pass drop_last=False."
             raise StreamError(
                 f"{self._paths}{rank}: with {total} rows, buffer_size={size}, batch_size={windows.batch_size}, {less}"
             )
@@ -379,49 +344,48 @@ class StreamLoader(IterableDataset[Any]):
                 total % size, total, size,
             )  # fmt: skip
 
-    # ------------------------------------------------------------------------------------------------ where it stands
+    # ------------------------------------------------------------------------------------------------ state
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch is iterated over next."""
-        if type(epoch) is not int or epoch < 0:
-            raise StreamError(f"epoch={epoch!r} is no integer of at least 0.")
+        """Set the epoch that the next iterator delivers."""
+        check_integer("epoch", epoch, 0)
         self._epoch, self._epoch_was_set = epoch, True
         self._resumed = self._state = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the newest iterator stands, after the batch it has delivered last: numbers and strings only."""
+        """Return the position of the newest iterator, after the last batch it delivered. It holds numbers and strings only."""
         if self._resumed is not None:
             return dict(self._resumed)
         state: dict[str, Any] = {"version": _STATE_VERSION, "identity": self._identity()} | (
             self._state or self._beginning(self._epoch)
         )
         windows = self._current()
-        if state["window"] is not None and windows.shuffle != "buffers":  # where else it takes reading up to there
+        if state["window"] is not None and windows.shuffle != "buffers":  # or it is not known without reading
             number = windows.numbers(state["key"], state["window"])[0]
             position = windows.buffers.position(number)
             state |= {"buffer": number, "position": None if position is None else list(position)}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken: the next iterator delivers the batches that followed, and parses no others.
+        """Continue where `state_dict` was taken: the next iterator delivers the batches after it, and parses only those.
 
         Raises:
-            StateError: it is no such state, or of other files, or of another order.
+            StateError: this is not such a state, or it belongs to other files or another order.
         """
         parts = {"version", "identity", "epoch", "key", "window", "batch"}
         if not isinstance(state, dict) or state.get("version") != _STATE_VERSION or not parts <= set(state):
-            raise StateError(f"{state!r:.100} is no state of a StreamLoader of this version of stocache.")
+            raise StateError(f"{state!r:.100} is not a state of a StreamLoader of this version of stocache.")
         if state["identity"] != self._identity():
-            raise StateError("the state is of a StreamLoader with other files, or other arguments that its order follows from.")
+            raise StateError("the state belongs to a StreamLoader with other files, or other arguments for its batches.")
         self._resumed = dict(state)
 
     def _beginning(self, epoch: int) -> dict[str, Any]:
         return {"epoch": epoch, "key": None, "window": None, "batch": 0}
 
     def _identity(self) -> str:
-        """Return what the batches follow from: not where the files lie, nor how many processes parse them."""
+        """Return a checksum of all that the batches depend on: not the files' paths, nor the number of processes."""
         files = [(file.size, file.ends) for file in self._current().buffers.lines.files]
-        follows = (
+        settings = (
             self._shard.rank,
             self._shard.world_size,
             self._buffer_size,
@@ -429,14 +393,13 @@ class StreamLoader(IterableDataset[Any]):
             self._format.skip_identity,
             self._order_options,
         )
-        return checksum(repr((files, follows, self._format.identity)).encode())
+        return checksum(repr((files, settings, self._format.identity)).encode())
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch if no line is left out: known after a first one, or with
-        ``count_rows=True``.
+        """Return the number of batches in an epoch if no line is left out.
 
         Raises:
-            TypeError: it is not known yet.
+            TypeError: the first epoch has not ended, and ``count_rows`` is False.
         """
         windows = self._current()
         rows = windows.buffers.total_rows
@@ -445,18 +408,18 @@ class StreamLoader(IterableDataset[Any]):
         return windows.batches_of(rows, windows.buffers.lines.first) if windows.limit is None else windows.limit
 
     def __bool__(self) -> bool:
-        return True  # rather than ask for the length
+        return True  # or bool() would ask for the length
 
     def stats(self) -> StreamStats:
-        """Return what it has done."""
+        """Return counts of the epochs so far."""
         cache = self._current().buffers.cache
         return StreamStats(**self._totals, cache=None if cache is None else cache.stats())
 
-    # ------------------------------------------------------------------------------------------------ life
+    # ------------------------------------------------------------------------------------------------ closing
 
     def close(self) -> None:
-        """End its workers, close its files, and let go of its memory. Twice is fine."""
-        self._end_workers()
+        """End the workers, close the files and release the memory. May be called twice."""
+        self._workers.end()
         if self._windows is not None:
             self._windows.buffers.close()
             self._windows = None
@@ -471,6 +434,3 @@ class StreamLoader(IterableDataset[Any]):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_workers": None}

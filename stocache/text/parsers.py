@@ -1,16 +1,16 @@
-"""Rows of text made into arrays, in bulk, by pyarrow where it is installed, else by numpy and json.
+"""Parses rows of text to arrays, in bulk with pyarrow if it is installed, else with numpy and json.
 
-NOTE [ Bulk and care ]
-    A bulk reader parses all rows of a piece at once, and refuses them as a whole when one of them is not as it should be: of
-    another number of fields, no number, missing. Only then they are parsed with care, row by row in Python, which knows which
-    row is at fault and why, and what is to be done about it. Both parse to float64 or int64 and convert then, as
-    `numpy.loadtxt` does, so that values do not depend on who has parsed them, to the last bit.
+NOTE [ In bulk and row by row ]
+    A bulk reader parses all rows of a chunk at once. It refuses all of them if one is bad: it has another number of fields, or
+    a field is missing or is not a number. Only then Python parses them row by row; it finds out which row is bad and why. Both
+    parse to float64 or int64 and then convert, as `numpy.loadtxt` does. So values are the same either way, to the last bit.
 """
 
 import csv
 import json
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,23 +32,23 @@ from stocache.text.engines import (
     to_exact_array,
 )
 
-Bad = list[tuple[int, str]]
-"""Rows that are not as they should be, by their number in the piece, and why."""
+BadRows = list[tuple[int, str]]
+"""Bad rows: the number of each in its chunk, and the reason."""
 
-_PADDING = 1024  # blanks after the last of fixed fields that bulk readers take
-_EXACT = 2**53  # from here on, float64 does not tell an integer from the next
+_PADDING = 1024  # blanks after the last field of fixed width that bulk readers accept
+_EXACT = 2**53  # from here on, float64 cannot hold every integer
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is made of the fields of a row.
+    """Which fields of a row become features and labels, and their dtypes.
 
     Attributes:
-        columns: the numbers of those that are features.
-        labels: the numbers of those that are labels; None for batches of features alone.
-        single: whether labels have no dimension of their own.
-        dtype, label_dtype: of numpy.
-        keep_nan: whether a missing value becomes NaN, rather than being an error.
+        columns: numbers of the fields that are features.
+        labels: numbers of the fields that are labels; None for features alone.
+        single: True gives labels of shape (rows,), False (rows, labels).
+        dtype, label_dtype: numpy dtypes.
+        keep_nan: True makes a missing value NaN; False makes it an error.
     """
 
     columns: tuple[int, ...]
@@ -60,14 +60,14 @@ class Target:
 
     @property
     def wanted(self) -> list[tuple[int, Any]]:
-        """Every field that is needed, and the dtype its column gets."""
+        """The number of every field that is used, and the dtype of its column."""
         return [(n, self.dtype) for n in self.columns] + [(n, self.label_dtype) for n in self.labels or ()]
 
     def assemble(self, columns: ColumnArrays) -> Any:
         """Return features of shape (rows, columns), and labels of shape (rows,) or (rows, labels).
 
         Raises:
-            Refused: a value is missing, or is none of its dtype.
+            BulkParseError: a value is missing, or does not fit its dtype.
         """
         for (_, dtype), column in zip(self.wanted, columns, strict=True):
             self._check(column, dtype)
@@ -86,7 +86,7 @@ class Target:
             low, high = _range(dtype)
             exact = column.dtype.kind != "f" or ((column == np.rint(column)).all() and (abs(column) < _EXACT).all())
             if not exact or column.min() < low or column.max() > high:
-                raise BulkParseError(f"a value is no {dtype}")
+                raise BulkParseError(f"a value is not {dtype}")
 
 
 def _range(dtype: Any) -> tuple[int, int]:
@@ -101,43 +101,61 @@ def _stack(columns: ColumnArrays, dtype: Any) -> np.ndarray[Any, Any]:
     return stacked
 
 
-def _wide(dtype: Any) -> str:
+def _parsed_kind(dtype: Any) -> str:
     return "f8" if dtype.kind == "f" else "i8"
 
 
 # ---------------------------------------------------------------------------------------------------- kinds of rows
 
 
+class RowParser(ABC):
+    """Base class of parsers. Each subclass reads one format."""
+
+    @property
+    @abstractmethod
+    def expected(self) -> str:
+        """What a good row looks like, for error messages."""
+
+    @abstractmethod
+    def bulk(self, data: bytes, rows: int) -> Any:
+        """Return the arrays of all rows, or raise an error if one is bad.
+
+        Args:
+            data: the rows, each with its newline.
+            rows: number of rows.
+        """
+
+    @abstractmethod
+    def parse_row_by_row(self, data: bytes) -> tuple[Any, BadRows]:
+        """Return the arrays of the good rows, and the bad rows."""
+
+
 @dataclass
-class RowParser:
-    """Rows of fields, of which some are numbers that are wanted. One subclass for each way to write fields.
+class FieldParser(RowParser):
+    """Base class of parsers of rows that have fields.
 
     Attributes:
-        width: fields in a row.
-        engines: "pyarrow", "numpy", in the order in which they are tried.
+        target: which fields are used, and how.
+        width: number of fields in a row.
+        engines: "pyarrow" and "numpy", in the order in which they are tried.
     """
 
     target: Target
     width: int
     engines: Sequence[str]
-    _first: int = field(default=0, compare=False)  # the attempt that succeeded last
+    _first: int = field(default=0, compare=False)  # number of the attempt that succeeded last
 
-    @property
-    def expected(self) -> str:
-        """What a row should be, for a person."""
-        raise NotImplementedError
-
+    @abstractmethod
     def fields_of(self, row: str) -> list[Any]:
-        """Return the fields of a row. Raises ValueError with the reason."""
-        raise NotImplementedError
+        """Return the fields of a row. Raises ValueError with the reason if the row is bad."""
 
+    @abstractmethod
     def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> ColumnArrays:
-        """Return the wanted columns, as "f8" or "i8". Raises Refused, or whatever the engine does."""
-        raise NotImplementedError
+        """Return columns as "f8" or "i8". Raises BulkParseError, or an error of the engine."""
 
     def bulk(self, data: bytes, rows: int) -> Any:
-        """Return the arrays of all rows. Raises Refused."""
-        exact = [(n, _wide(dtype)) for n, dtype in self.target.wanted]
+        """Return the arrays of all rows. Raises BulkParseError if no engine can parse them."""
+        exact = [(n, _parsed_kind(dtype)) for n, dtype in self.target.wanted]
         attempts = [(engine, exact) for engine in self.engines]
         if any(kind == "i8" for _, kind in exact):  # integers may be written as 2.0
             attempts += [(engine, [(n, "f8") for n, _ in exact]) for engine in self.engines]
@@ -149,13 +167,12 @@ class RowParser:
                     arrays = self.target.assemble(columns)
                     self._first = number
                     return arrays
-            except Exception:  # whatever an engine raises: with care it will be told what is wrong
+            except Exception:  # engines raise many kinds; parse_row_by_row finds the reason
                 continue
         raise BulkParseError("no engine can parse these rows")
 
-    def parse_row_by_row(self, data: bytes) -> tuple[Any, Bad]:
-        """Return the arrays of all rows that are as they should be, and the others."""
-        bad: Bad = []
+    def parse_row_by_row(self, data: bytes) -> tuple[Any, BadRows]:  # noqa: D102
+        bad: BadRows = []
         kept = []
         for number, row in enumerate(_split(data)):
             try:
@@ -165,33 +182,33 @@ class RowParser:
                 kept.append([self._value(fields[n], n, dtype) for n, dtype in self.target.wanted])
             except ValueError as error:
                 bad.append((number, str(error)))
-        columns = [np.array([row[n] for row in kept], _wide(dtype)) for n, (_, dtype) in enumerate(self.target.wanted)]
+        columns = [np.array([row[n] for row in kept], _parsed_kind(dtype)) for n, (_, dtype) in enumerate(self.target.wanted)]
         return self.target.assemble(columns), bad
 
     def _value(self, text: Any, number: int, dtype: Any) -> float | int:
-        """Return a field as a number. Raises ValueError."""
+        """Return a field as a number. Raises ValueError with the reason if it is missing or does not fit the dtype."""
         value = text.strip() if isinstance(text, str) else text
         if value is None or (isinstance(value, str) and value in NULLS) or value != value:
             if self.target.keep_nan and dtype.kind == "f":
                 return math.nan
-            raise ValueError(f"{self._named(number)} is missing")
+            raise ValueError(f"{self._column_name(number)} is missing")
         if isinstance(value, str):
-            value = _to_number(value, dtype, self._named(number))
+            value = _to_number(value, dtype, self._column_name(number))
         elif not isinstance(value, int | float):
-            raise ValueError(f"{self._named(number)} is {json.dumps(value)[:60]}, no number")
+            raise ValueError(f"{self._column_name(number)} is {json.dumps(value)[:60]}, not a number")
         if dtype.kind == "f":
             if value != value:
                 return self._value(None, number, dtype)
             try:
                 return float(value)
-            except OverflowError:  # of JSON; of text that is inf
+            except OverflowError:  # an integer in JSON; in text it is inf already
                 return math.copysign(math.inf, value)
         low, high = _range(dtype)
         if value != value or value in (math.inf, -math.inf) or value != int(value) or not low <= value <= high:
-            raise ValueError(f"{self._named(number)} is {text!r:.60}, no {dtype}")
+            raise ValueError(f"{self._column_name(number)} is {text!r:.60}, not {dtype}")
         return int(value)
 
-    def _named(self, number: int) -> str:
+    def _column_name(self, number: int) -> str:
         return f"column {number}"
 
 
@@ -201,12 +218,12 @@ def _to_number(text: str, dtype: Any, name: str) -> float | int:
             return int(text) if dtype.kind != "f" and text.lstrip("+-").isdigit() else float(text)
     except ValueError:
         pass
-    raise ValueError(f"{name} is {text!r:.60}, no number")
+    raise ValueError(f"{name} is {text!r:.60}, not a number")
 
 
 @dataclass
-class Delimited(RowParser):
-    """Fields between delimiters: CSV, TSV, or, with None, white space."""
+class Delimited(FieldParser):
+    """Fields between delimiters; with None, between white space."""
 
     delimiter: str | None = ","
     comments: str | None = None
@@ -244,8 +261,8 @@ def fields_of(row: str, delimiter: str | None, comments: str | None) -> list[str
 
 
 @dataclass
-class FixedWidth(RowParser):
-    """Fields of so many bytes each, padded with blanks."""
+class FixedWidth(FieldParser):
+    """Fields of fixed widths in bytes, padded with blanks."""
 
     widths: tuple[int, ...] = ()
 
@@ -260,24 +277,24 @@ class FixedWidth(RowParser):
         return [data[end - width : end].decode(errors="replace") for end, width in zip(ends, self.widths, strict=True)]
 
     def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> ColumnArrays:
-        # as delimited text of the wanted fields, which both engines read
+        # rewrites the wanted fields as delimited text, which both engines read
         array = np.frombuffer(data, np.uint8)
         newlines = np.flatnonzero(array == 10)
         lengths = np.diff(newlines, prepend=-1) - 1
-        if lengths.max() > sum(self.widths) + _PADDING:  # each row would take that
-            raise BulkParseError("a longer row")
+        if lengths.max() > sum(self.widths) + _PADDING:  # every row would be padded to this length
+            raise BulkParseError("a row is far too long")
         padded = np.full((len(lengths), max(int(lengths.max()), sum(self.widths))), 32, np.uint8)
         padded[np.arange(padded.shape[1]) < lengths[:, None]] = array[array != 10]
         padded[padded == 13] = 32
         ends = np.cumsum(self.widths)
         if (padded[:, ends[-1] :] != 32).any():
-            raise BulkParseError("longer rows")
+            raise BulkParseError("a row is too long")
         mark = np.full((len(lengths), 1), ord(","), np.uint8)
         parts = [part for n, _ in kinds for part in (padded[:, ends[n] - self.widths[n] : ends[n]], mark)]
         parts[-1] = np.full_like(mark, 10)
         data = np.concatenate(parts, axis=1).tobytes()
         if data.count(b",") != len(lengths) * (len(kinds) - 1):
-            raise BulkParseError("a field has a comma")
+            raise BulkParseError("a field contains a comma")
         kinds = [(n, kind) for n, (_, kind) in enumerate(kinds)]
         if engine == "pyarrow":
             return csv_by_arrow(data, ",", len(kinds), kinds, self.target.keep_nan, False)
@@ -285,8 +302,8 @@ class FixedWidth(RowParser):
 
 
 @dataclass
-class JsonLines(RowParser):
-    """One JSON object a row; ``names`` are the keys that count as its fields."""
+class JsonLines(FieldParser):
+    """Rows that are JSON objects; ``names`` are the keys of the fields."""
 
     names: tuple[str, ...] = ()
 
@@ -298,12 +315,12 @@ class JsonLines(RowParser):
         try:
             found = json.loads(row)
         except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
-            raise ValueError(f"no JSON: {error}") from None
+            raise ValueError(f"not JSON: {error}") from None
         if not isinstance(found, dict):
-            raise ValueError("no JSON object")
+            raise ValueError("not a JSON object")
         return [found.get(name) for name in self.names]
 
-    def _named(self, number: int) -> str:
+    def _column_name(self, number: int) -> str:
         return repr(self.names[number])
 
     def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> ColumnArrays:
@@ -314,28 +331,30 @@ class JsonLines(RowParser):
 
 
 @dataclass
-class Custom:
-    """Rows that a function of the user's parses: lines without their ends, to arrays with as many rows each."""
+class Custom(RowParser):
+    """Rows that a function of the user parses. It takes lines without line ends, and returns arrays with one row each."""
 
     function: Callable[[list[str]], Any]
 
-    expected = "what the parse function takes"
+    @property
+    def expected(self) -> str:  # noqa: D102
+        return "a row that the parse function takes"
 
     def bulk(self, data: bytes, rows: int) -> Any:
-        """Return the arrays of all rows. What the function raises passes through."""
-        return _checked(self.function(_split(data)), rows)
+        """Return the arrays of all rows. Errors of the function pass through."""
+        return _checked_arrays(self.function(_split(data)), rows)
 
-    def parse_row_by_row(self, data: bytes) -> tuple[Any, Bad]:
-        """Return the arrays of the rows that can be parsed alone, and the others."""
-        bad: Bad = []
+    def parse_row_by_row(self, data: bytes) -> tuple[Any, BadRows]:
+        """Return the arrays of the rows that the function can parse one by one, and the bad rows."""
+        bad: BadRows = []
         kept = []
         for number, row in enumerate(_split(data)):
             try:
-                _checked(self.function([row]), 1)
+                _checked_arrays(self.function([row]), 1)
                 kept.append(row)
-            except Exception as error:  # the user's
+            except Exception as error:  # of the function
                 bad.append((number, f"{type(error).__name__}: {error}"))
-        return _checked(self.function(kept), len(kept)) if kept else None, bad
+        return _checked_arrays(self.function(kept), len(kept)) if kept else None, bad
 
 
 def _split(data: bytes) -> list[str]:
@@ -345,8 +364,8 @@ def _split(data: bytes) -> list[str]:
 # ---------------------------------------------------------------------------------------------------- arrays
 
 
-def joined(trees: Sequence[Any]) -> Any:
-    """Return one tree of equal ones: their arrays one after the other."""
+def join_trees(trees: Sequence[Any]) -> Any:
+    """Concatenate the arrays of trees that have the same structure."""
     if len(trees) == 1:
         return trees[0]
     columns = zip(*map(leaves, trees), strict=True)
@@ -354,11 +373,11 @@ def joined(trees: Sequence[Any]) -> Any:
     return tree_map(lambda leaf: next(arrays), trees[0])
 
 
-def _checked(tree: Any, rows: int) -> Any:
-    """Return what a parse function has returned with arrays for its tensors.
+def _checked_arrays(tree: Any, rows: int) -> Any:
+    """Return the result of a parse function, with arrays in place of tensors.
 
     Raises:
-        StreamError: it has other leaves, none, or another number of rows.
+        StreamError: it contains something else, or nothing, or another number of rows.
     """
 
     def array_of(leaf: Any) -> np.ndarray[Any, Any]:
@@ -378,18 +397,18 @@ def _checked(tree: Any, rows: int) -> Any:
     return tree
 
 
-def numpy_dtype(dtype: Any, what: str) -> Any:
-    """Return a dtype of torch or numpy as numpy's.
+def numpy_dtype(dtype: Any, name: str) -> Any:
+    """Return a dtype of torch or numpy as a numpy dtype.
 
     Raises:
-        StreamError: it is none, or none of real numbers that numpy has.
+        StreamError: it is not a dtype, or not one of real numbers that numpy has.
     """
     try:
-        torchs = isinstance(dtype, torch.dtype)
-        found = None if dtype is None else torch.empty(0, dtype=dtype).numpy().dtype if torchs else np.dtype(dtype)
+        from_torch = isinstance(dtype, torch.dtype)
+        found = None if dtype is None else torch.empty(0, dtype=dtype).numpy().dtype if from_torch else np.dtype(dtype)
         torch.from_numpy(np.empty(0, found))
     except TypeError:
         found = None
     if found is None or found.kind not in "fiub":
-        raise StreamError(f"{what}={dtype!r} is no dtype of real numbers. Use for example torch.float32 or torch.int64.")
+        raise StreamError(f"{name}={dtype!r} is not a dtype of real numbers. Use for example torch.float32 or torch.int64.")
     return found

@@ -1,4 +1,4 @@
-"""What an epoch over text delivers: buffers in their order, shuffled, cut into batches; and who makes that, ahead of time."""
+"""Makes the batches of an epoch out of windows of buffers, in this thread, in other threads or in worker processes."""
 
 import contextlib
 import itertools
@@ -13,26 +13,32 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from stocache.errors import StreamError
+from stocache.loader.collate import as_is
+from stocache.loader.dataloader import DataLoader
 from stocache.samples.pytree import leaves, tree_map
 from stocache.text.buffers import Buffers, Fault, RowBuffer
 from stocache.text.lines import TextChunk
-from stocache.text.parsers import joined
+from stocache.text.parsers import join_trees
 
-_THREADS = 4  # that parse, at most
+_MAX_THREADS = 4  # that parse
 
 Shuffle = Literal[False, True, "buffers"]
 ShuffleKey = tuple[int, ...]
-"""What the order of an epoch follows from, besides the seed: its number."""
+"""The epoch's number, or torch's seed and the number: what the order depends on besides the loader's seed."""
+
+Fetched = list[tuple[int, RowBuffer | list[TextChunk]]]
+"""The buffers of a window by their numbers, parsed or as text."""
 
 
 class WindowBatches(NamedTuple):
-    """The batches of a window, and what had to be left out of it.
+    """The batches of a window, and counts of its rows.
 
     Attributes:
-        rows: read for it.
-        skipped: of these, lines that were not as they should be.
-        fault: the first of them.
-        dropped: rows that fill no batch.
+        rows: number of rows that were read.
+        skipped: number of bad ones among them.
+        fault: the first bad one.
+        dropped: number of good ones that do not fill a batch.
     """
 
     batches: list[Any]
@@ -44,15 +50,15 @@ class WindowBatches(NamedTuple):
 
 @dataclass
 class Windows:
-    """The windows of an epoch: so many buffers each, whose rows are shuffled together. Batches do not reach beyond them.
+    """The windows of an epoch. A window is a few buffers whose rows are shuffled together; a batch lies in one window.
 
     Attributes:
         buffers: of this rank.
         batch_size: rows in a batch.
-        shuffle, window, seed, drop_last: as `StreamLoader` has them.
-        transform: called with each batch; None for none.
-        rank: whose epoch it is.
-        limit: batches of an epoch, where another rank has no more; None where that is not known.
+        shuffle, window, seed, drop_last: as for `StreamLoader`.
+        transform: called with each batch; None delivers batches as they are.
+        rank: part of the seed.
+        limit: number of batches in an epoch, if the ranks were counted; None delivers all.
     """
 
     buffers: Buffers
@@ -65,28 +71,29 @@ class Windows:
     rank: int
     limit: int | None = None
 
-    # ------------------------------------------------------------------------------------------------ which buffers
-
     def __post_init__(self) -> None:
-        self._drawn: Any = None, None  # for which epoch, and which order
+        self._order: Any = None, None  # the key of an epoch, and the order of its buffers
+
+    # ------------------------------------------------------------------------------------------------ order
 
     def _generator(self, key: Sequence[int], *more: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, *key, self.rank, *more])
 
     def numbers(self, key: Sequence[int], window: int) -> list[int]:
-        """Return the numbers of the buffers of a window, some of which may lie beyond the last."""
+        """Return the numbers of the buffers in a window. Some may lie beyond the last buffer."""
         lines = self.buffers.lines
         positions = range(window * self.window, (window + 1) * self.window)
         if self.shuffle != "buffers":
             return [lines.first + position * lines.step for position in positions]
-        if self._drawn[0] != key:
+        if self._order[0] != key:
             full, rest = divmod(self.buffers.total_rows or 0, lines.buffer_size)
             order = self._generator(key).permutation(full)
-            self._drawn = key, np.append(order, full) if rest and self.drop_last is not True else order  # last: it is not full
-        return [int(number) for number in self._drawn[1][positions.start : positions.stop]]
+            keeps_rest = rest and self.drop_last is not True
+            self._order = key, np.append(order, full) if keeps_rest else order  # the buffer that is not full comes last
+        return [int(number) for number in self._order[1][positions.start : positions.stop]]
 
     def batches_of(self, total_rows: int, first: int) -> int:
-        """Return the number of batches of a share of so many rows, if no line is skipped; ``first``: as of its `Lines`."""
+        """Return the number of batches in a share of rows if no line is skipped; ``first`` is that of its `Lines`."""
         lines = self.buffers.lines
         full, rest = divmod(total_rows, lines.buffer_size)
         batches = len(range(first, full, lines.step)) * (lines.buffer_size // self.batch_size)
@@ -97,22 +104,22 @@ class Windows:
     def _batches_before(self, window: int) -> int:
         return window * self.window * (self.buffers.lines.buffer_size // self.batch_size)
 
-    # ------------------------------------------------------------------------------------------------ what is delivered
+    # ------------------------------------------------------------------------------------------------ batches
 
-    def fetch(self, key: ShuffleKey, window: int) -> list[tuple[int, RowBuffer | list[TextChunk]]] | None:
-        """Return what `deliver` needs of the buffers of a window; None after the last."""
+    def fetch(self, key: ShuffleKey, window: int) -> Fetched | None:
+        """Return the buffers of a window, as text where they are not cached; None after the last window."""
         if self.limit is not None and self._batches_before(window) >= self.limit:
             return None
         numbered = [(number, self.buffers.fetch(number, not self.shuffle)) for number in self.numbers(key, window)]
         return [(number, found) for number, found in numbered if found is not None] or None
 
-    def deliver(self, key: ShuffleKey, window: int, fetched: list[tuple[int, RowBuffer | list[TextChunk]]]) -> WindowBatches:
-        """Return the batches of a window; their tensors are nobody else's."""
+    def deliver(self, key: ShuffleKey, window: int, fetched: Fetched) -> WindowBatches:
+        """Return the batches of a window that was fetched. Their tensors share no memory with the cache."""
         buffers = [self.buffers.parse(number, found, not self.shuffle) for number, found in fetched]
         trees = [buffer.arrays for buffer in buffers if buffer.arrays is not None]
         rows, skipped = sum(buffer.rows for buffer in buffers), sum(buffer.skipped for buffer in buffers)
         fault = next((buffer.fault for buffer in buffers if buffer.fault), None)
-        batches = self._batches(key, window, joined(trees)) if trees else []
+        batches = self._batches(key, window, join_trees(trees)) if trees else []
         parsed = sum(len(leaves(tree)[0]) for tree in trees)
         dropped = parsed % self.batch_size if self.drop_last else 0
         if self.limit is not None:
@@ -130,24 +137,21 @@ class Windows:
             rows -= rows % self.batch_size
         if not rows:
             return []
-        parts = iter(
-            zip(*[torch.split(torch.from_numpy(array)[:rows], self.batch_size) for array in leaves(tree)], strict=True)
-        )
+        columns = [torch.split(torch.from_numpy(array)[:rows], self.batch_size) for array in leaves(tree)]
         batches = []
-        for part in parts:
+        for part in zip(*columns, strict=True):
             tensors = iter(part)
             batches.append(tree_map(lambda array: next(tensors), tree))  # noqa: B023  called at once
         return batches
 
 
-# ---------------------------------------------------------------------------------------------------- who makes the windows
-
+# ---------------------------------------------------------------------------------------------------- threads and processes
 
 Deliveries = Generator[tuple[int, WindowBatches], None, None]
 
 
 def one_by_one(windows: Windows, key: ShuffleKey, start: int, step: int) -> Deliveries:
-    """Yield windows ``start``, ``start + step`` and so on, made in this thread."""
+    """Yield windows ``start``, ``start + step`` and so on. This thread makes them."""
     with contextlib.closing(windows.buffers.lines):
         for number in itertools.count(start, step):
             fetched = windows.fetch(key, number)
@@ -157,13 +161,13 @@ def one_by_one(windows: Windows, key: ShuffleKey, start: int, step: int) -> Deli
 
 
 def by_threads(windows: Windows, key: ShuffleKey, start: int) -> Deliveries:
-    """Yield all windows from ``start`` on: one thread reads ahead, in order, and others parse."""
+    """Yield all windows from ``start`` on. One thread reads ahead, in order, and others parse."""
 
     def deliver(number: int, fetching: "Future[Any]") -> WindowBatches | None:
         fetched = fetching.result()
         return None if fetched is None else windows.deliver(key, number, fetched)
 
-    threads = min(_THREADS, len(os.sched_getaffinity(0)))
+    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     ahead: deque[tuple[int, Future[WindowBatches | None]]] = deque()
     numbers = itertools.count(start)
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(threads) as parsers:
@@ -183,18 +187,18 @@ def by_threads(windows: Windows, key: ShuffleKey, start: int) -> Deliveries:
 
 
 class WorkerShard(IterableDataset[tuple[int, WindowBatches]]):
-    """The windows that one worker process makes of each epoch.
+    """The windows of each epoch, every worker process making its share of them.
 
     Args:
-        epoch: the first one.
-        start: the window from which on they are made in it; later ones are made from the beginning.
+        epoch: the first epoch.
+        start: the first window of that epoch. Later epochs start from the beginning.
     """
 
     def __init__(self, windows: Windows, epoch: int, start: int) -> None:
         self._windows, self._epoch, self._start = windows, epoch, start
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch begins."""
+        """Set the epoch that the next iterator delivers."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[tuple[int, WindowBatches]]:
@@ -202,3 +206,57 @@ class WorkerShard(IterableDataset[tuple[int, WindowBatches]]):
         assert worker is not None
         start, self._start = self._start, 0
         yield from one_by_one(self._windows, (self._epoch,), start + worker.id, worker.num_workers)
+
+
+class WorkerProcesses:
+    """Worker processes that make windows. They are kept from epoch to epoch, and serve one iteration at a time.
+
+    Args:
+        context: start method of the processes, or a context of `multiprocessing`.
+    """
+
+    def __init__(self, num_workers: int, context: Any) -> None:
+        self._num_workers, self._context = num_workers, context
+        self._loader: DataLoader | None = None
+        self._iteration = 0
+
+    def deliver(self, windows: Windows, epoch: int, start: int) -> Deliveries:
+        """Yield all windows from ``start`` on. The workers make them in turn.
+
+        Raises:
+            StreamError: another iteration has begun.
+        """
+        if self._loader is None or start:
+            self.end()
+            self._loader = DataLoader(
+                WorkerShard(windows, epoch, start),
+                batch_size=None,
+                num_workers=self._num_workers,
+                collate_fn=as_is,
+                generator=torch.Generator().manual_seed(windows.seed),  # or torch would draw from the global one
+                persistent_workers=True,
+                multiprocessing_context=self._context,
+            )
+        self._loader.set_epoch(epoch)
+        self._iteration += 1
+        iteration = self._iteration
+        made = iter(self._loader)
+        while self._iteration == iteration:
+            try:
+                found = next(made)
+            except StopIteration:
+                return
+            except Exception:
+                self.end()
+                raise
+            yield found
+        raise StreamError("another iteration has begun: with num_workers, a StreamLoader has one at a time.")
+
+    def end(self) -> None:
+        """End the processes. The next iteration starts new ones."""
+        if self._loader is not None:
+            self._loader.end_workers()
+        self._loader = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_loader": None}

@@ -454,7 +454,7 @@ def _next(found, position):
 def test_files_of_odd_proportions_take_no_more_memory_than_they_have(tmp_path, monkeypatch, content, compression):
     found = lines_of(write(tmp_path, content, content, compression=compression), 65536)
     largest = []
-    monkeypatch.setattr(lines.Lines, "_read_at", _noting(lines.Lines._read_at, largest))
+    monkeypatch.setattr(lines.FileReader, "read_at", _noting(lines.FileReader.read_at, largest))
     assert [row for buffer in buffers_of(found) for row in buffer] == oracle([content, content])
     assert max(largest) <= (3 * len(content) if compression == "plain" else lines._LONGEST)
     found.close()

@@ -87,17 +87,17 @@ def test_integers_may_be_written_as_floats(engine, label_dtype):
     [
         ("1,2", "2 fields"),
         ("1,2,3,4", "4 fields"),
-        ("1,x,3", "column 1 is 'x', no number"),
+        ("1,x,3", "column 1 is 'x', not a number"),
         ("1,,3", "column 1 is missing"),
         ("1,nan,3", "column 1 is missing"),
         ("NA,2,3", "column 0 is missing"),
         ("1,-NaN,3", "column 1 is missing"),
-        ("1,2,3.5", "column 2 is '3.5', no int64"),
-        ("1,2,9223372036854775808", "column 2 is '9223372036854775808', no int64"),
-        ("1,2,inf", "column 2 is 'inf', no int64"),
+        ("1,2,3.5", "column 2 is '3.5', not int64"),
+        ("1,2,9223372036854775808", "column 2 is '9223372036854775808', not int64"),
+        ("1,2,inf", "column 2 is 'inf', not int64"),
         ("1,2,", "column 2 is missing"),
-        ("1_0,2,3", "column 0 is '1_0', no number"),
-        ("1,2,0x1f", "column 2 is '0x1f', no number"),
+        ("1_0,2,3", "column 0 is '1_0', not a number"),
+        ("1,2,0x1f", "column 2 is '0x1f', not a number"),
     ],
 )
 def test_rows_that_are_not_as_they_should_be_are_told(engine, row, why):
@@ -117,7 +117,7 @@ def test_what_is_beyond_a_small_dtype_is_no_value_of_it(engine):
     for row in (b"0,256,7\n", b"-1,2,7\n", b"1,2.5,7\n", b"1,2,300\n"):
         with pytest.raises(BulkParseError, match="no engine can parse these rows"):
             parser.bulk(row, 1)
-        assert "no uint8" in parser.parse_row_by_row(row)[1][0][1]
+        assert "not uint8" in parser.parse_row_by_row(row)[1][0][1]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -215,17 +215,17 @@ def test_json_lines(rows, engine):
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ('{"a": 1, "label": 2', "no JSON: Expecting ',' delimiter"),
-        ("[1, 2]", "no JSON object"),
-        ("3", "no JSON object"),
+        ('{"a": 1, "label": 2', "not JSON: Expecting ',' delimiter"),
+        ("[1, 2]", "not a JSON object"),
+        ("3", "not a JSON object"),
         ('{"a": 1}', "'label' is missing"),
         ('{"a": null, "label": 2}', "'a' is missing"),
-        ('{"a": "x", "label": 2}', "'a' is 'x', no number"),
-        ('{"a": [1], "label": 2}', "'a' is [1], no number"),
-        ('{"a": {"b": 1}, "label": 2}', "'a' is {\"b\": 1}, no number"),
-        ('{"a": 1, "label": 2.5}', "'label' is 2.5, no int64"),
-        ('{"a": 1, "label": 2} {"a": 1, "label": 2}', "no JSON: Extra data"),
-        ('{"a": 1, "label": 2},{"a": 1, "label": 2}', "no JSON: Extra data"),
+        ('{"a": "x", "label": 2}', "'a' is 'x', not a number"),
+        ('{"a": [1], "label": 2}', "'a' is [1], not a number"),
+        ('{"a": {"b": 1}, "label": 2}', "'a' is {\"b\": 1}, not a number"),
+        ('{"a": 1, "label": 2.5}', "'label' is 2.5, not int64"),
+        ('{"a": 1, "label": 2} {"a": 1, "label": 2}', "not JSON: Extra data"),
+        ('{"a": 1, "label": 2},{"a": 1, "label": 2}', "not JSON: Extra data"),
     ],
 )
 def test_json_that_is_not_as_it_should_be(engine, row, why):
@@ -250,7 +250,7 @@ def test_a_parse_function_may_return_any_tree_of_arrays_and_tensors():
     assert found["parts"][0].shape == (3, 2)
     assert found["parts"][1] is None
     assert len(leaves(found)) == 2
-    twice = parsers.joined([found, found])
+    twice = parsers.join_trees([found, found])
     assert twice["length"].tolist() == [1, 3, 1, 1, 3, 1]
 
 
@@ -276,7 +276,7 @@ def test_bytes_that_are_no_utf_8_are_no_numbers():
     parser = Delimited(target(), 3, ENGINES)
     arrays, bad = parser.parse_row_by_row(b"1,2,3\n1,\xff,3\n")
     assert bad[0][0] == 1
-    assert "no number" in bad[0][1]
+    assert "not a number" in bad[0][1]
     same(arrays, (np.array([[1, 2]], F4), np.array([3])))
 
 
@@ -285,7 +285,7 @@ def test_dtypes():
     assert numpy_dtype("float64", "dtype") == F8
     assert numpy_dtype(torch.bool, "dtype") == BOOL
     for wrong in (torch.complex64, torch.bfloat16, str, "nothing", None):
-        with pytest.raises(StreamError, match=r"dtype=.* is no dtype of real numbers"):
+        with pytest.raises(StreamError, match=r"dtype=.* is not a dtype of real numbers"):
             numpy_dtype(wrong, "dtype")
 
 

@@ -603,7 +603,7 @@ def test_states_that_do_not_belong(numbered, tmp_path):
                 loader.load_state_dict(state)
     with StreamLoader(numbered, 10, 20) as loader:
         for wrong in (None, {}, {"version": 99}):
-            with pytest.raises(StateError, match="is no state of a StreamLoader"):
+            with pytest.raises(StateError, match="is not a state of a StreamLoader"):
                 loader.load_state_dict(wrong)
         loader.load_state_dict(state)
         numbered.write_bytes(rows(1, N))
@@ -666,10 +666,10 @@ GOOD = b"1\t1\t1\n2\t2\t2\n3\t3\t3\n"
 BAD = {
     "ragged": (b"4\t4\n", r"line 4: '4\\t4': 2 fields; expected 3 fields split at '\\t'"),
     "long": (b"4\t4\t4\t4\n", r"line 4: '4\\t4\\t4\\t4': 4 fields; expected 3 fields"),
-    "no number": (b"4\tfour\t4\n", r"line 4: .*: column 1 is 'four', no number; expected"),
+    "not a number": (b"4\tfour\t4\n", r"line 4: .*: column 1 is 'four', not a number; expected"),
     "missing": (b"4\t\t4\n", r"line 4: '4\\t\\t4': column 1 is missing"),
     "nan": (b"nan\t4\t4\n", r"line 4: .*: column 0 is missing"),
-    "label": (b"4\t4\t4.5\n", r"line 4: .*: column 2 is '4.5', no int64"),
+    "label": (b"4\t4\t4.5\n", r"line 4: .*: column 2 is '4.5', not int64"),
 }
 
 
@@ -698,7 +698,7 @@ def test_workers_name_the_line_too(tmp_path):
     path = tmp_path / "bad.tsv"
     path.write_bytes(GOOD * 20 + b"x\ty\tz\n")
     with StreamLoader(path, 2, 2, drop_last=False, num_workers=2, multiprocessing_context="fork") as loader:
-        with pytest.raises(StreamError, match=r"bad\.tsv, line 61: .*column 0 is 'x', no number"):
+        with pytest.raises(StreamError, match=r"bad\.tsv, line 61: .*column 0 is 'x', not a number"):
             list(loader)
         assert not multiprocessing.active_children()
 
@@ -788,7 +788,7 @@ def test_truncated_gzip(tmp_path, caplog):
         ({"format": "jsonl"}, r"numbered\.tsv: the first row is not a JSON object: '0\\t0\\t0'"),
         ({"format": "jsonl", "parse": len}, "parse and format='jsonl' are two ways to parse"),
         ({"comments": ""}, "comments='' marks nothing"),
-        ({"dtype": torch.complex64}, "dtype=torch.complex64 is no dtype of real numbers"),
+        ({"dtype": torch.complex64}, "dtype=torch.complex64 is not a dtype of real numbers"),
         ({"rank": 2, "world_size": 2}, "rank=2 is out of range for world_size=2"),
     ],
 )
@@ -816,7 +816,7 @@ def test_a_header_that_nobody_spoke_of(tmp_path):
     path.write_text("a,b\n1,2\n")
     with StreamLoader(path, 1, 1, delimiter=",") as loader:
         with pytest.raises(
-            StreamError, match=r"line 1: 'a,b': column 0 is 'a', no number; .*skip_header=1 leaves a header out"
+            StreamError, match=r"line 1: 'a,b': column 0 is 'a', not a number; .*skip_header=1 leaves a header out"
         ):
             list(loader)
 
@@ -1061,9 +1061,9 @@ def test_pipes_and_arguments_at_the_edge(tmp_path, numbered):
             StreamLoader(numbered, 10, 20, **options)
     with StreamLoader(numbered, 10, 20) as loader:
         for epoch in (-1, 1.5):
-            with pytest.raises(StreamError, match="is no integer of at least 0"):
+            with pytest.raises(StreamError, match="is not an integer of at least 0"):
                 loader.set_epoch(epoch)
-        with pytest.raises(StateError, match="is no state"):
+        with pytest.raises(StateError, match="is not a state"):
             loader.load_state_dict({"version": 1})
 
 
