@@ -1,23 +1,23 @@
-"""Every exception of stocache. Each also is the built-in a caller would catch.
+"""All exceptions of stocache. Each of them is also the built-in exception that a caller would catch.
 
 StocacheError
-├── LimitError        (ValueError)                  a size limit that is no size, or holds not one slot
-├── SampleError       (ValueError, RuntimeError)    a sample, shape or dtype the slots cannot hold unchanged
-├── SampleIndexError  (IndexError)                  an index that is no integer, or outside the dataset or the cache
-├── SlotError         (RuntimeError)                an empty slot was to be read, or a set one to be overwritten
-├── CacheNameError    (ValueError)                  a name that cannot name a cache, or options that need one
-├── CodecError        (ValueError)                  a codec that does not exist, or is not installed
-├── DatasetError      (TypeError)                   a dataset that cannot be cached by index
-├── SegmentError      (OSError)                     shared memory that cannot be had, or not be attached to
-│   ├── MismatchError (ValueError)                  the named cache is in use for other data
-│   └── BusyError     (TimeoutError)                another process keeps what it should hold for milliseconds
-├── ClosedError       (ValueError)                  the cache was used after close()
-├── StorageError      (RuntimeError)                a storage used out of turn, or a folder that is none
+├── LimitError        (ValueError)                  a size limit is not a size, or is too small for one slot
+├── SampleError       (ValueError, RuntimeError)    a sample, shape or dtype does not fit the slots
+├── SampleIndexError  (IndexError)                  an index is not an integer, or lies outside the dataset or the cache
+├── SlotError         (RuntimeError)                a slot is empty and cannot be read, or is set and cannot be overwritten
+├── CacheNameError    (ValueError)                  a name cannot name a cache, or options need a name
+├── CodecError        (ValueError)                  a codec does not exist, or is not installed
+├── DatasetError      (TypeError)                   a dataset cannot be cached by index
+├── SegmentError      (OSError)                     shared memory cannot be allocated or attached to
+│   ├── MismatchError (ValueError)                  a named cache is in use for other data
+│   └── BusyError     (TimeoutError)                another process does not release a lock
+├── ClosedError       (ValueError)                  a cache was used after close()
+├── StorageError      (RuntimeError)                a storage was used in the wrong order, or its files cannot be read
 │   └── DamagedError  (OSError)                     a file of a storage is missing, cut or changed
-├── StreamError       (ValueError)                  a line, a file or an argument of a StreamLoader is not what it should be
-├── GraphError        (ValueError, RuntimeError)    a graph of DataPipes that cannot be run as asked
+├── StreamError       (ValueError)                  a line, a file or an argument of a StreamLoader is wrong
+├── GraphError        (ValueError, RuntimeError)    a graph of DataPipes cannot be run as asked
 ├── WorkerError       (RuntimeError)                a worker process of a DataLoader or of Ray died
-└── StateError        (ValueError)                  a state that does not belong to this DataLoader, or cannot be taken
+└── StateError        (ValueError)                  a state does not belong to this DataLoader, or cannot be taken
 """
 
 
@@ -30,9 +30,9 @@ class LimitError(StocacheError, ValueError):
 
 
 class SampleError(StocacheError, ValueError, RuntimeError):
-    """A sample, shape or dtype that slots cannot hold unchanged.
+    """A sample, shape or dtype does not fit the slots: it would not come back unchanged.
 
-    A RuntimeError too because torch raises that for the shapes that stocaching hands on to it.
+    It is a RuntimeError too, because torch raises that for shapes that stocaching passes to it.
     """
 
 
@@ -41,15 +41,15 @@ class SampleIndexError(StocacheError, IndexError):
 
 
 class SlotError(StocacheError, RuntimeError):
-    """An empty slot was to be read, or a set slot to be overwritten, without permission."""
+    """A slot is empty and cannot be read, or is set and cannot be overwritten, unless the call allows it."""
 
 
 class SegmentError(StocacheError, OSError):
-    """Shared memory cannot be had or not be attached to."""
+    """Shared memory cannot be allocated or attached to."""
 
 
 class CacheNameError(StocacheError, ValueError):
-    """A name that cannot name a cache, or options that need one."""
+    """A name cannot name a cache, or options need a name."""
 
 
 class CodecError(StocacheError, ValueError):
@@ -61,11 +61,11 @@ class DatasetError(StocacheError, TypeError):
 
 
 class MismatchError(SegmentError, ValueError):
-    """A named cache is in use with another geometry or fingerprint."""
+    """A named cache is in use for other shapes, sizes or data."""
 
 
 class BusyError(SegmentError, TimeoutError):
-    """Another process, which is stopped perhaps, keeps a lock that it should hold for milliseconds."""
+    """Another process, which may be stopped, does not release a lock that it should hold for milliseconds."""
 
 
 class ClosedError(StocacheError, ValueError):
@@ -73,7 +73,7 @@ class ClosedError(StocacheError, ValueError):
 
 
 class StorageError(StocacheError, RuntimeError):
-    """A storage was used out of turn, or its files are none that could be read here."""
+    """A storage was used in the wrong order, or its files cannot be read."""
 
 
 class DamagedError(StorageError, OSError):
@@ -81,19 +81,19 @@ class DamagedError(StorageError, OSError):
 
 
 class StreamError(StocacheError, ValueError):
-    """A line, a file or an argument of a `StreamLoader` is not what it should be."""
+    """A line, a file or an argument of a `StreamLoader` is wrong."""
 
 
 class GraphError(StocacheError, ValueError, RuntimeError):
     """A graph of DataPipes cannot be run as asked.
 
-    A RuntimeError too because torch and torchdata raise that.
+    It is a RuntimeError too, because torch and torchdata raise that.
     """
 
 
 class WorkerError(StocacheError, RuntimeError):
-    """A worker process of a `DataLoader` or of Ray died, and a batch or a block with it."""
+    """A worker process of a `DataLoader` or of Ray died, and its batch or block is lost."""
 
 
 class StateError(StocacheError, ValueError):
-    """A state is none of this `DataLoader` and dataset, or it has none that could be resumed exactly."""
+    """A state belongs to another loader or dataset, or an exact state cannot be taken."""

@@ -1,1 +1,1 @@
-"""What the machine and its processes give: limits, ranks, child processes, random generators, hashes, waiting."""
+"""The machine and its processes: memory limits, ranks, child processes, random generators, hashes, waiting for locks."""

@@ -1,16 +1,17 @@
-"""Run code of the user's in forked child processes, and yield what it yields.
+"""Run the user's code in forked child processes, and yield the items that it yields.
 
 NOTE [ A child loads ]
-    Samples that are needed before the user's own loop (the probe, `warm`, `prepare`) are loaded in a child process. What the
-    dataset opens, draws, caches or counts there is gone with the child, and the object in the user's hands stays as it was. A
-    file that was opened in the parent would be shared by all workers forked later: one position for all of them.
+    Some samples are needed before the user's own loop: by the probe, `warm` and `prepare`. A child process loads them. The
+    files that the dataset opens there, the random numbers that it draws and the values that it keeps end with the child. The
+    user's dataset object stays as it was. A file opened in the parent would have one position for all workers forked later.
 
-    The child works as a worker of torch's DataLoader does: one thread, `get_worker_info()`, no handlers of the parent's. It is
-    forked, whatever the start method of the DataLoader: so nothing has to pickle, and a script needs no `__main__` guard. It
-    takes no semaphores, and so no room in /dev/shm; a daemonic process may have one. The kernel ends it with its parent.
+    The child works like a worker of torch's DataLoader: it has one thread, `get_worker_info()`, and no signal handlers of the
+    parent. It is forked, whatever the start method of the DataLoader, so nothing is pickled and a script needs no `__main__`
+    guard. It uses no semaphores and so no room in /dev/shm, and a daemonic process may have children of this kind. The kernel
+    kills the child when its parent ends.
 
-    A file that was open before has one position for parent and child. So the child opens what it may read once more, under the
-    same descriptors, before it runs anything: it moves no position of the parent's.
+    A file that was open before the fork has one position for parent and child. So the child first opens all files that it may
+    read again, under the same descriptors. After that it cannot move a position of the parent's.
 """
 
 import contextlib
@@ -40,35 +41,35 @@ from stocache.system.rng import preserve_rng_state
 
 logger = logging.getLogger("stocache")
 
-_POLL_S = 1.0  # between looks at children that say nothing
-_SLOW_S = 30.0  # for one item; then say so
+_POLL_S = 1.0  # between checks of children that send nothing
+_SLOW_S = 30.0  # for one item; then warn
 _PR_SET_PDEATHSIG = 1
 _OPEN_FILES = "/proc/self/fd"
 
 _NOT_OF_THE_CHILD = (TypeError, AttributeError, LookupError, NameError, NotImplementedError, FileNotFoundError)
-"""What a dataset raises that is wrong, or not ready: it would raise the same in any process."""
+"""Errors of a dataset that is wrong or not ready. It would raise them in any process."""
 
 
 class ChildError(Exception):
-    """No child process can be had, or it gives no sign. Never raised to users."""
+    """A child process cannot be made, or does not answer. Users never see this error."""
 
 
 def in_children(
     jobs: Sequence[Callable[[], Iterator[Any]]], dataset: Any, patience_s: float | None = None
 ) -> Generator[Any, None, None]:
-    """Yield what the iterators that ``jobs`` return yield, each made and run in a child of its own, in the order it comes.
+    """Run each job in a child process of its own, and yield their items in the order in which they arrive.
 
     Args:
-        jobs: called in the children. What they yield is pickled.
-        dataset: what `get_worker_info` shows there.
-        patience_s: seconds to wait for the next item; None while the children live.
+        jobs: functions that return iterators. They are called in the children; the items are pickled.
+        dataset: the dataset that `get_worker_info` shows there.
+        patience_s: seconds to wait for the next item; None waits as long as the children live.
 
     Raises:
-        ChildError: no process can be forked, or nothing came for ``patience_s``.
+        ChildError: a process cannot be forked, or nothing came for ``patience_s``.
         WorkerError: a child died.
-        Exception: what a job raises, with the child's traceback as its cause; `DatasetError` where that does not pickle.
+        Exception: the error of a job, with the child's traceback as its cause; `DatasetError` if it does not pickle.
 
-    When the generator ends, is closed or raises (Ctrl-C, too), the children are killed, and gone.
+    When the generator ends, is closed or raises (also on Ctrl-C), it kills the children and waits until they are gone.
     """
     children: list[_Child] = []
     try:
@@ -104,15 +105,15 @@ class _Child:
 
     def __init__(self, job: Callable[[], Iterator[Any]], dataset: Any, number: int, count: int) -> None:
         if not os.path.isdir(_OPEN_FILES):
-            raise ChildError("no child process can have file positions of its own: /proc is hidden")
-        for stream in (sys.stdout, sys.stderr):  # else what they hold back would be written twice
+            raise ChildError("a child process cannot get file positions of its own: /proc is hidden")
+        for stream in (sys.stdout, sys.stderr):  # else the text in their buffers would be written twice
             with contextlib.suppress(Exception):
                 stream.flush()
         parent = os.getpid()
         self.pipe, sender = Pipe(duplex=False)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Python 3.12 warns of threads, which the child does without
+                warnings.simplefilter("ignore")  # Python 3.12 warns of threads; the child does not need them
                 self.pid = os.fork()
         except OSError as error:
             self.pipe.close()
@@ -125,7 +126,7 @@ class _Child:
         self._status: int | None = None
 
     def receive(self) -> tuple[Any] | None:
-        """Return the next item, in a tuple; None at the end."""
+        """Return the next item in a tuple; None at the end."""
         try:
             kind, content = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
@@ -135,7 +136,7 @@ class _Child:
         return (content,) if kind == "item" else None
 
     def check(self) -> None:
-        """Raise WorkerError when it has ended; its own children may keep the pipe open."""
+        """Raise WorkerError if the child has ended. Its own children may keep the pipe open."""
         if self._status is None:
             with contextlib.suppress(ChildProcessError):
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -144,22 +145,22 @@ class _Child:
             raise self._death()
 
     def end(self) -> None:
-        """Kill it, if it lives, and wait until it is gone."""
+        """Kill the child if it lives, and wait until it is gone."""
         if self._status is None:
-            with contextlib.suppress(OSError):  # it may have been waited for by others
+            with contextlib.suppress(OSError):  # other code may have waited for it
                 os.kill(self.pid, signal.SIGKILL)
                 self._status = os.waitpid(self.pid, 0)[1]
         self.pipe.close()
 
     def _death(self) -> WorkerError:
         how = "ended"
-        with contextlib.suppress(ChildProcessError):  # it was waited for by others
+        with contextlib.suppress(ChildProcessError):  # other code has waited for it
             if self._status is None:
                 self._status = os.waitpid(self.pid, 0)[1]
             code = os.waitstatus_to_exitcode(self._status)
             how = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else f"exited with code {code}"
         return WorkerError(
-            f"the child process {self.pid}, which loads samples, {how}. Something in the dataset ended it, or from outside."
+            f"the child process {self.pid}, which loads samples, {how}. Something in the dataset, or from outside, ended it."
         )
 
 
@@ -188,7 +189,7 @@ def _run(job: Callable[[], Iterator[Any]], pipe: Connection, parent: int, datase
         code = 0
     except SystemExit as error:  # of the user's code
         code = error.code if isinstance(error.code, int) else 1
-    except BaseException:  # the parent is gone, or does not listen
+    except BaseException:  # the parent is gone, or does not read
         pass
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -204,7 +205,7 @@ def _become_worker(parent: int, dataset: Any, number: int, count: int) -> None:
     if os.getppid() != parent:  # it ended before that
         os._exit(1)
     signal.set_wakeup_fd(-1)
-    for name in (signal.SIGINT, signal.SIGTERM):  # whose handlers, say for a checkpoint, are the parent's
+    for name in (signal.SIGINT, signal.SIGTERM):  # handlers, say for a checkpoint, are for the parent
         signal.signal(name, signal.SIG_DFL)
     gc.freeze()  # a collection would write to, and so copy, the memory of all objects of the parent
     _reopen_files()
@@ -217,7 +218,7 @@ def _become_worker(parent: int, dataset: Any, number: int, count: int) -> None:
 
 
 def _reopen_files() -> None:
-    """Give this process file positions of its own, for all regular files that are open to be read."""
+    """Give this process its own position in every regular file that is open for reading."""
     for fd in map(int, os.listdir(_OPEN_FILES)):
         with contextlib.suppress(OSError):  # the directory's own descriptor; files that may not be opened again
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
@@ -225,7 +226,7 @@ def _reopen_files() -> None:
                 continue
             path = f"{_OPEN_FILES}/{fd}"
             if flags & os.O_ACCMODE == os.O_RDWR and os.readlink(path).startswith(("/dev/shm/", "/memfd:")):
-                continue  # ours: mapped, never read by position, and with locks that closing would drop
+                continue  # our segments: they are mapped, never read by position, and closing one would drop its locks
             position = os.lseek(fd, 0, os.SEEK_CUR)
             again = os.open(path, (flags & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)) | os.O_CLOEXEC)
             os.lseek(again, position, os.SEEK_SET)
@@ -237,27 +238,27 @@ def _reopen_files() -> None:
 
 
 Description: TypeAlias = tuple[bytes | None, str, str]
-"""The pickle of an exception, if it comes back from that; its type and message; its traceback."""
+"""The pickle of an exception (None if it does not pickle), its type and message, and its traceback."""
 
 
 class _ChildTraceback(Exception):
-    """What is shown as the cause of an error from a child: the traceback there."""
+    """The traceback of an error in a child. It is shown as the cause of the error."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 def describe(error: Exception) -> Description:
-    """Return what `rebuild` makes an exception of, in another process."""
-    told = "".join(traceback.format_exception(error))
+    """Return a description from which `rebuild` makes the exception in another process."""
+    trace = "".join(traceback.format_exception(error))
     pickled: bytes | None
     try:
         pickled = pickle.dumps(error)
         if type(pickle.loads(pickled)) is not type(error):
             pickled = None
-    except Exception:  # whatever its class does
+    except Exception:  # its class may do anything
         pickled = None
-    return pickled, f"{type(error).__name__}: {_text(error)}", told
+    return pickled, f"{type(error).__name__}: {_text(error)}", trace
 
 
 def _text(error: Exception) -> str:
@@ -268,21 +269,21 @@ def _text(error: Exception) -> str:
 
 
 def rebuild(description: Description) -> Exception:
-    """Return the exception, with the traceback it had there as its cause; a `DatasetError` where it does not pickle."""
-    pickled, told, text = description
-    error: Exception = DatasetError(f"{told} (which does not pickle)") if pickled is None else pickle.loads(pickled)
-    error.__cause__ = _ChildTraceback(text)
+    """Return the exception with its original traceback as its cause; a `DatasetError` if it does not pickle."""
+    pickled, message, trace = description
+    error: Exception = DatasetError(f"{message} (which does not pickle)") if pickled is None else pickle.loads(pickled)
+    error.__cause__ = _ChildTraceback(trace)
     return error
 
 
 def with_note(error: Exception, note: str) -> Exception:
-    """Return an error of the same type whose message begins with ``note``; a `DatasetError` where there is no such."""
+    """Return an error of the same type whose message begins with ``note``; a `DatasetError` if its class forbids that."""
     message = f"{note}: {type(error).__name__}: {_text(error)}"
     try:
         again = type(error)(message)
         if message not in str(again):
             raise TypeError
-    except Exception:  # whatever its class asks for
+    except Exception:  # its class may want other arguments
         again = DatasetError(message)
     again.__cause__ = error
     return again
@@ -294,15 +295,15 @@ def with_note(error: Exception, note: str) -> Exception:
 def in_children_or_here(
     dataset: Any, jobs: Sequence[Callable[[], Iterator[Any]]], proven: bool = False
 ) -> Generator[Any, None, None]:
-    """Yield what ``jobs`` yield, which load samples: in child processes, or in this one, where children cannot load.
+    """Yield the items of ``jobs``, which load samples in child processes; or in this one if children cannot load them.
 
     Args:
         dataset, jobs: as for `in_children`.
-        proven: whether children have loaded samples before; what is raised is then an error of the dataset.
+        proven: whether children have loaded samples before. Then every error is an error of the dataset.
 
     Raises:
         WorkerError: a child died.
-        Exception: what a job raises.
+        Exception: the error of a job.
     """
     try:
         with contextlib.closing(in_children(jobs, dataset)) as items:
@@ -322,7 +323,7 @@ def in_children_or_here(
 
 
 def loads_only_here(load: Callable[[], Any], error: Exception) -> bool:
-    """Whether ``load``, which raised ``error`` in a child, works in this process: on a GPU, or of a dataset against forks."""
+    """Whether ``load``, which raised ``error`` in a child, works here: with a GPU, or a dataset that forbids forks."""
     if isinstance(error, (*_NOT_OF_THE_CHILD, WorkerError)):
         return False
     with preserve_rng_state():
@@ -334,10 +335,10 @@ def loads_only_here(load: Callable[[], Any], error: Exception) -> bool:
 
 
 def warn_of_this_process(reason: Exception) -> None:
-    """Say what it means that samples are loaded in this process."""
+    """Warn that samples are loaded in this process, and what follows from that."""
     logger.warning(
-        "samples cannot be loaded in a child process (%s: %s), so they are loaded in this one, before your loop. What the "
-        "dataset opens, it has opened here: workers that are forked share it. If it reads files, give CachedDataset "
-        "example=sample, or probe=0, which load none.",
+        "samples cannot be loaded in a child process (%s: %s), so this process loads them, before your loop. Files that the "
+        "dataset opens stay open here, and forked workers share them. If it reads files, give CachedDataset "
+        "example=sample, or probe=0, which load nothing.",
         type(reason).__name__, str(reason),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Old names of arguments and attributes, which still work for one version and warn."""
+"""Keep old names of arguments and attributes working for one version, with a warning."""
 
 import functools
 import warnings

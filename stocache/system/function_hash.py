@@ -1,4 +1,4 @@
-"""What to call a function where its name is to tell which data it made: many lambdas have one name."""
+"""Describe a function as a text that changes with its code: a name is not enough, since all lambdas have the same."""
 
 from functools import partial
 from types import CellType, CodeType, FunctionType
@@ -8,19 +8,19 @@ from stocache.system.hashing import checksum
 
 
 def callable_text(function: Any) -> str:
-    """Return what tells a callable from others, the same in all processes with one version of Python.
+    """Return a text that identifies a callable, the same in all processes with one version of Python.
 
-    A function of a module is its name. A lambda, a function within a function and one of the script that runs are their code,
-    too, and what they close over. Of an object that is callable it is the class.
+    For a function of a module it is the name. For a lambda, a nested function and a function of the main script it also holds a
+    checksum of the code and of the values that the function closes over. For another callable object it is the class.
     """
     if isinstance(function, partial):
         return f"partial({callable_text(function.func)}, {function.args!r}, {function.keywords!r})"
-    its = function if hasattr(function, "__qualname__") else type(function)  # a function, or another callable
-    text, code = f"{its.__module__}.{its.__qualname__}", getattr(its, "__code__", None)
-    if code is None or not ("<" in its.__qualname__ or its.__module__ in ("__main__", "__mp_main__")):
+    named = function if hasattr(function, "__qualname__") else type(function)  # a function, or another callable
+    text, code = f"{named.__module__}.{named.__qualname__}", getattr(named, "__code__", None)
+    if code is None or not ("<" in named.__qualname__ or named.__module__ in ("__main__", "__mp_main__")):
         return text
-    cells = [_value_text(cell.cell_contents) for cell in its.__closure__ or () if cell != CellType()]
-    values = [_code_text(code), _value_text(its.__defaults__), _value_text(its.__kwdefaults__), *cells]
+    cells = [_value_text(cell.cell_contents) for cell in named.__closure__ or () if cell != CellType()]
+    values = [_code_text(code), _value_text(named.__defaults__), _value_text(named.__kwdefaults__), *cells]
     return f"{text.replace('__mp_main__', '__main__')} {checksum(repr(values).encode('utf-8', 'surrogatepass'))}"
 
 
@@ -30,7 +30,7 @@ def _code_text(code: CodeType) -> str:
 
 
 def _value_text(value: Any) -> str:
-    """Return a value that code refers to as text: of what is not plain its type, for its repr may be of this process alone."""
+    """Return the text of a value that code refers to; for other objects their type, because a repr may hold an address."""
     if isinstance(value, CodeType):
         return _code_text(value)
     if isinstance(value, frozenset | set):

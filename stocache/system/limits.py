@@ -1,6 +1,7 @@
-"""What this machine can give to a cache: shared memory, memory, cgroup limits, huge pages; and sizes as people write them.
+"""Find out how much memory this machine can give to a cache: /dev/shm, memory, cgroup limits. Parse and format sizes.
 
-All amounts are bytes unless the name says GiB. Every figure is read afresh: containers are resized, other jobs come and go.
+All amounts are bytes unless the name says GiB. Every amount is read anew at each call: containers are resized, and other jobs
+come and go.
 """
 
 import errno
@@ -27,7 +28,7 @@ SHM_DIR = "/dev/shm"
 PROC = Path("/proc/self")
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
-# Kernels of 6.3 and later log a complaint unless a memfd says whether it may be executed; older ones do not know the flag.
+# Linux 6.3 and later complains in its log unless a memfd says whether it may be executed. Older kernels refuse the flag.
 _MFD_NOEXEC_SEAL = 0x8
 
 _SEGMENT_OVERHEAD = 80 * KIB  # header, counters and page rounding of a segment
@@ -42,10 +43,10 @@ _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:E[+-]?[0-9]+)?)\s*([KMGT]I?B|B|)\s*",
 def parse_size(size: float | str, name: str = "size_limit_gib") -> int:
     """Return the bytes in ``size``: a number or bare numeral of GiB, or a string such as "32GiB" or "500MB".
 
-    ``name`` is that of the argument, for errors.
+    ``name`` is the name of the argument in errors.
 
     Raises:
-        LimitError: ``size`` is negative, NaN, infinite, or not a size at all.
+        LimitError: ``size`` is negative, NaN, infinite, or not a size.
     """
     written = "Write 32, 0.5, '32GiB', '500MB' or 'auto'." if name == "size_limit_gib" else "Write for example '500MB'."
     if isinstance(size, str):
@@ -74,22 +75,22 @@ def format_size(n: float) -> str:
 
 
 def shm_total() -> int:
-    """Size of /dev/shm in bytes; 0 where there is none."""
+    """Return the size of /dev/shm in bytes; 0 if it does not exist."""
     return _statvfs_bytes("f_blocks")
 
 
 def shm_free() -> int:
-    """Bytes of /dev/shm that this process may still write; 0 where there is none or it is read-only."""
+    """Return the bytes of /dev/shm that this process may still write; 0 if it does not exist or is read-only."""
     return _statvfs_bytes("f_bavail") if os.access(SHM_DIR, os.W_OK) else 0
 
 
 def shm_room() -> int:
-    """Bytes of /dev/shm for a cache: three quarters of what is free, since DataLoader workers send their batches through it."""
+    """Return the bytes of /dev/shm for a cache: three quarters of the free ones. DataLoader workers need the others."""
     return max(0, shm_free() * 3 // 4 - _SEGMENT_OVERHEAD)
 
 
 def get_shm_size() -> int:
-    """Size of /dev/shm in whole GiB, rounded down.
+    """Return the size of /dev/shm in whole GiB, rounded down.
 
     Change it for now with ``mount -o remount,size=128G /dev/shm``; in Docker with ``--shm-size=128g``.
     Source: the API of stocaching 0.2 (C. Jones, MIT).
@@ -106,7 +107,7 @@ def _statvfs_bytes(field: Literal["f_blocks", "f_bavail"]) -> int:
 
 
 def open_memfd() -> int | None:
-    """Return the descriptor of a new anonymous file in memory, not bounded by /dev/shm; None where that is forbidden."""
+    """Return the descriptor of a new anonymous file in memory, not limited by /dev/shm; None if that is forbidden."""
     for flags in (_MFD_NOEXEC_SEAL, 0):
         try:
             return os.memfd_create("stocache", flags | os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -126,9 +127,9 @@ def has_memfd() -> bool:
 
 
 def memfd_huge_policy() -> str:
-    """The kernel's huge-page policy for memfd: always, within_size, advise, never, deny or force.
+    """Return the kernel's huge-page policy for memfd: always, within_size, advise, never, deny or force.
 
-    It does not hold for /dev/shm, whose policy is its own mount option ``huge=``, by default never.
+    The policy of /dev/shm is another one: its mount option ``huge=``, by default never.
     Source: Documentation/admin-guide/mm/transhuge.rst of Linux; both measured.
     """
     try:
@@ -143,12 +144,12 @@ def memfd_huge_policy() -> str:
 
 @dataclass(frozen=True)
 class CgroupMemory:
-    """The tightest memory limit of this process's cgroup and all its ancestors.
+    """The memory limit of a cgroup.
 
     Attributes:
-        limit: bytes the group may use.
-        available: bytes it may still take; the page cache it would drop first (inactive_file) counts as free.
-        path: the directory whose files say so.
+        limit: bytes that the group may use.
+        available: bytes that it may still take. The page cache that it would drop first (inactive_file) counts as available.
+        path: the directory of the group.
     """
 
     limit: int
@@ -157,16 +158,16 @@ class CgroupMemory:
 
 
 def cgroup_memory(proc: Path = PROC) -> CgroupMemory | None:
-    """Return the level of this process's cgroup (v1 or v2) that leaves least memory; None where nothing limits it."""
+    """Return the limit of this process's cgroup (v1 or v2), or of the ancestor with the least memory left. None: no limit."""
     levels = [level for path in _cgroup_dirs(proc) if (level := _cgroup_level(path))]
     return min(levels, key=lambda level: level.available, default=None)
 
 
 @functools.lru_cache(maxsize=8)
 def _cgroup_dirs(proc: Path) -> tuple[Path, ...]:
-    """Directories with the memory files of this process's cgroup and its ancestors, innermost first.
+    """Return the directories with the memory files of this process's cgroup and its ancestors, innermost first.
 
-    Kept per process: a process is hardly ever moved to another cgroup, and this is asked before each reservation.
+    The result is cached: a process is hardly ever moved to another cgroup, and this is called before each reservation.
     """
     try:
         memberships = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
@@ -188,9 +189,9 @@ def _cgroup_dirs(proc: Path) -> tuple[Path, ...]:
 
 
 def _ancestry(mount: Path, root: str, path: str) -> Iterator[Path]:
-    """Yield the directories from cgroup ``path`` up to ``mount``, which shows the hierarchy from ``root`` down."""
+    """Yield the directories from cgroup ``path`` up to ``mount``, where the cgroup ``root`` is mounted."""
     relative = os.path.relpath(path, root)
-    if relative.startswith(".."):  # a cgroup namespace: what lies above the mount cannot be seen
+    if relative.startswith(".."):  # a cgroup namespace: groups above the mount are not visible
         relative = "."
     directory = mount / relative
     yield from (directory, *(parent for parent in directory.parents if parent.is_relative_to(mount)))
@@ -225,11 +226,11 @@ def _read_int(path: Path) -> int | None:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory this process and its relatives may use: the machine's, or the cgroup's where that is less.
+    """The memory that the processes of this cgroup may use: that of the machine, or of the cgroup if that is less.
 
     Attributes:
         total: bytes in all.
-        available: bytes that can be taken before the machine swaps or the cgroup kills.
+        available: bytes that can be taken before the machine swaps, or the kernel kills a process of the cgroup.
     """
 
     total: int
@@ -237,17 +238,17 @@ class Memory:
 
     @property
     def floor(self) -> int:
-        """Bytes that caches leave free, whatever their limit: 5 % of the total, at least 64 MiB, at most 2 GiB."""
+        """Bytes that caches always leave free: 5 % of the total, at least 64 MiB, at most 2 GiB."""
         return min(max(self.total // 20, 64 * MIB), 2 * GIB)
 
     @property
     def spare(self) -> int:
-        """Bytes that caches may still take: what is available above the floor."""
+        """Bytes that caches may still take: the available bytes above the floor."""
         return max(0, self.available - self.floor)
 
 
 def memory() -> Memory:
-    """Return this process's memory of now."""
+    """Return the memory that this process may use now."""
     machine, cgroup = _machine_memory(), cgroup_memory()
     if cgroup is None:
         return machine
@@ -257,7 +258,7 @@ def memory() -> Memory:
 def _machine_memory() -> Memory:
     try:
         machine = psutil.virtual_memory()
-    except OSError:  # /proc is hidden: then what is free, without what the page cache would give
+    except OSError:  # /proc is hidden: then the free bytes, without those of the page cache
         page = os.sysconf("SC_PAGE_SIZE")
         return Memory(page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES"))
     return Memory(machine.total, machine.available)
@@ -267,19 +268,20 @@ def _machine_memory() -> Memory:
 
 
 def shared_memory_room(named: bool = False) -> int:
-    """Bytes the largest cache could hold now: by memory less the floor; by /dev/shm too where memfd is forbidden or no help.
+    """Return the bytes that the largest cache could hold now, with a name or without.
 
-    A cache with a name is a file, and files are in /dev/shm.
+    Memory above the floor limits every cache. The room in /dev/shm limits caches with a name, which are files there; and all
+    caches if memfd is forbidden.
     """
     spare = memory().spare
     return spare if has_memfd() and not named else min(spare, shm_room())
 
 
 def recommended_limit(named: bool = False) -> int:
-    """Bytes that ``size_limit_gib="auto"`` stands for.
+    """Return the bytes that ``size_limit_gib="auto"`` stands for.
 
-    Head-room stays for the model, the workers and their batches: a fifth of the available memory, at least 2 GiB, at
-    most half of it. A cache may also be held in by /dev/shm (`shared_memory_room`).
+    It leaves memory for the model, the workers and their batches: a fifth of the available memory, at least 2 GiB, at most half
+    of it. /dev/shm may limit a cache further (`shared_memory_room`).
     """
     available = memory().available
     head_room = max(available // 5, min(2 * GIB, available // 2))

@@ -1,4 +1,4 @@
-"""Which of all processes of a distributed training this is, and on which of its machines."""
+"""Find the rank of this process in a distributed training, and the number of its machine."""
 
 import os
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import torch
 
 
 class Ranks(NamedTuple):
-    """A process of a distributed training: number ``rank`` of ``world_size``, on machine ``node`` of ``nodes``."""
+    """The place of a process in a distributed training: ``rank`` of ``world_size``, on machine ``node`` of ``nodes``."""
 
     rank: int
     world_size: int
@@ -16,9 +16,9 @@ class Ranks(NamedTuple):
 
 
 def ranks_here() -> Ranks:
-    """Return what torch.distributed says where it is initialised, else what torchrun or Slurm's srun say; else one process.
+    """Return the ranks from torch.distributed if it is initialised, else from torchrun, else from Slurm's srun, else 0 of 1.
 
-    Of the machines only the launchers know: torch.distributed started in another way counts as one machine.
+    Only the launchers know the machines. Without one of them, all processes count as one machine.
     """
     world = torch_ranks() or _numbers("RANK", "WORLD_SIZE") or _numbers("SLURM_PROCID", "SLURM_STEP_NUM_TASKS") or (0, 1)
     machines = _numbers("GROUP_RANK", "GROUP_WORLD_SIZE") or _numbers("SLURM_NODEID", "SLURM_STEP_NUM_NODES") or (0, 1)
@@ -26,20 +26,20 @@ def ranks_here() -> Ranks:
 
 
 def torch_ranks() -> tuple[int, int] | None:
-    """Return the rank and the number of ranks that torch.distributed says; None where it is not initialised."""
+    """Return the rank and the world size of torch.distributed; None if it is not initialised."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return None
 
 
 def is_first_rank() -> bool:
-    """Whether this is the process that speaks for all ranks."""
+    """Whether this is rank 0, which logs for all ranks."""
     if (ranks := torch_ranks()) is not None:
         return ranks[0] == 0
     return os.environ.get("RANK", "0") == "0"
 
 
 def _numbers(*names: str) -> tuple[int, int] | None:
-    """Return two numbers from the environment; None where it lacks one (or has, within Slurm, no step: there srun sets all)."""
+    """Return two numbers from the environment; None if one is missing (in Slurm: outside of a step, for srun sets them)."""
     first, second = (os.environ.get(name, "") for name in names)
     return (int(first), int(second)) if first.isdecimal() and second.isdecimal() else None

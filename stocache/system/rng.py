@@ -1,4 +1,4 @@
-"""The random number generators of Python, numpy and torch: their states, taken and put back."""
+"""Get and set the states of the random number generators of Python, numpy and torch."""
 
 import contextlib
 import ctypes
@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 States: TypeAlias = dict[str, Any]
-"""Tensors, lists, strings and numbers only, which every way of saving takes."""
+"""Holds only tensors, lists, strings and numbers, so that it can be saved in any way."""
 
-_MT19937_BYTES = 625 * 4  # 624 numbers, and the position among them
+_MT19937_BYTES = 625 * 4  # 624 numbers and a position
 
 
 def states(generators: Sequence[torch.Generator] = ()) -> States:
-    """Return the states of the global generators, and of ``generators``."""
+    """Return the states of the global generators and of ``generators``."""
     version, numbers, gauss = random.getstate()
     return {
         "python": [version, list(numbers), gauss],
@@ -27,20 +27,21 @@ def states(generators: Sequence[torch.Generator] = ()) -> States:
 
 
 def _plain(state: Any) -> Any:
-    """Return a state of numpy's with tensors for its arrays."""
+    """Return a state of numpy with tensors in place of arrays."""
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
     return torch.from_numpy(state.astype(np.int64)) if isinstance(state, np.ndarray) else state
 
 
 def _arrays(state: Any) -> Any:
+    """Return a state of numpy with arrays in place of tensors."""
     if isinstance(state, dict):
         return {key: _arrays(value) for key, value in state.items()}
     return state.numpy().astype(np.uint64) if isinstance(state, torch.Tensor) else state
 
 
 def set_rng_state(taken: States, generators: Sequence[torch.Generator] = ()) -> None:
-    """Put the generators into the states that were taken."""
+    """Set the generators to states that `states` returned."""
     version, numbers, gauss = taken["python"]
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(_arrays(taken["numpy"]))
@@ -51,7 +52,7 @@ def set_rng_state(taken: States, generators: Sequence[torch.Generator] = ()) -> 
 
 @contextlib.contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """Put the global generators back, after the block, to where they were before."""
+    """Restore the global generators after the block."""
     before = states()
     try:
         yield
@@ -60,13 +61,13 @@ def preserve_rng_state() -> Iterator[None]:
 
 
 class RngMonitor:
-    """Tells whether anybody has drawn from the global generators since it was made, in some 10 us."""
+    """Notices whether the global generators have been drawn from since it was made. A look costs about 10 us."""
 
     def __init__(self) -> None:
         self._before = fingerprint()
 
     def changed(self) -> bool:
-        """Whether anybody has drawn."""
+        """Whether a generator has been drawn from."""
         return fingerprint() != self._before
 
 
@@ -78,10 +79,10 @@ def disturb() -> None:
 
 
 def fingerprint() -> tuple[Any, ...]:
-    """Return something for each of the global generators that differs when it has been drawn from."""
+    """Return a value for each global generator. It changes when the generator is drawn from."""
     numbers = np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy's stubs lack it
-    if isinstance(numbers, np.random.MT19937):  # by its memory: numpy takes 40 us to tell its state
-        told: Any = ctypes.string_at(numbers.ctypes.state_address, _MT19937_BYTES)
+    if isinstance(numbers, np.random.MT19937):  # read from its memory: numpy needs 40 us to return its state
+        numpy_state: Any = ctypes.string_at(numbers.ctypes.state_address, _MT19937_BYTES)
     else:
-        told = repr(numbers.state)
-    return random.getstate(), torch.get_rng_state().numpy().tobytes(), told
+        numpy_state = repr(numbers.state)
+    return random.getstate(), torch.get_rng_state().numpy().tobytes(), numpy_state

@@ -1,4 +1,4 @@
-"""URLs: what is one, and the fsspec file system of one (extra ``remote``)."""
+"""Tell URLs from paths, and open the fsspec file system of a URL (extra ``remote``)."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ from stocache.errors import StocacheError
 
 
 def is_url(path: str) -> bool:
-    """Whether that is for fsspec, and not a path on this machine."""
+    """Whether ``path`` is a URL for fsspec, and not a path on this machine."""
     return "://" in path
 
 
 def file_system(url: str, options: dict[str, Any], problem: type[StocacheError]) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL and the path in it; in each process anew, since few survive a fork.
+    """Return the fsspec file system of a URL, and the path in it. Call it in each process: few file systems survive a fork.
 
     Raises:
-        problem: fsspec, or what it needs for this URL, is not installed.
+        problem: fsspec, or a package that it needs for this URL, is not installed.
     """
     try:
         import fsspec

@@ -1,4 +1,4 @@
-"""Waiting for another process: never without end, and at the end it is said who was waited for."""
+"""Wait for another process for a limited time, and find and describe the process that holds a lock."""
 
 import fcntl
 import os
@@ -8,17 +8,17 @@ from pathlib import Path
 
 import psutil
 
-FileKey = tuple[int, int]  # device and inode: what a file is, whatever its name
+FileKey = tuple[int, int]  # device and inode: they identify a file whatever its name
 
 PATIENCE_S = 5.0
-"""Seconds to wait for another process that holds what it usually holds for microseconds."""
+"""Seconds to wait for a lock that another process usually holds for microseconds."""
 
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-_SHORTEST_S, _LONGEST_S = 0.0001, 0.01  # between two looks
+_SHORTEST_S, _LONGEST_S = 0.0001, 0.01  # between two calls of ready
 
 
 def wait_until(ready: Callable[[], bool], timeout_s: float) -> bool:
-    """Call ``ready`` again and again, until it returns True (then return True) or the time is over (False)."""
+    """Call ``ready`` until it returns True. Return True then, or False when the time is over."""
     pause_s, deadline = _SHORTEST_S, time.monotonic() + timeout_s
     while not ready():
         if time.monotonic() > deadline:
@@ -29,22 +29,22 @@ def wait_until(ready: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def is_at_work(pid: int) -> bool:
-    """Whether a process can be seen from here, and is not stopped."""
+    """Whether a process is visible from here, and is not stopped."""
     try:
         return psutil.Process(pid).status() not in _STOPPED
-    except (psutil.Error, OSError):  # it has ended, or is not ours to look into, or /proc is hidden
+    except (psutil.Error, OSError):  # it has ended, belongs to another user, or /proc is hidden
         return False
 
 
 def describe_first(pids: list[int]) -> str:
-    """Return what `describe_process` tells of the first of some processes."""
+    """Return `describe_process` of the first of some processes."""
     return describe_process(pids[0] if pids else None)
 
 
 def describe_process(pid: int | None) -> str:
-    """Return what a person needs to know to find a process: "process 17 (python train.py), which is stopped".
+    """Return a text by which a person can find a process: "process 17 (python train.py), which is stopped".
 
-    None, or 0, is a process that cannot be seen from here.
+    None and 0 stand for a process that is not visible from here.
     """
     if not pid:
         return "a process of another container"
@@ -58,7 +58,7 @@ def describe_process(pid: int | None) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text with whatever could control a terminal written as an escape: a name may hold an ESC byte."""
+    """Return a text with unprintable characters as escapes: a file name may hold codes that control a terminal."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode() for char in text)
 
 
@@ -66,7 +66,7 @@ def printable(text: str) -> str:
 
 
 def try_flock(fd: int) -> bool:
-    """Take the exclusive flock of a file, or return False."""
+    """Take the exclusive flock of a file; False if another process has a flock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -75,21 +75,21 @@ def try_flock(fd: int) -> bool:
 
 
 def identify(fd: int) -> FileKey:
-    """Return what the file of a descriptor is."""
+    """Return the key of the file that a descriptor has open."""
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
 
 
 def flock_owners(fd: int) -> list[int]:
-    """Return the processes that took the flock of a file which is held now; as far as `listed_locks` tells."""
+    """Return the processes that hold a flock of a file, as far as `listed_locks` shows them."""
     key = identify(fd)
-    return sorted({pid for kind, _, pid, its, _ in listed_locks() if kind == "FLOCK" and its == key})
+    return sorted({pid for kind, _, pid, file, _ in listed_locks() if kind == "FLOCK" and file == key})
 
 
 def listed_locks() -> Iterator[tuple[str, str, int, FileKey, int]]:
-    """Yield the kind, READ or WRITE, process, file and first byte of all locks that processes have.
+    """Yield each lock of a file: its kind, READ or WRITE, its process, the file, and the first locked byte.
 
-    As /proc/locks tells, which leaves out processes of other containers.
+    The source is /proc/locks, which leaves out processes of other containers.
     """
     try:
         lines = Path("/proc/locks").read_text().splitlines()
@@ -97,7 +97,7 @@ def listed_locks() -> Iterator[tuple[str, str, int, FileKey, int]]:
         return
     for line in lines:
         fields = line.split()
-        if len(fields) == 8:  # else it is waited for
+        if len(fields) == 8:  # longer lines are processes that wait
             major, minor, inode = fields[5].split(":")
             key = os.makedev(int(major, 16), int(minor, 16)), int(inode)
             yield fields[1], fields[3], int(fields[4]), key, int(fields[6])

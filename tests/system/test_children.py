@@ -355,7 +355,7 @@ def test_what_a_child_cannot_load_is_loaded_here_with_one_warning(caplog):
         assert cached.stats().total.filled == N
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "cannot be loaded in a child process (RuntimeError: Cannot re-initialize CUDA" in warning
-    assert "workers that are forked share it" in warning
+    assert "forked workers share them" in warning
     caplog.clear()
     with CachedDataset(AgainstForks(), 0.01, probe=0) as cached:
         cached.warm(progress=False)
@@ -448,7 +448,7 @@ def test_without_proc_samples_are_loaded_in_this_process(monkeypatch, tmp_path, 
     monkeypatch.setattr("stocache.system.children._OPEN_FILES", str(tmp_path / "fd"))
     cached = CachedDataset([torch.full((2,), n) for n in range(9)], 0.01)
     assert cached.warm().total.filled == 9
-    assert "/proc is hidden), so they are loaded in this one" in caplog.text
+    assert "/proc is hidden), so this process loads them" in caplog.text
 
 
 @pytest.mark.parametrize("ending", ["os._exit(0)", "sys.exit()", "raise KeyboardInterrupt", "os.kill(os.getpid(), 40)"])
