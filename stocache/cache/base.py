@@ -239,7 +239,7 @@ class SampleCache(ABC):
                     return RACES
                 try:
                     counter = self._store(idx, encoded, cost_s)
-                except OSError as error:  # reserved memory does not run out; if it ever does, the job must go on
+                except OSError as error:  # reserved memory does not run out; if it does, the job goes on without caching this
                     logger.warning("sample %d stays uncached: %s", idx, str(error))
                     return REFUSED
                 if counter == FILLS:
@@ -331,7 +331,7 @@ class SampleCache(ABC):
         self._segment.counters[HITS] += count
         if count == len(indices):
             return samples
-        rows: dict[int, int] = {}  # by missing sample: its first row in the batch
+        rows: dict[int, int] = {}  # by index of a missing sample: its first row in the batch
         for row, idx in enumerate(indices.tolist()):
             if not is_set[row]:
                 rows.setdefault(idx, row)

@@ -138,7 +138,7 @@ class SharedCache(SampleCache):
         return self._structure.encode(value, where)
 
     def _store(self, idx: int, encoded: list[Any], cost_s: float | None) -> int:
-        self._states[idx] = EMPTY  # also while it is overwritten; whose memory is reserved then
+        self._states[idx] = EMPTY  # nobody reads while it is written; if it was set, its memory is reserved
         return FILLS if self._columns.write(self._slot(idx), encoded) else REFUSED
 
     def _refused(self, idx: int) -> bool:

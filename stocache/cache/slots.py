@@ -241,7 +241,7 @@ class SlotArrays:
         return any(self._segment.refused(at + slot * nbytes, at + (slot + 1) * nbytes) for at, nbytes in self._places)
 
     def write(self, slot: int, buffers: list[Any]) -> bool:
-        """Write the encoded bytes of a sample into a slot, a buffer for each column. False if there is no memory for it."""
+        """Write the encoded bytes of a sample into a slot: one buffer for each column. False if its memory is refused."""
         if not self.reserve(slot, slot + 1):
             return False
         for (offset, nbytes), buffer in zip(self._places, buffers, strict=True):

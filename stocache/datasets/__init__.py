@@ -1,1 +1,1 @@
-"""CachedDataset and StorageDataset: map-style datasets in front of a cache or a storage."""
+"""Cache a map-style dataset, or read one from a storage: `CachedDataset`, `StorageDataset`."""

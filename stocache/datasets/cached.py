@@ -393,7 +393,7 @@ class CachedDataset(Dataset[Any]):
         Raises:
             LimitError: ``num_workers`` is not a number of processes.
             WorkerError: a child died.
-            Exception: what the dataset raises.
+            Exception: an error of the dataset.
 
         Ranks and jobs that share the cache may all call it. Each begins at another place, and each sample is loaded once.
         """
@@ -401,24 +401,25 @@ class CachedDataset(Dataset[Any]):
             raise LimitError(f"num_workers={num_workers!r} is not a number of processes. Use 0 or more.")
         with tqdm(unit="sample", desc="warming the cache", disable=not (progress and is_first_rank())) as bar:
             for _ in range(2):  # with admission by cost, some samples are admitted only at the second request
-                wanted = self._unfilled()
+                indices = self._unfilled()
                 if bar.n and not self.cache.revises:
                     break
-                begin = os.getpid() * 40503 % max(1, len(wanted))
-                bar.total = bar.n + len(wanted)
-                wanted = wanted[begin:] + wanted[:begin]
+                begin = os.getpid() * 40503 % max(1, len(indices))
+                bar.total = bar.n + len(indices)
+                indices = indices[begin:] + indices[:begin]
                 if isinstance(self._loader, BlockLoader):
-                    batches = self._loader.by_block(wanted)
+                    batches = self._loader.by_block(indices)
                 else:
-                    batches = [wanted[at : at + 16] for at in range(0, len(wanted), 16)]
+                    batches = [indices[at : at + 16] for at in range(0, len(indices), 16)]
                 self._warm(batches, num_workers or 1, bar)
         self._epochs.begin(self.cache)  # filling does not count as an epoch
         return self.stats()
 
     def _unfilled(self) -> list[int]:
+        """Return the indices of all samples that may be cached and are not."""
         states = self.cache.aux_array.numpy()
-        rows = np.arange(len(states)) if self._rows is None else np.unique(self._rows)
-        unfilled: list[int] = rows[states[rows] == SlotState.EMPTY].tolist()
+        indices = np.arange(len(states)) if self._rows is None else np.unique(self._rows)
+        unfilled: list[int] = indices[states[indices] == SlotState.EMPTY].tolist()
         return unfilled
 
     def _warm(self, batches: list[list[int]], num_workers: int, bar: Any) -> None:

@@ -70,7 +70,7 @@ class Wrapped:
 
 
 def wrap(dataset: Any, length: int, options: CacheOptions, samples: SampleOptions) -> Wrapped:
-    """Return the cache for a dataset of ``length`` samples, filled with the probed ones, and what loads the others.
+    """Return the cache for a dataset of ``length`` samples, filled with the probed ones, and the loader of the others.
 
     Raises:
         DatasetError, WorkerError, LimitError, SampleError: as `CachedDataset`, and as the caches.
@@ -140,7 +140,7 @@ class _Wrapper:
         )
 
     def _look(self, split: Split | None) -> Probe:
-        """Return what is known of the samples: from an example, or the probe."""
+        """Return the probed samples, or the example."""
         count, example = self._samples.probe, self._samples.example
         if not isinstance(count, int) or count < 0:
             raise LimitError(f"probe={count!r} is not a number of samples. Use 1 or more, or 0 for no probe.")

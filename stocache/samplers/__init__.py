@@ -1,1 +1,1 @@
-"""The order of samples: permutations that take no memory, blocks, and the machine that has a sample cached."""
+"""Order the samples of an epoch: permutations without memory, blocks, and the machine that has a sample cached."""

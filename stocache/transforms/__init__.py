@@ -1,1 +1,1 @@
-"""The transforms of a dataset: which are deterministic, and where they are cut so that their beginning is cached."""
+"""Split the transforms of a dataset, so that their deterministic beginning runs before the cache."""

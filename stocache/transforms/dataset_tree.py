@@ -10,7 +10,7 @@ from stocache.transforms.pipelines import open_pipeline, step_text
 
 
 class DatasetTree:
-    """The datasets within a dataset, and the way from an index to the one that makes its sample.
+    """The datasets within a dataset, and the path from an index to the dataset that makes its sample.
 
     Attributes:
         leaves: the datasets that make samples.

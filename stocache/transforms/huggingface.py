@@ -71,14 +71,13 @@ def _choose_rows(dataset: Any, name: str, view: Callable[[Any, Any], Any], libra
         features = library.Features({"row": library.Value("int64")})
         if by is not None:
             columns[by], features[by] = dataset.with_format(None)[by][:], dataset.features[by]
-        numbers = library.Dataset.from_dict(columns, features)
-        chosen = getattr(numbers, name)(*args, **kwargs)
+        chosen = getattr(library.Dataset.from_dict(columns, features), name)(*args, **kwargs)
         if isinstance(chosen, dict):
-            return library.DatasetDict({part: viewed(its) for part, its in chosen.items()})
-        return viewed(chosen)
+            return library.DatasetDict({part: make_view(part_rows) for part, part_rows in chosen.items()})
+        return make_view(chosen)
 
-    def viewed(numbers: Any) -> Any:
-        rows = np.asarray(numbers.with_format(None)["row"][:], dtype=np.int64)
+    def make_view(row_numbers: Any) -> Any:
+        rows = np.asarray(row_numbers.with_format(None)["row"][:], dtype=np.int64)
         return view(dataset.select(rows), rows)
 
     return choose
@@ -126,11 +125,11 @@ class ReadTransform:
         return form["type"] == "custom" and form["format_kwargs"]["transform"] is not self._function
 
     def load(self, idx: int) -> Any:
-        """Return what is cached of sample ``idx``."""
+        """Return the part of sample ``idx`` that is cached."""
         return self._read(self._source[idx])
 
     def load_many(self, indices: list[int]) -> list[Any]:
-        """Return what is cached of the samples ``indices``."""
+        """Return the parts of the samples ``indices`` that are cached."""
         return [self._read(sample) for sample in self._source.__getitems__(indices)]
 
     def _read(self, sample: dict[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 NOTE [ Patched datasets ]
     A patched dataset equals the original in all but some attributes. Its class is a subclass made for it, which defines these
-    attributes as properties. All other attributes are in the ``__dict__`` that both share. So what the dataset opens, counts or
-    is given later, the patched one has too, and the other way round. The original does not change: it goes on with its own
-    transforms, wherever else it is used.
+    attributes as properties. All other attributes are in the ``__dict__`` that both share. So an
+    attribute that is set later in one of them, say a file or a counter, is in the other as well. The original does not change:
+    it goes on with its own transforms, wherever else it is used.
 """
 
 import threading

@@ -128,7 +128,7 @@ class BoundPlan:
         return any(pipeline.has_changed() for pipeline in self.pipelines.values())
 
     def load(self, idx: int) -> Any:
-        """Return what is cached of sample ``idx``."""
+        """Return the part of sample ``idx`` that is cached."""
         calls = self._log.calls
         calls.clear()
         try:
@@ -151,7 +151,7 @@ class BoundPlan:
         return UnplannedSample(idx)
 
     def load_with_calls(self, idx: int) -> tuple[Any, list[Call]]:
-        """Return what is cached of sample ``idx``, and the calls of the transforms that are cut."""
+        """Return the part of sample ``idx`` that is cached, and the calls of the transforms that are cut."""
         self._log.calls.clear()
         return self._patched[idx], list(self._log.calls)
 
@@ -290,7 +290,7 @@ class Split:
         return any(its.has_changed() for its in bound)
 
     def load(self, idx: int) -> Any:
-        """Return what is cached of sample ``idx``."""
+        """Return the part of sample ``idx`` that is cached."""
         number, leaf_idx = self._bind().locate(idx)
         return self._bound[number].load(leaf_idx)
 
@@ -299,7 +299,7 @@ class Split:
         return self._bound[self._bind().locate(idx)[0]].finish(sample)
 
     def load_many(self, indices: list[int]) -> Iterable[Any]:
-        """Return, or yield, what is cached of the samples ``indices``."""
+        """Return, or yield, the parts of the samples ``indices`` that are cached."""
         batch = self._batch(indices)
         return map(self.load, indices) if batch is None else batch[0].load_many(batch[1])
 
@@ -309,7 +309,7 @@ class Split:
         return map(self.finish, indices, samples) if batch is None else batch[0].finish_many(list(samples))
 
     def _batch(self, indices: Sequence[int]) -> tuple[ReadTransform, list[int]] | None:
-        """Return what makes a batch of samples, and their indices there; None where samples are made one by one."""
+        """Return the leaf that makes a batch of samples, and their indices there; None where samples are made one by one."""
         tree, first = self._bind(), self._bound[0]
         if not isinstance(first, ReadTransform) or not tree.batches:
             return None
