@@ -1,1 +1,1 @@
-"""The caches: which samples are resident, in which slots, and the protocol by which processes fill them together."""
+"""The caches: which samples are resident, in which slots, and how processes fill them together."""

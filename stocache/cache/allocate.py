@@ -29,13 +29,13 @@ _CHUNK = 1 << 16  # samples marked at a time: half a MiB of indices
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The memory of a cache at any capacity. The capacity counts slots, or bytes where samples vary in size.
+    """The memory of a cache for any capacity. The capacity counts slots; or bytes, if samples vary in size.
 
     Attributes:
         control_bytes: bytes of the cache's state, which begins with one state byte per sample of the dataset.
-        identity: what else must be equal before another process may attach to the cache.
-        structure: what each sample looks like; None where samples vary in size.
-        placement: which samples get the slots; None where samples vary in size.
+        identity: must be equal, like the number of samples, before another process may attach to a cache of the same name.
+        structure: the structure of each sample; None if samples vary in size.
+        placement: which samples get the slots; None if samples vary in size.
     """
 
     dataset_len: int
@@ -46,7 +46,7 @@ class CacheLayout:
 
     @property
     def unit(self) -> str:
-        """What the capacity counts."""
+        """What the capacity counts: "slots" or "bytes"."""
         return "bytes" if self.structure is None else "slots"
 
     def capacity_within(self, limit: int) -> int:
@@ -121,21 +121,21 @@ class CacheLayout:
 
 
 def open_memory(layout: CacheLayout, options: CacheOptions) -> tuple[Segment, int]:
-    """Return a segment and its capacity: a new anonymous one, or the one of the name, attached to or new.
+    """Return the segment of a cache, and its capacity. With a name it may be a segment that exists; without, it is new.
 
-    Where there is no shared memory, its backing is "none", and its capacity 0.
+    If the machine gives no shared memory, the backing of the segment is "none", and the capacity 0.
 
     Raises:
         LimitError: the limit leaves no room for one slot.
-        CacheNameError: the name cannot be one.
-        SegmentError: the file of that name is not a segment of this user's, or is damaged.
+        CacheNameError: the name is not valid.
+        SegmentError: the file of that name is not a segment of this user, or is damaged.
         MismatchError: the name is in use for other data.
         BusyError: another process holds the lock of the named caches, and ``on_busy`` is "raise".
     """
     limit, name = options.size_limit_gib, options.name
     if name is None:
         return _open_own(layout, layout.affordable(limit, False))
-    identity = dict(layout.identity)
+    identity = {"dataset_len": layout.dataset_len, **layout.identity}
     if limit != "auto":  # which differs from rank to rank: they look at different moments
         identity[layout.unit] = layout.capacity_of(limit)
     identity["fingerprint"] = options.fingerprint
@@ -164,7 +164,7 @@ def open_memory(layout: CacheLayout, options: CacheOptions) -> tuple[Segment, in
             "cache %r holds nothing: %s: %s. In Docker: --shm-size=…; on a host: mount -o remount,rw,size=… %s",
             name, limits.SHM_DIR, os.strerror(error.errno or 0), limits.SHM_DIR,
         )  # fmt: skip
-    if found is None:  # not a cache of its own instead: each process would take the limit, which is one machine's
+    if found is None:  # a cache of its own instead would take the limit, which is for the machine, in each process
         return _open_own(layout, 0)
     segment, descriptor = found
     capacity = int(descriptor.facts["capacity"])
@@ -174,7 +174,7 @@ def open_memory(layout: CacheLayout, options: CacheOptions) -> tuple[Segment, in
 
 
 def _open_part(layout: CacheLayout, options: CacheOptions, problem: str) -> tuple[Segment, int]:
-    """Return a segment of this process's own, with its part of the limit, where a named one cannot be had."""
+    """Return a segment for this process only, with its part of the limit, because a named one cannot be made."""
     logger.warning("%s Cache %r is not shared: this process has its own part of the limit.", problem, options.name)
     ranks = ranks_here()
     capacity = layout.affordable(options.size_limit_gib, False)

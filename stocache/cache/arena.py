@@ -1,16 +1,16 @@
-"""The arena of a RaggedCache: where records of any size are appended, one after the other, never moved nor freed.
+"""Append records of any size to the arena of a RaggedCache. They are never moved, and never freed one by one.
 
 NOTE [ Control of an arena ]
-    The control of the segment holds, each part at a multiple of 8 bytes:
+    The control bytes of the segment hold, each part at a multiple of 8 bytes:
 
     states     one byte per sample
     words      8 numbers of 64 bits: `_USED` and the others below
     offsets    8 bytes per sample: where its record is in the data
-    the rest   is the admission's (see admission.py)
+    the rest   belongs to the admission (see admission.py)
 
-    Room is taken by raising `_USED` under the arena's lock; the bytes are written after that, without it. A process killed in
-    between leaves a gap, no damage. Skeletons (see record_encoder.py) are appended too, each leading to the one before, and
-    numbered: a number is never given twice, also not after clear().
+    A writer takes room by raising `_USED` under the arena's lock. It writes the bytes after that, without the lock. If it is
+    killed in between, it leaves a gap, and no damage. Skeletons (the structure of samples, see record_encoder.py) are appended
+    too. Each points to the one before, and has a number. A number is never used twice, also not after clear().
 """
 
 import struct
@@ -28,24 +28,24 @@ _WORDS = 8
 WORDS_BYTES = 8 * _WORDS
 
 NO_ROOM, NO_MEMORY = -1, -2
-"""What `Arena.append` returns instead of an offset: it is full; or the machine gives no more memory, or another process keeps
-the lock."""
+"""`Arena.append` returns these instead of an offset. NO_ROOM: the arena is full. NO_MEMORY: the machine gives no more memory,
+or another process does not release the lock."""
 
-_SKELETON = struct.Struct("<QII")  # one past the offset of the skeleton before, number, bytes of text
+_SKELETON = struct.Struct("<QII")  # offset of the skeleton before, plus 1; number; bytes of text
 
 
 def words_at(dataset_len: int) -> int:
-    """Return where the words are in control."""
+    """Return the offset of the words in the control bytes."""
     return -(-dataset_len // 8) * 8
 
 
 def control_bytes(dataset_len: int) -> int:
-    """Return the bytes of control that an arena needs: 9 per sample, and 64."""
+    """Return the number of control bytes that an arena needs: 9 per sample, and 64."""
     return words_at(dataset_len) + 8 * (_WORDS + dataset_len)
 
 
 def amounts(words: bytes | memoryview, dataset_len: int, capacity: int, filled: int) -> dict[str, int]:
-    """Return what statistics say of an arena, given its words."""
+    """Return the attributes of `CacheStats` that depend on an arena, given its words."""
     used = memoryview(words)[: 8 * _WORDS].cast("Q")[_USED]
     return {"slots": dataset_len, "slot_bytes": used // max(1, filled), "capacity_bytes": capacity}
 
@@ -54,13 +54,13 @@ class Arena:
     """The arena in a segment, for ``dataset_len`` samples.
 
     Attributes:
-        offsets: where the record of each sample is, once it is set.
-        capacity: bytes there are for records.
+        offsets: the offset of each sample's record. Valid if the sample is set.
+        capacity: bytes for records.
     """
 
     def __init__(self, segment: Segment, dataset_len: int) -> None:
         self._segment = segment
-        self._lock_number = dataset_len  # the numbers below are those of the samples
+        self._lock_number = dataset_len  # lower numbers are the locks of samples
         start, end = words_at(dataset_len), control_bytes(dataset_len)
         self._words = segment.control[start : start + 8 * _WORDS].cast("Q")
         self.offsets = segment.control[start + 8 * _WORDS : end].cast("Q")
@@ -70,12 +70,12 @@ class Arena:
         self._texts: dict[int, bytes] = {}
 
     def run_locked(self, work: Callable[[], _Result], late: _Result) -> _Result:
-        """Return ``work()``, with the arena's lock held; see `Segment.run_locked`."""
+        """Return ``work()``, run with the arena's lock held; ``late`` if another process does not release the lock."""
         return self._segment.run_locked(self._lock_number, 1, work, late)
 
     @property
     def used(self) -> int:
-        """Bytes taken so far."""
+        """Bytes that are taken."""
         return self._words[_USED]
 
     @property
@@ -85,7 +85,7 @@ class Arena:
         return used < self.capacity and self._segment.refused(used, used + 1)
 
     def append(self, blob: bytes) -> int:
-        """Store bytes at a multiple of 8; return where, or NO_ROOM or NO_MEMORY. With the segment's guard held."""
+        """Store bytes at a multiple of 8. Return their offset, or NO_ROOM or NO_MEMORY. With the segment's guard held."""
         at = self.run_locked(lambda: self._take(len(blob)), NO_MEMORY)
         if at >= 0:
             self._segment.write(at, blob, len(blob))
@@ -102,7 +102,7 @@ class Arena:
         return at
 
     def number_of(self, text: bytes) -> int:
-        """Return the number of a skeleton, which is stored if it is new; or NO_ROOM or NO_MEMORY. With the guard held."""
+        """Return the number of a skeleton, or NO_ROOM or NO_MEMORY. Store it if it is new. Call it with the guard held."""
         if self._generation != self._words[_GENERATION]:
             self._generation = self._words[_GENERATION]
             self._numbers.clear()
@@ -112,7 +112,7 @@ class Arena:
         return self.run_locked(lambda: self._add(text), NO_MEMORY)
 
     def _add(self, text: bytes) -> int:
-        self._learn()
+        self._read_skeletons()
         if text in self._numbers:
             return self._numbers[text]
         at = self._take(_SKELETON.size + len(text))
@@ -128,16 +128,16 @@ class Arena:
         return number
 
     def skeleton(self, number: int) -> bytes:
-        """Return the skeleton of that number; b"" where there is none."""
+        """Return the skeleton of a number; b"" if it does not exist."""
         if number not in self._texts:
-            self._learn()
+            self._read_skeletons()
         return self._texts.get(number, b"")
 
-    def _learn(self) -> None:
-        """Read the skeletons, from the newest back to the first that is known.
+    def _read_skeletons(self) -> None:
+        """Read the skeletons, from the newest back to the first known one.
 
         Raises:
-            SegmentError: one is not within the memory that is reserved.
+            SegmentError: one lies outside of the reserved memory.
         """
         newest = self._words[_NEWEST]
         if WEAKLY_ORDERED:
@@ -152,16 +152,16 @@ class Arena:
             newest = before
 
     def _part(self, at: int, nbytes: int) -> bytes:
-        """Return bytes of the arena, where another process says that they are."""
+        """Return bytes of the arena at an offset that another process has written, after checking it."""
         if not self._segment.has(at, at + nbytes):
-            raise SegmentError("the cache is damaged: what tells its samples lies outside of its memory.")
+            raise SegmentError("the cache is damaged: the structure of its samples lies outside of its memory.")
         return bytes(self._segment.view(at, nbytes))
 
     def clear(self) -> None:
-        """Begin anew; nobody may be reading or writing. Skeletons are numbered on, so nobody takes an old one for a new.
+        """Free all room. No process may be reading or writing. The numbers of skeletons go on, so that none is used twice.
 
-        Killed after any of the steps, the arena is sound: first writers look for skeletons anew, then they find none, then
-        the room is free again. The bytes may be zeroed after that.
+        If this process is killed after any of the steps, the arena is sound: first writers read the skeletons again, then there
+        are none to read, then the room is free. The bytes may be zeroed after that.
         """
         self._words[_GENERATION] += 1
         self._words[_NEWEST] = 0

@@ -1,25 +1,25 @@
-"""The protocol of every cache: one state byte per sample, set once and read without a lock; misses loaded by one of all.
+"""Publish samples to all processes: one state byte per sample, set once and read without a lock. One process loads a miss.
 
-How the samples themselves are held is the part of the subclasses: `SharedCache`, `RaggedCache`.
+The subclasses `SharedCache` and `RaggedCache` store the samples themselves.
 
 NOTE [ Publishing a slot ]
-    Writers of one slot exclude each other: threads by the segment's guard, processes by the slot's record lock. The one who
-    has both looks at the state byte again, copies the sample in, lets the fence lock go and takes it again, and only then
-    sets the byte to SET. Releasing a lock and then taking one keeps the two stores in that order on every processor, also
-    on ARM. Killed before the byte is set, a writer leaves an empty slot and a lock the kernel drops; the next one to miss
-    fills it. Since a set slot never changes again, a reader needs no lock: the byte, then the row, in this order (NOTE
-    [ Reading in order ]).
+    Writers of one slot exclude each other: threads by the segment's guard, processes by the slot's record lock. A writer that
+    has both checks the state byte again, copies the sample in, releases the fence lock and takes it again, and only then sets
+    the byte to SET. Releasing a lock and then taking one keeps the two stores in order on every processor, also on ARM. A
+    writer that is killed before it sets the byte leaves an empty slot, and the kernel drops its lock; the next process to miss
+    the sample fills the slot. A set slot never changes again. So a reader needs no lock: it reads the byte, then the row, in
+    this order (NOTE [ Reading in order ]).
 
 NOTE [ Races and errors ]
-    Whoever missed a slot will set it, and may find that somebody else was faster: that is no error, the samples are equal.
-    Setting a slot that is set *without* having missed it is one, for then two samples claim one index. So each process
-    remembers what it has missed and not yet set, and how often (threads may miss one slot together).
+    A process that missed a sample will set it, and may find that another one was faster. That is not an error: the samples are
+    equal. But setting a set slot *without* having missed it is an error: two samples then have one index. So each process
+    remembers the samples that it has missed and not yet set, and how often (threads may miss one sample together).
 
 NOTE [ Nested loads ]
-    The load of a sample may need others: A needs B, and in another process B needs A. Each has claimed its own and would wait
-    for the other's. So a thread that loads under a claim waits for no claim: what it needs it loads at once, though another
-    may be loading it, too. The same holds for a sample that is asked for within its own load. Only claims of blocks are waited
-    for within the load of a sample: who loads a block waits for nobody.
+    Loading a sample may need other samples: A needs B, and in another process B needs A. Each process has claimed its own one
+    and would wait for the other's. So a thread that loads a sample under a claim does not wait for claims of samples: it loads
+    them at once, though another process may be loading them too. The same holds for a sample that its own load asks for. Within
+    the load of a sample a thread waits for claims of blocks only, and within the load of a block it does not wait.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ _Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class _Loading(threading.local):
-    """Whether this thread loads samples, or a block, under claims of its own; see NOTE [ Nested loads ]."""
+    """Whether this thread is loading samples, or a block, under its own claims; see NOTE [ Nested loads ]."""
 
     samples = block = False
 
@@ -57,7 +57,7 @@ class _Loading(threading.local):
 _loading = _Loading()
 
 MISSING: Any = object()
-"""What `SampleCache.hit` returns instead of a sample, which may be None."""
+"""Stands for a sample that is not there. (None may be a sample.)"""
 
 
 class SlotState(IntEnum):
@@ -66,7 +66,7 @@ class SlotState(IntEnum):
     EMPTY = 0
     SET = 1
     OOB = 2
-    """Out of bounds of the cache: in the dataset, but not to be resident."""
+    """Out of bounds of the cache: in the dataset, but without a slot."""
 
 
 class SampleCache(ABC):
@@ -87,11 +87,11 @@ class SampleCache(ABC):
     """Whether a sample that was not kept when it was set may be kept when it is set again."""
 
     _slot: Callable[[int], int]
-    """Returns the slot of a sample that is set. Given by the subclass: reading a sample calls it."""
+    """Returns the slot of a sample that is set. The subclass gives it, as a method or an attribute."""
 
     _load: Callable[[int, bool], Any]
-    """Returns the sample in a slot: a private copy if the second argument is True. MISSING if it cannot be read here. Given by
-    the subclass, as a method or an attribute: reading a sample calls it."""
+    """Returns the sample in a slot; a private copy if the second argument is True. MISSING if this process cannot read it. The
+    subclass gives it, as a method or an attribute."""
 
     @abstractmethod
     def _encode(self, value: Any, where: str) -> Any:
@@ -139,16 +139,16 @@ class SampleCache(ABC):
 
         Args:
             idx: sample index in ``[0, dataset_len)``; it may lie outside the cache.
-            allow_oob_idx: False raises when the sample lies outside the cache, instead of returning None.
-            allow_empty_slot: False raises when the slot is empty, instead of returning None.
+            allow_oob_idx: False raises an error if the sample lies outside the cache, instead of returning None.
+            allow_empty_slot: False raises an error if the slot is empty, instead of returning None.
             copy: False returns a view of the shared memory itself: writing to it changes every later epoch.
 
         Returns:
             The sample as it was set.
 
         Raises:
-            SampleIndexError: ``idx`` is no integer or outside the dataset; or outside the cache, when not allowed.
-            SlotError: the slot is empty, when not allowed.
+            SampleIndexError: ``idx`` is not an integer or lies outside the dataset; or outside the cache, if not allowed.
+            SlotError: the slot is empty, if not allowed.
 
         Safe from any process and thread; a hit takes no lock. Copies the bytes of the sample.
         Source: the API of stocaching 0.2 (C. Jones, MIT).
@@ -172,7 +172,7 @@ class SampleCache(ABC):
         return None
 
     def hit(self, idx: int, copy: bool) -> Any:
-        """Return sample ``idx`` if it is set; else, or where ``idx`` is no index, MISSING. The quick part of all other ways."""
+        """Return sample ``idx`` if it is set; else MISSING, also if ``idx`` is not an index. Other methods try this first."""
         try:
             if not 0 <= idx < self._dataset_len or self._states[idx] != SET:
                 return MISSING
@@ -193,20 +193,20 @@ class SampleCache(ABC):
         return mask
 
     def set_slot(self, idx: int, value: Any, allow_oob_idx: bool = True, allow_overwrite: bool = False) -> None:
-        """Cache ``value`` as sample ``idx``; does nothing when the sample lies outside the cache.
+        """Cache ``value`` as sample ``idx``. Do nothing if the sample lies outside the cache.
 
         Args:
             idx: sample index in ``[0, dataset_len)``.
-            value: the sample, which must be of exactly the dtypes and shapes the cache holds. Copied.
-            allow_oob_idx: False raises when the sample lies outside the cache.
-            allow_overwrite: True replaces a sample that is cached already. Readers at that moment may get a mixture.
+            value: the sample, with exactly the dtypes and shapes that the cache holds. It is copied.
+            allow_oob_idx: False raises an error if the sample lies outside the cache.
+            allow_overwrite: True replaces a sample that is cached already. Processes that read it meanwhile may get a mixture.
 
         Raises:
-            SampleIndexError: ``idx`` is no integer or outside the dataset; or outside the cache, when not allowed.
-            SampleError: ``value`` would not come back as it is. Nothing has been stored.
-            SlotError: the slot is set already, and this process did not find it empty before.
+            SampleIndexError: ``idx`` is not an integer or lies outside the dataset; or outside the cache, if not allowed.
+            SampleError: ``value`` would not come back unchanged. Nothing is stored.
+            SlotError: the slot is set already, and this process has not missed it before.
 
-        Safe from any process and thread: of several that set one slot, the first wins and the others do nothing.
+        Safe from any process and thread. If several set one slot, the first wins and the others do nothing.
         """
         idx = self._index(idx, "set_slot")
         if self._states[idx] == OOB:
@@ -227,7 +227,7 @@ class SampleCache(ABC):
                 segment.counters[counter] += 1
 
     def _publish(self, idx: int, encoded: Any, overwrite: bool, cost_s: float | None) -> int | None:
-        """Store sample ``idx``, under the guard; return what became of it: the counter to raise, if any."""
+        """Store sample ``idx``, with the guard held. Return the counter to raise, if any."""
         segment = self._segment
         try:
             try:
@@ -244,7 +244,7 @@ class SampleCache(ABC):
             return RACES
         try:
             counter = self._store(idx, encoded, cost_s)
-        except OSError as error:  # reserved memory does not run out; if it ever does, the sample is uncached, not the job dead
+        except OSError as error:  # reserved memory does not run out; if it ever does, the job goes on without caching this
             logger.warning("sample %d stays uncached: %s", idx, str(error))
             return REFUSED
         if counter != FILLS:
@@ -262,23 +262,24 @@ class SampleCache(ABC):
     ) -> Any:
         """Return sample ``idx`` from the cache, or else from ``load(idx)``, which is then cached.
 
-        Of all threads, processes and jobs that want an empty sample at one time, one loads it and the others wait. So jobs that
-        read in the same order (the same seed, a sweep) do not all read the source.
+        If several threads, processes or jobs want a sample that is not cached, one loads it and the others wait. So jobs
+        that read in the same order (the same seed, a sweep) do not all read the source.
 
         Args:
-            idx: sample index in ``[0, dataset_len)``; where it lies outside the cache, everyone loads for himself.
-            load: called with ``idx``; what it raises passes through, and the next one to want the sample loads it.
+            idx: sample index in ``[0, dataset_len)``. If it lies outside the cache, each caller loads the sample itself.
+            load: called with ``idx``. Its errors pass through; then the next caller loads the sample.
             copy: as in `get_slot`.
-            strict: False for what does not fit the cache to be returned all the same: uncached, counted (``rejected``),
-                with one warning.
-            timeout_s: seconds to wait for the load of another, who may be paused, before loading too. The dead never hold it.
+            strict: False returns a sample that does not fit the cache all the same: uncached, counted (``rejected``), with one
+                warning.
+            timeout_s: seconds to wait for another process that is loading the sample, and may be stopped. Then this process
+                loads it too. A process that has died is not waited for.
 
         Returns:
-            The sample: a private copy, or what ``load`` returned.
+            The sample: a private copy, or the object that ``load`` returned.
 
         Raises:
-            SampleIndexError: ``idx`` is no integer or outside the dataset.
-            SampleError: what ``load`` returned does not fit the cache.
+            SampleIndexError: ``idx`` is not an integer or lies outside the dataset.
+            SampleError: the loaded sample does not fit the cache.
         """
         value = self.hit(idx, copy)
         if value is not MISSING:
@@ -308,12 +309,12 @@ class SampleCache(ABC):
         strict: bool = True,
         timeout_s: float = 10.0,
     ) -> list[Any]:
-        """Return the samples ``indices``: those that are cached, and the others from one call of ``load``, then cached.
+        """Return the samples ``indices``. Load those that are not cached with one call of ``load``, and cache them.
 
         Args:
             indices: sample indices, in any order, repeats allowed.
-            load: called with a list of indices; returns, or yields, their samples. Samples that another process is just loading
-                are waited for after that, and if need be loaded with further calls.
+            load: called with a list of indices; returns or yields their samples. Samples that another process is loading are
+                waited for after that, and loaded with further calls if needed.
             copy, strict, timeout_s: as in `get_or_load`.
 
         Raises:
@@ -331,7 +332,7 @@ class SampleCache(ABC):
         self._segment.counters[HITS] += hits
         if hits == len(index):
             return samples
-        missing: dict[int, int] = {}  # and where they are wanted first
+        missing: dict[int, int] = {}  # by index: the first position in the batch
         for position, idx in enumerate(index.tolist()):
             if not hit[position]:
                 missing.setdefault(idx, position)
@@ -350,7 +351,7 @@ class SampleCache(ABC):
             _loading.samples = outer
             for idx in claims:
                 self._segment.release_claim(idx)
-        for position, idx in enumerate(index.tolist()):  # claimed by others, or asked for twice
+        for position, idx in enumerate(index.tolist()):  # claimed by another process, or repeated
             if samples[position] is MISSING:
                 samples[position] = self.get_or_load(
                     idx, lambda idx: next(iter(load([idx]))), copy=copy, strict=strict, timeout_s=timeout_s
@@ -360,9 +361,9 @@ class SampleCache(ABC):
     def each(
         self, indices: Sequence[int] | Tensor, load: Callable[[list[int]], Iterable[Any]], *, copy: bool, strict: bool
     ) -> Iterator[Any]:
-        """Yield the samples ``indices`` as `get_or_load_many` returns them; cached ones are read when it is their turn.
+        """Yield the samples ``indices`` as `get_or_load_many` returns them, but read a cached sample when it is its turn.
 
-        So the memory of a large sample that has been dealt with is used again for the next.
+        So the memory of a large sample that the caller has dropped is used again for the next one.
         """
         index = check_indices(indices, self._dataset_len, "each")
         missing = dict.fromkeys(index[self._aux.numpy()[index] != SET].tolist())
@@ -374,7 +375,7 @@ class SampleCache(ABC):
             yield sample
 
     def _timed(self, wanted: list[int], load: Callable[[list[int]], Iterable[Any]]) -> Iterator[Any]:
-        """Yield what is loaded, noting for each sample since when it was missed: its share of the call, and its own time."""
+        """Load samples, and note since when each was missed: the cost is its share of the call and its own time."""
         began = time.perf_counter()
         values = load(wanted) if wanted else ()
         share_s, began = (time.perf_counter() - began) / max(1, len(wanted)), time.perf_counter()
@@ -384,16 +385,16 @@ class SampleCache(ABC):
             began = time.perf_counter()
 
     def fillable(self, idx: int) -> bool:
-        """Whether sample ``idx`` is not cached, and may be."""
+        """Whether sample ``idx`` is not cached, and can be."""
         return self._states[idx] == EMPTY and not self._refused(idx)
 
     def peek(self, idx: int) -> Any:
-        """Return a copy of sample ``idx`` if it is set, else MISSING; counts nothing."""
+        """Return a copy of sample ``idx`` if it is set, else MISSING. Do not count it."""
         return self._load(self._slot(idx), True) if self.set_among(np.array([idx]))[0] else MISSING
 
     @contextlib.contextmanager
     def claim(self, number: int, timeout_s: float = 10.0) -> Iterator[None]:
-        """Exclude all others that ask for the same number, of a block or whatever it may be; for so long at most."""
+        """Exclude all threads and processes that claim the same number, say of a block. Wait ``timeout_s`` at most for them."""
         claim = self._dataset_len + number
         claimed = self._segment.wait_for_claim(claim, 0.0 if _loading.block else timeout_s, lambda: False)
         outer, _loading.block = _loading.block, True
@@ -405,10 +406,10 @@ class SampleCache(ABC):
                 self._segment.release_claim(claim)
 
     def set_if_empty(self, indices: Iterable[int], values: Iterable[Any]) -> None:
-        """Cache samples that were loaded along with one that was missed, as far as they are empty, and fit."""
+        """Cache samples that were loaded together with one that was missed. Pass over those that are set or do not fit."""
         for idx, value in zip(indices, values, strict=True):
             if self._states[idx] == EMPTY:
-                with contextlib.suppress(SampleError):  # which is reported when it is asked for
+                with contextlib.suppress(SampleError):  # reported when this sample is asked for
                     self._set_if_empty(idx, self._encode(value, f"sample {idx}"))
 
     def _set_if_empty(self, idx: int, encoded: Any) -> None:
@@ -417,7 +418,7 @@ class SampleCache(ABC):
                 self._segment.counters[FILLS] += 1
 
     def _exclude(self, idx: int) -> None:
-        """Have sample ``idx`` stay uncached, unless it is cached, or just being stored; under the guard."""
+        """Mark sample ``idx`` as outside the cache, unless it is set or being stored. With the guard held."""
         try:
             if self._segment.try_lock(idx) and self._states[idx] == EMPTY:
                 self._states[idx] = OOB
@@ -425,20 +426,20 @@ class SampleCache(ABC):
             self._segment.unlock(idx)
 
     def _wait(self, claim: int, timeout_s: float, over: Callable[[], bool]) -> bool:
-        """Wait until the claim of a sample is ours (True), or waiting is ``over``, or the time is."""
+        """Wait until this thread has the claim of a sample (True), or ``over()`` is true or the time is over (False)."""
         if _loading.samples or _loading.block:
             return self._segment.try_claim(claim)
         return self._segment.wait_for_claim(claim, timeout_s, over)
 
     def _miss(self, idx: int, since: float) -> None:
-        """Count a miss, and remember it where the sample may be set."""
+        """Count a miss, and remember it if the sample can be set."""
         self._segment.counters[MISSES] += 1
         if self._states[idx] != OOB:
             with self._segment.guard:
                 self._missed[idx] = self._missed.get(idx, (0, since))[0] + 1, since
 
     def _warn_of_unreadable(self) -> None:
-        """Say once why samples that are cached are missed here."""
+        """Warn once why samples are missed here although they are cached."""
         if not self._warned_of_unreadable:
             self._warned_of_unreadable = True
             logger.warning("%s Until then such samples are loaded again, and count as misses.", self._unreadable)
@@ -449,8 +450,8 @@ class SampleCache(ABC):
             self._miss(idx, now)
 
     def _keep(self, idx: int, value: Any, strict: bool) -> None:
-        """Cache a loaded sample; what does not fit raises SampleError, or if not ``strict`` is passed by from now on."""
-        if self._states[idx] == SET:  # by others, or with its block
+        """Cache a loaded sample. One that does not fit raises SampleError; if not ``strict``, it stays outside the cache."""
+        if self._states[idx] == SET:  # by another process, or with its block
             with self._segment.guard:
                 self._missed.pop(idx, None)
             if self._unreadable and self.peek(idx) is MISSING:  # loading the sample has not imported its class
@@ -467,41 +468,41 @@ class SampleCache(ABC):
                 segment.counters[REJECTED] += 1
                 self._exclude(idx)
                 first = segment.first_to_warn(MISFIT_WARNING)
-            if first:  # as a str, for a handler that keeps the error would keep its traceback, and with it the memory
+            if first:  # as a str: a handler that keeps the error would keep its traceback, and so the memory
                 logger.warning(
-                    "sample %d does not fit and stays uncached; so will others like it, unmentioned: %s", idx, str(error)
+                    "sample %d does not fit and stays uncached. So will others like it, without a warning: %s", idx, str(error)
                 )
 
     # ------------------------------------------------------------------------------------------------ life
 
     @property
     def aux_array(self) -> Tensor:
-        """The live state of every sample, uint8 of shape (dataset_len,): 0 empty, 1 set, 2 outside the cache."""
+        """The live state of each sample, uint8 of shape (dataset_len,): 0 empty, 1 set, 2 outside the cache."""
         return self._aux
 
     def clear(self) -> None:
-        """Empty the cache; its memory stays reserved. Waits for writers; nobody should be reading meanwhile.
+        """Empty the cache; its memory stays reserved. Wait for writers. No process may read samples meanwhile.
 
         Raises:
-            BusyError: another process, which is stopped perhaps, is just writing a sample. Nothing is cleared.
+            BusyError: another process, which may be stopped, is writing a sample. Nothing is cleared.
         """
         segment = self._segment
         if segment.backing == "none":
             return
 
-        def forget() -> bool:
+        def drop() -> bool:
             states = self._aux.numpy()
             states[states == SET] = EMPTY
             self._clear()
             return True
 
         with segment.guard:
-            if not segment.run_locked(0, self._dataset_len, forget, False):
-                owner = describe_process(segment.slot_owner(0, self._dataset_len))
-                raise BusyError(f"clear: {owner} keeps the lock of a slot. Have it go on, or end it.")
+            if not segment.run_locked(0, self._dataset_len, drop, False):
+                holder = describe_process(segment.lock_holder(0, self._dataset_len))
+                raise BusyError(f"clear: {holder} keeps the lock of a slot. Have it go on, or end it.")
 
     def stats(self) -> CacheStats:
-        """Return the counts and amounts of now, summed over all processes. Reads one byte per sample."""
+        """Return the current counts and sizes, summed over all processes. Reads one byte per sample."""
         filled = int(np.count_nonzero(self._aux.numpy() == SET))
         return CacheStats.of(
             self._segment.totals(),
@@ -512,14 +513,14 @@ class SampleCache(ABC):
         )
 
     def counts(self) -> tuple[int, int, int]:
-        """Return the hits, misses and fills so far, over all processes: a cheap part of `stats`."""
+        """Return the hits, misses and fills of all processes so far. Cheaper than `stats`."""
         totals = self._segment.totals()
         return totals[HITS], totals[MISSES], totals[FILLS]
 
     def close(self) -> None:
-        """Let this process's hold of the memory go; it returns to the machine with the last holder. Twice is fine.
+        """Release the memory in this process. The machine has it back when all processes have done so. Twice is fine.
 
-        Views of the memory (``copy=False``) stay valid, and hold it.
+        Views of the memory (``copy=False``) stay valid, and keep it.
         """
         for name in self._RELEASED:
             self.__dict__.pop(name, None)
@@ -533,7 +534,7 @@ class SampleCache(ABC):
     if not TYPE_CHECKING:  # else every misspelt attribute would pass
 
         def __getattr__(self, name: str) -> NoReturn:
-            # Costs nothing while the attributes are there, which a check in each method would
+            # Called only for missing attributes; a check in each method would cost time
             if name in self._RELEASED:
                 raise ClosedError("the cache is closed. Make a new one, or close it later.")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

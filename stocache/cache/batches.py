@@ -1,4 +1,4 @@
-"""Batches gathered from a cache in one go, where default_collate would be given sample by sample."""
+"""Gather a batch from a cache in one step, where default_collate would stack sample by sample."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,28 +15,28 @@ from stocache.errors import SampleError
 from stocache.samples.spec import Structure, TensorLeaf
 
 Empty: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor | None]
-"""Called with a shape and a dtype; returns an uninitialised tensor in memory of its choice, or None where there is no room."""
+"""Called with a shape and a dtype. Returns an uninitialised tensor in memory of its choice, or None if it has no room."""
 
-_KINDS = {"dict", "list", "tuple", "namedtuple"}  # containers that are the same whatever the size of the batch
+_KINDS = {"dict", "list", "tuple", "namedtuple"}  # containers that do not depend on the size of the batch
 
-_PATTERN = 1  # a byte that is valid in every dtype, bool included
+_PATTERN = 1  # a byte that is valid in every dtype, also bool
 
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What default_collate makes of samples of one structure: its containers, and the dtype and shape of one sample's part.
+    """The batches that default_collate makes of a cache's samples: their containers, dtypes and shapes.
 
     Attributes:
-        structure: of a batch of two.
+        structure: the structure of a batch of two samples.
     """
 
     structure: Structure
 
     @classmethod
     def of(cls, cache: SharedCache) -> "BatchSpec | None":
-        """Return the form of batches from ``cache``; None where default_collate does more than to stack the samples' bytes.
+        """Return the spec of batches from ``cache``; None if default_collate does more than stack the samples' bytes.
 
-        Found out by giving it two samples, once for each cache and way of collating.
+        To find out, it collates two samples, once for each cache and each state of torch's collate functions.
         """
         known = _known.get(cache)
         if known is None or known[0] != default_collate_fn_map:
@@ -46,14 +46,14 @@ class BatchSpec:
     @classmethod
     def _find_out(cls, cache: SharedCache) -> "BatchSpec | None":
         leaves = cache.structure.leaves
-        if any(getattr(leaf, "order", None) is not None for leaf in leaves):  # default_collate stacks in the order of C
+        if any(getattr(leaf, "order", None) is not None for leaf in leaves):  # default_collate stacks in C order
             return None
         rows = [torch.full((2, leaf.nbytes), _PATTERN, dtype=torch.uint8) for leaf in leaves]
         try:
             batch = default_collate(cache.samples_of(rows, 2))
             structure = Structure.of(batch, exact=True)
             tensors = structure.columns(batch)
-        except (SampleError, TypeError, RuntimeError, ValueError, AttributeError):  # what it cannot collate
+        except (SampleError, TypeError, RuntimeError, ValueError, AttributeError):  # it cannot collate these
             return None
         if any(container.kind not in _KINDS for container in structure.containers) or len(tensors) != len(leaves):
             return None
@@ -67,7 +67,7 @@ class BatchSpec:
         return cls(structure)
 
     def empty(self, count: int, empty: Empty) -> list[Tensor] | None:
-        """Return uninitialised tensors for ``count`` samples, made by ``empty``; None when it makes none."""
+        """Return uninitialised tensors for ``count`` samples, made by ``empty``; None if it returns None."""
         tensors = []
         for leaf in self.structure.leaves:
             assert isinstance(leaf, TensorLeaf)
@@ -82,12 +82,12 @@ _known: "weakref.WeakKeyDictionary[SharedCache, tuple[dict[Any, Any], BatchSpec 
 
 
 class LazyBatch:
-    """The samples of a batch that have not been read: a list of them that reads when it is asked, or all of them gathered."""
+    """A batch whose samples have not been read yet. It can be read as a list of samples, or gathered as a collated batch."""
 
     def __init__(
-        self, cache: SharedCache, indices: Sequence[int], load: Callable[[list[int]], Iterable[Any]], form: BatchSpec
+        self, cache: SharedCache, indices: Sequence[int], load: Callable[[list[int]], Iterable[Any]], spec: BatchSpec
     ) -> None:
-        self._cache, self._indices, self._load, self._form = cache, indices, load, form
+        self._cache, self._indices, self._load, self._spec = cache, indices, load, spec
         self._samples: list[Any] | None = None
 
     def read(self) -> list[Any]:
@@ -98,16 +98,16 @@ class LazyBatch:
 
     @property
     def cached(self) -> bool:
-        """Whether all of them are in the cache, and none would be loaded."""
+        """Whether all samples are in the cache."""
         return self._cache.has(self._indices)
 
     def gather(self, empty: Empty) -> Any:
-        """Return the batch as default_collate makes it, in tensors made by ``empty``; None when it has to be read."""
-        tensors = self._form.empty(len(self._indices), empty) if len(self._indices) and self._samples is None else None
+        """Return the batch as default_collate makes it, in tensors made by ``empty``; None if it has to be read as a list."""
+        tensors = self._spec.empty(len(self._indices), empty) if len(self._indices) and self._samples is None else None
         if tensors is None:
             return None
         self._samples = self._cache.fill_batch(self._indices, tensors, self._load)
-        return None if self._samples is not None else self._form.structure.unflatten(tensors)
+        return None if self._samples is not None else self._spec.structure.unflatten(tensors)
 
     def __len__(self) -> int:
         return len(self._indices)

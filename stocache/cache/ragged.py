@@ -1,4 +1,4 @@
-"""RaggedCache: samples of any size in shared memory, under the protocol and the byte limit of all caches."""
+"""RaggedCache: keep samples of any size in shared memory, as records that are appended to an arena."""
 
 import contextlib
 import logging
@@ -35,11 +35,11 @@ logger = logging.getLogger("stocache")
 
 _unpack_head = HEAD.unpack_from
 _COMPRESSED = 4  # a bit of the head's last number, between the width of the integers and their count
-_READERS = 4096  # kinds of samples a process remembers how to read
+_READERS = 4096  # readers of skeletons that a process keeps
 
 
 class _Encoded(NamedTuple):
-    """A sample as its record will hold it; the head and the number of the skeleton are still missing."""
+    """The parts of a record, without its head and the number of its skeleton."""
 
     skeleton: bytes
     data: bytes
@@ -48,7 +48,7 @@ class _Encoded(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Bytes of the arena that it takes."""
+        """Bytes of the arena that the record takes."""
         return HEAD.size + len(self.data) + len(self.tail) + 7 & ~7
 
 
@@ -110,13 +110,7 @@ class RaggedCache(SampleCache):
         )
         dataset_len = check_len(dataset_len)
         control_bytes = arena.control_bytes(dataset_len) + (admission_bytes(dataset_len) if admission == "cost" else 0)
-        identity: Identity = {
-            "dataset_len": dataset_len,
-            "samples": "any size",
-            "admission": admission,
-            "codec": codec,
-            "allow_pickle": allow_pickle,
-        }
+        identity: Identity = {"samples": "any size", "admission": admission, "codec": codec, "allow_pickle": allow_pickle}
         segment, _ = open_memory(CacheLayout(dataset_len, control_bytes, identity), options)
         self._assemble(dataset_len, options, segment)
         logger.info("%r", self)
@@ -127,7 +121,7 @@ class RaggedCache(SampleCache):
         return cls(dataset_len=dataset_len, **vars(options))
 
     def _assemble(self, dataset_len: int, options: CacheOptions, segment: Segment) -> None:
-        """Set every attribute; what follows from the arguments is rebuilt in each process rather than pickled."""
+        """Set all attributes. Each process computes those that follow from the arguments; they are not pickled."""
         self._share(segment, dataset_len, "samples of any size", format_size(segment.data_bytes))
         self._options, self._allow_pickle = options, options.allow_pickle
         self._codec = Codec(options.codec) if options.codec is not None else None
@@ -136,7 +130,7 @@ class RaggedCache(SampleCache):
         self._memory = segment.view(0, segment.data_bytes)
         self._address = segment.tensor(0, segment.data_bytes).data_ptr()
         self._readers: dict[int, RecordReader] = {}
-        self._reads: dict[int, Any] = {}  # their functions, which are looked up more quickly
+        self._reads: dict[int, Any] = {}  # their read functions: one look-up less for each sample
         self._admission = None
         self.revises = options.admission == "cost"
         if self.revises:
@@ -156,10 +150,10 @@ class RaggedCache(SampleCache):
     def _store(self, idx: int, encoded: _Encoded, cost_s: float | None) -> int | None:
         skeleton, data, packed, tail = encoded
         if self._admission is not None and cost_s is not None:
-            judge = partial(self._admission.decide, idx, cost_s, encoded.room, self._arena.used)
-            verdict = self._arena.run_locked(judge, LATER)
-            if verdict in (LATER, NEVER):
-                if verdict == NEVER:
+            decide = partial(self._admission.decide, idx, cost_s, encoded.room, self._arena.used)
+            decision = self._arena.run_locked(decide, LATER)
+            if decision in (LATER, NEVER):
+                if decision == NEVER:
                     self._states[idx] = OOB
                 return None
         at = number = self._arena.number_of(skeleton)
@@ -169,7 +163,7 @@ class RaggedCache(SampleCache):
             return REFUSED
         if at < 0:
             if self._states[idx] == EMPTY:
-                self._states[idx] = OOB  # room is never given back
+                self._states[idx] = OOB  # room is never freed
             return None
         self._offsets[idx] = at
         return FILLS
@@ -197,7 +191,7 @@ class RaggedCache(SampleCache):
         return read(memory, self._address, at, nbytes, integers, copy)
 
     def _reader(self, number: int) -> RecordReader | None:
-        """Return what reads the records of a skeleton; None where a module is not imported here: that is a miss."""
+        """Return the reader for records of a skeleton; None if it needs a module that is not imported here: that is a miss."""
         if len(self._readers) >= _READERS:
             self._readers.clear()
             self._reads.clear()
@@ -211,18 +205,18 @@ class RaggedCache(SampleCache):
 
     def _decompressed(self, data: Any, limit: int) -> bytes:
         if self._codec is None:
-            raise SegmentError("the cache is damaged: it has a compressed sample, and no codec.")
+            raise SegmentError("the cache is damaged: it has a compressed sample, but no codec.")
         try:
             return self._codec.decompress(data, limit)
         except (ValueError, MemoryError) as error:
             raise SegmentError(f"the cache is damaged: {error}.") from error
 
     def set_if_empty(self, indices: Iterable[int], values: Iterable[Any]) -> None:
-        """Cache samples that were loaded along with one that was missed: all that are empty, or none if not all have room."""
+        """Cache samples that were loaded together with one that was missed: all empty ones; or none, if not all have room."""
         encoded: dict[int, _Encoded] = {}
         for idx, value in zip(indices, values, strict=True):
             if self._states[idx] == EMPTY:
-                with contextlib.suppress(SampleError):  # which is reported when it is asked for
+                with contextlib.suppress(SampleError):  # reported when this sample is asked for
                     encoded[idx] = self._encode(value, f"sample {idx}")
         room = sum(item.room for item in encoded.values()) <= self._segment.data_bytes - self._arena.used
         for idx, item in encoded.items():
@@ -252,13 +246,13 @@ class RaggedCache(SampleCache):
     # ------------------------------------------------------------------------------------------------ many samples
 
     def get_slots(self, indices: Sequence[int] | Tensor) -> tuple[list[Any], Tensor]:
-        """Return the samples ``indices``, None where one is not cached, and which of them were there.
+        """Return the samples ``indices``, with None for those that are not cached, and a mask of those that are.
 
         Returns:
             ``(samples, mask)``: a list of B samples, and a bool tensor of shape (B,).
 
         Raises:
-            SampleIndexError: an index is no integer or outside the dataset.
+            SampleIndexError: an index is not an integer or lies outside the dataset.
         """
         index = check_indices(indices, self._dataset_len, "get_slots")
         samples = [self.hit(idx, True) for idx in index.tolist()]
@@ -274,8 +268,8 @@ class RaggedCache(SampleCache):
         """Cache B samples: `set_slot` for each of ``indices`` with its item of ``values``.
 
         Raises:
-            SampleError: there are not B values; or as `set_slot`, when samples before the one at fault are stored.
-            SampleIndexError, SlotError: as `set_slot`.
+            SampleError: there are not B values, and nothing is stored; or as `set_slot`.
+            SampleIndexError, SlotError: as `set_slot`. The samples before the wrong one are stored.
         """
         index = check_indices(indices, self._dataset_len, "set_slots")
         if len(values) != len(index):

@@ -1,4 +1,4 @@
-"""SharedCache: slots of a fixed shape in shared memory, one per resident sample."""
+"""SharedCache: keep samples of one shape in shared memory, in a slot for each resident sample."""
 
 import logging
 import operator
@@ -18,7 +18,6 @@ from stocache.cache.stats import EMPTY, FILLS, HITS, REFUSED, SET
 from stocache.errors import CacheNameError, SampleError, SampleIndexError, SegmentError
 from stocache.samples.indices import check_indices, check_len
 from stocache.samples.spec import Structure
-from stocache.shm.named import Identity
 from stocache.shm.segment import Segment
 from stocache.system.limits import format_size
 
@@ -83,7 +82,7 @@ class SharedCache(SampleCache):
         structure = data_dims if isinstance(data_dims, Structure) else Structure.from_dims(data_dims, dtype)
         dataset_len = check_len(dataset_len)
         placement = placement if isinstance(placement, Placement) else Placement(placement)
-        identity: Identity = {"dataset_len": dataset_len, "samples": structure.identity, "placement": str(placement)}
+        identity = {"samples": structure.identity, "placement": str(placement)}
         segment, slots = open_memory(CacheLayout(dataset_len, dataset_len, identity, structure, placement), options)
         self._assemble(structure, placement, dataset_len, slots, segment)
         logger.info("%r", self)
@@ -97,7 +96,7 @@ class SharedCache(SampleCache):
         dtype: Any = torch.uint8,
         placement: Literal["prefix", "scattered"] | Placement = "prefix",
     ) -> "SharedCache":
-        """Return a cache with these options. Those that only a `RaggedCache` has do not matter."""
+        """Return a cache with these options. The options of a `RaggedCache` only have no effect."""
         return cls(
             options.size_limit_gib,
             dataset_len,
@@ -112,8 +111,11 @@ class SharedCache(SampleCache):
 
     @classmethod
     def like(cls, sample: Any, size_limit_gib: float | str, dataset_len: int, **options: Any) -> "SharedCache":
-        """Return a cache for samples that look like ``sample``: tensors, numpy arrays and numbers in dicts, lists, tuples,
-        namedtuples and dataclasses. `get_slot` returns the same. ``options`` are the other arguments of the class.
+        """Return a cache for samples with the structure of ``sample``. `get_slot` returns samples of the same structure.
+
+        Args:
+            sample: tensors, numpy arrays and numbers in dicts, lists, tuples, namedtuples and dataclasses.
+            options: the other arguments of the class.
 
         Raises:
             SampleError: a part of ``sample`` has no fixed size.
@@ -121,7 +123,7 @@ class SharedCache(SampleCache):
         return cls(size_limit_gib, dataset_len, Structure.of(sample), **options)
 
     def _assemble(self, structure: Structure, placement: Placement, dataset_len: int, slots: int, segment: Segment) -> None:
-        """Set every attribute; what follows from the arguments is rebuilt in each process rather than pickled."""
+        """Set all attributes. Each process computes those that follow from the arguments; they are not pickled."""
         self._share(segment, dataset_len, str(structure), f"{slots} ({format_size(slots * structure.nbytes)})")
         self._structure, self._placement, self._slots = structure, placement, slots
         self._residency = residency(placement, dataset_len, slots)
@@ -158,19 +160,19 @@ class SharedCache(SampleCache):
     # ------------------------------------------------------------------------------------------------ many samples
 
     def get_slots(self, indices: Sequence[int] | Tensor, *, out: Any = None) -> tuple[Any, Tensor]:
-        """Return the samples ``indices`` in one gather, and which of them were there.
+        """Return the samples ``indices`` in one gather, and which of them are cached.
 
         Args:
             indices: B sample indices, in any order, repeats allowed: a list, range, numpy array or int64 tensor.
-            out: memory for the rows, contiguous, as an earlier call returned them. Reusing it is twice as fast as new memory.
+            out: contiguous memory for the rows, as an earlier call returned it. Reusing it is twice as fast as new memory.
 
         Returns:
-            ``(rows, mask)``: rows of shape (B, *data_dims) in the cache's dtype (in the containers the cache was made
-            for; Python numbers become a tensor, leaves of numpy a numpy array), zero where the sample is not cached; mask,
-            a bool tensor of shape (B,), True where it is.
+            ``(rows, mask)``. Rows have shape (B, *data_dims) and the cache's dtype, and are zero where a sample is not cached.
+            They are in the containers of the cache; Python numbers become a tensor, numpy leaves a numpy array. The mask is a
+            bool tensor of shape (B,), True where a sample is cached.
 
         Raises:
-            SampleIndexError: an index is no integer or outside the dataset.
+            SampleIndexError: an index is not an integer or lies outside the dataset.
             SampleError: ``out`` does not fit.
 
         Safe from any process and thread; hits take no lock.
@@ -185,11 +187,11 @@ class SharedCache(SampleCache):
         return self._structure.unflatten(items), torch.from_numpy(mask)
 
     def _gather_hits(self, index: np.ndarray[Any, np.dtype[np.int64]], items: list[Any]) -> tuple[Any, int]:
-        """Copy those of the samples that are set into their rows of a contiguous batch; return which, and how many."""
+        """Copy the samples that are set into their rows of a contiguous batch. Return which they are, and how many."""
         mask = self.set_among(index)
         hits = int(np.count_nonzero(mask))
         if hits:
-            # a hit's row is gathered in place of each that is missing: its memory is safe to touch
+            # for each missing sample a row of a hit is gathered: its memory is safe to touch
             there = index if hits == len(index) else np.where(mask, index, index[mask.argmax()])
             self._columns.gather(self._residency.slots(torch.from_numpy(there)), items)
         self._segment.counters[HITS] += hits
@@ -197,7 +199,7 @@ class SharedCache(SampleCache):
 
     @property
     def structure(self) -> Structure:
-        """What each sample looks like."""
+        """The structure of each sample."""
         return self._structure
 
     def has(self, indices: Sequence[int]) -> bool:
@@ -214,15 +216,15 @@ class SharedCache(SampleCache):
     def fill_batch(
         self, indices: Sequence[int], items: list[Tensor], load: Callable[[list[int]], Iterable[Any]]
     ) -> list[Any] | None:
-        """Write the samples ``indices`` into memory of the caller's; those that miss come from ``load``.
+        """Write the samples ``indices`` into memory of the caller. Those that are not cached come from ``load``.
 
         Args:
             indices: B sample indices.
-            items: one contiguous tensor for each leaf of the structure, of any dtype, of B times the bytes of the leaf.
+            items: for each leaf of the structure a contiguous tensor of any dtype, with B times the bytes of the leaf.
             load: as in `get_or_load_many`.
 
         Returns:
-            None; or the samples in a list, when one that was loaded does not fit, and ``items`` hold nothing of use.
+            None. If a loaded sample does not fit: the list of samples; the content of ``items`` is then undefined.
         """
         index = check_indices(indices, self._dataset_len, "fill_batch")
         mask, hits = self._gather_hits(index, items)
@@ -243,8 +245,8 @@ class SharedCache(SampleCache):
         """Cache B samples: `set_slot` for each of ``indices`` with its row of ``values``, a batch as `get_slots` returns it.
 
         Raises:
-            SampleError: ``values`` does not hold B rows of the cache's dtype and shape. Nothing has been stored.
-            SampleIndexError, SlotError: as `set_slot`; samples before the one at fault are stored.
+            SampleError: ``values`` does not hold B rows of the cache's dtype and shape. Nothing is stored.
+            SampleIndexError, SlotError: as `set_slot`. The samples before the wrong one are stored.
         """
         index = check_indices(indices, self._dataset_len, "set_slots")
         items = self._columns.split_batch(values, len(index), "set_slots: values")
@@ -255,10 +257,10 @@ class SharedCache(SampleCache):
 
     @property
     def array(self) -> Any:
-        """The live slots: a tensor of shape (slots, *data_dims); for caches of several parts, their containers of tensors.
+        """The live slots: a tensor of shape (slots, *data_dims); for samples of several parts, containers of such tensors.
 
-        Writing to it neither checks nor marks anything. Reserves the memory of *all* slots, since a page the machine
-        cannot give would kill the process that touches it.
+        Writing to it checks nothing, and does not mark samples as set. It reserves the memory of *all* slots: a process that
+        touches a page that the machine cannot give is killed.
 
         Raises:
             SegmentError: the machine does not give that memory.
@@ -276,14 +278,14 @@ class SharedCache(SampleCache):
         return self._slots
 
     def __getitem__(self, slot: Any) -> Any:
-        """Return the live memory of a slot, set or not. With placement "prefix", slot numbers are sample indices."""
+        """Return the live memory of a slot, set or not. With placement "prefix" a slot number is a sample index."""
         if not isinstance(slot, int):
             return self.array[slot]
         slot = self._raw_slot(slot)
         return self._columns.rows(slot)
 
     def __setitem__(self, slot: Any, value: Any) -> None:
-        """Write to the memory of a slot without marking it as set; an integer slot takes only what fits unchanged."""
+        """Write to the memory of a slot without marking it as set. With an integer slot the value must fit unchanged."""
         if not isinstance(slot, int):
             self.array[slot] = value
             return
@@ -306,7 +308,7 @@ class SharedCache(SampleCache):
             if not self._columns.reserve(start, stop):
                 raise SegmentError(
                     f"slots {start} to {stop - 1} need {format_size((stop - start) * self.slot_bytes)}, which the machine does "
-                    f"not give. Use get_slot and set_slot, which pass such slots by, or lower size_limit_gib."
+                    f"not give. Use get_slot and set_slot, which skip such slots, or lower size_limit_gib."
                 )
 
     def _raw_slot(self, slot: int) -> int:

@@ -1,9 +1,9 @@
-"""The columns of a cache: for each leaf of a sample, an array of slots in shared memory.
+"""Store the samples of a SharedCache in columns: for each leaf of a sample, an array of slots in shared memory.
 
-`SlotArrays` is all of them, a sample's row running through; `Column` is one. Neither locks, nor knows which slots are set:
-that is the cache's part. Single values are read by memmove, at half the cost of a torch copy of 12 KB; batches by one
-index_select over the widest words that a row divides into, at 1.1 to 1.3 times the speed of bytes (both measured). Either
-way it is bytes that move, so every dtype is alike.
+A `Column` has the values of one leaf; `SlotArrays` has all columns, and a sample is a row of them. The cache takes the locks
+and knows which slots are set. Single values are read by memmove, at half the cost of a torch copy of 12 KB.
+Batches are read by one index_select over the widest words that divide a row, at 1.1 to 1.3 times the speed of bytes (both
+measured). Only bytes are copied, so all dtypes work in the same way.
 """
 
 import logging
@@ -25,7 +25,7 @@ from stocache.shm.segment import Segment
 logger = logging.getLogger("stocache")
 
 _LARGE = 1 << 16  # bytes of a value, from which a view that is copied on write costs less than a copy
-_ALIGNMENT = 64  # of a column: a cache line, and more than any dtype asks for
+_ALIGNMENT = 64  # of a column: a cache line, and more than any dtype needs
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -33,19 +33,22 @@ class Column(ABC):
     """``slots`` values of one leaf, one after the other in ``memory``, a uint8 tensor.
 
     Attributes:
-        array: all slots as one live tensor, or numpy array for leaves of numpy; the first dimension is ``slots``.
+        array: all slots as one live tensor; a numpy array if the leaf is one. The first dimension is ``slots``.
 
-    Where the leaf has an order (see NOTE [ Orders ]), slots hold values as they lie in memory; batches are in the order of C.
+    If the leaf has an order (see NOTE [ Orders ]), slots hold values as they lie in memory; batches are in C order.
     """
 
     array: Any
-    _like: Any  # memory for one value, of the kind that batches are of
+    _like: Any  # memory for one value, of the type of batches
     _back: tuple[int, ...] | None
 
     def __init__(self, leaf: Leaf, memory: Tensor, slots: int, pool: Pool) -> None:
         self.nbytes, self._pool = leaf.nbytes, pool
         order: Order = getattr(leaf, "order", None)
-        self._stored, self._back = getattr(leaf, "shape", ()), None  # a value's shape in memory; how to permute what has it
+        self._stored, self._back = (
+            getattr(leaf, "shape", ()),
+            None,
+        )  # a value's shape in memory; how to permute values of that shape
         if order is not None:
             self._stored = tuple(self._stored[dim] for dim in order)
             self._back = (0, *(dim + 1 for dim in inverse(order, len(order))))
@@ -56,10 +59,10 @@ class Column(ABC):
 
     @abstractmethod
     def load(self, slot: int, copy: bool) -> Any:
-        """Return the value in ``slot``: a private copy, or (where the type has views) the live memory itself."""
+        """Return the value in ``slot``: a private copy; or the live memory itself, if the type has views."""
 
     def batch(self, count: int) -> Any:
-        """Return uninitialised memory of the kind `gather` fills: ``count`` values along a first dimension."""
+        """Return uninitialised memory for `gather`: ``count`` values along a first dimension."""
         return self._empty((count, *self._like.shape))
 
     def _empty(self, shape: tuple[int, ...]) -> Any:
@@ -67,7 +70,7 @@ class Column(ABC):
 
     @abstractmethod
     def leased(self, memory: Any, offsets: list[int]) -> list[Any]:
-        """Return the values whose bytes are at those offsets in the memory of a lease."""
+        """Return the values whose bytes are at ``offsets`` in the memory of a lease. They are views."""
 
     def check_batch(self, batch: Any, count: int, where: str) -> None:
         """Raise SampleError unless ``batch`` has the type, dtype and shape of ``self.batch(count)``."""
@@ -78,7 +81,7 @@ class Column(ABC):
         raise SampleError(f"{where} is {given}, expected {like.dtype}{[count, *like.shape]} ({type(like).__name__}).")
 
     def values(self, batch: Any) -> list[Any]:
-        """Return the values of a batch, as the leaf encodes them; tensors and arrays as views of the batch."""
+        """Return the values of a batch in the type of the leaf; tensors and arrays are views of the batch."""
         return list(batch)
 
     def gather(self, slots: Tensor, out: Any) -> None:
@@ -89,7 +92,7 @@ class Column(ABC):
             self._gather(slots, out)
 
     def gathered(self, slots: Tensor) -> Any:
-        """Return the values of ``slots`` in memory of their own, each in the order of its leaf."""
+        """Return the values of ``slots`` in new memory, each in the order of the leaf."""
         out = self._pooled((len(slots), *self._stored))
         if self.nbytes:
             self._gather(slots, out)
@@ -99,7 +102,7 @@ class Column(ABC):
         return self._pool.empty(shape, self._like.dtype)
 
     def _ordered(self, rows: Any) -> Any:
-        """Return rows as they lie in memory with the dimensions of the leaf."""
+        """Return rows, which have the shape that they have in memory, with the dimensions of the leaf."""
         if self._back is None:
             return rows
         return rows.permute(self._back) if isinstance(rows, Tensor) else rows.transpose(self._back)
@@ -118,7 +121,7 @@ class Column(ABC):
 
 
 def _as_matrix(batch: Any) -> Tensor:
-    """Return a contiguous batch as a tensor of two dimensions over the same memory, whatever its dtype."""
+    """Return a contiguous batch of any dtype as a tensor of two dimensions over the same memory."""
     if isinstance(batch, Tensor):
         return batch.view(len(batch), -1)
     return torch.from_numpy(batch.reshape(len(batch), -1).view(np.uint8))
@@ -156,7 +159,7 @@ class _ArrayColumn(Column):
         if self._scalar:
             value = self.array[slot]
             return value.copy() if copy and isinstance(value, np.void) else value  # records are views, others are not
-        view = self.array[slot, ...]  # the dots keep an array of no dimensions an array
+        view = self.array[slot, ...]  # the dots keep an array of 0 dimensions an array
         return view.copy(self._copied) if copy else view
 
     def _empty(self, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
@@ -218,7 +221,7 @@ class SlotArrays:
     def __init__(self, structure: Structure, segment: Segment, slots: int) -> None:
         self._structure, self._segment, self._slots = structure, segment, slots
         leaves = structure.leaves
-        # where each column begins, and how many bytes a row of it has
+        # the offset of each column, and the bytes of a value in it
         self._places = list(zip(column_offsets(structure, slots), (leaf.nbytes for leaf in leaves), strict=False))
         pool = Pool()
         self._columns = [
@@ -238,7 +241,7 @@ class SlotArrays:
         return any(self._segment.refused(at + slot * nbytes, at + (slot + 1) * nbytes) for at, nbytes in self._places)
 
     def write(self, slot: int, buffers: list[Any]) -> None:
-        """Write the bytes of a sample, as its structure encodes them, into a reserved slot."""
+        """Write the encoded bytes of a sample into a reserved slot: one buffer for each column."""
         for (offset, nbytes), buffer in zip(self._places, buffers, strict=True):
             self._segment.write(offset + slot * nbytes, buffer, nbytes)
 
@@ -252,20 +255,20 @@ class SlotArrays:
         return self._structure.unflatten([column.array[slot] for column in self._columns])
 
     def new_batch(self, count: int) -> list[Any]:
-        """Return uninitialised memory for ``count`` samples, an item per column."""
+        """Return uninitialised memory for ``count`` samples: a list with a batch of each column."""
         return [column.batch(count) for column in self._columns]
 
     def split_batch(self, batch: Any, count: int, where: str, contiguous: bool = False) -> list[Any]:
-        """Return the items of a batch in its containers, checked to hold ``count`` samples.
+        """Return the list of columns of a batch in containers, after checking that it holds ``count`` samples.
 
         Raises:
-            SampleError: it does not, or is not ``contiguous``.
+            SampleError: it does not, or it must be ``contiguous`` and is not.
         """
         items = self._structure.columns(batch, where)
         for column, item in zip(self._columns, items, strict=True):
             column.check_batch(item, count, where)
             if contiguous and not (item.is_contiguous() if isinstance(item, Tensor) else item.flags.c_contiguous):
-                raise SampleError(f"{where} is not contiguous. Give memory as get_slots itself returns it.")
+                raise SampleError(f"{where} is not contiguous. Give memory as get_slots returns it.")
         return items
 
     def gather(self, slots: Tensor, items: list[Any]) -> None:
@@ -275,12 +278,14 @@ class SlotArrays:
 
     @property
     def has_large(self) -> bool:
-        """Whether some values are so large that they are leased rather than copied; see NOTE [ Private views ]."""
+        """Whether some values are so large that they are leased instead of copied; see NOTE [ Private views ]."""
         return any(self._large)
 
     def private_samples(self, slots: Tensor) -> list[Any]:
-        """Return private copies of the samples in ``slots`` (int64, 1-D): views of a batch in memory that is used again, or of
-        leased memory."""
+        """Return private copies of the samples in ``slots`` (int64, 1-D).
+
+        They are views of a batch whose memory is used again later, or of leased memory.
+        """
         if not self.has_large or (private := self._private_views()) is None:
             return self._made([column.values(column.gathered(slots)) for column in self._columns], len(slots))
         numbers = slots.tolist()
@@ -311,7 +316,7 @@ class SlotArrays:
         return self._private
 
     def put(self, items: list[Any], row: int, buffers: list[Any]) -> None:
-        """Write the bytes of a sample, as its structure encodes them, into a row of a contiguous batch."""
+        """Write the encoded bytes of a sample into a row of a contiguous batch."""
         for column, item, buffer in zip(self._columns, items, buffers, strict=True):
             if column.nbytes:
                 _as_matrix(item).view(torch.uint8).numpy()[row] = np.frombuffer(buffer, np.uint8)
@@ -326,12 +331,12 @@ class SlotArrays:
         return self._made([column.values(item) for column, item in zip(self._columns, items, strict=True)], count)
 
     def _made(self, values: list[list[Any]], count: int) -> list[Any]:
-        make = self._structure.maker([iter(its).__next__ for its in values])
+        make = self._structure.maker([iter(column).__next__ for column in values])
         return [make() for _ in range(count)]
 
 
 def column_offsets(structure: Structure, slots: int) -> list[int]:
-    """Return where each column begins in the data of the segment, and at last how many bytes of data there are."""
+    """Return the offset of each column in the data of the segment, and last the number of bytes of data."""
     offsets = [0]
     for leaf in structure.leaves:
         end = offsets[-1] + slots * leaf.nbytes

@@ -1,4 +1,4 @@
-"""What a cache has done and holds."""
+"""Count the events of a cache, and describe its content."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,29 +8,29 @@ from stocache.system.deprecation import old_name
 # The state byte of a sample, as in SlotState; plain ints, for an enum look-up costs as much as the byte itself
 EMPTY, SET, OOB = range(3)
 
-# The words of Segment.counters, one row of them per process
+# Which word of Segment.counters counts what; each process has a row of such words
 HITS, MISSES, FILLS, RACES, REFUSED, REJECTED = range(6)
 
 
 @dataclass(frozen=True)
 class CacheStats:
-    """What a cache has done and holds, over all processes that use it or have used it.
+    """The events and the content of a cache, over all processes that use it or have used it.
 
     Attributes:
         hits: samples served from the cache.
-        misses: samples that were asked for and not there: each is one read of the source.
-        fills: slots set.
+        misses: samples that were asked for and not cached. Each is one read of the source.
+        fills: slots that were set.
         races: sets that came too late, because another process or thread was faster. They changed nothing.
-        refused: sets that were dropped because the machine gave no memory for their slots.
-        rejected: samples that were loaded and did not fit, of another structure than the cache holds.
+        refused: sets that were dropped, because the machine gave no memory for their slots.
+        rejected: loaded samples that did not fit: their structure is not that of the cache.
         dataset_len: samples in the dataset.
-        slots: samples that may become resident, at most.
-        filled: samples that are resident now.
-        slot_bytes: bytes of one sample; where sizes vary, of the average resident one, as it is stored.
-        capacity_bytes: bytes of samples the cache may hold.
-        reserved_bytes: memory they take now.
+        slots: the most samples that can be cached.
+        filled: samples that are cached now.
+        slot_bytes: bytes of one sample; if sizes vary, the average of the cached ones, as they are stored.
+        capacity_bytes: bytes of samples that the cache can hold.
+        reserved_bytes: memory that is reserved for samples now.
 
-    Free-threaded Python may lose counts where threads share a cache; elsewhere they are exact.
+    Free-threaded Python may lose counts if threads share a cache; otherwise they are exact.
     """
 
     hits: int
@@ -48,7 +48,7 @@ class CacheStats:
 
     @classmethod
     def of(cls, counts: Sequence[int], **amounts: int) -> "CacheStats":
-        """Return the statistics for the sums of the counters and the other attributes."""
+        """Return the statistics from the sums of the counters and from the other attributes."""
         return cls(*counts[: REJECTED + 1], **amounts)
 
     @property
@@ -60,10 +60,10 @@ class CacheStats:
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes of the resident samples."""
+        """Bytes of the cached samples."""
         return self.filled * self.slot_bytes
 
     @property
     def fill_fraction(self) -> float:
-        """Resident samples among all samples of the dataset: the hit rate of the next epoch."""
+        """Cached samples among all samples of the dataset: the hit rate of the next epoch."""
         return self.filled / max(1, self.dataset_len)

@@ -1,1 +1,1 @@
-"""Shared memory: segments that are reserved before they are written, found by name, and released with the last process."""
+"""Shared memory: segments that are reserved before they are written, found by name, and freed with their last process."""

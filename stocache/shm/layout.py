@@ -1,12 +1,12 @@
-"""Where things are in the file of a segment, and the header that says so.
+"""Lay out the file of a segment, and read and write its header.
 
     0            header: magic, format version, sizes, checksum; a descriptor in JSON; two flags
-    4096         counter rows, one for each process that is attached now
+    4096         counter rows, one for each attached process
     + 64 KiB     extent states, one byte for each extent of the data
-    control      the owner's bytes, reserved from the start (a cache keeps one state byte per sample here)
-    data         the owner's data, a multiple of 2 MiB into the file, reserved extent by extent
+    control      bytes of the owner, reserved from the start (a cache keeps one state byte per sample here)
+    data         data of the owner, at a multiple of 2 MiB, reserved extent by extent
 
-All of it is sparse until used. The header never changes once the file can be found; the flags may.
+The file is sparse until it is written. The header does not change once other processes can find the file; the flags may.
 """
 
 import mmap
@@ -21,8 +21,8 @@ from stocache.system.limits import MIB, format_size
 
 _HEADER = struct.Struct("<8sQQQQII")  # magic, version, control, data and extent bytes; bytes of the descriptor; CRC-32
 _MAGIC, _VERSION = b"stocache", 1
-PERSISTS_AT = 4094  # set when the file is to stay after its last holder
-WARNED_AT = 4095  # bits: what somebody has warned of
+PERSISTS_AT = 4094  # set if the file stays when no process holds it
+WARNED_AT = 4095  # bits: the warnings that a process has given
 DESCRIPTOR_MAX = PERSISTS_AT - _HEADER.size
 
 ROWS_AT, ROWS, ROW_WORDS = 4096, 1024, 8
@@ -39,7 +39,7 @@ class Layout:
     """The sizes that fix every offset in the file.
 
     Attributes:
-        descriptor: what the owner says of the data, up to `DESCRIPTOR_MAX` bytes; empty where nobody needs to know.
+        descriptor: the owner's description of the data, up to `DESCRIPTOR_MAX` bytes; empty for segments without a name.
     """
 
     control_bytes: int
@@ -51,26 +51,26 @@ class Layout:
     def for_sizes(
         cls, control_bytes: int, data_bytes: int, descriptor: bytes = b"", extent_bytes: int | None = None
     ) -> "Layout":
-        """Return the layout for new data: extents of 64 MiB, and less for small data, so that a refusal costs a 16th of it.
+        """Return the layout for new data. Extents have 64 MiB; for small data less, so that a refused one costs a 16th of it.
 
-        Or of ``extent_bytes``, a multiple of 2 MiB, for data that is to be mostly holes.
+        ``extent_bytes``, a multiple of 2 MiB, sets another size, for data that will be mostly holes.
         """
         usual = min(max(_round_up(data_bytes // 16, HUGE_PAGE), HUGE_PAGE), 64 * MIB)
         return cls(control_bytes, data_bytes, extent_bytes or usual, descriptor)
 
     @property
     def extent_count(self) -> int:
-        """How many extents the data has."""
+        """The number of extents of the data."""
         return -(-self.data_bytes // self.extent_bytes)
 
     @property
     def control_at(self) -> int:
-        """Where control begins."""
+        """The offset of the control bytes."""
         return _round_up(EXTENTS_AT + self.extent_count, 4096)
 
     @property
     def data_at(self) -> int:
-        """Where the data begins."""
+        """The offset of the data."""
         control_end = self.control_at + self.control_bytes
         return _round_up(control_end, HUGE_PAGE) if self.data_bytes else control_end
 
@@ -80,16 +80,16 @@ class Layout:
         return self.data_at + self.data_bytes
 
     def span(self, extent: int) -> tuple[int, int]:
-        """Return where an extent begins in the file and how many bytes it has."""
+        """Return the offset of an extent in the file, and its size in bytes."""
         start = extent * self.extent_bytes
         return self.data_at + start, min(self.extent_bytes, self.data_bytes - start)
 
     def reserved_bytes(self, states: bytes | memoryview) -> int:
-        """Return the bytes of data that are backed by memory, given the states of the extents."""
+        """Return the bytes of data that are reserved, given the states of the extents."""
         return self._reserved_bytes(bytes(states), 0)
 
     def _reserved_bytes(self, states: bytes, first: int) -> int:
-        """Return what `reserved_bytes` does of some of the extents, from the extent ``first`` on."""
+        """Return `reserved_bytes` of some of the extents, which begin with number ``first``."""
         count = states.count(RESERVED)
         last = self.extent_count - 1
         if first + len(states) > last and states[last - first : last - first + 1] == bytes([RESERVED]):
@@ -97,10 +97,10 @@ class Layout:
         return count * self.extent_bytes
 
     def allocate(self, fd: int) -> None:
-        """Give a new, empty file its size, its header, and memory for all but the data.
+        """Give a new, empty file its size and its header, and reserve memory for all but the data.
 
         Raises:
-            OSError: there is none.
+            OSError: the machine does not give the memory.
         """
         os.ftruncate(fd, self.size)
         os.posix_fallocate(fd, 0, self.control_at + self.control_bytes)
@@ -108,14 +108,15 @@ class Layout:
 
     @classmethod
     def read(cls, fd: int) -> "Layout":
-        """Return the layout of a file, checked against the file.
+        """Read the layout of a file, and check it against the file.
 
         Raises:
-            SegmentError: it is no segment, of another format, damaged, or cut.
+            SegmentError: the file is not a segment, has another format, is damaged, or was cut. The message goes on after the
+                path of the file: "is damaged: …".
         """
         header = os.pread(fd, _HEADER.size, 0)
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-            raise SegmentError(f"is no segment of stocache: begins with {header[:8]!r}, expected {_MAGIC!r}.")
+            raise SegmentError(f"is not a segment of stocache: it begins with {header[:8]!r}, expected {_MAGIC!r}.")
         _, version, control_bytes, data_bytes, extent_bytes, descriptor_bytes, checksum = _HEADER.unpack(header)
         if version != _VERSION:
             raise SegmentError(f"has format version {version}, this stocache reads version {_VERSION}.")
@@ -124,24 +125,24 @@ class Layout:
             raise SegmentError(f"has a damaged header (crc32 {layout._checksum():08x}, expected {checksum:08x}).")
         if extent_bytes == 0 or extent_bytes % HUGE_PAGE or descriptor_bytes != len(layout.descriptor):
             raise SegmentError(f"is damaged: extents of {extent_bytes} bytes, {descriptor_bytes} bytes of descriptor.")
-        # Before anything else is read: what a forged header claims is no more than what the file has
+        # Before more is read: a forged header must not claim more than the file has
         layout._check_backed(fd, 0)
         layout._check_backed(fd, layout.count_reserved(fd))
         return layout
 
     def _check_backed(self, fd: int, reserved_bytes: int) -> None:
-        """Raise SegmentError unless the file has the size, and the memory, that it should have with so much data reserved."""
+        """Raise SegmentError unless the file has the size and the memory that it needs for so many reserved bytes of data."""
         status = os.fstat(fd)
         if status.st_size != self.size:
             raise SegmentError(f"is damaged: it has {status.st_size} bytes, its header says {self.size}.")
         backed = _round_up(self.control_at + self.control_bytes, mmap.PAGESIZE) + _round_up(reserved_bytes, mmap.PAGESIZE)
-        if status.st_blocks * 512 < backed:  # somebody cut the file and stretched it again
+        if status.st_blocks * 512 < backed:  # another process cut the file and stretched it again
             raise SegmentError(
-                f"is damaged: {format_size(status.st_blocks * 512)} of memory are behind it, of {format_size(backed)}."
+                f"is damaged: it has {format_size(status.st_blocks * 512)} of memory, expected {format_size(backed)}."
             )
 
     def count_reserved(self, fd: int) -> int:
-        """Return the bytes of data of a file that are backed by memory."""
+        """Return the bytes of data that are reserved in a file."""
         return sum(self._reserved_bytes(states, first) for first, states in read_chunks(fd, EXTENTS_AT, self.extent_count))
 
     def _pack(self, checksum: int) -> bytes:
@@ -153,18 +154,18 @@ class Layout:
 
 
 def read_chunks(fd: int, at: int, nbytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yield so many bytes of a file in pieces, each after its place among them; fewer where another process cuts the file."""
+    """Yield ``nbytes`` bytes of a file from ``at`` on in pieces, each with its offset from ``at``. Fewer if the file is cut."""
     for begin in range(0, nbytes, _CHUNK):
         yield begin, os.pread(fd, min(_CHUNK, nbytes - begin), at + begin)
 
 
 def persists(fd: int) -> bool:
-    """Whether a file is to stay after its last holder."""
+    """Whether the file of a segment stays when no process holds it."""
     return os.pread(fd, 1, PERSISTS_AT) != b"\0"
 
 
 def sum_rows(rows: bytes | memoryview) -> list[int]:
-    """Return the sums of the counter rows; of a file that is being cut, of those there are."""
+    """Return the sums of the counter rows. Of a file that is being cut, only whole rows count."""
     row_bytes = 8 * ROW_WORDS
     whole = len(rows) // row_bytes * row_bytes
     used = _round_up(len(bytes(rows[:whole]).rstrip(b"\0")), row_bytes)  # most rows are zero

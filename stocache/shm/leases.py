@@ -1,4 +1,4 @@
-"""Memory that is lent out with a batch, and comes back when the last view of it is gone."""
+"""Track memory that is leased to a batch, until the last view of it is gone."""
 
 import weakref
 from collections import deque
@@ -9,24 +9,23 @@ _T = TypeVar("_T")
 
 
 class LeaseTracker(Generic[_T]):
-    """Things, each lent with an object that stands for its memory, and back when that object has died.
+    """Leases items. An item is leased as long as an object lives that stands for its memory, and comes back when that has died.
 
-    That it has died is noted where it happens, which may be anywhere, also within the garbage collector: by a C function, so no
-    code of ours runs there. Threads may share it: single calls of a deque and a dict are all it takes, and no fork finds a lock
-    held.
+    The object may die anywhere, also within the garbage collector. Only a C function notes it there; none of our code runs.
+    Threads may share a tracker: it uses single calls of a deque and a dict, and no lock that a fork could find held.
     """
 
     def __init__(self) -> None:
         self._leased: dict[int, tuple[weakref.ref[Any], _T]] = {}  # by the id of the reference
         self._dead: deque[weakref.ref[Any]] = deque()
 
-    def acquire(self, thing: _T, memory: Any) -> None:
-        """Lend ``thing`` until ``memory`` dies."""
+    def acquire(self, item: _T, memory: Any) -> None:
+        """Lease ``item`` until ``memory`` dies."""
         ref = weakref.ref(memory, self._dead.append)
-        self._leased[id(ref)] = ref, thing
+        self._leased[id(ref)] = ref, item
 
     def released(self) -> Iterator[_T]:
-        """Yield what has come back since the last call."""
+        """Yield the items that have come back since the last call."""
         while True:
             try:
                 ref = self._dead.popleft()
@@ -35,5 +34,5 @@ class LeaseTracker(Generic[_T]):
             yield self._leased.pop(id(ref))[1]
 
     def active(self) -> list[_T]:
-        """Return what is lent now."""
-        return [thing for ref, thing in list(self._leased.values()) if ref() is not None]
+        """Return the items that are leased now."""
+        return [item for ref, item in list(self._leased.values()) if ref() is not None]

@@ -1,8 +1,8 @@
-"""Named segments: found, or made, by any process of this user on this machine that asks for the same name.
+"""Find or make the segment of a name, which all processes of this user on this machine share.
 
-A new segment is made without a name, filled in as far as others need it (header, control), and only then linked under its
-name: nobody ever finds half of one, and a process killed on the way leaves nothing. An old one is attached to when it was made
-for the same data, whether anybody holds it or not; replaced when it was not and nobody holds it; else refused.
+A new segment is made without a name. Its header and control bytes are written, and only then is it linked under its name: no
+process ever finds half of a segment, and a process that is killed on the way leaves nothing. A segment that exists is attached
+to if it was made for the same data. One for other data is replaced if no process holds it, and refused otherwise.
 """
 
 import contextlib
@@ -29,19 +29,25 @@ logger = logging.getLogger("stocache")
 Identity: TypeAlias = Mapping[str, str | int | None]
 
 NewSegment: TypeAlias = tuple[Layout, Callable[[memoryview], None]]
-"""The layout of a new segment, and what is called with its control bytes, all zero, before another process can see them."""
+"""The layout of a new segment, and a function that initialises its control bytes, which are zero, before others see them."""
 
 DETAIL = " | before the cache: "
-"""What comes between a user's fingerprint and what else the data depends on."""
+"""Stands in a fingerprint between the user's own and a description of the steps before the cache."""
 
-_AT_EMPTY_PATH = 0x1000  # of linkat: the descriptor itself is meant
+_AT_EMPTY_PATH = 0x1000  # flag of linkat: link the descriptor itself
 
-_LONGEST = 400  # characters of a value of an identity; what is longer is told apart by its hash
+_LONGEST = 400  # characters of a value of an identity; longer values are cut and compared by their hash
 
 
 @dataclass(frozen=True)
 class Descriptor:
-    """What the header of a named segment tells, in JSON."""
+    """The description of a named segment, which its header holds in JSON.
+
+    Attributes:
+        identity: must be equal before a process may attach.
+        facts: numbers for the processes that attach: ``dataset_len``, ``capacity``, and ``slot_bytes`` if slots have one size.
+        created: seconds since 1970.
+    """
 
     identity: Identity
     facts: Mapping[str, Any]
@@ -52,7 +58,7 @@ class Descriptor:
         """Return the descriptor in a layout.
 
         Raises:
-            SegmentError: it is none.
+            SegmentError: it is not a descriptor.
         """
         try:
             descriptor = cls(**json.loads(layout.descriptor))
@@ -63,7 +69,7 @@ class Descriptor:
         return descriptor
 
     def _is_sane(self, layout: Layout) -> bool:
-        """Whether all that is told is of the type it should be, and not more than the file has."""
+        """Whether all values have the right type, and do not claim more than the file has."""
         samples, capacity, slot = (self.facts.get(name, 0) for name in ("dataset_len", "capacity", "slot_bytes"))
         return (
             type(self.created) in (int, float)
@@ -76,12 +82,12 @@ class Descriptor:
         )
 
     def pack(self) -> bytes:
-        """Return the bytes for a layout."""
+        """Return the descriptor as bytes for a layout."""
         identity = {key: _brief(value) for key, value in self.identity.items()}
         return json.dumps({"identity": identity, "facts": self.facts, "created": self.created}).encode()
 
     def differences(self, wanted: Identity) -> str:
-        """Return in words where another identity differs in what it names; "" where it does not."""
+        """Describe where ``wanted`` differs from this identity, for its own keys only; "" if it does not differ."""
         pairs = [(key, self.identity.get(key), _brief(value)) for key, value in wanted.items()]
         return "; ".join(f"{key} {held!r}, now {asked!r}" for key, held, asked in pairs if held != asked)
 
@@ -97,17 +103,17 @@ def join(name: str, wanted: Identity, persist: bool, new: Callable[[], NewSegmen
 
     Args:
         name: letters, digits, ".", "_", "-".
-        wanted: the identity that one to attach to must have.
-        persist: whether it shall stay when the last holder leaves. Once said, it holds for all.
+        wanted: the identity that a segment must have to attach to it.
+        persist: True keeps the segment when no process holds it. It applies to all processes, and cannot be undone.
         new: called when there is no such segment. It returns the segment to make, or None; then `join` returns None.
 
     Raises:
-        CacheNameError: the name cannot be one.
-        MismatchError: the name is in use for something else.
-        ForeignError: another user has taken the place of this user's caches, and there is not another one.
-        BusyError: another process keeps the lock of that place.
-        SegmentError: what is there is not a segment, or damaged.
-        OSError: /dev/shm takes no more files.
+        CacheNameError: the name is not valid.
+        MismatchError: the name is in use for other data.
+        ForeignError: another user has taken the directory of this user's caches, and there is not a second one.
+        BusyError: another process holds the lock of the directory.
+        SegmentError: the file of that name is not a segment, or is damaged.
+        OSError: /dev/shm does not take more files.
     """
     path, problem = registry.path_of(name), ""
 
@@ -129,7 +135,7 @@ def join(name: str, wanted: Identity, persist: bool, new: Callable[[], NewSegmen
         try:
             found = registry.run_locked(folder, find_or_make, create=True)
         except registry.ForeignError as error:
-            problem = problem or str(error)  # not the error, for its traceback would hold the segment
+            problem = problem or str(error)  # not the error itself: its traceback would hold the segment
             continue
         if problem:
             logger.warning("%s Cache %r is in %s instead.", problem, name, folder)
@@ -138,7 +144,7 @@ def join(name: str, wanted: Identity, persist: bool, new: Callable[[], NewSegmen
 
 
 def identity_of(name: str) -> Identity | None:
-    """Return the identity of the named segment that is there; None where there is none, or a damaged one."""
+    """Return the identity of the segment of a name; None if it does not exist or is damaged."""
     path = find(name)
 
     def read(at: int | None) -> Identity | None:
@@ -154,10 +160,10 @@ def identity_of(name: str) -> Identity | None:
 
 
 def find(name: str, uid: int | None = None) -> str:
-    """Return the path of a user's named segment: where there is one, or would be.
+    """Return the path of a user's named segment; if it does not exist, the path that it would have.
 
     Raises:
-        CacheNameError: the name cannot be one.
+        CacheNameError: the name is not valid.
     """
     usual = registry.path_of(name, uid)
     paths = [f"{folder}/{name}" for folder in registry.directories_of(uid)]
@@ -166,14 +172,14 @@ def find(name: str, uid: int | None = None) -> str:
 
 @contextlib.contextmanager
 def peek(at: int, path: str) -> Iterator[tuple[int, bool]]:
-    """Give a descriptor to read the file at ``path`` by, without attaching, and whether anybody holds it.
+    """Give a descriptor to read the file at ``path`` without attaching, and whether a process holds the file.
 
     Raises:
-        SegmentError: there is no file, or not one of a segment.
+        SegmentError: the file does not exist, or is not of the kind that segments are.
     """
     key = registry.key_of(at, path)
     segment = attached(key) if key else None
-    if segment is not None:  # whose descriptor it must be: closing another would drop the locks of this process
+    if segment is not None:  # then use its descriptor: closing another one would drop the locks of this process
         yield segment.fd, True
         return
     fd = registry.open_file(at, path) if key else None
@@ -186,11 +192,14 @@ def peek(at: int, path: str) -> Iterator[tuple[int, bool]]:
 
 
 def remove(path: str, force: bool = False, dead: bool = False) -> None:
-    """Remove a named segment. Those who hold it go on with it, but nobody can find it any more.
+    """Remove a named segment. Processes that hold it keep using it, but no process can find it any more.
+
+    Args:
+        force: remove it also if a process holds it, it is not a segment, or another user's.
+        dead: never remove a segment that a process holds, or a file that is not a segment, even with ``force``.
 
     Raises:
-        SegmentError: there is none; or, without ``force``, somebody holds it, or it is no segment, or another user's. With
-            ``dead``, ``force`` is for another user's alone.
+        SegmentError: it does not exist, or may not be removed.
     """
     name = os.path.basename(path)
 
@@ -212,24 +221,24 @@ def remove(path: str, force: bool = False, dead: bool = False) -> None:
 
     folder = os.path.dirname(path)
     registry.run_locked(folder, unlink)
-    if registry.owner_of(folder) != os.geteuid():  # what is not locked does not go by itself
+    if registry.owner_of(folder) != os.geteuid():  # it was not locked, so it is not removed when it is empty
         with contextlib.suppress(OSError):
             os.rmdir(folder)
 
 
 def holders() -> dict[FileKey, list[int]]:
-    """Return the processes attached to each segment that has any, as far as this process can see them."""
+    """Return the processes attached to each segment, as far as they are visible from here."""
     return registry.lock_owners(ROW_LOCKS, ROWS)
 
 
 def _attach(at: int, path: str, wanted: Identity, new: bool = False) -> tuple[Segment, Descriptor] | None:
-    """Return the segment that is there; None where there is none, or one that nobody holds and that does not fit."""
+    """Attach to the segment at a path. None if it does not exist; or if no process held it and it was for other data."""
     key = registry.key_of(at, path)
     if key is None:
         return None
     segment = attached(key)
     if segment is not None:
-        _, descriptor = _read(segment.fd, path)  # raises where the file was cut: to read there would be the end of this process
+        _, descriptor = _read(segment.fd, path)  # raises if the file was cut: reading there would kill this process
         _check(path, key, descriptor, wanted)
         return segment, descriptor
     fd = registry.open_file(at, path)
@@ -258,7 +267,7 @@ def _read(fd: int, path: str) -> tuple[Layout, Descriptor]:
     """Read the header of a segment.
 
     Raises:
-        SegmentError: it is damaged; says how to remove it.
+        SegmentError: it is damaged. The message says how to remove it.
     """
     try:
         layout = Layout.read(fd)
@@ -277,15 +286,15 @@ def _check(path: str, key: FileKey, descriptor: Descriptor, wanted: Identity) ->
 
 
 def _users(key: FileKey) -> str:
-    """Return who has a segment attached, in words."""
+    """Describe the processes that have a segment attached."""
     return "processes " + (", ".join(map(str, holders().get(key, []))) or "of another container")
 
 
 def _take_over(fd: int, path: str, layout: Layout, descriptor: Descriptor) -> None:
-    """Begin a new life over data that nobody holds: count from 0, warn again, give refused extents another chance."""
+    """Reset the counters, the warnings given and the refused extents of a segment that no process holds."""
     if str(descriptor.identity.get("fingerprint") or DETAIL).startswith(DETAIL):
         logger.warning(
-            "cache %r is of an earlier run, from %s. Without a fingerprint nobody can tell whether its data has changed since: "
+            "cache %r is from an earlier run, of %s. Without a fingerprint it is unknown whether its data has changed since: "
             "pass fingerprint=…, or remove it: stocache rm %s",
             os.path.basename(path), time.strftime("%Y-%m-%d %H:%M", time.localtime(descriptor.created)), os.path.basename(path),
         )  # fmt: skip
@@ -296,7 +305,7 @@ def _take_over(fd: int, path: str, layout: Layout, descriptor: Descriptor) -> No
 
 
 def _make(at: int, path: str, new: NewSegment, wanted: Identity) -> tuple[Segment, Descriptor]:
-    """Put a new segment where there is none, and attach to it."""
+    """Make a new segment, and attach to it."""
     found = None
     try:
         _draft(at, path, *new)
@@ -304,13 +313,13 @@ def _make(at: int, path: str, new: NewSegment, wanted: Identity) -> tuple[Segmen
         assert found is not None
         return found
     finally:
-        if found is None:  # an interrupt came: it is not in use, and nobody else would remove it
+        if found is None:  # an interrupt came: the file is not in use, and no process would remove it
             with contextlib.suppress(OSError):
                 os.unlink(os.path.basename(path), dir_fd=at)
 
 
 def _draft(at: int, path: str, layout: Layout, initialise: Callable[[memoryview], None]) -> None:
-    """Make the file of a new segment, and then give it its name."""
+    """Make and initialise the file of a new segment, and then give it its name."""
     draft = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=at)
     try:
         layout.allocate(draft)
@@ -325,24 +334,24 @@ def _draft(at: int, path: str, layout: Layout, initialise: Callable[[memoryview]
 
 
 def _link(at: int, draft: int, name: str) -> None:
-    """Give a file without a name one, in a directory where there is not such a name yet."""
+    """Give a name to a file without one, in a directory where the name is free."""
     try:
-        # Given a directory's descriptor Python calls linkat, the one that follows this link to the file
+        # With a directory's descriptor, Python calls linkat, which follows this link to the file
         os.link(f"/proc/self/fd/{draft}", name, dst_dir_fd=at)
-    except FileNotFoundError:  # /proc is hidden; then it takes root
+    except FileNotFoundError:  # /proc is hidden; then only root can do it
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.linkat(draft, b"", at, name.encode(), _AT_EMPTY_PATH):
             raise OSError(ctypes.get_errno(), "a new file cannot be given a name without /proc") from None
 
 
 def _warn_of_deleted(at: int, path: str) -> None:
-    """Say so when a segment of this name was deleted while processes use it."""
+    """Warn if a segment of this name was deleted while processes use it."""
     device = os.fstat(at).st_dev
     pids = [pid for key, pids in holders().items() if key[0] == device for pid in pids if path in registry.deleted_files(pid)]
     if pids:
         logger.warning(
-            "the file of cache %r was deleted while processes %s use it. They go on; this is a second copy. If it was systemd, "
-            "which deletes what a user has in %s with the last logout: set RemoveIPC=no in /etc/systemd/logind.conf, or "
+            "the file of cache %r was deleted while processes %s use it. They go on; this is a second copy. systemd deletes "
+            "the files of a user in %s at the last logout. To prevent that: set RemoveIPC=no in /etc/systemd/logind.conf, or "
             "loginctl enable-linger %d",
             os.path.basename(path), ", ".join(map(str, sorted(pids))), limits.SHM_DIR, os.geteuid(),
         )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Private memory for batches that is used again when the last view of them is gone.
+"""Pool private memory for batches: it is used again when the last view of a batch is gone.
 
-Fresh memory costs a page fault for each 4 KiB, several times what it costs to copy as many bytes to it (measured).
+New memory costs a page fault for each 4 KiB: several times the cost of copying 4 KiB to it (measured).
 """
 
 import contextlib
@@ -14,26 +14,26 @@ from torch import Tensor
 
 from stocache.shm.leases import LeaseTracker
 
-_SMALL = 1 << 16  # bytes; less comes from malloc, which uses it again anyway
-_SPARE = 16  # pieces of memory of one size that wait to be used again, at most
+_SMALL = 1 << 16  # bytes; smaller memory comes from malloc, which uses it again anyway
+_SPARE = 16  # the most pieces of memory of one size that wait to be used again
 
 
 class Pool:
-    """Memory of this process alone: a forked child has a copy of it, as of all its parent's. Threads may share it."""
+    """A pool of this process. A forked child has a copy of it. Threads may share it."""
 
     def __init__(self) -> None:
         self._spare: dict[int, deque[mmap.mmap]] = {}  # by size
         self._leases: LeaseTracker[mmap.mmap] = LeaseTracker()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return Pool, ()  # another process has its own
+        return Pool, ()  # another process makes its own
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor, whose memory is its own as long as there is a view of it."""
+        """Return an uninitialised tensor. Its memory is not used again as long as a view of it lives."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < _SMALL:
             return torch.empty(shape, dtype=dtype)
-        size = 1 << (nbytes - 1).bit_length()  # few sizes, whatever the batches; what is not touched takes no memory
+        size = 1 << (nbytes - 1).bit_length()  # few sizes, whatever the batches; pages that are not touched take no memory
         for memory in self._leases.released():
             self._spare.setdefault(len(memory), deque(maxlen=_SPARE)).append(memory)
         try:

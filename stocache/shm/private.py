@@ -1,17 +1,17 @@
-"""Private copies of slots that cost nothing until they are written: views that the kernel copies on write.
+"""Give private copies of slots as views that the kernel copies on write: they cost nothing until they are written.
 
 NOTE [ Private views ]
-    A sample that is handed out is the caller's own: writing to it must not reach the cache. To copy 150 KB takes longer than
-    all else that is done to a sample, so large ones are handed out as views of a second mapping of the segment, MAP_PRIVATE:
-    its pages are those of the cache until somebody writes to one, when the kernel gives this process a copy of it.
+    A sample belongs to the caller that reads it: writing to it must not change the cache. Copying 150 KB takes longer than
+    everything else that happens to a sample. So large samples are views of a second mapping of the segment, MAP_PRIVATE. Its
+    pages are those of the cache until this process writes to one; then the kernel gives it a copy of that page.
 
-    A batch of samples is one lease. While it lasts, its slots and their neighbours, with which they may share a page (also the
-    last of one column with the first of the next), are not handed out again in this way, but copied: what the caller wrote
-    would show. When the last view of it is gone, the pages that were written are given back, and the mapping shows the cache
-    again. Which these are, /proc/self/pagemap tells; where it cannot be read, all are given back.
+    A batch of samples is one lease. Slots may share a page with their neighbours (also the last slot of one column with the
+    first of the next). So while the lease lasts, its slots and their neighbours are copied for other batches: a view would show
+    what the caller wrote. When the last view of the batch is gone, its written pages are dropped, and the mapping shows the
+    cache again. /proc/self/pagemap tells which pages were written; if it cannot be read, all pages of the batch are dropped.
 
-    Samples that are set never change, so it makes no difference when a page is copied. Who overwrites or clears a cache changes
-    the samples that are held, as it does for ``copy=False``.
+    Samples that are set never change, so it does not matter when a page is copied. Overwriting a sample or clearing the cache
+    changes the samples that callers hold, as it does with ``copy=False``.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _FAILED = ctypes.c_void_p(-1).value
 _PAGE = mmap.PAGESIZE
 _PAGEMAP = "/proc/self/pagemap"
 
-# Bits of an entry of /proc/self/pagemap (Documentation/admin-guide/mm/pagemap.rst): it is in memory or swapped; it is a file's
+# Bits of an entry of /proc/self/pagemap (Documentation/admin-guide/mm/pagemap.rst): in memory or swapped; a page of a file
 _THERE, _OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
 
 _Pages: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
@@ -45,20 +45,21 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class _Lease(np.ndarray[Any, np.dtype[np.uint8]]):
-    """The mapping as one batch sees it. No view of an array: numpy would leave it out of the chain."""
+    """The mapping, as one batch sees it. It is not a view of an array: numpy would leave it out of the chain of bases."""
 
 
 class PrivateViews:
-    """A private mapping of a file, of which slots are leased.
+    """A private mapping of a file, whose slots are leased to batches.
 
     Args:
-        fd: of the file; not kept. (Not by Python's mmap, which would: to close it would drop the locks of this process.)
-        nbytes: of the file.
-        columns: where in the file each column begins, and the bytes of a slot there.
-        slots: how many each has.
+        fd: descriptor of the file. It is not kept. (Python's mmap would keep a duplicate, and closing that would drop the locks
+            of this process.)
+        nbytes: size of the file.
+        columns: for each column its offset in the file, and the bytes of a slot.
+        slots: number of slots of each column.
 
     Raises:
-        OSError: the kernel does not map it.
+        OSError: the kernel does not map the file.
     """
 
     def __init__(self, fd: int, nbytes: int, columns: Sequence[tuple[int, int]], slots: int) -> None:
@@ -71,10 +72,10 @@ class PrivateViews:
         self._columns, self._slots = columns, slots
         self._leased: set[int] = set()
         self._leases: LeaseTracker[set[int]] = LeaseTracker()
-        self._lock = threading.Lock()  # never waited for: a forked child may find it taken
+        self._lock = threading.Lock()  # no thread waits for it: a forked child may find it taken
 
     def lease(self, slots: list[int]) -> tuple[_Lease, list[bool]]:
-        """Return the memory of the whole file for one batch, and for each of ``slots`` whether it may be used there."""
+        """Return the memory of the whole file for one batch, and for each of ``slots`` whether the batch may use it there."""
         memory: _Lease = _Lease((len(self._memory),), np.uint8, self._memory)
         if not self._lock.acquire(blocking=False):
             return memory, [False] * len(slots)
@@ -83,7 +84,9 @@ class PrivateViews:
             own, leased, count = set(slots), self._leased, self._slots
             near = own | {(slot - 1) % count for slot in own} | {(slot + 1) % count for slot in own}
             usable = [True] * len(slots)
-            if len(own) < len(slots) or not leased.isdisjoint(near):  # one asked for twice, or held by another batch
+            if len(own) < len(slots) or not leased.isdisjoint(
+                near
+            ):  # a slot comes twice, or another batch has it or a neighbour
                 own.clear()
                 for position, slot in enumerate(slots):
                     usable[position] = slot not in own and leased.isdisjoint(((slot - 1) % count, slot, (slot + 1) % count))
@@ -96,29 +99,29 @@ class PrivateViews:
             self._lock.release()
 
     def _take_back(self) -> None:
-        """Have the mapping show the file again, where leases that are over were written to."""
-        slots = [slot for its in self._leases.released() for slot in its]
+        """Drop the written pages of leases that are over: the mapping shows the file again."""
+        slots = [slot for lease in self._leases.released() for slot in lease]
         if slots:
             for at, nbytes in self._columns:
                 begins = self._address + at + np.array(slots, np.int64) * nbytes
                 first, stop = begins // _PAGE, -(-(begins + nbytes) // _PAGE)
                 for page, end in zip(*_written(first, stop), strict=True):
                     if _libc.madvise(page * _PAGE, (end - page) * _PAGE, mmap.MADV_DONTNEED):
-                        return  # of locked memory (mlockall): these slots are not handed out any more
+                        return  # locked memory (mlockall): these slots are not leased any more
             self._leased.difference_update(slots)
 
 
 def _written(first: _Pages, stop: _Pages) -> tuple[list[int], list[int]]:
-    """Return those ranges of pages, from ``first`` to ``stop``, that were written to; also where that cannot be told."""
+    """Return the ranges of pages, from ``first`` to ``stop``, that were written; all ranges if that cannot be found out."""
     counts = 8 * (stop - first)
     ends = np.cumsum(counts)
     entries = np.empty(ends[-1] // 8, np.uint64)
-    told = 0
+    read = 0
     with contextlib.suppress(OSError), open(_PAGEMAP, "rb", buffering=0) as file:
         fd, target = file.fileno(), entries.data.cast("B")
         for page, end, nbytes in zip(first.tolist(), ends.tolist(), counts.tolist(), strict=True):
-            told += os.preadv(fd, [target[end - nbytes : end]], 8 * page)
-    if told < ends[-1]:
+            read += os.preadv(fd, [target[end - nbytes : end]], 8 * page)
+    if read < ends[-1]:
         return first.tolist(), stop.tolist()
     own = (entries & _THERE != 0) & (entries & _OF_FILE == 0)
     if not own.any():

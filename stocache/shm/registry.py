@@ -1,31 +1,31 @@
-"""The directory of named segments: one per user under /dev/shm, with a lock, checked files, and who holds them.
+"""Keep the directory of a user's named segments: lock it, check its files, and find out which processes hold them.
 
 NOTE [ Holding a file ]
-    Every process that uses a named segment has a shared flock on its open file description; forked children and those that
-    were handed the descriptor share it. It goes with the last of them, however they end. So whoever gets the exclusive
-    flock, from a description of its own, knows that nobody is left. Making, attaching, leaving and removing exclude each
-    other by a flock on the directory, hence what one of them has seen stays true until it is done.
+    Every process that uses a named segment has a shared flock on its open file description. Forked children, and processes that
+    were sent the descriptor, share it. The kernel drops it when the last of them ends, however that ends. So a process that
+    gets the exclusive flock, through a description of its own, knows that no process holds the segment. A flock on the
+    directory makes making, attaching, leaving and removing exclude each other: each of them works on facts that stay true.
 
 NOTE [ Locks and forks ]
-    A flock belongs to the open file description, which a fork shares: a child forked by another thread at the wrong moment
-    would keep the lock when its parent is killed. So the descriptors that hold such locks for a moment are listed in
-    `_momentary`, and a child closes them first of all.
+    A flock belongs to the open file description, which a fork shares. A child that another thread forks at the wrong moment
+    would keep the lock when its parent is killed. So `_momentary` lists the descriptors that hold such locks for a moment, and
+    a child closes them first.
 
 NOTE [ Interrupts and finalizers ]
     An interrupt (Ctrl-C) may come between any two steps, also at the first step of a function that cleans up. So a descriptor
     is noted before it is locked, the lock is released before the descriptor is forgotten, and `run_locked` releases twice.
 
-    The garbage collector may come there, too, and find a segment that is not used any more. To leave it takes the directory's
-    lock, which this very thread may hold, or be about to take. So finalizers only say what is to be done (`when_free`). It is
-    done at once where `attaching` is free, else by the thread that has it, after that.
+    The garbage collector may also run there, and find a segment that is not used any more. Leaving it takes the lock of
+    the directory, which this very thread may hold, or be about to take. So finalizers only register a task (`when_free`). It
+    runs at once if `attaching` is free; else the thread that holds `attaching` runs it afterwards.
 
 NOTE [ Whose directory ]
-    Everybody may write to /dev/shm, so what has the name of our directory may be another user's. It is opened once, without
-    following links; owner and mode are those of what was opened; and all files in it are named by its descriptor. Where another
-    user has taken the name, the user's runtime directory is used instead, if it is in memory.
+    Every user may write to /dev/shm, so a directory with the name of ours may be another user's. It is opened once, without
+    following links; owner and mode are checked on the open descriptor; and all files in it are opened through that descriptor.
+    If another user has taken the name, the user's runtime directory is used instead, if it is in memory.
 
-    A directory of another user is only looked at (by root): it is never locked, since its owner may hold the lock for ever,
-    and its files are opened to be read, without waiting for a pipe. They may change at any moment.
+    A directory of another user is only read (by root). It is never locked, because its owner may hold the lock for ever. Its
+    files are opened for reading, without waiting for a pipe, and may change at any moment.
 """
 
 import contextlib
@@ -68,28 +68,28 @@ _RUNTIME_DIR = "/run/user/{}"
 PATIENCE_S = 10.0
 """Seconds to wait for the lock of a directory."""
 
-_LONGEST_S = 60.0  # while the lock changes hands, or its holder is at work
-_LEAVING_S = 1.0  # when a segment is left: what is not removed then is removed by whoever comes next
+_LONGEST_S = 60.0  # while other processes take the lock in turn, or its holder is running
+_LEAVING_S = 1.0  # when a segment is left; a later process removes a file that stays
 
 attaching = threading.Lock()
 """Held while this process makes, attaches or leaves a segment."""
 
 _momentary: set[int] = set()
-_timed_out: set[str] = set()  # directories whose lock was waited for in vain
-_to_do: deque[Callable[[], None]] = deque()
+_timed_out: set[str] = set()  # directories whose lock could not be taken in time
+_due_tasks: deque[Callable[[], None]] = deque()
 
 _Result = TypeVar("_Result")
 
 
 class ForeignError(SegmentError):
-    """What is in the place of this user's directory belongs to another user."""
+    """Another user has taken the path of this user's directory."""
 
 
 def path_of(name: str, uid: int | None = None) -> str:
-    """Return the path of the named segment of a user, by default of this process's.
+    """Return the path of a user's named segment; by default the user is that of this process.
 
     Raises:
-        CacheNameError: ``name`` is no plain name.
+        CacheNameError: ``name`` is not a valid name.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise CacheNameError(
@@ -105,7 +105,7 @@ def directory_of(uid: int | None = None) -> str:
 
 
 def owner_of(folder: str) -> int:
-    """Return the user whom a directory should belong to, by its name."""
+    """Return the user that a directory should belong to, by its name."""
     return int(os.path.basename(folder).removeprefix(_PREFIX))
 
 
@@ -122,7 +122,7 @@ def directories_of(uid: int | None = None) -> Iterator[str]:
 
 
 def _is_private_memory(folder: str, uid: int) -> bool:
-    """Whether a folder belongs to a user alone, and is a tmpfs."""
+    """Whether only one user may use a folder, and it is a tmpfs."""
     try:
         status = os.lstat(folder)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != uid or status.st_mode & 0o077:
@@ -135,7 +135,7 @@ def _is_private_memory(folder: str, uid: int) -> bool:
 
 
 def users() -> list[int]:
-    """Return the users that have such a directory."""
+    """Return the users that have a directory of named segments."""
     with contextlib.suppress(OSError):
         found = (_USERS.fullmatch(name) for name in os.listdir(limits.SHM_DIR))
         return sorted(uid for match in found if match and (uid := int(match[1])) < 2**32 - 1)
@@ -148,35 +148,35 @@ def users() -> list[int]:
 def run_locked(path: str, work: Callable[[int | None], _Result], create: bool = False) -> _Result:
     """Return ``work(descriptor)``, with the lock of a directory held.
 
-    The descriptor is that of the directory; None where there is none and ``create`` is False. The directory of another user is
-    opened, and not locked. Afterwards a directory that is empty goes.
+    The descriptor is that of the directory; None if the directory does not exist and ``create`` is False. The directory of
+    another user is opened but not locked. Afterwards the directory is removed if it is empty.
 
     Raises:
         ForeignError: it belongs to another user than its name says.
         SegmentError: it is not a directory, or others may write to it.
-        BusyError: another process keeps the lock.
+        BusyError: another process holds the lock.
         OSError: it cannot be made.
     """
     try:
         with attaching:
             return _run_locked(path, work, create, PATIENCE_S)
     finally:
-        do_what_is_due()
+        run_due_tasks()
 
 
 def when_free(task: Callable[[], None]) -> None:
-    """Run a task, which can be run twice, when `attaching` is free; see NOTE [ Interrupts and finalizers ]."""
-    _to_do.append(task)
-    do_what_is_due()
+    """Run a task when `attaching` is free. It may be run twice. See NOTE [ Interrupts and finalizers ]."""
+    _due_tasks.append(task)
+    run_due_tasks()
 
 
-def do_what_is_due() -> None:
-    """Run what `when_free` was given, if this thread does not have `attaching`, and no other has."""
-    while _to_do and not attaching.locked():
+def run_due_tasks() -> None:
+    """Run the tasks of `when_free`, unless a thread holds `attaching`."""
+    while _due_tasks and not attaching.locked():
         with attaching:
-            if _to_do:
-                _to_do[0]()
-                _to_do.popleft()
+            if _due_tasks:
+                _due_tasks[0]()
+                _due_tasks.popleft()
 
 
 def _run_locked(path: str, work: Callable[[int | None], _Result], create: bool, wait_s: float) -> _Result:
@@ -191,7 +191,7 @@ def _run_locked(path: str, work: Callable[[int | None], _Result], create: bool, 
 
 
 class _Lock:
-    """The lock of a directory. Call with `attaching` held."""
+    """The lock of a directory. Use it with `attaching` held."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -208,8 +208,9 @@ class _Lock:
             _momentary.add(self._fd)
             self._wait(self._fd, wait_s)
             if _leads_to(self._path, self._fd):
-                self._taken = True  # from here on it may be removed; before, the path may lead to a new one of another process
-                os.utime(self._fd)  # tells those who wait since when
+                # From here on release() may remove the directory; before, the path may lead to a new one of another process
+                self._taken = True
+                os.utime(self._fd)  # shows to waiting processes since when it is locked
                 return self._fd
             self.release()  # it was removed while we waited
         return None
@@ -229,7 +230,7 @@ class _Lock:
         os.close(fd)
 
     def _open(self, create: bool) -> bool:
-        """Open the directory, and check what was opened; False where there is none."""
+        """Open the directory, and check it; False if it does not exist."""
         path = self._path
         while True:
             if create:
@@ -239,16 +240,16 @@ class _Lock:
                 self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             except FileNotFoundError:
                 if create:
-                    continue  # somebody's last segment went, and the directory with it
+                    continue  # another process removed its last segment, and the directory with it
                 return False
-            except OSError as error:  # a link, a file; or it is closed to us
+            except OSError as error:  # a link, a file, or a directory that we may not open
                 try:
                     status = os.lstat(path)
                 except FileNotFoundError:
                     continue
                 _check_owner(path, status, self._uid, ForeignError)
                 if not stat.S_ISDIR(status.st_mode):
-                    raise SegmentError(f"{path} is not a directory. Whoever put it there must remove it.") from None
+                    raise SegmentError(f"{path} is not a directory. Remove it.") from None
                 if error.errno not in (errno.ELOOP, errno.ENOTDIR):  # else it has become one since
                     raise
                 continue
@@ -258,7 +259,7 @@ class _Lock:
             return True
 
     def _wait(self, fd: int, wait_s: float) -> None:
-        """Take the flock; wait for who has it, as long as it changes hands, or that process is at work."""
+        """Take the flock. Wait as long as other processes take it in turn, or its holder is running."""
         if self._path in _timed_out:
             wait_s = 0.0
         deadline = time.monotonic() + min(_LONGEST_S, 6 * wait_s)
@@ -278,7 +279,7 @@ class _Lock:
 
 
 def _leads_to(path: str, fd: int) -> bool:
-    """Whether a path still leads to what was opened."""
+    """Whether a path still leads to the file of a descriptor."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(fd))
     except FileNotFoundError:
@@ -299,10 +300,10 @@ def _check_mode(path: str, status: os.stat_result, remedy: str) -> None:
 
 
 def key_of(at: int, path: str) -> FileKey | None:
-    """Return what the file ``path`` in the directory ``at`` is; None where there is none.
+    """Return the key of the file ``path`` in the directory ``at``; None if it does not exist.
 
     Raises:
-        SegmentError: it is a link, a pipe or the like, of another user, or open to others.
+        SegmentError: it is a link, a pipe or the like, belongs to another user, or is open to others.
     """
     try:
         status = os.stat(os.path.basename(path), dir_fd=at, follow_symlinks=False)
@@ -313,17 +314,17 @@ def key_of(at: int, path: str) -> FileKey | None:
 
 def _checked(at: int, path: str, status: os.stat_result) -> FileKey:
     if not stat.S_ISREG(status.st_mode):
-        kind = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a pipe"}.get(stat.S_IFMT(status.st_mode), "no regular file")
-        raise SegmentError(f"{printable(path)} is {kind}, no segment. It is not used; remove it.")
+        kind = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a pipe"}.get(stat.S_IFMT(status.st_mode), "not a regular file")
+        raise SegmentError(f"{printable(path)} is {kind}, so it is not used. Remove it.")
     _check_owner(printable(path), status, os.fstat(at).st_uid, SegmentError)
     _check_mode(printable(path), status, "chmod 600")
     return status.st_dev, status.st_ino
 
 
 def open_file(at: int, path: str) -> int | None:
-    """Open what `key_of` has found good, and check it again; None where it went meanwhile. To be given to `hold` or `close`.
+    """Open a file that `key_of` has checked, and check it again; None if it was removed meanwhile.
 
-    That of another user is opened for reading.
+    The caller passes the descriptor to `hold` or `close`. A file of another user is opened for reading.
 
     Raises:
         SegmentError: as `key_of`.
@@ -343,7 +344,7 @@ def open_file(at: int, path: str) -> int | None:
 
 
 def hold(fd: int) -> None:
-    """Take the shared flock on a descriptor and keep it; see NOTE [ Holding a file ]."""
+    """Take the shared flock on a descriptor, and keep it; see NOTE [ Holding a file ]."""
     fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     _momentary.discard(fd)
 
@@ -355,9 +356,9 @@ def close(fd: int) -> None:
 
 
 def is_held(fd: int) -> bool:
-    """Whether anybody holds the file of a descriptor that does not itself hold it.
+    """Whether a process holds the file of a descriptor that does not itself hold it.
 
-    Of another user's file it is asked of the kernel's list, since trying the lock would be in its owner's way.
+    For another user's file the kernel's list of locks says it: trying the lock could disturb the owner.
     """
     if os.fstat(fd).st_uid != os.geteuid():
         return bool(flock_owners(fd))
@@ -368,9 +369,9 @@ def is_held(fd: int) -> bool:
 
 
 def remove_unheld(path: str, key: FileKey) -> bool:
-    """Remove a named segment, unless somebody holds it, it is to stay, or the path leads to another one by now.
+    """Remove a named segment, unless a process holds it, it persists, or the path leads to another file by now.
 
-    Call with `attaching` held.
+    Call it with `attaching` held.
     """
 
     def remove(at: int | None) -> bool:
@@ -391,7 +392,7 @@ def remove_unheld(path: str, key: FileKey) -> bool:
 
 
 def enter_child() -> None:
-    """Make a forked child let go what its parent was just doing; see NOTE [ Locks and forks ]."""
+    """Close, in a forked child, the descriptors that its parent was using for a moment; see NOTE [ Locks and forks ]."""
     global attaching
     attaching = threading.Lock()
     for fd in _momentary:
@@ -404,9 +405,9 @@ def enter_child() -> None:
 
 
 def lock_owners(first: int, count: int) -> dict[FileKey, list[int]]:
-    """Return the processes that have record locks at offsets ``[first, first + count)``, for each file that has any.
+    """Return, for each file, the processes that have record locks at offsets ``[first, first + count)``.
 
-    As /proc/locks tells, which leaves out processes of other containers.
+    The source is /proc/locks, which leaves out processes of other containers.
     """
     owners: dict[FileKey, set[int]] = {}
     for kind, _, pid, key, begin in listed_locks():
@@ -416,7 +417,7 @@ def lock_owners(first: int, count: int) -> dict[FileKey, list[int]]:
 
 
 def deleted_files(pid: int) -> list[str]:
-    """Return the former paths of the deleted files a process has open; none when it ended or is not ours to look into."""
+    """Return the former paths of deleted files that a process has open; [] if it has ended or belongs to another user."""
     paths = []
     with contextlib.suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():

@@ -1,11 +1,11 @@
-"""One segment of shared memory: with or without a name, reserved before it is written, locked by the kernel, counted.
+"""Share a segment of memory between processes: reserve it before it is written, lock parts of it, and count in it.
 
 NOTE [ Kernel record locks ]
     All locks are fcntl record locks on byte ranges far beyond the end of the file. The kernel drops them when their process
-    ends, however it ends, so a SIGKILL leaves no lock behind. They belong to the process, hence `Segment.guard` for its
-    threads; a forked child owns none of its parent's; and closing *any* descriptor of the file drops all of them. So a
-    process has one `Segment` per file (`_attached`), and every descriptor it comes by lives as long as that; the duplicate
-    inside Python's mmap (until 3.13) as long as the last view, which can outlive it.
+    ends, however it ends, so a SIGKILL does not leave a lock behind. They belong to the process: `Segment.guard` is for its
+    threads, and a forked child does not own the locks of its parent. Closing *any* descriptor of the file drops all of them. So
+    a process has one `Segment` per file (`_attached`), and all its descriptors of the file live as long as that. The duplicate
+    inside Python's mmap (until 3.13) lives as long as the last view, which may be longer.
 """
 
 import contextlib
@@ -51,32 +51,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("stocache")
 
-# Lock space: record locks need no bytes behind them, so each kind has a stretch of offsets of its own.
+# Record locks need no bytes behind them, so each kind of lock has its own range of offsets.
 ROW_LOCKS, _EXTENTS_LOCK, _OWNER_LOCKS, _CLAIM_LOCKS = 1 << 40, 1 << 41, 1 << 42, 1 << 43
 
-_REFUSAL_WARNING, MISFIT_WARNING = 1, 2  # bits of the byte that says what has been warned of
+_REFUSAL_WARNING, MISFIT_WARNING = 1, 2  # bits of the byte of given warnings
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: kind, whence, start, length, process
-_WAITED_TO_IDLE = 6.0  # a process that was waited for in vain is left alone for so many times as long
+_WAITED_TO_IDLE = 6.0  # after waits of t seconds for a process, do not wait for it again during so many times t
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named in the mmap module
 
 _Result = TypeVar("_Result")
 
 _attached: "weakref.WeakValueDictionary[FileKey, Segment]" = weakref.WeakValueDictionary()
-_to_leave: dict[FileKey, Callable[[], None]] = {}  # how to leave named segments: an interrupt may have kept it from running
+_to_leave: dict[FileKey, Callable[[], None]] = {}  # tasks that leave named segments: an interrupt may have stopped one
 _mapped: "weakref.WeakValueDictionary[FileKey, mmap.mmap]" = weakref.WeakValueDictionary()
 
 
 class Segment:
-    """Shared memory of this process and of all it is handed to. Lives until its last holder, in any process, lets go.
+    """Memory shared by this process and all processes that it is sent to. It lives until the last of them releases it.
 
     Attributes:
-        control: the owner's always-reserved bytes.
-        counters: eight 64-bit words that only this process writes; `totals` sums them over all processes, past ones too.
-        guard: lock for the threads of this process; take it before `try_lock` and `reserve`.
-        fence: a lock this process always holds. Whoever holds the guard lets it go and takes it again to order stores.
-        backing: "/dev/shm", "memfd", or "none" when the machine gives no shared memory: then there is control but no data.
+        control: bytes of the owner, always reserved.
+        counters: eight 64-bit words that only this process writes; `totals` sums them over all processes, also past ones.
+        guard: lock for the threads of this process. Take it before `try_lock` and `reserve`.
+        fence: a lock that this process always holds. A thread that holds the guard releases it and takes it again, to order
+            stores.
+        backing: "/dev/shm", "memfd", or "none" if the machine gives no shared memory; then it has control bytes, but no data.
     """
 
     control: memoryview
@@ -88,7 +89,7 @@ class Segment:
         self.layout, self.backing, self.path = layout, backing, path
         self.data_bytes, self.extent_bytes = layout.data_bytes, layout.extent_bytes
         self._data_at = layout.data_at
-        self._fds = fds  # ours from here on, whatever happens: whoever closes one takes it from the list
+        self._fds = fds  # ours from here on, whatever happens: code that closes one removes it from the list
         if self._fds:
             self._key = identify(fds[0])
             task = functools.partial(_leave, self._key, fds, path)
@@ -108,13 +109,13 @@ class Segment:
     def _map(self) -> mmap.mmap:
         if not self._fds:
             return mmap.mmap(-1, self.layout.size)
-        mapping = _mapped.get(self._key)  # views may have kept it from an earlier attachment
+        mapping = _mapped.get(self._key)  # views may have kept the mapping of an earlier attachment
         if mapping is None:
             if sys.version_info >= (3, 13):
                 mapping = mmap.mmap(self._fds[0], self.layout.size, trackfd=False)
             elif self.path is None:
                 mapping = mmap.mmap(self._fds[0], self.layout.size)
-            else:  # the duplicate in it must not hold the file, and so is of another open file description
+            else:  # mmap's duplicate must not hold the file, so it needs another open file description
                 path = f"/proc/self/fd/{self._fds[0]}"
                 with open(path if os.path.exists(path) else self.path, "r+b", buffering=0) as file:
                     if identify(file.fileno()) != self._key:
@@ -128,10 +129,10 @@ class Segment:
         self.guard, self.fence = threading.Lock(), threading.Lock()
         self.fence.acquire()
         self._claims: set[int] = set()
-        self._timed_out: dict[int, tuple[float, float]] = {}  # processes waited for in vain: again when, and how long until now
-        self._warned_of: set[int] = set()  # of these
-        # A row goes from a process that ended to the next that comes, which counts on from there: no count is lost. The
-        # last row is for whoever finds the others taken; its counts may lose some to races.
+        self._timed_out: dict[int, tuple[float, float]] = {}  # by process that held a lock: when to wait again; seconds waited
+        self._warned_of: set[int] = set()  # processes
+        # A process reuses the counter row of one that has exited, and keeps adding to it. The last row is shared by all
+        # processes that find the others taken; races may lose some of its counts.
         if self._fds:
             row = next((row for row in range(ROWS - 1) if self._lock(ROW_LOCKS + row)), ROWS - 1)
         else:
@@ -141,10 +142,10 @@ class Segment:
 
     @classmethod
     def create(cls, control_bytes: int, data_bytes: int, extent_bytes: int | None = None) -> "Segment":
-        """Return a new anonymous segment with ``control_bytes`` reserved and room for ``data_bytes`` to be reserved later.
+        """Return a new anonymous segment: ``control_bytes`` are reserved now, ``data_bytes`` can be reserved later.
 
-        Where no shared memory can be had, its backing is "none" and its data has 0 bytes.
-        ``extent_bytes``: see `Layout.for_sizes`.
+        If the machine gives no shared memory, its backing is "none" and its data has 0 bytes. ``extent_bytes``: see
+        `Layout.for_sizes`.
         """
         layout = Layout.for_sizes(control_bytes, data_bytes, extent_bytes=extent_bytes)
         for backing in _backings(control_bytes + data_bytes):
@@ -153,7 +154,7 @@ class Segment:
                 continue
             try:
                 layout.allocate(fd)
-                if backing == "memfd":  # a reader of a file that somebody cuts dies of SIGBUS; of /dev/shm none can be sealed
+                if backing == "memfd":  # SIGBUS kills the reader of a file that was cut; files in /dev/shm cannot be sealed
                     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             except OSError as error:
                 os.close(fd)
@@ -168,25 +169,25 @@ class Segment:
     # ------------------------------------------------------------------------------------------------ memory
 
     def tensor(self, offset: int, nbytes: int) -> "Tensor":
-        """Return the uint8 tensor over ``nbytes`` of data from ``offset``; it keeps the memory mapped, also past this object.
+        """Return the uint8 tensor over ``nbytes`` of data from ``offset``. It keeps the memory mapped, also after this object.
 
-        Touch only what is reserved: the kernel answers a page it cannot give with SIGBUS, reading included.
+        Touch reserved data only: if the kernel cannot give a page, it kills the process with SIGBUS, also for reading.
         """
-        import torch  # here, for the commands that list and remove caches take a tenth of the time without it
+        import torch  # here: commands that list and remove caches start much faster without it
 
         if nbytes == 0:  # which torch.frombuffer refuses
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._mmap, dtype=torch.uint8, offset=self._data_at + offset, count=nbytes)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Return ``nbytes`` of data from ``offset`` as `tensor` does."""
+        """Return the memoryview over ``nbytes`` of data from ``offset``, under the conditions of `tensor`."""
         return memoryview(self._mmap)[self._data_at + offset : self._data_at + offset + nbytes]
 
     def write(self, offset: int, buffer: Any, nbytes: int) -> None:
         """Write a buffer of ``nbytes`` to reserved data.
 
-        By pwrite, not through the mapping: a page written whole is neither faulted in nor zeroed first, which halves the
-        cost of filling (measured: 35 against 70 µs for 192 KiB); and should memory be gone after all, it is an error.
+        It uses pwrite, not the mapping: whole pages are then neither faulted in nor zeroed first, which halves the cost of
+        filling (measured: 35 against 70 µs for 192 KiB); and if memory runs out after all, it is an error.
         """
         done = 0
         while done < nbytes:  # Linux writes at most 2 GiB at once
@@ -197,9 +198,9 @@ class Segment:
             done += written
 
     def reserve(self, start: int, stop: int, warn: bool = True) -> bool:
-        """Make data bytes ``[start, stop)`` safe to touch; False when the machine will not give them, now or before.
+        """Make data bytes ``[start, stop)`` safe to touch. False if the machine does not give them, now or before.
 
-        Whole extents are reserved, each once. Call with `guard` held. ``warn``: that the cache stops growing.
+        Whole extents are reserved, each once. Call it with `guard` held. ``warn``: log a warning that the cache stops growing.
         """
         for extent in range(start // self.extent_bytes, -(-stop // self.extent_bytes)):
             if self._extents[extent] != RESERVED and not self._reserve_extent(extent, warn):
@@ -207,7 +208,7 @@ class Segment:
         return True
 
     def populate(self, start: int, stop: int) -> None:
-        """Map reserved data ``[start, stop)`` into this process at once, rather than page by page when it is touched."""
+        """Map reserved data ``[start, stop)`` into this process now, instead of page by page when it is touched."""
         at = (self._data_at + start) // mmap.PAGESIZE * mmap.PAGESIZE
         try:
             self._mmap.madvise(_MADV_POPULATE_WRITE, at, self._data_at + stop - at)
@@ -215,7 +216,7 @@ class Segment:
             logger.debug("madvise(MADV_POPULATE_WRITE): %s", error)
 
     def has(self, start: int, stop: int) -> bool:
-        """Whether data bytes ``[start, stop)`` are there, and reserved."""
+        """Whether data bytes ``[start, stop)`` exist and are reserved."""
         first, last = start // self.extent_bytes, -(-stop // self.extent_bytes)
         return stop <= self.data_bytes and self._extents[first:last].tobytes().count(RESERVED) == last - first
 
@@ -226,7 +227,7 @@ class Segment:
 
     def _reserve_extent(self, extent: int, warn: bool) -> bool:
         try:
-            if not self._wait(_EXTENTS_LOCK):  # one for all extents: together they must not take more than is spare
+            if not self._wait(_EXTENTS_LOCK):  # one for all extents: together they must not take more than the spare memory
                 return False
             if self._extents[extent] == UNRESERVED:
                 problem = self._allocate(*self.layout.span(extent))
@@ -238,26 +239,26 @@ class Segment:
             fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, _EXTENTS_LOCK)
 
     def _allocate(self, at: int, nbytes: int) -> str:
-        """Reserve memory behind part of the file; return why not, or ""."""
+        """Reserve memory for a part of the file. Return "", or why it failed."""
         memory = limits.memory()
         if memory.spare < nbytes:
             return f"{format_size(memory.available)} of memory are available, of which {format_size(memory.floor)} stay free"
         if self._huge:
-            # Under the "advise" policy only a fault through the advised mapping brings a huge page; fallocate would fill the
-            # range with small ones. What this leaves undone (an old kernel, no memory) fallocate does, or reports.
+            # Under the "advise" policy only a fault through the advised mapping brings huge pages; fallocate would fill the
+            # range with small ones. Where this fails (an old kernel, no memory), fallocate does the rest, or reports the error.
             self.populate(at - self._data_at, at - self._data_at + nbytes)
         try:
             os.posix_fallocate(self._fds[0], at, nbytes)
         except OSError as error:
-            with contextlib.suppress(OSError):  # which gives back what was taken for a part of it, where the kernel can
+            with contextlib.suppress(OSError):  # give back the part that was taken, if the kernel can
                 self._mmap.madvise(mmap.MADV_REMOVE, at, nbytes)
             return f"{self.backing} gave no more: {os.strerror(error.errno or errno.ENOSPC)}"
         return ""
 
     def first_to_warn(self, warning: int) -> bool:
-        """Whether no process has given this warning yet; from now on one has. Call with `guard` held."""
+        """Return whether no process has given this warning yet, and note that it is given. Call it with `guard` held."""
         try:
-            self._wait(_EXTENTS_LOCK)  # else two may warn
+            self._wait(_EXTENTS_LOCK)  # else two processes may warn
             return self._first_to_warn(warning)
         finally:
             fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, _EXTENTS_LOCK)
@@ -277,7 +278,7 @@ class Segment:
         )  # fmt: skip
 
     def clear(self) -> None:
-        """Zero all reserved data and give refused extents another chance. The owner sees to it that nobody writes."""
+        """Zero all reserved data, and allow refused extents to be reserved again. Call it only while no process writes."""
         zeros = memoryview(bytes(MIB))
         for extent in range(self.layout.extent_count):
             if self._extents[extent] == RESERVED:
@@ -290,7 +291,7 @@ class Segment:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of data that are backed by memory now."""
+        """Bytes of data that are reserved now."""
         return self.layout.reserved_bytes(self._extents)
 
     @property
@@ -299,7 +300,7 @@ class Segment:
         return self._huge
 
     def _ask_for_huge_pages(self) -> bool:
-        """A page table entry for 2 MiB instead of 4 KiB: without, each process pays 2 MiB of page tables per GiB."""
+        """Ask for page table entries of 2 MiB instead of 4 KiB: else each process needs 2 MiB of page tables per GiB."""
         try:
             self._mmap.madvise(mmap.MADV_HUGEPAGE)
         except OSError:  # a kernel without huge pages
@@ -309,23 +310,25 @@ class Segment:
     # ------------------------------------------------------------------------------------------------ locks and counters
 
     def try_lock(self, number: int) -> bool:
-        """Take the owner's lock ``number`` for this process; False when another has it. Call with `guard` held."""
-        try:  # not through _lock: this stands on the path of every fill
+        """Take the owner's lock ``number`` for this process; False if another process has it. Call it with `guard` held."""
+        try:  # not through _lock: every fill runs this
             fcntl.lockf(self._fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _OWNER_LOCKS + number)
         except (BlockingIOError, PermissionError):
             return False
         return True
 
     def lock(self, number: int, count: int = 1) -> bool:
-        """Take the owner's lock ``number``, and the ``count - 1`` after it; wait for who has them. Call with `guard` held.
+        """Take the owner's lock ``number`` and the ``count - 1`` after it; wait if needed. Call it with `guard` held.
 
-        False, with a warning, when another process keeps one for `PATIENCE_S`.
+        False, with a warning, if another process holds one of them for `PATIENCE_S`.
         """
         return self._wait(_OWNER_LOCKS + number, count)
 
     def run_locked(self, number: int, count: int, work: Callable[[], _Result], late: _Result) -> _Result:
-        """Return ``work()``, with the owner's lock ``number`` and the ``count - 1`` after it; ``late`` where another process
-        keeps one. Call with `guard` held; not reentrant."""
+        """Return ``work()``, run with the owner's lock ``number`` and the ``count - 1`` after it held.
+
+        Return ``late`` if another process does not release one of them. Call it with `guard` held; it is not reentrant.
+        """
         try:
             try:
                 return work() if self.lock(number, count) else late
@@ -336,11 +339,11 @@ class Segment:
             raise
 
     def unlock(self, number: int, count: int = 1) -> None:
-        """Give the owner's lock ``number``, and the ``count - 1`` after it, back, if this process has them."""
+        """Release the owner's lock ``number`` and the ``count - 1`` after it, if this process has them."""
         fcntl.lockf(self._fds[0], fcntl.LOCK_UN, count, _OWNER_LOCKS + number)
 
     def try_claim(self, number: int) -> bool:
-        """Claim ``number`` for this thread; False when another thread or process has it. Ends with its process, too."""
+        """Claim ``number`` for this thread; False if another thread or process has it. A claim ends with its process."""
         with self.guard:
             if number in self._claims or not self._lock(_CLAIM_LOCKS + number):
                 return False
@@ -348,13 +351,13 @@ class Segment:
             return True
 
     def release_claim(self, number: int) -> None:
-        """Give up a claim."""
+        """Release a claim."""
         with self.guard:
             fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, _CLAIM_LOCKS + number)
             self._claims.remove(number)
 
     def wait_for_claim(self, number: int, timeout_s: float, over: Callable[[], bool]) -> bool:
-        """Wait until a claim is ours (True), or waiting is ``over``, or the time is."""
+        """Wait until this thread has a claim (True), or ``over()`` is true or the time is over (False)."""
         if self.try_claim(number):
             return True
         claimed = False
@@ -375,54 +378,54 @@ class Segment:
         return True
 
     def _wait(self, offset: int, length: int = 1) -> bool:
-        """Take a lock that is usually held for microseconds; False, with a warning, when another process keeps it."""
+        """Take a lock that is usually held for microseconds; False, with a warning, if another process does not release it."""
         if self._lock(offset, length):
             return True
         pid = self._wait_for(offset, length, lambda: self._lock(offset, length), PATIENCE_S)
         if pid is not None and pid not in self._warned_of:
             self._warned_of.add(pid)
             logger.warning(
-                "%s has kept a lock of the cache in %s for %.0f s, which should take microseconds. What needs it stays "
+                "%s has kept a lock of the cache in %s for %.0f s, which should take microseconds. Samples that need it stay "
                 "uncached, training goes on. Have that process go on, or end it.",
                 describe_process(pid), self.path or self.backing, PATIENCE_S,
             )  # fmt: skip
         return pid is None
 
     def _wait_for(self, offset: int, length: int, ready: Callable[[], bool], timeout_s: float) -> int | None:
-        """Wait until ``ready``; return the process that was in the way all the time, 0 where it cannot be seen, else None.
+        """Wait until ``ready()``, and return None. After ``timeout_s`` return the process that has the lock; 0 if not visible.
 
-        A process that was waited for in vain is waited for again only after a while, and then for as long.
+        After a timeout, the same process is not waited for during `_WAITED_TO_IDLE` times the time that it has been waited for.
         """
-        pid = self.owner_of(offset, length)
+        pid = self._holder_of(offset, length)
         again_at, _ = self._timed_out.get(pid, (0.0, 0.0))
         if time.monotonic() < again_at:
             return None if ready() else pid
         if wait_until(ready, timeout_s) or not timeout_s or ready():
             return None
-        pid = self.owner_of(offset, length)
+        pid = self._holder_of(offset, length)
         _, waited_s = self._timed_out.get(pid, (0.0, 0.0))
         waited_s += timeout_s
         self._timed_out[pid] = time.monotonic() + _WAITED_TO_IDLE * waited_s, waited_s
         return pid
 
-    def slot_owner(self, number: int, count: int = 1) -> int:
-        """Return the process that has one of the owner's locks; 0 where that cannot be seen from here, or they are free."""
-        return self.owner_of(_OWNER_LOCKS + number, count)
+    def lock_holder(self, number: int, count: int = 1) -> int:
+        """Return the process that has one of the owner's locks; 0 if it is not visible from here, or they are free."""
+        return self._holder_of(_OWNER_LOCKS + number, count)
 
-    def owner_of(self, offset: int, length: int = 1) -> int:
-        """Return the process that has a lock; 0 where that cannot be seen from here, or it is free."""
+    def _holder_of(self, offset: int, length: int = 1) -> int:
+        """Return the process that has a lock; 0 if it is not visible from here, or the lock is free."""
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, length, 0)
         kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(self._fds[0], fcntl.F_GETLK, asked))
         return 0 if kind == fcntl.F_UNLCK else max(0, pid)
 
     def totals(self) -> list[int]:
-        """Return the sums of the `counters` of all processes that are or were attached."""
+        """Return the sums of the `counters` of all processes, also of those that have exited."""
         return sum_rows(self._bytes[ROWS_AT:EXTENTS_AT])
 
     # ------------------------------------------------------------------------------------------------ crossing processes
 
     def __reduce__(self) -> tuple[Callable[..., "Segment"], tuple[Any, ...]]:
-        """Pickle as a handle: a descriptor for a process being spawned, the path of ours for one already running."""
+        """Pickle as a handle: a descriptor for a process that is being spawned, the path of ours for a running process."""
         if not self._fds:
             return _blank, (self.layout.control_bytes,)
         spawning = get_spawning_popen() is not None
@@ -433,35 +436,35 @@ class Segment:
 
     @property
     def fd(self) -> int:
-        """The descriptor of the file. Nobody else may close it."""
+        """The descriptor of the file. Do not close it."""
         return self._fds[0]
 
     @property
     def deleted(self) -> bool:
-        """Whether the file of a named segment was deleted: this process may go on, but nobody can find it any more."""
+        """Whether the file of a named segment was deleted. This process can still use it, but no process can find it."""
         return self.path is not None and os.fstat(self._fds[0]).st_nlink == 0
 
     def persist(self) -> None:
-        """Have the file of a named segment stay when its last holder leaves."""
+        """Keep the file of a named segment when no process holds it any more."""
         self._bytes[PERSISTS_AT] = True
 
 
 def attached(key: FileKey) -> Segment | None:
-    """Return the segment this process has of a file. With `registry.attaching` held."""
+    """Return the segment that this process has of a file. Call it with `registry.attaching` held."""
     return _attached.get(key)
 
 
 def abandon(key: FileKey, fds: list[int]) -> None:
-    """Close the descriptors of a file that is not to be attached to after all. With `registry.attaching` held."""
+    """Close the descriptors of a file after attaching has failed. Call it with `registry.attaching` held."""
     _attached.pop(key, None)
     while fds:
         registry.close(fds.pop())
 
 
 def _leave(key: FileKey, fds: list[int], path: str | None) -> None:
-    """Let the descriptors of a segment that is gone go, and the file of a named one with its last holder.
+    """Close the descriptors of a segment that is gone. Remove the file of a named segment if no process holds it.
 
-    With `registry.attaching` held. Does nothing when it is called again.
+    Call it with `registry.attaching` held. A second call does nothing.
     """
     successor = _attached.get(key)
     if successor is not None:  # attached again meanwhile: closing these would drop its locks
@@ -484,9 +487,9 @@ _HUGE_POLICIES = ("always", "within_size", "advise", "force")
 def _backings(nbytes: int) -> list[str]:
     """Return where to try to create a segment of ``nbytes``, best first.
 
-    /dev/shm when it has the room, for there an administrator sees and limits it; else a memfd, which is not bounded by the
-    size of /dev/shm; at last /dev/shm all the same, whatever its room. Where the kernel would give a memfd huge pages, it
-    comes first: /dev/shm gets none unless it was mounted with huge=.
+    /dev/shm comes first if it has the room, because an administrator sees and limits it there. Else a memfd comes first: the
+    size of /dev/shm does not limit it. A memfd also comes first if the kernel gives it huge pages: /dev/shm has none unless it
+    was mounted with huge=.
     """
     huge = limits.memfd_huge_policy() in _HUGE_POLICIES
     return ["memfd", limits.SHM_DIR] if huge or limits.shm_room() < nbytes else [limits.SHM_DIR, "memfd"]
@@ -507,7 +510,7 @@ def _blank(control_bytes: int) -> Segment:
 
 
 def _attach(key: FileKey, handle: Any, backing: str, path: str | None) -> Segment:
-    """Return the segment behind a pickled handle: the one this process has, or a new attachment."""
+    """Return the segment of a pickled handle: the one that this process has, or a new one."""
     try:
         with registry.attaching:  # two threads must not make two segments of one file
             segment = _attached.get(key)
@@ -517,7 +520,7 @@ def _attach(key: FileKey, handle: Any, backing: str, path: str | None) -> Segmen
                 segment._fds.append(fd)  # closing it would drop this process's locks
             return segment
     finally:
-        registry.do_what_is_due()
+        registry.run_due_tasks()
 
 
 def _attach_anew(key: FileKey, handle: Any, backing: str, path: str | None) -> Segment:
@@ -537,7 +540,7 @@ def _attach_anew(key: FileKey, handle: Any, backing: str, path: str | None) -> S
 
 def _open_path(key: FileKey, path: str) -> int:
     try:
-        status = os.stat(path)  # before opening: closing what turns out to be another segment would drop its locks
+        status = os.stat(path)  # before opening: if it is another segment, closing it would drop that segment's locks
         if (status.st_dev, status.st_ino) == key:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             if identify(fd) == key:
@@ -555,7 +558,7 @@ _watching = False
 
 
 def _watch_processes() -> None:
-    """Have forked children enter each segment, and segments left at exit; set up with the first one, not on import."""
+    """Enter each segment in forked children, and leave them at exit. Set up with the first segment, not on import."""
     global _watching
     if not _watching:
         _watching = True
@@ -572,7 +575,7 @@ def _enter_child() -> None:
 
 
 def _leave_at_exit() -> None:
-    # Below 0: after multiprocessing has ended the daemons among its children, such as DataLoader workers, which hold it too
+    # Below 0: after multiprocessing has ended its daemonic children, such as DataLoader workers, which hold the segment too
     util.Finalize(None, _leave_all, exitpriority=-100)
 
 

@@ -323,7 +323,7 @@ def in_children_or_here(
 
 
 def loads_only_here(load: Callable[[], Any], error: Exception) -> bool:
-    """Whether ``load``, which raised ``error`` in a child, works in this process: with a GPU, or a dataset that forbids forks."""
+    """Whether ``load``, which raised ``error`` in a child, works here: with a GPU, or a dataset that forbids forks."""
     if isinstance(error, (*_NOT_OF_THE_CHILD, WorkerError)):
         return False
     with preserve_rng_state():

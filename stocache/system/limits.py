@@ -28,7 +28,7 @@ SHM_DIR = "/dev/shm"
 PROC = Path("/proc/self")
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
-# Linux 6.3 and later logs a complaint unless the flags of a memfd say whether it may be executed. Older kernels refuse the flag.
+# Linux 6.3 and later complains in its log unless a memfd says whether it may be executed. Older kernels refuse the flag.
 _MFD_NOEXEC_SEAL = 0x8
 
 _SEGMENT_OVERHEAD = 80 * KIB  # header, counters and page rounding of a segment
@@ -85,7 +85,7 @@ def shm_free() -> int:
 
 
 def shm_room() -> int:
-    """Return the bytes of /dev/shm for a cache: three quarters of its free bytes. DataLoader workers need the rest for batches."""
+    """Return the bytes of /dev/shm for a cache: three quarters of the free ones. DataLoader workers need the others."""
     return max(0, shm_free() * 3 // 4 - _SEGMENT_OVERHEAD)
 
 

@@ -354,4 +354,6 @@ def test_what_does_not_fit_is_passed_by_if_not_strict(cache, resident, caplog):
     assert cache.stats().fills == 1
     assert cache.aux_array[resident[:3]].tolist() == [SlotState.OOB] * 3
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning.startswith(f"sample {resident[0]} does not fit and stays uncached; so will others like it, unmentioned: ")
+    assert warning.startswith(
+        f"sample {resident[0]} does not fit and stays uncached. So will others like it, without a warning: "
+    )

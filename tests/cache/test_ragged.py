@@ -537,6 +537,6 @@ def test_a_skeleton_outside_of_the_memory_is_an_error(forge):
         forge(cache._arena._words, cache._segment.view(0, 4096))
         fresh = RaggedCache.__new__(RaggedCache)
         fresh.__setstate__(cache.__getstate__())
-        with pytest.raises(SegmentError, match="what tells its samples lies outside of its memory"):
+        with pytest.raises(SegmentError, match="the structure of its samples lies outside of its memory"):
             fresh.get_slot(0)
         fresh.close()

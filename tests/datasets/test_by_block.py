@@ -310,12 +310,12 @@ def test_units_of_one_size_are_chosen_as_by_that_size():
 
 @pytest.mark.parametrize("bounds", [[], [1, 2], [0, 2, 2], [0, 3, 1], [[0, 1]]])
 def test_bounds_that_are_none_are_errors(bounds):
-    with pytest.raises(LimitError, match="bounds of units must ascend from 0"):
+    with pytest.raises(LimitError, match="bounds of blocks must ascend from 0"):
         BlockBounds(bounds)
 
 
 def test_units_of_another_dataset_are_an_error():
-    with pytest.raises(LimitError, match="units of 5 samples, the dataset has 6"):
+    with pytest.raises(LimitError, match="blocks of 5 samples in all, the dataset has 6"):
         residency(Placement("prefix", BlockBounds([0, 5])), 6, 3)
 
 

@@ -805,7 +805,7 @@ def test_a_compressed_record_is_not_larger_than_its_leaves(codec):
     refused(sample, "compressed data claims", data=huge, codec=codec, packed=packed)
     refused(sample, "compressed data", data=compress(codec, data)[:-3], codec=codec, packed=packed)
     refused(sample, "compressed data", data=b"", codec=codec, packed=packed)
-    refused(sample, "it has a compressed sample, and no codec", data=data, packed=packed)
+    refused(sample, "it has a compressed sample, but no codec", data=data, packed=packed)
 
 
 def test_a_forged_place_is_an_error():

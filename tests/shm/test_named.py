@@ -322,7 +322,7 @@ def test_a_take_over_without_a_fingerprint_warns(caplog):
     leave_behind()
     with make() as cache:
         assert cache.stats().filled == N
-    assert "Without a fingerprint nobody can tell whether its data has changed" in caplog.text
+    assert "Without a fingerprint it is unknown whether its data has changed" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -495,10 +495,10 @@ def forge_slots(target):
     ("damage", "message"),
     [
         (cut, "is damaged: it has 2104831 bytes, its header says 2104832"),
-        (cut_and_stretch, "is damaged: .* of memory are behind it"),
-        (lambda target: os.truncate(target, 10), "is no segment of stocache: begins with b'stocache'"),
-        (lambda target: os.truncate(target, 0), "is no segment of stocache: begins with b''"),
-        (patch(0, b"STOCACHE"), "is no segment of stocache: begins with b'STOCACHE'"),
+        (cut_and_stretch, "is damaged: it has .* of memory, expected"),
+        (lambda target: os.truncate(target, 10), "is not a segment of stocache: it begins with b'stocache'"),
+        (lambda target: os.truncate(target, 0), "is not a segment of stocache: it begins with b''"),
+        (patch(0, b"STOCACHE"), "is not a segment of stocache: it begins with b'STOCACHE'"),
         (patch(8, b"\2"), "has format version 2, this stocache reads version 1"),
         (patch(16, b"\xff"), "has a damaged header"),
         (patch(60, b"~"), "has a damaged header"),
@@ -521,9 +521,9 @@ def test_a_damaged_file_is_refused(damage, message):
 @pytest.mark.parametrize(
     ("put", "message"),
     [
-        (link, "is a symbolic link, no segment"),
-        (lambda target: os.mkfifo(target, 0o600), "is a pipe, no segment"),
-        (lambda target: target.mkdir(), "is no regular file, no segment"),
+        (link, "is a symbolic link, so it is not used"),
+        (lambda target: os.mkfifo(target, 0o600), "is a pipe, so it is not used"),
+        (lambda target: target.mkdir(), "is not a regular file, so it is not used"),
     ],
 )
 def test_what_is_no_file_is_refused(put, message):

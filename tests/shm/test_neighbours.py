@@ -195,9 +195,9 @@ def replace_by_own(target):
     ("replace", "message"),
     [
         (replace_by_link, "Too many levels of symbolic links|is a symbolic link"),
-        (replace_by_pipe, "is a pipe, no segment"),
+        (replace_by_pipe, "is a pipe, so it is not used"),
         (replace_by_anothers, f"belongs to user {ATTACKER}"),
-        (replace_by_own, "is no segment of stocache"),
+        (replace_by_own, "is not a segment of stocache"),
     ],
 )
 def test_a_file_that_is_changed_before_it_is_opened_is_refused(monkeypatch, replace, message):

@@ -355,7 +355,7 @@ def test_what_a_child_cannot_load_is_loaded_here_with_one_warning(caplog):
         assert cached.stats().total.filled == N
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "cannot be loaded in a child process (RuntimeError: Cannot re-initialize CUDA" in warning
-    assert "workers that are forked share it" in warning
+    assert "forked workers share them" in warning
     caplog.clear()
     with CachedDataset(AgainstForks(), 0.01, probe=0) as cached:
         cached.warm(progress=False)
