@@ -150,7 +150,7 @@ def test_each_part_has_its_cache_and_its_transform(tmp_path):
     ("options", "message"),
     [
         ({"split": {"train": 0.8, "valid": 0.2}}, r"split has the parts \['valid'\]; there are train, val, test"),
-        ({"split": {"train": 0.8, "val": 0.3}}, "add up to 1 at most"),
+        ({"split": {"train": 0.8, "val": 0.3}}, "add up to at most 1"),
         ({"split": {"train": -0.1}}, "between 0 and 1"),
         ({"size_limit_gib": {"training": 1}}, r"size_limit_gib has the parts \['training'\]"),
         ({"transforms": {"x": str}}, r"transforms has the parts \['x'\]"),

@@ -90,7 +90,7 @@ def photo_folder(count: int, size: int = 512) -> Path:
 
 
 def photo_like(seed: int, size: int) -> Any:
-    """Return a random Pillow image that compresses like a photo: noise of all scales (1/f) and a few sharp edges."""
+    """Return a random Pillow image that resembles a photo: noise of all scales (1/f) and a few sharp edges."""
     from PIL import Image, ImageDraw
 
     rng = np.random.default_rng(seed)

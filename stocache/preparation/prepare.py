@@ -106,14 +106,7 @@ def prepare(
     ray = _import_ray(engine, address)
     if ray is not None and not is_url(str(folder)):
         folder = os.path.abspath(folder)  # Ray's workers run in other directories
-    preparer = source if isinstance(source, DataPreparer) else None
-    if preparer is None and not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
-        raise DatasetError(f"prepare takes a DataPreparer or a map-style dataset, not a {type(source).__name__}.")
-    if preparer is not None and shuffle_seed is not None and is_url(str(folder)):
-        raise StorageError(
-            f"{folder} is a URL, and the samples of a DataPreparer are shuffled by way of a local folder. Leave out "
-            f"shuffle_seed, or prepare a local folder and copy it there."
-        )
+    preparer = _check_source(source, str(folder), shuffle_seed)
     plan = {
         "source": type(source).__name__,
         "samples": None if preparer else len(source),
@@ -158,6 +151,20 @@ def prepare(
                 with ordered:
                     job.write_dataset(StorageDataset(ordered), ordered.load_dataset_info(), resume=True)
     return storage
+
+
+def _check_source(source: Any, folder: str, shuffle_seed: int | None) -> DataPreparer[Any, Any] | None:
+    """Return the source if it is a preparer, None if it is a dataset."""
+    if not isinstance(source, DataPreparer):
+        if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+            raise DatasetError(f"prepare takes a DataPreparer or a map-style dataset, not a {type(source).__name__}.")
+        return None
+    if shuffle_seed is not None and is_url(folder):
+        raise StorageError(
+            f"{folder} is a URL, and the samples of a DataPreparer are shuffled by way of a local folder. Leave out "
+            f"shuffle_seed, or prepare a local folder and copy it there."
+        )
+    return source
 
 
 def _import_ray(engine: str, address: str | None) -> ModuleType | None:
