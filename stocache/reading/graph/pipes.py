@@ -10,6 +10,7 @@ import importlib.util
 import os
 import threading
 import warnings
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import timedelta
@@ -138,9 +139,9 @@ class _Threaded(IterDataPipe[Any]):
     _ahead: _Ahead | None = None
     _patience_s: float | None = None  # how long to wait for a thread that is busy when it must stop
 
+    @abstractmethod
     def _elements(self) -> Iterator[Any]:
         """Yield the elements; runs in the thread."""
-        raise NotImplementedError
 
     def _taken_ahead(self, size: int) -> Iterator[Any]:
         ahead = self._ahead = _Ahead(self._elements(), size)
