@@ -25,6 +25,7 @@ from stocache.errors import (
 
 if TYPE_CHECKING:
     from stocache.cache.base import SlotState
+    from stocache.cache.options import CacheOptions
     from stocache.cache.placement import Placement
     from stocache.cache.ragged import RaggedCache
     from stocache.cache.shared import SharedCache, SharedCacheDDP
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from stocache.system.limits import get_shm_size, recommended_limit
     from stocache.text.formats import CsvFormat, CustomFormat, FixedWidthFormat, JsonLinesFormat
     from stocache.text.loader import StreamLoader, StreamStats
-    from stocache.text.options import CacheName, ReadOptions, ShardOptions
+    from stocache.text.options import ReadOptions
     from stocache.transforms.pipelines import deterministic, split_transforms
 
 __version__ = "0.1.0"
@@ -50,8 +51,8 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockSampler",
     "BusyError",
-    "CacheName",
     "CacheNameError",
+    "CacheOptions",
     "CacheStats",
     "CachedDataset",
     "ClosedError",
@@ -80,7 +81,6 @@ __all__ = [
     "SampleError",
     "SampleIndexError",
     "SegmentError",
-    "ShardOptions",
     "SharedCache",
     "SharedCacheDDP",
     "ShuffleQuality",
@@ -105,6 +105,7 @@ __all__ = [
 
 _LAZY_EXPORTS = {  # imported on first use: torch takes seconds to import
     "cache.base": "SlotState",
+    "cache.options": "CacheOptions",
     "cache.placement": "Placement",
     "cache.ragged": "RaggedCache",
     "cache.shared": "SharedCache SharedCacheDDP",
@@ -122,7 +123,7 @@ _LAZY_EXPORTS = {  # imported on first use: torch takes seconds to import
     "system.limits": "get_shm_size recommended_limit",
     "text.formats": "CsvFormat CustomFormat FixedWidthFormat JsonLinesFormat",
     "text.loader": "StreamLoader StreamStats",
-    "text.options": "CacheName ReadOptions ShardOptions",
+    "text.options": "ReadOptions",
     "transforms.pipelines": "deterministic split_transforms",
 }
 _MODULES = {name: f"stocache.{module}" for module, names in _LAZY_EXPORTS.items() for name in names.split()}

@@ -8,17 +8,16 @@ NOTE [ Where a buffer begins ]
 """
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
 
 from stocache.cache.base import MISSING
+from stocache.cache.options import CacheOptions
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
 from stocache.errors import DamagedError, StateError, StreamError
 from stocache.text.lines import LineLocation, LinePosition, Lines, TextChunk
-from stocache.text.options import CacheName
 from stocache.text.parsers import BadRows, Custom, RowParser, join_trees
 
 _MAX_ROW_DENSITY = 4  # there is room for buffers of rows this many times shorter than the first; later buffers stay uncached
@@ -55,8 +54,7 @@ class Buffers:
         parser: makes arrays of rows.
         skip: True leaves bad rows out; False makes them an error.
         full_only: True leaves out a last buffer that is not full.
-        size_limit_gib: memory for the cache; None or 0 for no cache.
-        cache_name: of the cache and the table; None if other jobs and ranks do not share them.
+        options: of the cache. The table of positions has the same name, with ".lines" behind it.
         rank, world_size: of the share. The ranks of a machine have one cache.
     """
 
@@ -66,8 +64,7 @@ class Buffers:
         parser: RowParser,
         skip: bool,
         full_only: bool,
-        size_limit_gib: float | str | None,
-        cache_name: CacheName | None,
+        options: CacheOptions,
         rank: int,
         world_size: int,
     ) -> None:
@@ -78,14 +75,14 @@ class Buffers:
         expected = lines.total_bytes * (_COMPRESSION if lines.compressed else 1) / lines.mean_row_bytes / lines.buffer_size
         self._len = int(_MAX_ROW_DENSITY * expected / (1 if lines.step > 1 else world_size)) + 16
         self._base = rank * self._len
-        named = {} if cache_name is None else asdict(cache_name)
         self.cache: RaggedCache | None = None
-        if size_limit_gib is not None and size_limit_gib != 0:
-            self.cache = RaggedCache(size_limit_gib, self._len * world_size, **named)
-        if named:
-            named["name"] += ".lines"
+        if options.size_limit_gib != 0:
+            self.cache = RaggedCache.from_options(options, self._len * world_size)
+        shared: dict[str, Any] = {}
+        if options.name is not None:
+            shared = {"name": f"{options.name}.lines", "persist": options.persist, "fingerprint": options.fingerprint}
         table_gib = _TABLE_ROW * self._len * world_size / 2**30
-        self._table = SharedCache(table_gib, self._len * world_size, (3,), torch.int64, **named)
+        self._table = SharedCache(table_gib, self._len * world_size, (3,), torch.int64, **shared)
 
     # ------------------------------------------------------------------------------------------------ where they begin
 

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, ParamSpec
 
-from stocache.errors import CacheNameError, StreamError
+from stocache.cache.options import CacheOptions
+from stocache.errors import StreamError
 from stocache.system.deprecation import warn_renamed
 from stocache.text.formats import CsvFormat, CustomFormat, FixedWidthFormat, JsonLinesFormat, TextFormat
-from stocache.text.options import CacheName, ReadOptions, ShardOptions, check_choice
+from stocache.text.options import ReadOptions, check_choice
 
 _P = ParamSpec("_P")
 
@@ -29,7 +30,6 @@ _FORMATS: dict[str | None, type[TextFormat]] = {
 _SHORT = ("delimiter", "skip_header", "columns", "label_columns")  # these stay
 _FORMAT = ("widths", "parse", "dtype", "label_dtype", "comments", "nan", "on_error", "max_line_bytes")
 _CACHE = ("name", "persist", "fingerprint")
-_SHARD = ("rank", "world_size")
 _READ = ("engine", "multiprocessing_context", "storage_options", "progress")
 
 
@@ -55,14 +55,8 @@ def _group(flat: dict[str, Any]) -> None:
         given |= {name: flat.pop(name) for name in _SHORT if name in flat}
         known = {field.name for field in fields(which)}
         flat["format"] = which(**{name: value for name, value in ({"delimiter": "\t"} | given).items() if name in known})
-    if given := _take(flat, _CACHE, "cache", CacheName):
-        if given.get("name") is not None:
-            flat["cache"] = CacheName(**given)
-        elif given.get("persist") or given.get("fingerprint") is not None:
-            raise CacheNameError("persist and fingerprint are for caches with a name. Pass cache=CacheName(…).")
-    given = _take(flat, _SHARD, "shard", ShardOptions)
-    if any(value is not None for value in given.values()):
-        flat["shard"] = ShardOptions(given.get("rank"), given.get("world_size"))  # type: ignore[arg-type]  # it checks
+    if given := _take(flat, _CACHE, "cache", CacheOptions):
+        flat["cache"] = CacheOptions(flat.pop("size_limit_gib", None) or 0, **given)
     if given := _take(flat, _READ, "read", ReadOptions):
         flat["read"] = ReadOptions(**given)
 

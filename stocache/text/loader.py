@@ -4,12 +4,13 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from torch.utils.data import IterableDataset, get_worker_info
 from tqdm import tqdm
 
+from stocache.cache.options import CacheOptions
 from stocache.cache.stats import CacheStats
 from stocache.errors import CacheNameError, ClosedError, MismatchError, StateError, StreamError
 from stocache.system.deprecation import renamed_arguments
@@ -20,7 +21,7 @@ from stocache.text.files import Paths, TextFile, find_files
 from stocache.text.flat import flat_arguments
 from stocache.text.formats import Column, CsvFormat, CustomFormat, TextFormat
 from stocache.text.lines import LinePosition, Lines
-from stocache.text.options import CacheName, ReadOptions, ShardOptions, check_choice, check_integer, check_type
+from stocache.text.options import ReadOptions, check_choice, check_integer, check_type, share_of
 from stocache.text.windows import Shuffle, ShuffleKey, WindowBatches, Windows, WorkerProcesses, by_threads, one_by_one
 
 if TYPE_CHECKING:
@@ -88,12 +89,12 @@ class StreamLoader(IterableDataset[Any]):
         format: a `CsvFormat`, `FixedWidthFormat`, `JsonLinesFormat` or `CustomFormat`. The default is ``CsvFormat("\\t")``.
         transform: called with each batch; its result is delivered instead. Results are not cached.
         num_workers: processes that read, parse and transform; 0 uses threads of this process. The order is the same.
-        size_limit_gib: memory for the cache on this machine, as for `RaggedCache`; None for no cache.
-        cache: the `CacheName` by which jobs share the cache. The ranks of one job share a cache without it, unless the format
-            is a `CustomFormat`.
+        size_limit_gib: memory for the cache on this machine; None for no cache.
+        cache: `CacheOptions`, in place of ``size_limit_gib``: also a name by which jobs share the cache, and a codec. The ranks
+            of one job share a cache without a name, unless the format is a `CustomFormat`.
         count_rows: True reads the files once when the loader is made, without parsing. The length is then known. Several
             ranks then deliver equally many batches, unless ``drop_last`` is False or lines are skipped.
-        shard: the `ShardOptions` of this process. By default they come from torch.distributed or torchrun.
+        rank, world_size: this process, and how many share the rows; by default as torch.distributed or torchrun say.
         read: `ReadOptions`: engine, start method of workers, options for URLs, progress bar.
         csv: ``delimiter``, ``skip_header``, ``columns`` and ``label_columns`` stand for
             ``format=CsvFormat(delimiter, skip_header=…, columns=…, label_columns=…)``.
@@ -125,9 +126,10 @@ class StreamLoader(IterableDataset[Any]):
         transform: Callable[[Any], Any] | None = None,
         num_workers: int = 0,
         size_limit_gib: float | str | None = None,
-        cache: CacheName | None = None,
+        cache: CacheOptions | None = None,
         count_rows: bool = False,
-        shard: ShardOptions | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
         read: ReadOptions | None = None,
         **csv: "Unpack[CsvArguments]",
     ) -> None:
@@ -136,12 +138,14 @@ class StreamLoader(IterableDataset[Any]):
         if format is not None and csv:
             raise StreamError(f"{min(csv)} belongs to format=. Pass it to {type(format).__name__}.")
         self._format = format or CsvFormat(**({"delimiter": "\t"} | csv))
-        self._shard = shard or ShardOptions.from_env()
+        self._rank, self._world_size = share_of(rank, world_size)
         self._read = read or ReadOptions()
         check_type("format", self._format, TextFormat)
-        check_type("shard", self._shard, ShardOptions)
         check_type("read", self._read, ReadOptions)
-        check_type("cache", cache, CacheName, optional=True)
+        check_type("cache", cache, CacheOptions, optional=True)
+        if cache is not None and size_limit_gib is not None:
+            raise StreamError("size_limit_gib belongs to cache=. Pass it to CacheOptions.")
+        self._cache_options = cache or CacheOptions(0 if size_limit_gib is None else size_limit_gib)
         check_integer("batch_size", batch_size, 1)
         check_integer("buffer_size", buffer_size, 1)
         check_integer("window", window, 1)
@@ -156,10 +160,11 @@ class StreamLoader(IterableDataset[Any]):
             )
         if seed >= 2**63:
             raise StreamError(f"seed={seed} has more than 63 bits.")
-        if isinstance(self._format, CustomFormat) and self._shard.world_size > 1 and size_limit_gib and cache is None:
+        is_cached, has_name = self._cache_options.size_limit_gib != 0, self._cache_options.name is not None
+        if isinstance(self._format, CustomFormat) and self._world_size > 1 and is_cached and not has_name:
             raise CacheNameError(
-                "ranks cannot tell whether their CustomFormats parse alike. To share a cache, pass cache=CacheName(…) with a "
-                "name, and with a fingerprint that changes with the function."
+                "ranks cannot tell whether their CustomFormats parse alike. To share a cache, pass cache=CacheOptions(…) with "
+                "a name, and with a fingerprint that changes with the function."
             )
         self._paths, self._buffer_size = path, buffer_size
         self._order_options: dict[str, Any] = {
@@ -170,7 +175,6 @@ class StreamLoader(IterableDataset[Any]):
             "drop_last": drop_last,
         }
         self._transform, self._num_workers = transform, num_workers
-        self._limit_gib, self._cache_name = size_limit_gib, cache
         self._count_first = count_rows or shuffle == "buffers"
         self._progress = self._read.progress and is_first_rank()
         self._epoch, self._epoch_was_set = 0, False
@@ -191,7 +195,7 @@ class StreamLoader(IterableDataset[Any]):
         if not full or (len(full) < len(files) and not self._format.skips):
             empty = next(file.path for file in files if not file.size)
             raise StreamError(f"{empty} is empty: a file of at least one line was expected.")
-        form, shard = self._format, (self._shard.rank, self._shard.world_size)
+        form, shard = self._format, (self._rank, self._world_size)
         marks = form.comments, form.white_delimiter
         lines = Lines(full, self._buffer_size, form.skip_header, *marks, *shard, form.line_limit, form.skips)
         with contextlib.closing(lines):
@@ -203,41 +207,39 @@ class StreamLoader(IterableDataset[Any]):
                 )
             parser = form.parser(lines, self._read.engine)
             full_only = self._order_options["drop_last"] is True
-            limit, name = (self._limit_gib, self._shared_name(full)) if cached else (None, None)
-            buffers = Buffers(lines, parser, form.skips, full_only, limit, name, *shard)
-            self._windows = Windows(buffers, **self._order_options, transform=self._transform, rank=self._shard.rank)
+            options = self._shared_options(full) if cached else CacheOptions(0)
+            buffers = Buffers(lines, parser, form.skips, full_only, options, *shard)
+            self._windows = Windows(buffers, **self._order_options, transform=self._transform, rank=self._rank)
             self._files = files if cached or get_worker_info() is not None else None  # None: the next epoch opens them again
             if self._count_first:
                 self._count(self._windows)
 
-    def _shared_name(self, files: list[TextFile]) -> CacheName | None:
-        """Return the name of the cache, with a fingerprint of its content; None if the cache is this loader's own."""
-        given, world_size = self._cache_name, self._shard.world_size
+    def _shared_options(self, files: list[TextFile]) -> CacheOptions:
+        """Return the options of the cache; with a fingerprint of its content, unless the cache is this loader's own."""
+        given, world_size = self._cache_options, self._world_size
+        if given.name is None and world_size == 1:
+            return given
         facts = [(os.path.abspath(file.path), file.size, file.stamp, file.ends) for file in files]
-        fingerprint = None if given is None else given.fingerprint
-        settings = (self._buffer_size, self._format.skip_header, self._format.skip_identity, world_size, fingerprint)
+        settings = (self._buffer_size, self._format.skip_header, self._format.skip_identity, world_size, given.fingerprint)
         identity = checksum(repr((facts, settings, self._format.identity)).encode())
-        if given is not None:
-            return CacheName(given.name, given.persist, identity)
-        if world_size == 1:
-            return None
-        return CacheName(f"rows-{checksum(identity.encode(), repr(self._limit_gib).encode())}", fingerprint=identity)
+        name = given.name or f"rows-{checksum(identity.encode(), repr(given.size_limit_gib).encode())}"
+        return replace(given, name=name, fingerprint=identity)
 
     def _count(self, windows: Windows) -> None:
         """Count the rows of this rank, and the batches of the rank that has the fewest."""
         lines = windows.buffers.lines
         with tqdm(unit="row", unit_scale=True, desc="counting rows", disable=not self._progress) as bar:
             rows = windows.buffers.count(lambda position: bar.update(position.rows - bar.n))
-        if self._shard.world_size == 1 or windows.drop_last is False:
+        if self._world_size == 1 or windows.drop_last is False:
             return
         windows.limit = windows.batches_of(rows, lines.first)
-        for rank in range(self._shard.world_size):
-            with contextlib.closing(lines.share_of(rank, self._shard.world_size)) as share:
-                known = lines.step > 1 or rank == self._shard.rank  # ranks that take every R-th buffer count the same rows
+        for rank in range(self._world_size):
+            with contextlib.closing(lines.share_of(rank, self._world_size)) as share:
+                known = lines.step > 1 or rank == self._rank  # ranks that take every R-th buffer count the same rows
                 windows.limit = min(windows.limit, windows.batches_of(rows if known else share.count(), share.first))
         if not windows.limit:
             raise StreamError(
-                f"{self._paths}: with buffer_size={self._buffer_size}, a rank of {self._shard.world_size} has no batch."
+                f"{self._paths}: with buffer_size={self._buffer_size}, a rank of {self._world_size} has no batch."
             )
 
     def _reopen_changed(self) -> Windows:
@@ -318,7 +320,7 @@ class StreamLoader(IterableDataset[Any]):
         """
         windows = self._current()
         total, size = windows.buffers.total_rows, self._buffer_size
-        rank = f", rank {self._shard.rank}" if self._shard.world_size > 1 else ""
+        rank = f", rank {self._rank}" if self._world_size > 1 else ""
         if total is not None and not windows.batches_of(total, windows.buffers.lines.first):
             if not total:
                 raise StreamError(f"{self._paths}{rank}: no line holds data.")
@@ -386,8 +388,8 @@ class StreamLoader(IterableDataset[Any]):
         """Return a checksum of all that the batches depend on: not the files' paths, nor the number of processes."""
         files = [(file.size, file.ends) for file in self._current().buffers.lines.files]
         settings = (
-            self._shard.rank,
-            self._shard.world_size,
+            self._rank,
+            self._world_size,
             self._buffer_size,
             self._format.skip_header,
             self._format.skip_identity,

@@ -1,4 +1,4 @@
-"""Options of `StreamLoader` that belong together: the name of its cache, the share of a rank, and how files are read."""
+"""Arguments of `StreamLoader`, checked; those for reading files are one object."""
 
 import os
 from collections.abc import Sequence
@@ -8,52 +8,6 @@ from typing import Any, Literal
 from stocache.errors import StreamError
 from stocache.system.ranks import torch_ranks
 from stocache.text.engines import engines
-
-
-@dataclass(frozen=True)
-class CacheName:
-    """The name under which jobs on one machine share a cache of parsed rows.
-
-    Attributes:
-        name: of the cache. Jobs with this name must read the same files in the same way; this is checked.
-        persist: True keeps the cache when the last job ends, for the next one.
-        fingerprint: any text that changes when the cached rows become invalid. Put there what a `CustomFormat` depends on.
-
-    Raises:
-        StreamError: an argument has a wrong type.
-    """
-
-    name: str
-    persist: bool = False
-    fingerprint: str | None = None
-
-    def __post_init__(self) -> None:
-        check_type("name", self.name, str)
-        check_choice("persist", self.persist, (False, True))
-        check_type("fingerprint", self.fingerprint, str, optional=True)
-
-
-@dataclass(frozen=True)
-class ShardOptions:
-    """The share of the rows that one rank reads: number ``rank`` of ``world_size`` shares.
-
-    Raises:
-        StreamError: ``rank`` is not in ``[0, world_size)``.
-    """
-
-    rank: int
-    world_size: int
-
-    def __post_init__(self) -> None:
-        check_integer("rank", self.rank, 0)
-        check_integer("world_size", self.world_size, 1)
-        if self.rank >= self.world_size:
-            raise StreamError(f"rank={self.rank} is out of range for world_size={self.world_size}.")
-
-    @classmethod
-    def from_env(cls) -> "ShardOptions":
-        """Return the share of this process, as torch.distributed or torchrun's variables say; else all rows."""
-        return cls(*(torch_ranks() or (int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))))
 
 
 @dataclass(frozen=True)
@@ -80,6 +34,23 @@ class ReadOptions:
         engines(self.engine)
         check_type("storage_options", self.storage_options, dict, optional=True)
         check_choice("progress", self.progress, (False, True))
+
+
+def share_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return the rank and the number of ranks; where both are None, as torch.distributed or torchrun's variables say.
+
+    Raises:
+        StreamError: ``rank`` is not in ``[0, world_size)``.
+    """
+    if rank is None and world_size is None:
+        return torch_ranks() or (int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+    check_integer("rank", rank, 0)
+    check_integer("world_size", world_size, 1)
+    assert rank is not None
+    assert world_size is not None
+    if rank >= world_size:
+        raise StreamError(f"rank={rank} is out of range for world_size={world_size}.")
+    return rank, world_size
 
 
 def check_type(name: str, value: Any, kind: type, optional: bool = False) -> None:

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from stocache import (
-    CacheName,
+    CacheOptions,
     CsvFormat,
     CustomFormat,
     FixedWidthFormat,
     JsonLinesFormat,
     LimitError,
     ReadOptions,
-    ShardOptions,
     StateError,
     StreamError,
     StreamLoader,
@@ -59,13 +58,6 @@ def numbered(tmp_path):
         (lambda: FixedWidthFormat([2, 0]), r"widths=\[2, 0\] must be numbers of bytes above 0"),
         (lambda: JsonLinesFormat(columns=["a"], label_columns={"b"}), "label_columns={'b'} must be column numbers or names"),
         (lambda: CustomFormat(3), "parse=3 is not a function"),
-        (lambda: CacheName(None), "name=None is not a str"),
-        (lambda: CacheName("rows", persist=1), "persist=1 is unknown. Use False or True"),
-        (lambda: CacheName("rows", fingerprint=2), "fingerprint=2 is not a str"),
-        (lambda: ShardOptions(2, 2), "rank=2 is out of range for world_size=2"),
-        (lambda: ShardOptions(-1, 2), "rank=-1 is not an integer of at least 0"),
-        (lambda: ShardOptions(0, 0), "world_size=0 is not an integer of at least 1"),
-        (lambda: ShardOptions(0, None), "world_size=None is not an integer"),
         (lambda: ReadOptions("polars"), "engine='polars' is unknown. Use 'auto' or 'pyarrow' or 'numpy'"),
         (lambda: ReadOptions(storage_options="anonymous"), "storage_options='anonymous' is not a dict"),
         (lambda: ReadOptions(progress=2), "progress=2 is unknown"),
@@ -87,9 +79,13 @@ def test_a_limit_that_is_not_a_size_is_a_limit_error():
         ({"format": "csv"}, "format='csv' is unknown"),
         ({"format": 3}, "format=3 is not a TextFormat"),
         ({"format": CsvFormat}, "is not a TextFormat"),
-        ({"shard": (0, 2)}, r"shard=\(0, 2\) is not a ShardOptions"),
+        ({"rank": 2, "world_size": 2}, "rank=2 is out of range for world_size=2"),
+        ({"rank": -1, "world_size": 2}, "rank=-1 is not an integer of at least 0"),
+        ({"rank": 0, "world_size": 0}, "world_size=0 is not an integer of at least 1"),
+        ({"rank": 0}, "world_size=None is not an integer"),
         ({"read": "auto"}, "read='auto' is not a ReadOptions"),
-        ({"cache": "rows"}, "cache='rows' is not a CacheName"),
+        ({"cache": "rows"}, "cache='rows' is not a CacheOptions"),
+        ({"cache": CacheOptions(1), "size_limit_gib": 1}, r"size_limit_gib belongs to cache=\. Pass it to CacheOptions"),
         ({"format": JsonLinesFormat(), "columns": [0]}, r"columns belongs to format=\. Pass it to JsonLinesFormat"),
         ({"format": CsvFormat(","), "nan": "keep"}, r"nan belongs to format=\. Pass it to CsvFormat"),
         ({"read": ReadOptions(), "engine": "numpy"}, r"engine belongs to read=\. Pass it to ReadOptions"),
@@ -106,7 +102,7 @@ def test_an_unknown_argument_is_a_type_error(numbered):
 
 
 def test_the_signature_is_short():
-    assert len(inspect.signature(StreamLoader).parameters) <= 16
+    assert len(inspect.signature(StreamLoader).parameters) <= 17
 
 
 FORMATS = {
@@ -143,7 +139,7 @@ def test_a_custom_format_calls_its_function(numbered):
 def test_two_shards_hold_every_row_once(numbered):
     found = []
     for rank in range(2):
-        with StreamLoader(numbered, 5, 5, drop_last=False, shard=ShardOptions(rank, 2)) as loader:
+        with StreamLoader(numbered, 5, 5, drop_last=False, rank=rank, world_size=2) as loader:
             found += [n for _, y in loader for n in y.tolist()]
     assert sorted(found) == list(range(40))
 
@@ -154,7 +150,7 @@ STATES = {  # taken by the version that had flat arguments alone, of files that 
     "7743eb45bad5ce5f": ("rows.tsv", {"shuffle": True}),
     "113d44f457556a93": (
         "rows.tsv",
-        {"shard": ShardOptions(0, 2), "format": CsvFormat("\t", on_error="skip", max_line_bytes=1000)},
+        {"rank": 0, "world_size": 2, "format": CsvFormat("\t", on_error="skip", max_line_bytes=1000)},
     ),
     "8a45d0eb17c1d87f": (
         "rows.csv",
@@ -217,12 +213,12 @@ def test_flat_arguments_of_a_format_warn_and_mean_the_same(monkeypatch, flat, wa
 
 
 def test_the_other_flat_arguments_warn_and_mean_the_same(numbered):
-    flat = {"rank": 1, "world_size": 2, "name": "rows", "fingerprint": "v1", "engine": "numpy", "progress": False}
-    with pytest.warns(DeprecationWarning, match=r"is now (shard=ShardOptions|cache=CacheName|read=ReadOptions)\(") as warned:
+    flat = {"name": "rows", "fingerprint": "v1", "engine": "numpy", "progress": False}
+    with pytest.warns(DeprecationWarning, match=r"is now (cache=CacheOptions|read=ReadOptions)\(") as warned:
         loader = StreamLoader(numbered, 5, 5, size_limit_gib=0.01, **flat)
     assert len(warned) == len(flat)
-    objects = {"shard": ShardOptions(1, 2), "cache": CacheName("rows", fingerprint="v1"), "read": ReadOptions("numpy")}
-    with loader, StreamLoader(numbered, 5, 5, size_limit_gib=0.01, **objects) as same:  # or the caches would not match
+    objects = {"cache": CacheOptions(0.01, name="rows", fingerprint="v1"), "read": ReadOptions("numpy")}
+    with loader, StreamLoader(numbered, 5, 5, **objects) as same:  # or the caches would not match
         assert [y.tolist() for _, y in loader] == [y.tolist() for _, y in same]
         assert same.stats().cache.hits > 0
 
