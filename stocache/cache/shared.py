@@ -96,7 +96,7 @@ class SharedCache(SampleCache):
         dtype: Any = torch.uint8,
         placement: Literal["prefix", "scattered"] | Placement = "prefix",
     ) -> "SharedCache":
-        """Return a cache with these options. The options of a `RaggedCache` only have no effect."""
+        """Return a cache with these options. ``admission``, ``codec`` and ``allow_pickle`` have no effect."""
         return cls(
             options.size_limit_gib,
             dataset_len,

@@ -54,7 +54,7 @@ logger = logging.getLogger("stocache")
 # Record locks need no bytes behind them, so each kind of lock has its own range of offsets.
 ROW_LOCKS, _EXTENTS_LOCK, _OWNER_LOCKS, _CLAIM_LOCKS = 1 << 40, 1 << 41, 1 << 42, 1 << 43
 
-_REFUSAL_WARNING, MISFIT_WARNING = 1, 2  # bits of the byte of given warnings
+_REFUSED_WARNING, REJECTED_WARNING = 1, 2  # bits of the byte of given warnings
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: kind, whence, start, length, process
 _WAITED_TO_IDLE = 6.0  # after waits of t seconds for a process, do not wait for it again during so many times t
@@ -269,7 +269,7 @@ class Segment:
         return not given & warning
 
     def _warn_refused(self, problem: str) -> None:
-        if not self._first_to_warn(_REFUSAL_WARNING):
+        if not self._first_to_warn(_REFUSED_WARNING):
             return
         logger.warning(
             "cache stops growing at %s of %s: %s. Samples beyond stay uncached, training goes on. "
