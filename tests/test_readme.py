@@ -114,13 +114,6 @@ def test_the_page_of_commands_lists_all_of_them():
     assert set(re.findall(r"\| `stocache ([a-z]+)", PAGES["stocache/cli/README.md"])) == commands
 
 
-def test_the_page_of_the_package_lists_each_folder_and_its_imports():
-    from tests.test_rooms import IMPORTS
-
-    rows = re.findall(r"^\| \[?`([a-z/]+)`.*\| ([^|]*) ?\|$", PAGES["stocache/README.md"], re.MULTILINE)
-    assert {folder: row.replace(",", "").strip() for folder, row in rows} == IMPORTS
-
-
 def test_each_way_of_a_sample_has_at_most_eight_steps_whose_functions_exist():
     ways = PAGES["stocache/README.md"].split("\n### ")[1:]
     assert len(ways) == 4

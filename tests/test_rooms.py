@@ -70,6 +70,11 @@ def test_a_folder_imports_what_its_row_says(folder):
     )  # nothing from the package itself
 
 
+def test_the_page_of_the_package_has_the_same_table():
+    rows = re.findall(r"^\| \[?`([a-z/]+)`.*\| ([^|]*) ?\|$", (PACKAGE / "README.md").read_text(), re.MULTILINE)
+    assert {folder: row.replace(",", "").strip() for folder, row in rows} == IMPORTS
+
+
 @pytest.mark.parametrize("folder", IMPORTS)
 def test_modules_of_a_folder_do_not_import_in_a_circle(folder):
     files = {path.stem: path for path in (PACKAGE / folder).glob("*.py") if path.stem != "__init__"}
