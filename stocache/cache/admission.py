@@ -40,10 +40,8 @@ class CostAdmission:
     def __init__(self, control: memoryview, dataset_len: int, capacity: int) -> None:
         self._bins = control[:dataset_len]  # the bin of each sample
         at = -(-dataset_len // 8) * 8
-        self._bytes = np.frombuffer(
-            control, np.uint64, _BINS, at
-        )  # bytes of the samples in each bin; in bin 0 the number of measured samples
-        self._kept = np.frombuffer(control, np.uint64, _BINS, at + 8 * _BINS)  # bytes of the admitted samples in each bin
+        self._bytes = np.frombuffer(control, np.uint64, _BINS, at)  # of the samples in each bin; bin 0 has the number measured
+        self._kept = np.frombuffer(control, np.uint64, _BINS, at + 8 * _BINS)  # of the admitted samples in each bin
         self._dataset_len, self._capacity = dataset_len, capacity
 
     def clear(self) -> None:

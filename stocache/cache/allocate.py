@@ -33,7 +33,7 @@ class CacheLayout:
 
     Attributes:
         control_bytes: bytes of the cache's state, which begins with one state byte per sample of the dataset.
-        identity: must be equal before another process may attach to a cache of the same name.
+        identity: must be equal, like the number of samples, before another process may attach to a cache of the same name.
         structure: the structure of each sample; None if samples vary in size.
         placement: which samples get the slots; None if samples vary in size.
     """
@@ -135,7 +135,7 @@ def open_memory(layout: CacheLayout, options: CacheOptions) -> tuple[Segment, in
     limit, name = options.size_limit_gib, options.name
     if name is None:
         return _open_own(layout, layout.affordable(limit, False))
-    identity = dict(layout.identity)
+    identity = {"dataset_len": layout.dataset_len, **layout.identity}
     if limit != "auto":  # which differs from rank to rank: they look at different moments
         identity[layout.unit] = layout.capacity_of(limit)
     identity["fingerprint"] = options.fingerprint

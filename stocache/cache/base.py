@@ -39,7 +39,7 @@ from stocache.cache.stats import EMPTY, FILLS, HITS, MISSES, OOB, RACES, REFUSED
 from stocache.errors import BusyError, ClosedError, SampleError, SampleIndexError, SlotError
 from stocache.samples.indices import check_index, check_indices
 from stocache.shm.load_order import WEAKLY_ORDERED, order_loads
-from stocache.shm.segment import MISFIT_WARNING, Segment
+from stocache.shm.segment import REJECTED_WARNING, Segment
 from stocache.system.waiting import describe_process
 
 logger = logging.getLogger("stocache")
@@ -473,7 +473,7 @@ class SampleCache(ABC):
                 self._missed.pop(idx, None)
                 segment.counters[REJECTED] += 1
                 self._exclude(idx)
-                first = segment.first_to_warn(MISFIT_WARNING)
+                first = segment.first_to_warn(REJECTED_WARNING)
             if first:  # as a str: a handler that keeps the error would keep its traceback, and so the memory
                 logger.warning(
                     "sample %d does not fit and stays uncached. So will others like it, without a warning: %s", idx, str(error)
@@ -504,8 +504,8 @@ class SampleCache(ABC):
 
         with segment.guard:
             if not segment.run_locked(0, self._dataset_len, drop, False):
-                owner = describe_process(segment.slot_owner(0, self._dataset_len))
-                raise BusyError(f"clear: {owner} keeps the lock of a slot. Have it go on, or end it.")
+                holder = describe_process(segment.lock_holder(0, self._dataset_len))
+                raise BusyError(f"clear: {holder} keeps the lock of a slot. Have it go on, or end it.")
 
     def stats(self) -> CacheStats:
         """Return the current counts and sizes, summed over all processes. Reads one byte per sample."""

@@ -35,8 +35,8 @@ class CacheOptions:
         codec: how a `RaggedCache` compresses samples, without loss: "zstd" (smaller) or "lz4" (faster). Needs
             ``pip install 'stocache[codecs]'``.
         allow_pickle: True lets a `RaggedCache` pickle what it cannot store otherwise: other objects, sparse tensors, arrays of
-            objects. Whoever can write to such a cache can run code in the processes that read it, so do not share its name with
-            programs that you do not trust.
+            objects. A program that writes to such a cache can run code in the processes that read it: share its name only
+            with programs that you trust.
 
     Raises:
         LimitError: the size is not a size, or the admission is unknown.

@@ -110,13 +110,7 @@ class RaggedCache(SampleCache):
         )
         dataset_len = check_len(dataset_len)
         control_bytes = arena.control_bytes(dataset_len) + (admission_bytes(dataset_len) if admission == "cost" else 0)
-        identity: Identity = {
-            "dataset_len": dataset_len,
-            "samples": "any size",
-            "admission": admission,
-            "codec": codec,
-            "allow_pickle": allow_pickle,
-        }
+        identity: Identity = {"samples": "any size", "admission": admission, "codec": codec, "allow_pickle": allow_pickle}
         segment, _ = open_memory(CacheLayout(dataset_len, control_bytes, identity), options)
         self._assemble(dataset_len, options, segment)
         logger.info("%r", self)

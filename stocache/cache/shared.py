@@ -18,7 +18,6 @@ from stocache.cache.stats import EMPTY, FILLS, HITS, REFUSED, SET
 from stocache.errors import CacheNameError, SampleError, SampleIndexError, SegmentError
 from stocache.samples.indices import check_indices, check_len
 from stocache.samples.spec import Structure
-from stocache.shm.named import Identity
 from stocache.shm.segment import Segment
 from stocache.system.limits import format_size
 
@@ -83,7 +82,7 @@ class SharedCache(SampleCache):
         structure = data_dims if isinstance(data_dims, Structure) else Structure.from_dims(data_dims, dtype)
         dataset_len = check_len(dataset_len)
         placement = placement if isinstance(placement, Placement) else Placement(placement)
-        identity: Identity = {"dataset_len": dataset_len, "samples": structure.identity, "placement": str(placement)}
+        identity = {"samples": structure.identity, "placement": str(placement)}
         segment, slots = open_memory(CacheLayout(dataset_len, dataset_len, identity, structure, placement), options)
         self._assemble(structure, placement, dataset_len, slots, segment)
         logger.info("%r", self)
@@ -97,7 +96,7 @@ class SharedCache(SampleCache):
         dtype: Any = torch.uint8,
         placement: Literal["prefix", "scattered"] | Placement = "prefix",
     ) -> "SharedCache":
-        """Return a cache with these options. The options of a `RaggedCache` only have no effect."""
+        """Return a cache with these options. ``admission``, ``codec`` and ``allow_pickle`` have no effect."""
         return cls(
             options.size_limit_gib,
             dataset_len,

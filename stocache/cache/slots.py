@@ -45,10 +45,7 @@ class Column(ABC):
     def __init__(self, leaf: Leaf, memory: Tensor, slots: int, pool: Pool) -> None:
         self.nbytes, self._pool = leaf.nbytes, pool
         order: Order = getattr(leaf, "order", None)
-        self._stored, self._back = (
-            getattr(leaf, "shape", ()),
-            None,
-        )  # a value's shape in memory; how to permute values of that shape
+        self._stored, self._back = getattr(leaf, "shape", ()), None  # a value's shape in memory; its permutation to the leaf's
         if order is not None:
             self._stored = tuple(self._stored[dim] for dim in order)
             self._back = (0, *(dim + 1 for dim in inverse(order, len(order))))

@@ -84,9 +84,7 @@ class PrivateViews:
             own, leased, count = set(slots), self._leased, self._slots
             near = own | {(slot - 1) % count for slot in own} | {(slot + 1) % count for slot in own}
             usable = [True] * len(slots)
-            if len(own) < len(slots) or not leased.isdisjoint(
-                near
-            ):  # a slot comes twice, or another batch has it or a neighbour
+            if len(own) < len(slots) or not leased.isdisjoint(near):  # a slot comes twice, or another batch has one nearby
                 own.clear()
                 for position, slot in enumerate(slots):
                     usable[position] = slot not in own and leased.isdisjoint(((slot - 1) % count, slot, (slot + 1) % count))

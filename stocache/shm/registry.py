@@ -76,7 +76,7 @@ attaching = threading.Lock()
 
 _momentary: set[int] = set()
 _timed_out: set[str] = set()  # directories whose lock could not be taken in time
-_to_do: deque[Callable[[], None]] = deque()
+_due_tasks: deque[Callable[[], None]] = deque()
 
 _Result = TypeVar("_Result")
 
@@ -161,22 +161,22 @@ def run_locked(path: str, work: Callable[[int | None], _Result], create: bool = 
         with attaching:
             return _run_locked(path, work, create, PATIENCE_S)
     finally:
-        do_what_is_due()
+        run_due_tasks()
 
 
 def when_free(task: Callable[[], None]) -> None:
     """Run a task when `attaching` is free. It may be run twice. See NOTE [ Interrupts and finalizers ]."""
-    _to_do.append(task)
-    do_what_is_due()
+    _due_tasks.append(task)
+    run_due_tasks()
 
 
-def do_what_is_due() -> None:
+def run_due_tasks() -> None:
     """Run the tasks of `when_free`, unless a thread holds `attaching`."""
-    while _to_do and not attaching.locked():
+    while _due_tasks and not attaching.locked():
         with attaching:
-            if _to_do:
-                _to_do[0]()
-                _to_do.popleft()
+            if _due_tasks:
+                _due_tasks[0]()
+                _due_tasks.popleft()
 
 
 def _run_locked(path: str, work: Callable[[int | None], _Result], create: bool, wait_s: float) -> _Result:

@@ -54,7 +54,7 @@ logger = logging.getLogger("stocache")
 # Record locks need no bytes behind them, so each kind of lock has its own range of offsets.
 ROW_LOCKS, _EXTENTS_LOCK, _OWNER_LOCKS, _CLAIM_LOCKS = 1 << 40, 1 << 41, 1 << 42, 1 << 43
 
-_REFUSAL_WARNING, MISFIT_WARNING = 1, 2  # bits of the byte of given warnings
+_REFUSED_WARNING, REJECTED_WARNING = 1, 2  # bits of the byte of given warnings
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: kind, whence, start, length, process
 _WAITED_TO_IDLE = 6.0  # after waits of t seconds for a process, do not wait for it again during so many times t
@@ -269,7 +269,7 @@ class Segment:
         return not given & warning
 
     def _warn_refused(self, problem: str) -> None:
-        if not self._first_to_warn(_REFUSAL_WARNING):
+        if not self._first_to_warn(_REFUSED_WARNING):
             return
         logger.warning(
             "cache stops growing at %s of %s: %s. Samples beyond stay uncached, training goes on. "
@@ -396,23 +396,23 @@ class Segment:
 
         After a timeout, the same process is not waited for during `_WAITED_TO_IDLE` times the time that it has been waited for.
         """
-        pid = self.owner_of(offset, length)
+        pid = self._holder_of(offset, length)
         again_at, _ = self._timed_out.get(pid, (0.0, 0.0))
         if time.monotonic() < again_at:
             return None if ready() else pid
         if wait_until(ready, timeout_s) or not timeout_s or ready():
             return None
-        pid = self.owner_of(offset, length)
+        pid = self._holder_of(offset, length)
         _, waited_s = self._timed_out.get(pid, (0.0, 0.0))
         waited_s += timeout_s
         self._timed_out[pid] = time.monotonic() + _WAITED_TO_IDLE * waited_s, waited_s
         return pid
 
-    def slot_owner(self, number: int, count: int = 1) -> int:
+    def lock_holder(self, number: int, count: int = 1) -> int:
         """Return the process that has one of the owner's locks; 0 if it is not visible from here, or they are free."""
-        return self.owner_of(_OWNER_LOCKS + number, count)
+        return self._holder_of(_OWNER_LOCKS + number, count)
 
-    def owner_of(self, offset: int, length: int = 1) -> int:
+    def _holder_of(self, offset: int, length: int = 1) -> int:
         """Return the process that has a lock; 0 if it is not visible from here, or the lock is free."""
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, length, 0)
         kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(self._fds[0], fcntl.F_GETLK, asked))
@@ -520,7 +520,7 @@ def _attach(key: FileKey, handle: Any, backing: str, path: str | None) -> Segmen
                 segment._fds.append(fd)  # closing it would drop this process's locks
             return segment
     finally:
-        registry.do_what_is_due()
+        registry.run_due_tasks()
 
 
 def _attach_anew(key: FileKey, handle: Any, backing: str, path: str | None) -> Segment:

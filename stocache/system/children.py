@@ -46,7 +46,7 @@ _SLOW_S = 30.0  # for one item; then warn
 _PR_SET_PDEATHSIG = 1
 _OPEN_FILES = "/proc/self/fd"
 
-_NOT_OF_THE_CHILD = (TypeError, AttributeError, LookupError, NameError, NotImplementedError, FileNotFoundError)
+_DATASET_ERRORS = (TypeError, AttributeError, LookupError, NameError, NotImplementedError, FileNotFoundError)
 """Errors of a dataset that is wrong or not ready. It would raise them in any process."""
 
 
@@ -324,7 +324,7 @@ def in_children_or_here(
 
 def loads_only_here(load: Callable[[], Any], error: Exception) -> bool:
     """Whether ``load``, which raised ``error`` in a child, works here: with a GPU, or a dataset that forbids forks."""
-    if isinstance(error, (*_NOT_OF_THE_CHILD, WorkerError)):
+    if isinstance(error, (*_DATASET_ERRORS, WorkerError)):
         return False
     with preserve_rng_state():
         try:

@@ -81,7 +81,7 @@ def disturb() -> None:
 def fingerprint() -> tuple[Any, ...]:
     """Return a value for each global generator. It changes when the generator is drawn from."""
     numbers = np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy's stubs lack it
-    if isinstance(numbers, np.random.MT19937):  # read from its memory: numpy needs 40 us to return its state
+    if isinstance(numbers, np.random.MT19937):  # read through numpy's C interface: its `state` takes 40 us
         numpy_state: Any = ctypes.string_at(numbers.ctypes.state_address, _MT19937_BYTES)
     else:
         numpy_state = repr(numbers.state)

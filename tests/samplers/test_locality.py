@@ -382,7 +382,7 @@ def test_it_draws_no_random_numbers_and_trainers_take_it():
         ({"placement": Placement(nodes=8)}, "cannot be divided evenly among 8 nodes"),
         ({"node_rank": 1}, "node_rank says node 1, but rank 0 of 4, 2 on each node, is on node 0"),
         ({"stratify": True}, "stratify needs shuffle=True, and a CachedDataset"),
-        ({"placement": Placement("prefix", BlockBounds([0, 7]), nodes=2)}, "units of 7 samples, the dataset has 40"),
+        ({"placement": Placement("prefix", BlockBounds([0, 7]), nodes=2)}, "blocks of 7 samples in all, the dataset has 40"),
         ({"dataset": Subset(range(40), range(3))}, "CachedDataset around the Subset"),
     ],
 )

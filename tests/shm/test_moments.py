@@ -263,7 +263,7 @@ def test_what_a_finalizer_cannot_do_now_is_done_later():
     with registry.attaching:
         registry.when_free(lambda: done.append(1))
         assert not done
-    registry.do_what_is_due()
+    registry.run_due_tasks()
     assert done == [1]
 
 
