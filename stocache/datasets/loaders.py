@@ -10,7 +10,9 @@ NOTE [ Admitting blocks ]
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -23,21 +25,24 @@ logger = logging.getLogger("stocache")
 
 
 class SampleLoader:
-    """Loads samples from a map-style dataset: several in one call where it has ``__getitems__``."""
+    """Loads samples from a map-style dataset: by its own ``__getitems__``, where it has one, or one by one.
 
-    __slots__ = ("_dataset",)  # hidden from libraries that look through attributes for datasets
+    Attributes:
+        load: called with an index; returns a sample.
+        load_many: called with a list of indices; returns, or yields, their samples.
+    """
+
+    __slots__ = ("_dataset", "load", "load_many")  # hidden from libraries that look through attributes for datasets
+
+    load: Callable[[int], Any]
+    load_many: Callable[[list[int]], Iterable[Any]]
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+        self._dataset, self.load = dataset, partial(operator.getitem, dataset)
+        self.load_many = getattr(dataset, "__getitems__", None) or partial(map, self.load)
 
-    def load(self, idx: int) -> Any:
-        """Return sample ``idx``."""
-        return self._dataset[idx]
-
-    def load_many(self, indices: list[int]) -> Iterable[Any]:
-        """Return, or yield, the samples ``indices``."""
-        together = getattr(self._dataset, "__getitems__", None)
-        return map(self.load, indices) if together is None else together(indices)
+    def __reduce__(self) -> Any:
+        return SampleLoader, (self._dataset,)
 
 
 class BlockLoader:
