@@ -111,16 +111,15 @@ class Segment:
             return mmap.mmap(-1, self.layout.size)
         mapping = _mapped.get(self._key)  # views may have kept the mapping of an earlier attachment
         if mapping is None:
-            if sys.version_info >= (3, 13):
-                mapping = mmap.mmap(self._fds[0], self.layout.size, trackfd=False)
-            elif self.path is None:
-                mapping = mmap.mmap(self._fds[0], self.layout.size)
-            else:  # mmap's duplicate must not hold the file, so it needs another open file description
+            options: Any = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # no duplicate of the descriptor
+            if self.path is None:
+                mapping = mmap.mmap(self._fds[0], self.layout.size, **options)
+            else:  # a mapping keeps its open file description, and with it a flock: it needs one of its own
                 path = f"/proc/self/fd/{self._fds[0]}"
                 with open(path if os.path.exists(path) else self.path, "r+b", buffering=0) as file:
                     if identify(file.fileno()) != self._key:
                         raise SegmentError(f"{self.path} was replaced while it was opened.")
-                    mapping = mmap.mmap(file.fileno(), self.layout.size)
+                    mapping = mmap.mmap(file.fileno(), self.layout.size, **options)
             _mapped[self._key] = mapping
         return mapping
 
