@@ -172,7 +172,9 @@ class Columns:
             raise too_deep()
         container, parts = parted
         name, extra = describe(container, parts, self._allow_pickle)
-        keys, exact = container.keys, repr(keys_to_json(container.keys))  # 1, 1.0 and True are equal, and hash the same
+        keys, exact = container.keys, None
+        if set(map(type, keys)) != {str}:
+            exact = repr(keys_to_json(keys))  # 1, 1.0 and True are equal, and hash the same
         return ("in", container.kind, name, keys, extra, exact), parts
 
     def _take_kind(self, kind: _Key, parts: list[Any], path: str, depth: int) -> Tree:
