@@ -1,1 +1,1 @@
-"""Samples and their bytes: what a sample consists of, and how it is written as a record or as columns and read back."""
+"""Turns samples into bytes and back: the kinds of their parts, and the two layouts, records in memory and columns on disk."""

@@ -1,4 +1,4 @@
-"""Lossless codecs: more samples in the same bytes, for the time it takes to unpack them at each hit."""
+"""Compresses samples without loss: more of them fit into the same memory, and each read takes longer."""
 
 import importlib
 import threading
@@ -10,10 +10,10 @@ from stocache.errors import CodecError
 
 
 class Codec:
-    """One of the codecs, "zstd" or "lz4", by name; safe to use from several threads.
+    """A codec by name, "zstd" or "lz4". Several threads may use it.
 
     Raises:
-        CodecError: there is none of that name, or the package it needs is not installed.
+        CodecError: the name is unknown, or the package of the codec is not installed.
     """
 
     def __init__(self, name: str) -> None:
@@ -27,26 +27,26 @@ class Codec:
         self._own = threading.local()
 
     def compress(self, data: bytes) -> bytes | None:
-        """Return ``data`` in fewer bytes; None when that would save less than a sixteenth."""
+        """Return ``data`` compressed; None where that saves less than a sixteenth."""
         packed = self._functions()[0](data)
         return packed if len(packed) < len(data) * 15 // 16 else None
 
     def decompress(self, data: Any, limit: int) -> bytes:
-        """Return the bytes that were compressed into the buffer ``data``: at most ``limit``, or nothing is allocated.
+        """Return the bytes that were compressed into the buffer ``data``.
 
         Raises:
-            ValueError: they are more, or ``data`` is damaged.
+            ValueError: they are more than ``limit``, and then nothing is allocated; or ``data`` is damaged.
         """
         claimed = self._claimed(self._module, data)
         if not 0 <= claimed <= min(limit, _MOST_PER_BYTE * (len(data) + 64)):
-            raise ValueError(f"compressed data claims {claimed} bytes, where {limit} are due")
+            raise ValueError(f"compressed data claims {claimed} bytes, where {limit} are expected")
         try:
             return self._functions()[1](data)
-        except Exception as error:  # of classes that only the packages know
+        except Exception as error:  # its class is only in the packages
             raise ValueError(f"compressed data is damaged: {error}") from error
 
     def _functions(self) -> "_Functions":
-        """Return this thread's functions: the contexts of zstd are not to be shared."""
+        """Return this thread's functions: threads must not share a context of zstd."""
         functions: _Functions | None = getattr(self._own, "functions", None)
         if functions is None:
             functions = self._own.functions = self._make(self._module)
@@ -67,7 +67,7 @@ def _lz4(module: ModuleType) -> _Functions:
 def _zstd_claimed(module: ModuleType, data: Any) -> int:
     try:
         return int(module.frame_content_size(data))
-    except Exception:  # a ZstdError, of a header that is damaged
+    except Exception:  # a ZstdError: the header is damaged
         return -1
 
 
@@ -76,7 +76,7 @@ def _lz4_claimed(module: ModuleType, data: Any) -> int:
 
 
 _MOST_PER_BYTE = 1 << 16
-"""Bytes that one compressed byte can make, at most: zstd writes 128 KiB of one value in 4."""
+"""The most bytes that one compressed byte can become: zstd writes 128 KiB of one value in 4 bytes."""
 
 _CODECS: dict[str, tuple[str, Callable[[ModuleType], _Functions], Callable[[ModuleType, Any], int]]] = {
     "zstd": ("zstandard", _zstd, _zstd_claimed),

@@ -1,7 +1,7 @@
-"""Samples put together again from the columns of a block; see NOTE [ Columns ].
+"""Reads samples back from the columns of a block; see NOTE [ Columns ].
 
-A structure is compiled once per block into functions ``read(walk, row)``, one for each node. What they read may be damaged or
-forged: whatever they find, they raise, and neither run code of it nor take memory that its bytes do not fill.
+A structure is compiled once per block into functions ``read(walk, row)``, one for each node. A block may be damaged or forged:
+then they raise an error. They never run code that it names, nor take more memory than its bytes fill.
 """
 
 import math
@@ -18,26 +18,26 @@ from stocache.samples.type_lookup import check_dims, check_shape
 
 
 class Walk(Protocol):
-    """One walk through the tree: where the bytes come from, and what has been met."""
+    """One walk through the tree: it has the bytes, and notes what it meets."""
 
     def take(self, at: int, nbytes: int, writable: bool) -> tuple[Any, int]:
-        """Return a buffer that holds ``nbytes`` of the file from ``at``, and where in it they begin; note them as met.
+        """Return a buffer that holds ``nbytes`` of the file from ``at``, and where in it they begin; note them.
 
         ``writable``: whether the buffer is the caller's own, to write to.
         """
 
     def note(self, *sizes: int) -> None:
-        """Note sizes as met."""
+        """Note sizes."""
 
     def make(self, nodes: int) -> None:
-        """Count nodes that are about to be made. Raises ValueError where they are more than the file accounts for."""
+        """Count nodes that will be made. Raises ValueError where they are more than the size of the file allows."""
 
 
 class ColumnTable(Protocol):
     """The columns of a block."""
 
     def span(self, name: str) -> tuple[int, int]:
-        """Return where a column begins, and its bytes."""
+        """Return where a column begins, and how many bytes it has."""
 
     def integers(self, name: str) -> Any:
         """Return a column of int64, whole."""
@@ -45,18 +45,18 @@ class ColumnTable(Protocol):
 
 Read: TypeAlias = Callable[[Walk, int], Any]
 
-_LEVELS = 4 * DEEP  # of a tree, in which a list may be a union of lists
+_LEVELS = 4 * DEEP  # the most of a tree, in which a list may be a union of lists
 
 
 class _Once:
-    """A table each of whose columns is asked for once, so that what is made of it has no more bytes than it."""
+    """A table that gives each column once, so that samples do not have more bytes than the table."""
 
     def __init__(self, table: ColumnTable) -> None:
         self._table, self._used = table, set[str]()
 
     def _use(self, name: Any) -> str:
         if type(name) is not str or name in self._used:
-            raise ValueError(f"the column {name!r:.80} is of two leaves, or not a name")
+            raise ValueError(f"the column {name!r:.80} belongs to two leaves, or is not a name")
         self._used.add(name)
         return name
 
@@ -68,21 +68,21 @@ class _Once:
 
 
 def reader(tree: Tree, table: ColumnTable, *, allow_pickle: bool = False, decode: bool = True) -> Read:
-    """Return the function that reads what a structure describes.
+    """Return the function that reads a row of a structure.
 
     Args:
         allow_pickle: True to load what was pickled, and to import the modules of classes.
-        decode: False to make nothing at all of the bytes, and look up no class: the function only meets them, for checking.
+        decode: False to make no values and look up no classes: the walk meets the bytes, and that is all. For checksums.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError: it describes nothing.
-        Unresolved: it names classes that are not here, or may not be used so; or it has pickles, which are not allowed.
+        ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError: it is not a structure.
+        Unresolved: it names classes that are not here or may not be used; or it has pickles, which are not allowed.
     """
     return _Compiler(table, allow_pickle, decode).reader(tree, 0)
 
 
 class _Compiler:
-    """Makes functions of the nodes of one structure; arguments as for `reader`."""
+    """Compiles the nodes of one structure; arguments as for `reader`."""
 
     def __init__(self, table: ColumnTable, trusted: bool, decode: bool) -> None:
         self._table, self._trusted, self._decode = _Once(table), trusted, decode
@@ -116,7 +116,7 @@ class _Compiler:
         reads = [self.reader(child, level) for child in tree["children"]]
         if kinds.size and not 0 <= kinds.min() <= kinds.max() < len(reads):
             raise ValueError("a kind is not one of its union")
-        rows, order = np.zeros_like(kinds), np.argsort(kinds, kind="stable")  # one pass, however many kinds it claims to have
+        rows, order = np.zeros_like(kinds), np.argsort(kinds, kind="stable")  # one pass, however many kinds it claims
         counts = np.bincount(kinds, minlength=1)
         rows[order] = np.arange(len(kinds)) - np.repeat(np.cumsum(counts) - counts, counts)
 
@@ -172,7 +172,7 @@ class _Compiler:
             shape = (last - first,) if shapes is None else tuple(shapes[row * dims : (row + 1) * dims])
             count = math.prod(shape)
             if not 0 <= first <= last or last * size > nbytes or count != last - first or min(shape) < 0:
-                raise ValueError("a value reaches beyond its column, or does not have the shape it should")
+                raise ValueError("a value reaches beyond its column, or its shape does not fit its offsets")
             walk.note(*shape)
             buffer, at = walk.take(begin + first * size, count * size, writable)
             return make(buffer, at, count, shape)
@@ -181,8 +181,8 @@ class _Compiler:
 
 
 def _nothing(walk: Walk, row: int) -> Any:
-    raise ValueError("it has a row in a column of none")
+    raise ValueError("it has a row in an empty column")
 
 
 def _make_nothing(buffer: Any, at: int, count: int, shape: tuple[int, ...]) -> None:
-    """Make nothing: the bytes have been met, and that is all."""
+    """Return nothing: the walk has met the bytes."""

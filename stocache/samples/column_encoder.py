@@ -1,31 +1,31 @@
-"""Samples taken apart into columns; see NOTE [ Columns ]. `column_decoder.py` puts them together again.
+"""Writes the samples of a block as columns; see NOTE [ Columns ]. column_decoder.py reads them back.
 
 NOTE [ Columns ]
-    All samples of a block are taken apart together, from the outside in. What is the same for all of them is said once, in the
-    *structure*, a tree that can be written as JSON; what differs goes into columns, one for each leaf of the tree, named by the
-    way to it ("image", "target/boxes").
+    All samples of a block are taken apart together, from the outside in. What they have in common is written once, in the
+    *structure*, a tree of JSON. What differs goes into columns, one for each leaf of the tree. A column is named by the path
+    to its leaf ("image", "target/boxes").
 
         leaf, all of one shape        NAME            (n, *shape)
         leaf of varying shape         NAME            all values, one after the other
-                                      NAME:offsets    (n + 1,) where each one's values begin
-                                      NAME:shapes     (n, dims), unless they have one dimension
-        list of varying length        NAME:offsets    (n + 1,) where each one's items begin, which are the rows of NAME[]
-        union: values of several      NAME:kinds      (n,) which kind; those of kind k are the rows of NAME|k
+                                      NAME:offsets    (n + 1,) where the values of each leaf begin
+                                      NAME:shapes     (n, dims), not written for one dimension
+        list of varying length        NAME:offsets    (n + 1,) where the items of each list begin; they are the rows of NAME[]
+        union: values of several      NAME:kinds      (n,) which kind; the values of kind k are the rows of NAME|k
         kinds
 
-    Numbers and numpy scalars are leaves without dimensions; str, bytes, lists and tuples of numbers are leaves of one, and so
-    is whatever has text or bytes of its own (see kinds.py), and an enum member, whose text is its name. Tuples and lists of
-    other things that all have one length (at most 16) are containers: each item is a node of its own. Offsets, shapes and kinds
-    are int64. Tensors and arrays that have an ``order`` (see NOTE [ Orders ]) are kept as they lie in memory, and their shapes
-    are those in memory. Values of a dtype that safetensors does not know are kept as bytes, with one more dimension: the bytes
-    of one. A key that is a tuple is written {"tuple": [...]}, an enum member {"enum": [class, name]}, bytes {"bytes": hex
-    digits}, a complex {"complex": [real, imaginary]}.
+    Numbers and numpy scalars are leaves without dimensions. Leaves of one dimension are str, bytes, other values that have a
+    text (see texts.py), enum members, whose text is their name, and lists and tuples of numbers. Other lists and tuples that
+    all have one length (at most 16) are containers: each item is a node of its own. Offsets, shapes and kinds are int64.
+    Tensors and arrays with an ``order`` (see NOTE [ Orders ]) are stored as they lie in memory, with their shapes in memory.
+    Values of a dtype that safetensors does not know are stored as bytes, with one more dimension: the bytes of one value. A
+    key that is a tuple is written {"tuple": [...]}, an enum member {"enum": [class, name]}, bytes {"bytes": hex digits}, a
+    complex {"complex": [real, imaginary]}.
 
-    Where lists have more items without bytes than NOTE [ Items without bytes ] lets a file of this size have, one more column,
-    ":room", makes up for it with zeros.
+    NOTE [ Items without bytes ] limits the lists of a file by its size. Where they have more such items, one more column,
+    ":room", makes the file larger with zeros.
 
-    The checksum of a sample is the XXH3-64 of what is met on a walk through the tree: of a list its length, of a union the
-    kind, of a leaf of varying shape the shape (int64s, little-endian), and of every leaf the bytes.
+    The checksum of a sample is the XXH3-64 of what a walk through the tree meets: the length of a list, the kind in a union,
+    the shape of a leaf of varying shape (int64s, little-endian), and the bytes of every leaf.
 """
 
 from bisect import bisect_right
@@ -48,7 +48,7 @@ from stocache.samples.kinds import (
     kind_in,
     kind_of,
 )
-from stocache.samples.pytree import DEEP, Container, flatten_one, told
+from stocache.samples.pytree import DEEP, Container, flatten_one, sample_error
 from stocache.samples.type_lookup import Unfit, import_class
 
 Tree: TypeAlias = dict[str, Any] | None
@@ -57,11 +57,11 @@ _Key: TypeAlias = tuple[Any, ...]
 CHECKS, INFO, ROOM = RESERVED = ":checks", ":info", ":room"
 """Names of columns that are not of samples."""
 
-_FIELDS = 16  # items of a list that get a column each, at most
+_FIELDS = 16  # the most items of a list that get a column each
 
 
 class Columns:
-    """Samples taken apart.
+    """The columns of samples.
 
     Attributes:
         tree: their structure.
@@ -73,8 +73,7 @@ class Columns:
         allow_pickle: whether to pickle what has no bytes of its own.
 
     Raises:
-        SampleError: a part has no bytes of its own, and may not be pickled or does not pickle; or it would not come back the
-            same: on a GPU, with a gradient.
+        SampleError: as `record_encoder.Record`.
     """
 
     def __init__(self, samples: Sequence[Any], first: int = 0, allow_pickle: bool = False) -> None:
@@ -83,13 +82,13 @@ class Columns:
         try:
             self.tree = self._take(samples, "sample", 0)
         except Unfit as error:
-            raise told(error, f"sample {first + error.row}", pickles=not allow_pickle) from error.__cause__
+            raise sample_error(error, f"sample {first + error.row}", pickles=not allow_pickle) from error.__cause__
         room = self._nodes(self.tree) - BARE_NODES
         if room > 0 and (room := room - sum(tensor.nbytes for tensor in self.tensors.values())) > 0:
             self.tensors[ROOM] = torch.zeros(room, dtype=torch.uint8)
 
     def _nodes(self, tree: Any) -> int:
-        """Return how many nodes all lists of a tree make, as its reader counts them."""
+        """Return how many nodes all lists of a tree make, as the reader counts them."""
         if tree is None:
             return 0
         if tree["kind"] in ("in", "union"):
@@ -100,7 +99,7 @@ class Columns:
         return items * max(1, bare_nodes(tree["items"])) + self._nodes(tree["items"])
 
     def _take(self, values: Sequence[Any], path: str, depth: int, whole: frozenset[type] = frozenset()) -> Tree:
-        """Add the values of one node, and return its tree; those of the types ``whole`` as pickles."""
+        """Add the values of one node, and return its tree; pickle those of the types ``whole``."""
         rows: dict[_Key, list[int]] = {}
         parts = []
         row = 0
@@ -173,7 +172,9 @@ class Columns:
             raise too_deep()
         container, parts = parted
         name, extra = describe(container, parts, self._allow_pickle)
-        keys, exact = container.keys, repr(keys_to_json(container.keys))  # 1, 1.0 and True are equal, and hash the same
+        keys, exact = container.keys, None
+        if set(map(type, keys)) != {str}:
+            exact = repr(keys_to_json(keys))  # 1, 1.0 and True are equal, and hash the same
         return ("in", container.kind, name, keys, extra, exact), parts
 
     def _take_kind(self, kind: _Key, parts: list[Any], path: str, depth: int) -> Tree:
@@ -227,7 +228,7 @@ class Columns:
         return tree
 
     def _add(self, name: str, column: Any) -> str:
-        """Add a column, and return its name, which no other has."""
+        """Add a column, and return its name, changed where another has it."""
         while name in self.tensors or name in RESERVED:
             name += "'"
         self.tensors[name] = column if isinstance(column, Tensor) else torch.from_numpy(column.astype(np.int64, copy=False))
@@ -240,11 +241,11 @@ def _apart(encoded: Encoded) -> tuple[_Key, Any]:
 
 
 def bare_nodes(tree: Any) -> int:
-    """Return how many nodes of a row have no bytes, outside of lists in it; see NOTE [ Items without bytes ]."""
+    """Return how many bare nodes a row has, without those in its lists; see NOTE [ Items without bytes ]."""
     if tree is None or tree["kind"] in ("list", "tuple"):
         return 0
     if tree["kind"] == "in":
         return 1 + sum(map(bare_nodes, tree["children"]))
     if tree["kind"] == "union":
         return max(map(bare_nodes, tree["children"]), default=0)
-    return kind_in(tree).bare(tree["shape"]) if "shape" in tree else 0  # others have offsets
+    return kind_in(tree).bare(tree["shape"]) if "shape" in tree else 0  # the others have offsets

@@ -1,4 +1,4 @@
-"""How many samples there are, and what users pass as their indices, checked: one or many."""
+"""Checks what users pass as the length of a dataset, and as indices of samples."""
 
 import operator
 from typing import Any
@@ -10,7 +10,7 @@ from stocache.errors import LimitError, SampleIndexError
 
 
 def length_of(value: Any) -> int | None:
-    """Return the length of what has one; of others None."""
+    """Return the length of a value; None where it does not have one."""
     try:
         return len(value)
     except (TypeError, NotImplementedError):
@@ -18,7 +18,7 @@ def length_of(value: Any) -> int | None:
 
 
 def spread(length: int, count: int) -> list[int]:
-    """Return at most ``count`` indices of ``length`` samples, evenly spread, the first and the last among them."""
+    """Return at most ``count`` indices of ``length`` samples, evenly spread, with the first and the last."""
     return [int(idx) for idx in np.unique(np.linspace(0, length - 1, min(count, length)).round())]
 
 
@@ -26,7 +26,7 @@ def check_len(dataset_len: Any) -> int:
     """Return ``dataset_len`` as an int.
 
     Raises:
-        LimitError: it is no integer, or negative.
+        LimitError: it is not an integer, or negative.
     """
     try:
         length = operator.index(dataset_len)
@@ -41,7 +41,7 @@ def check_index(idx: Any, dataset_len: int, call: str) -> int:
     """Return ``idx`` as an int in ``[0, dataset_len)``; ``call`` names the method in errors.
 
     Raises:
-        SampleIndexError: it is none.
+        SampleIndexError: it is not such an index.
     """
     try:
         index = operator.index(idx)
@@ -53,15 +53,15 @@ def check_index(idx: Any, dataset_len: int, call: str) -> int:
 
 
 def check_indices(indices: Any, dataset_len: int, call: str) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return ``indices`` as a contiguous array of numbers in ``[0, dataset_len)``; ``call`` names the method in errors.
+    """Return ``indices`` as a contiguous array of integers in ``[0, dataset_len)``; ``call`` names the method in errors.
 
     Raises:
-        SampleIndexError: they are none.
+        SampleIndexError: they are not such indices.
     """
     try:
         index = indices.cpu().numpy() if isinstance(indices, Tensor) else np.asarray(indices)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise SampleIndexError(f"{call}: indices are a {type(indices).__name__} of no integers: {error}") from None
+        raise SampleIndexError(f"{call}: indices are a {type(indices).__name__} that does not hold integers: {error}") from None
     if index.size == 0:
         return np.empty(0, np.int64)
     if index.ndim != 1 or index.dtype.kind not in "iu":

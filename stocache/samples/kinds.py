@@ -1,14 +1,13 @@
-"""The kinds of leaves: each class says how values of one kind become bytes, and how records and columns give them back.
+"""Describes the kinds of leaves: each class turns values of one kind into bytes, and reads them from records and columns.
 
 NOTE [ Kinds of leaves ]
-    A leaf is a part of a sample that has no parts. An object of a class below describes the leaves of one type: of tensors
-    their dtype, their number of dimensions and the order of these. Records and blocks write the same facts:
+    A leaf is a part of a sample that has no parts. An object of a class below describes leaves that are alike: tensors of one
+    dtype, number of dimensions and order of these. Records and blocks write the same facts:
 
         record   ("tensor", "float32", 2)                                         in a treedef, see NOTE [ Records ]
         block    {"kind": "tensor", "dtype": "float32", "shape": [3, 4], ...}     in a structure, see NOTE [ Columns ]
 
-    To add a kind, write a class and list it in `_KINDS` and in `_BY_TYPE` or `_BY_BASE`. What has a text of its own needs no
-    class, only a row in texts.py.
+    To add a kind, write a class, and list it in `_ALL`. A value that has a text needs only a row in texts.py.
 """
 
 import functools
@@ -59,10 +58,10 @@ Encoded: TypeAlias = tuple[Description, int, Any, tuple[int, ...]]
 """A leaf: its description, the stream of its bytes in a record, its bytes, and its shape as they lie."""
 
 Make: TypeAlias = Callable[[Any, int, int, tuple[int, ...]], Any]
-"""Makes a leaf of a buffer, the place in it, the number of values there, and their shape. It may keep the buffer."""
+"""Makes a leaf, given a buffer, the position in it, the number of values there, and their shape. It may keep the buffer."""
 
 ALIGNMENTS = (8, 4, 2, 1)  # of the streams of a record, by number
-BYTES = 3  # the stream of what needs no alignment
+BYTES = 3  # the stream of values that need no alignment
 
 BARE_NODES = 1 << 16
 """See NOTE [ Items without bytes ]."""
@@ -125,18 +124,22 @@ class Kind(ABC):
     """A kind of leaf, as its constructor's arguments describe it.
 
     Attributes:
-        name: of the kind, in records and blocks.
+        name: the name of the kind in records and blocks.
+        types: its values are of these exact types,
+        base: or of any subclass of this one.
         fields: the constructor's arguments as a block names them; "dims" is not written, "order" only where it is given.
         stream: the stream of a record that holds the bytes.
         itemsize: bytes of one value.
         dims: how many sizes a record holds for each leaf.
-        writable: whether what is made of a column keeps the buffer, and its owner may write to it.
+        writable: whether a value that is read from a column keeps the buffer, and the user may write to it.
         stored_as: the dtype of its column, and the dimensions that one value takes there.
 
     Constructors raise ValueError, TypeError or LookupError for arguments that describe nothing: they may be forged.
     """
 
     name: ClassVar[str]
+    types: ClassVar[tuple[type, ...]] = ()
+    base: ClassVar[type | None] = None
     fields: ClassVar[tuple[str, ...]] = ()
     writable: ClassVar[bool] = False
     stream = BYTES
@@ -184,15 +187,15 @@ def encode_pickle(value: Any) -> Encoded:
 def kind_of(description: Description) -> Kind:
     """Return the kind of a leaf in a record. Raises ValueError, TypeError or LookupError where it is not one."""
     name, *facts = description
-    return _KINDS[name](*facts) if name in _KINDS else _TextKind(name, *facts)
+    return KINDS[name](*facts) if name in KINDS else _TextKind(name, *facts)
 
 
 def kind_in(tree: dict[str, Any]) -> Kind:
     """Return the kind of a leaf in the structure of a block. Raises as `kind_of`."""
     name = tree["kind"]
     facts = [
-        tree[field] if field != "dims" else tree["dims"] if "dims" in tree else len(tree["shape"])
-        for field in (_KINDS[name].fields if name in _KINDS else ())
+        tree[field] if field != "dims" else len(tree["shape"]) if "shape" in tree else tree["dims"]
+        for field in (KINDS[name].fields if name in KINDS else ())
         if field != "order" or field in tree
     ]
     return kind_of((name, *facts))
@@ -226,7 +229,8 @@ def _stream_of(alignment: int) -> int:
 class _TensorKind(Kind):
     """Tensors of one dtype and number of dimensions, and one order of them; see NOTE [ Orders ]."""
 
-    name, fields, writable = "tensor", ("dtype", "dims", "order"), True
+    name, types, base = "tensor", (Tensor,), Tensor
+    fields, writable = ("dtype", "dims", "order"), True
 
     def __init__(self, dtype: Any, dims: Any, order: Any = None) -> None:
         self._dtype, self.dims = torch_dtype(dtype), check_dims(dims)
@@ -307,7 +311,7 @@ class _Sizes(dict[tuple[int, ...], int]):
         return nbytes
 
 
-_SHAPES = 1024  # that are remembered for a leaf
+_SHAPES = 1024  # the most shapes that are remembered for a leaf
 
 
 # ---------------------------------------------------------------------------------------------------- numpy
@@ -316,9 +320,11 @@ _SHAPES = 1024  # that are remembered for a leaf
 class _ArrayKind(Kind):
     """Numpy arrays of one dtype and number of dimensions, and one order of them; see NOTE [ Orders ]."""
 
-    name: ClassVar[str] = "array"
-    fields: ClassVar[tuple[str, ...]] = ("dtype", "dims", "order")
-    writable: ClassVar[bool] = True
+    name = "array"
+    types: ClassVar[tuple[type, ...]] = (np.ndarray,)
+    base = np.ndarray
+    fields = ("dtype", "dims", "order")
+    writable = True
 
     def __init__(self, dtype: Any, dims: Any, order: Any = None) -> None:
         self._dtype, self.dims = dtype_from_key(dtype), check_dims(dims)
@@ -366,9 +372,10 @@ class _ArrayKind(Kind):
 class _ScalarKind(_ArrayKind):
     """Numpy scalars of one dtype."""
 
-    name: ClassVar[str] = "scalar"
-    fields: ClassVar[tuple[str, ...]] = ("dtype", "dims")
-    writable: ClassVar[bool] = False
+    name = "scalar"
+    types = ()
+    base = np.generic
+    writable = False
 
     def __init__(self, dtype: Any, dims: Any) -> None:
         super().__init__(dtype, dims)
@@ -385,7 +392,7 @@ class _ScalarKind(_ArrayKind):
 
 
 def _array_stream(dtype: np.dtype[Any]) -> int:
-    return BYTES if dtype.kind == "V" else _stream_of(dtype.alignment)  # records may have lost their alignment on the way
+    return BYTES if dtype.kind == "V" else _stream_of(dtype.alignment)  # fields of records need not be aligned
 
 
 def _stored_as(dtype: np.dtype[Any]) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -410,7 +417,7 @@ def _dtype_to_key(dtype: np.dtype[Any]) -> Any:
     try:
         key = _hashable(dtype_to_descr(dtype))
         same = dtype_from_key(key) == dtype
-    except Exception:  # whatever numpy's and others' dtypes raise
+    except Exception:  # whatever a dtype of another library raises
         same = False
     if not same:
         raise Unfit(f"has the dtype {dtype}, which cannot be written down", "Use a plain one")
@@ -435,7 +442,7 @@ def _empty_array(shape: Any, dtype: np.dtype[Any]) -> Any:
     """
     if dtype.kind not in "SU" or dtype.itemsize:
         return np.ndarray(shape, dtype, bytearray())
-    if math.prod(shape) > BARE_NODES:  # numpy makes one character of none
+    if math.prod(shape) > BARE_NODES:  # numpy takes memory for one character each
         raise ValueError(f"an array of shape {list(shape)} has no bytes")
     return np.zeros(shape, dtype)
 
@@ -451,7 +458,7 @@ _NUMBER_TYPES = {cls.__name__: cls for cls in NUMBERS}
 class _NumberKind(Kind):
     """A Python int of 64 bits, float, bool or complex. A larger int is encoded as the kind "long"."""
 
-    name, fields, dims = "number", ("type",), 0
+    name, types, fields, dims = "number", tuple(NUMBERS), ("type",), 0
 
     def __init__(self, type_name: Any) -> None:
         self._type = _NUMBER_TYPES[type_name]
@@ -536,11 +543,11 @@ def sequence_class(name: Any) -> type:
     return list if name == "list" else tuple
 
 
-# ---------------------------------------------------------------------------------------------------- values of some bytes
+# ---------------------------------------------------------------------------------------------------- bytes
 
 
 class _BytesKind(Kind):
-    """Values that are made of some bytes, however many."""
+    """Values that are made of any number of bytes."""
 
     @abstractmethod
     def from_bytes(self, trusted: bool) -> Callable[[Any], Any]:
@@ -555,7 +562,7 @@ class _BytesKind(Kind):
 
 
 def bytes_reader(make: Callable[[memoryview], Any]) -> Read:
-    """Return the function that reads a value that ``make`` makes of its bytes in a record."""
+    """Return the function that reads a value from a record; ``make`` makes it of its bytes."""
 
     def read(cursor: Cursor) -> Any:
         nbytes = next(cursor.integers)
@@ -566,7 +573,9 @@ def bytes_reader(make: Callable[[memoryview], Any]) -> Read:
 
 
 class _TextKind(_BytesKind):
-    """The values of one row of texts.py."""
+    """The values of one row of texts.py, whose name is that of the kind."""
+
+    types = tuple(cls for cls in TEXT_NAMES if cls not in NUMBERS)
 
     def __init__(self, name: Any) -> None:
         self._from_bytes = TEXTS[name].from_bytes
@@ -586,7 +595,7 @@ class _TextKind(_BytesKind):
 class _EnumKind(_BytesKind):
     """The members of one enum class. Their bytes are their names."""
 
-    name, fields = "enum", ("class",)
+    name, base, fields = "enum", Enum, ("class",)
 
     def __init__(self, class_name: Any) -> None:
         self._class = class_name
@@ -634,17 +643,14 @@ class _PickleKind(_BytesKind):
 
 # ---------------------------------------------------------------------------------------------------- all kinds
 
-_KINDS: dict[str, type[Any]] = {
-    kind.name: kind for kind in (_TensorKind, _ArrayKind, _ScalarKind, _NumberKind, _NumbersKind, _EnumKind, _PickleKind)
-}
+_ALL: tuple[type[Kind], ...] = (
+    *(_EnumKind, _TensorKind, _ScalarKind, _ArrayKind),  # of several bases the first counts
+    *(_NumberKind, _NumbersKind, _TextKind, _PickleKind),
+)
+_BY_BASE = {kind.base: kind for kind in _ALL if kind.base is not None}
 
-_BY_TYPE: dict[type, type[Kind]] = {
-    **dict.fromkeys(TEXT_NAMES, _TextKind),
-    **dict.fromkeys(NUMBERS, _NumberKind),
-    Tensor: _TensorKind,
-    np.ndarray: _ArrayKind,
-}
-_BY_BASE: dict[type, type[Kind]] = {Enum: _EnumKind, Tensor: _TensorKind, np.generic: _ScalarKind, np.ndarray: _ArrayKind}
+KINDS: dict[str, type[Any]] = {kind.name: kind for kind in _ALL if kind is not _TextKind}
+"""The kinds by name; all other names are those of texts.py."""
 
-ENCODERS: dict[type, Callable[[Any], Encoded]] = {cls: kind.encode for cls, kind in _BY_TYPE.items()}
+ENCODERS: dict[type, Callable[[Any], Encoded]] = {cls: kind.encode for kind in _ALL for cls in kind.types}
 """The functions that encode leaves, by exact type; `encode_other` takes those of other types."""

@@ -1,8 +1,10 @@
-"""What may hold the parts of a sample: how each container is taken apart, and put together again as it was.
+"""Takes the containers of a sample apart, and puts them together again as they were.
 
-Dicts and other mappings (also TensorDicts), lists, tuples, namedtuples, dataclasses, sets, deques, slices, None; subclasses of
-Tensor, whose parts are the plain tensor and their attributes (MetaTensors, tv_tensors); PIL images, whose parts are the state
-they pickle; numpy's memmaps, whose part is the array that was read.
+A container is a dict or other mapping (also a TensorDict), list, tuple, namedtuple, dataclass, set, deque, slice or None; a
+subclass of Tensor (MetaTensor, tv_tensors), whose parts are the plain tensor and its attributes; a PIL image, whose parts are
+the state that it pickles; a memmap of numpy, whose part is the array.
+
+To add a kind of container, write a row of `_KINDS` and a branch of `flatten_one`.
 """
 
 import dataclasses
@@ -32,7 +34,7 @@ from stocache.samples.type_lookup import (
 )
 
 DEEP = 60
-"""Containers within each other, at most."""
+"""The most containers within each other."""
 
 _LEAVES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, complex, str, bytes})
 
@@ -42,9 +44,9 @@ class Container:
     """A container without its parts.
 
     Attributes:
-        kind: the way to put it together: a key of the table below.
+        kind: the way to put it together, a key of `_KINDS`.
         keys: one for each part.
-        extra: what is needed besides the parts: the batch size of a TensorDict, the default_factory of a defaultdict.
+        extra: the batch size of a TensorDict, the default_factory of a defaultdict; of others ().
     """
 
     kind: str
@@ -58,7 +60,7 @@ class Container:
 
     @property
     def identity(self) -> str:
-        """What it is but for the parts, with modules of classes that are not Python's own types."""
+        """Its class and extra as text, with the modules of classes that are not Python's own types."""
         return class_text(self.cls) + ("" if not self.extra else f"[{', '.join(map(_extra_text, self.extra))}]")
 
     def __str__(self) -> str:
@@ -66,7 +68,7 @@ class Container:
 
 
 def class_text(cls: Any) -> str:
-    """Return a class or function by name: Python's own types by that alone, others with their module."""
+    """Return the name of a class or function; with its module unless it is one of Python's own types."""
     module, name = getattr(cls, "__module__", None), getattr(cls, "__qualname__", repr(cls))
     return name if module == "builtins" else f"{'__main__' if module == '__mp_main__' else module}:{name}"
 
@@ -76,7 +78,7 @@ def _extra_text(extra: Any) -> str:
 
 
 def key_text(key: Any) -> str:
-    """Return a key of a container so that keys which differ in type or value read differently: 1, True, "1" and 1.0."""
+    """Return a key as text; keys that differ in type or value, such as 1, True, "1" and 1.0, have different texts."""
     cls = type(key)
     if isinstance(key, Enum):
         return f"{class_text(cls)}.{key._name_ if key._name_ is not None else key._value_!r}"
@@ -89,7 +91,7 @@ _PLAIN_KEYS = frozenset({str, int, float, bool, complex, bytes, type(None)})
 
 
 def flatten_one(value: Any) -> tuple[Container, list[Any]] | None:
-    """Return the container and the parts of ``value``; None for a leaf, and for what could not be put together again."""
+    """Return the container and the parts of ``value``; None for a leaf, or where they would not make it again."""
     cls = type(value)
     if cls in _LEAVES:
         return None
@@ -111,7 +113,7 @@ def flatten_one(value: Any) -> tuple[Container, list[Any]] | None:
     if isinstance(value, Tensor):
         try:
             plain = value.as_subclass(Tensor)
-        except Exception:  # whatever a class does that holds its data elsewhere
+        except Exception:  # its data is elsewhere
             return None
         return Container("tensor", cls, ("data", "attributes")), [plain, dict(vars(value))]
     if isinstance(value, Mapping):
@@ -125,7 +127,7 @@ def flatten_one(value: Any) -> tuple[Container, list[Any]] | None:
     if _is_image(cls):
         try:
             state = value.__getstate__()
-        except Exception:  # a file that is cut, or closed before it was read
+        except Exception:  # its file is cut, or was closed before it was read
             return None
         return Container("image", cls, tuple(range(len(state)))), state
     return None
@@ -133,7 +135,8 @@ def flatten_one(value: Any) -> tuple[Container, list[Any]] | None:
 
 def _flatten_set(value: Any) -> tuple[Container, list[Any]]:
     same = set(map(type, value)) <= {str} or set(map(type, value)) <= {int}
-    return Container("set", type(value), ("items",)), [sorted(value, key=None if same else repr)]  # or blocks would differ
+    items = sorted(value, key=None if same else repr)  # so that equal samples make equal blocks
+    return Container("set", type(value), ("items",)), [items]
 
 
 def _flatten_deque(value: Any) -> tuple[Container, list[Any]]:
@@ -159,24 +162,24 @@ _BY_TYPE: dict[type, Callable[[Any], tuple[Container, list[Any]] | None]] = {
     deque: _flatten_deque,
     slice: _flatten_slice,
     defaultdict: _flatten_defaultdict,
-    np.memmap: lambda value: (Container("memmap", np.memmap, ("data",)), [np.asarray(value)]),  # in memory, of the same type
+    np.memmap: lambda value: (Container("memmap", np.memmap, ("data",)), [np.asarray(value)]),  # now in memory
 }
 
 
 def _checked(container: Container, parts: list[Any], value: Any) -> tuple[Container, list[Any]] | None:
-    """Return container and parts, unless what they make differs from ``value`` in more than the parts."""
+    """Return container and parts; None where they would make a value that differs from ``value``."""
     try:
         again = container.unflatten_fn()(parts)
         same = type(again) is type(value) and _state(again, container) == _state(value, container)
         if isinstance(value, Mapping):
             same = same and tuple(again.keys()) == container.keys
-    except Exception:  # whatever a class does that is made in another way
+    except Exception:  # the class is made in another way
         return None
     return (container, parts) if same else None
 
 
 def _state(value: Any, container: Container) -> dict[str, Any]:
-    """Return the attributes of a container, but for those that hold its parts."""
+    """Return the attributes of a container, without those that hold its parts."""
     return {
         name: attribute
         for name, attribute in getattr(value, "__dict__", {}).items()
@@ -184,13 +187,13 @@ def _state(value: Any, container: Container) -> dict[str, Any]:
     }
 
 
-def _join_dict(container: Container) -> Callable[[list[Any]], Any]:
+def _unflatten_dict(container: Container) -> Callable[[list[Any]], Any]:
     cls, keys = container.cls, container.keys
     return lambda parts: cls(zip(keys, parts, strict=True))
 
 
-def _join_tuple(container: Container) -> Callable[[list[Any]], Any]:
-    """A subclass is made without code of its own, unless that is in C: `torch.Size` and the like cannot be made otherwise."""
+def _unflatten_tuple(container: Container) -> Callable[[list[Any]], Any]:
+    """Make a subclass without its own code, unless that is written in C: `torch.Size` and the like need it."""
     cls = container.cls
     if cls is tuple:
         return tuple
@@ -204,7 +207,7 @@ _BUILTIN: Any = type(len)
 _TUPLE_NEW: Any = tuple.__new__
 
 
-def _join_namedtuple(container: Container) -> Callable[[list[Any]], Any]:
+def _unflatten_namedtuple(container: Container) -> Callable[[list[Any]], Any]:
     cls, count = container.cls, len(container.keys)
 
     def join(parts: list[Any]) -> Any:
@@ -215,26 +218,26 @@ def _join_namedtuple(container: Container) -> Callable[[list[Any]], Any]:
     return join
 
 
-def _join_mapping(container: Container) -> Callable[[list[Any]], Any]:
+def _unflatten_mapping(container: Container) -> Callable[[list[Any]], Any]:
     cls, keys = container.cls, container.keys
     return lambda parts: cls(dict(zip(keys, parts, strict=True)))
 
 
-def _join_tensordict(container: Container) -> Callable[[list[Any]], Any]:
+def _unflatten_tensordict(container: Container) -> Callable[[list[Any]], Any]:
     cls, keys, size = container.cls, container.keys, container.extra
     return lambda parts: cls(dict(zip(keys, parts, strict=True)), batch_size=size)
 
 
-def _join_defaultdict(container: Container) -> Callable[[list[Any]], Any]:
+def _unflatten_defaultdict(container: Container) -> Callable[[list[Any]], Any]:
     keys, (factory,) = container.keys, container.extra
     return lambda parts: defaultdict(factory, zip(keys, parts, strict=True))
 
 
-def _join_dataclass(container: Container) -> Callable[[list[Any]], Any]:
+def _unflatten_dataclass(container: Container) -> Callable[[list[Any]], Any]:
     cls, keys = container.cls, container.keys
 
     def join(parts: list[Any]) -> Any:
-        value = object.__new__(cls)  # its fields as they were, without running __post_init__ on them again
+        value = object.__new__(cls)  # its fields are as they were; __post_init__ must not run again
         for name, part in zip(keys, parts, strict=True):
             object.__setattr__(value, name, part)
         return value
@@ -242,7 +245,7 @@ def _join_dataclass(container: Container) -> Callable[[list[Any]], Any]:
     return join
 
 
-def _join_tensor(container: Container) -> Callable[[list[Any]], Any]:
+def _unflatten_tensor(container: Container) -> Callable[[list[Any]], Any]:
     def join(parts: list[Any]) -> Any:
         tensor, attributes = parts
         if type(tensor) is not Tensor or type(attributes) is not dict:
@@ -254,7 +257,7 @@ def _join_tensor(container: Container) -> Callable[[list[Any]], Any]:
     return join
 
 
-def _join_image(container: Container) -> Callable[[list[Any]], Any]:
+def _unflatten_image(container: Container) -> Callable[[list[Any]], Any]:
     def join(parts: list[Any]) -> Any:
         check_image(parts)
         image = container.cls.__new__(container.cls)
@@ -292,40 +295,38 @@ class _ContainerKind(NamedTuple):
 
 
 _KINDS: dict[str, _ContainerKind] = {
-    "dict": _ContainerKind(lambda cls: cls in (dict, OrderedDict), _join_dict),
+    "dict": _ContainerKind(lambda cls: cls in (dict, OrderedDict), _unflatten_dict),
     "list": _ContainerKind(lambda cls: cls is list, lambda container: list),
-    "tuple": _ContainerKind(lambda cls: derives(cls, tuple), _join_tuple),
+    "tuple": _ContainerKind(lambda cls: derives(cls, tuple), _unflatten_tuple),
     "none": _ContainerKind(lambda cls: cls is type(None), lambda container: lambda parts: None, 0),
-    "namedtuple": _ContainerKind(_is_namedtuple, _join_namedtuple),
-    "mapping": _ContainerKind(_is_mapping, _join_mapping),
+    "namedtuple": _ContainerKind(_is_namedtuple, _unflatten_namedtuple),
+    "mapping": _ContainerKind(_is_mapping, _unflatten_mapping),
     "tensordict": _ContainerKind(
-        lambda cls: _is_mapping(cls) and static_attribute(cls, "batch_size") is not None, _join_tensordict
+        lambda cls: _is_mapping(cls) and static_attribute(cls, "batch_size") is not None, _unflatten_tensordict
     ),
-    "dataclass": _ContainerKind(lambda cls: type(static_attribute(cls, "__dataclass_fields__")) is dict, _join_dataclass),
-    "tensor": _ContainerKind(lambda cls: derives(cls, Tensor), _join_tensor, 2),
-    "image": _ContainerKind(_is_image, _join_image),
+    "dataclass": _ContainerKind(lambda cls: type(static_attribute(cls, "__dataclass_fields__")) is dict, _unflatten_dataclass),
+    "tensor": _ContainerKind(lambda cls: derives(cls, Tensor), _unflatten_tensor, 2),
+    "image": _ContainerKind(_is_image, _unflatten_image),
     "set": _ContainerKind(lambda cls: cls in (set, frozenset), lambda container: lambda parts: container.cls(*parts), 1),
     "deque": _ContainerKind(lambda cls: cls is deque, lambda container: lambda parts: deque(*parts), 2),
     "slice": _ContainerKind(lambda cls: cls is slice, lambda container: lambda parts: slice(*parts), 3),
-    "defaultdict": _ContainerKind(lambda cls: cls is defaultdict, _join_defaultdict),
+    "defaultdict": _ContainerKind(lambda cls: cls is defaultdict, _unflatten_defaultdict),
     "memmap": _ContainerKind(lambda cls: cls is np.memmap, lambda container: lambda parts: parts[0].view(np.memmap), 1),
 }
 
 
 def check_class(kind: str, cls: Any, name: str, keys: tuple[Any, ...], extra: Any) -> None:
-    """Raise Unresolved unless a class may be put together as containers of a kind are, with these keys and this extra.
+    """Raise Unresolved unless a class may be a container of a kind, with these keys and this extra.
 
     See NOTE [ Names in data ].
     """
     its = _KINDS.get(kind)
     if its is None or not (is_class(cls) and its.fits(cls)):
-        raise Unresolved(f"its samples are made of {name:.300}, which is no {kind}.")
+        raise Unresolved(f"its samples are made of {name:.300}, which is not of kind {kind}.")
     if kind == "namedtuple" and (fields := static_attribute(cls, "_fields")) != keys:
-        raise Unresolved(
-            f"its samples are made of {name} with the fields {list(keys)}, which it has no longer: it has {list(fields)}."
-        )
+        raise Unresolved(f"its samples are made of {name} with the fields {list(keys)}, and now it has {list(fields)}.")
     if kind in ("list", "tuple", "image") and keys != tuple(range(len(keys))):
-        raise Unresolved(f"its samples are made of {name} with other keys than positions.")
+        raise Unresolved(f"its samples are made of {name} with keys that are not positions.")
     if its.parts not in (None, len(keys)) or (kind == "image" and len(keys) < 5):
         raise Unresolved(f"its samples are made of {name} with {len(keys)} parts.")
     if kind == "dataclass":
@@ -338,7 +339,7 @@ def check_class(kind: str, cls: Any, name: str, keys: tuple[Any, ...], extra: An
 
 
 def _check_attribute(cls: type, name: str, key: Any) -> None:
-    """Raise Unresolved where setting an attribute of a dataclass would run code, or change what it is."""
+    """Raise Unresolved where setting an attribute of a dataclass would run code, or change its class."""
     if type(key) is not str or key in ("__class__", "__dict__", "__weakref__"):
         raise Unresolved(f"its samples are made of {name} with the attribute {key!r:.50}.")
     found = static_attribute(cls, key)
@@ -352,7 +353,7 @@ _PIXEL_BITS = {"1": 1, "L": 8, "P": 8, "LA": 16, "PA": 16, "La": 16, "RGB": 24, 
     **{"RGBA": 32, "RGBX": 32, "RGBa": 32, "CMYK": 32, "I": 32, "F": 32},
     **{"I;16": 16, "I;16L": 16, "I;16B": 16, "I;16N": 16},
 }
-_EMPTY_SIDE = 1 << 16  # pixels of an image that has none because its other side is 0
+_EMPTY_SIDE = 1 << 16  # the longest side of an image whose other side is 0
 
 
 def check_image(parts: Any) -> None:
@@ -371,7 +372,7 @@ def check_image(parts: Any) -> None:
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return a tree of containers with ``function`` of each of its leaves in their place."""
+    """Return a tree of containers with ``function`` applied to each leaf."""
     found = flatten_one(tree)
     if found is None:
         return function(tree)
@@ -386,28 +387,28 @@ def leaves(tree: Any) -> list[Any]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------- the way to a part
+# ---------------------------------------------------------------------------------------------------- the path to a part
 
 
-def told(error: Unfit, where: str, root: str = "sample", pickles: bool = False) -> SampleError:
-    """Return an error that names the part it is of as its user would write it: ``sample 3: sample["image"].meta["space"] is``.
+def sample_error(error: Unfit, where: str, root: str = "sample", pickles: bool = False) -> SampleError:
+    """Return an error that names the part at fault as its user would write it: ``sample 3: sample["image"].meta["space"] is``.
 
     Args:
         where: the sample: "sample 3", "set_slot(3)".
-        root: what to call it in the way to the part.
+        root: the name of the sample in the path to the part.
         pickles: whether allow_pickle=True would help, unless the error is final.
     """
-    way = _way(error)
+    path = _path(error)
     remedy = error.remedy
     if pickles and not error.final:
         remedy += ", or pass allow_pickle=True" if remedy else "Pass allow_pickle=True"
-    subject = f"{root}{way}" if way else "value"
-    prefix = "" if way and where == root else f"{where}: "
+    subject = f"{root}{path}" if path else "value"
+    prefix = "" if path and where == root else f"{where}: "
     return SampleError(f"{prefix}{subject} {error.problem}." + f" {remedy}." * bool(remedy))
 
 
-def _way(error: Unfit) -> str:
-    text, owner = "", None  # of the attributes that come next
+def _path(error: Unfit) -> str:
+    text, owner = "", None  # the class whose attributes come next
     for container, key in reversed(error.steps):
         attributes, owner = owner, None
         if attributes is not None:
@@ -429,6 +430,6 @@ def _attribute(cls: Any, name: Any) -> str:
 
 
 def _shown(key: Any) -> str:
-    if isinstance(key, str):  # a member of a str-Enum, too: it is equal
+    if isinstance(key, str):  # also a member of a str-Enum: it is equal
         return json.dumps(str.__str__(key), ensure_ascii=not key.isprintable())
     return f"{type(key).__qualname__}.{key.name}" if isinstance(key, Enum) else repr(key)

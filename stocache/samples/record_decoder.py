@@ -1,8 +1,8 @@
-"""Records read back into samples; see NOTE [ Records ].
+"""Reads records back into samples; see NOTE [ Records ].
 
-What is read may be damaged or forged: names in a treedef are looked up as NOTE [ Names in data ] has it, sizes are held
-against the record before anything is allocated, and what a list may make is bounded (NOTE [ Items without bytes ]). Most of
-that is checked once, when a treedef is compiled.
+A record may be damaged or forged. So names in a treedef are only looked up (NOTE [ Names in data ]), sizes are compared with
+the record before anything is allocated, and the length of lists is limited (NOTE [ Items without bytes ]). Most of that is
+checked once, when a treedef is compiled.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,15 +31,15 @@ _UNREADABLE = (ValueError, SyntaxError, TypeError, LookupError, AttributeError, 
 
 
 class RecordReader:
-    """What reads the records of one treedef.
+    """Reads the records of one treedef.
 
     Attributes:
-        read: the function that does: ``read(memory, address, start, nbytes, integers, copy)``.
+        read: the function that reads one: ``read(memory, address, start, nbytes, integers, copy)``.
 
     Raises:
-        SegmentError: the text is not a treedef, or of classes that are not here or have changed; or something was pickled,
+        SegmentError: the text is not a treedef, or names classes that are not here or have changed; or something was pickled,
             and ``allow_pickle`` is False.
-        NotImported: it is of a class whose module is not imported, and ``allow_pickle`` is False.
+        NotImported: it names a class whose module is not imported, and ``allow_pickle`` is False.
     """
 
     def __init__(self, text: bytes, allow_pickle: bool) -> None:
@@ -58,10 +58,10 @@ class RecordReader:
         self.read = _reading(read, plan, join, self._streams)
 
     def nbytes(self, integers: tuple[int, ...]) -> int:
-        """Return the bytes that all leaves of a record take together, given its integers; a few more for bare nodes.
+        """Return the bytes of all leaves of a record, given its integers; a few more where lists have bare nodes.
 
         Raises:
-            SegmentError: there are fewer integers than it takes.
+            SegmentError: there are too few integers.
         """
         own = iter(integers[max(0, len(self._streams) - 1) :])
         try:
@@ -82,7 +82,7 @@ def _reading(
 
     def read_record(memory: Any, address: int, start: int, nbytes: int, integers: tuple[int, ...], copy: bool) -> Any:
         at, end = [start] * len(ALIGNMENTS), start + nbytes
-        for length, stream in zip(integers, inner):  # noqa: B905  integers has more than these
+        for length, stream in zip(integers, inner):  # noqa: B905  there are more integers
             at[stream] = start
             start += length
         at[last] = start
@@ -117,16 +117,16 @@ def _reading(
             return join(values)
         except SegmentError:
             raise
-        except Exception as error:  # whatever classes raise that are given parts they do not expect
-            raise SegmentError(f"the cache is damaged, or holds what cannot be read here: {error}") from error
+        except Exception as error:  # whatever a class raises for parts it does not expect
+            raise SegmentError(f"the cache is damaged, or holds a sample that cannot be read here: {error}") from error
 
     return read_record
 
 
 def _flat(treedef: TreeDef, trusted: bool) -> tuple[list[Step], Callable[[list[Any]], Any]]:
-    """Return the leaves of one container of tensors and numbers, and what puts them together; no leaves for all else.
+    """Return the steps that read one container of tensors and numbers, and the function that makes it; no steps for all else.
 
-    Such samples, (image, label) and the like, are most there are, and reading them in one loop takes two thirds of the time.
+    Most samples are such containers, (image, label) and the like. To read them in one loop takes two thirds of the time.
     """
     steps: list[Step] = []
     for child in treedef[5] if treedef[0] == "in" else ():
@@ -145,7 +145,7 @@ def _streams(treedef: TreeDef) -> set[int]:
 
 
 def _size(treedef: TreeDef) -> Size:
-    """Return how many bytes the leaves take, or the function that counts them; bare nodes in lists count as one."""
+    """Return the bytes of the leaves, or the function that counts them; a bare node in a list counts as one byte."""
     if treedef[0] == "in":
         return _sum_of([_size(child) for child in treedef[5]])
     if treedef[0] == "items":
@@ -164,7 +164,7 @@ def _items_size(sizes: list[Any], bare: int) -> Size:
         if len(sizes) == 1 and isinstance(sizes[0], int):
             return count * (sizes[0] + bare)
         total = count * bare
-        for _ in range(count):  # each of which takes an integer
+        for _ in range(count):  # each takes an integer
             its = sizes[next(integers)] if len(sizes) > 1 else sizes[0]
             total += its if isinstance(its, int) else its(integers)
         return total
@@ -176,10 +176,11 @@ _LEVELS = DEEP + 2
 
 
 def _compile(treedef: TreeDef, trusted: bool, depth: int) -> Read:
-    """Return the function that reads what a treedef describes.
+    """Return the function that reads a value of a treedef; ``trusted`` as in `type_lookup.resolve`.
 
     Raises:
-        ValueError, TypeError, LookupError, Unresolved: it is not a treedef, or of what is not here.
+        ValueError, TypeError, LookupError: it is not a treedef.
+        Unresolved: a class in it is not here, or may not be used.
     """
     if type(treedef) is not tuple or not treedef or depth > _LEVELS:
         raise ValueError(f"{treedef!r:.80} is not a treedef, or too deep")
@@ -190,13 +191,13 @@ def _compile(treedef: TreeDef, trusted: bool, depth: int) -> Read:
     return kind_of(treedef).reader(trusted)
 
 
-_PIXELS = 4  # position among the parts of an image
+_PIXELS = 4  # their position among the parts of an image
 
 
 def _read_container(treedef: TreeDef, trusted: bool, depth: int) -> Read:
     join = _container(treedef, trusted).unflatten_fn()
     reads = [_compile(child, trusted, depth + 1) for child in treedef[5]]
-    if treedef[1] == "image" and treedef[5][_PIXELS] == ("bytes",):  # which the image copies
+    if treedef[1] == "image" and treedef[5][_PIXELS] == ("bytes",):  # the image copies them
         reads[_PIXELS] = bytes_reader(lambda view: view)
     return lambda cursor: join([read(cursor) for read in reads])
 
@@ -211,7 +212,7 @@ def _read_items(treedef: TreeDef, reads: list[Read]) -> Read:
     cls, bare = sequence_class(treedef[1]), max(map(bare_nodes, treedef[2]))
     if len(reads) == 1:
         (read,) = reads
-        if not bare:  # then each item takes bytes or an integer
+        if not bare:  # each item takes bytes or an integer
             return lambda cursor: cls([read(cursor) for _ in range(next(cursor.integers))])
         return lambda cursor: cls([read(cursor) for _ in range(cursor.items(bare))])
     return lambda cursor: cls([reads[next(cursor.integers)](cursor) for _ in range(cursor.items(bare))])

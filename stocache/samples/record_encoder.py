@@ -1,26 +1,31 @@
-"""Samples of any size as records: every leaf in its own bytes, and a treedef that says what they make.
+"""Writes samples of any size as records: the bytes of each leaf, and a treedef that says how to put them together.
 
 NOTE [ Records ]
     A record has three parts: a head, the bytes of the leaves, and integers.
 
     head       16 bytes: bytes of the leaves as stored; number of the treedef; how many integers, how wide each is (1, 2, 4 or
                8 bytes, whatever the largest needs), and whether the leaves are compressed
-    leaves     in four streams, first those whose values want to begin at a multiple of 8 bytes, then 4, 2, 1: so each lies
+    leaves     in four streams: first the values whose addresses should be multiples of 8 bytes, then 4, 2, 1. So each lies
                where it can be used in place, without gaps
-    integers   bytes of each stream but the last; then, in the order of the treedef, what varies: shapes and lengths
+    integers   bytes of each stream but the last; then the shapes and lengths, in the order of the treedef
 
-    The treedef has all that is the same for samples of one kind: containers, keys, types of leaves, dtypes, numbers of
-    dimensions, and their order where it is not that of C (then shapes are stored as the values lie in memory). It is kept once
-    for all of them (see arena.py), as a nested tuple written as a Python literal. A list is told by the kinds of its items,
-    however many there are, and a list of numbers is stored as an array. Keys are written as they are where all are str, int,
-    bytes or None; else with their types, and enum members by class and name. The name of an enum member that is a value is in
-    its bytes: a treedef holds for all members.
+    The treedef holds all that samples of one kind have in common: containers, keys, types of leaves, dtypes, numbers of
+    dimensions, and the order of these where it is not that of C (then shapes are stored as the values lie in memory). It is
+    stored once for all of them (see arena.py), as a nested tuple, written as a Python literal:
+
+        ("in", kind, class, keys, extra, children)    a container; with "coded" at the end where types of keys are written
+        ("items", "list" or "tuple", kinds)           a list of any length; items of several kinds each name theirs by number
+        ("tensor", "float32", 2), ("str",) ...        a leaf; see NOTE [ Kinds of leaves ]
+
+    A list of numbers is a leaf, stored as an array. Keys are written as they are where all are str, int, bytes or None. Else
+    they are written with their types, enum members by class and name. An enum member that is a leaf has its name in its bytes,
+    so one treedef serves all members.
 
 NOTE [ Items without bytes ]
-    A list of None, or of empty dicts, has a length and nothing else, so a forged length would make objects without end. So what
-    a list may make is bounded by the bytes it comes from: each item makes so many *bare* nodes (containers, and values of no
-    bytes and no sizes), and all lists of a record may make as many as `BARE_NODES` and one for each byte and integer in it.
-    Where a sample has more, zeros are put behind its leaves. Blocks count in the same way (see NOTE [ Columns ]).
+    A list of None, or of empty dicts, has a length and nothing else, so a forged length could make objects without end. So the
+    bytes of a record limit its lists. A *bare* node is a container, or a leaf without bytes and sizes. All lists of a record
+    may make `BARE_NODES` of them, and one more for each byte and integer in it. Where a sample has more, zeros are put behind
+    its leaves. Blocks count in the same way (see NOTE [ Columns ]).
 """
 
 import ast
@@ -40,7 +45,7 @@ from stocache.samples.kinds import (
     encode_pickle,
     kind_of,
 )
-from stocache.samples.pytree import DEEP, Container, flatten_one, told
+from stocache.samples.pytree import DEEP, Container, flatten_one, sample_error
 from stocache.samples.type_lookup import Unfit
 
 TreeDef: TypeAlias = tuple[Any, ...]
@@ -52,16 +57,16 @@ _WIDTHS = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
 class Record:
-    """A sample taken apart.
+    """A sample in parts.
 
     Attributes:
-        treedef: what it is, but for sizes and values.
+        treedef: its containers, and the types of its leaves.
         streams: the buffers of its leaves.
         integers: shapes and lengths.
 
     Raises:
-        SampleError: a part has no bytes of its own, and ``allow_pickle`` is False or it does not pickle; or it would not come
-            back the same: on a GPU, with a gradient.
+        SampleError: a part has no bytes of its own, and ``allow_pickle`` is False or it does not pickle; or a part would not
+            come back the same: it is on a GPU, or requires a gradient.
     """
 
     def __init__(self, sample: Any, where: str = "sample", allow_pickle: bool = False) -> None:
@@ -71,7 +76,7 @@ class Record:
         try:
             self.treedef = self._take(sample, 0)
         except Unfit as error:
-            raise told(error, where, pickles=not allow_pickle) from error.__cause__
+            raise sample_error(error, where, pickles=not allow_pickle) from error.__cause__
 
     def pack(self) -> tuple[bytes, list[int]]:
         """Return the bytes of the leaves, and all integers."""
@@ -154,13 +159,13 @@ class Record:
             return "in", "tuple", "builtins:tuple", tuple(range(len(values))), (), children
         self.integers.append(len(values))
         self._bare += len(values) * max(map(bare_nodes, kinds))
-        for treedef, own in items:  # of several kinds, each item says of which it is
+        for treedef, own in items:  # of several kinds: each item has the number of its kind
             self.integers += own if len(kinds) == 1 else [kinds.index(treedef), *own]
         return "items", cls.__name__, tuple(kinds)
 
 
 class PackedRecord(NamedTuple):
-    """A sample as plain bytes and numbers, to send and to compare: its treedef, the bytes of its leaves, and all integers."""
+    """A sample as plain bytes and numbers, to send and to compare: the text of its treedef, its leaves, and all integers."""
 
     treedef: bytes
     data: bytes
@@ -168,18 +173,18 @@ class PackedRecord(NamedTuple):
 
     @property
     def has_pickles(self) -> bool:
-        """Whether a part is a pickle. Equal objects may have different ones."""
+        """Whether a part is a pickle. Equal objects may have different pickles."""
         return b"'pickle'" in self.treedef
 
 
 def pack_sample(sample: Any, where: str = "sample") -> PackedRecord:
-    """Return a sample as a packed record, pickled where it cannot be otherwise. Raises SampleError as `Record`."""
+    """Return a sample as a packed record; what has no bytes of its own is pickled. Raises SampleError as `Record`."""
     record = Record(sample, where, allow_pickle=True)
     return PackedRecord(write_treedef(record.treedef), *record.pack())
 
 
 def pack_integers(integers: list[int]) -> tuple[bytes, int]:
-    """Return integers in bytes, and for the head how many there are and how wide."""
+    """Return integers as bytes, and the number for the head that says how many there are and how wide."""
     largest = max(integers, default=0)
     code = next(code for code, width in enumerate(_WIDTHS) if largest < 1 << 8 * width)
     packed = len(integers) << 3 | code
@@ -188,7 +193,7 @@ def pack_integers(integers: list[int]) -> tuple[bytes, int]:
 
 @functools.lru_cache(maxsize=4096)
 def integers_codec(packed: int) -> struct.Struct:
-    """Return the layout of integers, given what the head says of them."""
+    """Return the layout of integers, given the number for the head."""
     return struct.Struct(f"<{packed >> 3}{list(_WIDTHS.values())[packed & 3]}")
 
 
@@ -197,7 +202,7 @@ def integers_codec(packed: int) -> struct.Struct:
 
 @functools.lru_cache(maxsize=1024)
 def bare_nodes(treedef: TreeDef) -> int:
-    """Return how many bare nodes a value has, outside of lists in it; see NOTE [ Items without bytes ]."""
+    """Return how many bare nodes a value has, without those in its lists; see NOTE [ Items without bytes ]."""
     if treedef[0] == "in":
         return 1 + sum(map(bare_nodes, treedef[5]))
     if treedef[0] == "items":
@@ -207,10 +212,10 @@ def bare_nodes(treedef: TreeDef) -> int:
 
 
 def parse_treedef(text: str) -> Any:
-    """Return what a treedef's text says. Raises ValueError, SyntaxError, RecursionError or MemoryError (of the parser)."""
+    """Return the treedef of a text. Raises ValueError, SyntaxError, RecursionError or MemoryError (of the parser)."""
     try:
         return ast.literal_eval(text)
-    except SystemError:  # python/cpython#106905: something was parsed meanwhile, by a finalizer or another thread
+    except SystemError:  # python/cpython#106905: a finalizer or another thread parsed something meanwhile
         return ast.literal_eval(text)
 
 
@@ -219,7 +224,7 @@ def write_treedef(treedef: TreeDef) -> bytes:
     """Return a treedef as text.
 
     Raises:
-        SampleError: what it says cannot be read again: a container's own attributes are not literals.
+        SampleError: the text could not be read again: a key or extra of a container is not a literal.
     """
     text = ""
     try:
@@ -228,5 +233,5 @@ def write_treedef(treedef: TreeDef) -> bytes:
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         good = False
     if not good:
-        raise SampleError(f"sample: what its containers are cannot be written down: {text:.300}")
+        raise SampleError(f"sample: its containers cannot be written down: {text:.300}. Use plain keys.")
     return text.encode("utf-8", "surrogatepass")

@@ -1,15 +1,15 @@
-"""The structure of a sample: a tree of containers whose leaves each have one fixed dtype and shape.
+"""Describes samples of one structure: a tree of containers whose leaves each have a fixed dtype and shape.
 
-A cache keeps one column of memory per leaf. `Structure` takes samples apart into the bytes of their leaves, checking every
-value against the leaf it must fit, and puts values together again into the same containers.
+A cache of such samples has one column of memory per leaf. `Structure` takes a sample apart into the bytes of its leaves, checks
+every value against its leaf, and puts values together again into the same containers.
 
-Leaves: tensors, numpy arrays and scalars, Python int, float, bool and complex. Nothing is converted unless the value survives
-it unchanged.
+A leaf is a tensor, a numpy array or scalar, or a Python int, float, bool or complex. A value is converted only where the result
+equals it.
 
 NOTE [ Orders ]
-    What is dense, but with its dimensions in another order in memory (channels_last, Fortran order, an image that was permuted)
-    is stored as it lies in memory, and comes back with the same strides. Its *order* says so: the dimensions from the one with
-    the largest stride to the one with the smallest, None for those of C. What is not dense is stored in the order of C.
+    A tensor or array may be dense, but have its dimensions in another order in memory: channels_last, Fortran order, a permuted
+    image. It is stored as it lies in memory, and comes back with the same strides. Its *order* lists the dimensions from the
+    largest stride to the smallest; it is None for the order of C. A value that is not dense is stored in the order of C.
 """
 
 import math
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from stocache.errors import SampleError
-from stocache.samples.pytree import Container, class_text, flatten_one, key_text, told
+from stocache.samples.pytree import Container, class_text, flatten_one, key_text, sample_error
 from stocache.samples.type_lookup import Unfit, a
 
 Order: TypeAlias = tuple[int, ...] | None
@@ -34,7 +34,7 @@ Order: TypeAlias = tuple[int, ...] | None
 
 
 class _Dense:
-    """What leaves of tensors and arrays have in common."""
+    """A leaf of tensors or arrays."""
 
     dtype: Any
     shape: tuple[int, ...]
@@ -52,10 +52,11 @@ class _Dense:
 
 @dataclass(frozen=True)
 class TensorLeaf(_Dense):
-    """A tensor of a fixed dtype and shape, held in its own bytes; ``exact`` when it takes only what comes back the same.
+    """A tensor of a fixed dtype and shape, held in its own bytes.
 
     Attributes:
-        order: of its dimensions in memory; see NOTE [ Orders ]. Values that lie in another order are taken, too.
+        exact: whether it takes only values that come back the same.
+        order: the order of its dimensions in memory; see NOTE [ Orders ]. It takes values of any order.
     """
 
     dtype: torch.dtype
@@ -66,7 +67,7 @@ class TensorLeaf(_Dense):
     def encode(self, value: Any) -> Any:
         """Return the bytes of ``value``, a buffer; of any strides, on any device, with or without gradient.
 
-        Numpy arrays of the same dtype and shape are taken too, and numbers where the shape is ``()``.
+        Unless ``exact``, it also takes numpy arrays of the same dtype and shape, and numbers where the shape is ``()``.
 
         Raises:
             Unfit: it has another dtype, shape or layout, or no data.
@@ -95,7 +96,7 @@ class TensorLeaf(_Dense):
                 return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("="), order="C"))
             if isinstance(value, bool | int | float | complex):
                 tensor = torch.tensor(value, dtype=self.dtype)
-                if tensor.item() == value or value != value:  # NaN is no other value
+                if tensor.item() == value or value != value:  # NaN differs from itself
                     return tensor
                 problem = f"it would become {tensor.item()!r} in the cache's {self.dtype}"
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -139,9 +140,9 @@ class ArrayLeaf(_Dense):
 
 
 def dtype_text(dtype: np.dtype[Any]) -> str:
-    """Return a numpy dtype so that dtypes which differ read differently: ``<f4``, ``{'a': <i2, 'b': <f8[3]}``.
+    """Return a numpy dtype as text, ``<f4`` or ``{'a': <i2, 'b': <f8[3]}``; dtypes that differ have different texts.
 
-    Of records the offsets are given where fields are not packed one after the other, and with them the size of all.
+    The text of a record has offsets and the whole size where the fields are not packed one after the other.
     """
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
@@ -208,11 +209,11 @@ Leaf: TypeAlias = TensorLeaf | ArrayLeaf | NumberLeaf
 
 
 def _leaf(value: Any, exact: bool = False) -> Leaf:
-    """Return the leaf that holds ``value`` and its like."""
+    """Return the leaf that holds values like ``value``."""
     leaf: Leaf
     if isinstance(value, Tensor):
         if value.is_nested or value.is_quantized:
-            check_dense(value)  # raises: the first has no shape, the second a scale besides
+            check_dense(value)  # raises: a nested one has no shape, a quantized one has a scale besides
         leaf = TensorLeaf(value.dtype, tuple(value.shape), exact, order_of(value))
     elif isinstance(value, np.ndarray | np.generic):
         if value.dtype.hasobject:
@@ -226,12 +227,12 @@ def _leaf(value: Any, exact: bool = False) -> Leaf:
             "A sample is made of tensors, numpy arrays and numbers in dicts, lists, tuples and dataclasses; RaggedCache also "
             "holds str, bytes and more",
         )
-    leaf.encode(value)  # what cannot be stored is refused now, not in epoch 1
+    leaf.encode(value)  # refuses now, not in epoch 1, a value that cannot be stored
     return leaf
 
 
 def order_of(value: Tensor) -> Order:
-    """Return the order of the dimensions of a tensor in memory, None for that of C; see NOTE [ Orders ]."""
+    """Return the order of a tensor, None for the order of C; see NOTE [ Orders ]."""
     if value.layout != torch.strided or value.is_contiguous():
         return None
     order = _falling(value.stride(), value.shape)
@@ -239,7 +240,7 @@ def order_of(value: Tensor) -> Order:
 
 
 def array_order_of(value: Any) -> Order:
-    """Return the order of the dimensions of a numpy array in memory, None for that of C; see NOTE [ Orders ]."""
+    """Return the order of a numpy array, None for the order of C; see NOTE [ Orders ]."""
     if value.flags.c_contiguous:
         return None
     order = _falling(value.strides, value.shape)
@@ -251,10 +252,10 @@ def _falling(strides: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def inverse(order: Sequence[int], dims: int) -> tuple[int, ...]:
-    """Return what to permute by to undo an order of so many dimensions.
+    """Return the permutation that undoes an order of ``dims`` dimensions.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: it is not such an order.
     """
     if sorted(order) != list(range(dims)):
         raise ValueError(f"{order!r:.50} is not an order of dimensions")
@@ -269,7 +270,7 @@ def tensor_bytes(value: Tensor) -> np.ndarray[Any, Any]:
     """
     try:
         return np.ascontiguousarray(value.numpy())
-    except (TypeError, RuntimeError):  # what numpy cannot show: bfloat16, a GPU's memory, gradients, lazy conjugates
+    except (TypeError, RuntimeError):  # numpy cannot show bfloat16, a GPU's memory, gradients, lazy conjugates
         pass
     check_dense(value)
     plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -277,7 +278,7 @@ def tensor_bytes(value: Tensor) -> np.ndarray[Any, Any]:
 
 
 def check_dense(value: Tensor) -> None:
-    """Raise Unfit unless the values of a tensor are all there is to it."""
+    """Raise Unfit unless a tensor is its values and nothing else."""
     if value.is_quantized:
         raise Unfit("is a quantized tensor, which holds its scale outside of its bytes", "Give dequantized values")
     if value.layout != torch.strided or value.is_meta or value.is_nested:
@@ -295,10 +296,10 @@ def array_bytes(value: Any) -> np.ndarray[Any, Any]:
 def check_exact(value: Any, cls: type) -> None:
     """Raise Unfit unless ``value`` is a plain ``cls`` and would come back with all it has: device, gradient, mask."""
     tensor = value if isinstance(value, Tensor) else None
-    astray = tensor is not None and (tensor.device.type != "cpu" or tensor.requires_grad)
-    if type(value) is not cls and type(value) is not np.memmap:  # whose part comes back as an array: it was read
-        raise Unfit(f"is {a(value)}, the cache gives {cls.__name__}s back", "Convert it first", final=astray)
-    if tensor is not None and astray:
+    displaced = tensor is not None and (tensor.device.type != "cpu" or tensor.requires_grad)
+    if type(value) is not cls and type(value) is not np.memmap:  # a memmap comes back as an array in memory
+        raise Unfit(f"is {a(value)}, the cache gives {cls.__name__}s back", "Convert it first", final=displaced)
+    if tensor is not None and displaced:
         raise Unfit(
             f"is on {tensor.device}{' and requires a gradient' * tensor.requires_grad}, the cache gives plain CPU tensors back",
             "Leave that to the transform, which runs after the cache",
@@ -331,7 +332,7 @@ class _Inner:
 
     @property
     def identity(self) -> str:
-        """What containers and leaves these are: as `__str__`, with the modules of classes."""
+        """The text of `__str__`, with the modules of classes."""
         return self._text(self.container.identity, [getattr(child, "identity", child) for child in self.children])
 
     def _text(self, name: str, children: Sequence[object]) -> str:
@@ -361,22 +362,24 @@ def _build(sample: Any, leaf: Callable[[Any], Leaf]) -> Node:
 
 @dataclass(frozen=True)
 class Structure:
-    """What every sample of a cache looks like. Build one with `of` or `from_dims`."""
+    """The structure that all samples of a cache share. Make one with `of` or `from_dims`."""
 
     root: Node
 
     @classmethod
     def of(cls, sample: Any, *, exact: bool = False) -> "Structure":
-        """Return the structure of ``sample``; an ``exact`` one takes only samples that come back the same in every respect:
-        no numpy array for a tensor, no GPU, no gradient.
+        """Return the structure of ``sample``.
+
+        An ``exact`` one takes only samples that come back the same in every respect: no numpy array for a tensor, no GPU, no
+        gradient.
 
         Raises:
-            SampleError: it has a leaf of no fixed size, or (``exact``) one that would not come back the same.
+            SampleError: a leaf has no fixed size, or (``exact``) would not come back the same.
         """
         try:
             return cls(_build(sample, partial(_leaf, exact=exact)))
         except Unfit as error:
-            raise told(error, "sample") from error.__cause__
+            raise sample_error(error, "sample") from error.__cause__
 
     @classmethod
     def from_dims(cls, data_dims: Any, dtype: Any) -> "Structure":
@@ -418,7 +421,7 @@ class Structure:
         return sum(leaf.nbytes for leaf in self.leaves)
 
     def encode(self, sample: Any, where: str = "sample") -> list[Any]:
-        """Return the bytes of each leaf of ``sample``, as buffers; ``where`` names the sample in errors.
+        """Return the bytes of each leaf of ``sample``, as buffers. ``where`` names the sample in errors.
 
         Raises:
             SampleError: a container or a leaf differs from this structure.
@@ -430,15 +433,15 @@ class Structure:
             _flatten(self.root, sample, lambda leaf, value: buffers.append(leaf.encode(value)))
             return buffers
         except Unfit as error:
-            raise told(error, where) from error.__cause__
+            raise sample_error(error, where) from error.__cause__
 
     def columns(self, batch: Any, where: str = "batch") -> list[Any]:
-        """Return the leaf values of a batch, whose containers are this structure's, unchecked."""
+        """Return the values of the leaves of a batch, unchecked. Its containers must be those of this structure."""
         values: list[Any] = []
         try:
             _flatten(self.root, batch, lambda leaf, value: values.append(value))
         except Unfit as error:
-            raise told(error, where, "batch") from error.__cause__
+            raise sample_error(error, where, "batch") from error.__cause__
         return values
 
     def unflatten(self, values: Sequence[Any]) -> Any:
@@ -446,14 +449,14 @@ class Structure:
         return self.maker([partial(_itself, value) for value in values])()
 
     def maker(self, leaf_makers: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-        """Return the function that makes a sample: it calls the maker of each leaf with its own arguments."""
+        """Return the function that makes a sample; it calls the maker of each leaf with the arguments it gets."""
         return _maker(self.root, iter(leaf_makers))
 
     @property
     def identity(self) -> str:
-        """A text that differs where two structures hold different samples: whole dtypes, keys with types, classes with modules.
+        """A text with whole dtypes, types of keys and modules of classes. Structures that differ have different texts.
 
-        It is the same for two classes that functions define under one name.
+        One exception: two classes that functions define under one name have the same text.
         """
         return str(getattr(self.root, "identity", self.root))
 
@@ -497,7 +500,7 @@ def _flatten(node: Node, sample: Any, take: Callable[[Leaf, Any], None]) -> None
 
 
 def _keys_alike(container: Container, wanted: Container) -> bool:
-    """Whether two containers have the same keys, in any order: a member of a str-Enum equals a str, and 1 equals True."""
+    """Whether two containers have the same keys, in any order. Keys of other types differ: 1 and True, "a" and a str-Enum."""
     if container.kind in ("list", "tuple"):
         return len(container.keys) == len(wanted.keys)
     own, others = ({key: type(key) for key in keys} for keys in (container.keys, wanted.keys))

@@ -54,7 +54,7 @@ def _text(cls: Any, write: Callable[[Any], str | None], read: Callable[[str], An
 
 
 def _integers(*numbers: int) -> str:
-    return " ".join(f"{number:x}" for number in numbers)  # decimal digits are limited to 4300
+    return " ".join(f"{number:x}" for number in numbers)  # Python limits decimal digits to 4300
 
 
 def _parsed(text: str) -> list[int]:

@@ -1,13 +1,12 @@
-"""Names that stored data contains, looked up: classes, enum members, default factories, dtypes.
+"""Looks up the names that stored data contains: classes, enum members, default factories, dtypes.
 
 NOTE [ Names in data ]
-    Blocks and records name classes and dtypes. What reads them may be damaged or forged, so a name is looked up, and nothing
-    else: no module is imported, no attribute hook, property or descriptor runs, and what is found is called only as its kind
-    says below. This holds unless ``trusted`` is True, which ``allow_pickle=True`` makes it: then a module is imported, as
-    pickle would.
+    Blocks and records name classes and dtypes, and they may be damaged or forged. So a name is looked up, and nothing else: no
+    module is imported, no attribute hook, property or descriptor runs, and a class is called only as its kind says below. With
+    ``allow_pickle=True`` names are ``trusted``: then a module is imported, as pickle would.
 
-    A class is one of Python's own, or of a module that this process has imported anyway, and its nature is checked by its
-    method resolution order:
+    A class is one of Python's own, or of a module that this process has imported anyway. Its method resolution order says
+    whether it may be of a kind:
 
     dict, list, tuple, set ...   exactly these types
     tuple        a subclass of tuple, made by ``tuple.__new__``, or by its own where that is written in C (torch.Size)
@@ -15,12 +14,12 @@ NOTE [ Names in data ]
     dataclass    made by ``object.__new__``, its attributes set without properties
     tensor       a subclass of Tensor, made by ``as_subclass``
     mapping      a subclass of dict or Mapping: the one kind whose constructor is called, with one dict
-    tensordict   the same, with a ``batch_size``, which is passed, too
+    tensordict   the same, with a ``batch_size``, which is passed as well
     image        a subclass of PIL's Image, given pixels of the size that its mode and shape take
     enum         members by name; combined flags where the class has no ``_missing_`` and no metaclass of its own
     factory      of a defaultdict: Python's own types
 
-    Writers ask the same questions (`pytree.check_class`), so what cannot be read back is refused or pickled when it is written.
+    Writers make the same checks (`pytree.check_class`): a sample that could not be read back is refused, or pickled.
 """
 
 import importlib
@@ -39,17 +38,17 @@ from numpy.lib.format import descr_to_dtype
 
 from stocache.errors import SampleError, SegmentError, StocacheError
 
-_namespace: Callable[[Any], Any] = vars(ModuleType)["__dict__"].__get__  # of a module, without the hooks of its class
-_attributes: Callable[[Any], Any] = vars(type)["__dict__"].__get__  # of a class, without those of its metaclass
+_namespace: Callable[[Any], Any] = vars(ModuleType)["__dict__"].__get__  # of a module, past the hooks of its class
+_attributes: Callable[[Any], Any] = vars(type)["__dict__"].__get__  # of a class, past the hooks of its metaclass
 _mro: Callable[[Any], Any] = vars(type)["__mro__"].__get__
 _ABSENT = object()
 
 
 class Unresolved(StocacheError):
-    """A name in stored data cannot be used here; says why, of "its samples".
+    """A name in stored data cannot be used here. The message says why, of "its samples".
 
     Attributes:
-        module: the module to import first; "" where that is not what is missing.
+        module: the module to import first; "" where importing would not help.
     """
 
     def __init__(self, problem: str, module: str = "") -> None:
@@ -62,15 +61,15 @@ class NotImported(SegmentError):
 
 
 class Unfit(SampleError):
-    """Why a part of a sample cannot be stored, said of the part: "is a lock, which has no bytes of its own".
+    """A part of a sample cannot be stored. The message says why, of the part: "is a lock, which has no bytes of its own".
 
-    The way to the part is added by the containers around it, from the inside out; see `pytree.told`.
+    The containers around the part add the path to it, from the inside out; see `pytree.sample_error`.
 
     Attributes:
-        problem, remedy: what is wrong, and what to do; neither ends with a full stop.
-        final: whether pickling is not the way out.
+        problem, remedy: the reason, and the advice; neither ends with a full stop.
+        final: whether pickling would not help.
         steps: containers and keys in them, from the inside out.
-        row: of samples that are taken apart together, the row of the one at fault.
+        row: the row of the sample at fault, where samples are taken apart together.
     """
 
     def __init__(self, problem: str, remedy: str = "", final: bool = False) -> None:
@@ -80,7 +79,7 @@ class Unfit(SampleError):
         self.row = 0
 
     def within(self, container: Any, key: Any) -> "Unfit":
-        """Return the same error, of a part of ``container``."""
+        """Return the same error after adding a step to its path."""
         self.steps.append((container, key))
         return self
 
@@ -104,7 +103,7 @@ def derives(cls: type, base: type) -> bool:
 
 
 def static_attribute(cls: type, name: str) -> Any:
-    """Return an attribute of a class as it stands in the class or a base, None where there is none; runs no descriptor."""
+    """Return an attribute as a class or a base of it holds it; None where it is missing. Runs no descriptor."""
     for base in _mro(cls):
         found = _attributes(base).get(name, _ABSENT)
         if found is not _ABSENT:
@@ -113,7 +112,7 @@ def static_attribute(cls: type, name: str) -> Any:
 
 
 def find_class(name: str) -> type | None:
-    """Return the class of a name, "module:qualname"; None where it is not here, or not a class. Imports and calls nothing.
+    """Return the class of a name, "module:qualname"; None where it is missing, or not a class. Imports and calls nothing.
 
     Raises:
         Unresolved: the module is not imported.
@@ -135,10 +134,10 @@ def find_class(name: str) -> type | None:
 
 
 def import_class(name: str) -> Any:
-    """Return the class or function of a name; imports its module, as pickle would. Only where that is allowed.
+    """Return the class or function of a name; imports its module, as pickle would. Only for names that are trusted.
 
     Raises:
-        ImportError, AttributeError, ValueError: it is not there.
+        ImportError, AttributeError, ValueError: it is missing.
     """
     if name == "builtins:NoneType":
         return type(None)
@@ -150,7 +149,7 @@ _trusted: dict[str, Any] = {}
 
 
 def resolve(name: Any, trusted: bool) -> Any:
-    """Return the class of a name, None where it is not one; where ``trusted``, also a function, and its module is imported.
+    """Return the class of a name; None where it is not a class. If ``trusted``, import its module, and return functions, too.
 
     Raises:
         Unresolved: its module is not here.
@@ -168,7 +167,7 @@ def resolve(name: Any, trusted: bool) -> Any:
     if found is None and trusted:
         try:
             found = _trusted[name] = import_class(name)
-        except Exception as error:  # whatever importing it raises
+        except Exception as error:  # whatever its module raises
             raise Unresolved(f"its samples are made of {name}, which is not here: {error}.") from None
     return found
 
@@ -180,10 +179,10 @@ def name_of(cls: Any) -> str:
     """Return the name by which every process finds a class or a function.
 
     Raises:
-        Unfit: it has none: it was defined within a function, or replaced.
+        Unfit: it does not have such a name: it was defined within a function, or replaced.
     """
     module, path = getattr(cls, "__module__", None), getattr(cls, "__qualname__", None)
-    name = f"{'__main__' if module == '__mp_main__' else module}:{path}"  # what spawn calls the script in a child
+    name = f"{'__main__' if module == '__mp_main__' else module}:{path}"  # as spawn calls the script in a child
     if _classes.get(name) is not cls:
         try:
             found = find_class(name) if is_class(cls) else import_class(name)
@@ -201,14 +200,14 @@ _OWN = (list, dict, set, int, float, complex, str, tuple, frozenset, bool, bytes
 FACTORIES: dict[str, Any] = {f"builtins:{cls.__name__}": cls for cls in _OWN} | {
     f"collections:{cls.__name__}": cls for cls in (OrderedDict, deque, Counter)
 }
-"""What the default_factory of a defaultdict may be where classes are not to be imported by name."""
+"""The default factories that may be called where names are not trusted."""
 
 
 def factory_of(name: Any, trusted: bool) -> Any:
     """Return the default_factory of a name, None for None.
 
     Raises:
-        Unresolved: it is not one of `FACTORIES`, and ``trusted`` is False; or it is not here.
+        Unresolved: it is not in `FACTORIES`, and ``trusted`` is False; or it is not here.
         ValueError: it is not a name.
     """
     if name is None:
@@ -229,7 +228,7 @@ def enum_class(name: Any, trusted: bool) -> Any:
     """Return the enum class of a name.
 
     Raises:
-        Unresolved: it is not here, or not one.
+        Unresolved: it is not here, or not an enum.
     """
     cls = resolve(name, trusted)
     if not (is_class(cls) and derives(cls, Enum)):
@@ -238,7 +237,7 @@ def enum_class(name: Any, trusted: bool) -> Any:
 
 
 def member_of(cls: Any, name: Any) -> Any:
-    """Return the member of an enum class that has a name, as `kinds.member_name` gives it.
+    """Return the member of an enum class that has a name, as `member_name` gives it.
 
     Raises:
         ValueError: it has no such member, or is not an enum class.
@@ -258,8 +257,10 @@ def member_of(cls: Any, name: Any) -> Any:
 
 
 def member_name(member: Any) -> str | None:
-    """Return the name of an enum member, of combined flags "A|B", with the bits that have no name as a number at the end; None
-    where that does not lead back to it."""
+    """Return the name of an enum member; None where the name does not lead back to it.
+
+    Combined flags have the name "A|B", with a number at the end for bits that have no name.
+    """
     cls, name = type(member), member._name_
     try:
         if cls.__members__.get(name) is not member:
@@ -272,13 +273,13 @@ def member_name(member: Any) -> str | None:
                     rest &= ~single._value_
             name = "|".join(names + [str(rest)] * bool(rest or not names))
         again = member_of(cls, name)
-    except Exception:  # whatever a class does that makes its members in another way
+    except Exception:  # the class makes its members in another way
         return None
     return name if again is member or (again == member and type(again) is cls) else None
 
 
 def _combines(cls: type) -> bool:
-    """Whether flags of a class are combined by the code of Python's enum module."""
+    """Whether the code of Python's enum module combines the flags of a class."""
     return (
         derives(cls, Flag)
         and static_attribute(cls, "_missing_") in (static_attribute(Flag, "_missing_"), static_attribute(IntFlag, "_missing_"))
@@ -293,14 +294,14 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     for dtype in vars(torch).values()
     if type(dtype) is torch.dtype and not str(dtype).startswith(("torch.qint", "torch.quint"))
 }
-"""Those whose values each have bytes of their own, by name."""
+"""The dtypes whose values each have bytes of their own, by name."""
 
 
 def torch_dtype(name: Any) -> torch.dtype:
     """Return the torch dtype of a name.
 
     Raises:
-        ValueError: there is none, or it is quantized: such tensors hold a scale outside of their bytes.
+        ValueError: it is unknown or quantized: quantized tensors hold a scale outside of their bytes.
     """
     dtype = TORCH_DTYPES.get(name) if type(name) is str else None
     if dtype is None:
@@ -316,13 +317,13 @@ _MAX_FIELDS, _MAX_LEVELS, _MAX_ITEMSIZE = 10_000, 16, 1 << 24
 
 
 def numpy_dtype(descr: Any) -> np.dtype[Any]:
-    """Return the numpy dtype that a description names: a str; or a tuple or list of fields, each a name (or a title and a
-    name), a description, and perhaps a shape.
+    """Return the numpy dtype of a description: a str; or a tuple or list of fields, each a name (or a title and a name), a
+    description, and perhaps a shape.
 
-    Only numbers, bool, str, bytes, void, dates and time differences, and records of such; never Python objects.
+    It is a dtype of numbers, bool, str, bytes, void, dates or time differences, or of records of these; never of objects.
 
     Raises:
-        ValueError: it does not name one.
+        ValueError: it is not the description of such a dtype.
     """
     count = [0]
     try:
@@ -337,7 +338,7 @@ def numpy_dtype(descr: Any) -> np.dtype[Any]:
 
 
 def _checked_descr(descr: Any, level: int, count: list[int]) -> Any:
-    """Return a description with its fields in lists, as numpy wants it; raise ValueError where it is not one."""
+    """Return a description with its fields in lists, as numpy wants it. Raises ValueError where it is not a description."""
     count[0] += 1
     if level > _MAX_LEVELS or count[0] > _MAX_FIELDS:
         raise ValueError(f"a dtype has more than {_MAX_LEVELS} levels or {_MAX_FIELDS} fields")
@@ -360,7 +361,7 @@ def _checked_descr(descr: Any, level: int, count: list[int]) -> Any:
 
 
 def _shapes(shape: list[Any]) -> list[tuple[int, ...]]:
-    """Return the shape of a field, if any, as a tuple."""
+    """Return a list of the shape of a field, empty where it does not have one."""
     if not shape:
         return []
     (sizes,) = shape
@@ -399,6 +400,6 @@ def check_dims(dims: Any) -> int:
     """Return a number of dimensions.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: it is not a number from 0 to 64.
     """
     return check_size(dims, MAX_DIMS + 1)

@@ -346,7 +346,7 @@ def test_get_slots_takes_indices_of_any_kind(indices):
         (3, r"indices are int64\[\]"),
         ("01", r"indices are <U2\[\]"),
         (["a"], "indices are <U1"),
-        ([[0], [0, 1]], "indices are a list of no integers"),
+        ([[0], [0, 1]], "indices are a list that does not hold integers"),
         ([0, 2**64], "indices are object"),
     ],
 )

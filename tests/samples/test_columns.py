@@ -328,7 +328,7 @@ def forged(values, change):
 @pytest.mark.parametrize("name", ["subprocess:Popen", "os:system", "builtins:exec", "builtins:list", "pathlib:Path"])
 def test_a_forged_class_is_not_called(name):
     data = forged([("true", "x"), ("true", "y")], lambda tree: tree.update({"class": name}))
-    with pytest.raises(StorageError, match=f"its samples are made of {name}, which is no tuple"):
+    with pytest.raises(StorageError, match=f"its samples are made of {name}, which is not of kind tuple"):
         Block(BytesFile(data), "a block")
 
 
@@ -395,7 +395,7 @@ def test_a_module_is_not_imported_for_forged_members_and_factories():
 )
 def test_forged_kinds_are_errors(value, change):
     data = forged([value], lambda tree: tree.update(change))
-    with pytest.raises(StorageError, match=r"a block is damaged|a block: its samples are made of .*, which is no"):
+    with pytest.raises(StorageError, match=r"a block is damaged|a block: its samples are made of .*, which is not of kind"):
         Block(BytesFile(data), "a block").all()
 
 

@@ -421,7 +421,7 @@ def test_a_forged_class_is_not_called(name, tmp_path):
         if f"builtins:{kind}" == name:
             continue
         text = repr(("in", kind, name, (0, 1), (), (("str",), ("str",)))).encode()
-        refused(("touch", str(tmp_path / "x")), f"made of {name}, which is no {kind}", text=text)
+        refused(("touch", str(tmp_path / "x")), f"made of {name}, which is not of kind {kind}", text=text)
     assert not (tmp_path / "x").exists()
 
 

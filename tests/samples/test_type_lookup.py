@@ -133,7 +133,7 @@ class Disguised(metaclass=Sly):
 @pytest.mark.parametrize("cls", [Virtual, Disguised, int, type, object, types.ModuleType, print, None, 3])
 def test_a_nature_is_real(kind, cls):
     ran.clear()
-    with pytest.raises(Unresolved, match="which is no "):
+    with pytest.raises(Unresolved, match="which is not of kind "):
         check_class(kind, cls, "name", (), ())
     assert ran == []
 
