@@ -12,8 +12,10 @@ import pytest
 from hypothesis import settings
 
 from stocache.cache.base import SampleCache, SlotState
-from tests.support.processes import run_all
-from tests.support.traces import freeze_garbage, leaves_no_trace, pytest_configure
+
+pytest.register_assert_rewrite("tests.support")  # so that assertions there tell the values, too
+from tests.support.processes import run_all  # noqa: E402
+from tests.support.traces import freeze_garbage, leaves_no_trace, pytest_configure  # noqa: E402
 
 __all__ = ["freeze_garbage", "leaves_no_trace", "pytest_configure"]
 

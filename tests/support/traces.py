@@ -114,10 +114,10 @@ def leaves_no_trace(request: pytest.FixtureRequest):
     before, names = holdings(), shm_names()
     yield
     request.node.funcargs.clear()  # pytest would keep the fixtures' values until later
+    gc.collect()  # a DataLoader that is gone closes its queues, but waits for none of the threads that feed them
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":
+            thread.join(20)
     if not request.node.get_closest_marker("leaves_descriptors"):
-        gc.collect()  # a DataLoader that is gone closes its queues, but waits for none of the threads that feed them
-        for thread in threading.enumerate():
-            if thread.name == "QueueFeederThread":
-                thread.join(20)
         assert holdings() == before
     assert not names_that_stay(names)
