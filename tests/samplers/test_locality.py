@@ -410,5 +410,5 @@ def test_a_cache_of_another_placement_is_an_error(monkeypatch):
 
 def test_a_loader_of_batches_of_another_size_is_an_error():
     sampler = LocalityDistributedSampler(range(40), 4)
-    with pytest.raises(LimitError, match="batches of 4, and batch_size=8"):
+    with pytest.raises(LimitError, match="batches of 4 samples, but batch_size=8"):
         stocache.DataLoader(range(40), batch_size=8, sampler=sampler)
