@@ -34,6 +34,7 @@ from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.samples.indices import length_of
 from stocache.shm.pool import Pool
 from stocache.system import rng
+from stocache.system.children import fork_lock
 from stocache.system.deprecation import old_name
 
 _SIGNATURE = inspect.signature(torch.utils.data.DataLoader.__init__)
@@ -161,7 +162,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         changed = copy.copy(self)
         for name, value in replaced.items():
             object.__setattr__(changed, name, value)  # torch's __setattr__ refuses these names, to protect loaders in use
-        with order.rng_during_creation(progress):
+        with order.rng_during_creation(progress), fork_lock():
             iterator = torch.utils.data.DataLoader.__iter__(changed)
         self._iterator = changed._iterator
         return iterator

@@ -25,6 +25,7 @@ import random
 import signal
 import stat
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -100,6 +101,14 @@ def in_children(
             child.end()
 
 
+_fork_locks: dict[int, Any] = {}  # by process: in a forked child the lock of its parent may be held for ever
+
+
+def fork_lock() -> Any:
+    """Return the lock under which this process forks: filelock, which torch imports, raises when two threads fork at once."""
+    return _fork_locks.setdefault(os.getpid(), threading.RLock())
+
+
 class _Child:
     """One forked process that runs a job."""
 
@@ -114,7 +123,8 @@ class _Child:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Python 3.12 warns of threads; the child does not need them
-                self.pid = os.fork()
+                with fork_lock():
+                    self.pid = os.fork()
         except OSError as error:
             self.pipe.close()
             sender.close()

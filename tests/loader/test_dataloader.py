@@ -566,6 +566,35 @@ def test_torch_keeps_and_ends_persistent_workers_under_the_names_that_are_used()
     assert process.exitcode == 0
 
 
+FORKING = """
+import sys, threading, time
+import stocache
+
+forking, at_once = set(), []
+
+def watch(event, _):
+    if event == "os.fork":
+        forking.add(threading.get_ident())
+        time.sleep(0.2)
+        at_once.append(len(forking))
+        forking.discard(threading.get_ident())
+
+sys.addaudithook(watch)  # as filelock does, which raises where two threads fork at once
+threads = [threading.Thread(target=list, args=[stocache.DataLoader(range(8), 4, num_workers=1)]) for _ in range(2)]
+threads += [threading.Thread(target=stocache.CachedDataset, args=[list(range(8)), "1MB"])]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert at_once == [1] * len(at_once) and len(at_once) >= 3, at_once
+"""
+
+
+def test_threads_that_start_workers_or_probe_fork_one_after_the_other():
+    program = "import warnings; warnings.simplefilter('ignore')" + FORKING
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 # ---------------------------------------------------------------------------------------------------- how they travel
 
 
