@@ -55,6 +55,7 @@ class at_step:
 
     def __enter__(self):
         self._before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 traces opcodes only if a frame has asked before settrace
         sys.settrace(self._enter_frame)
         return self
 
