@@ -151,7 +151,7 @@ LIBRARIES = (
             Laplacian MaxBlurPool2D MedianBlur MotionBlur MotionBlur3D OtsuThreshold Sobel SpatialGradient SpatialGradient3d
             UnsharpMask"""
         ),
-        _names("StableDiffusionDissolving"),
+        _names("DexiNed StableDiffusionDissolving"),  # networks; DexiNed is here up to Kornia 0.8
         _has_no_parameters,
     ),
     Library(
