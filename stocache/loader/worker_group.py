@@ -15,7 +15,6 @@ import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from stocache.errors import WorkerError
 from stocache.loader.order import Order
 from stocache.loader.ring import Ring
 from stocache.system.children import signal_name
+from stocache.system.waiting import wait_until
 
 
 @dataclass(eq=False)
@@ -114,7 +114,7 @@ class WorkerGroup:
             return death if death or sure else message
         if isinstance(error, OSError | EOFError | ImportError) and (modules := _multiprocessing_in(error)):
             if self.workers:  # a worker died before it passed on the descriptor of a batch
-                wait([worker.sentinel for worker in self.workers], _EXIT_S)
+                wait_until(lambda: any(worker.exitcode is not None for worker in self.workers), _EXIT_S)
                 return self.death([worker.pid or 0 for worker in self.workers])
             if "multiprocessing.synchronize" in modules or isinstance(error, ImportError):
                 hint = "They need semaphores in /dev/shm. Check that it is mounted and writable."
@@ -168,7 +168,7 @@ def _explain_in_handler() -> None:
     signal.signal(signal.SIGCHLD, explain)
 
 
-_EXIT_S = 5.0  # a worker closes its sockets before it exits; this long it may take
+_EXIT_S = 5.0  # a worker stops serving its descriptors before it has ended; this long it may take
 _proven: set[str] = set()  # start methods that started a process, although the script seems to have no guard
 _PATIENCE_S = 60.0  # wait for such a process
 
