@@ -8,6 +8,7 @@ NOTE [ Where a buffer begins ]
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -78,11 +79,10 @@ class Buffers:
         self.cache: RaggedCache | None = None
         if options.size_limit_gib != 0:
             self.cache = RaggedCache.from_options(options, self._len * world_size)
-        shared: dict[str, Any] = {}
-        if options.name is not None:
-            shared = {"name": f"{options.name}.lines", "persist": options.persist, "fingerprint": options.fingerprint}
         table_gib = _TABLE_ROW * self._len * world_size / 2**30
-        self._table = SharedCache(table_gib, self._len * world_size, (3,), torch.int64, **shared)
+        table_name = None if options.name is None else f"{options.name}.lines"
+        table = replace(options, size_limit_gib=table_gib, name=table_name)
+        self._table = SharedCache.from_options(table, self._len * world_size, (3,), torch.int64)
 
     # ------------------------------------------------------------------------------------------------ where they begin
 
