@@ -1,5 +1,7 @@
 """Get and set the states of the random number generators of Python, numpy and torch."""
 
+import base64
+import binascii
 import contextlib
 import ctypes
 import random
@@ -8,6 +10,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+
+from stocache.errors import StateError
 
 States: TypeAlias = dict[str, Any]
 """Holds only tensors, lists, strings and numbers, so that it can be saved in any way."""
@@ -48,6 +52,77 @@ def set_rng_state(taken: States, generators: Sequence[torch.Generator] = ()) -> 
     torch.set_rng_state(taken["torch"])
     for generator, state in zip(generators, taken["generators"], strict=True):
         generator.set_state(state)
+
+
+def to_json(taken: States) -> dict[str, Any]:
+    """Return states as strings, numbers, lists and dicts, which JSON can save."""
+    version, numbers, gauss = taken["python"]
+    return {
+        "python": [version, _to_text(np.array(numbers, np.uint64)), gauss],
+        "numpy": _numpy_to_json(taken["numpy"]),
+        "torch": _to_text(taken["torch"].numpy()),
+        "generators": [_to_text(state.numpy()) for state in taken["generators"]],
+    }
+
+
+def from_json(saved: Any) -> States:
+    """Return the states that `to_json` was given.
+
+    Raises:
+        StateError: ``saved`` is damaged: no generator could have these states.
+    """
+    try:
+        version, numbers, gauss = saved["python"]
+        taken: States = {
+            "python": [version, _from_text(numbers, np.uint64).tolist(), None if gauss is None else float(gauss)],
+            "numpy": _numpy_from_json(saved["numpy"]),
+            "torch": torch.from_numpy(_from_text(saved["torch"], np.uint8)),
+            "generators": [torch.from_numpy(_from_text(state, np.uint8)) for state in saved["generators"]],
+        }
+        _check(taken)
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, OverflowError, binascii.Error) as error:
+        raise StateError(f"the states of the random number generators are damaged: {error}") from error
+    return taken
+
+
+def _check(taken: States) -> None:
+    """Try states on generators that nobody uses."""
+    version, numbers, gauss = taken["python"]
+    random.Random().setstate((version, tuple(numbers), gauss))
+    numpy_state = _arrays(taken["numpy"])
+    if numpy_state["bit_generator"] == "MT19937" and not 0 <= numpy_state["state"]["pos"] <= 624:
+        raise ValueError("the position of numpy's generator")  # numpy does not check it, and would read beyond its memory
+    np.random.RandomState(getattr(np.random, _bit_generator(numpy_state))(0)).set_state(numpy_state)
+    for state in (taken["torch"], *taken["generators"]):
+        torch.Generator().set_state(state)
+
+
+def _bit_generator(numpy_state: Any) -> str:
+    name = numpy_state["bit_generator"]
+    if name not in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"):
+        raise ValueError("the kind of numpy's generator")
+    return str(name)
+
+
+def _to_text(numbers: Any) -> str:
+    return base64.b64encode(numbers.tobytes()).decode()
+
+
+def _from_text(text: str, dtype: Any) -> Any:
+    return np.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype)
+
+
+def _numpy_to_json(state: Any) -> Any:
+    """Return a state of numpy with text in place of tensors."""
+    if isinstance(state, dict):
+        return {key: _numpy_to_json(value) for key, value in state.items()}
+    return [_to_text(state.numpy())] if isinstance(state, torch.Tensor) else state
+
+
+def _numpy_from_json(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _numpy_from_json(value) for key, value in state.items()}
+    return torch.from_numpy(_from_text(state[0], np.int64)) if isinstance(state, list) else state
 
 
 @contextlib.contextmanager

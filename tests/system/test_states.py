@@ -1,0 +1,100 @@
+import copy
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from stocache.errors import StateError
+from stocache.system import rng
+from stocache.system.state import ANYTHING, StateForm
+
+FORM = StateForm("Thing", 3, position={"batches": (int,), "epoch": (int, type(None))}, parts={"own": ANYTHING})
+
+
+def leaves(value, path=()):
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from leaves(value[key], (*path, key))
+    else:
+        yield path
+
+
+def draws(generator):
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        np.random.normal(),
+        torch.rand(2).tolist(),
+        torch.rand(2, generator=generator).tolist(),
+    )
+
+
+def test_states_of_generators_pass_through_json():
+    random.gauss(0, 1)  # each remembers the second number of a pair
+    np.random.normal()
+    generator = torch.Generator()
+    saved = json.loads(json.dumps(rng.to_json(rng.states([generator]))))
+    expected = draws(generator)
+    rng.set_rng_state(rng.from_json(saved), [generator])
+    assert draws(generator) == expected
+
+
+def test_damaged_states_of_generators_are_refused():
+    saved = rng.to_json(rng.states([torch.Generator()]))
+    for path in leaves(saved):
+        for bad in (-1, 10**30, "", "AAAA", [], {}, "x" * 7, 700, object()):
+            damaged = copy.deepcopy(saved)
+            place = damaged
+            for key in path[:-1]:
+                place = place[key]
+            if place[path[-1]] == bad:
+                continue
+            place[path[-1]] = bad
+            before = rng.fingerprint()
+            try:
+                rng.set_rng_state(rng.from_json(damaged), [torch.Generator()])
+                draws(torch.Generator())
+            except StateError as error:
+                assert "damaged" in str(error)
+                assert rng.fingerprint() == before, path
+
+
+def test_a_state_is_read_as_it_was_made():
+    state = json.loads(json.dumps(FORM.make({"samples": 7}, {"batches": 2, "epoch": None}, {"own": [1, "a"]})))
+    assert FORM.read(state, {"samples": 7}) == ({"batches": 2, "epoch": None}, {"own": [1, "a"]})
+    assert FORM.read(state, {"samples": None}) == ({"batches": 2, "epoch": None}, {"own": [1, "a"]})  # unknown
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda state: state["identity"].update(samples=8), "samples 8; this one has 7"),
+        (lambda state: state["identity"].clear(), "damaged"),
+        (lambda state: state.update(identity=3), "damaged"),
+        (lambda state: state["position"].update(batches=-1), "batches=-1"),
+        (lambda state: state["position"].update(batches=True), "batches=True"),
+        (lambda state: state["position"].update(batches="2"), "batches='2'"),
+        (lambda state: state["position"].pop("epoch"), "damaged"),
+        (lambda state: state["position"].update(more=1), "damaged"),
+        (lambda state: state["parts"].update(own=object()), "own=<object"),
+        (lambda state: state.update(parts=None), "damaged"),
+        (lambda state: state.update(what="Other"), "not a state of a Thing"),
+        (lambda state: state.update(more=1), "not a state of a Thing"),
+        (lambda state: state.update(version=2), "reads states of version 3, and this state has version 2"),
+        (lambda state: state.pop("version"), "version None"),
+        (lambda state: state.clear(), "version None"),
+    ],
+)
+def test_other_states_are_refused(change, message):
+    state = FORM.make({"samples": 7}, {"batches": 2, "epoch": None}, {"own": None})
+    change(state)
+    with pytest.raises(StateError, match=message):
+        FORM.read(state, {"samples": 7})
+
+
+@pytest.mark.parametrize("state", [None, [], 3, "state", b"state"])
+def test_what_is_not_a_dict_is_refused(state):
+    with pytest.raises(StateError, match="not a state of a Thing"):
+        FORM.read(state, {})
