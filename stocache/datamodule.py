@@ -168,25 +168,25 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
 
     # ------------------------------------------------------------------------------------------------ loaders
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of the training samples, shuffled."""
         return self._loader("train", shuffle=True)
 
-    def val_dataloader(self) -> DataLoader:
+    def val_dataloader(self) -> DataLoader[Any]:
         """Return a loader of the validation samples, in order."""
         return self._loader("val", shuffle=False)
 
-    def test_dataloader(self) -> DataLoader:
+    def test_dataloader(self) -> DataLoader[Any]:
         """Return a loader of the test samples, in order."""
         return self._loader("test", shuffle=False)
 
-    def _loader(self, part: str, shuffle: bool) -> DataLoader:
+    def _loader(self, part: str, shuffle: bool) -> DataLoader[Any]:
         dataset = self.datasets.get(part)
         if dataset is None:
             raise LimitError(f"the split has no part {part!r}, it has {sorted(self.datasets)}.")
         options = dict(self._loader_options)
         options.setdefault("persistent_workers", bool(options.get("num_workers")))
-        loader: DataLoader = DataLoader(dataset, self.batch_size, sampler=self.sampler(dataset, shuffle), **options)
+        loader: DataLoader[Any] = DataLoader(dataset, self.batch_size, sampler=self.sampler(dataset, shuffle), **options)
         return loader
 
     def sampler(self, dataset: Any, shuffle: bool) -> Sampler[int]:

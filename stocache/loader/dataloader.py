@@ -2,11 +2,12 @@
 
 NOTE [ How torch's DataLoader is used ]
     `DataLoader` is a subclass of torch's, and keeps the arguments that the user gave. torch makes each iterator from a copy of
-    the loader, in which three arguments are replaced. ``collate_fn`` becomes `RingCollate`, which writes the batch into the
+    the loader, in which some arguments are replaced. ``collate_fn`` becomes `RingCollate`, which writes the batch into the
     ring and returns a handle. The sampler becomes `Order`, which can be resumed. A `CachedDataset` becomes a view of itself
-    that returns a `LazyBatch`. Of torch's methods only ``__iter__`` is overridden. Three private names of torch are used:
-    ``DataLoader._iterator``, which holds the iterator of persistent workers, and that iterator's ``_workers``, its processes,
-    and ``_shutdown_workers``, which ends them. Lightning uses the first and the last in the same way.
+    that returns a `LazyBatch`. Datasets that have a state get the wrappers of worker_state.py. Of torch's methods only
+    ``__iter__`` is overridden. Three private names of torch are used: ``DataLoader._iterator``, which holds the iterator of
+    persistent workers, and that iterator's ``_workers``, its processes, and ``_shutdown_workers``, which ends them. Lightning
+    uses the first and the last in the same way.
 """
 
 import contextlib
@@ -14,31 +15,33 @@ import copy
 import functools
 import inspect
 import multiprocessing
+import operator
 import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.data
-from torch.utils.data import IterableDataset
 
 from stocache.datasets.cached import CachedDataset, with_lazy_batches
-from stocache.errors import ClosedError, LimitError, StateError, WorkerError
+from stocache.errors import ClosedError, LimitError, WorkerError
 from stocache.loader.collate import Gatherer, RingCollate, as_is, stacks
-from stocache.loader.order import Order, Progress, RequestContext, layers, samplers_in, set_epoch
+from stocache.loader.order import Order, Progress
+from stocache.loader.requests import RequestContext, layers
+from stocache.loader.resumable import ResumableLoader
 from stocache.loader.ring import Ring
 from stocache.loader.worker_group import WorkerGroup, is_timeout, try_to_start
+from stocache.loader.worker_state import StateBatch, WorkerStates
 from stocache.samplers.locality import LocalityDistributedSampler
-from stocache.samples.indices import length_of
 from stocache.shm.pool import Pool
-from stocache.system import rng
 from stocache.system.children import fork_lock
 from stocache.system.deprecation import old_name
 
+_T = TypeVar("_T")
+
 _SIGNATURE = inspect.signature(torch.utils.data.DataLoader.__init__)
-_STATE_VERSION = 1
 _SPARE = 8  # buffers of a worker beyond those it prefetches, for batches that the user holds; unused ones take no memory
 
 
@@ -66,7 +69,7 @@ class LoaderStats:
     outside = old_name("outside", "fallbacks")
 
 
-class DataLoader(torch.utils.data.DataLoader[Any]):
+class DataLoader(ResumableLoader[_T]):
     """torch's DataLoader with the same arguments and the same batches, and less copying.
 
         loader = DataLoader(CachedDataset(dataset, 32), batch_size=256, shuffle=True, num_workers=8)
@@ -82,21 +85,33 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             worker_init_fn, multiprocessing_context, generator, persistent_workers, in_order: as for torch's DataLoader.
         prefetch_factor: as for torch's DataLoader. With ``num_workers=0``, and a cached dataset without a transform, the number
             of batches that a thread of this process gathers in advance.
+        snapshot_every_n_steps: with which batches workers send the state of a dataset that has one: with those of every n-th
+            step. A loader that resumes between two of them loads up to n - 1 batches, and drops them.
 
     Raises:
-        ValueError, TypeError: as torch's DataLoader.
+        ValueError, TypeError: as torch's DataLoader; ``snapshot_every_n_steps`` is not a positive integer.
         LimitError: the `LocalityDistributedSampler` was made for another batch size.
         WorkerError: while iterating: a worker died, or none can start. The message names its process, signal and batch.
     """
 
     @functools.wraps(torch.utils.data.DataLoader.__init__)  # type: ignore[misc]  # for its signature
-    def __init__(self, dataset: Any, *args: Any, prefetch_factor: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        *args: Any,
+        prefetch_factor: int | None = None,
+        snapshot_every_n_steps: int | None = 1,
+        **kwargs: Any,
+    ) -> None:
         alone = _SIGNATURE.bind(self, dataset, *args, **kwargs).arguments.get("num_workers", 0) == 0
         super().__init__(dataset, *args, prefetch_factor=None if alone else prefetch_factor, **kwargs)
         if alone:
             if prefetch_factor is not None and prefetch_factor < 0:
                 raise ValueError("prefetch_factor option should be non-negative")
             self.prefetch_factor = prefetch_factor
+        self.snapshot_every_n_steps = snapshot_every_n_steps
+        if snapshot_every_n_steps is not None and operator.index(snapshot_every_n_steps) < 1:
+            raise ValueError(f"snapshot_every_n_steps must be at least 1, got {snapshot_every_n_steps}")
         planned = self.sampler.batch_size if isinstance(self.sampler, LocalityDistributedSampler) else None
         if planned is not None and self.batch_size not in (planned, None):
             raise LimitError(
@@ -104,9 +119,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             )
         self._ring: Ring | None = None
         self._pool = Pool()  # for batches without workers
-        self._worker_group: WorkerGroup | None = None  # of persistent workers
-        self._progress = Progress(finished=True)
-        self._loaded: dict[str, Any] | None = None  # the state from which the next iterator continues
+        self._reset_position()
         self._epoch: int | None = None
         self._totals = _Totals(self._cache_counts())
 
@@ -120,30 +133,36 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if self._iterator is None or self._worker_group is None:  # torch sets _iterator only for persistent workers
             batches, group = self._make_iterator(progress)
         else:
-            group = self._worker_group
+            group, self._worker_states = self._worker_group, self._worker_states.next_epoch()
             with group.order.rng_during_creation(progress), group.explain_errors():
                 batches = super().__iter__()
         self._worker_group = group if self.persistent_workers else None
         self._progress, self._loaded = progress, None
-        return _Iteration(batches, progress, self._totals, group)
+        self._worker_states.begin(progress.delivered)
+        return _Iteration(batches, progress, self._totals, group, self._worker_states, self._in_order)
 
     def _make_iterator(self, progress: Progress) -> "tuple[Any, WorkerGroup]":
         # see NOTE [ How torch's DataLoader is used ]
         stacking = self.batch_sampler is not None and stacks(self.collate_fn)
-        source = with_lazy_batches(self.dataset) if stacking else None
+        lazy = with_lazy_batches(self.dataset) if stacking else None
+        source = self.dataset if lazy is None else lazy
         order = self._order()
         replaced: dict[str, Any] = {"batch_sampler" if self.batch_sampler is not None else "sampler": order}
         if self.num_workers == 0:
-            if source is None or self._pins:
+            replaced["dataset"] = self._restored_here(source)
+            if lazy is None or self._pins:
                 return self._torch_iterator(order, progress, replaced), WorkerGroup(order)
-            replaced |= {"dataset": source, "collate_fn": as_is}
+            replaced |= {"collate_fn": as_is}
             lazy_batches = self._torch_iterator(order, progress, replaced)
-            return Gatherer(lazy_batches, self._pool, self.prefetch_factor or 0), WorkerGroup(order)
+            depth = 0 if self._keeps_states else self.prefetch_factor or 0  # a state is that of the delivered batches
+            return Gatherer(lazy_batches, self._pool, depth), WorkerGroup(order)
         ring = self.ring
         iteration = ring.begin()
-        order.context = RequestContext(ring, iteration, arrays=source is not None, epoch=self._epoch)
-        replaced |= {"dataset": self.dataset if source is None else source}
-        replaced |= {"collate_fn": RingCollate(self.collate_fn, stacking, ring, iteration)}
+        order.context = RequestContext(ring, iteration, arrays=lazy is not None, epoch=self._epoch)
+        collate: Any = RingCollate(self.collate_fn, stacking, ring, iteration)
+        replaced |= self._restored_in_workers(source, collate)
+        if self._worker_states.every > 1 and self.persistent_workers and not self._is_iterable and self._keeps_states:
+            order.farewells = self.num_workers
         group = WorkerGroup(order, ring if iteration else None, self._start_method, persistent=self.persistent_workers)
         try:
             with group.explain_errors():
@@ -168,16 +187,6 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return iterator
 
     @property
-    def _index_source(self) -> Any:
-        return self.sampler if self.batch_sampler is None else self.batch_sampler
-
-    def _order(self) -> Order:
-        """Return the order of the batches, with the generators that the loader and its samplers own."""
-        owned = [self.generator, *(value for sampler in samplers_in(self._index_source) for value in _attributes(sampler))]
-        generators = {id(value): value for value in owned if isinstance(value, torch.Generator)}
-        return Order(self._index_source, list(generators.values()))
-
-    @property
     def _start_method(self) -> str:
         return (self.multiprocessing_context or multiprocessing).get_start_method()  # type: ignore[no-any-return]
 
@@ -197,114 +206,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Return how a persistent worker died; None while all live."""
         return None if self._worker_group is None else self._worker_group.death()
 
-    def end_workers(self) -> None:
-        """End the persistent workers. The next iteration starts new ones."""
-        # As Lightning does. The garbage collector may find the queues first, and then this takes 5 seconds a worker
-        if self._iterator is not None and self._worker_group is not None:
-            self._iterator._shutdown_workers()  # type: ignore[attr-defined]
-        self._iterator = self._worker_group = None
-
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_ring": None, "_worker_group": None, "_iterator": None}  # another process makes its own
-
-    # ------------------------------------------------------------------------------------------------ resuming
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the samplers and the dataset, where they have a ``set_epoch``; also in persistent workers.
-
-        A worker learns the epoch with its first batch. An iterable dataset has made its iterator by then: if that already
-        chose the samples, they are those of the previous epoch.
-        """
-        self._epoch = epoch
-        for sampler in samplers_in(self._index_source):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
-        set_epoch(self.dataset, epoch)
-        if self._worker_group is not None and self._worker_group.order.context is not None:
-            self._worker_group.order.context.epoch = epoch
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the newest iterator, after the batches it has delivered, for a checkpoint.
-
-        The state holds numbers, lists and tensors only. It does not cover random numbers drawn elsewhere, in transforms or by
-        the model; nor a sampler's own generator that is not torch's, unless the sampler has ``state_dict`` and
-        ``load_state_dict``.
-
-        Raises:
-            StateError: the dataset is iterable; or the loader has ``in_order=False`` and an epoch is not finished.
-        """
-        if isinstance(self.dataset, IterableDataset):
-            raise StateError(
-                "an iterable dataset has no numbered samples to skip. Use a map-style dataset, or do not save the loader."
-            )
-        if self._loaded is not None:
-            return copy.deepcopy(self._loaded)
-        progress = self._progress
-        if not getattr(self, "in_order", True) and self.num_workers > 1 and progress.delivered and not progress.finished:
-            raise StateError("with in_order=False it is unknown which batches were delivered. Take states between epochs.")
-        order = self._order()
-        now = rng.states(order.generators)
-        begun = None if progress.finished else progress.begun
-        return {
-            "version": _STATE_VERSION,
-            "batches": progress.delivered,
-            "finished": progress.finished,
-            "workers_persist": self._worker_group is not None,
-            "epoch": self._epoch,
-            "made": progress.made or now,
-            "begun": begun or now,
-            "asked": (progress.asked if begun else None) or now,
-            "sampler": progress.sampler if begun else order.sampler_state(),
-            "identity": self._identity(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken. The next iterator delivers the batches that followed, and loads no others.
-
-        Raises:
-            StateError: ``state`` is not a state of this version, or of another dataset or batch size.
-        """
-        if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:
-            raise StateError(f"not a DataLoader state of this version of stocache: {state!r:.100}.")
-        identity = self._identity()
-        for name, saved in state["identity"].items():
-            if saved != identity[name] and not (name == "fingerprint" and None in (saved, identity[name])):
-                raise StateError(f"the state belongs to a DataLoader with {name} {saved!r}; this one has {identity[name]!r}.")
-        order = self._order()
-        if len(order.generators) != len(state["begun"]["generators"]):
-            raise StateError(
-                f"the state belongs to a DataLoader that has, with its samplers, {len(state['begun']['generators'])} random "
-                f"number generators; this one has {len(order.generators)}. Pass generator= to both loaders, or to neither."
-            )
-        if state["epoch"] is not None:
-            self.set_epoch(state["epoch"])
-        self._loaded = None if state["finished"] else copy.deepcopy(state)
-        if state["finished"]:
-            with rng.preserve_rng_state():
-                order.restore(state["begun"], state["sampler"])
-            self._progress = Progress(finished=True, skip_rng_draw=state["workers_persist"])
-
-    def _next_progress(self) -> Progress:
-        if self._loaded is None:
-            return Progress(skip_rng_draw=self._progress.skip_rng_draw and self._worker_group is None)
-        parts = {key: self._loaded[key] for key in ("made", "begun", "asked", "sampler")}
-        return Progress(delivered=self._loaded["batches"], resumed=self._loaded["batches"], **parts)
-
-    def _identity(self) -> dict[str, Any]:
-        """Return the properties that must be equal for a state to be resumed."""
-        fingerprints = [
-            getattr(layer, name, None) for layer in layers(self.dataset) for name in ("fingerprint", "_fingerprint")
-        ]  # stocache and Hugging Face use the second name
-        sampler, batch_size = self.sampler, self.batch_size
-        if isinstance(sampler, LocalityDistributedSampler):  # other ranks may continue the same batches
-            batch_size = sampler.global_batch_size
-        return {
-            "fingerprint": next((value for value in fingerprints if isinstance(value, str)), None),
-            "samples": length_of(self.dataset),
-            "batches": length_of(self._index_source),
-            "batch_size": batch_size,
-            "drop_last": self.drop_last,
-        }
+        own = {"_ring": None, "_worker_group": None, "_iterator": None, "_iterable": None}  # another process makes its own
+        return vars(self) | own
 
     # ------------------------------------------------------------------------------------------------ observing
 
@@ -346,8 +250,18 @@ class _Totals:
 class _Iteration:
     """An iterator over batches that counts them, and explains the deaths of workers."""
 
-    def __init__(self, batches: Iterator[Any], progress: Progress, totals: _Totals, group: WorkerGroup) -> None:
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        progress: Progress,
+        totals: _Totals,
+        group: WorkerGroup,
+        states: WorkerStates,
+        ordered: bool,
+    ) -> None:
         self._batches, self._progress, self._totals, self._worker_group = batches, progress, totals, group
+        self._worker_states = states
+        self._ordered = ordered
 
     def __iter__(self) -> "_Iteration":
         return self
@@ -363,9 +277,10 @@ class _Iteration:
     def __next__(self) -> Any:
         began = time.perf_counter()
         try:
-            if self._worker_group.ring is not None:
-                self._worker_group.ring.reap()
-            batch = next(self._batches)
+            batch = self._next()
+            while self._progress.replay:
+                self._progress.replay -= 1
+                batch = self._next()
         except StopIteration:
             self._progress.finished = True
             raise
@@ -376,14 +291,23 @@ class _Iteration:
             if death is not None:
                 raise WorkerError(death) from error
             if not is_timeout(error):
-                self._progress.delivered += 1  # the error took the place of a batch
+                self._progress.deliver()  # the error took the place of a batch
             raise
         finally:
             self._totals.waited_s += time.perf_counter() - began
         self._totals.batches += 1
-        self._progress.delivered += 1
         return batch
 
-
-def _attributes(value: Any) -> list[Any]:
-    return list(getattr(value, "__dict__", {}).values())
+    def _next(self) -> Any:
+        """Return the next batch, and note its number and the state of its worker."""
+        while True:
+            if self._worker_group.ring is not None:
+                self._worker_group.ring.reap()
+            batch = next(self._batches)
+            if type(batch) is not StateBatch:
+                self._progress.deliver()
+                return batch
+            self._worker_states.note(batch, self._progress.delivered)
+            if not batch.dropped:
+                self._progress.deliver(None if self._ordered else batch.number)
+                return batch.batch

@@ -7,24 +7,26 @@ NOTE [ Resuming ]
     moments: when the iterator is made (the workers' seed), when the sampler begins, and when it is first asked for a batch. The
     state holds the generators at all three. Afterwards the global generators are restored for the user. The generators of the
     loader and its samplers stay where the replay left them, so that the following epochs are the same too.
+
+    A sampler with a state of its own may draw from what nobody can set back. So its state after each batch is kept, too. If the
+    sampler has another state after the replay, it is restored to that one, and goes on from there.
 """
 
 import contextlib
-from array import array
+import copy
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import Subset, get_worker_info
 
-from stocache.datasets.cached import CachedDataset
-from stocache.loader.ring import Ring, ring_of
+from stocache.errors import StateError
+from stocache.loader.requests import BatchRequest, NoIndices, RequestContext
 from stocache.samplers.block import ResumableSampler
 from stocache.system import rng
-from stocache.system.rng import States
+from stocache.system.state import equal_states
 
 _DEEP = 8  # most samplers nested in each other
 
@@ -35,23 +37,50 @@ class Progress:
 
     Attributes:
         delivered: batches delivered to the user, or errors in their place.
+        ahead: the numbers of batches that were delivered before their turn, with ``in_order=False``.
         finished: whether the epoch has ended.
-        made: states of the generators when the iterator was made.
+        made: states of the generators when the iterator was made, for JSON.
         begun: states when the sampler began; None before.
         asked: states when the sampler was first asked for a batch; None before.
-        sampler: the sampler's own ``state_dict`` when it began, if it has one.
+        samplers: states of the samplers when they began, if any has one.
+        epochs: the epochs of the samplers that have ``set_epoch``.
+        now: states of the samplers after the batches that were delivered; None if they do not have one.
         resumed: batches to skip, because an earlier iterator delivered them; None for an epoch that begins here.
+        replay: batches to load and drop, because the states of the workers are older; see worker_state.py.
+        fillers: requests that the first workers answer with a batch that is dropped; see worker_state.py.
         skip_rng_draw: whether creating this iterator must not advance the generators, because it replaces an existing one.
     """
 
     delivered: int = 0
+    ahead: set[int] = field(default_factory=set)
     finished: bool = False
-    made: States | None = None
-    begun: States | None = None
-    asked: States | None = None
-    sampler: Any = None
+    made: dict[str, Any] | None = None
+    begun: dict[str, Any] | None = None
+    asked: dict[str, Any] | None = None
+    samplers: list[Any] | None = None
+    epochs: list[int | None] | None = None
+    now: list[Any] | None = None
     resumed: int | None = None
+    replay: int = 0
+    fillers: int = 0
     skip_rng_draw: bool = False
+    _asked_for: deque[tuple[int, list[Any]]] = field(default_factory=deque)  # batches, and the samplers' states after them
+
+    def drew(self, number: int, states: list[Any]) -> None:
+        """Note the states of the samplers after they gave the batch ``number``."""
+        self._asked_for.append((number, states))
+
+    def deliver(self, number: int | None = None) -> None:
+        """Note that a batch was delivered: the next one, or ``number``."""
+        if number is None or number == self.delivered:
+            self.delivered += 1
+            while self.delivered in self.ahead:
+                self.ahead.remove(self.delivered)
+                self.delivered += 1
+        else:
+            self.ahead.add(number)
+        while self._asked_for and self._asked_for[0][0] < self.delivered:
+            self.now = self._asked_for.popleft()[1]
 
 
 @dataclass
@@ -61,14 +90,18 @@ class Order:
     Attributes:
         sampler: gives batches of indices; or single indices, if the loader does not batch.
         generators: the generators that the loader and its samplers own.
+        endless: whether the dataset is iterable: its indices are not numbers, and do not end.
         progress: the epoch that begins next.
         context: sent to the workers with each batch of indices; None without workers.
+        farewells: requests without indices at the end: the workers answer them with their last states.
     """
 
     sampler: Any
     generators: list[torch.Generator]
+    endless: bool = False
     progress: Progress = field(default_factory=Progress)
-    context: "RequestContext | None" = None
+    context: RequestContext | None = None
+    farewells: int = 0
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -77,59 +110,110 @@ class Order:
         progress = self.progress
         if progress.resumed is not None:
             with rng.preserve_rng_state():
-                self.restore(progress.begun, progress.sampler)
+                self.restore(progress.begun, progress.samplers, progress.epochs)
                 return self._numbered(progress, iter(self.sampler))
         if progress.skip_rng_draw:
-            self.restore(progress.made, None)
-        progress.begun, progress.sampler = rng.states(self.generators), self.sampler_state()
+            self.restore(progress.made)
+        progress.begun, progress.samplers, progress.epochs = self.rng_state(), self.sampler_states(), self.epochs()
         return self._numbered(progress, iter(self.sampler))
 
     def _numbered(self, progress: Progress, indices: Iterator[Any]) -> Iterator[Any]:
-        number, head = progress.resumed or 0, []
+        number, head = 0, []
         if progress.resumed is None:
-            progress.asked = rng.states(self.generators)
-        else:
+            progress.asked = self.rng_state()
+        elif not self.endless:
             with rng.preserve_rng_state():
-                self.restore(progress.asked, None)
-                head = list(islice(indices, number + 1))[number:]  # one more: a sampler may draw at its first batch
+                self.restore(progress.asked)
+                number, indices = progress.resumed, self._skip(progress, indices)
+                head = list(islice(indices, 1))  # a sampler may draw at its first batch
+        resumed = frozenset(progress.ahead)
+        tracked = self._tracked(indices)
+        if self.context is not None:
+            yield from (BatchRequest(self.context, number, NoIndices) for _ in range(progress.fillers))
         for index in chain(head, indices):
-            yield index if self.context is None else BatchRequest(self.context, number, index)
+            if tracked:
+                progress.drew(number, _states_of(tracked))
+            if number not in resumed:
+                yield index if self.context is None else BatchRequest(self.context, number, index)
             number += 1
+        if self.context is not None:
+            yield from (BatchRequest(self.context, number, NoIndices) for _ in range(self.farewells))
+
+    def _skip(self, progress: Progress, indices: Iterator[Any]) -> Iterator[Any]:
+        """Return an iterator over the indices after those that were delivered."""
+        skipped = sum(1 for _ in islice(indices, progress.resumed))
+        tracked = self._tracked(indices)
+        if progress.now is None or (skipped == progress.resumed and equal_states(_states_of(tracked), progress.now)):
+            return indices
+        if len(tracked) != len(progress.now):
+            raise StateError("the samplers of this loader have other states than those of the state.")
+        for value, state in zip(tracked, progress.now, strict=True):
+            if value is not indices:
+                value.load_state_dict(state)
+        resumed: Any = iter(self.sampler)
+        if tracked[-1] is indices:
+            resumed.load_state_dict(progress.now[-1])
+        return resumed  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
     def rng_during_creation(self, progress: Progress) -> Iterator[None]:
         """Set the generators for the creation of an iterator, which draws random numbers."""
         self.progress = progress
         if progress.resumed is None:
-            progress.made = rng.states(self.generators)
+            progress.made = self.rng_state()
             yield
         else:
             with rng.preserve_rng_state():
-                self.restore(progress.made, None)
+                self.restore(progress.made)
                 yield
 
-    def restore(self, taken: States | None, sampler_state: Any) -> None:
-        """Set the generators, and samplers that have states, to saved states."""
-        if taken is not None:
-            rng.set_rng_state(taken, self.generators)
-        if sampler_state is not None:
-            for sampler, state in zip(self._stateful(), sampler_state, strict=True):
-                sampler.load_state_dict(state)
+    def rng_state(self) -> dict[str, Any]:
+        """Return the states of the global generators, and of those that the loader and its samplers own, for JSON."""
+        return rng.to_json(rng.states(self.generators))
 
-    def sampler_state(self) -> list[Any] | None:
+    def restore(self, taken: Any, samplers: list[Any] | None = None, epochs: list[int | None] | None = None) -> None:
+        """Set the generators, the epochs of samplers, and samplers that have states, to saved ones."""
+        if taken is not None:
+            rng.set_rng_state(rng.from_json(taken), self.generators)
+        for sampler, epoch in zip(samplers_in(self.sampler), epochs or (), strict=False):
+            if epoch is not None and _epoch_of(sampler) is not None:
+                sampler.set_epoch(epoch)
+        for sampler, state in zip(self._stateful(), samplers or (), strict=False):
+            sampler.load_state_dict(state)
+
+    def sampler_states(self) -> list[Any] | None:
         """Return the states of the samplers for the epoch that begins; None if no sampler has ``state_dict``.
 
         A sampler of stocache is asked for ``upcoming``, because its ``state_dict`` may still describe an unfinished epoch.
         Source: the protocol of torchdata's Stateful.
         """
         states = [
-            sampler.upcoming() if isinstance(sampler, ResumableSampler) else sampler.state_dict()
+            sampler.upcoming() if isinstance(sampler, ResumableSampler) else copy.deepcopy(sampler.state_dict())
             for sampler in self._stateful()
         ]
         return states or None
 
+    def epochs(self) -> list[int | None]:
+        """Return the epoch of each sampler; None for those that do not have ``set_epoch``, or keep it in their state."""
+        return [_epoch_of(sampler) for sampler in samplers_in(self.sampler)]
+
     def _stateful(self) -> list[Any]:
         return [sampler for sampler in samplers_in(self.sampler) if hasattr(sampler, "load_state_dict")]
+
+    def _tracked(self, indices: Iterator[Any]) -> list[Any]:
+        """Return the samplers, and the iterator over the batches, whose states are kept after each batch."""
+        tracked = [sampler for sampler in self._stateful() if not isinstance(sampler, ResumableSampler)]
+        return [*tracked, indices] if hasattr(indices, "load_state_dict") else tracked
+
+
+def _states_of(values: list[Any]) -> list[Any]:
+    return [copy.deepcopy(value.state_dict()) for value in values]
+
+
+def _epoch_of(sampler: Any) -> int | None:
+    epoch = getattr(sampler, "epoch", None)
+    has_epoch = type(epoch) is int and hasattr(sampler, "set_epoch") and not isinstance(sampler, ResumableSampler)
+    return epoch if has_epoch else None
 
 
 def samplers_in(sampler: Any) -> list[Any]:
@@ -139,91 +223,3 @@ def samplers_in(sampler: Any) -> list[Any]:
         found.append(sampler)
         sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
     return found
-
-
-def layers(dataset: Any) -> list[Any]:
-    """Return a dataset, and the datasets that it wraps."""
-    found = [dataset]
-    while isinstance(dataset, Subset | CachedDataset):
-        dataset = dataset.dataset
-        found.append(dataset)
-    return found
-
-
-def set_epoch(dataset: Any, epoch: int) -> None:
-    """Set the epoch of the first dataset, from the outermost inwards, that has ``set_epoch``."""
-    for layer in layers(dataset):
-        if hasattr(layer, "set_epoch"):
-            layer.set_epoch(epoch)
-            return
-
-
-# ---------------------------------------------------------------------------------------------------- to workers
-
-
-@dataclass
-class RequestContext:
-    """What worker processes get with each batch of indices.
-
-    Attributes:
-        iteration: the number of the iteration in the ring.
-        arrays: whether the workers get lists of indices as arrays, which a `CachedDataset` accepts.
-        epoch: the epoch that the user has set, or None.
-    """
-
-    ring: Ring
-    iteration: int
-    arrays: bool = False
-    epoch: int | None = None
-
-
-class BatchRequest:
-    """A batch of indices for a worker process. It unpickles to the indices themselves."""
-
-    __slots__ = ("_content",)
-
-    def __init__(self, context: RequestContext, number: int, index: Any) -> None:
-        self._content = context.ring.key, context.iteration, number, context.epoch, context.arrays, index
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        *message, index = self._content
-        return _unpickle_request, (*message, *_pack_indices(index))
-
-
-_epoch: int | None = None  # the epoch that was set in this worker
-
-
-def _unpickle_request(key: str, iteration: int, number: int, epoch: int | None, arrays: bool, index: Any, width: int) -> Any:
-    global _epoch
-    lane = ring_of(key).lane(iteration)
-    if lane is not None:
-        lane.record_request(number)
-    worker = get_worker_info()
-    if epoch is not None and epoch != _epoch and worker is not None:
-        _epoch = epoch
-        set_epoch(worker.dataset, epoch)
-    if not width:
-        return index
-    unpacked = _unpack_indices(index, width)
-    return unpacked if arrays else unpacked.tolist()
-
-
-def _pack_indices(index: Any) -> tuple[Any, int]:
-    """Return indices as bytes, and the bytes of each; or the unchanged indices and 0, if they are not plain integers.
-
-    All get as many bytes as the largest needs. pickle takes five for each integer above 65535: over 1 KiB for a batch of 256.
-    """
-    if type(index) is not list or not index or not type(index[0]) is int is type(index[-1]):
-        return index, 0
-    try:
-        wide = np.frombuffer(array("I", index), np.uint8).reshape(-1, 4)
-    except (TypeError, OverflowError):  # not integers, negative, or too large
-        return index, 0
-    width = 4 if wide[:, 3].any() else 3 if wide[:, 2].any() else 2
-    return wide[:, :width].tobytes(), width
-
-
-def _unpack_indices(data: bytes, width: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    wide = np.zeros((len(data) // width, 8), np.uint8)
-    wide[:, :width] = np.frombuffer(data, np.uint8).reshape(-1, width)
-    return wide.view(np.int64).ravel()

@@ -1,12 +1,16 @@
 """The one form of the states of loaders, samplers, streams and reading services: see `StateForm`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
+import numpy as np
+import torch
+
 from stocache.errors import StateError
 
+_LIMIT = 1 << 62
 _FIELDS = ("what", "version", "identity", "position", "parts")
 
 
@@ -19,21 +23,23 @@ class StateForm:
 
     ``what``: the class that it belongs to.
     ``version``: the version of this form.
-    ``identity``: what must be equal where the state is loaded, such as the number of samples. None stands for "unknown".
+    ``identity``: what must be equal where the state is loaded, such as the number of samples.
     ``position``: where the order of samples was left.
     ``parts``: states of random generators, samplers, datasets and workers.
 
     Attributes:
         what: see above.
         version: see above.
-        position: the types that each field of ``position`` may have. An int must not be negative.
+        position: the types that each field of ``position`` may have. An int must be between 0 and 2^62.
         parts: the types that each field of ``parts`` may have.
+        optional: fields of ``identity`` that need not be equal where one of the two is None.
     """
 
     what: str
     version: int
     position: Mapping[str, tuple[type, ...]]
     parts: Mapping[str, tuple[type, ...]]
+    optional: tuple[str, ...] = ()
 
     def make(self, identity: dict[str, Any], position: dict[str, Any], parts: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return a state."""
@@ -49,7 +55,7 @@ class StateForm:
         Raises:
             StateError: it is not a state of this form and version, or belongs to something else.
         """
-        if not isinstance(state, dict):
+        if not isinstance(state, dict) or "version" not in state:
             raise StateError(f"{state!r:.100} is not a state of a {self.what}.")
         version = state.get("version")
         if version != self.version:
@@ -66,7 +72,8 @@ class StateForm:
         if not isinstance(saved, dict) or set(saved) != set(own):
             raise StateError(f"the state of a {self.what} is damaged: its identity is {saved!r:.100}.")
         for name, value in own.items():
-            if saved[name] != value and None not in (saved[name], value):
+            unknown = name in self.optional and (saved[name] is None or value is None)
+            if saved[name] != value and not unknown:
                 raise StateError(
                     f"the state belongs to a {self.what} with {name} {saved[name]!r:.200}; this one has {value!r:.200}."
                 )
@@ -77,10 +84,21 @@ class StateForm:
             raise StateError(f"the state of a {self.what} is damaged: its {field} is {values!r:.100}.")
         for name, allowed in types.items():
             value = values[name]
-            if type(value) not in allowed or (type(value) is int and value < 0):
+            if type(value) not in allowed or (type(value) is int and not 0 <= value < _LIMIT):
                 raise StateError(f"the state of a {self.what} is damaged: {field} has {name}={value!r:.100}.")
         return dict(values)
 
 
 ANYTHING = (dict, list, tuple, str, bytes, int, float, bool, NoneType)
 """The types of a part that is checked by the object it belongs to."""
+
+
+def equal_states(a: Any, b: Any) -> bool:
+    """Whether two states of an object are equal. Saving may have made a list of a tuple."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(equal_states(a[key], b[key]) for key in a)
+    if isinstance(a, torch.Tensor | np.ndarray) or isinstance(b, torch.Tensor | np.ndarray):
+        return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+    if isinstance(a, Sequence) and isinstance(b, Sequence) and not isinstance(a, str | bytes):
+        return len(a) == len(b) and all(map(equal_states, a, b))
+    return bool(a == b)

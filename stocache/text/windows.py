@@ -217,7 +217,7 @@ class WorkerProcesses:
 
     def __init__(self, num_workers: int, context: Any) -> None:
         self._num_workers, self._context = num_workers, context
-        self._loader: DataLoader | None = None
+        self._loader: DataLoader[Any] | None = None
         self._iteration = 0
 
     def deliver(self, windows: Windows, epoch: int, start: int) -> Deliveries:

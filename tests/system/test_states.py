@@ -11,7 +11,9 @@ from stocache.errors import StateError
 from stocache.system import rng
 from stocache.system.state import ANYTHING, StateForm
 
-FORM = StateForm("Thing", 3, position={"batches": (int,), "epoch": (int, type(None))}, parts={"own": ANYTHING})
+FORM = StateForm(
+    "Thing", 3, position={"batches": (int,), "epoch": (int, type(None))}, parts={"own": ANYTHING}, optional=("fingerprint",)
+)
 
 
 def leaves(value, path=()):
@@ -61,15 +63,21 @@ def test_damaged_states_of_generators_are_refused():
 
 
 def test_a_state_is_read_as_it_was_made():
-    state = json.loads(json.dumps(FORM.make({"samples": 7}, {"batches": 2, "epoch": None}, {"own": [1, "a"]})))
-    assert FORM.read(state, {"samples": 7}) == ({"batches": 2, "epoch": None}, {"own": [1, "a"]})
-    assert FORM.read(state, {"samples": None}) == ({"batches": 2, "epoch": None}, {"own": [1, "a"]})  # unknown
+    state = json.loads(
+        json.dumps(FORM.make({"samples": 7, "fingerprint": "a"}, {"batches": 2, "epoch": None}, {"own": [1, "a"]}))
+    )
+    assert FORM.read(state, {"samples": 7, "fingerprint": "a"}) == ({"batches": 2, "epoch": None}, {"own": [1, "a"]})
+    assert FORM.read(state, {"samples": 7, "fingerprint": None}) == (
+        {"batches": 2, "epoch": None},
+        {"own": [1, "a"]},
+    )  # unknown
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda state: state["identity"].update(samples=8), "samples 8; this one has 7"),
+        (lambda state: state["identity"].update(samples=None), "samples None; this one has 7"),
         (lambda state: state["identity"].clear(), "damaged"),
         (lambda state: state.update(identity=3), "damaged"),
         (lambda state: state["position"].update(batches=-1), "batches=-1"),
@@ -82,15 +90,15 @@ def test_a_state_is_read_as_it_was_made():
         (lambda state: state.update(what="Other"), "not a state of a Thing"),
         (lambda state: state.update(more=1), "not a state of a Thing"),
         (lambda state: state.update(version=2), "reads states of version 3, and this state has version 2"),
-        (lambda state: state.pop("version"), "version None"),
-        (lambda state: state.clear(), "version None"),
+        (lambda state: state.pop("version"), "not a state of a Thing"),
+        (lambda state: state.clear(), "not a state of a Thing"),
     ],
 )
 def test_other_states_are_refused(change, message):
-    state = FORM.make({"samples": 7}, {"batches": 2, "epoch": None}, {"own": None})
+    state = FORM.make({"samples": 7, "fingerprint": "a"}, {"batches": 2, "epoch": None}, {"own": None})
     change(state)
     with pytest.raises(StateError, match=message):
-        FORM.read(state, {"samples": 7})
+        FORM.read(state, {"samples": 7, "fingerprint": "a"})
 
 
 @pytest.mark.parametrize("state", [None, [], 3, "state", b"state"])

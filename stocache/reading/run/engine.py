@@ -53,7 +53,7 @@ class WorkerStream(Stream):
         self._limit = max(1, -(-plan.prefetch // _IN_FLIGHT))
         options: dict[str, Any] = {"batch_size": None, "prefetch_factor": _IN_FLIGHT, "persistent_workers": True}
         options |= {"multiprocessing_context": plan.context, "collate_fn": as_is}
-        self._dispatcher: DataLoader | None = None
+        self._dispatcher: DataLoader[Any] | None = None
         ring = None
         if plan.dispatched is not None:
             dispatcher = Dispatcher(plan.dispatched, plan.num_workers, self._limit, plan.reset_fn)

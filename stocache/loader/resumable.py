@@ -1,0 +1,318 @@
+"""The part of `DataLoader` that can be resumed: its state, and the epoch."""
+
+import contextlib
+import copy
+from types import NoneType
+from typing import Any, TypeVar
+
+import torch
+import torch.utils.data
+from torch.utils.data import DistributedSampler, IterableDataset, IterDataPipe, RandomSampler, Sampler
+
+from stocache.errors import StateError
+from stocache.loader.order import Order, Progress, samplers_in
+from stocache.loader.requests import layers, set_epoch
+from stocache.loader.worker_group import WorkerGroup
+from stocache.loader.worker_state import (
+    StatefulCollate,
+    StatefulDataPipe,
+    StatefulInit,
+    StatefulIterable,
+    StatefulMap,
+    WorkerState,
+    WorkerStates,
+    has_state,
+    state_of,
+)
+from stocache.samplers.locality import LocalityDistributedSampler
+from stocache.samples.indices import length_of
+from stocache.system import rng
+from stocache.system.state import ANYTHING, StateForm
+
+_T = TypeVar("_T")
+
+_FORM = StateForm(
+    "DataLoader",
+    2,
+    position={
+        "batches": (int,),  # delivered, when the states of the workers were taken
+        "replay": (int,),  # delivered since then
+        "ahead": (list,),  # numbers of batches that were delivered before their turn
+        "finished": (bool,),
+        "turn": (int,),  # the worker that makes the next batch
+        "world_size": (int,),
+        "persistent": (bool,),  # whether the workers live on
+        "epoch": (int, NoneType),  # of `set_epoch`
+        "epochs": (list,),  # of the samplers
+    },
+    parts={
+        "made": (dict,),  # the random generators at three moments
+        "begun": (dict,),
+        "asked": (dict,),
+        "samplers": (list, NoneType),  # at the beginning of the epoch
+        "now": (list, NoneType),  # the samplers and their iterator, after the delivered batches
+        "dataset": ANYTHING,
+        "workers": (list,),
+    },
+    optional=("fingerprint",),
+)
+
+
+class ResumableLoader(torch.utils.data.DataLoader[_T]):
+    """torch's DataLoader with a position that can be saved and restored."""
+
+    snapshot_every_n_steps: int | None
+    _epoch: int | None
+
+    def _reset_position(self) -> None:
+        self._progress = Progress(finished=True)
+        self._loaded: dict[str, Any] | None = None  # the state from which the next iterator continues
+        self._restored: tuple[list[WorkerState | None], int] = [], 0  # states for the next workers, and whose turn it is
+        self._worker_states = WorkerStates(1)  # of the newest iterator
+        self._iterable: StatefulIterable | None = None  # of the newest iterator without workers
+        self._worker_group: WorkerGroup | None = None  # of persistent workers
+
+    @property
+    def _index_source(self) -> Any:
+        return self.sampler if self.batch_sampler is None else self.batch_sampler
+
+    def _order(self) -> Order:
+        """Return the order of the batches, with the generators that the loader and its samplers own."""
+        owned = [self.generator, *(value for sampler in samplers_in(self._index_source) for value in _attributes(sampler))]
+        generators = {id(value): value for value in owned if isinstance(value, torch.Generator)}
+        return Order(self._index_source, list(generators.values()), endless=self._is_iterable)
+
+    @property
+    def _is_iterable(self) -> bool:
+        return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def _in_order(self) -> bool:
+        return getattr(self, "in_order", True) or self.num_workers < 2
+
+    @property
+    def _keeps_states(self) -> bool:
+        """Whether the states of workers, or the numbers of their batches, have to be known."""
+        return self._is_iterable or has_state(self.dataset) or not self._in_order
+
+    # ------------------------------------------------------------------------------------------------ new iterators
+
+    def _next_progress(self) -> Progress:
+        """Return the progress of the epoch that begins, or is resumed."""
+        if self._loaded is None:
+            return Progress(skip_rng_draw=self._progress.skip_rng_draw and self._worker_group is None)
+        position, parts = self._loaded["position"], self._loaded["parts"]
+        return Progress(
+            delivered=position["batches"],
+            resumed=position["batches"],
+            replay=position["replay"],
+            ahead=set(position["ahead"]),
+            epochs=position["epochs"],
+            fillers=0 if self._is_iterable else self._restored[1],
+            **{name: parts[name] for name in ("made", "begun", "asked", "samplers", "now")},
+        )
+
+    def _begin_worker_states(self) -> tuple[list[WorkerState | None], int]:
+        """Return the states that new workers restore, and whose turn it is."""
+        (states, turn), self._restored = self._restored, ([], 0)
+        every = (self.snapshot_every_n_steps or 1) if self._in_order else 1
+        self._worker_states = WorkerStates(max(1, self.num_workers), every, list(states), turn)
+        return states, turn
+
+    def _restored_here(self, source: Any) -> Any:
+        """Return the dataset for an iterator without workers."""
+        states, _ = self._begin_worker_states()
+        self._iterable = None
+        if self._is_iterable:
+            source = self._iterable = self._stateful_iterable(source, states, 0)
+        elif states and states[0] is not None and states[0].dataset is not None:
+            source.load_state_dict(states[0].dataset)
+        return source
+
+    def _restored_in_workers(self, source: Any, collate: Any) -> dict[str, Any]:
+        """Return the arguments of torch's loader for workers whose states are known, and restored."""
+        states, turn = self._begin_worker_states()
+        if not self._keeps_states:
+            return {"dataset": source, "collate_fn": collate}
+        iterable = self._stateful_iterable(source, states, turn) if self._is_iterable else None
+        return {
+            "dataset": iterable or StatefulMap(source),
+            "collate_fn": StatefulCollate(collate, self._worker_states.every, iterable),
+            "worker_init_fn": StatefulInit(self.worker_init_fn, states),
+        }
+
+    def _stateful_iterable(self, source: Any, states: list[WorkerState | None], turn: int) -> StatefulIterable:
+        wrapper = StatefulDataPipe if isinstance(source, IterDataPipe) else StatefulIterable
+        return wrapper(source, states, turn, self.batch_size or 1, self.drop_last)
+
+    # ------------------------------------------------------------------------------------------------ states
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the samplers and the dataset, where they have a ``set_epoch``; also in persistent workers.
+
+        A worker learns the epoch with its first batch. An iterable dataset has made its iterator by then: if that already
+        chose the samples, they are those of the previous epoch.
+        """
+        self._epoch = epoch
+        for sampler in samplers_in(self._index_source):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+        set_epoch(self.dataset, epoch)
+        if self._worker_group is not None and self._worker_group.order.context is not None:
+            self._worker_group.order.context.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the newest iterator, after the batches it has delivered, for a checkpoint.
+
+        It has the contract of torchdata's StatefulDataLoader. It holds the generators of the loader and its samplers, and the
+        epochs of the samplers. It also holds the states of samplers, of the dataset, and of each worker's copy of it, where
+        these have ``state_dict`` and ``load_state_dict``. JSON can save it if it can save those states. It does not hold random
+        numbers that the model draws, nor those that transforms draw in workers: ``sample_seed`` is for them.
+        """
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded)
+        progress, order = self._progress, self._order()
+        finished = progress.finished or progress.begun is None
+        now = order.rng_state() if finished or progress.asked is None else None
+        since, workers, turn = self._states_of_workers(finished)
+        position = {
+            "batches": since,
+            "replay": progress.delivered + progress.replay - since,
+            "ahead": sorted(progress.ahead),
+            "finished": finished,
+            "turn": turn,
+            "world_size": self._world_size,
+            "persistent": self._worker_group is not None,
+            "epoch": self._epoch,
+            "epochs": order.epochs() if finished else progress.epochs,
+        }
+        parts = {
+            "made": now if finished else progress.made,
+            "begun": now if finished else progress.begun,
+            "asked": now if finished else progress.asked or now,
+            "samplers": order.sampler_states() if finished else progress.samplers,
+            "now": None if finished else progress.now,
+            "dataset": copy.deepcopy(state_of(self.dataset)),
+            "workers": workers,
+        }
+        return _FORM.make(self._identity(), position, parts)
+
+    def _states_of_workers(self, finished: bool) -> tuple[int, list[Any], int]:
+        """Return the batches delivered, the states of the workers, and whose turn it is, to resume from."""
+        delivered = self._progress.delivered
+        if finished:
+            states = self._worker_states.next_epoch() if self._worker_group is not None else WorkerStates(1)
+            return delivered, states.at(0)[1], 0
+        if self._iterable is not None and self._iterable.state is not None:
+            state = vars(self._iterable.state) | {"dataset": None}  # it is the dataset of this process
+            return delivered, [copy.deepcopy(state)], 0
+        return self._worker_states.at(delivered)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken. The next iterator delivers the batches that followed, and loads no others.
+
+        A state also loads with another number of workers, if neither the dataset nor an iterator has a state; and with another
+        number of ranks, if the global batch has the same size. An empty dict begins anew.
+
+        Raises:
+            StateError: ``state`` is damaged, of another version, or of another dataset, sampler or batch size.
+        """
+        if state == {}:
+            self.end_workers()
+            self._reset_position()
+            return
+        position, parts = _FORM.read(state, self._identity())
+        order = self._order()
+        _check(position, parts, order)
+        states = [WorkerState.read(saved) for saved in parts["workers"]]
+        count = max(1, self.num_workers)
+        if any(states) and len(states) != count:
+            raise StateError(
+                f"the state has the states of {len(states)} workers; this loader has {self.num_workers}. Make it with as many."
+            )
+        if position["turn"] >= count:
+            raise StateError(f"the state of a DataLoader is damaged: position has turn={position['turn']}.")
+        if parts["dataset"] is not None:
+            if not has_state(self.dataset):
+                raise StateError("the state has a state of the dataset; this dataset does not have load_state_dict.")
+            self.dataset.load_state_dict(copy.deepcopy(parts["dataset"]))  # type: ignore[attr-defined]
+        if self._keeps_states:
+            self.end_workers()  # new ones begin with their states
+        if position["epoch"] is not None:
+            self.set_epoch(position["epoch"])
+        if position["world_size"] != self._world_size:
+            parts["now"] = None  # counts the samples of another rank
+        with rng.preserve_rng_state():
+            finished = position["finished"]
+            order.restore(parts["begun"] if finished else None, parts["samplers"] if finished else None, position["epochs"])
+        self._restored = (states if any(states) else []), position["turn"] if any(states) and self._in_order else 0
+        self._progress = Progress(finished=True, skip_rng_draw=finished and position["persistent"])
+        self._loaded = None if finished else copy.deepcopy(state | {"position": position, "parts": parts})
+
+    def end_workers(self) -> None:
+        """End the persistent workers. The next iteration starts new ones."""
+        # As Lightning does. The garbage collector may find the queues first, and then this takes 5 seconds a worker
+        if self._iterator is not None and self._worker_group is not None:
+            self._iterator._shutdown_workers()  # type: ignore[attr-defined]
+        self._iterator = self._worker_group = None
+
+    @property
+    def _world_size(self) -> int:
+        """The number of ranks that the samplers share the samples among."""
+        counts = (getattr(sampler, "num_replicas", None) for sampler in samplers_in(self._index_source))
+        return next((count for count in counts if type(count) is int), 1)
+
+    def _identity(self) -> dict[str, Any]:
+        """Return the properties that must be equal for a state to be resumed."""
+        fingerprints = [
+            getattr(layer, name, None) for layer in layers(self.dataset) for name in ("fingerprint", "_fingerprint")
+        ]  # stocache and Hugging Face use the second name
+        batch_size = self.batch_size
+        if isinstance(self.sampler, LocalityDistributedSampler):  # other ranks may continue the same batches
+            batch_size = self.sampler.global_batch_size
+        elif batch_size is not None:
+            batch_size *= self._world_size
+        return {
+            "fingerprint": next((value for value in fingerprints if isinstance(value, str)), None),
+            "samples": length_of(self.dataset),
+            "batches": length_of(self._index_source),
+            "batch_size": batch_size,
+            "drop_last": self.drop_last,
+            "samplers": [_description(value) for value in samplers_in(self._index_source) if isinstance(value, Sampler)],
+        }
+
+
+def _check(position: dict[str, Any], parts: dict[str, Any], order: Order) -> None:
+    """Check what the form of the states does not describe.
+
+    Raises:
+        StateError: the state is damaged, or belongs to a loader with other generators.
+    """
+    taken = [rng.from_json(parts[name]) for name in ("made", "begun", "asked")]
+    if any(len(states["generators"]) != len(order.generators) for states in taken):
+        raise StateError(
+            f"the state belongs to a DataLoader that has, with its samplers, {len(taken[0]['generators'])} random number "
+            f"generators; this one has {len(order.generators)}. Pass generator= to both loaders, or to neither."
+        )
+    if any(type(number) is not int or number <= position["batches"] for number in position["ahead"]):
+        raise StateError(f"the state of a DataLoader is damaged: position has ahead={position['ahead']!r:.100}.")
+    if any(type(epoch) not in (int, NoneType) for epoch in position["epochs"]):
+        raise StateError(f"the state of a DataLoader is damaged: position has epochs={position['epochs']!r:.100}.")
+    for name, saved, own in (
+        ("epochs", position["epochs"], len(order.epochs())),
+        ("samplers", parts["samplers"] or [], len(order.sampler_states() or [])),
+    ):
+        if len(saved) != own:
+            raise StateError(f"the state of a DataLoader is damaged: it has {len(saved)} {name}; this loader has {own}.")
+
+
+def _description(sampler: Any) -> dict[str, Any]:
+    """Return what tells a sampler of torch from another one. Others check their own states."""
+    names = {DistributedSampler: ("seed", "shuffle"), RandomSampler: ("replacement",)}.get(type(sampler), ())
+    return {"class": type(sampler).__name__} | {name: getattr(sampler, name) for name in names}
+
+
+def _attributes(value: Any) -> list[Any]:
+    with contextlib.suppress(TypeError):
+        return list(vars(value).values())
+    return []

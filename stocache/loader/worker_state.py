@@ -1,0 +1,326 @@
+"""The states of a dataset and its iterator in each worker process: taken with the batches, and restored.
+
+NOTE [ States of workers ]
+    A dataset may have a state (``state_dict`` and ``load_state_dict``), and so may the iterator of an iterable dataset. Each
+    worker has its own copy of both, so a loader's state holds one `WorkerState` for each worker. torch's worker process runs as
+    it is; the loader gives it three wrappers. `StatefulIterable` or `StatefulMap` takes the place of the dataset. The first
+    restores the dataset and its iterator, and counts the samples. `StatefulCollate` sends the state of the worker with each
+    batch. `StatefulInit` runs the user's ``worker_init_fn``, and then restores a map-style dataset. Where neither an iterable
+    dataset nor its iterator has a state, the worker skips as many samples as it had taken.
+
+    torch asks the workers in turn, beginning with the first. After a resume it is the turn of another one. So the workers
+    before it answer their first request with a batch that the loader drops, and take no samples for it.
+
+    With ``snapshot_every_n_steps=k``, a worker sends its state only with its last batch before each multiple of k. The state of
+    the loader is then that of the last multiple, with the number of batches to load and drop after it.
+
+    Source: the contract of torchdata's StatefulDataLoader.
+"""
+
+import logging
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
+
+from stocache.errors import StateError
+from stocache.loader.requests import NoIndices, current_request
+
+logger = logging.getLogger(__name__)
+
+
+def has_state(value: Any) -> bool:
+    """Whether an object has ``state_dict`` and ``load_state_dict``."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def state_of(value: Any) -> Any:
+    """Return the state of an object; None if it does not have one."""
+    return value.state_dict() if has_state(value) else None
+
+
+@dataclass(frozen=True)
+class WorkerState:
+    """The state of one worker.
+
+    Attributes:
+        dataset: the state of its dataset; None if it does not have one, or if the iterator is the dataset.
+        iterator: the state of the iterator of its iterable dataset; None if it does not have one.
+        samples: number of samples that it took from the iterator in this epoch.
+        ended: whether the iterator has ended.
+    """
+
+    dataset: Any = None
+    iterator: Any = None
+    samples: int = 0
+    ended: bool = False
+
+    @classmethod
+    def read(cls, saved: Any) -> "WorkerState | None":
+        """Return the state whose ``vars`` were saved.
+
+        Raises:
+            StateError: it is damaged.
+        """
+        if saved is None:
+            return None
+        if not isinstance(saved, dict) or set(saved) != {"dataset", "iterator", "samples", "ended"}:
+            raise StateError(f"the state of a worker is damaged: {saved!r:.100}.")
+        if type(saved["samples"]) is not int or saved["samples"] < 0 or type(saved["ended"]) is not bool:
+            raise StateError(f"the state of a worker is damaged: {saved!r:.100}.")
+        return cls(**saved)
+
+
+class StateBatch(NamedTuple):
+    """A batch, and the state of its worker after it. A tuple, so that torch pins what it holds.
+
+    Attributes:
+        batch: the batch; None if ``dropped``.
+        worker: the number of the worker.
+        number: the number of the request.
+        state: the pickled `WorkerState`; None if it is not sent, or has not changed.
+        dropped: whether the batch only took the place of a request.
+    """
+
+    batch: Any
+    worker: int
+    number: int
+    state: bytes | None
+    dropped: bool = False
+
+
+# ---------------------------------------------------------------------------------------------------- in workers
+
+
+_FILLER = object()
+"""A sample of a batch that is dropped."""
+
+
+class StatefulMap(Dataset[Any]):
+    """A map-style dataset that has a state. It also answers requests for `NoIndices`."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _FILLER if index is NoIndices else self.dataset[index]
+
+    def __getitems__(self, indices: Any) -> Any:
+        if indices is NoIndices:
+            return _FILLER
+        batched = getattr(self.dataset, "__getitems__", None)
+        return [self.dataset[index] for index in indices] if batched is None else batched(indices)
+
+
+class StatefulIterable(IterableDataset[Any]):
+    """An iterable dataset whose position is known, and restored in the first epoch.
+
+    Args:
+        dataset: of the user.
+        states: the state to restore in each worker, or None.
+        turn: the worker that makes the first batch.
+        batch_size: samples in a batch; 1 if the loader does not batch.
+        drop_last: whether the last batch is dropped if it has fewer samples.
+    """
+
+    def __init__(
+        self, dataset: Any, states: "Sequence[WorkerState | None]", turn: int, batch_size: int, drop_last: bool
+    ) -> None:
+        self.dataset, self._states, self._turn = dataset, states, turn
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._iterator: _CountingIterator | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        number = 0 if worker is None else worker.id
+        state = self._states[number] if self._states else None
+        fillers = self._batch_size if number < self._turn else 0
+        self._states, self._turn = (), 0  # the next epoch begins at its start
+        self._iterator = _CountingIterator(self.dataset, state or WorkerState(), fillers, self._batch_size, self._drop_last)
+        return self._iterator
+
+    @property
+    def state(self) -> WorkerState | None:
+        """The state after the last sample; None before the iterator is made."""
+        return None if self._iterator is None else self._iterator.state
+
+
+class StatefulDataPipe(StatefulIterable, IterDataPipe[Any]):
+    """A `StatefulIterable` over a DataPipe. torch finds the pipes behind it, and shards and seeds them."""
+
+
+class _CountingIterator:
+    """The iterator of an iterable dataset, restored to a state.
+
+    At its end in a worker, it fills up a batch that is dropped, so that the last state is sent.
+    """
+
+    def __init__(self, dataset: Any, state: WorkerState, fillers: int, batch_size: int, drop_last: bool) -> None:
+        if state.dataset is not None:
+            dataset.load_state_dict(state.dataset)
+        self._dataset, self._iterator = dataset, iter(dataset)
+        if state.iterator is not None:
+            self._iterator.load_state_dict(state.iterator)
+        self._samples, self._ended = state.samples, state.ended
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._fillers, self._room = 0 if state.ended else fillers, batch_size  # room in the batch that is made
+        stateful = has_state(dataset) or has_state(self._iterator)
+        self._tells_end = stateful and get_worker_info() is not None
+        if state.samples and not state.ended and not stateful:
+            logger.warning(
+                "neither the dataset nor its iterator has state_dict and load_state_dict: %d samples are loaded and skipped "
+                "to resume.",
+                state.samples,
+            )
+            for done in range(state.samples):
+                if next(self._iterator, _FILLER) is _FILLER:
+                    raise StateError(
+                        f"the dataset has {done} samples for this worker; the state was taken after {state.samples}."
+                    )
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._fillers:
+            self._fillers -= 1
+            return _FILLER
+        if self._ended:
+            raise StopIteration
+        try:
+            sample = next(self._iterator)
+        except StopIteration:
+            self._ended = True
+            if not self._tells_end or (self._room < self._batch_size and not self._drop_last):
+                raise
+            self._fillers = self._room - 1
+            return _FILLER
+        self._samples += 1
+        self._room = self._room - 1 or self._batch_size
+        return sample
+
+    @property
+    def state(self) -> WorkerState:
+        own = None if self._iterator is self._dataset else state_of(self._dataset)
+        return WorkerState(own, state_of(self._iterator), self._samples, self._ended)
+
+
+@dataclass
+class StatefulCollate:
+    """The collate function of workers that have a state: it returns a `StateBatch`.
+
+    Attributes:
+        collate: makes the batch.
+        every: the ``snapshot_every_n_steps`` of the loader.
+        iterable: the iterable dataset; None for a map-style one.
+    """
+
+    collate: Callable[[Any], Any]
+    every: int
+    iterable: StatefulIterable | None
+    _sent: bytes | None = None
+
+    def __call__(self, samples: Any) -> StateBatch:
+        """Return the batch of some samples, with the state of this worker."""
+        worker: Any = get_worker_info()
+        number = current_request()
+        dropped = samples is _FILLER or (type(samples) is list and bool(samples) and samples[-1] is _FILLER)
+        batch = None if dropped else self.collate(samples)
+        if not dropped and -(number + 1) % self.every >= worker.num_workers:  # another batch comes before the snapshot
+            return StateBatch(batch, worker.id, number, None)
+        if self.iterable is not None:
+            return StateBatch(batch, worker.id, number, pickle.dumps(self.iterable.state), dropped)
+        state = pickle.dumps(WorkerState(state_of(worker.dataset)))
+        sent, self._sent = self._sent, state
+        return StateBatch(batch, worker.id, number, None if state == sent else state, dropped)
+
+
+@dataclass
+class StatefulInit:
+    """The ``worker_init_fn`` of workers that have a state.
+
+    Attributes:
+        init: of the user, or None.
+        states: the state to restore in each worker, or None.
+    """
+
+    init: Callable[[int], Any] | None
+    states: "Sequence[WorkerState | None]"
+
+    def __call__(self, number: int) -> None:
+        """Do what the user's function does, and restore the dataset of worker ``number``."""
+        info: Any = get_worker_info()
+        iterable = isinstance(info.dataset, StatefulIterable)
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # torch refuses it otherwise; users expect their own
+        if self.init is not None:
+            self.init(number)
+        state = self.states[number] if self.states else None
+        if not iterable and state is not None and state.dataset is not None:
+            info.dataset.load_state_dict(state.dataset)
+
+
+# ---------------------------------------------------------------------------------------------------- in the loader's process
+
+
+@dataclass
+class WorkerStates:
+    """What the process of the loader knows of the states of its workers in one epoch.
+
+    Attributes:
+        count: number of workers.
+        every: the ``snapshot_every_n_steps`` of the loader.
+        states: the newest state of each worker, pickled or not; None while it is as the worker began.
+        turn: the worker whose batch comes next.
+        snapshot: batches delivered, states and turn at the last snapshot; None if ``every`` is 1.
+    """
+
+    count: int
+    every: int = 1
+    states: list[Any] = field(default_factory=list)
+    turn: int = 0
+    snapshot: tuple[int, list[Any], int] | None = None
+    _number: int = 0  # the request before which the snapshot was taken
+
+    def __post_init__(self) -> None:
+        self.states = self.states or [None] * self.count
+
+    def begin(self, delivered: int) -> None:
+        """Take the first snapshot of an epoch."""
+        self.snapshot = (delivered, list(self.states), self.turn) if self.every > 1 else None
+
+    def note(self, batch: StateBatch, delivered: int) -> None:
+        """Note a batch that is delivered now, after ``delivered`` others."""
+        if batch.dropped:
+            self.states[batch.worker] = batch.state or self.states[batch.worker]
+            return
+        begins = batch.number // self.every * self.every
+        if begins > self._number:
+            self._take(begins, delivered)
+        if batch.state is not None:
+            self.states[batch.worker] = batch.state
+        self.turn = (batch.worker + 1) % self.count
+        if (batch.number + 1) % self.every == 0:
+            self._take(batch.number + 1, delivered + 1)
+
+    def _take(self, number: int, delivered: int) -> None:
+        if self.every > 1:
+            self._number, self.snapshot = number, (delivered, list(self.states), self.turn)
+
+    def at(self, delivered: int) -> tuple[int, list[Any], int]:
+        """Return the batches delivered, states and turn to resume from."""
+        since, states, turn = self.snapshot or (delivered, self.states, self.turn)
+        return since, [None if state is None else dict(vars(_unpickled(state))) for state in states], turn
+
+    def next_epoch(self) -> "WorkerStates":
+        """Return the states at the beginning of the next epoch of the same workers: their datasets stay as they are."""
+        datasets = [None if state is None else _unpickled(state).dataset for state in self.states]
+        return WorkerStates(self.count, self.every, [None if own is None else WorkerState(own) for own in datasets])
+
+
+def _unpickled(state: Any) -> WorkerState:
+    return pickle.loads(state) if isinstance(state, bytes) else state  # type: ignore[no-any-return]  # from own workers
