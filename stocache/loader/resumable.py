@@ -12,6 +12,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, IterDataPipe, 
 from stocache.errors import StateError
 from stocache.loader.order import Order, Progress, samplers_in
 from stocache.loader.requests import layers, set_epoch
+from stocache.loader.torchdata_state import from_torchdata, is_from_torchdata
 from stocache.loader.worker_group import WorkerGroup
 from stocache.loader.worker_state import (
     StatefulCollate,
@@ -212,7 +213,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
         """Continue where `state_dict` was taken. The next iterator delivers the batches that followed, and loads no others.
 
         A state also loads with another number of workers, if neither the dataset nor an iterator has a state; and with another
-        number of ranks, if the global batch has the same size. An empty dict begins anew.
+        number of ranks, if the global batch has the same size. An empty dict begins anew. A state of torchdata's
+        StatefulDataLoader loads, too.
 
         Raises:
             StateError: ``state`` is damaged, of another version, or of another dataset, sampler or batch size.
@@ -221,6 +223,9 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
             self.end_workers()
             self._reset_position()
             return
+        if is_from_torchdata(state):
+            self._progress, self._loaded = Progress(finished=True), None
+            state = from_torchdata(state, self)
         position, parts = _FORM.read(state, self._identity())
         order = self._order()
         _check(position, parts, order)

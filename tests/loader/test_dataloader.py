@@ -446,7 +446,7 @@ def test_a_timeout_is_torchs_and_counts_no_batch():
     loader = stocache.DataLoader(Slow(), 4, num_workers=1, timeout=0.05)
     with pytest.raises(RuntimeError, match="timed out"):
         next(iter(loader))
-    assert loader.state_dict()["batches"] == 0
+    assert loader.state_dict()["position"]["batches"] == 0
 
 
 class Slow(Images):

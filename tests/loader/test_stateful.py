@@ -1,5 +1,6 @@
 """Datasets, iterators and samplers with states of their own, in each worker: what torchdata's StatefulDataLoader promises."""
 
+import contextlib
 import json
 import os
 import random
@@ -8,7 +9,7 @@ import secrets
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import stocache
@@ -537,3 +538,122 @@ def test_a_cached_dataset_passes_on_the_state_of_its_dataset():
                 assert same([batch[:, 0] for batch in loader], [batch[:, 0] for batch in rest])
             del loader, batches
     assert np.concatenate([batch[:, 0].numpy() for batch in came + rest]).tolist() == list(range(23))
+
+
+# ---------------------------------------------------------------------------------------------------- ranks and epochs
+
+
+def ranked(ranks, rank, batch_size, sampler=DistributedSampler):
+    return stocache.DataLoader(range(37), batch_size, sampler=sampler(range(37), ranks, rank, seed=4))
+
+
+@pytest.mark.parametrize("before", [1, 2, 4])
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_a_state_loads_with_other_ranks_that_share_the_same_batches(before, after):
+    states, came = [], []
+    for rank in range(before):
+        loader = ranked(before, rank, 8 // before)
+        loader.sampler.set_epoch(3)  # as trainers do
+        batches = iter(loader)
+        came += [index for _ in range(2) for index in next(batches).tolist()]
+        states.append(through_json(loader.state_dict()))
+    rest = []
+    for rank in range(after):
+        loader = ranked(after, rank, 8 // after)
+        loader.load_state_dict(states[rank % before])
+        assert loader.sampler.epoch == 3
+        rest += [index for batch in loader for index in batch.tolist()]
+    assert len(came) == 16
+    assert set(came) | set(rest) == set(range(37))
+    assert len(came) + len(rest) == -(-37 // after) * after  # the sampler fills up the last batch
+
+
+def test_another_global_batch_is_refused():
+    loader = ranked(2, 0, 4)
+    next(iter(loader))
+    with pytest.raises(StateError, match="batch"):
+        ranked(4, 0, 4).load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_epoch_that_a_trainer_set_on_the_sampler_is_resumed(workers):
+    def loader():
+        sampler = DistributedSampler(range(23), 2, 1, seed=4)
+        return stocache.DataLoader(range(23), 3, sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
+
+    epochs = []
+    first = loader()
+    for epoch in range(4):
+        first.sampler.set_epoch(epoch)
+        epochs.append(play(first))
+    for epoch in range(3):
+        came, states = epochs[epoch]
+        for number in range(len(states) - 1):
+            resumed = loader()
+            resumed.load_state_dict(through_json(states[number]))
+            assert same(list(resumed), came[number:]), (epoch, number)
+            resumed.sampler.set_epoch(epoch + 1)
+            assert same(list(resumed), epochs[epoch + 1][0])
+            if workers:
+                break
+
+
+# ---------------------------------------------------------------------------------------------------- torchdata's states
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        ("map", lambda: {"batch_size": 3}),
+        ("map", lambda: {"batch_size": 3, "shuffle": True}),
+        ("map", lambda: {"batch_size": 3, "shuffle": True, "generator": torch.Generator().manual_seed(9)}),
+        ("map", lambda: {"batch_size": 3, "sampler": Secretive(23)}),
+        ("dataset", lambda: {"batch_size": 2}),
+        ("iterator", lambda: {"batch_size": 2}),
+        ("both", lambda: {"batch_size": 2}),
+        ("itself", lambda: {"batch_size": 2}),
+        ("plain", lambda: {"batch_size": 2}),
+    ],
+    ids=["map", "shuffled", "generator", "sampler", "dataset", "iterator", "both", "itself", "plain"],
+)
+def test_a_state_of_torchdata_goes_on_as_torchdata_does(dataset, options, workers):
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    torch.manual_seed(5)
+    theirs = torchdata.StatefulDataLoader(DATASETS[dataset](), num_workers=workers, **options())
+    batches = iter(theirs)
+    for _ in range(3):
+        next(batches)
+    state = theirs.state_dict()
+    rest = list(batches)
+    ours = make(dataset, workers, **options())
+    if dataset == "plain" and workers:
+        with pytest.raises(StateError, match="how many samples each worker"):
+            ours.load_state_dict(state)
+        return
+    ours.load_state_dict(state)
+    assert same(list(ours), rest)
+    assert len(list(ours)) >= len(rest)
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")
+def test_a_damaged_state_of_torchdata_is_refused():
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    for workers in (0, 2):
+        theirs = torchdata.StatefulDataLoader(Stateful(), 2, num_workers=workers)
+        batches = iter(theirs)
+        next(batches)
+        state = theirs.state_dict()
+        for path in leaves(state):
+            if not path or path[-1] in ("dataset_state", "at", "epoch", "_iterator_finished"):
+                continue
+            for bad in (None, -1, 10**30, "", [], object()):
+                edited = through_json(state)
+                place = edited
+                for key in path[:-1]:
+                    place = place[key]
+                place[path[-1]] = bad
+                with contextlib.suppress(StateError):
+                    make("dataset", workers, batch_size=2).load_state_dict(edited)
+        del theirs, batches
