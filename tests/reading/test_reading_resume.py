@@ -233,6 +233,8 @@ def test_pipes_of_the_main_process_are_brought_along(workers):
     graphs = (
         lambda: Pairs(source().shuffle().sharding_filter().map(square)),
         lambda: Pairs(source().shuffle().sharding_filter()).shuffle().batch(2),
+        lambda: Pairs(source().shuffle().sharding_filter().batch(2)),
+        lambda: Pairs(source().sharding_filter().map(noise)),
     )
     for graph in graphs:
         whole = run(graph, workers)
