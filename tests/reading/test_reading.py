@@ -95,6 +95,27 @@ def test_without_a_seed_epochs_and_loaders_differ():
         assert [sorted(order) for order in orders] == [list(range(40))] * 3
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", ["shuffled", "dispatched"])
+def test_without_a_seed_the_order_is_that_of_torchs_generator(name, workers):
+    orders, after = [], []
+    with loader(GRAPHS[name](), workers, seed=None) as dataloader:
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            orders.append((elements(dataloader), elements(dataloader)))
+            after.append(float(torch.rand(())))
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[0][0] != orders[0][1]
+    torch.manual_seed(1)
+    with loader(GRAPHS[name](), 0, seed=None) as alone:
+        assert (elements(alone), elements(alone)) == orders[0]  # with any service
+    assert float(torch.rand(())) == after[0]
+    torch.manual_seed(1)
+    for _ in orders[0]:
+        torch.empty((), dtype=torch.int64).random_()  # what torch's DataLoader draws for an epoch
+    assert float(torch.rand(())) == after[0]
+
+
 def test_the_order_does_not_depend_on_the_speed_of_workers():
     def uneven(value):
         time.sleep(0.01 * (value % 3 == 0))

@@ -33,6 +33,18 @@ class GraphPosition:
     passed: int | None
     drawn: bool
 
+    @classmethod
+    def of(cls, position: dict[str, Any]) -> "GraphPosition":
+        """Return the position in a state.
+
+        Raises:
+            StateError: the state is damaged.
+        """
+        workers, counts = position["workers"], position["counts"]
+        if any(type(count) is not int or count < 0 for count in counts) or len(counts) not in (0, max(1, workers)):
+            raise StateError(f"the state of a reading service is damaged: {workers!r:.100} workers have made {counts!r:.100}.")
+        return cls(**position | {"counts": tuple(counts)})
+
     def resumed(self, workers: int) -> list[Resume]:
         """Return where each of ``workers`` workers continues; one position for the main process if it is 0.
 
