@@ -122,6 +122,7 @@ class DataLoader2:
         self._iterators = itertools.count()
         self._valid: int | None = None  # the number of the newest iterator: a reference to it would be a cycle
         self._delivered = 0
+        self._taken = False  # whether an element of the current epoch was taken from this loader
         self._finished = True
         self._loaded: _Begun | None = None
         self.paused = False
@@ -137,14 +138,14 @@ class DataLoader2:
     # ------------------------------------------------------------------------------------------------ iterating
 
     def __iter__(self) -> "DataLoader2Iterator":
-        """Begin the next epoch, unless no element of the current one was taken. Older iterators become invalid.
+        """Begin the next epoch, unless no element of the current one was taken here. Older iterators become invalid.
 
         Raises:
             GraphError: the loader is shut down, or has no graph.
         """
         if self._terminated:
             raise GraphError("the DataLoader2 is shut down. Make another one.")
-        if self._iterator is None or self._delivered or self._finished:
+        if self._iterator is None or self._taken or self._finished:
             self._begin()
         self._valid = next(self._iterators)
         return DataLoader2Iterator(self, self._valid)
@@ -165,7 +166,7 @@ class DataLoader2:
         except Exception:
             self.shutdown()
             raise
-        self._finished = self.paused = False
+        self._taken = self._finished = self.paused = False
 
     def _next_seed(self) -> int:
         """Return the seed of the next epoch."""
@@ -219,6 +220,7 @@ class DataLoader2:
             self.shutdown()
             raise
         self._delivered += 1
+        self._taken = True
         return element
 
     def __len__(self) -> int:

@@ -127,7 +127,8 @@ def test_what_was_resumed_can_be_broken_off_again(name, workers):
         again = dataloader.state_dict()
         again["parts"]["graph"] = state["parts"]["graph"]  # the pickle of a shuffle holds a generator, which is set later
         assert again == state
-        iterator = iter(dataloader)
+        iter(dataloader)
+        iterator = iter(dataloader)  # nothing was taken, so it is the same epoch
         for _ in range(5):
             next(iterator)
         state = dataloader.state_dict()
