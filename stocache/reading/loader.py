@@ -4,22 +4,48 @@ import contextlib
 import copy
 import functools
 import itertools
+import json
 import pickle
 import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any
 
-from torch.utils.data import MapDataPipe
+from torch.utils.data import IterDataPipe, MapDataPipe
 
 from stocache.errors import GraphError, StateError
 from stocache.reading.graph.graph import Adapt, DataPipe, clone, is_random, pipes_of
 from stocache.reading.graph.pipes import InOrder
-from stocache.reading.graph.replay import trace
+from stocache.reading.graph.replay import drop, trace
 from stocache.reading.graph.seeds import SeedGenerator, check_seed, epoch_seed, random_seed
 from stocache.reading.interfaces import ReadingServiceInterface
-from stocache.reading.services import completed, find_running, is_checkpointable
+from stocache.reading.services import RunningService, completed, find_running, keeps_position
+from stocache.reading.states import from_text, initialized, state_of, to_text
+from stocache.system.state import StateForm
 
-_STATE_VERSION = 1
+_SEED = (int, NoneType)
+_FORM = StateForm(
+    "DataLoader2",
+    2,
+    position={"seed": _SEED, "epoch": (int,), "epoch_seed": _SEED, "delivered": (int,)},
+    parts={"graph": (str, NoneType), "service": (dict, str, NoneType)},
+)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """An epoch that was begun, and its position.
+
+    Attributes:
+        seed: of the epoch.
+        delivered: elements that were delivered.
+        service: the state of the reading service; None if it keeps no position.
+    """
+
+    seed: int
+    delivered: int
+    service: Any
 
 
 class Shuffle:
@@ -57,9 +83,14 @@ class DataLoader2:
             for batch in loader: ...
         loader.shutdown()
 
-    The order of an epoch depends only on the seed and the number of the epoch. The epochs of one seed differ from each other,
-    and are the same in every run. A loader has one iterator at a time. A `state_dict` can be taken after any element. A loader
-    that loads it delivers the rest of the epoch, and the following epochs, as this one would.
+    After `seed` the order of an epoch depends only on the seed and the number of the epoch. The epochs of one seed differ from
+    each other, and are the same in every run. Without `seed` each epoch draws its seed from torch's global generator when it
+    begins, as with torch's DataLoader. So ``torch.manual_seed`` decides the order. The draw is one number, with every reading
+    service. Ranks take the seed of rank 0.
+
+    A loader has one iterator at a time. A `state_dict` can be taken after any element. A loader that loads it delivers the rest
+    of the epoch, and the following epochs, as this one would. Without `seed` the following epochs come from torch's global
+    generator, so save and set its state too: ``torch.get_rng_state``, ``torch.set_rng_state``.
 
     Args:
         datapipe: the last pipe of the graph, which is copied; None if `load_state_dict` follows.
@@ -84,14 +115,16 @@ class DataLoader2:
         self.reading_service = completed(copy.deepcopy(reading_service))
         self._source = self.datapipe  # before the service changes it
         self._initialized = False
-        self._seed: int | None = None
-        self._epoch = 0  # the number of the next epoch
+        self._seed: int | None = None  # the user's
+        self._epoch = 0  # the number of the next epoch since `seed`
+        self._epoch_seed = 0  # of the current epoch
         self._iterator: Iterator[Any] | None = None  # of the current epoch
         self._iterators = itertools.count()
         self._valid: int | None = None  # the number of the newest iterator: a reference to it would be a cycle
         self._delivered = 0
+        self._taken = False  # whether an element of the current epoch was taken from this loader
         self._finished = True
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: _Begun | None = None
         self.paused = False
         self._terminated = False
 
@@ -105,14 +138,14 @@ class DataLoader2:
     # ------------------------------------------------------------------------------------------------ iterating
 
     def __iter__(self) -> "DataLoader2Iterator":
-        """Begin the next epoch, unless no element of the current one was taken. Older iterators become invalid.
+        """Begin the next epoch, unless no element of the current one was taken here. Older iterators become invalid.
 
         Raises:
             GraphError: the loader is shut down, or has no graph.
         """
         if self._terminated:
             raise GraphError("the DataLoader2 is shut down. Make another one.")
-        if self._iterator is None or self._delivered or self._finished:
+        if self._iterator is None or self._taken or self._finished:
             self._begin()
         self._valid = next(self._iterators)
         return DataLoader2Iterator(self, self._valid)
@@ -120,34 +153,53 @@ class DataLoader2:
     def _begin(self) -> None:
         self._iterator = None  # this ends the older iteration
         loaded, self._loaded = self._loaded, None
-        if self._seed is None:
-            self._seed = random_seed()
-        generator = SeedGenerator(epoch_seed(self._seed, self._epoch))
+        self._epoch_seed = self._next_seed() if loaded is None else loaded.seed
+        self._delivered = 0 if loaded is None else loaded.delivered
         try:
-            self._initialize(None if loaded is None else loaded["reading_service_state"])
-            change = self.reading_service.initialize_iteration(generator)
+            self._initialize(None if loaded is None else loaded.service)
+            change = self.reading_service.initialize_iteration(SeedGenerator(self._epoch_seed))
             if change is not None:
                 self.datapipe = change(self.datapipe)  # type: ignore[arg-type]
             self._iterator = iter(self.datapipe)  # type: ignore[arg-type]
-            self._delivered = 0 if loaded is None else loaded["delivered"]
-            for _ in itertools.islice(self._iterator, 0 if loaded is None else loaded["dropped"]):
-                pass
+            if loaded is not None:
+                self._drop_delivered(self._iterator)
         except Exception:
             self.shutdown()
             raise
-        self._epoch += 1
-        self._finished = self.paused = False
+        self._taken = self._finished = self.paused = False
 
-    def _initialize(self, state: bytes | None = None) -> None:
+    def _next_seed(self) -> int:
+        """Return the seed of the next epoch."""
+        if self._seed is None:
+            return random_seed()
+        self._epoch += 1
+        return epoch_seed(self._seed, self._epoch - 1)
+
+    def _drop_delivered(self, iterator: Iterator[Any]) -> None:
+        """Drop the delivered elements that an iterator gives again, because the service could not begin after them."""
+        running = find_running(self.reading_service)
+        if running is not None:
+            used, dropped = self._used(running)
+            if running.begun != used:
+                raise StateError(
+                    f"the state is damaged, or belongs to another graph: {self._delivered} elements of the loader are made "
+                    f"from {used} of the reading service, which begins after {running.begun}."
+                )
+        else:
+            dropped = 0 if keeps_position(self.reading_service) else self._delivered
+        drop(iterator, dropped)
+
+    def _used(self, running: RunningService) -> tuple[int, int]:
+        """Return how many of its elements a service need not give again, and how many of the loader's are then dropped."""
+        pipe, count = trace(self.datapipe, self._delivered)[-1]  # type: ignore[arg-type]
+        return (count, 0) if pipe is running.stream else (0, self._delivered)
+
+    def _initialize(self, state: Any = None) -> None:
         if self._initialized:
             return
         if self.datapipe is None:
             raise GraphError("the DataLoader2 has no graph. Pass datapipe=, or call load_state_dict.")
-        datapipe = clone(self.datapipe)
-        if state is None:
-            self.datapipe = self.reading_service.initialize(datapipe)
-        else:
-            self.datapipe = self.reading_service.restore(datapipe, state)  # type: ignore[attr-defined]
+        self.datapipe = initialized(self.reading_service, clone(self.datapipe), state)
         self._initialized = True
 
     def _next(self, number: int) -> Any:
@@ -168,6 +220,7 @@ class DataLoader2:
             self.shutdown()
             raise
         self._delivered += 1
+        self._taken = True
         return element
 
     def __len__(self) -> int:
@@ -221,67 +274,63 @@ class DataLoader2:
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loader, after the elements it has delivered, for a checkpoint.
 
-        ``serialized_datapipe`` is the pickled graph, for `from_state`; None if the graph does not pickle.
+        JSON can save it. It holds the graph, pickled, for `from_state`; not if the graph does not pickle.
         """
-        if self._loaded is not None:
-            return copy.deepcopy(self._loaded)
-        midway = not self._finished and self._iterator is not None
-        kept, dropped = self._service_state() if midway else (None, 0)
-        return {
-            "version": _STATE_VERSION,
-            "serialized_datapipe": self._serialized,
-            "reading_service_state": kept,
-            "randomness_state": (self._seed, self._epoch - midway),
-            "delivered": self._delivered if midway else 0,
-            "dropped": dropped,
-        }
+        begun = self._loaded
+        if begun is None and not self._finished and self._iterator is not None:
+            running = find_running(self.reading_service)
+            if running is not None:
+                running.delivered, _ = self._used(running)
+            begun = _Begun(self._epoch_seed, self._delivered, state_of(self.reading_service))
+        seed, delivered, service = (None, 0, None) if begun is None else (begun.seed, begun.delivered, begun.service)
+        return _FORM.make(
+            self._identity(),
+            {"seed": self._seed, "epoch": self._epoch, "epoch_seed": seed, "delivered": delivered},
+            {"graph": self._serialized, "service": copy.deepcopy(service)},
+        )
 
-    def _service_state(self) -> tuple[bytes | None, int]:
-        """Return the checkpoint of the service, and the number of elements to drop after it resumes."""
-        running, dropped = find_running(self.reading_service), self._delivered
-        if running is not None:
-            pipe, count = trace(self.datapipe, self._delivered)[-1]  # type: ignore[arg-type]
-            traced = pipe is running.stream
-            running.delivered, dropped = (count, 0) if traced else (0, self._delivered)
-        elif is_checkpointable(self.reading_service):
-            dropped = 0  # a service of the user restores its own position
-        if not is_checkpointable(self.reading_service):
-            return None, dropped
-        kept: bytes = self.reading_service.checkpoint()  # type: ignore[attr-defined]
-        return kept, dropped
+    def _identity(self) -> dict[str, Any]:
+        return {"graph": None if self._source is None else [type(pipe).__name__ for pipe in pipes_of(self._source)]}
 
     @functools.cached_property
-    def _serialized(self) -> bytes | None:
+    def _serialized(self) -> str | None:
         try:
-            return pickle.dumps(self._source)
+            return to_text(pickle.dumps(self._source))
         except Exception:  # pickling may raise anything
             return None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where a state was taken. The next iterator delivers the elements that followed.
 
-        The loader keeps its graph, which must be that of the state. A loader without a graph takes the state's.
+        The loader keeps its graph, which must be that of the state; then nothing in the state is unpickled. A loader without a
+        graph unpickles the state's, which may run any code: load only a state that you trust.
 
         Raises:
-            StateError: it is not a state of a DataLoader2, this loader has begun to iterate, or neither has a graph.
+            StateError: it is not a state of a DataLoader2 with this graph, it is damaged, this loader has begun to iterate, or
+                neither has a graph. The next iterator raises it if the state does not fit the reading service.
         """
-        if not isinstance(state_dict, dict) or state_dict.get("version") != _STATE_VERSION or "dropped" not in state_dict:
-            raise StateError(f"not a DataLoader2 state of this version of stocache: {state_dict!r:.100}.")
         if self._initialized:
             raise StateError("the DataLoader2 has begun to iterate. Load the state into a new one.")
+        position, parts = _FORM.read(state_dict, self._identity())
+        seed, delivered = position["epoch_seed"], position["delivered"]
+        try:
+            service = json.loads(json.dumps(parts["service"]))
+            for each in (seed, position["seed"]):
+                check_seed(0 if each is None else each)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise StateError(f"the state of a DataLoader2 is damaged: {error}") from error
+        if seed is None and (delivered, service) != (0, None):
+            raise StateError(f"the state of a DataLoader2 is damaged: it has {delivered} elements, and no epoch.")
         if self.datapipe is None:
-            serialized = state_dict["serialized_datapipe"]
-            if serialized is None:
-                raise StateError(
-                    "the graph of the state did not pickle. Make the loader with the same graph, then load the state."
-                )
-            self.datapipe = self._source = self._adapted(pickle.loads(serialized))
-        self._seed, self._epoch = state_dict["randomness_state"]
-        self._loaded = copy.deepcopy(state_dict)
+            self.datapipe = self._source = self._adapted(_unpickled(parts["graph"]))
+        self._seed, self._epoch = position["seed"], position["epoch"]
+        self._loaded = None if seed is None else _Begun(seed, delivered, service)
 
     @classmethod
     def from_state(cls, state: dict[str, Any], reading_service: ReadingServiceInterface | None = None) -> "DataLoader2":
-        """Return a loader that continues where a state was taken, with the state's graph, which is unpickled.
+        """Return a loader that continues where a state was taken, with the state's graph.
+
+        The graph is unpickled, which may run any code: load only a state that you trust. As in torchdata.
 
         Raises:
             StateError: as `load_state_dict`.
@@ -293,7 +342,24 @@ class DataLoader2:
     def _restore_checkpoint_beginning_of_epoch(self) -> None:
         """After `load_state_dict`: begin the epoch of the state from its start. Source: torchdata's name."""
         if self._loaded is not None:
-            self._loaded |= {"reading_service_state": None, "delivered": 0, "dropped": 0}
+            self._loaded = replace(self._loaded, delivered=0, service=None)
+
+
+def _unpickled(text: str | None) -> DataPipe:
+    """Return the graph of a state. It may run any code.
+
+    Raises:
+        StateError: the state has no graph, or a damaged one.
+    """
+    if text is None:
+        raise StateError("the graph of the state did not pickle. Make the loader with the same graph, then load the state.")
+    try:
+        datapipe = pickle.loads(from_text(text))
+    except Exception as error:  # unpickling may raise anything
+        raise StateError(f"the graph of the state cannot be unpickled: {type(error).__name__}: {error}") from error
+    if not isinstance(datapipe, IterDataPipe | MapDataPipe):
+        raise StateError(f"the graph of the state is damaged: it is {type(datapipe).__name__}.")
+    return datapipe
 
 
 class DataLoader2Iterator(Iterator[Any]):

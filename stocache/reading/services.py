@@ -1,12 +1,10 @@
 """Reading services, which run the graph of a `DataLoader2`."""
 
 import copy
-import io
-import pickle
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
+from types import NoneType
 from typing import Any
 
 import torch.distributed as dist
@@ -22,41 +20,31 @@ from stocache.reading.graph.pipes import DEFAULT_TIMEOUT_S, FullSync, Prefetcher
 from stocache.reading.graph.replay import trace
 from stocache.reading.graph.seeds import SeedGenerator, dist_share_seed, set_graph_random_seed
 from stocache.reading.graph.sharding import Counted, apply_sharding, dispatched_end, replicable_end, share
-from stocache.reading.interfaces import CheckpointableReadingServiceInterface, ReadingServiceInterface
+from stocache.reading.interfaces import ReadingServiceInterface
 from stocache.reading.run.divide import Length, Seeding, is_full_sync, max_buffered, without_prefetching
 from stocache.reading.run.engine import GraphPlan, WorkerStream
 from stocache.reading.run.replica import InitFn, Replica, ReplicaEpoch, ResetFn, Resume, WorkerInfo, clock_of
 from stocache.reading.run.stream import GraphPosition, LocalStream, Stream
+from stocache.reading.states import StatefulService, initialized, is_checkpointable, state_of
 from stocache.samples.indices import length_of
+from stocache.system import rng
 from stocache.system.rng import States
+from stocache.system.state import StateForm
 
 _DISPATCHER = (1 << 32) - 1  # stands for a worker number in seeds
 
 
-@dataclass(frozen=True)
-class _Checkpoint:
-    """The checkpoint of a service that runs a graph.
-
-    Attributes:
-        position: of its stream.
-        numbers: states of this process's generators at the beginning of the epoch, and now; None with workers.
-    """
-
-    position: GraphPosition
-    numbers: tuple[States, States] | None = None
+_RUNNING = StateForm(
+    "reading service",
+    1,
+    position={"workers": (int,), "counts": (list,), "count": (int,), "passed": (int, NoneType), "drawn": (bool,)},
+    parts={"rng_begun": (dict, NoneType), "rng_now": (dict, NoneType)},
+)
+_DISTRIBUTED = StateForm("DistributedReadingService", 1, {}, {})
+_SEQUENTIAL = StateForm("SequentialReadingService", 1, {}, {"services": (list,)})
 
 
-class _CheckpointReader(pickle.Unpickler):
-    """Reads checkpoints, also those of versions in which classes had other names."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return the class of that name."""
-        if (module, name) == ("stocache.reading.streams", "Position"):
-            return GraphPosition
-        return super().find_class(module, name)
-
-
-class _RunningService(CheckpointableReadingServiceInterface):
+class RunningService(StatefulService):
     """A service that runs the replicable part of a graph. A `Stream` gives its elements to the rest.
 
     Attributes:
@@ -65,23 +53,34 @@ class _RunningService(CheckpointableReadingServiceInterface):
     """
 
     stream: Stream | None = None
-    _restored: _Checkpoint | None = None
+    _restored: GraphPosition | None = None
+    _rng_states: tuple[States, States] | None = None  # at the beginning of the restored epoch, and when the state was taken
     delivered = 0
     _seeding: "Seeding"
 
-    def checkpoint(self) -> bytes:
-        """Return the position of the stream."""
+    @property
+    def begun(self) -> int:
+        """The number of elements after which the current epoch began here."""
         assert self.stream is not None, "it was initialized"
-        numbers = self.stream.rng_states() if isinstance(self.stream, LocalStream) else None
-        if numbers is not None and not self.delivered:  # all elements will be made again
-            numbers = numbers[0], numbers[0]
-        return pickle.dumps(_Checkpoint(self.stream.position(self.delivered), numbers))
+        return self.stream.begun.count
 
-    def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
-        """Return the graph, to continue from a checkpoint."""
-        self._restored = _CheckpointReader(io.BytesIO(serialized_state)).load()
-        if not isinstance(self._restored, _Checkpoint):
-            raise StateError(f"{type(self).__name__} cannot go on from a checkpoint of {type(self._restored).__name__}.")
+    def json_state(self) -> dict[str, Any]:
+        """Return the position of the stream, and the states of this process's generators if it makes the elements."""
+        assert self.stream is not None, "it was initialized"
+        begun = now = None
+        if isinstance(self.stream, LocalStream):
+            begun, now = map(rng.to_json, self.stream.rng_states())
+        position = self.stream.position(self.delivered)
+        if not self.delivered:  # all elements will be made again
+            now = begun
+        return _RUNNING.make({}, vars(position) | {"counts": list(position.counts)}, {"rng_begun": begun, "rng_now": now})
+
+    def restore_json(self, datapipe: DataPipe, state: Any) -> DataPipe:
+        """Return the graph, to continue from a state."""
+        position, parts = _RUNNING.read(state, {})
+        self._restored = GraphPosition.of(position)
+        if None not in parts.values():
+            self._rng_states = _global_rng(parts["rng_begun"]), _global_rng(parts["rng_now"])
         return self.initialize(datapipe)
 
     def finalize(self) -> None:
@@ -110,16 +109,15 @@ class _RunningService(CheckpointableReadingServiceInterface):
         return self._put_stream(datapipe, whole, LocalStream(replica, buffered, length))
 
     def _begin_here(self, seed_generator: SeedGenerator, iter_reset_fn: Adapt | None) -> None:
-        restored, self._restored = self._restored, None
-        begun = None if restored is None else restored.position
+        begun, self._restored = self._restored, None
+        rng_states, self._rng_states = self._rng_states, None
         (resume,) = [Resume()] if begun is None else begun.resumed(0)
         (seeds,) = self._seeding.draw(seed_generator)
         assert isinstance(self.stream, LocalStream), "it was initialized"
-        numbers = None if restored is None else restored.numbers
-        self.stream.begin_epoch([ReplicaEpoch(seeds, seed_generator, iter_reset_fn, resume)], begun, numbers)
+        self.stream.begin_epoch([ReplicaEpoch(seeds, seed_generator, iter_reset_fn, resume)], begun, rng_states)
 
 
-class InProcessReadingService(_RunningService):
+class InProcessReadingService(RunningService):
     """Run the graph in this process.
 
     Maps draw their random numbers from this process's generators. A state holds the generators' states, and resuming sets them.
@@ -149,7 +147,7 @@ class InProcessReadingService(_RunningService):
         return None
 
 
-class MultiProcessingReadingService(_RunningService):
+class MultiProcessingReadingService(RunningService):
     """Run a replica of the graph in each of several worker processes; one more process runs the dispatched part, if any.
 
     Elements come in the order of one process if only ``map``, ``filter``, ``collate`` and ``shared_cache`` follow the one
@@ -215,8 +213,7 @@ class MultiProcessingReadingService(_RunningService):
         if not self.num_workers:
             self._begin_here(seed_generator, iter_reset_fn)
             return None
-        restored, self._restored = self._restored, None
-        begun = None if restored is None else restored.position
+        begun, self._restored = self._restored, None
         resumes = [Resume()] * self.num_workers if begun is None else begun.resumed(self.num_workers)
         sent = [0] * self.num_workers
         if begun is not None and self._feed is not None:
@@ -247,7 +244,7 @@ class MultiProcessingReadingService(_RunningService):
         return used if pipe is self._feed else 0
 
 
-class DistributedReadingService(CheckpointableReadingServiceInterface):
+class DistributedReadingService(StatefulService):
     """Give each rank of torch.distributed its share of the graph, with the same seeds and epochs of equal length.
 
     Args:
@@ -282,20 +279,18 @@ class DistributedReadingService(CheckpointableReadingServiceInterface):
         set_graph_random_seed(self._datapipe, copy.copy(seed_generator))  # in case no later service does
         return iter_reset_fn
 
-    def checkpoint(self) -> bytes:
+    def json_state(self) -> dict[str, Any]:
         """Return the number of ranks, and of this rank."""
-        return pickle.dumps((dist.get_world_size(), dist.get_rank()))
+        return _DISTRIBUTED.make(self._identity(), {})
 
-    def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
+    def restore_json(self, datapipe: DataPipe, state: Any) -> DataPipe:
         """Return the graph of this rank."""
         datapipe = self.initialize(datapipe)
-        ranks, rank = pickle.loads(serialized_state)
-        if (ranks, rank) != (dist.get_world_size(), dist.get_rank()):
-            raise StateError(
-                f"the state belongs to rank {rank} of {ranks}, but this is rank {dist.get_rank()} of {dist.get_world_size()}, "
-                f"which has other elements. Load on each rank the state of that rank."
-            )
+        _DISTRIBUTED.read(state, self._identity())
         return datapipe
+
+    def _identity(self) -> dict[str, int]:
+        return {"ranks": dist.get_world_size(), "rank": dist.get_rank()}
 
     def finalize(self) -> None:
         """Leave the process groups of the ranks."""
@@ -350,7 +345,7 @@ class CachingReadingService(ReadingServiceInterface):
         return iter_reset_fn
 
 
-class SequentialReadingService(CheckpointableReadingServiceInterface):
+class SequentialReadingService(StatefulService):
     """Several services in sequence. Each gets the graph that the previous one returned."""
 
     def __init__(self, *reading_services: ReadingServiceInterface) -> None:
@@ -378,32 +373,47 @@ class SequentialReadingService(CheckpointableReadingServiceInterface):
         for service in reversed(self.reading_services):
             service.finalize()
 
-    def checkpoint(self) -> bytes:
-        """Return the checkpoints of the services."""
-        kept = [service.checkpoint() if is_checkpointable(service) else b"" for service in self.reading_services]
-        return pickle.dumps(kept)
+    def json_state(self) -> dict[str, Any]:
+        """Return the states of the services."""
+        return _SEQUENTIAL.make({}, {}, {"services": list(map(state_of, self.reading_services))})
 
-    def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
+    def restore_json(self, datapipe: DataPipe, state: Any) -> DataPipe:
         """Return the graph after each service has changed it, in order."""
-        states = pickle.loads(serialized_state)
+        _, parts = _SEQUENTIAL.read(state, {})
+        states = parts["services"]
         if len(states) != len(self.reading_services):
             raise StateError(
                 f"the state belongs to {len(states)} reading services in sequence, but here are {len(self.reading_services)}. "
                 f"Use the same services."
             )
-        for service, state in zip(self.reading_services, states, strict=True):
-            datapipe = service.restore(datapipe, state) if state else service.initialize(datapipe)
+        for service, its_state in zip(self.reading_services, states, strict=True):
+            datapipe = initialized(service, datapipe, its_state)
         return datapipe
 
 
-def is_checkpointable(service: Any) -> bool:
-    """Whether a service has ``checkpoint`` and ``restore``."""
-    return callable(getattr(service, "checkpoint", None)) and callable(getattr(service, "restore", None))
+def _global_rng(saved: Any) -> States:
+    """Return saved states of the global generators.
+
+    Raises:
+        StateError: they are damaged, or numpy's global generator is of another kind here.
+    """
+    taken = rng.from_json(saved)
+    kind, here = taken["numpy"]["bit_generator"], rng.states()["numpy"]["bit_generator"]
+    if kind != here or taken["generators"]:
+        raise StateError(f"the state has other random number generators: numpy's is {kind}, and here it is {here}.")
+    return taken
 
 
-def find_running(service: Any) -> "_RunningService | None":
+def keeps_position(service: Any) -> bool:
+    """Whether a service continues from its own position, or one in a sequence does."""
+    if isinstance(service, SequentialReadingService):
+        return any(map(keeps_position, service.reading_services))
+    return is_checkpointable(service) and not isinstance(service, DistributedReadingService)
+
+
+def find_running(service: Any) -> RunningService | None:
     """Return the service that runs the graph, also inside a sequence; None if it is the user's own."""
-    if isinstance(service, _RunningService):
+    if isinstance(service, RunningService):
         return service
     within = map(find_running, service.reading_services) if isinstance(service, SequentialReadingService) else ()
     return next((found for found in within if found is not None), None)

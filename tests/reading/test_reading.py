@@ -95,6 +95,27 @@ def test_without_a_seed_epochs_and_loaders_differ():
         assert [sorted(order) for order in orders] == [list(range(40))] * 3
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", ["shuffled", "dispatched"])
+def test_without_a_seed_the_order_is_that_of_torchs_generator(name, workers):
+    orders, after = [], []
+    with loader(GRAPHS[name](), workers, seed=None) as dataloader:
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            orders.append((elements(dataloader), elements(dataloader)))
+            after.append(float(torch.rand(())))
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[0][0] != orders[0][1]
+    torch.manual_seed(1)
+    with loader(GRAPHS[name](), 0, seed=None) as alone:
+        assert (elements(alone), elements(alone)) == orders[0]  # with any service
+    assert float(torch.rand(())) == after[0]
+    torch.manual_seed(1)
+    for _ in orders[0]:
+        torch.empty((), dtype=torch.int64).random_()  # what torch's DataLoader draws for an epoch
+    assert float(torch.rand(())) == after[0]
+
+
 def test_the_order_does_not_depend_on_the_speed_of_workers():
     def uneven(value):
         time.sleep(0.01 * (value % 3 == 0))
@@ -439,8 +460,8 @@ def test_an_attribute_of_the_pipes_iterator_is_found():
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
-        (fails, HomemadeError, "(?s)in fails.*HomemadeError: thirteen"),
-        (unpicklable, TypeError, "cannot pickle '_thread.lock' object"),
+        (fails, HomemadeError, "(?s)Caught HomemadeError in {place}.\nOriginal Traceback.*in fails.*HomemadeError: thirteen"),
+        (unpicklable, TypeError, "(?s)Caught TypeError in (DataLoader )?{place}.*cannot pickle '_thread.lock' object"),
         (dies, WorkerError, r"was killed by signal 9 \(SIGKILL\)"),
     ],
 )
@@ -450,6 +471,7 @@ def test_a_failure_is_raised_with_its_traceback(function, error, message, place)
         "dispatcher": lambda: source().map(function).sharding_round_robin_dispatch(),
         "after dispatch": lambda: source().sharding_round_robin_dispatch().map(function),
     }[place]()
+    message = message.format(place="dispatching process" if place == "dispatcher" else "worker process [01]")
     began = time.monotonic()
     with loader(graph, 2) as dataloader:
         with pytest.raises(error, match=message):
@@ -463,7 +485,7 @@ def test_a_failure_is_raised_with_its_traceback(function, error, message, place)
 @pytest.mark.parametrize("name", ["shuffled", "dispatched"])
 def test_a_failure_of_the_users_functions_is_raised(which, name):
     with loader(GRAPHS[name](), 2, **{which: fails_at_once}) as dataloader:
-        with pytest.raises(HomemadeError, match=r"(?s)in fails_at_once.*at once"):
+        with pytest.raises(HomemadeError, match=r"(?s)Caught HomemadeError in worker process \d.*in fails_at_once.*at once"):
             list(dataloader)
 
 
@@ -475,7 +497,7 @@ def test_a_failure_whose_type_does_not_pickle_is_raised():
         raise LocalError("here")
 
     with loader(source().sharding_filter().map(function), 2, multiprocessing_context="fork") as dataloader:
-        with pytest.raises(WorkerError, match=r"(?s)LocalError: here.*Traceback"):
+        with pytest.raises(WorkerError, match=r"(?s)in worker process \d.*LocalError: here.*Traceback"):
             list(dataloader)
 
 

@@ -11,7 +11,7 @@ NOTE [ Replay ]
 """
 
 from collections.abc import Iterator
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 from torch.utils.data import IterDataPipe
@@ -32,7 +32,15 @@ class Skip(IterDataPipe[Any]):
         self.datapipe, self.count = datapipe, count
 
     def __iter__(self) -> Iterator[Any]:
-        yield from islice(self.datapipe, self.count, None)
+        iterator = iter(self.datapipe)
+        drop(iterator, self.count)
+        yield from iterator
+
+
+def drop(iterator: Iterator[Any], count: int) -> None:
+    """Take the first ``count`` elements of an iterator, or all if it has fewer."""
+    for _ in zip(range(count), iterator, strict=False):  # islice takes no count above sys.maxsize, which a state may have
+        pass
 
 
 def trace(datapipe: DataPipe, count: int) -> list[tuple[Any, int]]:

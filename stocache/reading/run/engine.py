@@ -143,7 +143,7 @@ class WorkerStream(Stream):
                 heapq.heappop(heap)
             elif state.made and state.made[0][0] <= least:
                 key, element = state.made.popleft()
-                self._give(worker, key * self.workers + worker if state.ordered else None)
+                self._give(worker, key * self.workers + worker + 1 if state.ordered else None)
                 heapq.heapreplace(heap, (state.made[0][0] if state.made else state.until, worker))
                 yield element
             else:

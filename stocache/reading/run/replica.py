@@ -12,7 +12,6 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,7 +23,7 @@ from stocache.errors import GraphError, WorkerError
 from stocache.reading.graph.caching import SharedCacher
 from stocache.reading.graph.feed import Feed
 from stocache.reading.graph.graph import Adapt, DataPipe, is_random, pipes_of
-from stocache.reading.graph.replay import fast_forward, rewind
+from stocache.reading.graph.replay import drop, fast_forward, rewind
 from stocache.reading.graph.seeds import SeedGenerator, is_pure, random_pipes
 from stocache.reading.graph.sharding import Counted, Shard
 from stocache.system.rng import RngMonitor
@@ -164,8 +163,7 @@ class Replica:
     def _replayed(self, end: DataPipe, count: int) -> Iterator[Any]:
         iterator = iter(end)
         with self.replaying():
-            for _ in islice(iterator, count):
-                pass
+            drop(iterator, count)
         self.replaying = contextlib.nullcontext
         yield from iterator
 

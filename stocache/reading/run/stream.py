@@ -23,15 +23,27 @@ class GraphPosition:
         workers: number of workers; 0 if the main process runs the graph.
         counts: elements delivered from each worker; empty if only the sum is known, because the number of workers changed.
         count: the sum.
-        place: of the last element in the order before sharding, from 0; -1 before the first, None if unknown.
+        passed: elements of the order before sharding, up to the one that the last was made from; None if unknown.
         drawn: whether random numbers were drawn in the epoch.
     """
 
     workers: int
     counts: tuple[int, ...]
     count: int
-    place: int | None
+    passed: int | None
     drawn: bool
+
+    @classmethod
+    def of(cls, position: dict[str, Any]) -> "GraphPosition":
+        """Return the position in a state.
+
+        Raises:
+            StateError: the state is damaged.
+        """
+        workers, counts = position["workers"], position["counts"]
+        if any(type(count) is not int or count < 0 for count in counts) or len(counts) not in (0, max(1, workers)):
+            raise StateError(f"the state of a reading service is damaged: {workers!r:.100} workers have made {counts!r:.100}.")
+        return cls(**position | {"counts": tuple(counts)})
 
     def resumed(self, workers: int) -> list[Resume]:
         """Return where each of ``workers`` workers continues; one position for the main process if it is 0.
@@ -41,8 +53,8 @@ class GraphPosition:
         """
         numbers = range(max(1, workers))
         same = self.counts and workers == self.workers
-        if self.place is not None and not self.drawn:
-            taken = [(self.place - worker) // len(numbers) + 1 for worker in numbers]
+        if self.passed is not None and not self.drawn:
+            taken = [max(0, -(-(self.passed - worker) // len(numbers))) for worker in numbers]
             counts = self.counts if same else [0] * len(numbers)
             return [Resume(*each) for each in zip(counts, taken, strict=True)]
         if same:
@@ -78,37 +90,46 @@ class Stream(IterDataPipe[Any]):
         workers: number of workers; 0 for this process.
         max_buffered: elements that pipes behind it may have taken and not yet passed on.
         length: called for ``len``.
+
+    Attributes:
+        begun: the position where the current epoch began here.
     """
 
     def __init__(self, workers: int, max_buffered: int, length: Callable[[], int]) -> None:
         self.workers, self._length = workers, length
-        self._given: deque[tuple[int, int | None]] = deque(maxlen=max_buffered + 1)  # worker and place of the newest
+        self._given: deque[tuple[int, int | None]] = deque(maxlen=max_buffered + 1)  # worker and passed
         self.begin_epoch([], None)
 
     def begin_epoch(self, epochs: list[ReplicaEpoch], begun: GraphPosition | None) -> None:
         """Set the next epoch: the instructions for each worker, and the position where it resumes, if any."""
         self._epochs = epochs
-        self._begun = begun or GraphPosition(self.workers, (0,) * max(1, self.workers), 0, -1, False)
-        self._counts = list(self._begun.counts) if self._begun.workers == self.workers else []
-        self._count, self.drawn = self._begun.count, self._begun.drawn
+        self.begun = begun or GraphPosition(self.workers, (0,) * max(1, self.workers), 0, 0, False)
+        self._counts = list(self.begun.counts) if self.begun.workers == self.workers else []
+        self._count, self.drawn = self.begun.count, self.begun.drawn
         self._given.clear()
 
-    def _give(self, worker: int, place: int | None) -> None:
+    def _give(self, worker: int, passed: int | None) -> None:
         """Count an element that is delivered."""
         self._count += 1
         if self._counts:
             self._counts[worker] += 1
-        self._given.append((worker, place))
+        self._given.append((worker, passed))
 
     def position(self, count: int) -> GraphPosition:
-        """Return the position after ``count`` elements: all that were taken, or fewer if its readers hold some back."""
+        """Return the position after ``count`` elements: all that were taken, or fewer if its readers hold some back.
+
+        Only the newest are known one by one. So ``count`` may also be 0, for readers that take all elements again.
+        """
+        if not count:
+            known = self.begun.passed is not None and all(passed is not None for _, passed in self._given)
+            return GraphPosition(self.workers, (0,) * len(self._counts), 0, 0 if known else None, self.drawn)
         given, counts = list(self._given), list(self._counts)
         for worker, _ in reversed(given[len(given) - (self._count - count) :]):
             if counts:
                 counts[worker] -= 1
         before = given[: len(given) - (self._count - count)]
-        place = before[-1][1] if before else self._begun.place
-        return GraphPosition(self.workers, tuple(counts), count, place, self.drawn)
+        passed = before[-1][1] if before else self.begun.passed
+        return GraphPosition(self.workers, tuple(counts), count, passed, self.drawn)
 
     def close(self) -> None:
         """End the processes of the stream."""
@@ -156,7 +177,7 @@ class LocalStream(Stream):
         for element in replica.iterator:  # few calls per element: no other code is between graph and loop
             replica.count += 1
             self._count += 1
-            give((0, None if clock is None else clock.taken - 1))
+            give((0, None if clock is None else clock.taken))
             yield element
 
     def position(self, count: int) -> GraphPosition:

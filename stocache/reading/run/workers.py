@@ -1,11 +1,10 @@
 """Datasets that run in worker processes. Their indices are requests, for elements or for parcels of elements."""
 
-import functools
 import pickle
 import traceback
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
+from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset
 
 from stocache.errors import WorkerError
@@ -17,22 +16,15 @@ from stocache.reading.run.replica import Elements, FedReplica, InitFn, Replica, 
 
 IDLE, GO_ON = b"idle", b"go on"  # requests to the dispatching process that do not begin an epoch
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
+def caught(error: Exception, where: str) -> ExceptionWrapper:
+    """Return an error as torch sends it from its workers: it is raised in the main process, with its traceback and place.
 
-def reported(method: _Method) -> _Method:
-    """Let errors of a method reach the main process: torch sends their type, and fails if the type does not pickle."""
-
-    @functools.wraps(method)
-    def call(*args: Any) -> Any:
-        try:
-            return method(*args)
-        except Exception as error:
-            if isinstance(error, StopIteration) or not _pickles(type(error)):
-                raise WorkerError(f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}") from None
-            raise
-
-    return call  # type: ignore[return-value]
+    A type that the main process cannot have becomes a `WorkerError`. Source: the words of torchdata 0.9 for the place.
+    """
+    if isinstance(error, StopIteration) or not _pickles(type(error)):
+        error = WorkerError(f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}")
+    return ExceptionWrapper((type(error), error, error.__traceback__), f"in {where}")  # type: ignore[no-untyped-call]
 
 
 def _pickles(kind: type) -> bool:
@@ -69,8 +61,13 @@ class Worker(Dataset[Any]):
         self._end, self._num_workers, self._init_fn, self._reset_fn, self._ring = end, num_workers, init_fn, reset_fn, ring
         self._replica: Replica | None = None
 
-    @reported
-    def __getitem__(self, request: Request) -> tuple[int, int, Elements]:
+    def __getitem__(self, request: Request) -> tuple[int, int, Elements] | ExceptionWrapper:
+        try:
+            return self._answer(request)
+        except Exception as error:
+            return caught(error, f"worker process {request.worker}")
+
+    def _answer(self, request: Request) -> tuple[int, int, Elements]:
         if request.epoch is not None:
             if self._replica is None:
                 self._replica = self._make_replica(request.worker)
@@ -102,8 +99,13 @@ class Dispatcher(Dataset[Any]):
         self._replica: Replica | None = None
         self._packer = Packer()
 
-    @reported
-    def __getitem__(self, epoch: bytes) -> tuple[list[tuple[Any, ...] | None], bool, bool]:
+    def __getitem__(self, epoch: bytes) -> tuple[list[tuple[Any, ...] | None], bool, bool] | ExceptionWrapper:
+        try:
+            return self._round(epoch)
+        except Exception as error:
+            return caught(error, "dispatching process")
+
+    def _round(self, epoch: bytes) -> tuple[list[tuple[Any, ...] | None], bool, bool]:
         if epoch == IDLE:
             return [None] * self._num_workers, False, False
         if epoch != GO_ON:
