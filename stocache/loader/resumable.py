@@ -279,7 +279,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
             batch_size *= self._world_size
         return {
             "fingerprint": next((value for value in fingerprints if isinstance(value, str)), None),
-            "samples": length_of(self.dataset),
+            "samples": None if self._is_iterable else length_of(self.dataset),
             "batches": length_of(self._index_source),
             "batch_size": batch_size,
             "drop_last": self.drop_last,
