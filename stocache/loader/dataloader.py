@@ -131,7 +131,9 @@ class DataLoader(ResumableLoader[_T]):
         if self._worker_group is not None and self._worker_group.dead:
             self.end_workers()
         if self._iterator is None or self._worker_group is None:  # torch sets _iterator only for persistent workers
+            made = progress.workers_made
             batches, group = self._make_iterator(progress)
+            self._workers_made = (made or progress.made) if self.persistent_workers else None
         else:
             group, self._worker_states = self._worker_group, self._worker_states.next_epoch()
             with group.order.rng_during_creation(progress), group.explain_errors():

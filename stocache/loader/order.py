@@ -49,6 +49,7 @@ class Progress:
         replay: batches to load and drop, because the states of the workers are older; see worker_state.py.
         fillers: requests that the first workers answer with a batch that is dropped; see worker_state.py.
         skip_rng_draw: whether creating this iterator must not advance the generators, because it replaces an existing one.
+        workers_made: states of the generators when the workers were made that this iterator's workers replace.
     """
 
     delivered: int = 0
@@ -64,6 +65,7 @@ class Progress:
     replay: int = 0
     fillers: int = 0
     skip_rng_draw: bool = False
+    workers_made: dict[str, Any] | None = None
     _asked_for: deque[tuple[int, list[Any]]] = field(default_factory=deque)  # batches, and the samplers' states after them
 
     def drew(self, number: int, states: list[Any]) -> None:
@@ -115,7 +117,11 @@ class Order:
         if progress.skip_rng_draw:
             self.restore(progress.made)
         progress.begun, progress.samplers, progress.epochs = self.rng_state(), self.sampler_states(), self.epochs()
-        return self._numbered(progress, iter(self.sampler))
+        numbered = self._numbered(progress, iter(self.sampler))
+        if progress.workers_made is not None:  # torch draws the seed of the workers now, and then asks for another iterator
+            self.restore(progress.workers_made)
+            progress.workers_made = None
+        return numbered
 
     def _numbered(self, progress: Progress, indices: Iterator[Any]) -> Iterator[Any]:
         number, head = 0, []

@@ -72,6 +72,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
         self._worker_states = WorkerStates(1)  # of the newest iterator
         self._iterable: StatefulIterable | None = None  # of the newest iterator without workers
         self._worker_group: WorkerGroup | None = None  # of persistent workers
+        self._workers_made: dict[str, Any] | None = None  # states of the generators when these were made
 
     @property
     def _index_source(self) -> Any:
@@ -101,7 +102,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
     def _next_progress(self) -> Progress:
         """Return the progress of the epoch that begins, or is resumed."""
         if self._loaded is None:
-            return Progress(skip_rng_draw=self._progress.skip_rng_draw and self._worker_group is None)
+            replaces = self._progress.skip_rng_draw and self._worker_group is None
+            return Progress(skip_rng_draw=replaces, workers_made=self._progress.workers_made if replaces else None)
         position, parts = self._loaded["position"], self._loaded["parts"]
         return Progress(
             delivered=position["batches"],
@@ -188,7 +190,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
             "epochs": order.epochs() if finished else progress.epochs,
         }
         parts = {
-            "made": now if finished else progress.made,
+            "made": self._workers_made or (now if finished else progress.made),
             "begun": now if finished else progress.begun,
             "asked": now if finished else progress.asked or now,
             "samplers": order.sampler_states() if finished else progress.samplers,
@@ -251,7 +253,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
             finished = position["finished"]
             order.restore(parts["begun"] if finished else None, parts["samplers"] if finished else None, position["epochs"])
         self._restored = (states if any(states) else []), position["turn"] if any(states) and self._in_order else 0
-        self._progress = Progress(finished=True, skip_rng_draw=finished and position["persistent"])
+        replaces = finished and position["persistent"]
+        self._progress = Progress(finished=True, skip_rng_draw=replaces, workers_made=parts["made"] if replaces else None)
         self._loaded = None if finished else copy.deepcopy(state | {"position": position, "parts": parts})
 
     def end_workers(self) -> None:
@@ -259,7 +262,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
         # As Lightning does. The garbage collector may find the queues first, and then this takes 5 seconds a worker
         if self._iterator is not None and self._worker_group is not None:
             self._iterator._shutdown_workers()  # type: ignore[attr-defined]
-        self._iterator = self._worker_group = None
+        self._iterator = self._worker_group = self._workers_made = None
 
     @property
     def _world_size(self) -> int:

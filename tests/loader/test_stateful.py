@@ -246,6 +246,27 @@ def test_a_state_with_snapshots_holds_the_steps_since_the_last_one():
     assert counts == [(0, 1), (0, 2), (0, 3), (4, 0), (4, 1), (4, 2), (4, 3), (8, 0), (8, 1)]
 
 
+class Seeds(IterableDataset):
+    """Gives the seed of its worker."""
+
+    def __iter__(self):
+        return iter([get_worker_info().seed] * 4)
+
+
+def test_persistent_workers_have_the_seeds_of_those_that_they_replace():
+    def loader():
+        return stocache.DataLoader(Seeds(), 2, num_workers=2, persistent_workers=True)
+
+    first = loader()
+    epochs = [play(first) for _ in range(3)]
+    assert same(epochs[0][0], epochs[2][0])
+    for number in (1, len(epochs[1][1]) - 1):
+        resumed = loader()
+        resumed.load_state_dict(epochs[1][1][number])
+        assert same(list(resumed), epochs[1][0][number % 5 :])
+        assert same(list(resumed), epochs[2][0])
+
+
 def test_a_resumed_loader_has_the_state_that_it_was_given_and_then_its_own():
     loader = make("dataset", 2, batch_size=2, snapshot_every_n_steps=3)
     batches = iter(loader)
