@@ -19,6 +19,7 @@ from stocache import (
     StreamError,
     StreamLoader,
 )
+from tests.support.texts import numbers
 
 ROWS = "".join(f"{n}\t{n}\t{n}\n" for n in range(40))
 
@@ -131,6 +132,53 @@ def lengths(lines):
 def test_a_custom_format_calls_its_function(numbered):
     with StreamLoader(numbered, 10, 20, format=CustomFormat(lengths)) as loader:
         assert torch.cat(list(loader)).tolist() == [len(line) for line in ROWS.splitlines()]
+
+
+def test_what_the_tensors_look_like(numbered):
+    for label_columns, shape in ((-1, (10,)), ([0, 1], (10, 2)), ([2], (10, 1))):
+        form = CsvFormat("\t", label_columns=label_columns, label_dtype=torch.int32, dtype=torch.float64)
+        with StreamLoader(numbered, 10, 20, format=form) as loader:
+            x, y = next(iter(loader))
+            assert (x.dtype, y.dtype, y.shape) == (torch.float64, torch.int32, shape)
+            assert x.shape == (10, 3 - (shape[1] if len(shape) > 1 else 1))
+    with StreamLoader(numbered, 10, 20, label_columns=None) as loader:
+        assert next(iter(loader)).shape == (10, 3)
+
+
+def test_nan_may_be_kept(tmp_path):
+    path = tmp_path / "nan.tsv"
+    path.write_bytes(b"1\t\t1\nNA\t2\t2\n3\tnan\t3\n")
+    for engine in ("pyarrow", "numpy"):
+        with StreamLoader(path, 3, 3, format=CsvFormat("\t", nan="keep"), read=ReadOptions(engine)) as loader:
+            ((x, y),) = loader
+            assert torch.equal(x.isnan(), torch.tensor([[False, True], [True, False], [False, True]]))
+            assert y.tolist() == [1, 2, 3]
+
+
+def test_names_of_columns_of_fixed_width(tmp_path):
+    path = tmp_path / "fixed.txt"
+    path.write_text("first   second  third\n" + "".join(f"{n:<8}{n:<8}{n:<5}\n" for n in range(40)))
+    form = FixedWidthFormat([8, 8, 5], skip_header=1, columns=["second", "first"], label_columns="third")
+    with StreamLoader(path, 10, 20, format=form) as loader:
+        assert numbers(loader) == list(range(40))
+
+
+def test_lines_of_delimiters_alone_are_rows_of_missing_values(tmp_path):
+    path = tmp_path / "missing.tsv"
+    path.write_bytes(b"1\t2\n\t\n \n3\t4\n")
+    for engine in ("pyarrow", "numpy"):
+        form = CsvFormat("\t", nan="keep", label_columns=None)
+        with StreamLoader(path, 3, 3, format=form, read=ReadOptions(engine)) as loader:
+            (x,) = loader
+            assert x.nan_to_num(-1).tolist() == [[1, 2], [-1, -1], [3, 4]]
+
+
+def test_quoted_text_beside_numbers(tmp_path):
+    path = tmp_path / "quoted.csv"
+    path.write_text("".join(f'"row, {n}",{n},{n},{n}\n' for n in range(40)))
+    for engine in ("pyarrow", "numpy"):
+        with StreamLoader(path, 10, 20, delimiter=",", columns=[1, 2], read=ReadOptions(engine)) as loader:
+            assert numbers(loader) == list(range(40))
 
 
 def test_two_shards_hold_every_row_once(numbered):
