@@ -438,11 +438,6 @@ class Segment:
         """The descriptor of the file. Do not close it."""
         return self._fds[0]
 
-    @property
-    def deleted(self) -> bool:
-        """Whether the file of a named segment was deleted. This process can still use it, but no process can find it."""
-        return self.path is not None and os.fstat(self._fds[0]).st_nlink == 0
-
     def persist(self) -> None:
         """Keep the file of a named segment when no process holds it any more."""
         self._bytes[PERSISTS_AT] = True

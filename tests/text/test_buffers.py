@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stocache import CacheOptions, CustomFormat, MismatchError, StreamLoader
-from stocache.system import limits
+from tests.support.faults import no_shared_memory
 from tests.support.processes import run_all
 from tests.support.texts import SKIP, N, Watch, numbers, parse, rows
 
@@ -70,8 +70,7 @@ def test_every_buffer_of_short_rows_may_be_cached(tmp_path):
 
 
 def test_without_shared_memory_it_goes_on(numbered, monkeypatch, caplog):
-    monkeypatch.setattr(limits, "open_memfd", lambda: None)
-    monkeypatch.setattr(limits, "SHM_DIR", "/nowhere")
+    no_shared_memory(monkeypatch)
     with StreamLoader(numbered, 10, 20, drop_last=False, size_limit_gib=0.1) as loader:
         for _ in range(2):
             assert numbers(loader) == list(range(N))
