@@ -13,12 +13,13 @@ import numpy as np
 from torch.utils.data import Dataset, Subset
 from tqdm import tqdm
 
-from stocache.cache.base import MISSING, SlotState
+from stocache.cache.base import SlotState
 from stocache.cache.batches import BatchSpec, LazyBatch
 from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.placement import Placement
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
+from stocache.cache.stats import MISSING
 from stocache.datasets.epochs import DatasetStats, EpochCounter
 from stocache.datasets.indexing import Collate, find_collate, indices_in
 from stocache.datasets.loaders import BlockLoader, SampleLoader

@@ -69,7 +69,7 @@ def test_the_limit_is_kept_and_what_found_no_room_is_outside(limit):
         assert stats.filled == stats.fills == int((cache.aux_array == SlotState.SET).sum())
         assert (cache.aux_array != SlotState.EMPTY).all()
         assert stats.capacity_bytes + cache._segment.layout.control_bytes == limit
-        assert stats.filled_bytes <= cache._arena.used <= stats.capacity_bytes
+        assert stats.filled_bytes <= cache._store.arena.used <= stats.capacity_bytes
         assert cache._segment.layout.size <= cache._segment.layout.data_at + limit
         reads = cache.counts()[1]
         fill(cache)
@@ -95,7 +95,7 @@ def test_a_sample_takes_at_most_64_bytes_and_1_percent_more_than_its_own(value):
         for idx in range(1000):
             cache.set_slot(idx, value)
         layout = cache._segment.layout
-        taken = cache._arena.used + layout.control_bytes
+        taken = cache._store.arena.used + layout.control_bytes
         assert taken <= 1000 * (own + 64 + own / 100)
 
 
@@ -219,7 +219,7 @@ def test_processes_share_what_each_has_loaded(run_processes, options):
         stats = cache.stats()
         assert stats.filled == N
         assert stats.fills == N
-        assert cache._arena._words[3] == 3  # kinds of samples, each stored once
+        assert cache._store.arena._words[3] == 3  # kinds of samples, each stored once
 
 
 def clear_and_refill(number, cache):
@@ -296,7 +296,7 @@ def test_the_commands_show_it():
 def test_a_damaged_entry_is_an_error(monkeypatch):
     with RaggedCache(1, N) as cache:
         cache.set_slot(0, "text")
-        cache._arena.offsets[0] = 2**40
+        cache._store.arena.offsets[0] = 2**40
         with pytest.raises(SegmentError, match="the cache is damaged: the record of sample 0") as caught:
             cache.get_slot(0)
         del caught  # whose traceback would hold the memory
@@ -534,7 +534,7 @@ def test_a_load_that_does_not_import_the_class_of_what_is_cached_warns_once(scan
 def test_a_treedef_outside_of_the_memory_is_an_error(forge):
     with RaggedCache(1, 4) as cache:
         cache.set_slot(0, "text")
-        forge(cache._arena._words, cache._segment.view(0, 4096))
+        forge(cache._store.arena._words, cache._segment.view(0, 4096))
         fresh = RaggedCache.__new__(RaggedCache)
         fresh.__setstate__(cache.__getstate__())
         with pytest.raises(SegmentError, match="the structure of its samples lies outside of its memory"):

@@ -349,8 +349,8 @@ def test_samples_that_differ_in_sizes_only_have_one_treedef():
 def test_damage_is_an_error_and_no_crash():
     with RaggedCache("1MB", 1) as cache:
         cache.set_slot(0, torch.zeros(4, 4))
-        at = cache._arena.offsets[0]
-        cache._memory[at + 16 + 64 : at + 16 + 66] = b"\xff\xff"  # the shape
+        at = cache._store.arena.offsets[0]
+        cache._store._memory[at + 16 + 64 : at + 16 + 66] = b"\xff\xff"  # the shape
         with pytest.raises(SegmentError, match="a sample reaches beyond its record"):
             cache.get_slot(0)
 
@@ -385,8 +385,8 @@ def test_what_is_parsed_within_the_parsing_of_a_treedef_does_no_harm(monkeypatch
 def test_damaged_values_are_errors(sample, old, new, message):
     with RaggedCache("1MB", 1) as cache:
         cache.set_slot(0, sample)
-        at = bytes(cache._memory[:4096]).index(old, cache._arena.offsets[0])
-        cache._memory[at : at + len(old)] = new
+        at = bytes(cache._store._memory[:4096]).index(old, cache._store.arena.offsets[0])
+        cache._store._memory[at : at + len(old)] = new
         with pytest.raises(SegmentError, match=message.replace("|", r"\|")):
             cache.get_slot(0)
 
