@@ -212,11 +212,11 @@ class SampleCache:
             if not allow_oob_idx:
                 self._outside(idx, "set_slot")
             return
-        self._set(idx, self._store.encode(value, f"set_slot({idx})"), allow_overwrite)
+        self._set(idx, value, allow_overwrite)
 
-    def _set(self, idx: int, encoded: Any, overwrite: bool) -> None:
-        """Publish an encoded sample, and count what became of it. Raises SlotError."""
-        segment = self._segment
+    def _set(self, idx: int, value: Any, overwrite: bool = False) -> None:
+        """Encode and publish a sample, and count what became of it. Raises SampleError and SlotError."""
+        encoded, segment = self._store.encode(value, f"set_slot({idx})"), self._segment
         with segment.guard:
             missed, since = self._missed.pop(idx, (0, 0.0))
             if missed > 1:
@@ -285,8 +285,10 @@ class SampleCache:
         idx = self._index(idx, "get_or_load")
         claimed, outer = False, _loading.samples
         if self.fillable(idx):
-            wait_s = 0.0 if outer or _loading.block else timeout_s  # see NOTE [ Nested loads ]
-            claimed = self._segment.wait_for_claim(idx, wait_s, lambda: self._states[idx] == SET)
+            if outer or _loading.block:  # see NOTE [ Nested loads ]
+                claimed = self._segment.try_claim(idx)
+            else:
+                claimed = self._segment.wait_for_claim(idx, timeout_s, lambda: self._states[idx] == SET)
         _loading.samples = outer or claimed
         try:
             value = self.hit(idx, copy)
@@ -462,7 +464,7 @@ class SampleCache:
         if self._states[idx] == OOB:
             return
         try:
-            self._set(idx, self._store.encode(value, f"set_slot({idx})"), False)
+            self._set(idx, value)
         except SampleError as error:
             if strict:
                 raise

@@ -96,17 +96,8 @@ class SharedCache(SampleCache):
         placement: Literal["prefix", "scattered"] | Placement = "prefix",
     ) -> "SharedCache":
         """Return a cache with these options. ``admission``, ``codec`` and ``allow_pickle`` have no effect."""
-        return cls(
-            options.size_limit_gib,
-            dataset_len,
-            data_dims,
-            dtype,
-            placement=placement,
-            name=options.name,
-            persist=options.persist,
-            fingerprint=options.fingerprint,
-            on_busy=options.on_busy,
-        )
+        shared = {name: value for name, value in vars(options).items() if name not in ("admission", "codec", "allow_pickle")}
+        return cls(dataset_len=dataset_len, data_dims=data_dims, dtype=dtype, placement=placement, **shared)
 
     @classmethod
     def like(cls, sample: Any, size_limit_gib: float | str, dataset_len: int, **options: Any) -> "SharedCache":

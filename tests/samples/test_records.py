@@ -529,7 +529,7 @@ def test_a_forged_place_is_an_error():
     with RaggedCache("1MB", 1) as cache:
         cache.set_slot(0, "abc")
         for place in (2**63, 2**64 - 1, 2**40, cache._segment.data_bytes):
-            cache._offsets[0] = place
+            cache._store.arena.offsets[0] = place
             with pytest.raises(SegmentError, match="the record of sample 0 reaches beyond it"):
                 cache.get_slot(0)
 
