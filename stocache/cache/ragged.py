@@ -8,12 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.cache import arena
-from stocache.cache.admission import control_bytes as admission_bytes
 from stocache.cache.allocate import CacheLayout, open_memory
 from stocache.cache.base import SampleCache
 from stocache.cache.options import CacheOptions, OnBusy
-from stocache.cache.records import RecordStore
+from stocache.cache.records import RecordStore, control_bytes
 from stocache.cache.stats import MISSING
 from stocache.errors import SampleError
 from stocache.samples.indices import check_indices, check_len
@@ -80,9 +78,8 @@ class RaggedCache(SampleCache):
             allow_pickle=allow_pickle,
         )
         dataset_len = check_len(dataset_len)
-        control_bytes = arena.control_bytes(dataset_len) + (admission_bytes(dataset_len) if admission == "cost" else 0)
         identity: Identity = {"samples": "any size", "admission": admission, "codec": codec, "allow_pickle": allow_pickle}
-        segment, _ = open_memory(CacheLayout(dataset_len, control_bytes, identity), options)
+        segment, _ = open_memory(CacheLayout(dataset_len, control_bytes(dataset_len, options), identity), options)
         self._assemble(dataset_len, options, segment)
         logger.info("%r", self)
 

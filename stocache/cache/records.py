@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stocache.cache import arena
+from stocache.cache import admission, arena
 from stocache.cache.admission import LATER, NEVER, CostAdmission
 from stocache.cache.arena import NO_MEMORY, Arena
 from stocache.cache.options import CacheOptions
@@ -37,6 +37,12 @@ class EncodedRecord(NamedTuple):
     def room(self) -> int:
         """Bytes of the arena that the record takes."""
         return HEAD.size + len(self.data) + len(self.tail) + 7 & ~7
+
+
+def control_bytes(dataset_len: int, options: CacheOptions) -> int:
+    """Return the number of control bytes that a cache with these options needs."""
+    for_admission = admission.control_bytes(dataset_len) if options.admission == "cost" else 0
+    return arena.control_bytes(dataset_len) + for_admission
 
 
 class RecordStore:
