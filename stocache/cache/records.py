@@ -157,7 +157,7 @@ class RecordStore:
         self.arena.clear()
         if self._admission is not None:
             self._admission.clear()
-        self._states[:] = bytes([EMPTY if self._segment.data_bytes else OOB]) * self._dataset_len
+        np.asarray(self._states).fill(EMPTY if self._segment.data_bytes else OOB)
         self._segment.clear()
 
     def amounts(self, filled: int) -> dict[str, int]:
