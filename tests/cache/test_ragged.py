@@ -536,7 +536,7 @@ def test_a_load_that_does_not_import_the_class_of_what_is_cached_warns_once(scan
 def test_a_treedef_outside_of_the_memory_is_an_error(forge):
     with RaggedCache(1, 4) as cache:
         cache.set_slot(0, "text")
-        forge(cache._arena._words, cache._segment.view(0, 4096))
+        forge(cache._store.arena._words, cache._segment.view(0, 4096))
         fresh = RaggedCache.__new__(RaggedCache)
         fresh.__setstate__(cache.__getstate__())
         with pytest.raises(SegmentError, match="the structure of its samples lies outside of its memory"):

@@ -103,7 +103,7 @@ def test_huge_page_populating_is_only_a_wish(monkeypatch):
     monkeypatch.setattr(limits, "memfd_huge_policy", lambda: "advise")
     segment = Segment.create(0, 4 * MIB)
     assert segment.backing == "memfd"
-    assert segment.huge_pages
+    assert segment._huge
     with segment.guard:
         assert segment.reserve(0, 4 * MIB)
     monkeypatch.setattr(segment_module, "_MADV_POPULATE_WRITE", 9999)
@@ -120,10 +120,7 @@ def test_locks_exclude_other_processes_and_go_with_unlock(segment):
     assert free_lock(segment, 6)
     segment.unlock(5)
     assert free_lock(segment, 5)
-    segment.lock(0, 10)
-    assert not free_lock(segment, 9)
-    assert free_lock(segment, 10)
-    segment.unlock(0, 10)
+    assert segment.run_locked(0, 10, lambda: (free_lock(segment, 9), free_lock(segment, 10)), None) == (False, True)
     assert free_lock(segment, 0)
 
 

@@ -29,12 +29,13 @@ def nothing_attached():
 
 def record(cache, idx):
     """Return the memory of a `RaggedCache` from the record of a sample on, to damage it."""
-    return cache._memory[cache._offsets[idx] :]
+    store = cache._store
+    return store._memory[store.arena.offsets[idx] :]
 
 
 def misplace(cache, idx, place):
     """Have a `RaggedCache` look for the record of a sample elsewhere."""
-    cache._offsets[idx] = place
+    cache._store.arena.offsets[idx] = place
 
 
 def no_shared_memory(monkeypatch):
