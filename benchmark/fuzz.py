@@ -490,10 +490,11 @@ def read_record(
     with RaggedCache("2MB", 1, codec=codec) as cache:
         integers = [number % 2**64 for number in integers]
         tail, own = pack_integers(integers)
+        arena = cache._store.arena
         with cache._segment.guard:
-            number = cache._arena.number_of(text)
+            number = arena.number_of(text)
             blob = HEAD.pack(len(data), max(number, 0), (own if packed is None else packed) % 2**32) + data + tail
-            cache._offsets[0] = max(0, cache._arena.append(blob))
+            arena.offsets[0] = max(0, arena.append(blob))
             cache._states[0] = 1
         return _compared([cache.get_slot(0, allow_empty_slot=False, copy=copies)], [sample])
 
@@ -549,14 +550,14 @@ def forged_head(rng: random.Random) -> str:
     sample, *_ = _record(rng)
     with RaggedCache("2MB", 1) as cache:
         cache.set_slot(0, sample)
-        at = cache._offsets[0]
+        at = cache._store.arena.offsets[0]
         if rng.random() < 0.3:
-            cache._offsets[0] = rng.choice(_INTS) % 2**64
+            cache._store.arena.offsets[0] = rng.choice(_INTS) % 2**64
         else:
-            fields = list(HEAD.unpack_from(cache._memory, at))
+            fields = list(HEAD.unpack_from(cache._store._memory, at))
             which = rng.randrange(3)
             fields[which] = rng.choice(_INTS) % (2**64, 2**32, 2**32)[which]
-            HEAD.pack_into(cache._memory, at, *fields)
+            HEAD.pack_into(cache._store._memory, at, *fields)
         return _compared([cache.get_slot(0, allow_empty_slot=False)], [sample])
 
 

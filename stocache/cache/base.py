@@ -1,6 +1,6 @@
 """Publish samples to all processes: one state byte per sample, set once and read without a lock. One process loads a miss.
 
-The subclasses `SharedCache` and `RaggedCache` store the samples themselves.
+A cache publishes samples; its `SampleStore` has their bytes: `SlotArrays` in a `SharedCache`, `RecordStore` in a `RaggedCache`.
 
 NOTE [ Publishing a slot ]
     Writers of one slot exclude each other: threads by the segment's guard, processes by the slot's record lock. A writer that
@@ -26,16 +26,15 @@ import contextlib
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.cache.stats import EMPTY, FILLS, HITS, MISSES, OOB, RACES, REFUSED, REJECTED, SET, CacheStats
+from stocache.cache.stats import EMPTY, FILLS, HITS, MISSES, MISSING, OOB, RACES, REFUSED, REJECTED, SET, CacheStats
 from stocache.errors import BusyError, ClosedError, SampleError, SampleIndexError, SlotError
 from stocache.samples.indices import check_index, check_indices
 from stocache.shm.load_order import WEAKLY_ORDERED, order_loads
@@ -56,9 +55,6 @@ class _Loading(threading.local):
 
 _loading = _Loading()
 
-MISSING: Any = object()
-"""Stands for a sample that is not there. (None may be a sample.)"""
-
 
 class SlotState(IntEnum):
     """The state of a sample, as ``cache.aux_array`` holds it."""
@@ -69,63 +65,66 @@ class SlotState(IntEnum):
     """Out of bounds of the cache: in the dataset, but without a slot."""
 
 
-class SampleCache(ABC):
-    """What `SharedCache` and `RaggedCache` have in common. A subclass says how samples are stored and read."""
+class SampleStore(Protocol):
+    """How the samples of a cache are stored and read. The cache takes the locks, and knows which samples are set.
 
-    _RELEASED: ClassVar[tuple[str, ...]] = ("_segment", "_states", "_aux")
+    Attributes:
+        gathers_from: batches of at least so many samples are read by `load_many`; smaller ones are faster sample by sample.
+        unreadable: why `load` returned MISSING in this process, if it did: the module of a sample's class is not imported here.
+    """
+
+    gathers_from: int
+    unreadable: str
+
+    def encode(self, sample: Any, where: str, /) -> Any:
+        """Return what `write` is to write. Raises SampleError, whose message begins with ``where``."""
+
+    def write(self, idx: int, encoded: Any, cost_s: float | None) -> int | None:
+        """Write an encoded sample where `load` finds it. Return the counter to raise; FILLS means that the sample was stored.
+
+        ``cost_s``: seconds since this process missed the sample; None if it did not.
+        """
+
+    def slot(self, idx: int, /) -> int:
+        """Return the slot of a sample that is set."""
+
+    def load(self, slot: int, copy: bool, /) -> Any:
+        """Return the sample in a slot; a private copy if asked for. MISSING if this process cannot read it."""
+
+    def load_many(self, indices: _Indices) -> list[Any]:
+        """Return private copies of samples. All of them are set."""
+
+    def refused(self, idx: int) -> bool:
+        """Whether the machine has refused the memory for a sample that is not set."""
+
+    def has_room(self, encoded: Collection[Any]) -> bool:
+        """Whether all of these encoded samples, none of which is outside the cache, can be written."""
+
+    def clear(self) -> None:
+        """Drop all samples. Every slot is locked, and none is set."""
+
+    def amounts(self, filled: int) -> dict[str, int]:
+        """Return ``slots``, ``slot_bytes`` and ``capacity_bytes`` of `CacheStats` for so many cached samples."""
+
+
+class SampleCache:
+    """What `SharedCache` and `RaggedCache` have in common: all but how samples are stored."""
+
+    _RELEASED: ClassVar[tuple[str, ...]] = ("_segment", "_states", "_aux", "_store", "_load")
     """Attributes that hold memory. close() deletes them."""
-
-    _gathers_from: int = 16
-    """Batches of at least so many samples are read by `_load_many`; smaller ones are faster sample by sample (measured)."""
-
-    _unreadable: str = ""
-    """Why `_load` returned MISSING in this process, if it did: the module of a sample's class is not imported here."""
 
     _warned_of_unreadable: bool = False
 
     revises: bool = False
     """Whether a sample that was not kept when it was set may be kept when it is set again."""
 
-    _slot: Callable[[int], int]
-    """Returns the slot of a sample that is set. The subclass gives it, as a method or an attribute."""
-
-    _load: Callable[[int, bool], Any]
-    """Returns the sample in a slot; a private copy if the second argument is True. MISSING if this process cannot read it. The
-    subclass gives it, as a method or an attribute."""
-
-    @abstractmethod
-    def _encode(self, value: Any, where: str) -> Any:
-        """Return what `_store` is to write. Raises SampleError, whose message begins with ``where``."""
-
-    @abstractmethod
-    def _store(self, idx: int, encoded: Any, cost_s: float | None) -> int | None:
-        """Write an encoded sample where `_load` finds it. Return the counter to raise; FILLS means that the sample was stored.
-
-        ``cost_s``: seconds since this process missed the sample; None if it did not.
-        """
-
-    @abstractmethod
-    def _refused(self, idx: int) -> bool:
-        """Whether the machine has refused the memory for a sample that is not set."""
-
-    @abstractmethod
-    def _load_many(self, indices: _Indices) -> list[Any]:
-        """Return private copies of samples. All of them are set."""
-
-    @abstractmethod
-    def _clear(self) -> None:
-        """Drop all samples. Every slot is locked, and none is set."""
-
-    @abstractmethod
-    def _amounts(self, filled: int) -> dict[str, int]:
-        """Return ``slots``, ``slot_bytes`` and ``capacity_bytes`` of `CacheStats` for so many cached samples."""
-
-    def _share(self, segment: Segment, dataset_len: int, samples: str, room: str) -> None:
+    def _share(self, segment: Segment, dataset_len: int, store: SampleStore, samples: str, room: str) -> None:
         """Set the attributes of all caches; again in each process, because they are not pickled.
 
         ``samples`` and ``room`` describe the samples, and how many of them there is room for, in messages.
         """
         self._segment, self._dataset_len, self._samples, self._room = segment, dataset_len, samples, room
+        self._store, self._slot, self._load = store, store.slot, store.load  # a look-up less for each hit
         self._states = segment.control[:dataset_len]
         self._aux = torch.frombuffer(self._states, dtype=torch.uint8) if dataset_len else torch.empty(0, dtype=torch.uint8)
         if segment.backing == "none":  # then nothing is shared, and nothing can be cached
@@ -160,7 +159,7 @@ class SampleCache(ABC):
         outside = self._states[idx] == OOB
         if outside and not allow_oob_idx:
             self._outside(idx, "get_slot")
-        if self._unreadable and self._states[idx] == SET:
+        if self._store.unreadable and self._states[idx] == SET:
             if not allow_empty_slot:
                 raise SlotError(
                     f"get_slot({idx}): the sample is of a class whose module is not imported here. Import it first."
@@ -213,11 +212,11 @@ class SampleCache(ABC):
             if not allow_oob_idx:
                 self._outside(idx, "set_slot")
             return
-        self._set(idx, self._encode(value, f"set_slot({idx})"), allow_overwrite)
+        self._set(idx, value, allow_overwrite)
 
-    def _set(self, idx: int, encoded: Any, overwrite: bool) -> None:
-        """Publish an encoded sample, and count what became of it. Raises SlotError."""
-        segment = self._segment
+    def _set(self, idx: int, value: Any, overwrite: bool = False) -> None:
+        """Encode and publish a sample, and count what became of it. Raises SampleError and SlotError."""
+        encoded, segment = self._store.encode(value, f"set_slot({idx})"), self._segment
         with segment.guard:
             missed, since = self._missed.pop(idx, (0, 0.0))
             if missed > 1:
@@ -238,7 +237,7 @@ class SampleCache(ABC):
                 if not segment.try_lock(idx) or (self._states[idx] == SET and not overwrite):
                     return RACES
                 try:
-                    counter = self._store(idx, encoded, cost_s)
+                    counter = self._store.write(idx, encoded, cost_s)
                 except OSError as error:  # reserved memory does not run out; if it does, the job goes on without caching this
                     logger.warning("sample %d stays uncached: %s", idx, str(error))
                     return REFUSED
@@ -284,8 +283,12 @@ class SampleCache(ABC):
         if value is not MISSING:
             return value
         idx = self._index(idx, "get_or_load")
-        claimed = self.fillable(idx) and self._wait(idx, timeout_s, lambda: self._states[idx] == SET)
-        outer = _loading.samples
+        claimed, outer = False, _loading.samples
+        if self.fillable(idx):
+            if outer or _loading.block:  # see NOTE [ Nested loads ]
+                claimed = self._segment.try_claim(idx)
+            else:
+                claimed = self._segment.wait_for_claim(idx, timeout_s, lambda: self._states[idx] == SET)
         _loading.samples = outer or claimed
         try:
             value = self.hit(idx, copy)
@@ -322,12 +325,12 @@ class SampleCache(ABC):
         indices = check_indices(indices, self._dataset_len, "get_or_load_many")
         is_set = self.set_among(indices).tolist()
         hits = indices[is_set]
-        if copy and len(hits) >= self._gathers_from:
-            found = iter(self._load_many(hits))
+        if copy and len(hits) >= self._store.gathers_from:
+            found = iter(self._store.load_many(hits))
         else:
             found = (self._load(self._slot(idx), copy) for idx in hits.tolist())
         samples = [next(found) if hit else MISSING for hit in is_set]
-        count = sum(sample is not MISSING for sample in samples) if self._unreadable else len(hits)
+        count = sum(sample is not MISSING for sample in samples) if self._store.unreadable else len(hits)
         self._segment.counters[HITS] += count
         if count == len(indices):
             return samples
@@ -390,7 +393,7 @@ class SampleCache(ABC):
 
     def fillable(self, idx: int) -> bool:
         """Whether sample ``idx`` is not cached, and can be."""
-        return self._states[idx] == EMPTY and not self._refused(idx)
+        return self._states[idx] == EMPTY and not self._store.refused(idx)
 
     def peek(self, idx: int) -> Any:
         """Return a copy of sample ``idx`` if it is set, else MISSING. Do not count it."""
@@ -410,16 +413,19 @@ class SampleCache(ABC):
                 self._segment.release_claim(claim)
 
     def set_if_empty(self, indices: Iterable[int], values: Iterable[Any]) -> None:
-        """Cache samples that were loaded together with one that was missed. Pass over those that are set or do not fit."""
+        """Cache samples that were loaded together with one that was missed: all empty ones; or none, if not all have room."""
+        encoded: dict[int, Any] = {}
         for idx, value in zip(indices, values, strict=True):
             if self._states[idx] == EMPTY:
                 with contextlib.suppress(SampleError):  # reported when this sample is asked for
-                    self._set_if_empty(idx, self._encode(value, f"sample {idx}"))
-
-    def _set_if_empty(self, idx: int, encoded: Any) -> None:
-        with self._segment.guard:
-            if self._publish(idx, encoded, False, None) == FILLS:
-                self._segment.counters[FILLS] += 1
+                    encoded[idx] = self._store.encode(value, f"sample {idx}")
+        has_room = self._store.has_room(encoded.values())
+        for idx, item in encoded.items():
+            with self._segment.guard:
+                if not has_room:
+                    self._exclude(idx)
+                elif self._publish(idx, item, False, None) == FILLS:
+                    self._segment.counters[FILLS] += 1
 
     def _exclude(self, idx: int) -> None:
         """Mark sample ``idx`` as outside the cache, unless it is set or being stored. With the guard held."""
@@ -428,12 +434,6 @@ class SampleCache(ABC):
                 self._states[idx] = OOB
         finally:
             self._segment.unlock(idx)
-
-    def _wait(self, claim: int, timeout_s: float, over: Callable[[], bool]) -> bool:
-        """Wait until this thread has the claim of a sample (True), or ``over()`` is true or the time is over (False)."""
-        if _loading.samples or _loading.block:
-            return self._segment.try_claim(claim)
-        return self._segment.wait_for_claim(claim, timeout_s, over)
 
     def _miss(self, idx: int, since: float) -> None:
         """Count a miss, and remember it if the sample can be set."""
@@ -446,7 +446,7 @@ class SampleCache(ABC):
         """Warn once why samples are missed here although they are cached."""
         if not self._warned_of_unreadable:
             self._warned_of_unreadable = True
-            logger.warning("%s Until then such samples are loaded again, and count as misses.", self._unreadable)
+            logger.warning("%s Until then such samples are loaded again, and count as misses.", self._store.unreadable)
 
     def _miss_many(self, indices: _Indices) -> None:
         now = time.perf_counter()
@@ -458,13 +458,13 @@ class SampleCache(ABC):
         if self._states[idx] == SET:  # by another process, or with its block
             with self._segment.guard:
                 self._missed.pop(idx, None)
-            if self._unreadable and self.peek(idx) is MISSING:  # loading the sample has not imported its class
+            if self._store.unreadable and self.peek(idx) is MISSING:  # loading the sample has not imported its class
                 self._warn_of_unreadable()
             return
         if self._states[idx] == OOB:
             return
         try:
-            self._set(idx, self._encode(value, f"set_slot({idx})"), False)
+            self._set(idx, value)
         except SampleError as error:
             if strict:
                 raise
@@ -499,7 +499,7 @@ class SampleCache(ABC):
         def drop() -> bool:
             states = self._aux.numpy()
             states[states == SET] = EMPTY
-            self._clear()
+            self._store.clear()
             return True
 
         with segment.guard:
@@ -515,7 +515,7 @@ class SampleCache(ABC):
             dataset_len=self._dataset_len,
             filled=filled,
             reserved_bytes=self._segment.reserved_bytes,
-            **self._amounts(filled),
+            **self._store.amounts(filled),
         )
 
     def counts(self) -> tuple[int, int, int]:

@@ -1,7 +1,6 @@
 """SharedCache: keep samples of one shape in shared memory, in a slot for each resident sample."""
 
 import logging
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -14,7 +13,7 @@ from stocache.cache.base import SampleCache
 from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import SlotArrays
-from stocache.cache.stats import EMPTY, FILLS, HITS, REFUSED, SET
+from stocache.cache.stats import HITS, SET
 from stocache.errors import CacheNameError, SampleError, SampleIndexError, SegmentError
 from stocache.samples.indices import check_indices, check_len
 from stocache.samples.spec import Structure
@@ -63,7 +62,7 @@ class SharedCache(SampleCache):
     Source: the API and the idea of stocaching 0.2 (C. Jones, MIT).
     """
 
-    _RELEASED = (*SampleCache._RELEASED, "_columns", "_load")
+    _RELEASED = (*SampleCache._RELEASED, "_columns")
 
     def __init__(
         self,
@@ -97,17 +96,8 @@ class SharedCache(SampleCache):
         placement: Literal["prefix", "scattered"] | Placement = "prefix",
     ) -> "SharedCache":
         """Return a cache with these options. ``admission``, ``codec`` and ``allow_pickle`` have no effect."""
-        return cls(
-            options.size_limit_gib,
-            dataset_len,
-            data_dims,
-            dtype,
-            placement=placement,
-            name=options.name,
-            persist=options.persist,
-            fingerprint=options.fingerprint,
-            on_busy=options.on_busy,
-        )
+        shared = {name: value for name, value in vars(options).items() if name not in ("admission", "codec", "allow_pickle")}
+        return cls(dataset_len=dataset_len, data_dims=data_dims, dtype=dtype, placement=placement, **shared)
 
     @classmethod
     def like(cls, sample: Any, size_limit_gib: float | str, dataset_len: int, **options: Any) -> "SharedCache":
@@ -124,34 +114,10 @@ class SharedCache(SampleCache):
 
     def _assemble(self, structure: Structure, placement: Placement, dataset_len: int, slots: int, segment: Segment) -> None:
         """Set all attributes. Each process computes those that follow from the arguments; they are not pickled."""
-        self._share(segment, dataset_len, str(structure), f"{slots} ({format_size(slots * structure.nbytes)})")
         self._structure, self._placement, self._slots = structure, placement, slots
-        self._residency = residency(placement, dataset_len, slots)
-        self._slot = operator.index if self._residency.identity else self._residency.slot
-        self._columns = SlotArrays(structure, segment, slots)
-        self._load = self._columns.load
-        self._gathers_from = 1 if self._columns.has_large else SampleCache._gathers_from
-
-    # ------------------------------------------------------------------------------------------------ how samples are held
-
-    def _encode(self, value: Any, where: str) -> list[Any]:
-        return self._structure.encode(value, where)
-
-    def _store(self, idx: int, encoded: list[Any], cost_s: float | None) -> int:
-        self._states[idx] = EMPTY  # nobody reads while it is written; if it was set, its memory is reserved
-        return FILLS if self._columns.write(self._slot(idx), encoded) else REFUSED
-
-    def _refused(self, idx: int) -> bool:
-        return self._columns.refused(self._slot(idx))
-
-    def _load_many(self, indices: np.ndarray[Any, np.dtype[np.int64]]) -> list[Any]:
-        return self._columns.private_samples(self._residency.slots(torch.from_numpy(indices)))
-
-    def _clear(self) -> None:
-        self._segment.clear()
-
-    def _amounts(self, filled: int) -> dict[str, int]:
-        return {"slots": self._slots, "slot_bytes": self.slot_bytes, "capacity_bytes": self._slots * self.slot_bytes}
+        self._columns = SlotArrays(structure, segment, residency(placement, dataset_len, slots))
+        room = f"{slots} ({format_size(slots * structure.nbytes)})"
+        self._share(segment, dataset_len, self._columns, str(structure), room)
 
     # ------------------------------------------------------------------------------------------------ many samples
 
@@ -189,7 +155,7 @@ class SharedCache(SampleCache):
         if hits:
             # for each missing sample a row of a hit is gathered: its memory is safe to touch
             there = index if hits == len(index) else np.where(mask, index, index[mask.argmax()])
-            self._columns.gather(self._residency.slots(torch.from_numpy(there)), items)
+            self._columns.gather(there, items)
         self._segment.counters[HITS] += hits
         return mask, hits
 
@@ -231,7 +197,7 @@ class SharedCache(SampleCache):
             for row, sample in zip(np.flatnonzero(~mask).tolist(), loaded, strict=True):
                 self._columns.put(items, row, self._structure.encode(sample, "sample"))
         except SampleError:
-            samples, found = iter(loaded), iter(self._load_many(index[mask]))
+            samples, found = iter(loaded), iter(self._columns.load_many(index[mask]))
             return [next(found if is_hit else samples) for is_hit in mask.tolist()]
         return None
 
@@ -286,7 +252,7 @@ class SharedCache(SampleCache):
             self.array[slot] = value
             return
         slot = self._raw_slot(slot)
-        self._columns.write(slot, self._structure.encode(value, f"cache[{slot}]"))
+        self._columns.write_slot(slot, self._structure.encode(value, f"cache[{slot}]"))
 
     @property
     def slot_bytes(self) -> int:

@@ -1,21 +1,24 @@
 """Store the samples of a SharedCache in columns: for each leaf of a sample, an array of slots in shared memory.
 
-A `Column` has the values of one leaf; `SlotArrays` has all columns, and a sample is a row of them. The cache takes the locks
-and knows which slots are set. Single values are read by memmove, at half the cost of a torch copy of 12 KB.
-Batches are read by one index_select over the widest words that divide a row, at 1.1 to 1.3 times the speed of bytes (both
-measured). Only bytes are copied, so all dtypes work in the same way.
+A `Column` has the values of one leaf; `SlotArrays` has all columns, and a sample is a row of them. Single values are read by
+memmove, at half the cost of a torch copy of 12 KB. Batches are read by one index_select over the widest words that divide a
+row, at 1.1 to 1.3 times the speed of bytes (both measured). Only bytes are copied, so all dtypes work in the same way.
 """
 
 import logging
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from ctypes import memmove
+from itertools import repeat
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from stocache.cache.placement import BlockResidency, Residency
+from stocache.cache.stats import EMPTY, FILLS, REFUSED
 from stocache.errors import SampleError
 from stocache.samples.spec import ArrayLeaf, Leaf, NumberLeaf, Order, Structure, TensorLeaf, inverse
 from stocache.shm.pool import Pool
@@ -27,6 +30,8 @@ logger = logging.getLogger("stocache")
 _LARGE = 1 << 16  # bytes of a value, from which a view that is copied on write costs less than a copy
 _ALIGNMENT = 64  # of a column: a cache line, and more than any dtype needs
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+_Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Column(ABC):
@@ -60,10 +65,7 @@ class Column(ABC):
 
     def batch(self, count: int) -> Any:
         """Return uninitialised memory for `gather`: ``count`` values along a first dimension."""
-        return self._empty((count, *self._like.shape))
-
-    def _empty(self, shape: tuple[int, ...]) -> Any:
-        return torch.empty(shape, dtype=self._like.dtype)
+        return torch.empty((count, *self._like.shape), dtype=self._like.dtype)
 
     @abstractmethod
     def leased(self, memory: Any, offsets: list[int]) -> list[Any]:
@@ -159,8 +161,8 @@ class _ArrayColumn(Column):
         view = self.array[slot, ...]  # the dots keep an array of 0 dimensions an array
         return view.copy(self._copied) if copy else view
 
-    def _empty(self, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        return np.empty(shape, self._like.dtype)
+    def batch(self, count: int) -> np.ndarray[Any, Any]:
+        return np.empty((count, *self._like.shape), self._like.dtype)
 
     def _pooled(self, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         memory = self._pool.empty((shape[0] * self.nbytes,), torch.uint8)
@@ -207,17 +209,23 @@ def _make_column(leaf: Leaf, memory: Tensor, slots: int, pool: Pool) -> Column:
 
 
 class SlotArrays:
-    """The columns for ``slots`` samples of a structure, one after the other in the data of a segment.
+    """The `SampleStore` of a SharedCache: the columns of all slots, one after the other in the data of a segment.
 
     Attributes:
+        slot: returns the slot of a resident sample.
         load: returns the sample in a slot: ``load(slot, copy)``; a private copy, or views of the live memory.
+        encode: returns the bytes of a sample: one buffer for each column.
     """
 
+    unreadable = ""
+    slot: Callable[[int], int]
     load: Callable[[int, bool], Any]
+    encode: Callable[[Any, str], list[Any]]
 
-    def __init__(self, structure: Structure, segment: Segment, slots: int) -> None:
-        self._structure, self._segment, self._slots = structure, segment, slots
-        leaves = structure.leaves
+    def __init__(self, structure: Structure, segment: Segment, residency: Residency | BlockResidency) -> None:
+        self._structure, self._segment, self._residency = structure, segment, residency
+        self._states = segment.control[: residency.dataset_len]
+        leaves, slots = structure.leaves, residency.slot_count
         # the offset of each column, and the bytes of a value in it
         self._places = list(zip(column_offsets(structure, slots), (leaf.nbytes for leaf in leaves), strict=False))
         pool = Pool()
@@ -225,34 +233,60 @@ class SlotArrays:
             _make_column(leaf, segment.tensor(offset, slots * nbytes), slots, pool)
             for leaf, (offset, nbytes) in zip(leaves, self._places, strict=True)
         ]
+        # the columns whose values are leased instead of copied; see NOTE [ Private views ]
         self._large = [column.nbytes >= _LARGE for column in self._columns]
         self._private: PrivateViews | None = None
-        self.load = structure.maker([column.load for column in self._columns])
+        self.gathers_from = 1 if any(self._large) else 16  # measured
+        self.slot = operator.index if residency.identity else residency.slot
+        self._join = join = structure.joiner()
+        loads = [column.load for column in self._columns]
+        self.load = (lambda slot, copy: join([load(slot, copy) for load in loads])) if structure.containers else loads[0]
+        self.encode = structure.encode
+
+    def write(self, idx: int, encoded: list[Any], cost_s: float | None) -> int:
+        """Write the encoded bytes of a sample into its slot. Return FILLS; REFUSED if its memory is refused."""
+        slot = self.slot(idx)
+        self._states[idx] = EMPTY  # nobody reads while it is written; if it was set, its memory is reserved
+        if not self.reserve(slot, slot + 1):
+            return REFUSED
+        self.write_slot(slot, encoded)
+        return FILLS
+
+    def write_slot(self, slot: int, encoded: list[Any]) -> None:
+        """Write the encoded bytes of a sample into a reserved slot."""
+        for (offset, nbytes), buffer in zip(self._places, encoded, strict=True):
+            self._segment.write(offset + slot * nbytes, buffer, nbytes)
 
     def reserve(self, start: int, stop: int) -> bool:
         """Make the memory of slots ``[start, stop)`` safe to touch; see `Segment.reserve`."""
         return all(self._segment.reserve(at + start * nbytes, at + stop * nbytes) for at, nbytes in self._places)
 
-    def refused(self, slot: int) -> bool:
-        """Whether the machine has refused the memory of a slot; see `Segment.refused`."""
+    def refused(self, idx: int) -> bool:
+        """Whether the machine has refused the memory for a sample; see `Segment.refused`."""
+        slot = self.slot(idx)
         return any(self._segment.refused(at + slot * nbytes, at + (slot + 1) * nbytes) for at, nbytes in self._places)
 
-    def write(self, slot: int, buffers: list[Any]) -> bool:
-        """Write the encoded bytes of a sample into a slot: one buffer for each column. False if its memory is refused."""
-        if not self.reserve(slot, slot + 1):
-            return False
-        for (offset, nbytes), buffer in zip(self._places, buffers, strict=True):
-            self._segment.write(offset + slot * nbytes, buffer, nbytes)
+    def has_room(self, encoded: Collection[Any]) -> bool:
+        """Whether samples have room: those that are not outside the cache have a slot."""
         return True
+
+    def clear(self) -> None:
+        """Zero all slots."""
+        self._segment.clear()
+
+    def amounts(self, filled: int) -> dict[str, int]:
+        """Return the attributes of `CacheStats` that depend on the slots."""
+        slots, slot_bytes = self._residency.slot_count, self._structure.nbytes
+        return {"slots": slots, "slot_bytes": slot_bytes, "capacity_bytes": slots * slot_bytes}
 
     @property
     def array(self) -> Any:
         """The live arrays of all columns, in the containers of the sample."""
-        return self._structure.unflatten([column.array for column in self._columns])
+        return self._join([column.array for column in self._columns])
 
     def rows(self, slot: int) -> Any:
         """Return the live rows of a slot, in the containers of the sample."""
-        return self._structure.unflatten([column.array[slot] for column in self._columns])
+        return self._join([column.array[slot] for column in self._columns])
 
     def new_batch(self, count: int) -> list[Any]:
         """Return uninitialised memory for ``count`` samples: a list with a batch of each column."""
@@ -271,22 +305,19 @@ class SlotArrays:
                 raise SampleError(f"{where} is not contiguous. Give memory as get_slots returns it.")
         return items
 
-    def gather(self, slots: Tensor, items: list[Any]) -> None:
-        """Copy the samples in ``slots`` (int64, 1-D) into a contiguous batch of as many."""
+    def gather(self, indices: _Indices, items: list[Any]) -> None:
+        """Copy samples into a contiguous batch of as many. All of them are set."""
+        slots = self._residency.slots(torch.from_numpy(indices))
         for column, item in zip(self._columns, items, strict=True):
             column.gather(slots, item)
 
-    @property
-    def has_large(self) -> bool:
-        """Whether some values are so large that they are leased instead of copied; see NOTE [ Private views ]."""
-        return any(self._large)
-
-    def private_samples(self, slots: Tensor) -> list[Any]:
-        """Return private copies of the samples in ``slots`` (int64, 1-D).
+    def load_many(self, indices: _Indices) -> list[Any]:
+        """Return private copies of samples. All of them are set.
 
         They are views of a batch whose memory is used again later, or of leased memory.
         """
-        if not self.has_large or (private := self._private_views()) is None:
+        slots = self._residency.slots(torch.from_numpy(indices))
+        if not any(self._large) or (private := self._private_views()) is None:
             return self._made([column.values(column.gathered(slots)) for column in self._columns], len(slots))
         numbers = slots.tolist()
         memory, usable = private.lease(numbers)
@@ -309,7 +340,7 @@ class SlotArrays:
             places = zip(self._large, self._places, strict=True)
             leased = [(at + offset, nbytes) for large, (offset, nbytes) in places if large]
             try:
-                self._private = PrivateViews(self._segment.fd, self._segment.layout.size, leased, self._slots)
+                self._private = PrivateViews(self._segment.fd, self._segment.layout.size, leased, self._residency.slot_count)
             except OSError as error:  # no address space
                 logger.debug("no private mapping: %s", error)
                 self._large = [False] * len(self._large)
@@ -331,8 +362,8 @@ class SlotArrays:
         return self._made([column.values(item) for column, item in zip(self._columns, items, strict=True)], count)
 
     def _made(self, values: list[list[Any]], count: int) -> list[Any]:
-        make = self._structure.maker([iter(column).__next__ for column in values])
-        return [make() for _ in range(count)]
+        rows: Iterable[Any] = zip(*values, strict=True) if values else repeat((), count)
+        return list(map(self._join, rows))
 
 
 def column_offsets(structure: Structure, slots: int) -> list[int]:

@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from stocache.system.deprecation import old_name
 
 # The state byte of a sample, as in SlotState; plain ints, for an enum look-up costs as much as the byte itself
 EMPTY, SET, OOB = range(3)
+
+MISSING: Any = object()
+"""Stands for a sample that is not there. (None may be a sample.)"""
 
 # Which word of Segment.counters counts what; each process has a row of such words
 HITS, MISSES, FILLS, RACES, REFUSED, REJECTED = range(6)

@@ -70,10 +70,11 @@ def bench(
     rows = experiment.summarize(epochs)
     typer.echo(experiment.format_table(rows))
     typer.echo(
-        f"reads: samples read from their files. 1st epoch: how much longer the cold epoch took than without a cache; "
-        f"with fewer than --repeats 9 it varies too much to tell. "
-        f"Warm seconds over cached share: R² of a straight line {experiment.linearity(rows):.4f}."
+        "reads: samples read from their files. 1st epoch: how much longer the cold epoch took than without a cache; "
+        "with fewer than --repeats 9 it varies too much to tell."
     )
+    if len(rows) > 2:
+        typer.echo(f"Warm seconds over cached share: R² of a straight line {experiment.linearity(rows):.4f}.")
     csv_path, png_path = out / "stocache-bench.csv", out / "stocache-bench.png"
     experiment.write_csv(rows, csv_path)
     experiment.plot(rows, png_path, f"{len(paths)} photos, {workers} workers")

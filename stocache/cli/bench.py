@@ -237,9 +237,7 @@ def summarize(epochs: Sequence[EpochTiming]) -> list[Row]:
 
 
 def linearity(rows: Sequence[Row]) -> float:
-    """Return R² of a straight line through the seconds of warm epochs over the cached fraction; NaN for fewer than 3 rows."""
-    if len(rows) < 3:
-        return float("nan")
+    """Return R² of a straight line through the seconds of warm epochs over the cached fraction, for 3 rows or more."""
     x, y = np.array([row.fraction for row in rows]), np.array([row.warm_s for row in rows])
     residuals = y - np.polyval(np.polyfit(x, y, 1), x)
     return float(1 - (residuals**2).sum() / ((y - y.mean()) ** 2).sum())

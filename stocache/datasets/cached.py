@@ -13,12 +13,13 @@ import numpy as np
 from torch.utils.data import Dataset, Subset
 from tqdm import tqdm
 
-from stocache.cache.base import MISSING, SlotState
+from stocache.cache.base import SlotState
 from stocache.cache.batches import BatchSpec, LazyBatch
 from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.placement import Placement
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
+from stocache.cache.stats import MISSING
 from stocache.datasets.epochs import DatasetStats, EpochCounter
 from stocache.datasets.indexing import Collate, find_collate, indices_in
 from stocache.datasets.loaders import BlockLoader, SampleLoader
@@ -176,11 +177,6 @@ class CachedDataset(Dataset[Any]):
         return self.after_cache is not None or self._has_rest
 
     @property
-    def _gathers(self) -> bool:
-        """Whether batches can be gathered from the cache as they are."""
-        return not self._is_transformed and isinstance(self.cache, SharedCache)
-
-    @property
     def _reads_in_turn(self) -> bool:
         """Whether samples are too large to be held all at once while they are transformed."""
         return isinstance(self.cache, RaggedCache) or self.cache.slot_bytes >= _LARGE
@@ -249,7 +245,7 @@ class CachedDataset(Dataset[Any]):
             indices = self._rows[check_indices(indices, self._len, "view")]
         if self._split is not None and self._split.has_changed(indices):
             self._follow_transforms()
-        if self._batch_spec is not None and self._gathers and isinstance(self.cache, SharedCache):
+        if self._batch_spec is not None and not self._is_transformed and isinstance(self.cache, SharedCache):
             return LazyBatch(self.cache, indices, self._loader.load_many, self._batch_spec)
         samples: Iterable[Any]
         if self._is_transformed and self._reads_in_turn:
@@ -484,5 +480,7 @@ def with_lazy_batches(dataset: Any) -> Any:
         return subset
     if not isinstance(dataset, CachedDataset) or type(dataset).__getitems__ is not CachedDataset.__getitems__:
         return None
-    spec = BatchSpec.of(dataset.cache) if dataset._gathers and isinstance(dataset.cache, SharedCache) else None
+    if dataset._is_transformed or not isinstance(dataset.cache, SharedCache):
+        return None
+    spec = BatchSpec.of(dataset.cache)
     return None if spec is None else dataset._replace(_batch_spec=spec)

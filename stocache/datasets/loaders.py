@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from stocache.cache.base import MISSING, SampleCache, SlotState
+from stocache.cache.base import SampleCache, SlotState
 from stocache.cache.placement import BlockBounds
+from stocache.cache.stats import MISSING
 
 logger = logging.getLogger("stocache")
 

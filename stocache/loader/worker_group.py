@@ -184,7 +184,7 @@ def try_to_start(context: Any) -> None:
     method = context.get_start_method()
     if method == "fork" or method in _proven or not (hint := _guard_hint()):
         return
-    process = context.Process(target=_do_nothing, daemon=True)
+    process = context.Process(daemon=True)  # without a target it does nothing
     process.start()
     process.join(_PATIENCE_S)
     if process.exitcode:
@@ -193,10 +193,6 @@ def try_to_start(context: Any) -> None:
         )
     process.kill()
     _proven.add(method)
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _multiprocessing_in(error: BaseException) -> set[str]:

@@ -139,14 +139,6 @@ def _flatten_set(value: Any) -> tuple[Container, list[Any]]:
     return Container("set", type(value), ("items",)), [items]
 
 
-def _flatten_deque(value: Any) -> tuple[Container, list[Any]]:
-    return Container("deque", deque, ("items", "maxlen")), [list(value), value.maxlen]
-
-
-def _flatten_slice(value: Any) -> tuple[Container, list[Any]]:
-    return Container("slice", slice, ("start", "stop", "step")), [value.start, value.stop, value.step]
-
-
 def _flatten_defaultdict(value: Any) -> tuple[Container, list[Any]] | None:
     if value.default_factory is not None:
         try:
@@ -159,8 +151,8 @@ def _flatten_defaultdict(value: Any) -> tuple[Container, list[Any]] | None:
 _BY_TYPE: dict[type, Callable[[Any], tuple[Container, list[Any]] | None]] = {
     set: _flatten_set,
     frozenset: _flatten_set,
-    deque: _flatten_deque,
-    slice: _flatten_slice,
+    deque: lambda value: (Container("deque", deque, ("items", "maxlen")), [list(value), value.maxlen]),
+    slice: lambda value: (Container("slice", slice, ("start", "stop", "step")), [value.start, value.stop, value.step]),
     defaultdict: _flatten_defaultdict,
     np.memmap: lambda value: (Container("memmap", np.memmap, ("data",)), [np.asarray(value)]),  # now in memory
 }

@@ -13,6 +13,7 @@ NOTE [ Orders ]
 """
 
 import math
+import operator
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -444,13 +445,19 @@ class Structure:
             raise sample_error(error, where, "batch") from error.__cause__
         return values
 
-    def unflatten(self, values: Sequence[Any]) -> Any:
+    def unflatten(self, values: list[Any]) -> Any:
         """Return the containers of this structure around ``values``, one per leaf."""
-        return self.maker([partial(_itself, value) for value in values])()
+        return self.joiner()(values)
 
-    def maker(self, leaf_makers: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-        """Return the function that makes a sample; it calls the maker of each leaf with the arguments it gets."""
-        return _maker(self.root, iter(leaf_makers))
+    def joiner(self) -> Callable[[Any], Any]:
+        """Return the function that puts a sequence of values, one per leaf, into the containers of this structure."""
+        root = self.root
+        if not isinstance(root, _Inner):
+            return operator.itemgetter(0)
+        if not any(isinstance(child, _Inner) for child in root.children):
+            return root.container.unflatten_fn()
+        join = _joiner(root)
+        return lambda values: join(iter(values))
 
     @property
     def identity(self) -> str:
@@ -514,15 +521,12 @@ def _contents(container: Container) -> str:
     return entries + (f" and batch size {list(container.extra)}" if container.extra else "")
 
 
-def _maker(node: Node, leaf_makers: Iterator[Callable[..., Any]]) -> Callable[..., Any]:
+def _joiner(node: Node) -> Callable[[Iterator[Any]], Any]:
+    """Return the function that takes the values of the leaves from an iterator, and puts them into the containers."""
     if not isinstance(node, _Inner):
-        return next(leaf_makers)
-    join, makers = node.container.unflatten_fn(), [_maker(child, leaf_makers) for child in node.children]
-    return lambda *arguments: join([maker(*arguments) for maker in makers])
-
-
-def _itself(value: Any) -> Any:
-    return value
+        return next
+    unflatten, joiners = node.container.unflatten_fn(), list(map(_joiner, node.children))
+    return lambda values: unflatten([join(values) for join in joiners])
 
 
 def _is_shape(dims: Any) -> bool:

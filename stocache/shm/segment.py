@@ -293,11 +293,6 @@ class Segment:
         """Bytes of data that are reserved now."""
         return self.layout.reserved_bytes(self._extents)
 
-    @property
-    def huge_pages(self) -> bool:
-        """Whether the kernel may back this process's mapping with huge pages."""
-        return self._huge
-
     def _ask_for_huge_pages(self) -> bool:
         """Ask for page table entries of 2 MiB instead of 4 KiB: else each process needs 2 MiB of page tables per GiB."""
         try:
@@ -316,21 +311,15 @@ class Segment:
             return False
         return True
 
-    def lock(self, number: int, count: int = 1) -> bool:
-        """Take the owner's lock ``number`` and the ``count - 1`` after it; wait if needed. Call it with `guard` held.
-
-        False, with a warning, if another process holds one of them for `PATIENCE_S`.
-        """
-        return self._wait(_OWNER_LOCKS + number, count)
-
     def run_locked(self, number: int, count: int, work: Callable[[], _Result], late: _Result) -> _Result:
         """Return ``work()``, run with the owner's lock ``number`` and the ``count - 1`` after it held.
 
-        Return ``late`` if another process does not release one of them. Call it with `guard` held; it is not reentrant.
+        Return ``late``, with a warning, if another process holds one of them for `PATIENCE_S`. Call it with `guard` held; it is
+        not reentrant.
         """
         try:
             try:
-                return work() if self.lock(number, count) else late
+                return work() if self._wait(_OWNER_LOCKS + number, count) else late
             finally:
                 self.unlock(number, count)
         except BaseException:  # an interrupt may have come before the lock was given back
@@ -437,11 +426,6 @@ class Segment:
     def fd(self) -> int:
         """The descriptor of the file. Do not close it."""
         return self._fds[0]
-
-    @property
-    def deleted(self) -> bool:
-        """Whether the file of a named segment was deleted. This process can still use it, but no process can find it."""
-        return self.path is not None and os.fstat(self._fds[0]).st_nlink == 0
 
     def persist(self) -> None:
         """Keep the file of a named segment when no process holds it any more."""

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stocache.cache.base import MISSING
 from stocache.cache.options import CacheOptions
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
+from stocache.cache.stats import MISSING
 from stocache.errors import DamagedError, StateError, StreamError
 from stocache.text.lines import LineLocation, LinePosition, Lines, TextChunk
 from stocache.text.parsers import BadRows, Custom, RowParser, join_trees

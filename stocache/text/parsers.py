@@ -150,7 +150,7 @@ class FieldParser(RowParser):
         """Return the fields of a row. Raises ValueError with the reason if the row is bad."""
 
     @abstractmethod
-    def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> ColumnArrays:
+    def _bulk(self, engine: str, data: bytes, kinds: list[tuple[int, str]]) -> ColumnArrays:
         """Return columns as "f8" or "i8". Raises BulkParseError, or an error of the engine."""
 
     def bulk(self, data: bytes, rows: int) -> Any:
@@ -162,7 +162,7 @@ class FieldParser(RowParser):
         for number in [self._first, *(n for n in range(len(attempts)) if n != self._first)]:
             engine, kinds = attempts[number]
             try:
-                columns = self._bulk(engine, data, rows, kinds)
+                columns = self._bulk(engine, data, kinds)
                 if all(len(column) == rows for column in columns):
                     arrays = self.target.assemble(columns)
                     self._first = number
@@ -235,7 +235,7 @@ class Delimited(FieldParser):
     def fields_of(self, row: str) -> list[Any]:  # noqa: D102
         return fields_of(row, self.delimiter, self.comments)
 
-    def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> ColumnArrays:
+    def _bulk(self, engine: str, data: bytes, kinds: list[tuple[int, str]]) -> ColumnArrays:
         if self.comments and self.comments.encode() in data:
             data = re.sub(rb"(?<![ \t])[ \t]*" + re.escape(self.comments.encode()) + rb"[^\n]*", b"", data)
         if self.delimiter is None:
@@ -276,7 +276,7 @@ class FixedWidth(FieldParser):
             raise ValueError(f"{len(data)} bytes")
         return [data[end - width : end].decode(errors="replace") for end, width in zip(ends, self.widths, strict=True)]
 
-    def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> ColumnArrays:
+    def _bulk(self, engine: str, data: bytes, kinds: list[tuple[int, str]]) -> ColumnArrays:
         # rewrites the wanted fields as delimited text, which both engines read
         array = np.frombuffer(data, np.uint8)
         newlines = np.flatnonzero(array == 10)
@@ -323,7 +323,7 @@ class JsonLines(FieldParser):
     def _column_name(self, number: int) -> str:
         return repr(self.names[number])
 
-    def _bulk(self, engine: str, data: bytes, rows: int, kinds: list[tuple[int, str]]) -> ColumnArrays:
+    def _bulk(self, engine: str, data: bytes, kinds: list[tuple[int, str]]) -> ColumnArrays:
         if engine == "pyarrow":
             return json_by_arrow(data, [(self.names[n], kind) for n, kind in kinds])
         found = json.loads(b"[" + b",".join(data.splitlines()) + b"]")

@@ -1,5 +1,6 @@
 """The contract of all caches: every class, backing, placement and way to come by one passes it."""
 
+import contextlib
 import os
 import pickle
 import threading
@@ -10,6 +11,7 @@ import torch
 
 from stocache import ClosedError, SampleError, SampleIndexError, SlotError, SlotState
 from tests.support.equality import same
+from tests.support.faults import claimed
 from tests.support.makers import RAGGED, SHARED, SLOTS, N, fill, sample
 
 
@@ -304,8 +306,8 @@ def test_many_are_loaded_with_one_call_and_only_what_is_missing(cache, resident,
     stats = cache.stats()
     assert (stats.misses, stats.fills, stats.hits) == (5, 4, 1 + 1 + 4)
     assert cache.get_or_load_many([], load) == []
-    assert cache._segment.try_claim(resident[0])  # no claim is left
-    cache._segment.release_claim(resident[0])
+    with claimed(cache, resident[0]):  # no claim is left
+        pass
 
 
 def test_many_loaded_one_by_one_are_kept_up_to_a_failure(cache, resident):
@@ -327,14 +329,14 @@ def test_many_loaded_one_by_one_are_kept_up_to_a_failure(cache, resident):
 
 def test_many_wait_for_what_another_is_loading(cache, resident):
     first, second = resident[:2]
-    assert cache._segment.try_claim(first)
-    calls = []
+    another, calls = contextlib.ExitStack(), []
+    another.enter_context(claimed(cache, first))
 
     def load(indices):
         calls.append(indices)
         if second in indices:  # meanwhile the other is done
             cache.set_slot(first, sample(first))
-            cache._segment.release_claim(first)
+            another.close()
         return [sample(idx) for idx in indices]
 
     samples = cache.get_or_load_many([first, second], load, timeout_s=1000)

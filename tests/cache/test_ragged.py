@@ -27,12 +27,14 @@ from stocache import (
     SlotError,
     SlotState,
 )
+from stocache.cache import arena
 from stocache.cache.admission import LATER, NEVER, YES, CostAdmission, control_bytes
 from stocache.cli import listing
 from stocache.cli.app import app
 from stocache.system import limits
 from stocache.system.limits import GIB, Memory
 from tests.support.equality import same
+from tests.support.faults import claimed, misplace, no_shared_memory
 
 N = 60
 
@@ -68,9 +70,8 @@ def test_the_limit_is_kept_and_what_found_no_room_is_outside(limit):
         stats = cache.stats()
         assert stats.filled == stats.fills == int((cache.aux_array == SlotState.SET).sum())
         assert (cache.aux_array != SlotState.EMPTY).all()
-        assert stats.capacity_bytes + cache._segment.layout.control_bytes == limit
-        assert stats.filled_bytes <= cache._arena.used <= stats.capacity_bytes
-        assert cache._segment.layout.size <= cache._segment.layout.data_at + limit
+        assert stats.capacity_bytes + arena.control_bytes(N) == limit
+        assert stats.filled_bytes <= stats.reserved_bytes <= stats.capacity_bytes
         reads = cache.counts()[1]
         fill(cache)
         assert cache.counts()[1] - reads == N - stats.filled  # exactly
@@ -90,17 +91,18 @@ def test_the_limit_is_kept_and_what_found_no_room_is_outside(limit):
     ],
 )  # fmt: skip
 def test_a_sample_takes_at_most_64_bytes_and_1_percent_more_than_its_own(value):
-    own = sum(map(nbytes, torch.utils._pytree.tree_leaves(value)))
+    own = nbytes(value)
     with RaggedCache("1GiB", 1000) as cache:
         for idx in range(1000):
             cache.set_slot(idx, value)
-        layout = cache._segment.layout
-        taken = cache._arena.used + layout.control_bytes
+        taken = 1000 * (cache.stats().slot_bytes + 1) + arena.control_bytes(1000)
         assert taken <= 1000 * (own + 64 + own / 100)
 
 
-def nbytes(leaf):
-    return len(leaf) if isinstance(leaf, str | bytes) else 8 if isinstance(leaf, int) else leaf.nbytes
+def nbytes(value):
+    if isinstance(value, dict | list | tuple):
+        return sum(map(nbytes, value.values() if isinstance(value, dict) else value))
+    return len(value) if isinstance(value, str | bytes) else 8 if isinstance(value, int) else value.nbytes
 
 
 @pytest.mark.parametrize(
@@ -143,8 +145,7 @@ def test_limit_zero_and_no_samples_are_caches_that_hold_nothing():
 
 
 def test_no_shared_memory_disables_the_cache(monkeypatch, caplog):
-    monkeypatch.setattr(limits, "open_memfd", lambda: None)
-    monkeypatch.setattr(limits, "SHM_DIR", "/no/such/dir")
+    no_shared_memory(monkeypatch)
     with RaggedCache(1, N) as cache:
         fill(cache)
         assert (cache.aux_array == SlotState.OOB).all()
@@ -157,9 +158,8 @@ def test_samples_stay_uncached_when_memory_runs_low_and_get_another_chance(monke
             patched.setattr(limits, "memory", lambda: Memory(GIB, 0))
             fill(cache)
             assert cache.stats().refused == N
-            assert cache._segment.try_claim(1)  # as if another were loading it: nobody waits for what cannot be kept
-            cache.get_or_load(1, sample, timeout_s=1000)
-            cache._segment.release_claim(1)
+            with claimed(cache, 1):  # nobody waits for what cannot be kept
+                cache.get_or_load(1, sample, timeout_s=1000)
         assert len(caplog.records) == 1
         assert "cache stops growing at 0 B of 38." in caplog.text
         cache.clear()
@@ -219,7 +219,9 @@ def test_processes_share_what_each_has_loaded(run_processes, options):
         stats = cache.stats()
         assert stats.filled == N
         assert stats.fills == N
-        assert cache._arena._words[3] == 3  # kinds of samples, each stored once
+    with RaggedCache(1, N, codec=options.get("codec")) as alone:
+        fill(alone)
+        assert stats.slot_bytes == alone.stats().slot_bytes  # each kind of samples is stored once
 
 
 def clear_and_refill(number, cache):
@@ -296,7 +298,7 @@ def test_the_commands_show_it():
 def test_a_damaged_entry_is_an_error(monkeypatch):
     with RaggedCache(1, N) as cache:
         cache.set_slot(0, "text")
-        cache._arena.offsets[0] = 2**40
+        misplace(cache, 0, 2**40)
         with pytest.raises(SegmentError, match="the cache is damaged: the record of sample 0") as caught:
             cache.get_slot(0)
         del caught  # whose traceback would hold the memory
@@ -534,7 +536,7 @@ def test_a_load_that_does_not_import_the_class_of_what_is_cached_warns_once(scan
 def test_a_treedef_outside_of_the_memory_is_an_error(forge):
     with RaggedCache(1, 4) as cache:
         cache.set_slot(0, "text")
-        forge(cache._arena._words, cache._segment.view(0, 4096))
+        forge(cache._store.arena._words, cache._segment.view(0, 4096))
         fresh = RaggedCache.__new__(RaggedCache)
         fresh.__setstate__(cache.__getstate__())
         with pytest.raises(SegmentError, match="the structure of its samples lies outside of its memory"):

@@ -15,6 +15,7 @@ from stocache.system import limits
 from stocache.system.limits import GIB, MIB, Memory
 from tests.support.containers import Box, Point
 from tests.support.equality import same
+from tests.support.faults import claimed, no_shared_memory
 from tests.support.makers import DIMS, LIMIT, SHARED, SLOTS, N, fill, in_shm, sample
 
 
@@ -441,8 +442,7 @@ def test_auto_caches_a_small_dataset_whole():
 
 
 def test_no_shared_memory_disables_the_cache_with_one_warning(monkeypatch, caplog):
-    monkeypatch.setattr(limits, "open_memfd", lambda: None)
-    monkeypatch.setattr(limits, "SHM_DIR", "/nonexistent")
+    no_shared_memory(monkeypatch)
     with SharedCache(1, N, DIMS) as cache:
         fill(cache)
         assert len(cache) == 0
@@ -537,6 +537,6 @@ def test_refused_samples_are_not_waited_for(monkeypatch, caplog):
     with in_shm() as cache, monkeypatch.context() as patched:
         patched.setattr(limits, "memory", lambda: Memory(GIB, 0))
         assert torch.equal(cache.get_or_load(0, sample), sample(0))
-        assert cache._segment.try_claim(1)  # as if another were loading it
-        assert torch.equal(cache.get_or_load(1, sample, timeout_s=1000), sample(1))
+        with claimed(cache, 1):
+            assert torch.equal(cache.get_or_load(1, sample, timeout_s=1000), sample(1))
         assert cache.stats().refused == 2

@@ -44,8 +44,10 @@ def test_bench_prints_a_table_and_writes_csv_and_plot(run, tmp_path):
     assert [line[7].strip() for line in lines[2:]] == ["8", "4", "0"]
     assert (tmp_path / "stocache-bench.csv").read_text().count("\n") == 4
     assert (tmp_path / "stocache-bench.png").stat().st_size > 5000
-    result = run("bench", photos, "--size", 8, "--workers", 0, "--fractions", "100", "--warm-pages", "--out", tmp_path)
+    assert "R² of a straight line" in result.output
+    result = run("bench", photos, "--size", 8, "--workers", 0, "--fractions", "0,100", "--warm-pages", "--out", tmp_path)
     assert "left in the page cache" in result.output
+    assert "R²" not in result.output  # any two points lie on a line
 
 
 @pytest.mark.parametrize(

@@ -191,13 +191,13 @@ def test_epochs_are_counted_by_what_was_asked_for(storage):
 def test_a_block_that_has_no_room_leaves_alone_what_others_have_cached_meanwhile(monkeypatch):
     with RaggedCache("4KB", 3) as cache:
 
-        def encode(value, where, real=cache._encode):
+        def encode(value, where, real=cache._store.encode):
             monkeypatch.undo()
             cache.get_slot(0)
             cache.set_slot(0, "by another one")
             return real(value, where)
 
-        monkeypatch.setattr(cache, "_encode", encode)
+        monkeypatch.setattr(cache._store, "encode", encode)
         cache.set_if_empty([0, 1, 2], ["a", bytes(3000), bytes(3000)])
         assert cache.get_slot(0) == "by another one"
         assert cache.aux_array.tolist() == [1, 2, 2]

@@ -36,8 +36,8 @@ from stocache import (
     SampleIndexError,
     SharedCache,
 )
-from stocache.system import limits
 from tests.support.equality import same
+from tests.support.faults import no_shared_memory
 
 N = 48
 ONCE = [2] + [1] * (N - 1)  # reads of a cached dataset: the probe looks at the first sample twice
@@ -652,8 +652,7 @@ def test_jobs_of_a_sweep_read_each_sample_once(run_processes, size, seeds):
 
 
 def test_no_shared_memory_means_no_cache_and_no_crash(monkeypatch, caplog):
-    monkeypatch.setattr(limits, "open_memfd", lambda: None)
-    monkeypatch.setattr(limits, "SHM_DIR", "/no/such/dir")
+    no_shared_memory(monkeypatch)
     for size in (one_size, many_sizes):
         source = Source(size)
         with CachedDataset(source, 1) as cached:

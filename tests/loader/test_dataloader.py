@@ -1,6 +1,7 @@
 """The DataLoader is torch's: the same batches, order, random numbers and errors, however they travel."""
 
 import gc
+import multiprocessing
 import os
 import random
 import re
@@ -28,6 +29,7 @@ from stocache import CachedDataset, WorkerError, reading
 from stocache.loader.ring import FULL, NOTHING
 from stocache.system import limits
 from tests.support.equality import same
+from tests.support.faults import no_shared_memory
 from tests.support.images import Images, N, image
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker", "ignore:.*no accelerator is found")
@@ -614,7 +616,7 @@ def test_through_the_ring_and_outside_of_it():
 
 @pytest.mark.leaves_descriptors
 def test_without_shared_memory_it_is_torchs(monkeypatch):
-    monkeypatch.setattr("stocache.shm.segment._backings", lambda nbytes: [])
+    no_shared_memory(monkeypatch)
     ours, theirs = both(Images(), batch_size=8, shuffle=True, num_workers=2)
     assert agree(ours, theirs)
     assert ours.stats().ring == 0
@@ -745,7 +747,8 @@ def test_tensor_subclasses_go_the_way_of_torch_without_leaving_descriptors():
     for _ in range(2):
         for batch in loader:
             assert type(batch) is Sub
-            counts.append(len(os.listdir(f"/proc/{loader._iterator._workers[0].pid}/fd")))
+            (worker,) = multiprocessing.active_children()
+            counts.append(len(os.listdir(f"/proc/{worker.pid}/fd")))
     assert max(counts) < 60
 
 

@@ -24,6 +24,7 @@ from stocache import RaggedCache, SampleError, SegmentError, SharedCache
 from stocache.samples.record_decoder import RecordReader
 from stocache.samples.record_encoder import Record, pack_integers, parse_treedef, write_treedef
 from tests.support.equality import everywhere, identical, same
+from tests.support.faults import misplace, record
 from tests.support.samples import (
     PICKLED,
     Access,
@@ -349,8 +350,7 @@ def test_samples_that_differ_in_sizes_only_have_one_treedef():
 def test_damage_is_an_error_and_no_crash():
     with RaggedCache("1MB", 1) as cache:
         cache.set_slot(0, torch.zeros(4, 4))
-        at = cache._arena.offsets[0]
-        cache._memory[at + 16 + 64 : at + 16 + 66] = b"\xff\xff"  # the shape
+        record(cache, 0)[16 + 64 : 16 + 66] = b"\xff\xff"  # the shape
         with pytest.raises(SegmentError, match="a sample reaches beyond its record"):
             cache.get_slot(0)
 
@@ -385,8 +385,9 @@ def test_what_is_parsed_within_the_parsing_of_a_treedef_does_no_harm(monkeypatch
 def test_damaged_values_are_errors(sample, old, new, message):
     with RaggedCache("1MB", 1) as cache:
         cache.set_slot(0, sample)
-        at = bytes(cache._memory[:4096]).index(old, cache._arena.offsets[0])
-        cache._memory[at : at + len(old)] = new
+        memory = record(cache, 0)
+        at = bytes(memory[:4096]).index(old)
+        memory[at : at + len(old)] = new
         with pytest.raises(SegmentError, match=message.replace("|", r"\|")):
             cache.get_slot(0)
 
@@ -528,8 +529,8 @@ def test_a_compressed_record_is_not_larger_than_its_leaves(codec):
 def test_a_forged_place_is_an_error():
     with RaggedCache("1MB", 1) as cache:
         cache.set_slot(0, "abc")
-        for place in (2**63, 2**64 - 1, 2**40, cache._segment.data_bytes):
-            cache._offsets[0] = place
+        for place in (2**63, 2**64 - 1, 2**40, cache.stats().capacity_bytes):
+            misplace(cache, 0, place)
             with pytest.raises(SegmentError, match="the record of sample 0 reaches beyond it"):
                 cache.get_slot(0)
 

@@ -21,10 +21,12 @@ import torch
 
 from stocache import BusyError, RaggedCache, SharedCache, SharedCacheDDP, StorageError, prepare
 from stocache.cache import base
+from stocache.cache.arena import Arena
 from stocache.shm import registry, segment
 from stocache.shm.segment import Segment
 from stocache.storage import local, remote
 from stocache.system import waiting
+from tests.support.faults import claimed
 from tests.support.processes import in_child
 
 NAME, N = "test-moments", 6
@@ -148,7 +150,7 @@ def open_and_close():
 
 def open_twice():
     with make() as first, make() as second:
-        assert first._segment is second._segment
+        assert first.array.data_ptr() == second.array.data_ptr()
 
 
 def take_over():
@@ -396,7 +398,7 @@ def test_a_sample_stays_uncached_when_a_stopped_process_has_the_arena(impatient,
         cache.set_slot(0, "first")
 
         def append():
-            monkeypatch.setattr(type(cache._arena), "_take", lambda *arguments: stop())
+            monkeypatch.setattr(Arena, "_take", lambda *arguments: stop())
             cache.set_slot(1, "second")
 
         with stopped(append):
@@ -580,7 +582,9 @@ def test_a_sample_that_is_asked_for_within_its_own_load_is_loaded(monkeypatch, m
         assert cache.stats().filled == (2 if many else 1)
 
 
-def test_a_thread_waits_again_once_its_load_has_failed():
+def test_a_thread_waits_again_once_its_load_has_failed(monkeypatch):
+    waits = []
+    monkeypatch.setattr(segment, "wait_until", lambda *arguments: waits.append(arguments))
     with SharedCache(1, N, (4,)) as cache:
         with pytest.raises(ZeroDivisionError, match="division by zero"):
             cache.get_or_load(1, lambda idx: 1 / 0)
@@ -588,7 +592,10 @@ def test_a_thread_waits_again_once_its_load_has_failed():
             cache.get_or_load_many([1, 2], lambda indices: (1 / 0 for _ in indices))
         with pytest.raises(ZeroDivisionError, match="division by zero"), cache.claim(1):
             raise ZeroDivisionError("division by zero")
-    assert (base._loading.samples, base._loading.block) == (False, False)
+        assert not waits
+        with claimed(cache, 3):
+            assert torch.equal(cache.get_or_load(3, value), value(3))
+        assert len(waits) == 1
 
 
 # ---------------------------------------------------------------------------------------------------- /proc, /dev/shm

@@ -20,10 +20,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from stocache import CacheNameError, LimitError, MismatchError, SegmentError, SharedCache, SharedCacheDDP, SlotState
+from stocache.cli import listing
 from stocache.shm import layout, registry
-from stocache.shm import segment as segment_module
 from stocache.shm.segment import ROW_LOCKS
 from stocache.system import limits
+from tests.support.faults import nothing_attached
 from tests.support.processes import in_child
 
 N, DIMS = 40, (3, 8, 8)
@@ -47,6 +48,11 @@ def fill(cache, indices=range(N)):
 
 def path():
     return Path(registry.path_of(NAME))
+
+
+def key_of(path):
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def leave_behind(**options):
@@ -98,7 +104,7 @@ def test_all_of_64_that_come_at_once_get_the_same():
         os.read(go, 1)  # returns when the parent closes its end
         cache = make()
         fill(cache, [number % N])
-        os.write(write_end, cache._segment._key[1].to_bytes(8, "little"))
+        os.write(write_end, b"x")
         os.read(go, 1)
         os.kill(os.getpid(), signal.SIGSTOP)  # holds it until all have come
 
@@ -112,11 +118,12 @@ def test_all_of_64_that_come_at_once_get_the_same():
                 os._exit(0)
         pids.append(pid)
     os.close(start)
-    inodes = {os.read(read_end, 8) for _ in pids}
-    assert len(inodes) == 1
+    for _ in pids:
+        os.read(read_end, 1)
+    (found,) = listing.find()
+    assert {holder.pid for holder in found.holders} == set(pids)
     cache = make()
-    assert cache._segment._key[1].to_bytes(8, "little") in inodes
-    fill(cache)
+    assert cache.stats().filled == N
     assert cache.stats().fills == N
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -127,7 +134,7 @@ def test_all_of_64_that_come_at_once_get_the_same():
 
 def test_one_process_gets_one_segment_however_often_it_asks():
     first, second = make(), SharedCache(1, N, DIMS, name=NAME)
-    assert first._segment is second._segment
+    assert first.array.data_ptr() == second.array.data_ptr()
     first.close()
     assert path().exists()
     second.close()
@@ -282,7 +289,7 @@ def test_attaching_again_beside_old_views_keeps_the_locks():
     again = make()
     del view
     gc.collect()
-    assert os.getpid() in registry.lock_owners(ROW_LOCKS, layout.ROWS)[again._segment._key]
+    assert os.getpid() in registry.lock_owners(ROW_LOCKS, layout.ROWS)[key_of(path())]
     again.close()
 
 
@@ -397,7 +404,6 @@ def test_a_child_forked_in_the_middle_does_not_keep_the_lock():
         forking = threading.Thread(target=lambda: pids.append(os.fork() or linger()))
         forking.start()
         forking.join()
-        assert registry._momentary
 
     registry.run_locked(registry.directory_of(), fork_in_a_thread, create=True)
     assert in_child(make) == 0  # hangs if the child has the lock
@@ -409,15 +415,12 @@ def test_a_child_forked_in_the_middle_does_not_keep_the_lock():
 def test_a_file_deleted_in_use_is_told_to_the_next_maker(caplog):
     with make() as cache:
         fill(cache)
-        assert not cache._segment.deleted
         path().unlink()
         path().parent.rmdir()  # as systemd does with RemoveIPC
-        assert cache._segment.deleted
         assert torch.equal(cache.get_slot(3), sample(3))
         copy = pickle.loads(pickle.dumps(cache))
         assert copy.get_slot(3) is not None
         with make() as second:
-            assert second._segment is not cache._segment
             assert second.stats().filled == 0
             cache.close()
             copy.close()
@@ -479,7 +482,7 @@ def forge(descriptor):
         with target.open("r+b") as file:
             given = layout.Layout.read(file.fileno())
             forged = layout.Layout(given.control_bytes, given.data_bytes, given.extent_bytes, descriptor)
-            os.pwrite(file.fileno(), forged._pack(forged._checksum()) + descriptor, 0)
+            forged.allocate(file.fileno())
 
     return write
 
@@ -580,17 +583,16 @@ def test_users_do_not_meet():
             with pytest.raises(PermissionError, match="Permission denied"):
                 os.open(path().parent.parent / "stocache-0" / NAME, os.O_RDWR)
             with make() as own:  # the same name, a file of its own
-                assert own._segment._key != cache._segment._key
                 assert own.stats().filled == 0
             trick = path().parent
             trick.symlink_to("/dev/shm/stocache-0")
             with pytest.raises(SegmentError, match="is not a directory"):
                 make()
             trick.unlink()
-            segment_module._attached.clear()  # the fork has it already; another process of theirs would not
-            foreign = f"/proc/{os.getppid()}/fd/{cache._segment._fds[0]}"
-            with pytest.raises(SegmentError, match="cannot attach to the cache through /proc/"):
-                cache._segment.__reduce__()[0](cache._segment._key, foreign, "/dev/shm", str(path()))
+            attach, (key, _, backing, _) = cache._segment.__reduce__()
+            foreign = f"/proc/{os.getppid()}/fd/{cache._segment.fd}"
+            with nothing_attached(), pytest.raises(SegmentError, match="cannot attach to the cache through /proc/"):
+                attach(key, foreign, backing, str(path()))
 
         assert in_child(as_another) == 0
 

@@ -16,12 +16,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from stocache import SegmentError, SharedCache, SharedCacheDDP
+from stocache import SegmentError, SharedCacheDDP
 from stocache.cli import listing, top
 from stocache.shm import named, registry
 from stocache.shm.layout import EXTENTS_AT, HUGE_PAGE, Layout
+from stocache.shm.segment import Segment
 from stocache.system import limits
 from stocache.system.waiting import printable
+from tests.support.faults import nothing_attached
 from tests.support.processes import in_child
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be several users")
@@ -32,6 +34,13 @@ VICTIM, ATTACKER = 12345, 12346
 
 def make(name=NAME, **options):
     return SharedCacheDDP(1, N, (4,), name=name, **options)
+
+
+def is_shared():
+    """Whether a second cache of the name has the samples of the first."""
+    with make() as first, make() as second:
+        first.set_slot(3, torch.zeros(4, dtype=torch.uint8))
+        return second.get_slot(3) is not None
 
 
 def as_user(uid, action):
@@ -74,7 +83,8 @@ def test_where_another_user_has_taken_the_place_a_cache_is_not_shared(take, capl
         with make() as cache:
             cache.set_slot(3, torch.full((4,), 7, dtype=torch.uint8))
             assert cache.get_slot(3).tolist() == [7] * 4
-            assert cache._segment.path is None
+            with make() as other:
+                assert other.get_slot(3) is None
         assert "belongs to user 0, not to 12345. It is not used" in caplog.text
         assert f"Cache {NAME!r} is not shared" in caplog.text
 
@@ -133,7 +143,7 @@ def test_but_only_if_that_is_the_users_alone(runtime, spoil):
     spoil(runtime)
 
     def use():
-        assert make()._segment.path is None
+        assert not is_shared()
 
     assert as_user(VICTIM, use)
 
@@ -166,8 +176,7 @@ def test_a_directory_that_is_changed_before_it_is_opened_is_not_used(monkeypatch
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", swapped)
-        with make() as cache:
-            assert cache._segment.path is None
+        assert not is_shared()
     assert not list(place.iterdir())
     place.rmdir()
 
@@ -214,23 +223,12 @@ def test_a_file_that_is_changed_before_it_is_opened_is_refused(monkeypatch, repl
             return real(path, flags, *arguments, **options)
 
         monkeypatch.setattr(os, "open", swapped)
-        (found,) = as_another_process(listing.find)
+        with nothing_attached():
+            (found,) = listing.find()
         assert done
         assert found.state == "bad"
         assert any(part in found.problem for part in message.split("|"))
         target.unlink()
-
-
-def as_another_process(look):
-    """Return what ``look`` returns to a process that has nothing attached."""
-    from stocache.shm import segment
-
-    attached = dict(segment._attached)
-    segment._attached.clear()
-    try:
-        return look()
-    finally:
-        segment._attached.update(attached)
 
 
 # ---------------------------------------------------------------------------------------------------- forged files
@@ -421,21 +419,20 @@ def test_a_text_is_printable_whatever_is_in_it():
 
 
 def test_an_anonymous_segment_in_a_memfd_cannot_be_cut(monkeypatch):
-    monkeypatch.setattr("stocache.shm.segment._backings", lambda nbytes: ["memfd"])
-    with SharedCache(1, N, (4,)) as cache:
-        cache.set_slot(3, torch.full((4,), 7, dtype=torch.uint8))
-        for nbytes in (0, cache._segment.layout.size * 2):
-            with pytest.raises(PermissionError, match="Operation not permitted"):
-                os.ftruncate(cache._segment.fd, nbytes)
-        assert cache.get_slot(3).tolist() == [7] * 4
-        cache.clear()
+    monkeypatch.setattr(limits, "shm_room", lambda: 0)
+    segment = Segment.create(N, HUGE_PAGE)
+    assert segment.backing == "memfd"
+    for nbytes in (0, segment.layout.size * 2):
+        with pytest.raises(PermissionError, match="Operation not permitted"):
+            os.ftruncate(segment.fd, nbytes)
+    assert os.fstat(segment.fd).st_size == segment.layout.size
 
 
 @pytest.mark.parametrize("stretched", [False, True])
 def test_a_named_file_that_was_cut_is_noticed_when_attaching(stretched):
     with make() as cache:
         cache.set_slot(3, torch.full((4,), 7, dtype=torch.uint8))
-        size = cache._segment.layout.size
+        size = os.path.getsize(registry.path_of(NAME))
         os.truncate(registry.path_of(NAME), EXTENTS_AT)
         if stretched:
             os.truncate(registry.path_of(NAME), size)

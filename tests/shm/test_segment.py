@@ -1,11 +1,10 @@
 import errno
-import fcntl
 import multiprocessing
 import os
 import pickle
 
+import numpy as np
 import pytest
-import torch
 
 from stocache import SegmentError
 from stocache.shm import layout
@@ -14,31 +13,30 @@ from stocache.shm.layout import Layout
 from stocache.shm.segment import Segment
 from stocache.system import limits
 from stocache.system.limits import GIB, MIB, Memory
+from tests.support.faults import no_shared_memory, nothing_attached
 
 
 @pytest.fixture(params=["/dev/shm", "memfd"])
 def segment(request, monkeypatch):
-    monkeypatch.setattr(segment_module, "_backings", lambda nbytes: [request.param])
+    monkeypatch.setattr(limits, "memfd_huge_policy", lambda: "never")
+    monkeypatch.setattr(limits, "shm_room", lambda: 0 if request.param == "memfd" else GIB)
     segment = Segment.create(100, 5 * MIB)
     assert segment.backing == request.param
     return segment
 
 
-def free_lock(fd: int, offset: int) -> bool:
-    """Whether another process could take the record lock on ``offset``; asked in a child, since locks are per process."""
+def free_lock(segment: Segment, number: int) -> bool:
+    """Whether another process could take the lock; asked in a child, since locks are per process."""
     pid = os.fork()
     if pid == 0:
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
-        except OSError:
-            os._exit(1)
-        os._exit(0)
+        with segment.guard:
+            os._exit(not segment.try_lock(number))
     return os.waitpid(pid, 0)[1] == 0
 
 
 def test_memory_is_taken_extent_by_extent(segment):
     def used():
-        return os.fstat(segment._fds[0]).st_blocks * 512
+        return os.fstat(segment.fd).st_blocks * 512
 
     before = used()
     assert before < 256 * 1024
@@ -78,12 +76,12 @@ def test_no_memory_refuses_the_extent_and_gives_back_what_it_got(segment, monkey
         os.pwrite(fd, b"x" * 4096, offset)  # as glibc may leave it behind
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    blocks = os.fstat(segment._fds[0]).st_blocks
+    blocks = os.fstat(segment.fd).st_blocks
     with monkeypatch.context() as patched, segment.guard:
         patched.setattr(os, "posix_fallocate", full)
         assert not segment.reserve(0, 10)
         assert not segment.reserve(3 * MIB, 5 * MIB)
-    assert os.fstat(segment._fds[0]).st_blocks == blocks
+    assert os.fstat(segment.fd).st_blocks == blocks
     with segment.guard:
         assert not segment.reserve(0, 10)  # refused is refused, until clear()
     assert len(caplog.records) == 1
@@ -105,7 +103,7 @@ def test_huge_page_populating_is_only_a_wish(monkeypatch):
     monkeypatch.setattr(limits, "memfd_huge_policy", lambda: "advise")
     segment = Segment.create(0, 4 * MIB)
     assert segment.backing == "memfd"
-    assert segment.huge_pages
+    assert segment._huge
     with segment.guard:
         assert segment.reserve(0, 4 * MIB)
     monkeypatch.setattr(segment_module, "_MADV_POPULATE_WRITE", 9999)
@@ -116,18 +114,14 @@ def test_huge_page_populating_is_only_a_wish(monkeypatch):
 
 
 def test_locks_exclude_other_processes_and_go_with_unlock(segment):
-    fd, lock = segment._fds[0], segment_module._OWNER_LOCKS
     with segment.guard:
         assert segment.try_lock(5)
-    assert not free_lock(fd, lock + 5)
-    assert free_lock(fd, lock + 6)
+    assert not free_lock(segment, 5)
+    assert free_lock(segment, 6)
     segment.unlock(5)
-    assert free_lock(fd, lock + 5)
-    segment.lock(0, 10)
-    assert not free_lock(fd, lock + 9)
-    assert free_lock(fd, lock + 10)
-    segment.unlock(0, 10)
-    assert free_lock(fd, lock)
+    assert free_lock(segment, 5)
+    assert segment.run_locked(0, 10, lambda: (free_lock(segment, 9), free_lock(segment, 10)), None) == (False, True)
+    assert free_lock(segment, 0)
 
 
 def test_each_process_counts_in_a_row_of_its_own(segment):
@@ -155,9 +149,9 @@ def test_rows_of_ended_processes_are_taken_over(segment):
 
 
 def segment_rows(segment):
-    count = layout.ROWS * layout.ROW_WORDS
-    rows = torch.frombuffer(segment._mmap, dtype=torch.int64, offset=layout.ROWS_AT, count=count).view(-1, layout.ROW_WORDS)
-    return rows[rows.any(dim=1)]
+    rows = np.frombuffer(os.pread(segment.fd, layout.EXTENTS_AT - layout.ROWS_AT, layout.ROWS_AT), np.int64)
+    rows = rows.reshape(-1, layout.ROW_WORDS)
+    return rows[rows.any(axis=1)]
 
 
 def test_an_unpickled_copy_in_the_same_process_is_the_segment_itself(segment):
@@ -201,15 +195,13 @@ def test_attaching_after_the_owner_let_go_is_a_clear_error(segment):
 
 def test_a_file_of_another_format_is_refused(segment):
     function, (key, *handle) = segment.__reduce__()
-    os.pwrite(segment._fds[0], b"stocache\x63", 0)
-    del segment_module._attached[key]
-    with pytest.raises(SegmentError, match="format version 99, this stocache reads version 1"):
+    os.pwrite(segment.fd, b"stocache\x63", 0)
+    with nothing_attached(), pytest.raises(SegmentError, match="format version 99, this stocache reads version 1"):
         function(key, *handle)
 
 
 def test_without_shared_memory_there_is_control_but_no_data(monkeypatch):
-    monkeypatch.setattr(limits, "open_memfd", lambda: None)
-    monkeypatch.setattr(limits, "SHM_DIR", "/nonexistent")
+    no_shared_memory(monkeypatch)
     segment = Segment.create(10, 5 * MIB)
     assert (segment.backing, segment.data_bytes, len(segment.control)) == ("none", 0, 10)
     copy = pickle.loads(pickle.dumps(segment))
@@ -219,7 +211,8 @@ def test_without_shared_memory_there_is_control_but_no_data(monkeypatch):
 
 
 def test_a_segment_that_does_not_fit_its_control_goes_to_the_next_backing(monkeypatch):
-    monkeypatch.setattr(segment_module, "_backings", lambda nbytes: ["/dev/shm", "memfd"])
+    monkeypatch.setattr(limits, "memfd_huge_policy", lambda: "never")
+    monkeypatch.setattr(limits, "shm_room", lambda: GIB)
     real = os.posix_fallocate
     calls = []
 
@@ -236,10 +229,12 @@ def test_a_segment_that_does_not_fit_its_control_goes_to_the_next_backing(monkey
 def test_shm_comes_first_when_it_has_the_room(monkeypatch):
     monkeypatch.setattr(limits, "memfd_huge_policy", lambda: "never")
     monkeypatch.setattr(limits, "shm_room", lambda: 10 * MIB)
-    assert segment_module._backings(10 * MIB) == ["/dev/shm", "memfd"]
-    assert segment_module._backings(10 * MIB + 1) == ["memfd", "/dev/shm"]
+    assert Segment.create(0, 10 * MIB).backing == "/dev/shm"
+    assert Segment.create(1, 10 * MIB).backing == "memfd"
     monkeypatch.setattr(limits, "memfd_huge_policy", lambda: "within_size")
-    assert segment_module._backings(1) == ["memfd", "/dev/shm"]
+    assert Segment.create(0, 1).backing == "memfd"
+    monkeypatch.setattr(limits, "open_memfd", lambda: None)
+    assert Segment.create(0, 1).backing == "/dev/shm"
 
 
 @pytest.mark.parametrize(("data", "extent"), [(0, 2), (1, 2), (32, 2), (33, 4), (512, 32), (1024, 64), (65536, 64)])

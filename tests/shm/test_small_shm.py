@@ -47,6 +47,6 @@ def test_large_batches_pass_through_the_64_mib_of_docker(name):
 
 
 def test_where_torchs_do_not():
-    with pytest.raises(subprocess.CalledProcessError) as caught:
+    with pytest.raises(subprocess.CalledProcessError, match="returned non-zero exit status") as caught:
         run("torch, no cache", "size=64m")
     assert "No space left on device" in caught.value.stderr or "us error" in caught.value.stderr

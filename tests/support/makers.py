@@ -6,8 +6,9 @@ import pickle
 import torch
 
 from stocache import Placement, RaggedCache, SharedCache, SharedCacheDDP
-from stocache.shm import layout
+from stocache.cache import arena
 from stocache.system import limits
+from tests.support.processes import in_child
 
 N, SLOTS, DIMS = 20, 12, (3, 4, 5)
 LIMIT = f"{N + SLOTS * 60}B"
@@ -48,17 +49,20 @@ def ddp():
 
 
 def attached():
-    """A cache that another process made and filled, and left for us."""
-    pid = os.fork()
-    if pid == 0:
-        with SharedCacheDDP(LIMIT, N, DIMS, name="contract", persist=True, fingerprint="1") as cache:
-            fill(cache)
-            cache.clear()
+    return left_behind(lambda: SharedCacheDDP(LIMIT, N, DIMS, name="contract", fingerprint="1"))
+
+
+def left_behind(make):
+    """A cache that another process made and filled, and did not close."""
+
+    def use():
+        cache = make()
+        fill(cache)
+        cache.clear()
         os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-    cache = SharedCacheDDP(LIMIT, N, DIMS, name="contract", fingerprint="1")
-    os.pwrite(cache._segment._fds[0], b"\0", layout.PERSISTS_AT)  # let it go with this test
-    return cache
+
+    assert in_child(use) == 0
+    return make()
 
 
 def in_memfd():
@@ -67,7 +71,7 @@ def in_memfd():
         cache = in_shm()
     finally:
         limits.shm_free = room
-    assert cache._segment.backing == "memfd"
+    assert " in memfd," in repr(cache)
     return cache
 
 
@@ -75,8 +79,8 @@ SHARED = [in_shm, in_memfd, scattered, in_blocks, unpickled, named, ddp, attache
 
 
 def ragged(**options):
-    control = RaggedCache(0, N, **options)._segment.layout.control_bytes
-    cache = RaggedCache(f"{control + 40 + SLOTS * 80}B", N, **options)  # a kind of sample takes 40 bytes, each of them 80
+    limit = arena.control_bytes(N) + 40 + SLOTS * 80  # a kind of sample takes 40 bytes, each of them 80
+    cache = RaggedCache(f"{limit}B", N, **options)
     cache.aux_array[SLOTS:] = 2  # as after looking for room in vain
     return cache
 
@@ -99,16 +103,7 @@ def ragged_unpickled():
 
 
 def ragged_attached():
-    pid = os.fork()
-    if pid == 0:
-        cache = ragged(name="contract", persist=True)
-        fill(cache)
-        cache.clear()
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-    cache = ragged(name="contract")
-    os.pwrite(cache._segment.fd, b"\0", layout.PERSISTS_AT)
-    return cache
+    return left_behind(ragged_named)
 
 
 RAGGED = [ragged, ragged_zstd, ragged_lz4, ragged_named, ragged_unpickled, ragged_attached]

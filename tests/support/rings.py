@@ -1,6 +1,7 @@
 """Batches for a ring, and its free buffers."""
 
 import gc
+from collections import Counter
 
 import torch
 
@@ -12,4 +13,9 @@ def numbers(start):
 def free(ring):
     gc.collect()
     ring.reap()
-    return sum(word & 3 == 0 for word in ring._words)
+    return states(ring)[0]
+
+
+def states(ring):
+    """How many buffers are free (0), sent (1) and held (2)."""
+    return Counter(word & 3 for word in ring._words)

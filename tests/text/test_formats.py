@@ -1,9 +1,8 @@
-"""Formats and options of `StreamLoader`: what they refuse, what they stand for, and the flat arguments before them."""
+"""Formats and options of `StreamLoader`: what they refuse, and what they stand for."""
 
 import inspect
 import json
 import pickle
-import re
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from stocache import (
     StreamError,
     StreamLoader,
 )
+from tests.support.texts import numbers
 
 ROWS = "".join(f"{n}\t{n}\t{n}\n" for n in range(40))
 
@@ -76,7 +76,6 @@ def test_a_limit_that_is_not_a_size_is_a_limit_error():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "csv"}, "format='csv' is unknown"),
         ({"format": 3}, "format=3 is not a TextFormat"),
         ({"format": CsvFormat}, "is not a TextFormat"),
         ({"rank": 2, "world_size": 2}, "rank=2 is out of range for world_size=2"),
@@ -87,8 +86,6 @@ def test_a_limit_that_is_not_a_size_is_a_limit_error():
         ({"cache": "rows"}, "cache='rows' is not a CacheOptions"),
         ({"cache": CacheOptions(1), "size_limit_gib": 1}, r"size_limit_gib belongs to cache=\. Pass it to CacheOptions"),
         ({"format": JsonLinesFormat(), "columns": [0]}, r"columns belongs to format=\. Pass it to JsonLinesFormat"),
-        ({"format": CsvFormat(","), "nan": "keep"}, r"nan belongs to format=\. Pass it to CsvFormat"),
-        ({"read": ReadOptions(), "engine": "numpy"}, r"engine belongs to read=\. Pass it to ReadOptions"),
     ],
 )
 def test_a_loader_refuses_options_of_the_wrong_kind_or_given_twice(numbered, options, message):
@@ -110,7 +107,8 @@ FORMATS = {
     "blank": (CsvFormat(None), "  {n}   {n}\t{n} \n"),
     "headed": (CsvFormat(";", skip_header=1, columns=["b", "a"], label_columns="c"), "{n};{n};{n}\n"),
     "fixed": (FixedWidthFormat([5, 6, 4]), "{n:>5}{n:<6}{n:<4}\n"),
-    "jsonl": (JsonLinesFormat(columns=["b", "a"], label_columns="c"), '{{"c": {n}, "a": {n}, "b": {n}}}\n'),
+    "jsonl": (JsonLinesFormat(), '{{"a": {n}, "b": {n}.0, "c": {n}}}\n'),
+    "keyed": (JsonLinesFormat(columns=["b", "a"], label_columns="c"), '{{"c": {n}, "a": {n}, "b": {n}}}\n'),
 }
 
 
@@ -134,6 +132,53 @@ def lengths(lines):
 def test_a_custom_format_calls_its_function(numbered):
     with StreamLoader(numbered, 10, 20, format=CustomFormat(lengths)) as loader:
         assert torch.cat(list(loader)).tolist() == [len(line) for line in ROWS.splitlines()]
+
+
+def test_what_the_tensors_look_like(numbered):
+    for label_columns, shape in ((-1, (10,)), ([0, 1], (10, 2)), ([2], (10, 1))):
+        form = CsvFormat("\t", label_columns=label_columns, label_dtype=torch.int32, dtype=torch.float64)
+        with StreamLoader(numbered, 10, 20, format=form) as loader:
+            x, y = next(iter(loader))
+            assert (x.dtype, y.dtype, y.shape) == (torch.float64, torch.int32, shape)
+            assert x.shape == (10, 3 - (shape[1] if len(shape) > 1 else 1))
+    with StreamLoader(numbered, 10, 20, label_columns=None) as loader:
+        assert next(iter(loader)).shape == (10, 3)
+
+
+def test_nan_may_be_kept(tmp_path):
+    path = tmp_path / "nan.tsv"
+    path.write_bytes(b"1\t\t1\nNA\t2\t2\n3\tnan\t3\n")
+    for engine in ("pyarrow", "numpy"):
+        with StreamLoader(path, 3, 3, format=CsvFormat("\t", nan="keep"), read=ReadOptions(engine)) as loader:
+            ((x, y),) = loader
+            assert torch.equal(x.isnan(), torch.tensor([[False, True], [True, False], [False, True]]))
+            assert y.tolist() == [1, 2, 3]
+
+
+def test_names_of_columns_of_fixed_width(tmp_path):
+    path = tmp_path / "fixed.txt"
+    path.write_text("first   second  third\n" + "".join(f"{n:<8}{n:<8}{n:<5}\n" for n in range(40)))
+    form = FixedWidthFormat([8, 8, 5], skip_header=1, columns=["second", "first"], label_columns="third")
+    with StreamLoader(path, 10, 20, format=form) as loader:
+        assert numbers(loader) == list(range(40))
+
+
+def test_lines_of_delimiters_alone_are_rows_of_missing_values(tmp_path):
+    path = tmp_path / "missing.tsv"
+    path.write_bytes(b"1\t2\n\t\n \n3\t4\n")
+    for engine in ("pyarrow", "numpy"):
+        form = CsvFormat("\t", nan="keep", label_columns=None)
+        with StreamLoader(path, 3, 3, format=form, read=ReadOptions(engine)) as loader:
+            (x,) = loader
+            assert x.nan_to_num(-1).tolist() == [[1, 2], [-1, -1], [3, 4]]
+
+
+def test_quoted_text_beside_numbers(tmp_path):
+    path = tmp_path / "quoted.csv"
+    path.write_text("".join(f'"row, {n}",{n},{n},{n}\n' for n in range(40)))
+    for engine in ("pyarrow", "numpy"):
+        with StreamLoader(path, 10, 20, delimiter=",", columns=[1, 2], read=ReadOptions(engine)) as loader:
+            assert numbers(loader) == list(range(40))
 
 
 def test_two_shards_hold_every_row_once(numbered):
@@ -178,49 +223,6 @@ def test_states_from_before_still_load(tmp_path, identity):
         assert loader.state_dict() == state
         with pytest.raises(StateError, match="other files, or other arguments"):
             loader.load_state_dict(state | {"identity": "0" * 16})
-
-
-FLAT = [
-    (
-        {"delimiter": ",", "on_error": "skip"},
-        CsvFormat(",", on_error="skip"),
-        r"on_error= is now format=CsvFormat\(on_error=…\)",
-    ),
-    ({"nan": "keep", "dtype": torch.float64}, CsvFormat("\t", nan="keep", dtype=torch.float64), "nan= is now format=CsvFormat"),
-    ({"format": "delimited", "delimiter": None}, CsvFormat(None), r"format='delimited' is now format=CsvFormat\(…\)"),
-    ({"format": "fixed", "widths": [2, 3], "columns": [0]}, FixedWidthFormat([2, 3], columns=[0]), "format='fixed' is now"),
-    (
-        {"format": "jsonl", "skip_header": 1},
-        JsonLinesFormat(skip_header=1),
-        r"format='jsonl' is now format=JsonLines",
-    ),
-    ({"parse": lengths, "comments": None}, CustomFormat(lengths, comments=None), "parse= is now format=CustomFormat"),
-]
-
-
-@pytest.mark.parametrize(("flat", "wanted", "message"), FLAT, ids=lambda part: "-".join(part) if type(part) is dict else "")
-def test_flat_arguments_of_a_format_warn_and_mean_the_same(monkeypatch, flat, wanted, message):
-    formats = []
-    monkeypatch.setattr("stocache.text.loader.find_files", lambda *_: [])
-    monkeypatch.setattr(StreamLoader, "_open", lambda loader, files: formats.append(loader._format))
-    with pytest.warns(DeprecationWarning, match="is now format=") as warned:
-        StreamLoader("rows", 10, 20, **flat)
-    assert any(re.search(message, str(warning.message)) for warning in warned)
-    assert {warning.filename for warning in warned} == {__file__}
-    (found,) = formats
-    assert isinstance(found, type(wanted))
-    assert vars(found) == vars(wanted)
-
-
-def test_the_other_flat_arguments_warn_and_mean_the_same(numbered):
-    flat = {"name": "rows", "fingerprint": "v1", "engine": "numpy", "progress": False}
-    with pytest.warns(DeprecationWarning, match=r"is now (cache=CacheOptions|read=ReadOptions)\(") as warned:
-        loader = StreamLoader(numbered, 5, 5, size_limit_gib=0.01, **flat)
-    assert len(warned) == len(flat)
-    objects = {"cache": CacheOptions(0.01, name="rows", fingerprint="v1"), "read": ReadOptions("numpy")}
-    with loader, StreamLoader(numbered, 5, 5, **objects) as same:  # or the caches would not match
-        assert [y.tolist() for _, y in loader] == [y.tolist() for _, y in same]
-        assert same.stats().cache.hits > 0
 
 
 def test_the_short_form_does_not_warn(numbered):

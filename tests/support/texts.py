@@ -1,0 +1,56 @@
+"""A text of numbered rows for `StreamLoader`, and what it reads and delivers of it."""
+
+import numpy as np
+import torch
+
+from stocache import CsvFormat, ReadOptions
+from stocache.cli import listing
+from stocache.text import lines, open_file
+
+N = 437  # rows of the text
+FORK = ReadOptions(multiprocessing_context="fork")
+SKIP = CsvFormat("\t", on_error="skip")
+
+
+def rows(begin=0, end=N):
+    return b"".join(b"%d\t%s\t%d\n" % (n, b"0" * (n * 7 % 13) + b"%d" % n, n) for n in range(begin, end))
+
+
+def numbers(loader):
+    """The rows of an epoch by their numbers; checks that features and labels belong together."""
+    found = []
+    for x, y in loader:
+        assert x.dtype == torch.float32
+        assert torch.equal(x, torch.stack([y, y], 1).float())
+        found += y.tolist()
+    return found
+
+
+def parse(found):
+    firsts = [int(row.split("\t")[0]) for row in found]
+    return {"tokens": torch.tensor([[n, n + 1, n + 2] for n in firsts]), "length": np.array([len(row) for row in found])}
+
+
+class Watch:
+    """Counts rows that are parsed, and bytes that are read, in this process."""
+
+    def __init__(self, monkeypatch):
+        self.rows = self.bytes = 0
+        read_at = open_file.OpenFile.read_at
+
+        def reading(file, offset, nbytes):
+            data = read_at(file, offset, nbytes)
+            self.bytes += len(data)
+            return data
+
+        monkeypatch.setattr(open_file.OpenFile, "read_at", reading)
+        monkeypatch.setattr(lines, "_HEAD", 64)
+
+    def parse(self, found):
+        self.rows += len(found)
+        return np.array([[int(row.split("\t")[0])] for row in found])
+
+
+def ours():
+    """Paths of named caches that are not of another program, which may come and go at any moment."""
+    return {cache.path for cache in listing.find() if cache.name.startswith(("rows-", "texts"))}

@@ -1,0 +1,27 @@
+"""A file of numbered rows, and caches removed."""
+
+import contextlib
+import os
+
+import pytest
+
+from stocache.shm import named
+from tests.support.texts import ours, rows
+
+
+@pytest.fixture
+def numbered(tmp_path):
+    """N rows, numbered, of lengths that vary."""
+    path = tmp_path / "numbered.tsv"
+    path.write_bytes(rows())
+    return path
+
+
+@pytest.fixture
+def _removed():
+    others = ours()
+    yield
+    for path in ours() - others:
+        named.remove(path)
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(f"/dev/shm/stocache-{os.getuid()}")
