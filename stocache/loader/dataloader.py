@@ -4,9 +4,10 @@ NOTE [ How torch's DataLoader is used ]
     `DataLoader` is a subclass of torch's, and keeps the arguments that the user gave. torch makes each iterator from a copy of
     the loader, in which three arguments are replaced. ``collate_fn`` becomes `RingCollate`, which writes the batch into the
     ring and returns a handle. The sampler becomes `Order`, which can be resumed. A `CachedDataset` becomes a view of itself
-    that returns a `LazyBatch`. Of torch's methods only ``__iter__`` is overridden. Three private names of torch are used:
-    ``DataLoader._iterator``, which holds the iterator of persistent workers, and that iterator's ``_workers``, its processes,
-    and ``_shutdown_workers``, which ends them. Lightning uses the first and the last in the same way.
+    that returns a `LazyBatch`; with ``sample_seed``, any dataset becomes a `SeededDataset`. Of torch's methods only
+    ``__iter__`` is overridden. Three private names of torch are used: ``DataLoader._iterator``, which holds the iterator of
+    persistent workers, and that iterator's ``_workers``, its processes, and ``_shutdown_workers``, which ends them. Lightning
+    uses the first and the last in the same way.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ from stocache.errors import ClosedError, LimitError, StateError, WorkerError
 from stocache.loader.collate import Gatherer, RingCollate, as_is, stacks
 from stocache.loader.order import Order, Progress, RequestContext, layers, samplers_in, set_epoch
 from stocache.loader.ring import Ring
+from stocache.loader.sample_seed import SampleSeed, as_sample_seed, seeded
 from stocache.loader.worker_group import WorkerGroup, is_timeout, try_to_start
 from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.samples.indices import length_of
@@ -38,7 +40,9 @@ from stocache.system.children import fork_lock
 from stocache.system.deprecation import old_name
 
 _SIGNATURE = inspect.signature(torch.utils.data.DataLoader.__init__)
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _STATE_VERSION = 1
+_MAY_BE_NONE = ("fingerprint", "sample_seed")  # properties that are equal to None
 _SPARE = 8  # buffers of a worker beyond those it prefetches, for batches that the user holds; unused ones take no memory
 
 
@@ -82,15 +86,25 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             worker_init_fn, multiprocessing_context, generator, persistent_workers, in_order: as for torch's DataLoader.
         prefetch_factor: as for torch's DataLoader. With ``num_workers=0``, and a cached dataset without a transform, the number
             of batches that a thread of this process gathers in advance.
+        sample_seed: a number, or a `SampleSeed`, from which each sample gets random numbers of its own: the same samples with
+            any number of workers and ranks, any batch size, cached or not, resumed or not. Read the limits of `SampleSeed`.
 
     Raises:
         ValueError, TypeError: as torch's DataLoader.
-        LimitError: the `LocalityDistributedSampler` was made for another batch size.
+        LimitError: the `LocalityDistributedSampler` was made for another batch size; ``sample_seed`` is not a seed.
+        DatasetError: ``sample_seed`` was given for an iterable dataset.
         WorkerError: while iterating: a worker died, or none can start. The message names its process, signal and batch.
     """
 
     @functools.wraps(torch.utils.data.DataLoader.__init__)  # type: ignore[misc]  # for its signature
-    def __init__(self, dataset: Any, *args: Any, prefetch_factor: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        *args: Any,
+        prefetch_factor: int | None = None,
+        sample_seed: int | SampleSeed | None = None,
+        **kwargs: Any,
+    ) -> None:
         alone = _SIGNATURE.bind(self, dataset, *args, **kwargs).arguments.get("num_workers", 0) == 0
         super().__init__(dataset, *args, prefetch_factor=None if alone else prefetch_factor, **kwargs)
         if alone:
@@ -102,13 +116,20 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise LimitError(
                 f"the sampler makes batches of {planned} samples, but batch_size={self.batch_size}. Make them equal."
             )
+        self.sample_seed = as_sample_seed(sample_seed, dataset)
         self._ring: Ring | None = None
         self._pool = Pool()  # for batches without workers
         self._worker_group: WorkerGroup | None = None  # of persistent workers
         self._progress = Progress(finished=True)
         self._loaded: dict[str, Any] | None = None  # the state from which the next iterator continues
         self._epoch: int | None = None
+        self._begun = 0  # iterations
         self._totals = _Totals(self._cache_counts())
+
+    # Lightning makes loaders anew from the attributes that this names
+    __init__.__signature__ = _SIGNATURE.replace(  # type: ignore[attr-defined]
+        parameters=[*_SIGNATURE.parameters.values(), inspect.Parameter("sample_seed", _KEYWORD, default=None)]
+    )
 
     # ------------------------------------------------------------------------------------------------ iterating
 
@@ -124,26 +145,34 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             with group.order.rng_during_creation(progress), group.explain_errors():
                 batches = super().__iter__()
         self._worker_group = group if self.persistent_workers else None
-        self._progress, self._loaded = progress, None
+        self._progress, self._loaded, self._begun = progress, None, self._begun + 1
         return _Iteration(batches, progress, self._totals, group)
 
     def _make_iterator(self, progress: Progress) -> "tuple[Any, WorkerGroup]":
         # see NOTE [ How torch's DataLoader is used ]
-        stacking = self.batch_sampler is not None and stacks(self.collate_fn)
-        source = with_lazy_batches(self.dataset) if stacking else None
+        stacking, seed, alone = (
+            self.batch_sampler is not None and stacks(self.collate_fn),
+            self.sample_seed,
+            not self.num_workers,
+        )
+        gathers = stacking and not (alone and self._pins) and not (seed is not None and seed.hooks)
+        source = with_lazy_batches(self.dataset) if gathers else None
         order = self._order()
+        dataset, collate_fn = self.dataset if source is None else source, self.collate_fn
+        if seed is not None:
+            dataset, collate_fn = seeded(dataset, collate_fn, seed, lazy=source is not None)
         replaced: dict[str, Any] = {"batch_sampler" if self.batch_sampler is not None else "sampler": order}
-        if self.num_workers == 0:
-            if source is None or self._pins:
+        replaced |= {"dataset": dataset, "collate_fn": collate_fn}
+        if alone:
+            if source is None:
                 return self._torch_iterator(order, progress, replaced), WorkerGroup(order)
-            replaced |= {"dataset": source, "collate_fn": as_is}
+            replaced |= {"collate_fn": as_is}
             lazy_batches = self._torch_iterator(order, progress, replaced)
             return Gatherer(lazy_batches, self._pool, self.prefetch_factor or 0), WorkerGroup(order)
         ring = self.ring
         iteration = ring.begin()
         order.context = RequestContext(ring, iteration, arrays=source is not None, epoch=self._epoch)
-        replaced |= {"dataset": self.dataset if source is None else source}
-        replaced |= {"collate_fn": RingCollate(self.collate_fn, stacking, ring, iteration)}
+        replaced |= {"collate_fn": RingCollate(collate_fn, stacking, ring, iteration)}
         group = WorkerGroup(order, ring if iteration else None, self._start_method, persistent=self.persistent_workers)
         try:
             with group.explain_errors():
@@ -251,6 +280,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             "finished": progress.finished,
             "workers_persist": self._worker_group is not None,
             "epoch": self._epoch,
+            "sample_epoch": self._begun if progress.finished else progress.sample_epoch,
             "made": progress.made or now,
             "begun": begun or now,
             "asked": (progress.asked if begun else None) or now,
@@ -268,7 +298,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise StateError(f"not a DataLoader state of this version of stocache: {state!r:.100}.")
         identity = self._identity()
         for name, saved in state["identity"].items():
-            if saved != identity[name] and not (name == "fingerprint" and None in (saved, identity[name])):
+            if saved != identity[name] and not (name in _MAY_BE_NONE and None in (saved, identity[name])):
                 raise StateError(f"the state belongs to a DataLoader with {name} {saved!r}; this one has {identity[name]!r}.")
         order = self._order()
         if len(order.generators) != len(state["begun"]["generators"]):
@@ -276,6 +306,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 f"the state belongs to a DataLoader that has, with its samplers, {len(state['begun']['generators'])} random "
                 f"number generators; this one has {len(order.generators)}. Pass generator= to both loaders, or to neither."
             )
+        if state.get("sample_epoch") is not None:
+            self._begun = state["sample_epoch"]
         if state["epoch"] is not None:
             self.set_epoch(state["epoch"])
         self._loaded = None if state["finished"] else copy.deepcopy(state)
@@ -285,10 +317,25 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             self._progress = Progress(finished=True, skip_rng_draw=state["workers_persist"])
 
     def _next_progress(self) -> Progress:
+        sample_epoch = None if self.sample_seed is None else self._next_sample_epoch()
         if self._loaded is None:
-            return Progress(skip_rng_draw=self._progress.skip_rng_draw and self._worker_group is None)
+            skip_rng_draw = self._progress.skip_rng_draw and self._worker_group is None
+            return Progress(sample_epoch=sample_epoch, skip_rng_draw=skip_rng_draw)
         parts = {key: self._loaded[key] for key in ("made", "begun", "asked", "sampler")}
+        parts["sample_epoch"] = sample_epoch
         return Progress(delivered=self._loaded["batches"], resumed=self._loaded["batches"], **parts)
+
+    def _next_sample_epoch(self) -> int:
+        """Return the epoch from which the samples of the next iterator are seeded."""
+        if self._loaded is not None and self._loaded.get("sample_epoch") is not None:
+            return int(self._loaded["sample_epoch"])
+        if self._epoch is not None:
+            return self._epoch
+        for sampler in samplers_in(self._index_source):
+            epoch = getattr(sampler, "epoch", None)
+            if type(epoch) is int and hasattr(sampler, "set_epoch"):
+                return epoch
+        return self._begun
 
     def _identity(self) -> dict[str, Any]:
         """Return the properties that must be equal for a state to be resumed."""
@@ -304,6 +351,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             "batches": length_of(self._index_source),
             "batch_size": batch_size,
             "drop_last": self.drop_last,
+            "sample_seed": None if self.sample_seed is None else self.sample_seed.seed,
         }
 
     # ------------------------------------------------------------------------------------------------ observing

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ class Progress:
         asked: states when the sampler was first asked for a batch; None before.
         sampler: the sampler's own ``state_dict`` when it began, if it has one.
         resumed: batches to skip, because an earlier iterator delivered them; None for an epoch that begins here.
+        sample_epoch: the epoch from which samples are seeded; None without ``sample_seed``.
         skip_rng_draw: whether creating this iterator must not advance the generators, because it replaces an existing one.
     """
 
@@ -51,6 +52,7 @@ class Progress:
     asked: States | None = None
     sampler: Any = None
     resumed: int | None = None
+    sample_epoch: int | None = None
     skip_rng_draw: bool = False
 
 
@@ -93,7 +95,10 @@ class Order:
                 self.restore(progress.asked, None)
                 head = list(islice(indices, number + 1))[number:]  # one more: a sampler may draw at its first batch
         for index in chain(head, indices):
-            yield index if self.context is None else BatchRequest(self.context, number, index)
+            if self.context is not None:
+                yield BatchRequest(self.context, number, index, progress.sample_epoch)
+            else:
+                yield index if progress.sample_epoch is None else EpochIndices(progress.sample_epoch, index)
             number += 1
 
     @contextlib.contextmanager
@@ -158,6 +163,13 @@ def set_epoch(dataset: Any, epoch: int) -> None:
             return
 
 
+class EpochIndices(NamedTuple):
+    """A batch of indices, or one index, for a dataset that seeds samples."""
+
+    epoch: int
+    indices: Any
+
+
 # ---------------------------------------------------------------------------------------------------- to workers
 
 
@@ -178,12 +190,12 @@ class RequestContext:
 
 
 class BatchRequest:
-    """A batch of indices for a worker process. It unpickles to the indices themselves."""
+    """A batch of indices for a worker process. It unpickles to the indices themselves, or to `EpochIndices`."""
 
     __slots__ = ("_content",)
 
-    def __init__(self, context: RequestContext, number: int, index: Any) -> None:
-        self._content = context.ring.key, context.iteration, number, context.epoch, context.arrays, index
+    def __init__(self, context: RequestContext, number: int, index: Any, sample_epoch: int | None) -> None:
+        self._content = context.ring.key, context.iteration, number, context.epoch, sample_epoch, context.arrays, index
 
     def __reduce__(self) -> tuple[Any, ...]:
         *message, index = self._content
@@ -193,7 +205,9 @@ class BatchRequest:
 _epoch: int | None = None  # the epoch that was set in this worker
 
 
-def _unpickle_request(key: str, iteration: int, number: int, epoch: int | None, arrays: bool, index: Any, width: int) -> Any:
+def _unpickle_request(
+    key: str, iteration: int, number: int, epoch: int | None, sample_epoch: int | None, arrays: bool, index: Any, width: int
+) -> Any:
     global _epoch
     lane = ring_of(key).lane(iteration)
     if lane is not None:
@@ -202,10 +216,10 @@ def _unpickle_request(key: str, iteration: int, number: int, epoch: int | None, 
     if epoch is not None and epoch != _epoch and worker is not None:
         _epoch = epoch
         set_epoch(worker.dataset, epoch)
-    if not width:
-        return index
-    unpacked = _unpack_indices(index, width)
-    return unpacked if arrays else unpacked.tolist()
+    if width:
+        unpacked = _unpack_indices(index, width)
+        index = unpacked if arrays else unpacked.tolist()
+    return index if sample_epoch is None else EpochIndices(sample_epoch, index)
 
 
 def _pack_indices(index: Any) -> tuple[Any, int]:
