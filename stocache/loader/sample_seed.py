@@ -30,7 +30,8 @@ from stocache.system.generators import GENERATORS, SeededSample, read
 
 _MAX_SEED = 2**64 - 1
 _NUMBERS = struct.Struct("<4Q")  # one for each generator, and one for the hooks
-_ALL = frozenset(range(len(GENERATORS)))
+_ALL = frozenset(range(len(GENERATORS)))  # generators, by number
+_NOTHING = frozenset[int]()
 _PURE = (default_collate, default_convert)  # collate functions that draw no random numbers
 
 
@@ -120,7 +121,7 @@ class SeededDataset:
     It has the attributes of the dataset, which ``worker_init_fn`` may read and set.
     """
 
-    __slots__ = ("_collates", "_drawn", "_lazy", "_sample_seed", "dataset")
+    __slots__ = ("_collates", "_drawn", "_lazy", "_left", "_sample_seed", "dataset")
 
     def __init__(self, dataset: Any, sample_seed: SampleSeed, lazy: bool, collates: bool) -> None:
         self.dataset, self._sample_seed, self._lazy, self._collates = dataset, sample_seed, lazy, collates
@@ -129,6 +130,7 @@ class SeededDataset:
             inner = inner.dataset
         together = lazy or (hasattr(inner, "__getitems__") and not _is_cache(inner))
         self._drawn: frozenset[int] | None = frozenset() if together else None  # generators; None: not known yet
+        self._left: dict[int, Any] | None = None  # the states in which the last batch left the others
 
     def __getattr__(self, name: str) -> Any:
         if name in SeededDataset.__slots__ or name.startswith("__"):
@@ -178,10 +180,14 @@ class SeededDataset:
         """
         if not len(indices):
             return make(None)
-        before, seeded = read(), _ALL if self._drawn is None else frozenset[int]()
+        alone, seeded = get_worker_info() is None, _ALL if self._drawn is None else self._drawn
+        if alone or self._collates or self._left is None:
+            before = read(_ALL if alone else _ALL - (self._drawn or _NOTHING))
+        else:  # nobody else draws in a worker
+            before = self._left
         try:
             while True:
-                as_usual = self._drawn is not None and not self._drawn and not self._sample_seed.hooks
+                as_usual = self._drawn == _NOTHING and not self._sample_seed.hooks
                 try:
                     samples = make(None if as_usual else partial(self._seed, epoch, indices))
                 except Exception:  # perhaps because of the random numbers that it drew
@@ -191,8 +197,8 @@ class SeededDataset:
                     if not self._finds_drawn(before, epoch, indices):
                         return samples
         finally:
-            if get_worker_info() is None:
-                for number in seeded | (self._drawn or _ALL):
+            if alone:
+                for number in seeded | (self._drawn or _NOTHING):
                     GENERATORS[number].restore(before[number])
 
     def _seed(self, epoch: int, indices: Sequence[Any], position: int) -> None:
@@ -203,17 +209,15 @@ class SeededDataset:
         for hook in self._sample_seed.hooks:
             hook(numbers[-1] & 0xFFFFFFFF)
 
-    def _finds_drawn(self, before: tuple[Any, ...], epoch: int, indices: Sequence[Any]) -> bool:
+    def _finds_drawn(self, before: dict[int, Any], epoch: int, indices: Sequence[Any]) -> bool:
         """Whether samples have drawn from a generator that was not seeded for them. It will be."""
-        now = read()
+        now = read(_ALL - (self._drawn or _NOTHING))
         if self._drawn is None:
             for generator, seed in zip(GENERATORS, self._sample_seed.numbers(epoch, indices[-1]), strict=False):
                 generator.seed(seed)
-            self._drawn = _differing(now, read())
+            self._drawn = _differing(now, read(_ALL))
             return False
-        if now == before:
-            return False
-        more = _differing(now, before) - self._drawn
+        more, self._left = _differing(now, before), now
         self._drawn |= more
         return bool(more)
 
@@ -221,9 +225,9 @@ class SeededDataset:
         return SeededSamples(self._sample_seed.numbers(epoch, first, " batch"), samples) if self._collates else samples
 
 
-def _differing(states: tuple[Any, ...], others: tuple[Any, ...]) -> frozenset[int]:
-    """Return the numbers of the generators whose states differ."""
-    return frozenset(number for number in _ALL if states[number] != others[number])
+def _differing(states: dict[int, Any], others: dict[int, Any]) -> frozenset[int]:
+    """Return the numbers of the generators, of those in ``states``, whose states differ."""
+    return frozenset(number for number, state in states.items() if state != others[number])
 
 
 def _is_cache(dataset: Any) -> bool:
@@ -296,7 +300,7 @@ class SeededCollate:
 
     def __call__(self, seeded: SeededSamples) -> Any:
         """Return the batch."""
-        before = read() if get_worker_info() is None else ()
+        before = read(_ALL if get_worker_info() is None else _NOTHING)
         try:
             for generator, number in zip(GENERATORS, seeded.numbers, strict=False):
                 generator.seed(number)
@@ -304,5 +308,5 @@ class SeededCollate:
                 hook(seeded.numbers[-1] & 0xFFFFFFFF)
             return self._collate_fn(seeded.samples)
         finally:
-            for generator, state in zip(GENERATORS, before, strict=False):
-                generator.restore(state)
+            for number, state in before.items():
+                GENERATORS[number].restore(state)

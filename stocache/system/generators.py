@@ -2,7 +2,7 @@
 
 NOTE [ Reading generators ]
     ``random.getstate`` takes 13 us, and ``np.random.get_state`` 60 us, because they make objects of 625 numbers. Both
-    generators are Mersenne Twisters, and here their memory is copied instead, in less than 1 us. numpy's C interface tells the
+    generators are Mersenne Twisters, and here their memory is copied instead, in 0.1 us. numpy's C interface tells the
     address of its own. That of Python's generator lies behind the header of the object. It is used only if it is found to be
     there in another generator, made to find out. Else ``random.getstate`` is called.
 
@@ -38,8 +38,9 @@ class Generator(Protocol):
         """Seed the generator with a number below 2**64."""
 
 
-_TWISTER = struct.Struct("=624Ii")  # of numpy: the numbers, and the position
-_PYTHON_TWISTER = struct.Struct("=i624I")  # of Python: the position, and the numbers
+_PYTHON_TWISTER = struct.Struct("=i624I")  # the position, and the numbers; numpy has the position at the end
+_Twister = ctypes.c_char * _PYTHON_TWISTER.size
+_TorchState = ctypes.c_char * torch.default_generator.get_state().numel()
 
 
 class PythonGenerator:
@@ -47,21 +48,25 @@ class PythonGenerator:
 
     def __init__(self) -> None:
         self._generator: Any = random.random.__self__  # type: ignore[attr-defined]  # a bound method
-        self._address = id(self._generator) + object.__basicsize__ if _has_known_layout() else None
+        self._memory = _memory_of(self._generator) if _has_known_layout() else None
 
     def read(self) -> Any:
         """Return the state. It can be compared."""
-        if self._address is None:
+        if self._memory is None:
             return random.getstate()
-        return ctypes.string_at(self._address, _PYTHON_TWISTER.size), self._generator.gauss_next
+        return self._memory.raw, self._generator.gauss_next
 
     def restore(self, state: Any) -> None:
         """Set the state that `read` returned."""
-        random.setstate(state if self._address is None else (random.Random.VERSION, _python_numbers(state[0]), state[1]))
+        random.setstate(state if self._memory is None else (random.Random.VERSION, _python_numbers(state[0]), state[1]))
 
     def seed(self, number: int) -> None:
         """Seed the generator with a number below 2**64."""
         random.seed(number)
+
+
+def _memory_of(generator: random.Random) -> Any:
+    return _Twister.from_address(id(generator) + object.__basicsize__)
 
 
 def _python_numbers(memory: bytes) -> tuple[int, ...]:
@@ -71,13 +76,13 @@ def _python_numbers(memory: bytes) -> tuple[int, ...]:
 
 def _has_known_layout() -> bool:
     """Whether the memory of Python's generators is known; see NOTE [ Reading generators ]."""
-    begin, base = object.__basicsize__, random.Random.__mro__[1]
-    if sys.implementation.name != "cpython" or base.__basicsize__ < begin + _PYTHON_TWISTER.size:
+    base = random.Random.__mro__[1]
+    if sys.implementation.name != "cpython" or base.__basicsize__ < object.__basicsize__ + _PYTHON_TWISTER.size:
         return False
     probe = random.Random(1)
     probe.random()
     numbers: tuple[int, ...] = probe.getstate()[1]
-    return _python_numbers(ctypes.string_at(id(probe) + begin, _PYTHON_TWISTER.size)) == numbers
+    return _python_numbers(_memory_of(probe).raw) == numbers
 
 
 class NumpyGenerator:
@@ -86,36 +91,34 @@ class NumpyGenerator:
     def __init__(self) -> None:
         self._without_kept = b""  # memory at which no number of a pair was kept
 
-    def memory(self) -> bytes | None:
+    def memory(self) -> Any:
         """Return the memory of the generator, without the kept number; None if it is not a Mersenne Twister."""
         numbers = np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy's stubs lack it
-        if not isinstance(numbers, np.random.MT19937):
-            return None
-        return ctypes.string_at(numbers.ctypes.state_address, _TWISTER.size)
+        return _Twister.from_address(numbers.ctypes.state_address) if type(numbers) is np.random.MT19937 else None
 
     def read(self) -> bytes:
         """Return the state. It can be compared."""
         memory = self.memory()
-        if memory is not None and memory == self._without_kept:
-            return memory
+        if memory is not None and memory.raw == self._without_kept:
+            return self._without_kept
         state: Any = np.random.get_state(legacy=False)
         if memory is None or state["has_gauss"]:
             return pickle.dumps(state)
-        self._without_kept = memory
-        return memory
+        self._without_kept = memory.raw
+        return self._without_kept
 
     def restore(self, state: bytes) -> None:
         """Set the state that `read` returned."""
-        if len(state) == _TWISTER.size:
+        if len(state) == _PYTHON_TWISTER.size:
             np.random.seed(0)  # forgets the kept number
-            ctypes.memmove(np.random.get_bit_generator().ctypes.state_address, state, len(state))  # type: ignore[attr-defined]
+            self.memory().raw = state
         else:
             np.random.set_state(pickle.loads(state))
 
     def seed(self, number: int) -> None:
         """Seed the generator with a number below 2**64, of which a Mersenne Twister takes 32 bits."""
         numbers = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        if isinstance(numbers, np.random.MT19937):
+        if type(numbers) is np.random.MT19937:
             np.random.seed(number & 0xFFFFFFFF)
         else:
             np.random.set_state(dict(type(numbers)(number).state))
@@ -127,7 +130,7 @@ class TorchGenerator:
     def read(self) -> bytes:
         """Return the state. It can be compared."""
         state = torch.default_generator.get_state()
-        return ctypes.string_at(state.data_ptr(), state.numel())
+        return _TorchState.from_address(state.data_ptr()).raw
 
     def restore(self, state: bytes) -> None:
         """Set the state that `read` returned."""
@@ -142,9 +145,9 @@ PYTHON, NUMPY, TORCH = PythonGenerator(), NumpyGenerator(), TorchGenerator()
 GENERATORS: tuple[Generator, ...] = PYTHON, NUMPY, TORCH
 
 
-def read() -> tuple[Any, bytes, bytes]:
-    """Return the states of all generators, in the order of `GENERATORS`."""
-    return PYTHON.read(), NUMPY.read(), TORCH.read()
+def read(numbers: Iterable[int] = range(len(GENERATORS))) -> dict[int, Any]:
+    """Return the states of generators, by their numbers in `GENERATORS`."""
+    return {number: GENERATORS[number].read() for number in numbers}
 
 
 # ---------------------------------------------------------------------------------------------------- while a sample is made
@@ -190,6 +193,6 @@ def _undrawn(load: Callable[[int], Any], idx: int) -> Any:
     try:
         return load(idx)
     finally:
-        for generator, state, now in zip(GENERATORS, before, read(), strict=True):
-            if now != state:
-                generator.restore(state)
+        for number, state in read().items():
+            if state != before[number]:
+                GENERATORS[number].restore(before[number])
