@@ -8,7 +8,8 @@ NOTE [ Reading generators ]
 
     A generator can hold one more number: normal numbers are made in pairs, and the second is kept for the next call. Python has
     it as an attribute. numpy tells it in ``get_state`` only. But a number is kept only by a call that draws, which changes the
-    memory. So when memory was seen once with no number kept, it need not be asked again.
+    memory. So when memory was seen once with no number kept, it need not be asked again. (Unless ``np.random.set_state`` goes
+    back to just before a kept number was used. Then that number may be lost.)
 """
 
 import ctypes
@@ -113,6 +114,7 @@ class NumpyGenerator:
             np.random.seed(0)  # forgets the kept number
             self.memory().raw = state
         else:
+            self._without_kept = b""
             np.random.set_state(pickle.loads(state))
 
     def seed(self, number: int) -> None:
