@@ -59,7 +59,7 @@ class SampleSeed:
     Args:
         seed: from 0 to 2**64 - 1.
         hooks: functions that are called before each sample, in the process that makes it, with a number below 2**32 that is the
-            sample's own. They must pickle if workers are spawned.
+            sample's own; also before a ``collate_fn`` of your own. They must pickle if workers are spawned.
 
     Raises:
         LimitError: ``seed`` is not such a number; a hook is not callable.
