@@ -110,9 +110,9 @@ def seeded(dataset: Any, collate_fn: Any, sample_seed: SampleSeed, lazy: bool) -
         lazy: whether the dataset returns a `LazyBatch`.
     """
     collates = not lazy and collate_fn not in _PURE
-    return SeededDataset(dataset, sample_seed, lazy, collates), SeededCollate(
-        collate_fn, sample_seed.hooks
-    ) if collates else collate_fn
+    if collates:
+        collate_fn = SeededCollate(collate_fn, sample_seed.hooks)
+    return SeededDataset(dataset, sample_seed, lazy, collates), collate_fn
 
 
 class SeededDataset:
@@ -128,7 +128,7 @@ class SeededDataset:
         inner = dataset
         while type(inner) is Subset:
             inner = inner.dataset
-        together = lazy or (hasattr(inner, "__getitems__") and not _is_cache(inner))
+        together = lazy or (getattr(inner, "__getitems__", None) and not _is_cache(inner))
         self._drawn: frozenset[int] | None = frozenset() if together else None  # generators; None: not known yet
         self._left: dict[int, Any] | None = None  # the states in which the last batch left the others
 
@@ -191,7 +191,7 @@ class SeededDataset:
                 try:
                     samples = make(None if as_usual else partial(self._seed, epoch, indices))
                 except Exception:  # perhaps because of the random numbers that it drew
-                    if not self._finds_drawn(before, epoch, indices):
+                    if self._drawn is None or not self._finds_drawn(before, epoch, indices):
                         raise
                 else:
                     if not self._finds_drawn(before, epoch, indices):
@@ -249,7 +249,7 @@ def _get_batch(dataset: Any, indices: Sequence[Any], before_each: _BeforeEach | 
         inner, inner_indices = inner.dataset, [inner.indices[idx] for idx in inner_indices]
     if before_each is not None and _is_cache(inner):
         return inner.__getitems__(inner_indices, before_each)
-    if before_each is None or not hasattr(inner, "__getitems__"):
+    if before_each is None or not getattr(inner, "__getitems__", None):
         return _get_each(dataset, indices, before_each)
     batches = _each(lambda idx: inner.__getitems__([idx]), inner_indices, before_each)
     if not all(isinstance(batch, list | tuple) and len(batch) == 1 for batch in batches):
