@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from stocache.datasets.epochs import DatasetStats, EpochStats
     from stocache.datasets.stored import StorageDataset
     from stocache.loader.dataloader import DataLoader, LoaderStats
+    from stocache.loader.sample_seed import SampleSeed
     from stocache.preparation.prepare import DataPreparer, prepare
     from stocache.samplers.block import BlockSampler, ShuffleQuality, shuffle_quality
     from stocache.samplers.locality import LocalityDistributedSampler
@@ -80,6 +81,7 @@ __all__ = [
     "ReadOptions",
     "SampleError",
     "SampleIndexError",
+    "SampleSeed",
     "SegmentError",
     "SharedCache",
     "SharedCacheDDP",
@@ -114,6 +116,7 @@ _LAZY_EXPORTS = {  # imported on first use: torch takes seconds to import
     "datasets.epochs": "DatasetStats EpochStats",
     "datasets.stored": "StorageDataset",
     "loader.dataloader": "DataLoader LoaderStats",
+    "loader.sample_seed": "SampleSeed",
     "preparation.prepare": "DataPreparer prepare",
     "samplers.block": "BlockSampler ShuffleQuality shuffle_quality",
     "samplers.locality": "LocalityDistributedSampler",

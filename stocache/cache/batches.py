@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -16,6 +17,9 @@ from stocache.samples.spec import Structure, TensorLeaf
 
 Empty: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor | None]
 """Called with a shape and a dtype. Returns an uninitialised tensor in memory of its choice, or None if it has no room."""
+
+Load: TypeAlias = Callable[[list[int]], Iterable[Any]]
+"""Called with indices. Returns, or yields, their samples."""
 
 _KINDS = {"dict", "list", "tuple", "namedtuple"}  # containers that do not depend on the size of the batch
 
@@ -84,11 +88,13 @@ _known: "weakref.WeakKeyDictionary[SharedCache, tuple[dict[Any, Any], BatchSpec 
 class LazyBatch:
     """A batch whose samples have not been read yet. It can be read as a list of samples, or gathered as a collated batch."""
 
-    def __init__(
-        self, cache: SharedCache, indices: Sequence[int], load: Callable[[list[int]], Iterable[Any]], spec: BatchSpec
-    ) -> None:
+    def __init__(self, cache: SharedCache, indices: Sequence[int], load: Load, spec: BatchSpec) -> None:
         self._cache, self._indices, self._load, self._spec = cache, indices, load, spec
         self._samples: list[Any] | None = None
+
+    def load_with(self, load: Callable[[Load, Sequence[int], list[int]], Iterable[Any]]) -> None:
+        """Load missing samples with ``load``. It gets the present function, the indices of the batch, and those to load."""
+        self._load = partial(load, self._load, self._indices)
 
     def read(self) -> list[Any]:
         """Return the samples."""

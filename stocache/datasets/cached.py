@@ -28,6 +28,7 @@ from stocache.errors import ClosedError, DatasetError, LimitError
 from stocache.samples.indices import check_index, check_indices, length_of
 from stocache.system.children import in_children_or_here
 from stocache.system.deprecation import old_name, renamed_arguments
+from stocache.system.generators import undrawn, undrawn_many
 from stocache.system.ranks import is_first_rank
 from stocache.transforms import huggingface
 from stocache.transforms.part_transform import PartTransform, as_transform
@@ -186,6 +187,10 @@ class CachedDataset(Dataset[Any]):
         return self._copies or self._is_transformed
 
     @property
+    def _load_many(self) -> Callable[[list[int]], Iterable[Any]]:
+        return undrawn_many(self._loader.load_many, self._loader.load)
+
+    @property
     def _source(self) -> Any:
         """The dataset that has all samples, of a view as well."""
         return self.dataset if self._whole is None else self._whole
@@ -228,13 +233,17 @@ class CachedDataset(Dataset[Any]):
             self._follow_transforms()
         sample = self.cache.hit(idx, self._copy)
         if sample is MISSING:
-            sample = self.cache.get_or_load(idx, self._loader.load, copy=self._copy, strict=False)
+            sample = self.cache.get_or_load(idx, undrawn(self._loader.load), copy=self._copy, strict=False)
         if self._split is not None and self._split.has_rest:
             sample = self._split.finish(idx, sample)
         return sample if self.after_cache is None else self.after_cache(sample)
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any] | LazyBatch:
+    def __getitems__(self, indices: Sequence[int], before_each: Callable[[int], None] | None = None) -> list[Any] | LazyBatch:
         """Return the samples ``indices``. Hits come from one gather, misses from the ``__getitems__`` of the dataset if any.
+
+        Args:
+            indices: of samples. A negative one counts from the end.
+            before_each: called with the position of each sample before its transforms, which then get one sample at a time.
 
         Raises:
             SampleIndexError: an index is not an integer, or is outside the dataset.
@@ -249,11 +258,14 @@ class CachedDataset(Dataset[Any]):
             return LazyBatch(self.cache, indices, self._loader.load_many, self._batch_spec)
         samples: Iterable[Any]
         if self._is_transformed and self._reads_in_turn:
-            samples = self.cache.each(indices, self._loader.load_many, copy=self._copy, strict=False)
+            samples = self.cache.each(indices, self._load_many, copy=self._copy, strict=False)
         else:
-            samples = self.cache.get_or_load_many(indices, self._loader.load_many, copy=self._copy, strict=False)
+            samples = self.cache.get_or_load_many(indices, self._load_many, copy=self._copy, strict=False)
+        if before_each is not None:
+            samples = _call_before_each(samples, before_each)
         if self._split is not None and self._split.has_rest:
-            samples = self._split.finish_many(indices, samples)
+            finish_many = self._split.finish_many if before_each is None else partial(map, self._split.finish)
+            samples = finish_many(indices, samples)
         if self.after_cache is not None:
             samples = map(self.after_cache, samples)
         return samples if isinstance(samples, list) else list(samples)
@@ -269,7 +281,7 @@ class CachedDataset(Dataset[Any]):
             self._collates[kind] = None
         elif kind not in self._collates:
             result = self.dataset[key]
-            samples = self.cache.get_or_load_many(indices, self._loader.load_many, strict=False)
+            samples = self.cache.get_or_load_many(indices, self._load_many, strict=False)
             self._collates[kind] = find_collate(result, samples)
             if self.after_cache is None:
                 return result
@@ -281,7 +293,7 @@ class CachedDataset(Dataset[Any]):
                 f"{type(self.dataset).__name__}[{key!r:.50}] is not made of its samples, so transform= cannot run on it. Ask "
                 f"for one sample at a time, or leave the transform out."
             )
-        samples = self.cache.get_or_load_many(indices, self._loader.load_many, copy=self._copy, strict=False)
+        samples = self.cache.get_or_load_many(indices, self._load_many, copy=self._copy, strict=False)
         return collate(samples if self.after_cache is None else [self.after_cache(sample) for sample in samples])
 
     def _check_index(self, idx: Any) -> int:
@@ -463,6 +475,12 @@ class CachedDataset(Dataset[Any]):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {type(self.dataset).__name__} in {self.cache!r}>"
+
+
+def _call_before_each(samples: Iterable[Any], function: Callable[[int], None]) -> Iterator[Any]:
+    for position, sample in enumerate(samples):
+        function(position)
+        yield sample
 
 
 def with_lazy_batches(dataset: Any) -> Any:

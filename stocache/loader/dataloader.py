@@ -4,7 +4,8 @@ NOTE [ How torch's DataLoader is used ]
     `DataLoader` is a subclass of torch's, and keeps the arguments that the user gave. torch makes each iterator from a copy of
     the loader, in which some arguments are replaced. ``collate_fn`` becomes `RingCollate`, which writes the batch into the
     ring and returns a handle. The sampler becomes `Order`, which can be resumed. A `CachedDataset` becomes a view of itself
-    that returns a `LazyBatch`. Datasets that have a state get the wrappers of worker_state.py. Of torch's methods only
+    that returns a `LazyBatch`; with ``sample_seed``, any dataset becomes a `SeededDataset`. Datasets that have a state get the
+    wrappers of worker_state.py. Of torch's methods only
     ``__iter__`` is overridden. Three private names of torch are used: ``DataLoader._iterator``, which holds the iterator of
     persistent workers, and that iterator's ``_workers``, its processes, and ``_shutdown_workers``, which ends them. Lightning
     uses the first and the last in the same way.
@@ -32,6 +33,7 @@ from stocache.loader.order import Order, Progress
 from stocache.loader.requests import RequestContext, layers
 from stocache.loader.resumable import ResumableLoader
 from stocache.loader.ring import Ring
+from stocache.loader.sample_seed import SampleSeed, as_sample_seed, seeded
 from stocache.loader.worker_group import WorkerGroup, is_timeout, try_to_start
 from stocache.loader.worker_state import StateBatch, WorkerStates
 from stocache.samplers.locality import LocalityDistributedSampler
@@ -42,6 +44,7 @@ from stocache.system.deprecation import old_name
 _T = TypeVar("_T")
 
 _SIGNATURE = inspect.signature(torch.utils.data.DataLoader.__init__)
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _SPARE = 8  # buffers of a worker beyond those it prefetches, for batches that the user holds; unused ones take no memory
 
 
@@ -87,10 +90,13 @@ class DataLoader(ResumableLoader[_T]):
             of batches that a thread of this process gathers in advance.
         snapshot_every_n_steps: with which batches workers send the state of a dataset that has one: with those of every n-th
             step. A loader that resumes between two of them loads up to n - 1 batches, and drops them.
+        sample_seed: a number, or a `SampleSeed`, from which each sample gets random numbers of its own: the same samples with
+            any number of workers and ranks, any batch size, cached or not, resumed or not. Read the limits of `SampleSeed`.
 
     Raises:
         ValueError, TypeError: as torch's DataLoader; ``snapshot_every_n_steps`` is not a positive integer.
-        LimitError: the `LocalityDistributedSampler` was made for another batch size.
+        LimitError: the `LocalityDistributedSampler` was made for another batch size; ``sample_seed`` is not a seed.
+        DatasetError: ``sample_seed`` was given for an iterable dataset.
         WorkerError: while iterating: a worker died, or none can start. The message names its process, signal and batch.
     """
 
@@ -101,6 +107,7 @@ class DataLoader(ResumableLoader[_T]):
         *args: Any,
         prefetch_factor: int | None = None,
         snapshot_every_n_steps: int | None = 1,
+        sample_seed: int | SampleSeed | None = None,
         **kwargs: Any,
     ) -> None:
         alone = _SIGNATURE.bind(self, dataset, *args, **kwargs).arguments.get("num_workers", 0) == 0
@@ -117,11 +124,21 @@ class DataLoader(ResumableLoader[_T]):
             raise LimitError(
                 f"the sampler makes batches of {planned} samples, but batch_size={self.batch_size}. Make them equal."
             )
+        self.sample_seed = as_sample_seed(sample_seed, dataset)
         self._ring: Ring | None = None
         self._pool = Pool()  # for batches without workers
         self._reset_position()
         self._epoch: int | None = None
         self._totals = _Totals(self._cache_counts())
+
+    # Lightning makes loaders anew from the attributes that this names
+    __init__.__signature__ = _SIGNATURE.replace(  # type: ignore[attr-defined]
+        parameters=[
+            *_SIGNATURE.parameters.values(),
+            inspect.Parameter("snapshot_every_n_steps", _KEYWORD, default=1),
+            inspect.Parameter("sample_seed", _KEYWORD, default=None),
+        ]
+    )
 
     # ------------------------------------------------------------------------------------------------ iterating
 
@@ -139,20 +156,27 @@ class DataLoader(ResumableLoader[_T]):
             with group.order.rng_during_creation(progress), group.explain_errors():
                 batches = super().__iter__()
         self._worker_group = group if self.persistent_workers else None
-        self._progress, self._loaded = progress, None
+        self._progress, self._loaded, self._begun = progress, None, self._begun + 1
         self._worker_states.begin(progress.delivered)
         return _Iteration(batches, progress, self._totals, group, self._worker_states, self._in_order)
 
     def _make_iterator(self, progress: Progress) -> "tuple[Any, WorkerGroup]":
         # see NOTE [ How torch's DataLoader is used ]
-        stacking = self.batch_sampler is not None and stacks(self.collate_fn)
-        lazy = with_lazy_batches(self.dataset) if stacking else None
-        source = self.dataset if lazy is None else lazy
+        stacking, seed, alone = (
+            self.batch_sampler is not None and stacks(self.collate_fn),
+            self.sample_seed,
+            not self.num_workers,
+        )
+        gathers = stacking and not (alone and self._pins) and not (seed is not None and seed.hooks)
+        lazy = with_lazy_batches(self.dataset) if gathers else None
         order = self._order()
+        dataset, collate_fn = self.dataset if lazy is None else lazy, self.collate_fn
+        if seed is not None:
+            dataset, collate_fn = seeded(dataset, collate_fn, seed, lazy=lazy is not None)
         replaced: dict[str, Any] = {"batch_sampler" if self.batch_sampler is not None else "sampler": order}
-        if self.num_workers == 0:
-            replaced["dataset"] = self._restored_here(source)
-            if lazy is None or self._pins:
+        if alone:
+            replaced |= {"dataset": self._restored_here(dataset), "collate_fn": collate_fn}
+            if lazy is None:
                 return self._torch_iterator(order, progress, replaced), WorkerGroup(order)
             replaced |= {"collate_fn": as_is}
             lazy_batches = self._torch_iterator(order, progress, replaced)
@@ -161,8 +185,8 @@ class DataLoader(ResumableLoader[_T]):
         ring = self.ring
         iteration = ring.begin()
         order.context = RequestContext(ring, iteration, arrays=lazy is not None, epoch=self._epoch)
-        collate: Any = RingCollate(self.collate_fn, stacking, ring, iteration)
-        replaced |= self._restored_in_workers(source, collate)
+        collate: Any = RingCollate(collate_fn, stacking, ring, iteration)
+        replaced |= self._restored_in_workers(dataset, collate)
         if self._worker_states.every > 1 and self.persistent_workers and not self._is_iterable and self._keeps_states:
             order.farewells = self.num_workers
         group = WorkerGroup(order, ring if iteration else None, self._start_method, persistent=self.persistent_workers)

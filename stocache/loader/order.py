@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from stocache.errors import StateError
-from stocache.loader.requests import BatchRequest, NoIndices, RequestContext
+from stocache.loader.requests import BatchRequest, EpochIndices, NoIndices, RequestContext
 from stocache.samplers.block import ResumableSampler
 from stocache.system import rng
 from stocache.system.state import equal_states
@@ -48,6 +48,7 @@ class Progress:
         resumed: batches to skip, because an earlier iterator delivered them; None for an epoch that begins here.
         replay: batches to load and drop, because the states of the workers are older; see worker_state.py.
         fillers: requests that the first workers answer with a batch that is dropped; see worker_state.py.
+        sample_epoch: the epoch from which samples are seeded; None without ``sample_seed``.
         skip_rng_draw: whether creating this iterator must not advance the generators, because it replaces an existing one.
         workers_made: states of the generators when the workers were made that this iterator's workers replace.
     """
@@ -64,6 +65,7 @@ class Progress:
     resumed: int | None = None
     replay: int = 0
     fillers: int = 0
+    sample_epoch: int | None = None
     skip_rng_draw: bool = False
     workers_made: dict[str, Any] | None = None
     _asked_for: deque[tuple[int, list[Any]]] = field(default_factory=deque)  # batches, and the samplers' states after them
@@ -140,10 +142,15 @@ class Order:
             if tracked:
                 progress.drew(number, _states_of(tracked))
             if number not in resumed:
-                yield index if self.context is None else BatchRequest(self.context, number, index)
+                yield self._request(progress, number, index)
             number += 1
         if self.context is not None:
             yield from (BatchRequest(self.context, number, NoIndices) for _ in range(self.farewells))
+
+    def _request(self, progress: Progress, number: int, index: Any) -> Any:
+        if self.context is not None:
+            return BatchRequest(self.context, number, index, progress.sample_epoch)
+        return index if progress.sample_epoch is None else EpochIndices(progress.sample_epoch, index)
 
     def _skip(self, progress: Progress, indices: Iterator[Any]) -> Iterator[Any]:
         """Return an iterator over the indices after those that were delivered."""
@@ -182,7 +189,7 @@ class Order:
         if taken is not None:
             rng.set_rng_state(rng.from_json(taken), self.generators)
         for sampler, epoch in zip(samplers_in(self.sampler), epochs or (), strict=False):
-            if epoch is not None and _epoch_of(sampler) is not None:
+            if epoch is not None and epoch_of(sampler) is not None:
                 sampler.set_epoch(epoch)
         for sampler, state in zip(self._stateful(), samplers or (), strict=False):
             sampler.load_state_dict(state)
@@ -201,7 +208,8 @@ class Order:
 
     def epochs(self) -> list[int | None]:
         """Return the epoch of each sampler; None for those that do not have ``set_epoch``, or keep it in their state."""
-        return [_epoch_of(sampler) for sampler in samplers_in(self.sampler)]
+        samplers = samplers_in(self.sampler)
+        return [None if isinstance(sampler, ResumableSampler) else epoch_of(sampler) for sampler in samplers]
 
     def _stateful(self) -> list[Any]:
         return [sampler for sampler in samplers_in(self.sampler) if hasattr(sampler, "load_state_dict")]
@@ -216,10 +224,10 @@ def _states_of(values: list[Any]) -> list[Any]:
     return [copy.deepcopy(value.state_dict()) for value in values]
 
 
-def _epoch_of(sampler: Any) -> int | None:
+def epoch_of(sampler: Any) -> int | None:
+    """Return the epoch of a sampler; None if it does not have ``set_epoch``."""
     epoch = getattr(sampler, "epoch", None)
-    has_epoch = type(epoch) is int and hasattr(sampler, "set_epoch") and not isinstance(sampler, ResumableSampler)
-    return epoch if has_epoch else None
+    return epoch if type(epoch) is int and hasattr(sampler, "set_epoch") else None
 
 
 def samplers_in(sampler: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from array import array
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import Subset, get_worker_info
@@ -27,17 +27,24 @@ class RequestContext:
     epoch: int | None = None
 
 
+class EpochIndices(NamedTuple):
+    """A batch of indices, or one index, for a dataset that seeds samples."""
+
+    epoch: int
+    indices: Any
+
+
 class NoIndices:
     """The class stands for the indices of a batch that is dropped. See worker_state.py."""
 
 
 class BatchRequest:
-    """A batch of indices for a worker process. It unpickles to the indices themselves."""
+    """A batch of indices for a worker process. It unpickles to the indices themselves, or to `EpochIndices`."""
 
     __slots__ = ("_content",)
 
-    def __init__(self, context: RequestContext, number: int, index: Any) -> None:
-        self._content = context.ring.key, context.iteration, number, context.epoch, context.arrays, index
+    def __init__(self, context: RequestContext, number: int, index: Any, sample_epoch: int | None = None) -> None:
+        self._content = context.ring.key, context.iteration, number, context.epoch, sample_epoch, context.arrays, index
 
     def __reduce__(self) -> tuple[Any, ...]:
         *message, index = self._content
@@ -53,7 +60,9 @@ def current_request() -> int:
     return _current
 
 
-def _unpickle_request(key: str, iteration: int, number: int, epoch: int | None, arrays: bool, index: Any, width: int) -> Any:
+def _unpickle_request(
+    key: str, iteration: int, number: int, epoch: int | None, sample_epoch: int | None, arrays: bool, index: Any, width: int
+) -> Any:
     global _epoch, _current
     _current = number
     lane = ring_of(key).lane(iteration)
@@ -63,10 +72,10 @@ def _unpickle_request(key: str, iteration: int, number: int, epoch: int | None, 
     if epoch is not None and epoch != _epoch and worker is not None:
         _epoch = epoch
         set_epoch(worker.dataset, epoch)
-    if not width:
-        return index
-    unpacked = _unpack_indices(index, width)
-    return unpacked if arrays else unpacked.tolist()
+    if width:
+        unpacked = _unpack_indices(index, width)
+        index = unpacked if arrays else unpacked.tolist()
+    return index if sample_epoch is None else EpochIndices(sample_epoch, index)
 
 
 def _pack_indices(index: Any) -> tuple[Any, int]:

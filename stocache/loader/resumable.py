@@ -10,8 +10,9 @@ import torch.utils.data
 from torch.utils.data import DistributedSampler, IterableDataset, IterDataPipe, RandomSampler, Sampler
 
 from stocache.errors import StateError
-from stocache.loader.order import Order, Progress, samplers_in
+from stocache.loader.order import Order, Progress, epoch_of, samplers_in
 from stocache.loader.requests import layers, set_epoch
+from stocache.loader.sample_seed import SampleSeed
 from stocache.loader.torchdata_state import from_torchdata, is_from_torchdata
 from stocache.loader.worker_group import WorkerGroup
 from stocache.loader.worker_state import (
@@ -45,6 +46,7 @@ _FORM = StateForm(
         "persistent": (bool,),  # whether the workers live on
         "epoch": (int, NoneType),  # of `set_epoch`
         "epochs": (list,),  # of the samplers
+        "sample_epoch": (int, NoneType),  # from which samples are seeded; between epochs, the iterations that were begun
     },
     parts={
         "made": (dict,),  # the random generators at three moments
@@ -55,7 +57,7 @@ _FORM = StateForm(
         "dataset": ANYTHING,
         "workers": (list,),
     },
-    optional=("fingerprint",),
+    optional=("fingerprint", "sample_seed"),
 )
 
 
@@ -64,9 +66,11 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
 
     snapshot_every_n_steps: int | None
     _epoch: int | None
+    sample_seed: SampleSeed | None
 
     def _reset_position(self) -> None:
         self._progress = Progress(finished=True)
+        self._begun = 0  # iterations
         self._loaded: dict[str, Any] | None = None  # the state from which the next iterator continues
         self._restored: tuple[list[WorkerState | None], int] = [], 0  # states for the next workers, and whose turn it is
         self._worker_states = WorkerStates(1)  # of the newest iterator
@@ -101,9 +105,11 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
 
     def _next_progress(self) -> Progress:
         """Return the progress of the epoch that begins, or is resumed."""
+        sample_epoch = None if self.sample_seed is None else self._next_sample_epoch()
         if self._loaded is None:
             replaces = self._progress.skip_rng_draw and self._worker_group is None
-            return Progress(skip_rng_draw=replaces, workers_made=self._progress.workers_made if replaces else None)
+            workers_made = self._progress.workers_made if replaces else None
+            return Progress(sample_epoch=sample_epoch, skip_rng_draw=replaces, workers_made=workers_made)
         position, parts = self._loaded["position"], self._loaded["parts"]
         return Progress(
             delivered=position["batches"],
@@ -111,9 +117,16 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
             replay=position["replay"],
             ahead=set(position["ahead"]),
             epochs=position["epochs"],
+            sample_epoch=sample_epoch,
             fillers=0 if self._is_iterable else self._restored[1],
             **{name: parts[name] for name in ("made", "begun", "asked", "samplers", "now")},
         )
+
+    def _next_sample_epoch(self) -> int:
+        """Return the epoch from which the samples of the next iterator are seeded."""
+        saved = None if self._loaded is None else self._loaded["position"]["sample_epoch"]
+        set_by_user = (self._epoch, *(epoch_of(sampler) for sampler in samplers_in(self._index_source)))
+        return next((epoch for epoch in (saved, *set_by_user) if epoch is not None), self._begun)
 
     def _begin_worker_states(self) -> tuple[list[WorkerState | None], int]:
         """Return the states that new workers restore, and whose turn it is."""
@@ -188,6 +201,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
             "persistent": self._worker_group is not None,
             "epoch": self._epoch,
             "epochs": order.epochs() if finished else progress.epochs,
+            "sample_epoch": self._begun if finished else progress.sample_epoch,
         }
         parts = {
             "made": self._workers_made or (now if finished else progress.made),
@@ -247,6 +261,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
             self.end_workers()  # new ones begin with their states
         if position["epoch"] is not None:
             self.set_epoch(position["epoch"])
+        if position["sample_epoch"] is not None:
+            self._begun = position["sample_epoch"]
         if position["world_size"] != self._world_size:
             parts["now"] = None  # counts the samples of another rank
         with rng.preserve_rng_state():
@@ -286,6 +302,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
             "batches": length_of(self._index_source),
             "batch_size": batch_size,
             "drop_last": self.drop_last,
+            "sample_seed": None if self.sample_seed is None else self.sample_seed.seed,
             "samplers": [_description(value) for value in samplers_in(self._index_source) if isinstance(value, Sampler)],
         }
 

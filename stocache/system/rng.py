@@ -3,7 +3,6 @@
 import base64
 import binascii
 import contextlib
-import ctypes
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
@@ -12,11 +11,10 @@ import numpy as np
 import torch
 
 from stocache.errors import StateError
+from stocache.system.generators import NUMPY, PYTHON, TORCH
 
 States: TypeAlias = dict[str, Any]
 """Holds only tensors, lists, strings and numbers, so that it can be saved in any way."""
-
-_MT19937_BYTES = 625 * 4  # 624 numbers and a position
 
 
 def states(generators: Sequence[torch.Generator] = ()) -> States:
@@ -136,7 +134,7 @@ def preserve_rng_state() -> Iterator[None]:
 
 
 class RngMonitor:
-    """Notices whether the global generators have been drawn from since it was made. A look costs about 10 us."""
+    """Notices whether the global generators have been drawn from since it was made. A look costs a few us."""
 
     def __init__(self) -> None:
         self._before = fingerprint()
@@ -155,9 +153,6 @@ def disturb() -> None:
 
 def fingerprint() -> tuple[Any, ...]:
     """Return a value for each global generator. It changes when the generator is drawn from."""
-    numbers = np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy's stubs lack it
-    if isinstance(numbers, np.random.MT19937):  # read through numpy's C interface: its `state` takes 40 us
-        numpy_state: Any = ctypes.string_at(numbers.ctypes.state_address, _MT19937_BYTES)
-    else:
-        numpy_state = repr(numbers.state)
-    return random.getstate(), torch.get_rng_state().numpy().tobytes(), numpy_state
+    memory = NUMPY.memory()
+    numpy_state = repr(np.random.get_bit_generator().state) if memory is None else memory.raw  # type: ignore[attr-defined]
+    return PYTHON.read(), TORCH.read(), numpy_state

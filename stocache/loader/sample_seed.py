@@ -1,0 +1,312 @@
+"""Give each sample random numbers of its own: `SampleSeed`.
+
+NOTE [ Seeding samples ]
+    Before a sample is made, the global generators are seeded with numbers that come from (seed, epoch, index). That takes 1 to
+    4 us for each generator, so only those are seeded that samples draw from. Which ones is found out, and never assumed:
+
+    The first batch is made with all generators seeded, and tells from which of them its last sample drew. From then on these
+    are seeded for each sample, and the others are compared before and after each batch. If one has changed, it is seeded from
+    then on, too, and the batch is made again. While no generator is known to be drawn from, batches are made as without
+    ``sample_seed``. A dataset that makes samples together (``__getitems__``) begins like that.
+
+    Without worker processes, the user's own numbers come from the same generators. So they are set back after each batch.
+"""
+
+import operator
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from typing import Any, NamedTuple, TypeAlias
+
+from torch.utils.data import IterableDataset, Subset, default_collate, default_convert, get_worker_info
+
+from stocache.cache.batches import Load
+from stocache.datasets.cached import CachedDataset
+from stocache.errors import DatasetError, LimitError
+from stocache.loader.requests import EpochIndices, set_epoch
+from stocache.system.generators import GENERATORS, SeededSample, read
+
+_MAX_SEED = 2**64 - 1
+_NUMBERS = struct.Struct("<4Q")  # one for each generator, and one for the hooks
+_ALL = frozenset(range(len(GENERATORS)))  # generators, by number
+_NOTHING = frozenset[int]()
+_PURE = (default_collate, default_convert)  # collate functions that draw no random numbers
+
+
+_BeforeEach: TypeAlias = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class SampleSeed:
+    """The seed from which each sample of a `DataLoader` gets random numbers of its own.
+
+        loader = DataLoader(dataset, batch_size=32, num_workers=8, sample_seed=17)
+
+    The global generators of Python, numpy and torch (of the CPU) are set from (seed, epoch, index) before each sample is made.
+    So a sample is the same whichever worker or rank makes it, in whatever batch, loaded or cached, before or after a restart.
+    The index is the one that the sampler gives. The epoch is the one of the loader's ``set_epoch``; else of a sampler that has
+    an ``epoch`` and ``set_epoch``; else the number of iterations that the loader began before. A ``collate_fn`` of your own has
+    the generators set from (seed, epoch, first index of the batch).
+
+    Other generators are not set: those that belong to an object (of MONAI and albumentations, ``np.random.default_rng``), of
+    other libraries, of a GPU. Set them in a hook. A dataset that seeds a generator itself, from ``torch.initial_seed()`` or the
+    seed of the worker, gets another seed in each worker. And where a sample draws from a global generator, but sets it back at
+    its end, as ``torch.random.fork_rng`` does, the draw is not noticed: then give ``hooks=(torch.manual_seed,)``. Samples that
+    draw before the cache are cached as they were drawn first, as always.
+
+    Args:
+        seed: from 0 to 2**64 - 1.
+        hooks: functions that are called before each sample, in the process that makes it, with a number below 2**32 that is the
+            sample's own; also before a ``collate_fn`` of your own. They must pickle if workers are spawned.
+
+    Raises:
+        LimitError: ``seed`` is not such a number; a hook is not callable.
+    """
+
+    seed: int
+    hooks: tuple[Callable[[int], object], ...] = ()
+
+    def __post_init__(self) -> None:
+        if type(self.seed) is not int or not 0 <= self.seed <= _MAX_SEED:
+            raise LimitError(f"sample_seed={self.seed!r:.100} is not a seed. Use an int from 0 to 2**64 - 1, or a SampleSeed.")
+        if not isinstance(self.hooks, tuple) or not all(map(callable, self.hooks)):
+            raise LimitError(f"hooks={self.hooks!r:.100} is not a tuple of functions. Use hooks=(function,).")
+
+    def numbers(self, epoch: int, index: Any, purpose: str = "") -> tuple[int, ...]:
+        """Return four 64-bit numbers for a sample: one for each of `GENERATORS`, and one for the hooks.
+
+        Integers of all types count as int. Any other index counts as its ``repr``.
+        """
+        if type(index) is not int:
+            try:
+                index = operator.index(index)
+            except TypeError:
+                index = repr(index)
+        return _NUMBERS.unpack(blake2b(f"{self.seed} {epoch} {index}{purpose}".encode(), digest_size=32).digest())
+
+
+def as_sample_seed(value: Any, dataset: Any) -> SampleSeed | None:
+    """Return the ``sample_seed`` argument of a loader as an object.
+
+    Raises:
+        LimitError: it is not a seed.
+        DatasetError: the dataset is iterable.
+    """
+    if value is None:
+        return None
+    if isinstance(dataset, IterableDataset):
+        raise DatasetError(
+            "sample_seed needs a map-style dataset: the samples of an iterable dataset have no index. Leave it out."
+        )
+    return value if isinstance(value, SampleSeed) else SampleSeed(value)
+
+
+def seeded(dataset: Any, collate_fn: Any, sample_seed: SampleSeed, lazy: bool) -> tuple[Any, Any]:
+    """Return a dataset and a collate function that set the generators, for an iterator whose indices are `EpochIndices`.
+
+    Args:
+        lazy: whether the dataset returns a `LazyBatch`.
+    """
+    collates = not lazy and collate_fn not in _PURE
+    if collates:
+        collate_fn = SeededCollate(collate_fn, sample_seed.hooks)
+    return SeededDataset(dataset, sample_seed, lazy, collates), collate_fn
+
+
+class SeededDataset:
+    """A dataset whose samples are made with generators that were seeded for each; see NOTE [ Seeding samples ].
+
+    It has the attributes of the dataset, which ``worker_init_fn`` may read and set.
+    """
+
+    __slots__ = ("_collates", "_drawn", "_lazy", "_left", "_sample_seed", "dataset")
+
+    def __init__(self, dataset: Any, sample_seed: SampleSeed, lazy: bool, collates: bool) -> None:
+        self.dataset, self._sample_seed, self._lazy, self._collates = dataset, sample_seed, lazy, collates
+        inner = dataset
+        while type(inner) is Subset:
+            inner = inner.dataset
+        together = lazy or (getattr(inner, "__getitems__", None) and not _is_cache(inner))
+        self._drawn: frozenset[int] | None = frozenset() if together else None  # generators; None: not known yet
+        self._left: dict[int, Any] | None = None  # the states in which the last batch left the others
+
+    def __getattr__(self, name: str) -> Any:
+        if name in SeededDataset.__slots__ or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in SeededDataset.__slots__:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.dataset, name, value)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the dataset."""
+        set_epoch(self.dataset, epoch)
+
+    def __getitem__(self, key: EpochIndices) -> Any:
+        """Return a sample, for a loader that does not batch."""
+        epoch, index = key
+        samples = self._make(epoch, [index], partial(_get_each, self.dataset, [index]))
+        return self._for_collate(epoch, index, samples[0])
+
+    def __getitems__(self, key: EpochIndices) -> Any:
+        """Return the samples of a batch."""
+        epoch, indices = key
+        if self._lazy:
+            batch = self.dataset.__getitems__(indices)
+            batch.load_with(partial(self._load_missing, epoch, indices))
+            return batch
+        samples = self._make(epoch, indices, partial(_get_batch, self.dataset, indices))
+        return self._for_collate(epoch, indices[0] if len(indices) else None, samples)
+
+    def _load_missing(self, epoch: int, outer: Sequence[Any], load: Load, inner: Sequence[int], missing: list[int]) -> Any:
+        """Return samples that a `LazyBatch` misses. ``inner`` are the indices in its cache, ``outer`` those of the sampler."""
+        positions = {int(idx): position for position, idx in enumerate(inner)}
+        return self._make(epoch, [outer[positions[idx]] for idx in missing], partial(_load_each, load, missing))
+
+    def _make(self, epoch: int, indices: Sequence[Any], make: Callable[[_BeforeEach | None], Any]) -> Any:
+        """Return the samples ``indices``; see NOTE [ Seeding samples ].
+
+        Args:
+            make: makes them as without ``sample_seed``; or, given a function, calls it with the position of each sample before
+                it is made.
+        """
+        if not len(indices):
+            return make(None)
+        alone, seeded = get_worker_info() is None, _ALL if self._drawn is None else self._drawn
+        if alone or self._collates or self._left is None:
+            before = read(_ALL if alone else _ALL - (self._drawn or _NOTHING))
+        else:  # nobody else draws in a worker
+            before = self._left
+        try:
+            while True:
+                as_usual = self._drawn == _NOTHING and not self._sample_seed.hooks
+                try:
+                    samples = make(None if as_usual else partial(self._seed, epoch, indices))
+                except Exception:  # perhaps because of the random numbers that it drew
+                    if self._drawn is None or not self._finds_drawn(before, epoch, indices):
+                        raise
+                else:
+                    if not self._finds_drawn(before, epoch, indices):
+                        return samples
+        finally:
+            if alone:
+                for number in seeded | (self._drawn or _NOTHING):
+                    GENERATORS[number].restore(before[number])
+
+    def _seed(self, epoch: int, indices: Sequence[Any], position: int) -> None:
+        """Set the generators for a sample."""
+        numbers = self._sample_seed.numbers(epoch, indices[position])
+        for number in _ALL if self._drawn is None else self._drawn:
+            GENERATORS[number].seed(numbers[number])
+        for hook in self._sample_seed.hooks:
+            hook(numbers[-1] & 0xFFFFFFFF)
+
+    def _finds_drawn(self, before: dict[int, Any], epoch: int, indices: Sequence[Any]) -> bool:
+        """Whether samples have drawn from a generator that was not seeded for them. It will be."""
+        now = read(_ALL - (self._drawn or _NOTHING))
+        if self._drawn is None:
+            for generator, seed in zip(GENERATORS, self._sample_seed.numbers(epoch, indices[-1]), strict=False):
+                generator.seed(seed)
+            self._drawn = _differing(now, read(_ALL))
+            return False
+        more, self._left = _differing(now, before), now
+        self._drawn |= more
+        return bool(more)
+
+    def _for_collate(self, epoch: int, first: Any, samples: Any) -> Any:
+        return SeededSamples(self._sample_seed.numbers(epoch, first, " batch"), samples) if self._collates else samples
+
+
+def _differing(states: dict[int, Any], others: dict[int, Any]) -> frozenset[int]:
+    """Return the numbers of the generators, of those in ``states``, whose states differ."""
+    return frozenset(number for number, state in states.items() if state != others[number])
+
+
+def _is_cache(dataset: Any) -> bool:
+    """Whether a dataset makes its samples as a `CachedDataset` does."""
+    kind = type(dataset)
+    return isinstance(dataset, CachedDataset) and all(
+        getattr(kind, name) is getattr(CachedDataset, name) for name in ("__getitem__", "__getitems__")
+    )
+
+
+def _get_batch(dataset: Any, indices: Sequence[Any], before_each: _BeforeEach | None) -> Any:
+    """Return samples as torch's DataLoader gets them, or one by one."""
+    get_many = getattr(dataset, "__getitems__", None)
+    if before_each is None and get_many:
+        return get_many(indices)
+    inner: Any = dataset
+    inner_indices = indices
+    while type(inner) is Subset:
+        inner, inner_indices = inner.dataset, [inner.indices[idx] for idx in inner_indices]
+    if before_each is not None and _is_cache(inner):
+        return inner.__getitems__(inner_indices, before_each)
+    if before_each is None or not getattr(inner, "__getitems__", None):
+        return _get_each(dataset, indices, before_each)
+    batches = _each(lambda idx: inner.__getitems__([idx]), inner_indices, before_each)
+    if not all(isinstance(batch, list | tuple) and len(batch) == 1 for batch in batches):
+        raise DatasetError(
+            f"sample_seed makes one sample at a time, but __getitems__ of {type(inner).__name__} does not return a list of "
+            f"samples. Let it return one, and join the samples in collate_fn."
+        )
+    return [batch[0] for batch in batches]
+
+
+def _get_each(dataset: Any, indices: Sequence[Any], before_each: _BeforeEach | None) -> list[Any]:
+    return _each(partial(operator.getitem, dataset), indices, before_each)
+
+
+def _load_each(load: Load, indices: list[int], before_each: _BeforeEach | None) -> list[Any]:
+    """Return samples loaded together, or one by one."""
+    if before_each is None:
+        return list(load(indices))
+    return _each(lambda idx: next(iter(load([idx]))), indices, before_each)
+
+
+def _each(get: Callable[[Any], Any], indices: Sequence[Any], before_each: _BeforeEach | None) -> list[Any]:
+    if before_each is None:
+        return [get(index) for index in indices]
+    samples = []
+    with SeededSample():
+        for position, index in enumerate(indices):
+            before_each(position)
+            samples.append(get(index))
+    return samples
+
+
+# ---------------------------------------------------------------------------------------------------- collating
+
+
+class SeededSamples(NamedTuple):
+    """What a `SeededCollate` gets: the samples, and numbers to seed the generators with."""
+
+    numbers: tuple[int, ...]
+    samples: Any
+
+
+class SeededCollate:
+    """Calls a collate function with generators that were seeded for the batch."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any], hooks: tuple[Callable[[int], object], ...]) -> None:
+        self._collate_fn, self._hooks = collate_fn, hooks
+
+    def __call__(self, seeded: SeededSamples) -> Any:
+        """Return the batch."""
+        before = read(_ALL if get_worker_info() is None else _NOTHING)
+        try:
+            for generator, number in zip(GENERATORS, seeded.numbers, strict=False):
+                generator.seed(number)
+            for hook in self._hooks:
+                hook(seeded.numbers[-1] & 0xFFFFFFFF)
+            return self._collate_fn(seeded.samples)
+        finally:
+            for number, state in before.items():
+                GENERATORS[number].restore(state)
