@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map  # documented, for extending default_collate
 
 from stocache.cache.batches import Empty, LazyBatch
-from stocache.loader.ring import FULL, NO_LANE, NO_MEMORY, Ring, fallback
+from stocache.ring.ring import FULL, NO_LANE, NO_MEMORY, Ring, fallback
 from stocache.shm.pool import Pool
 
 _STACK = default_collate_fn_map[Tensor]

@@ -32,10 +32,10 @@ from stocache.loader.collate import Gatherer, RingCollate, as_is, stacks
 from stocache.loader.order import Order, Progress
 from stocache.loader.requests import RequestContext, layers
 from stocache.loader.resumable import ResumableLoader
-from stocache.loader.ring import Ring
 from stocache.loader.sample_seed import SampleSeed, as_sample_seed, seeded
 from stocache.loader.worker_group import WorkerGroup, is_timeout, try_to_start
 from stocache.loader.worker_state import StateBatch, WorkerStates
+from stocache.ring.ring import Ring
 from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.shm.pool import Pool
 from stocache.system.children import fork_lock

@@ -8,7 +8,7 @@ import numpy as np
 from torch.utils.data import Subset, get_worker_info
 
 from stocache.datasets.cached import CachedDataset
-from stocache.loader.ring import Ring, ring_of
+from stocache.ring.ring import Ring, ring_of
 
 
 @dataclass

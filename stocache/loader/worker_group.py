@@ -23,7 +23,7 @@ from torch.utils.data._utils import signal_handling
 
 from stocache.errors import WorkerError
 from stocache.loader.order import Order
-from stocache.loader.ring import Ring
+from stocache.ring.ring import Ring
 from stocache.system.children import signal_name
 from stocache.system.waiting import wait_until
 

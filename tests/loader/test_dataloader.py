@@ -26,7 +26,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 import stocache
 from stocache import CachedDataset, WorkerError, reading
-from stocache.loader.ring import FULL, NOTHING
+from stocache.ring.ring import FULL, NOTHING
 from stocache.system import limits
 from tests.support.equality import same
 from tests.support.faults import no_shared_memory

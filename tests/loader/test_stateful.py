@@ -209,10 +209,10 @@ def test_each_state_without_workers_resumes_with_all_that_follows(dataset, batch
         ("dataset", 3, {"batch_size": 2, "snapshot_every_n_steps": 2}),
         ("dataset", 3, {"batch_size": 1, "snapshot_every_n_steps": 5, "persistent_workers": True}),
         ("dataset", 2, {"batch_size": 5, "drop_last": True}),
-        ("iterator", 2, {"batch_size": 2, "multiprocessing_context": "spawn"}),
+        ("iterator", 2, {"batch_size": 2, "multiprocessing_context": "spawn", "persistent_workers": True}),
         ("iterator", 3, {"batch_size": None, "snapshot_every_n_steps": 100}),
         ("both", 2, {"batch_size": 2, "persistent_workers": True}),
-        ("itself", 2, {"batch_size": 2, "multiprocessing_context": "forkserver"}),
+        ("itself", 2, {"batch_size": 2, "multiprocessing_context": "forkserver", "persistent_workers": True}),
         ("pipe", 2, {"batch_size": 2}),
     ],
 )

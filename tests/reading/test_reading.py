@@ -19,7 +19,6 @@ from torch.utils.data.datapipes.map import SequenceWrapper
 
 from stocache import WorkerError
 from stocache.errors import GraphError
-from stocache.loader.ring import Ring
 from stocache.reading import (
     CheckpointableReadingServiceInterface,
     DataLoader2,
@@ -37,6 +36,7 @@ from stocache.reading.graph import pipes
 from stocache.reading.graph.feed import Feed
 from stocache.reading.graph.graph import pipes_of
 from stocache.reading.graph.sharding import dispatched_end, replicable_end, share
+from stocache.ring.ring import Ring
 from tests.support.graphs import (
     GRAPHS,
     SAME_FOR_ANY_WORKERS,

@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 import stocache
 from stocache import WorkerError
-from stocache.loader.ring import Ring
+from stocache.ring.ring import Ring
 from tests.support.equality import same
 from tests.support.images import Images
 

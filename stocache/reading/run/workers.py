@@ -8,11 +8,11 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset
 
 from stocache.errors import WorkerError
-from stocache.loader.ring import Ring
 from stocache.reading.graph.feed import Feed, Packer, ParcelRef, unpack_parcel
 from stocache.reading.graph.graph import DataPipe, pipes_of
 from stocache.reading.graph.sharding import share
 from stocache.reading.run.replica import Elements, FedReplica, InitFn, Replica, ResetFn, WorkerInfo
+from stocache.ring.ring import Ring
 
 IDLE, GO_ON = b"idle", b"go on"  # requests to the dispatching process that do not begin an epoch
 

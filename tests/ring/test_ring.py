@@ -13,7 +13,7 @@ import torch
 
 from stocache import WorkerError
 from stocache.loader import ring as ring_module
-from stocache.loader.ring import FULL, NO_LANE, NO_MEMORY, NOTHING, TOO_LARGE, Ring, fallback, ring_of
+from stocache.ring.ring import FULL, NO_LANE, NO_MEMORY, NOTHING, TOO_LARGE, Ring, fallback, ring_of
 from stocache.system import limits
 from tests.support.equality import same
 from tests.support.faults import no_shared_memory

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from stocache.loader.pickling import pack, unpack
+from stocache.ring.pickling import pack, unpack
 from tests.support.equality import same
 
 Pair = namedtuple("Pair", "image label")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import stocache
-from stocache.loader.pinned import Pinned
-from stocache.loader.ring import Ring
+from stocache.ring.pinned import Pinned
+from stocache.ring.ring import Ring
 from stocache.system import limits
 from tests.support.equality import same
 from tests.support.processes import wait_until

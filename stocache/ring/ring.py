@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from stocache.errors import WorkerError
-from stocache.loader.fork_tracker import ForkTracker
-from stocache.loader.pickling import pack, unpack
-from stocache.loader.pinned import Pinned
+from stocache.ring.fork_tracker import ForkTracker
+from stocache.ring.pickling import pack, unpack
+from stocache.ring.pinned import Pinned
 from stocache.shm.leases import LeaseTracker
 from stocache.shm.segment import Segment
 from stocache.system.limits import GIB, MIB, format_size
