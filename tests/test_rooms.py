@@ -23,7 +23,7 @@ IMPORTS = {  # besides errors; from the ground up, so that each folder's row nam
     "preparation": "datasets samples storage system",
     "text": "cache loader samples system",
     "cli": "cache preparation shm storage system",
-    "reading/graph": "cache loader ring samples system",
+    "reading/graph": "cache ring samples system",
     "reading/run": "loader reading/graph ring system",
     "reading": "cache reading/graph reading/run samples system",
 }
