@@ -112,6 +112,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
             ahead=set(position["ahead"]),
             epochs=position["epochs"],
             fillers=0 if self._is_iterable else self._restored[1],
+            workers_made=parts["made"] if self.num_workers and self._worker_group is None else None,
             **{name: parts[name] for name in ("made", "begun", "asked", "samplers", "now")},
         )
 
