@@ -33,6 +33,7 @@ class StateForm:
         position: the types that each field of ``position`` may have. An int must be between 0 and 2^62.
         parts: the types that each field of ``parts`` may have.
         optional: fields of ``identity`` that need not be equal where one of the two is None.
+        mismatch: what to say where ``name``, a field of ``identity``, is ``saved`` in the state and not ``own``.
     """
 
     what: str
@@ -40,6 +41,7 @@ class StateForm:
     position: Mapping[str, tuple[type, ...]]
     parts: Mapping[str, tuple[type, ...]]
     optional: tuple[str, ...] = ()
+    mismatch: str = "the state belongs to a {what} with {name} {saved}; this one has {own}."
 
     def make(self, identity: dict[str, Any], position: dict[str, Any], parts: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return a state."""
@@ -74,9 +76,8 @@ class StateForm:
         for name, value in own.items():
             unknown = name in self.optional and (saved[name] is None or value is None)
             if saved[name] != value and not unknown:
-                raise StateError(
-                    f"the state belongs to a {self.what} with {name} {saved[name]!r:.200}; this one has {value!r:.200}."
-                )
+                values = {"saved": f"{saved[name]!r:.200}", "own": f"{value!r:.200}"}
+                raise StateError(self.mismatch.format(what=self.what, name=name, **values))
 
     def _checked(self, state: dict[str, Any], field: str, types: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
         values = state[field]
