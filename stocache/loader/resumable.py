@@ -23,6 +23,7 @@ from stocache.loader.worker_state import (
     WorkerState,
     WorkerStates,
     has_state,
+    restore,
     state_of,
 )
 from stocache.samplers.locality import LocalityDistributedSampler
@@ -129,8 +130,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
         self._iterable = None
         if self._is_iterable:
             source = self._iterable = self._stateful_iterable(source, states, 0)
-        elif states and states[0] is not None and states[0].dataset is not None:
-            source.load_state_dict(states[0].dataset)
+        elif states and states[0] is not None:
+            restore(source, states[0].dataset)
         return source
 
     def _restored_in_workers(self, source: Any, collate: Any) -> dict[str, Any]:

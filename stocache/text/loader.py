@@ -121,7 +121,9 @@ class StreamLoader(IterableDataset[Any]):
         LimitError, CacheNameError, MismatchError, SegmentError: as for `RaggedCache`.
 
     A file that has changed when an epoch begins is read anew. In a `torch.utils.data.DataLoader` (``batch_size=None``) each
-    worker takes a part of the buffers; the order is then reproducible by torch's seed, or after `set_epoch`.
+    worker takes a part of the buffers; the order is then reproducible by torch's seed, or after `set_epoch`. The state of a
+    `stocache.DataLoader`, or of torchdata's StatefulDataLoader, holds the state of this dataset in each worker. So it is
+    resumed with that loader, and needs as many workers as before.
     Source: the article on a streaming data loader for PyTorch (J. McCaffrey).
     """
 
