@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from stocache.loader.sample_seed import SampleSeed
     from stocache.preparation.prepare import DataPreparer, prepare
     from stocache.samplers.block import BlockSampler, ShuffleQuality, shuffle_quality
+    from stocache.samplers.distributed import StatefulDistributedSampler
     from stocache.samplers.locality import LocalityDistributedSampler
     from stocache.samplers.permutation import Permutation
     from stocache.samples.spec import Structure
@@ -89,6 +90,7 @@ __all__ = [
     "SlotError",
     "SlotState",
     "StateError",
+    "StatefulDistributedSampler",
     "StocacheError",
     "StorageDataset",
     "StorageError",
@@ -119,6 +121,7 @@ _LAZY_EXPORTS = {  # imported on first use: torch takes seconds to import
     "loader.sample_seed": "SampleSeed",
     "preparation.prepare": "DataPreparer prepare",
     "samplers.block": "BlockSampler ShuffleQuality shuffle_quality",
+    "samplers.distributed": "StatefulDistributedSampler",
     "samplers.locality": "LocalityDistributedSampler",
     "samplers.permutation": "Permutation",
     "samples.spec": "Structure",

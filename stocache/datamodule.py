@@ -17,10 +17,12 @@ from stocache.samples.indices import check_indices
 from stocache.storage.storage import DataStorage, OnDiskBlockDataStorage, TInfo, TSample
 from stocache.system.hashing import checksum
 from stocache.system.limits import parse_size
+from stocache.system.state import StateForm
 from stocache.system.urls import is_url
 
 Split = Mapping[str, float] | Callable[[Any, int], Mapping[str, Sequence[int]]]
 PARTS = ("train", "val", "test")
+_FORM = StateForm("DataModule", 2, position={}, parts={"split": (dict,)})  # a checksum of each part of the split
 
 
 class DataModule(LightningDataModule, Generic[TSample, TInfo]):
@@ -211,18 +213,21 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: a checksum of the split. The loaders have their own states."""
-        return {part: _digest(dataset) for part, dataset in self.datasets.items()}
+        return _FORM.make({}, {}, {"split": self._digests()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that training continues with the same split.
+        """Check that training continues with the same split, if both were made.
 
         Raises:
-            StateError: the parts have other samples than those of the checkpoint.
+            StateError: it is not a state of a DataModule, or the parts have other samples than those of the checkpoint.
         """
-        own = self.state_dict()
-        differing = [part for part in state if own and state[part] != own.get(part)]
+        own, saved = self._digests(), _FORM.read(state, {})[1]["split"]
+        differing = [part for part in own | saved if own and saved and own.get(part) != saved.get(part)]
         if differing:
             raise StateError(f"the checkpoint is of another split, with other samples in {differing}. Split as before.")
+
+    def _digests(self) -> dict[str, str]:
+        return {part: _digest(dataset) for part, dataset in self.datasets.items()}
 
     def close(self) -> None:
         """Close the caches. May be called twice."""

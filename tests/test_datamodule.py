@@ -204,6 +204,25 @@ def test_a_checkpoint_of_another_split_is_an_error(tmp_path):
     other.close()
 
 
+def test_what_is_not_a_state_of_a_module_is_refused(tmp_path):
+    data = module(tmp_path)
+    before = json.loads(json.dumps(data.state_dict()))
+    data.prepare_data()
+    data.setup("fit")
+    state = json.loads(json.dumps(data.state_dict()))
+    for accepted in (before, state):
+        data.load_state_dict(accepted)
+    for wrong, message in (
+        ({"train": "0" * 16}, "is not a state of a DataModule"),  # as an older release saved it
+        (state | {"version": 1}, "this state has version 1"),
+        (state | {"parts": {"split": None}}, "split=None"),
+        (state | {"parts": {"split": {"train": object()}}}, "another split"),
+    ):
+        with pytest.raises(StateError, match=message):
+            data.load_state_dict(wrong)
+    data.close()
+
+
 def test_the_monitor_logs_each_epoch_to_any_logger(tmp_path):
     data = module(tmp_path, size_limit_gib="6KB")
     logger = CSVLogger(tmp_path)

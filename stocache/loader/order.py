@@ -115,11 +115,12 @@ class Order:
         if progress.resumed is not None:
             with rng.preserve_rng_state():
                 self.restore(progress.begun, progress.samplers, progress.epochs)
-                return self._numbered(progress, iter(self.sampler))
-        if progress.skip_rng_draw:
-            self.restore(progress.made)
-        progress.begun, progress.samplers, progress.epochs = self.rng_state(), self.sampler_states(), self.epochs()
-        numbered = self._numbered(progress, iter(self.sampler))
+                numbered = self._numbered(progress, iter(self.sampler))
+        else:
+            if progress.skip_rng_draw:
+                self.restore(progress.made)
+            progress.begun, progress.samplers, progress.epochs = self.rng_state(), self.sampler_states(), self.epochs()
+            numbered = self._numbered(progress, iter(self.sampler))
         if progress.workers_made is not None:  # torch draws the seed of the workers now, and then asks for another iterator
             self.restore(progress.workers_made)
             progress.workers_made = None

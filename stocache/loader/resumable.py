@@ -24,6 +24,7 @@ from stocache.loader.worker_state import (
     WorkerState,
     WorkerStates,
     has_state,
+    restore,
     state_of,
 )
 from stocache.samplers.locality import LocalityDistributedSampler
@@ -119,6 +120,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
             epochs=position["epochs"],
             sample_epoch=sample_epoch,
             fillers=0 if self._is_iterable else self._restored[1],
+            workers_made=parts["made"] if self.num_workers and self._worker_group is None else None,
             **{name: parts[name] for name in ("made", "begun", "asked", "samplers", "now")},
         )
 
@@ -141,8 +143,8 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
         self._iterable = None
         if self._is_iterable:
             source = self._iterable = self._stateful_iterable(source, states, 0)
-        elif states and states[0] is not None and states[0].dataset is not None:
-            source.load_state_dict(states[0].dataset)
+        elif states and states[0] is not None:
+            restore(source, states[0].dataset)
         return source
 
     def _restored_in_workers(self, source: Any, collate: Any) -> dict[str, Any]:

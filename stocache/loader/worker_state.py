@@ -41,6 +41,19 @@ def state_of(value: Any) -> Any:
     return value.state_dict() if has_state(value) else None
 
 
+def restore(value: Any, state: Any) -> None:
+    """Restore an object to a state that `state_of` returned.
+
+    Raises:
+        StateError: the object does not have ``load_state_dict``.
+    """
+    if state is None:
+        return
+    if not has_state(value):
+        raise StateError(f"the state has a state of a {type(value).__name__}; this one does not have load_state_dict.")
+    value.load_state_dict(state)
+
+
 @dataclass(frozen=True)
 class WorkerState:
     """The state of one worker.
@@ -161,11 +174,9 @@ class _CountingIterator:
     """
 
     def __init__(self, dataset: Any, state: WorkerState, fillers: int, batch_size: int, drop_last: bool) -> None:
-        if state.dataset is not None:
-            dataset.load_state_dict(state.dataset)
+        restore(dataset, state.dataset)
         self._dataset, self._iterator = dataset, iter(dataset)
-        if state.iterator is not None:
-            self._iterator.load_state_dict(state.iterator)
+        restore(self._iterator, state.iterator)
         self._samples, self._ended = state.samples, state.ended
         self._batch_size, self._drop_last = batch_size, drop_last
         self._fillers, self._room = 0 if state.ended else fillers, batch_size  # room in the batch that is made
@@ -260,8 +271,8 @@ class StatefulInit:
         if self.init is not None:
             self.init(number)
         state = self.states[number] if self.states else None
-        if not iterable and state is not None and state.dataset is not None:
-            info.dataset.load_state_dict(state.dataset)
+        if not iterable and state is not None:
+            restore(info.dataset, state.dataset)
 
 
 # ---------------------------------------------------------------------------------------------------- in the loader's process

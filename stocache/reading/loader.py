@@ -30,6 +30,8 @@ _FORM = StateForm(
     2,
     position={"seed": _SEED, "epoch": (int,), "epoch_seed": _SEED, "delivered": (int,)},
     parts={"graph": (str, NoneType), "service": (dict, str, NoneType)},
+    optional=("graph",),
+    limit=1 << 64,  # of seeds
 )
 
 

@@ -23,16 +23,26 @@ from stocache.samplers.permutation import MAX_LISTED, Indices, Permutation
 from stocache.samples.indices import check_indices
 from stocache.system.deprecation import renamed_arguments
 from stocache.system.ranks import torch_ranks
+from stocache.system.state import StateForm
 
 _AT_ONCE = 1 << 16  # blocks whose sizes are computed together
+
+
+def sampler_form(what: str, **position: tuple[type, ...]) -> StateForm:
+    """Return the form of the states of a `ResumableSampler`; ``position`` are the fields that it adds to the position."""
+    mismatch = "load_state_dict: the state is of another order ({name}={saved}; this {what} has {name}={own}). "
+    fields = {"epoch": (int,), "done": (int,)} | position
+    return StateForm(what, 2, fields, {}, mismatch=mismatch + "Make the sampler as it was.")
 
 
 class ResumableSampler(DistributedSampler[int]):
     """Yields one rank's share of each epoch, and can save and resume its position.
 
-    It is a DistributedSampler, so that trainers do not replace it by one.
+    It is a DistributedSampler, so that trainers do not replace it by one. The position of its states: ``epoch``, and how many
+    of this rank's samples are ``done``.
     """
 
+    _form: StateForm
     _advances_epoch = True  # whether each iteration is the next epoch, unless `set_epoch` was called
 
     def __init__(self) -> None:
@@ -79,20 +89,31 @@ class ResumableSampler(DistributedSampler[int]):
         return self._state(self.epoch, self._done)
 
     def _state(self, epoch: int, done: int) -> dict[str, Any]:
-        return {"epoch": epoch, "done": done, **self._identity()}
+        return self._form.make(self._identity(), {"epoch": epoch, "done": done} | self._position(epoch))
+
+    def _position(self, epoch: int) -> dict[str, Any]:
+        """Return the fields that this class adds to the position."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state: the next iteration yields the samples that were left.
 
         Raises:
-            StateError: the state is of another order.
+            StateError: the state is damaged, or of another order.
         """
-        own = self._identity()
-        differing = [name for name in own if state.get(name) != own[name]]
-        if differing or not {"epoch", "done"} <= state.keys():
-            names = ", ".join(f"{name}={state.get(name)!r}" for name in differing)
-            raise StateError(f"load_state_dict: the state is of another order ({names}). Make the sampler as it was.")
-        self.epoch, self._done, self._running = state["epoch"], state["done"], None
+        position, _ = self._form.read(state, self._identity())
+        done = self._resume(position)
+        self.epoch, self._done, self._running = position["epoch"], done, None
+
+    def _resume(self, position: dict[str, Any]) -> int:
+        """Check the position of a state, and return how many samples of this rank are done.
+
+        Raises:
+            StateError: it is damaged.
+        """
+        if position["done"] > len(self):
+            raise StateError(f"the state is damaged: {position['done']} of {len(self)} samples are done.")
+        return position["done"]  # type: ignore[no-any-return]
 
 
 class BlockSampler(ResumableSampler):
@@ -121,6 +142,8 @@ class BlockSampler(ResumableSampler):
     called. If ``indices`` is a range, the sampler keeps no list of it; and above 2^24 samples no list of the blocks.
     Source: the article on block storage in PyTorch Lightning, for windows of one block.
     """
+
+    _form = sampler_form("BlockSampler")
 
     @renamed_arguments(ahead="prefetch")
     def __init__(
@@ -152,7 +175,7 @@ class BlockSampler(ResumableSampler):
             self._blocks: _BlockRange | _BlockList = _BlockRange(indices, block_size)
         else:
             self._blocks = _BlockList(check_indices(indices, 2**62, "BlockSampler"), block_size)
-        self._shuffle, self._window, self._seed = shuffle, window, seed
+        self._block_size, self._shuffle, self._window, self._seed = block_size, shuffle, window, seed
         self._rank, self._world_size, self._drop_last, self._prefetch = rank, world_size, drop_last, prefetch
 
     def __len__(self) -> int:
@@ -217,9 +240,11 @@ class BlockSampler(ResumableSampler):
     def _identity(self) -> dict[str, Any]:
         return {
             "samples": self._blocks.samples,
+            "block_size": self._block_size,
             "shuffle": self._shuffle,
             "window": self._window,
             "seed": self._seed,
+            "drop_last": self._drop_last,
             "rank": self._rank,
             "world_size": self._world_size,
         }

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Sized
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from stocache.cache.placement import Placement, ordering_of
 from stocache.cache.shared import SharedCache
 from stocache.errors import LimitError, StateError
 from stocache.samplers.assignment import EpochShape, ShuffledEpoch, StrataLayout, StratifiedEpoch, assign_ranks
-from stocache.samplers.block import ResumableSampler
+from stocache.samplers.block import ResumableSampler, sampler_form
 from stocache.samplers.permutation import Indices
 from stocache.system.ranks import ranks_here
 
@@ -56,6 +57,7 @@ class LocalityDistributedSampler(ResumableSampler):
     same size.
     """
 
+    _form = sampler_form("LocalityDistributedSampler", batch_size=(int,), layout=(dict, NoneType))
     _advances_epoch = False
 
     def __init__(
@@ -173,28 +175,52 @@ class LocalityDistributedSampler(ResumableSampler):
         """Return the layout of an epoch: a resumed epoch keeps the layout that it was begun with."""
         return self._resumed[1] if epoch == self._resumed[0] else self._layout
 
-    def _state(self, epoch: int, done: int) -> dict[str, Any]:
+    def _position(self, epoch: int) -> dict[str, Any]:
         layout = self._layout_of(epoch)
-        begun_for = {"batch_size": self.batch_size, "layout": dataclasses.asdict(layout) if layout else None}
-        return super()._state(epoch, done) | begun_for
+        return {"batch_size": self.batch_size, "layout": dataclasses.asdict(layout) if layout else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state, also of another number of ranks and nodes if the global batch has the same size.
 
         Raises:
-            StateError: the state is of another order, or was taken within a batch of another size.
+            StateError: the state is damaged, of another order, or was taken within a batch of another size.
         """
         super().load_state_dict(state)
-        steps, within = divmod(self._done, state["batch_size"])
-        if state["batch_size"] != self.batch_size:
-            if within:
+
+    def _resume(self, position: dict[str, Any]) -> int:
+        done, batch_size, width = position["done"], position["batch_size"], self.global_batch_size
+        layout = self._read_layout(position["layout"])
+        steps = -(-len(self.dataset) // width)  # type: ignore[arg-type]
+        if not batch_size or width % batch_size or done > steps * batch_size:
+            raise StateError(f"the state is damaged: {done} samples are done, of {steps} batches of {batch_size}.")
+        if batch_size != self.batch_size:
+            if done % batch_size:
                 raise StateError(
-                    f"load_state_dict: the state was taken within a batch of {state['batch_size']}, but this sampler has "
+                    f"load_state_dict: the state was taken within a batch of {batch_size}, but this sampler has "
                     f"batch_size={self.batch_size}. Save it between two batches, or use that batch size."
                 )
-            self._done = steps * self.batch_size
-        layout = state["layout"]
-        self._resumed = state["epoch"], None if layout is None else StrataLayout(**layout)
+            done = done // batch_size * self.batch_size
+        self._resumed = position["epoch"], layout
+        return done  # type: ignore[no-any-return]
+
+    def _read_layout(self, saved: dict[str, Any] | None) -> StrataLayout | None:
+        """Return the layout in a state.
+
+        Raises:
+            StateError: it is damaged.
+        """
+        if saved is None and self._layout is None:
+            return None
+        names = [field.name for field in dataclasses.fields(StrataLayout)]
+        if saved is None or self._layout is None or sorted(saved) != sorted(names):
+            raise StateError(f"the state is damaged: its layout is {saved!r:.100}.")
+        if any(type(value) is not int or not 0 <= value < 1 << 62 for value in saved.values()):
+            raise StateError(f"the state is damaged: its layout is {saved!r:.100}.")
+        layout = StrataLayout(**saved)
+        ranks = layout.nodes * layout.per_node
+        if not ranks or self.global_batch_size % ranks:
+            raise StateError(f"the state is damaged: its layout is {saved!r:.100}.")
+        return layout
 
 
 def _choose_placement(given: Placement | None, placed: Placement | None, num_nodes: int | None, nodes_here: int) -> Placement:

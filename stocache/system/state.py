@@ -10,7 +10,6 @@ import torch
 
 from stocache.errors import StateError
 
-_LIMIT = 1 << 62
 _FIELDS = ("what", "version", "identity", "position", "parts")
 
 
@@ -30,9 +29,11 @@ class StateForm:
     Attributes:
         what: see above.
         version: see above.
-        position: the types that each field of ``position`` may have. An int must be between 0 and 2^62.
+        position: the types that each field of ``position`` may have. An int must be at least 0, and less than ``limit``.
         parts: the types that each field of ``parts`` may have.
         optional: fields of ``identity`` that need not be equal where one of the two is None.
+        mismatch: what to say where ``name``, a field of ``identity``, is ``saved`` in the state and not ``own``.
+        limit: of ints in ``position`` and ``parts``.
     """
 
     what: str
@@ -40,6 +41,8 @@ class StateForm:
     position: Mapping[str, tuple[type, ...]]
     parts: Mapping[str, tuple[type, ...]]
     optional: tuple[str, ...] = ()
+    mismatch: str = "the state belongs to a {what} with {name} {saved}; this one has {own}."
+    limit: int = 1 << 62
 
     def make(self, identity: dict[str, Any], position: dict[str, Any], parts: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return a state."""
@@ -74,9 +77,8 @@ class StateForm:
         for name, value in own.items():
             unknown = name in self.optional and (saved[name] is None or value is None)
             if saved[name] != value and not unknown:
-                raise StateError(
-                    f"the state belongs to a {self.what} with {name} {saved[name]!r:.200}; this one has {value!r:.200}."
-                )
+                values = {"saved": f"{saved[name]!r:.200}", "own": f"{value!r:.200}"}
+                raise StateError(self.mismatch.format(what=self.what, name=name, **values))
 
     def _checked(self, state: dict[str, Any], field: str, types: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
         values = state[field]
@@ -84,7 +86,7 @@ class StateForm:
             raise StateError(f"the state of a {self.what} is damaged: its {field} is {values!r:.100}.")
         for name, allowed in types.items():
             value = values[name]
-            if type(value) not in allowed or (type(value) is int and not 0 <= value < _LIMIT):
+            if type(value) not in allowed or (type(value) is int and not 0 <= value < self.limit):
                 raise StateError(f"the state of a {self.what} is damaged: {field} has {name}={value!r:.100}.")
         return dict(values)
 

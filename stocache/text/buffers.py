@@ -105,6 +105,8 @@ class Buffers:
     def _find(self, number: int) -> LinePosition:
         """Return where a buffer begins; the end of all buffers for one after the last."""
         nearest = number
+        if number > self._len and number not in self._known:  # a state may have any number
+            nearest = max(self._len, *(known for known in self._known if known < number))
         while (position := self.position(nearest)) is None:
             nearest -= 1
         while nearest < number and position.rows == nearest * self.lines.buffer_size:
@@ -137,14 +139,16 @@ class Buffers:
                 progress(position)
         return rows
 
-    def resume_at(self, number: int, position: LinePosition) -> None:
+    def resume_at(self, number: int, file: int, offset: int) -> None:
         """Set where a buffer begins, as a state says.
 
         Raises:
             StateError: no line begins there.
         """
+        position = LinePosition(file, offset, number * self.lines.buffer_size)
         if not self.lines.begins_line(position):
-            raise StateError(f"the files have changed since the state was taken: no line begins where {tuple(position)} was.")
+            where = f"byte {offset} of file {file}"
+            raise StateError(f"the files have changed since the state was taken: no line begins where {where} was.")
         self._publish(number, position)
 
     # ------------------------------------------------------------------------------------------------ their rows

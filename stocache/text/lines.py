@@ -332,8 +332,10 @@ class Lines:
         number, offset, _ = position
         if number >= len(self.files):
             return (number, offset) == (len(self.files), 0)
-        start = self._start_of(number)
-        return offset == start or (offset > start and self._reader.read_at(number, offset - 1, 1)[0] == b"\n")
+        start, file = self._start_of(number), self.files[number]
+        if offset <= start or (offset > file.size and file.compression is None):
+            return offset == start
+        return self._reader.read_at(number, offset - 1, 1)[0] == b"\n"
 
 
 def _size(nbytes: int) -> str:

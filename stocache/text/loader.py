@@ -1,10 +1,12 @@
 """`StreamLoader` delivers batches of tensors from text files of any size, and caches parsed rows in shared memory."""
 
 import contextlib
+import copy
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -16,11 +18,12 @@ from stocache.errors import CacheNameError, ClosedError, MismatchError, StateErr
 from stocache.system.deprecation import renamed_arguments
 from stocache.system.hashing import checksum
 from stocache.system.ranks import is_first_rank
+from stocache.system.state import StateForm
 from stocache.text.buffers import Buffers
 from stocache.text.files import Paths, TextFile, find_files
 from stocache.text.flat import flat_arguments
 from stocache.text.formats import Column, CsvFormat, CustomFormat, TextFormat
-from stocache.text.lines import LinePosition, Lines
+from stocache.text.lines import Lines
 from stocache.text.options import ReadOptions, check_choice, check_integer, check_type, share_of
 from stocache.text.windows import Shuffle, ShuffleKey, WindowBatches, Windows, WorkerProcesses, by_threads, one_by_one
 
@@ -29,7 +32,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("stocache")
 
-_STATE_VERSION = 1
+_FORM = StateForm(
+    "StreamLoader",
+    2,
+    position={
+        "epoch": (int,),
+        "key": (list, NoneType),  # what its order depends on besides the loader's seed; None before the first batch
+        "window": (int, NoneType),  # of the last batch
+        "batch": (int,),  # batches of that window that were delivered
+        "line": (list, NoneType),  # file and offset where that window begins, if known
+    },
+    parts={},
+    mismatch="the state belongs to a StreamLoader with other files, or other arguments for its batches.",
+)
 
 
 class CsvArguments(TypedDict, total=False):
@@ -106,7 +121,9 @@ class StreamLoader(IterableDataset[Any]):
         LimitError, CacheNameError, MismatchError, SegmentError: as for `RaggedCache`.
 
     A file that has changed when an epoch begins is read anew. In a `torch.utils.data.DataLoader` (``batch_size=None``) each
-    worker takes a part of the buffers; the order is then reproducible by torch's seed, or after `set_epoch`.
+    worker takes a part of the buffers; the order is then reproducible by torch's seed, or after `set_epoch`. The state of a
+    `stocache.DataLoader`, or of torchdata's StatefulDataLoader, holds the state of this dataset in each worker. So it is
+    resumed with that loader, and needs as many workers as before.
     Source: the article on a streaming data loader for PyTorch (J. McCaffrey).
     """
 
@@ -178,8 +195,8 @@ class StreamLoader(IterableDataset[Any]):
         self._count_first = count_rows or shuffle == "buffers"
         self._progress = self._read.progress and is_first_rank()
         self._epoch, self._epoch_was_set = 0, False
-        self._resumed: dict[str, Any] | None = None
-        self._state: dict[str, Any] | None = None  # after the batch that was delivered last
+        self._resumed: dict[str, Any] | None = None  # a state that was loaded
+        self._position: dict[str, Any] | None = None  # after the batch that was delivered last
         self._workers = WorkerProcesses(num_workers, self._read.multiprocessing_context)
         self._totals = {"epochs": 0, "batches": 0, "rows": 0, "skipped": 0, "dropped": 0}
         self._fault = ""  # of the first line that was left out
@@ -267,16 +284,15 @@ class StreamLoader(IterableDataset[Any]):
         worker = get_worker_info()
         windows = self._reopen_changed()
         state, self._resumed = self._resumed, None
-        if state is None:
-            state = self._beginning(self._epoch)
-        elif state["identity"] != self._identity():
+        if state is not None and state["identity"] != self._identity():
             raise StateError("the files have changed since the state was taken. Call set_epoch(…) to begin an epoch.")
-        epoch, window, done = state["epoch"], state["window"], state["batch"]
-        key = self._key(epoch) if window is None else tuple(state["key"])
-        if state.get("position") is not None:
-            windows.buffers.resume_at(state["buffer"], LinePosition(*state["position"]))
+        position = self._beginning(self._epoch) if state is None else state["position"]
+        epoch, window, done = position["epoch"], position["window"], position["batch"]
+        key = self._key(epoch) if window is None else tuple(position["key"])
+        if position["line"] is not None:
+            windows.buffers.resume_at(windows.numbers(key, window)[0], *position["line"])
         self._epoch = epoch + 1
-        self._state = {"epoch": epoch, "key": state["key"], "window": window, "batch": done}
+        self._position = position
         if worker is not None:
             deliveries = one_by_one(windows, key, worker.id if window is None else window, worker.num_workers)
         elif self._num_workers:
@@ -291,11 +307,11 @@ class StreamLoader(IterableDataset[Any]):
                 for batch in made.batches[done:]:
                     done += 1
                     self._totals["batches"] += 1
-                    self._state = {"epoch": epoch, "key": list(key), "window": number, "batch": done}
+                    self._position = {"epoch": epoch, "key": list(key), "window": number, "batch": done, "line": None}
                     yield batch
                 bar.update(made.rows)
                 done = 0
-        self._state = self._beginning(epoch + 1)
+        self._position = self._beginning(epoch + 1)
         self._totals["epochs"] += 1
         self._check_and_log(epoch, {name: count - before[name] for name, count in self._totals.items()})
 
@@ -352,39 +368,37 @@ class StreamLoader(IterableDataset[Any]):
         """Set the epoch that the next iterator delivers."""
         check_integer("epoch", epoch, 0)
         self._epoch, self._epoch_was_set = epoch, True
-        self._resumed = self._state = None
+        self._resumed = self._position = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the newest iterator, after the last batch it delivered. It holds numbers and strings only."""
+        """Return the position of the newest iterator, after the last batch it delivered. JSON can save it."""
         if self._resumed is not None:
-            return dict(self._resumed)
-        state: dict[str, Any] = {"version": _STATE_VERSION, "identity": self._identity()} | (
-            self._state or self._beginning(self._epoch)
-        )
+            return copy.deepcopy(self._resumed)
+        position = copy.deepcopy(self._position or self._beginning(self._epoch))
         windows = self._current()
-        if state["window"] is not None and windows.shuffle != "buffers":  # or it is not known without reading
-            number = windows.numbers(state["key"], state["window"])[0]
-            position = windows.buffers.position(number)
-            state |= {"buffer": number, "position": None if position is None else list(position)}
-        return state
+        if position["window"] is not None and windows.shuffle != "buffers":  # or it is not known without reading
+            begin = windows.buffers.position(windows.numbers(position["key"], position["window"])[0])
+            position["line"] = None if begin is None else [begin.file, begin.offset]
+        return _FORM.make(self._identity(), position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken: the next iterator delivers the batches after it, and parses only those.
 
         Raises:
-            StateError: this is not such a state, or it belongs to other files or another order.
+            StateError: this is not such a state, or it belongs to other files or another order. The next iterator raises it if
+                the files have changed.
         """
-        parts = {"version", "identity", "epoch", "key", "window", "batch"}
-        if not isinstance(state, dict) or state.get("version") != _STATE_VERSION or not parts <= set(state):
-            raise StateError(f"{state!r:.100} is not a state of a StreamLoader of this version of stocache.")
-        if state["identity"] != self._identity():
-            raise StateError("the state belongs to a StreamLoader with other files, or other arguments for its batches.")
-        self._resumed = dict(state)
+        identity = self._identity()
+        position, _ = _FORM.read(state, identity)
+        key, line, begun = position["key"], position["line"], position["window"] is not None
+        if begun != (key is not None) or not _are_counts(key, 1, 2) or not _are_counts(line, 2, 2) or (line and not begun):
+            raise StateError(f"the state of a StreamLoader is damaged: its position is {position!r:.200}.")
+        self._resumed = copy.deepcopy(_FORM.make(identity, position))
 
     def _beginning(self, epoch: int) -> dict[str, Any]:
-        return {"epoch": epoch, "key": None, "window": None, "batch": 0}
+        return {"epoch": epoch, "key": None, "window": None, "batch": 0, "line": None}
 
-    def _identity(self) -> str:
+    def _identity(self) -> dict[str, Any]:
         """Return a checksum of all that the batches depend on: not the files' paths, nor the number of processes."""
         files = [(file.size, file.ends) for file in self._current().buffers.lines.files]
         settings = (
@@ -395,7 +409,7 @@ class StreamLoader(IterableDataset[Any]):
             self._format.skip_identity,
             self._order_options,
         )
-        return checksum(repr((files, settings, self._format.identity)).encode())
+        return {"checksum": checksum(repr((files, settings, self._format.identity)).encode())}
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch if no line is left out.
@@ -436,3 +450,10 @@ class StreamLoader(IterableDataset[Any]):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _are_counts(values: list[Any] | None, least: int, most: int) -> bool:
+    """Whether ``values`` is None, or a list of so many integers from 0 to 2^64 - 1."""
+    if values is None:
+        return True
+    return least <= len(values) <= most and all(type(value) is int and 0 <= value < 1 << 64 for value in values)

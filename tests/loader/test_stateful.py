@@ -253,9 +253,10 @@ class Seeds(IterableDataset):
         return iter([get_worker_info().seed] * 4)
 
 
-def test_persistent_workers_have_the_seeds_of_those_that_they_replace():
+@pytest.mark.parametrize("make_generator", [lambda: None, lambda: torch.Generator().manual_seed(3)], ids=["global", "own"])
+def test_persistent_workers_have_the_seeds_of_those_that_they_replace(make_generator):
     def loader():
-        return stocache.DataLoader(Seeds(), 2, num_workers=2, persistent_workers=True)
+        return stocache.DataLoader(Seeds(), 2, num_workers=2, persistent_workers=True, generator=make_generator())
 
     first = loader()
     epochs = [play(first) for _ in range(3)]

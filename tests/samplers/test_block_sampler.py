@@ -191,14 +191,20 @@ def test_indices_that_are_none_are_errors(indices):
         BlockSampler(indices, 2, True)
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"window": 2}, {"rank": 1}, {"indices": range(9)}])
+@pytest.mark.parametrize(
+    "change", [{"seed": 1}, {"window": 2}, {"rank": 1}, {"indices": range(9)}, {"drop_last": True}, {"block_size": 3}]
+)
 def test_a_state_of_another_order_is_an_error(change):
     options = {"indices": range(10), "block_size": 2, "shuffle": True, "rank": 0, "world_size": 2}
     state = BlockSampler(**options).state_dict()
     with pytest.raises(StateError, match=f"of another order .*{next(iter(change)).replace('indices', 'samples')}="):
         BlockSampler(**options | change).load_state_dict(state)
-    with pytest.raises(StateError, match="of another order"):
-        BlockSampler(**options).load_state_dict({})
+    for wrong in (
+        {},
+        {"epoch": 0, "done": 0, "samples": 10, "shuffle": True, "window": 16, "seed": 0, "rank": 0, "world_size": 2},
+    ):
+        with pytest.raises(StateError, match="is not a state of a BlockSampler"):  # the second is one of an older release
+            BlockSampler(**options).load_state_dict(wrong)
 
 
 # ---------------------------------------------------------------------------------------------------- without lists

@@ -224,7 +224,7 @@ def test_a_state_goes_on_with_other_ranks_and_the_same_global_batches(training, 
     for sampler in after:
         sampler.load_state_dict(state)
     left = steps_of(after)
-    wanted = whole[0][steps:] if state["done"] else whole[0]
+    wanted = whole[0][steps:] if state["position"]["done"] else whole[0]
     assert [Counter(itertools.chain(*step)) for step in left] == [Counter(itertools.chain(*step)) for step in wanted]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from stocache import ClosedError, JsonLinesFormat, ReadOptions, StateError, StreamError, StreamLoader
+from stocache import ClosedError, JsonLinesFormat, ReadOptions, StreamError, StreamLoader
 from tests.support.texts import FORK, numbers
 
 EMPLOYEES = """
@@ -115,8 +115,6 @@ def test_pipes_and_arguments_at_the_edge(tmp_path, numbered):
         for epoch in (-1, 1.5):
             with pytest.raises(StreamError, match="is not an integer of at least 0"):
                 loader.set_epoch(epoch)
-        with pytest.raises(StateError, match="is not a state"):
-            loader.load_state_dict({"version": 1})
 
 
 # ---------------------------------------------------------------------------------------------------- its length
