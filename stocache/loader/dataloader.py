@@ -18,7 +18,7 @@ import multiprocessing
 import operator
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -127,6 +127,15 @@ class DataLoader(ResumableLoader[_T]):
 
     def __iter__(self) -> Any:
         """Return an iterator over the batches. After `load_state_dict` the first one continues where the state was taken."""
+        order = self._order()
+        if not order.has_epochs:
+            return self._begin()
+        return _LateIteration(functools.partial(self._begin, order.epochs(every=True)))
+
+    def _begin(self, epochs: list[int | None] | None = None) -> "_Iteration":
+        """Begin an epoch. ``epochs``: those of the samplers when the user asked for the iterator; see `_LateIteration`."""
+        if epochs is not None and epochs != self._order().epochs(every=True):
+            self._leave_resumed_epoch()
         progress = self._next_progress()
         if self._worker_group is not None and self._worker_group.dead:
             self.end_workers()
@@ -245,6 +254,40 @@ class _Totals:
     counts: tuple[int, int] | None
     batches: int = 0
     waited_s: float = 0.0
+
+
+class _LateIteration:
+    """An iterator that begins when it is first used, for samplers that have ``set_epoch``.
+
+    Lightning makes the first iterator of a run before it sets the epoch of the samplers. Workers would begin at once, with the
+    order of epoch 0. And after a checkpoint of the last step of an epoch, the iterator would resume that epoch, which has
+    nothing left, and Lightning would count it as the next one. Without workers torch, too, takes the epoch that is set when the
+    first batch is asked for.
+    """
+
+    def __init__(self, begin: Callable[[], "_Iteration"]) -> None:
+        self._begin: Callable[[], _Iteration] | None = begin
+        self._iteration: _Iteration | None = None
+
+    def _begun(self) -> "_Iteration":
+        if self._iteration is None:
+            assert self._begin is not None
+            self._iteration, self._begin = self._begin(), None
+        return self._iteration
+
+    def __iter__(self) -> "_LateIteration":
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_begin", "_iteration"):  # __init__ has not run
+            raise AttributeError(name)
+        return getattr(self._begun(), name)
+
+    def __len__(self) -> int:
+        return len(self._begun())
+
+    def __next__(self) -> Any:
+        return next(self._begun())
 
 
 class _Iteration:

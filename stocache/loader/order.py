@@ -193,9 +193,17 @@ class Order:
         ]
         return states or None
 
-    def epochs(self) -> list[int | None]:
-        """Return the epoch of each sampler; None for those that do not have ``set_epoch``, or keep it in their state."""
-        return [_epoch_of(sampler) for sampler in samplers_in(self.sampler)]
+    def epochs(self, every: bool = False) -> list[int | None]:
+        """Return the epoch of each sampler; None for those that do not have ``set_epoch``, or keep it in their state.
+
+        ``every``: also of those that keep it in their state.
+        """
+        return [_epoch_of(sampler, every) for sampler in samplers_in(self.sampler)]
+
+    @property
+    def has_epochs(self) -> bool:
+        """Whether a sampler has ``set_epoch``."""
+        return any(hasattr(sampler, "set_epoch") for sampler in samplers_in(self.sampler))
 
     def _stateful(self) -> list[Any]:
         return [sampler for sampler in samplers_in(self.sampler) if hasattr(sampler, "load_state_dict")]
@@ -210,10 +218,10 @@ def _states_of(values: list[Any]) -> list[Any]:
     return [copy.deepcopy(value.state_dict()) for value in values]
 
 
-def _epoch_of(sampler: Any) -> int | None:
+def _epoch_of(sampler: Any, every: bool = False) -> int | None:
     epoch = getattr(sampler, "epoch", None)
-    has_epoch = type(epoch) is int and hasattr(sampler, "set_epoch") and not isinstance(sampler, ResumableSampler)
-    return epoch if has_epoch else None
+    has_epoch = type(epoch) is int and hasattr(sampler, "set_epoch")
+    return epoch if has_epoch and (every or not isinstance(sampler, ResumableSampler)) else None
 
 
 def samplers_in(sampler: Any) -> list[Any]:

@@ -112,6 +112,13 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
             **{name: parts[name] for name in ("made", "begun", "asked", "samplers", "now")},
         )
 
+    def _leave_resumed_epoch(self) -> None:
+        """Begin anew instead of resuming, because the user has set another epoch since."""
+        if self._loaded is not None:
+            with rng.preserve_rng_state():
+                self._order().restore(self._loaded["parts"]["asked"])  # where that epoch left the generators of the loader
+            self._loaded = None
+
     def _begin_worker_states(self) -> tuple[list[WorkerState | None], int]:
         """Return the states that new workers restore, and whose turn it is."""
         (states, turn), self._restored = self._restored, ([], 0)
@@ -244,7 +251,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
             parts["now"] = None  # counts the samples of another rank
         with rng.preserve_rng_state():
             finished = position["finished"]
-            order.restore(parts["begun"] if finished else None, parts["samplers"] if finished else None, position["epochs"])
+            order.restore(parts["begun"] if finished else None, parts["samplers"], position["epochs"])
         self._restored = (states if any(states) else []), position["turn"] if any(states) and self._in_order else 0
         self._progress = Progress(finished=True, skip_rng_draw=finished and position["persistent"])
         self._loaded = None if finished else copy.deepcopy(state | {"position": position, "parts": parts})
