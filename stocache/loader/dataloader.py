@@ -40,9 +40,18 @@ from stocache.system.children import fork_lock
 from stocache.system.deprecation import old_name
 
 _T = TypeVar("_T")
+_F = TypeVar("_F", bound=Callable[..., None])
 
 _SIGNATURE = inspect.signature(torch.utils.data.DataLoader.__init__)
 _SPARE = 8  # buffers of a worker beyond those it prefetches, for batches that the user holds; unused ones take no memory
+
+
+def _with_arguments_of_torch(function: _F) -> _F:
+    """Give ``function`` the signature of torch's loader and its own arguments. Lightning makes a loader again from it."""
+    parameters = inspect.signature(function).parameters.values()
+    own = [value for value in parameters if value.kind is value.KEYWORD_ONLY and value.name not in _SIGNATURE.parameters]
+    function.__signature__ = _SIGNATURE.replace(parameters=[*_SIGNATURE.parameters.values(), *own])  # type: ignore[attr-defined]
+    return function
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,8 @@ class DataLoader(ResumableLoader[_T]):
         WorkerError: while iterating: a worker died, or none can start. The message names its process, signal and batch.
     """
 
-    @functools.wraps(torch.utils.data.DataLoader.__init__)  # type: ignore[misc]  # for its signature
+    @functools.wraps(torch.utils.data.DataLoader.__init__)  # type: ignore[misc]  # for its types
+    @_with_arguments_of_torch
     def __init__(
         self,
         dataset: Any,
