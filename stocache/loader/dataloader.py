@@ -19,7 +19,7 @@ import multiprocessing
 import operator
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -42,10 +42,18 @@ from stocache.system.children import fork_lock
 from stocache.system.deprecation import old_name
 
 _T = TypeVar("_T")
+_F = TypeVar("_F", bound=Callable[..., None])
 
 _SIGNATURE = inspect.signature(torch.utils.data.DataLoader.__init__)
-_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _SPARE = 8  # buffers of a worker beyond those it prefetches, for batches that the user holds; unused ones take no memory
+
+
+def _with_arguments_of_torch(function: _F) -> _F:
+    """Give ``function`` the signature of torch's loader and its own arguments. Lightning makes a loader again from it."""
+    parameters = inspect.signature(function).parameters.values()
+    own = [value for value in parameters if value.kind is value.KEYWORD_ONLY and value.name not in _SIGNATURE.parameters]
+    function.__signature__ = _SIGNATURE.replace(parameters=[*_SIGNATURE.parameters.values(), *own])  # type: ignore[attr-defined]
+    return function
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,8 @@ class DataLoader(ResumableLoader[_T]):
         WorkerError: while iterating: a worker died, or none can start. The message names its process, signal and batch.
     """
 
-    @functools.wraps(torch.utils.data.DataLoader.__init__)  # type: ignore[misc]  # for its signature
+    @functools.wraps(torch.utils.data.DataLoader.__init__)  # type: ignore[misc]  # for its types
+    @_with_arguments_of_torch
     def __init__(
         self,
         dataset: Any,
@@ -131,19 +140,19 @@ class DataLoader(ResumableLoader[_T]):
         self._epoch: int | None = None
         self._totals = _Totals(self._cache_counts())
 
-    # Lightning makes loaders anew from the attributes that this names
-    __init__.__signature__ = _SIGNATURE.replace(  # type: ignore[attr-defined]
-        parameters=[
-            *_SIGNATURE.parameters.values(),
-            inspect.Parameter("snapshot_every_n_steps", _KEYWORD, default=1),
-            inspect.Parameter("sample_seed", _KEYWORD, default=None),
-        ]
-    )
-
     # ------------------------------------------------------------------------------------------------ iterating
 
     def __iter__(self) -> Any:
         """Return an iterator over the batches. After `load_state_dict` the first one continues where the state was taken."""
+        order = self._order()
+        if not order.has_epochs:
+            return self._begin()
+        return _LateIteration(functools.partial(self._begin, order.epochs(every=True)))
+
+    def _begin(self, epochs: list[int | None] | None = None) -> "_Iteration":
+        """Begin an epoch. ``epochs``: those of the samplers when the user asked for the iterator; see `_LateIteration`."""
+        if epochs is not None and epochs != self._order().epochs(every=True):
+            self._leave_resumed_epoch()
         progress = self._next_progress()
         if self._worker_group is not None and self._worker_group.dead:
             self.end_workers()
@@ -156,17 +165,14 @@ class DataLoader(ResumableLoader[_T]):
             with group.order.rng_during_creation(progress), group.explain_errors():
                 batches = super().__iter__()
         self._worker_group = group if self.persistent_workers else None
-        self._progress, self._loaded, self._begun = progress, None, self._begun + 1
+        self._progress, self._loaded, self._iterations = progress, None, self._iterations + 1
         self._worker_states.begin(progress.delivered)
         return _Iteration(batches, progress, self._totals, group, self._worker_states, self._in_order)
 
     def _make_iterator(self, progress: Progress) -> "tuple[Any, WorkerGroup]":
         # see NOTE [ How torch's DataLoader is used ]
-        stacking, seed, alone = (
-            self.batch_sampler is not None and stacks(self.collate_fn),
-            self.sample_seed,
-            not self.num_workers,
-        )
+        stacking = self.batch_sampler is not None and stacks(self.collate_fn)
+        seed, alone = self.sample_seed, not self.num_workers
         gathers = stacking and not (alone and self._pins) and not (seed is not None and seed.hooks)
         lazy = with_lazy_batches(self.dataset) if gathers else None
         order = self._order()
@@ -271,6 +277,40 @@ class _Totals:
     counts: tuple[int, int] | None
     batches: int = 0
     waited_s: float = 0.0
+
+
+class _LateIteration:
+    """An iterator that begins when it is first used, for samplers that have ``set_epoch``.
+
+    Lightning makes the first iterator of a run before it sets the epoch of the samplers. Workers would begin at once, with the
+    order of epoch 0. And after a checkpoint of the last step of an epoch, the iterator would resume that epoch, which has
+    nothing left, and Lightning would count it as the next one. Without workers torch, too, takes the epoch that is set when the
+    first batch is asked for.
+    """
+
+    def __init__(self, begin: Callable[[], "_Iteration"]) -> None:
+        self._begin: Callable[[], _Iteration] | None = begin
+        self._iteration: _Iteration | None = None
+
+    def _begun(self) -> "_Iteration":
+        if self._iteration is None:
+            assert self._begin is not None
+            self._iteration, self._begin = self._begin(), None
+        return self._iteration
+
+    def __iter__(self) -> "_LateIteration":
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_begin", "_iteration"):  # __init__ has not run
+            raise AttributeError(name)
+        return getattr(self._begun(), name)
+
+    def __len__(self) -> int:
+        return len(self._begun())
+
+    def __next__(self) -> Any:
+        return next(self._begun())
 
 
 class _Iteration:

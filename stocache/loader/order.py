@@ -207,10 +207,20 @@ class Order:
         ]
         return states or None
 
-    def epochs(self) -> list[int | None]:
-        """Return the epoch of each sampler; None for those that do not have ``set_epoch``, or keep it in their state."""
-        samplers = samplers_in(self.sampler)
-        return [None if isinstance(sampler, ResumableSampler) else epoch_of(sampler) for sampler in samplers]
+    def epochs(self, every: bool = False) -> list[int | None]:
+        """Return the epoch of each sampler; None for those that do not have ``set_epoch``, or keep it in their state.
+
+        ``every``: also of those that keep it in their state.
+        """
+        return [
+            epoch_of(sampler) if every or not isinstance(sampler, ResumableSampler) else None
+            for sampler in samplers_in(self.sampler)
+        ]
+
+    @property
+    def has_epochs(self) -> bool:
+        """Whether a sampler has ``set_epoch``."""
+        return any(hasattr(sampler, "set_epoch") for sampler in samplers_in(self.sampler))
 
     def _stateful(self) -> list[Any]:
         return [sampler for sampler in samplers_in(self.sampler) if hasattr(sampler, "load_state_dict")]

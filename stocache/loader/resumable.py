@@ -71,7 +71,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
 
     def _reset_position(self) -> None:
         self._progress = Progress(finished=True)
-        self._begun = 0  # iterations
+        self._iterations = 0  # that were begun
         self._loaded: dict[str, Any] | None = None  # the state from which the next iterator continues
         self._restored: tuple[list[WorkerState | None], int] = [], 0  # states for the next workers, and whose turn it is
         self._worker_states = WorkerStates(1)  # of the newest iterator
@@ -128,7 +128,14 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
         """Return the epoch from which the samples of the next iterator are seeded."""
         saved = None if self._loaded is None else self._loaded["position"]["sample_epoch"]
         set_by_user = (self._epoch, *(epoch_of(sampler) for sampler in samplers_in(self._index_source)))
-        return next((epoch for epoch in (saved, *set_by_user) if epoch is not None), self._begun)
+        return next((epoch for epoch in (saved, *set_by_user) if epoch is not None), self._iterations)
+
+    def _leave_resumed_epoch(self) -> None:
+        """Begin anew instead of resuming, because the user has set another epoch since."""
+        if self._loaded is not None:
+            with rng.preserve_rng_state():
+                self._order().restore(self._loaded["parts"]["asked"])  # where that epoch left the generators of the loader
+            self._loaded = None
 
     def _begin_worker_states(self) -> tuple[list[WorkerState | None], int]:
         """Return the states that new workers restore, and whose turn it is."""
@@ -203,7 +210,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
             "persistent": self._worker_group is not None,
             "epoch": self._epoch,
             "epochs": order.epochs() if finished else progress.epochs,
-            "sample_epoch": self._begun if finished else progress.sample_epoch,
+            "sample_epoch": self._iterations if finished else progress.sample_epoch,
         }
         parts = {
             "made": self._workers_made or (now if finished else progress.made),
@@ -264,12 +271,12 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
         if position["epoch"] is not None:
             self.set_epoch(position["epoch"])
         if position["sample_epoch"] is not None:
-            self._begun = position["sample_epoch"]
+            self._iterations = position["sample_epoch"]
         if position["world_size"] != self._world_size:
             parts["now"] = None  # counts the samples of another rank
         with rng.preserve_rng_state():
             finished = position["finished"]
-            order.restore(parts["begun"] if finished else None, parts["samplers"] if finished else None, position["epochs"])
+            order.restore(parts["begun"] if finished else None, parts["samplers"], position["epochs"])
         self._restored = (states if any(states) else []), position["turn"] if any(states) and self._in_order else 0
         replaces = finished and position["persistent"]
         self._progress = Progress(finished=True, skip_rng_draw=replaces, workers_made=parts["made"] if replaces else None)

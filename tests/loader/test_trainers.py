@@ -1,6 +1,8 @@
 """Lightning and accelerate take the DataLoader for what it is: torch's."""
 
 import gc
+import multiprocessing
+import socket
 import warnings
 
 import pytest
@@ -10,6 +12,7 @@ from torch.utils.data import DistributedSampler
 import stocache
 from stocache import CachedDataset
 from tests.support.images import Images
+from tests.support.processes import run_all
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -62,6 +65,77 @@ def test_lightning_makes_it_again_with_another_sampler(loader):
     labels = [label for part in (first, again) for _, labels in part for label in labels.tolist()]
     assert sorted(labels) == list(range(50))
     assert again.stats().ring == 4
+
+
+PERSISTENT = {"num_workers": 2, "persistent_workers": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("distributed", {}),
+        ("block", {}),
+        pytest.param("locality", {}, marks=pytest.mark.slow),
+        pytest.param("distributed", PERSISTENT, marks=pytest.mark.slow),
+        pytest.param("block", {"num_workers": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_lightning_resumes_at_every_step_and_epoch(kind, options, tmp_path):
+    pytest.importorskip("lightning")
+    from tests.support.lightning_fits import check_all_positions
+
+    check_all_positions(tmp_path, kind, options)
+    gc.collect()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "options"), [("shuffled", {}), ("locality", {}), ("distributed", PERSISTENT)])
+def test_lightning_resumes_two_ranks(kind, options, tmp_path):
+    pytest.importorskip("lightning")
+    from tests.support.lightning_fits import check_in_rank
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    run_all(multiprocessing.get_context("spawn"), 2, check_in_rank, tmp_path, port, [(kind, options)])
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+@pytest.mark.parametrize("delivered", [0, 1, 7])
+def test_the_epoch_may_be_set_after_the_iterator_is_made(delivered, epoch):
+    data = Images()
+
+    def loader():
+        return stocache.DataLoader(data, 8, sampler=DistributedSampler(data, 1, 0), num_workers=2)
+
+    def labels(iterator):
+        return [batch[1].tolist() for batch in iterator]
+
+    def whole(epoch):
+        fresh = loader()
+        fresh.set_epoch(epoch)
+        return labels(fresh)
+
+    first = loader()
+    first.sampler.set_epoch(1)
+    iterator = iter(first)
+    for _ in range(delivered):
+        next(iterator)
+    state = first.state_dict()
+    resumed = loader()
+    resumed.load_state_dict(state)
+    iterator = iter(resumed)
+    resumed.sampler.set_epoch(epoch)
+    assert labels(iterator) == whole(epoch)[delivered if epoch == 1 else 0 :]
+
+
+def test_lightning_keeps_all_arguments_of_a_loader(loader):
+    data = pytest.importorskip("lightning.pytorch.utilities.data")
+    options = {"num_workers": 2, "prefetch_factor": 3, "drop_last": True, "timeout": 7, "snapshot_every_n_steps": 4}
+    options |= {"multiprocessing_context": "spawn", "generator": torch.Generator()}
+    made = stocache.DataLoader(loader.dataset, 8, shuffle=True, **options)
+    again = data._update_dataloader(made, DistributedSampler(loader.dataset, 2, 0))
+    for name in options:
+        assert getattr(again, name) is getattr(made, name), name
 
 
 def test_accelerate_prepares_it(loader):
