@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 
+os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch is loaded, whose threads would spin where others wait for a core
+
 import pyarrow.csv
 import pytest
 from hypothesis import settings
