@@ -40,6 +40,13 @@ def pytest_configure() -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Run the tests in two processes where each has a /dev/shm of its own; elsewhere they would meet each other's files."""
+    pytest_configure()
+    return 2 if private else 0
+
+
 def shm_names() -> set[str]:
     """Return the paths of the files and empty folders that may be ours."""
     found = set()
