@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 
+os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch is loaded, whose threads would spin where others wait for a core
+
 import pyarrow.csv
 import pytest
 from hypothesis import settings
@@ -15,9 +17,9 @@ from stocache.cache.base import SampleCache, SlotState
 
 pytest.register_assert_rewrite("tests.support")  # so that assertions there tell the values, too
 from tests.support.processes import run_all  # noqa: E402
-from tests.support.traces import freeze_garbage, leaves_no_trace, pytest_configure  # noqa: E402
+from tests.support.traces import leaves_no_trace, pytest_configure, pytest_xdist_auto_num_workers  # noqa: E402
 
-__all__ = ["freeze_garbage", "leaves_no_trace", "pytest_configure"]
+__all__ = ["leaves_no_trace", "pytest_configure", "pytest_xdist_auto_num_workers"]
 
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it would ask the network
 

@@ -122,7 +122,8 @@ def test_a_test_that_leaves_something_fails_whatever_other_programs_make(tmp_pat
     (tmp_path / "test_traces.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    pytest_run = ["-m", "pytest", "-rA", "--tb=no", "-p", "no:cacheprovider", "-p", "tests.support.traces", str(tmp_path)]
+    pytest_run = ["-m", "pytest", "-rA", "--tb=no", "-p", "no:cacheprovider", "-p", "tests.support.traces"]
+    pytest_run += ["-n", "auto", str(tmp_path)]
     start = [] if mounting else ["-c", WITHOUT_MOUNTING]
     with subprocess.Popen([sys.executable, "-c", FOREIGN], cwd=tmp_path, stdin=subprocess.PIPE) as foreign:
         run = subprocess.run(
@@ -133,6 +134,7 @@ def test_a_test_that_leaves_something_fails_whatever_other_programs_make(tmp_pat
     left = {"file", "named_segment", "semaphore", "descriptor", "child"}
     assert set(re.findall(r"^ERROR .*::test_leaves_(?:an?_)?(\w+)", run.stdout, re.MULTILINE)) == left, run.stdout
     assert "7 passed, 5 errors" in run.stdout
+    assert ("2 workers" in run.stdout) == mounting
 
 
 def test_every_test_is_compared_before_and_after(request):

@@ -1,17 +1,14 @@
 """The commands over named caches: ls, stat, rm, top and doctor."""
 
 import dataclasses
-import fcntl
 import json
 import os
 import pty
 import re
 import resource
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
@@ -227,9 +224,9 @@ def test_the_caches_of_another_user(run):
 def test_top_shows_the_busiest_first_and_leaves_on_q(four):
     fill(four)
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 120, 0, 0))
     command = [sys.executable, "-m", "stocache", "top", "--interval", "0.1"]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"})
+    terminal = {"TERM": "xterm", "COLUMNS": "120", "LINES": "30"}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | terminal)
     os.close(theirs)
     shown = ""
     while not re.search(r"a-live.*10 of 10 +█{10} .*[1-9]\d* +10 +1 +live", shown):  # until it has seen hits in an interval

@@ -90,7 +90,7 @@ def agree(ours, theirs, epochs=2):
         {"batch_sampler": BatchSampler(range(N), 9, False)}, {"batch_sampler": [[3, 1], [4], [1, 5, 9]]},
         {"sampler": WeightedRandomSampler(torch.ones(N), 20), "batch_size": 6}, {"batch_size": 8, "collate_fn": list},
     ],
-    ids=str,
+    ids=lambda options: re.sub(r" object at \w+", "", str(options)),
 )  # fmt: skip
 @pytest.mark.parametrize("dataset", [Images(), Named()], ids=["pairs", "dicts"])
 @pytest.mark.sampled(3)

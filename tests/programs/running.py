@@ -1,8 +1,9 @@
 """Runs a program of this folder, plain or with the one line, and writes down what came of it.
 
-    python -m tests.programs.vision plain|cached FOLDER OPTIONS OUT
+    python -m tests.programs.vision plain|cached|both FOLDER OPTIONS OUT
 
-OPTIONS are those of the program, as JSON. OUT becomes a pickle of plain values: see `run`.
+OPTIONS are those of the program, as JSON. OUT becomes a pickle of plain values: see `run`. "both" are two processes at a time,
+which work in the folders "plain" and "cached" of this one; what the program imports is imported once.
 """
 
 import json
@@ -66,12 +67,28 @@ class Cached:
         return cached
 
 
+def both() -> None:
+    """Go on as two processes, one for each way; the first process waits for them, and ends."""
+    ways = {}
+    for way in ("plain", "cached"):
+        pid = os.fork()
+        if pid == 0:
+            os.chdir(way)
+            sys.argv[1] = way  # also for the ranks that Lightning starts
+            return
+        ways[pid] = way
+    statuses = {way: os.waitpid(pid, 0)[1] for pid, way in ways.items()}
+    sys.exit(f"statuses: {statuses}" if any(statuses.values()) else 0)
+
+
 def run(main: Callable[..., Any]) -> None:
     """Run ``main(wrap, folder, **options)`` as the command line says, and write its results, described.
 
     The pickle holds a dict: "results"; of each wrapped dataset its "stats" at the end; and what wrapping it has changed in the
     dataset, "changes". Other ranks than the first write theirs beside it.
     """
+    if sys.argv[1] == "both":
+        both()
     way, folder, options, out = sys.argv[1:]
     wrap = Cached() if way == "cached" else plain
     results = main(wrap, Path(folder), **json.loads(options))

@@ -1,7 +1,7 @@
 """Programs as people write them give the same, bit for bit, with the one line and without.
 
-Each runs twice, in processes of its own: plain, and cached. All batches of three epochs, or the losses and weights of a
-training, are compared: types, dtypes, shapes, strides and bytes.
+Each runs twice, side by side in processes of its own: plain, and cached. All batches of three epochs, or the losses and
+weights of a training, are compared: types, dtypes, shapes, strides and bytes.
 """
 
 import json
@@ -10,7 +10,6 @@ import pickle
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,12 +27,11 @@ def case(program, /, slow=False, **options):
     return pytest.param(program, options, id=name.replace(" ", "_"), marks=marks)
 
 
-def execute(program, way, folder, options, timeout_s=120):
-    """Run a program, and return what each of its ranks has written down, and its stderr."""
-    folder = folder / way
-    (folder / "data").mkdir(parents=True)
-    out = folder / "out.pickle"
-    command = [sys.executable, "-m", f"tests.programs.{program}", way, "data", json.dumps(options), str(out)]
+def execute(program, options, folder, timeout_s=120):
+    """Run a program without and with the one line; return what the ranks of each have written down, and stderr."""
+    for way in ("plain", "cached"):
+        (folder / way / "data").mkdir(parents=True)
+    command = [sys.executable, "-m", f"tests.programs.{program}", "both", "data", json.dumps(options), "out.pickle"]
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -61,15 +59,14 @@ def execute(program, way, folder, options, timeout_s=120):
         os.killpg(process.pid, signal.SIGKILL)
         _, told = process.communicate()
         code = f"hang: not over after {timeout_s} s"
-    assert code == 0, f"{program}, {way}: {code}\n{told[-4000:]}"
-    return [pickle.loads(path.read_bytes()) for path in sorted(folder.glob(f"{out.name}*"))], told
+    assert code == 0, f"{program}: {code}\n{told[-4000:]}"
+    written = [sorted((folder / way).glob("out.pickle*")) for way in ("plain", "cached")]
+    return *([pickle.loads(path.read_bytes()) for path in paths] for paths in written), told
 
 
 def compare(program, options, folder):
-    """Run a program without and with the one line, side by side; demand the same results, and that there was a cache."""
-    with ThreadPoolExecutor(2) as pool:
-        runs = pool.map(lambda way: execute(program, way, folder, options), ("plain", "cached"))
-        (plain, _), (cached, told) = runs
+    """Demand the same results without and with the one line, and that there was a cache."""
+    plain, cached, told = execute(program, options, folder)
     assert len(plain) == len(cached)
     for without, rank in zip(plain, cached, strict=True):
         assert difference(without["results"], rank["results"]) is None

@@ -40,6 +40,13 @@ def pytest_configure() -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Run the tests in two processes where each has a /dev/shm of its own; elsewhere they would meet each other's files."""
+    pytest_configure()
+    return 2 if private else 0
+
+
 def shm_names() -> set[str]:
     """Return the paths of the files and empty folders that may be ours."""
     found = set()
@@ -101,17 +108,11 @@ def is_open(fd: str) -> bool:
     return os.path.islink(f"/proc/self/fd/{fd}")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def freeze_garbage():
-    """Spare the garbage collector what has been imported so far: it is called before and after every test."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def leaves_no_trace(request: pytest.FixtureRequest):
     """Compare what is held after the test with what was held before it."""
     before, names = holdings(), shm_names()
+    gc.freeze()  # or each collection after the test would walk through all that has been imported
     yield
     request.node.funcargs.clear()  # pytest would keep the fixtures' values until later
     gc.collect()  # a DataLoader that is gone closes its queues, but waits for none of the threads that feed them
