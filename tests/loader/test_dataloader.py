@@ -29,6 +29,7 @@ from stocache.loader.ring import FULL, NOTHING
 from stocache.system import limits
 from tests.support.equality import same
 from tests.support.images import Images, N, image
+from tests.support.versions import needs_in_order
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker", "ignore:.*no accelerator is found")
 
@@ -134,6 +135,7 @@ def test_iterable_datasets(workers):
     assert agree(*both(Stream(), batch_size=None, num_workers=workers))
 
 
+@needs_in_order
 def test_in_order_false_delivers_each_batch_once():
     loader = stocache.DataLoader(Images(), batch_size=4, num_workers=2, in_order=False)
     labels = sorted(label for _, labels in loader for label in labels.tolist())
@@ -307,7 +309,7 @@ def test_a_worker_that_ends_is_an_error_wherever_it_ends(place, where, ending):
         {"persistent_workers": True},
         {"place": "iter", "persistent_workers": True, "idx": 45},
         {"timeout": 6},
-        {"in_order": False},
+        pytest.param({"in_order": False}, marks=needs_in_order),
         {"multiprocessing_context": "spawn"},
         {"multiprocessing_context": "forkserver", "num_workers": 1},
     ],

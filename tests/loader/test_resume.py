@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, Dataset, DistributedSampler, Iterable
 import stocache
 from stocache import CachedDataset, StateError
 from tests.support.equality import same
+from tests.support.versions import needs_in_order
 
 N = 30
 
@@ -329,13 +330,17 @@ def test_what_is_no_state_is_refused(state):
         stocache.DataLoader(Recorded()).load_state_dict(state)
 
 
-def test_states_that_could_not_be_resumed_exactly_are_refused():
+def test_states_of_iterable_datasets_are_refused():
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(range(5))
 
     with pytest.raises(StateError, match="iterable"):
         stocache.DataLoader(Stream()).state_dict()
+
+
+@needs_in_order
+def test_with_in_order_false_states_are_taken_between_epochs():
     loader = stocache.DataLoader(Recorded(), 4, num_workers=2, in_order=False)
     loader.state_dict()
     batches = iter(loader)
