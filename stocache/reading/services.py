@@ -288,13 +288,13 @@ class DistributedReadingService(CheckpointableReadingServiceInterface):
 
     def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
         """Return the graph of this rank."""
-        datapipe = self.initialize(datapipe)
         ranks, rank = pickle.loads(serialized_state)
-        if (ranks, rank) != (dist.get_world_size(), dist.get_rank()):
+        if dist.is_initialized() and (ranks, rank) != (dist.get_world_size(), dist.get_rank()):
             raise StateError(
                 f"the state belongs to rank {rank} of {ranks}, but this is rank {dist.get_rank()} of {dist.get_world_size()}, "
                 f"which has other elements. Load on each rank the state of that rank."
             )
+        datapipe = self.initialize(datapipe)  # last: while a rank joins a group, no other rank may leave it
         return datapipe
 
     def finalize(self) -> None:

@@ -170,7 +170,7 @@ def test_a_default_collate_that_was_extended_is_used(monkeypatch):
     from torch.utils.data._utils.collate import default_collate_fn_map
 
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda batch, *, collate_fn_map: len(batch))
-    assert next(iter(stocache.DataLoader(Images(), 5, num_workers=1)))[0] == 5
+    assert next(iter(stocache.DataLoader(Images(), 5, num_workers=1, multiprocessing_context="fork")))[0] == 5
     with CachedDataset(Images(), 1) as dataset:
         loader = stocache.DataLoader(dataset, 5)
         assert [batch[0] for batch in loader] == [5] * 10
