@@ -12,6 +12,7 @@ figures are medians.
 
 import argparse
 import faulthandler
+import multiprocessing
 import os
 import random
 import signal
@@ -27,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from PIL import Image
 from torch.utils.data.datapipes.iter import IterableWrapper
@@ -443,7 +443,7 @@ def holdings() -> tuple[int, list[str], list[str]]:
     return (
         len(os.listdir("/proc/self/fd")),
         sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem.")),
-        [child.name() for child in psutil.Process().children() if child.name() == "pt_data_worker"],
+        [child.name for child in multiprocessing.active_children()],
     )
 
 

@@ -334,7 +334,7 @@ class Article(Store):
 
 class _Blocks(Dataset[Any]):
     def __init__(self, folder: Path) -> None:
-        info = torch.load(folder / "info.pt")
+        info = torch.load(folder / "info.pt", weights_only=True)
         self.folder, self.samples, self.block_size = folder, info["samples"], info["block_size"]
         self.number = -1
         self.block: list[Any] = []

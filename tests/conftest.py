@@ -11,7 +11,9 @@ os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch is loaded, whose threa
 
 import pyarrow.csv
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
+from hypothesis.strategies import none
+from tqdm import tqdm
 
 from stocache.cache.base import SampleCache, SlotState
 
@@ -50,6 +52,13 @@ def _servers():
     resource_tracker.ensure_running()
     multiprocessing.Barrier(1)  # whose memory comes from a file it keeps
     pyarrow.csv.read_csv(pyarrow.BufferReader(b"1\n2\n"))  # which keeps a pipe
+    tqdm.get_lock()  # under forkserver, the default from Python 3.14, its semaphore has a name
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _generator_of_hypothesis():
+    """Hypothesis asks once who refers to its random generator: Python 3.14 would not find what `freeze_garbage` froze."""
+    given(none())(lambda _: None)()
 
 
 @pytest.fixture(params=START_METHODS)

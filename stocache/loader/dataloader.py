@@ -93,7 +93,8 @@ class DataLoader(ResumableLoader[_T]):
 
     Args:
         dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout,
-            worker_init_fn, multiprocessing_context, generator, persistent_workers, in_order: as for torch's DataLoader.
+            worker_init_fn, multiprocessing_context, generator, persistent_workers, in_order: as for torch's DataLoader, which
+            has ``in_order`` from torch 2.6 on.
         prefetch_factor: as for torch's DataLoader. With ``num_workers=0``, and a cached dataset without a transform, the number
             of batches that a thread of this process gathers in advance.
         snapshot_every_n_steps: with which batches workers send the state of a dataset that has one: with those of every n-th

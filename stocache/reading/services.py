@@ -285,8 +285,12 @@ class DistributedReadingService(StatefulService):
 
     def restore_json(self, datapipe: DataPipe, state: Any) -> DataPipe:
         """Return the graph of this rank."""
+        knows_rank = dist.is_initialized()
+        if knows_rank:  # before it joins the others: none may leave while one joins
+            _DISTRIBUTED.read(state, self._identity())
         datapipe = self.initialize(datapipe)
-        _DISTRIBUTED.read(state, self._identity())
+        if not knows_rank:
+            _DISTRIBUTED.read(state, self._identity())
         return datapipe
 
     def _identity(self) -> dict[str, int]:

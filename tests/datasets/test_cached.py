@@ -280,7 +280,8 @@ def test_batches_are_identical_under_ddp(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(rank_epochs, (2, port, (0, "3KB", 1), str(tmp_path)), nprocs=2)
-    uncached, *results = [[torch.load(f"{tmp_path}/{number}-{rank}.pt") for rank in range(2)] for number in range(3)]
+    files = [[f"{tmp_path}/{number}-{rank}.pt" for rank in range(2)] for number in range(3)]
+    uncached, *results = [[torch.load(file, weights_only=True) for file in ranks] for ranks in files]
     assert results == [uncached] * 2
 
 

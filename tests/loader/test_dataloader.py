@@ -31,6 +31,8 @@ from stocache.system import limits
 from tests.support.equality import same
 from tests.support.faults import no_shared_memory
 from tests.support.images import Images, N, image
+from tests.support.processes import in_child
+from tests.support.versions import needs_in_order
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker", "ignore:.*no accelerator is found")
 
@@ -136,6 +138,7 @@ def test_iterable_datasets(workers):
     assert agree(*both(Stream(), batch_size=None, num_workers=workers))
 
 
+@needs_in_order
 def test_in_order_false_delivers_each_batch_once():
     loader = stocache.DataLoader(Images(), batch_size=4, num_workers=2, in_order=False)
     labels = sorted(label for _, labels in loader for label in labels.tolist())
@@ -170,7 +173,7 @@ def test_a_default_collate_that_was_extended_is_used(monkeypatch):
     from torch.utils.data._utils.collate import default_collate_fn_map
 
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda batch, *, collate_fn_map: len(batch))
-    assert next(iter(stocache.DataLoader(Images(), 5, num_workers=1)))[0] == 5
+    assert next(iter(stocache.DataLoader(Images(), 5, num_workers=1, multiprocessing_context="fork")))[0] == 5
     with CachedDataset(Images(), 1) as dataset:
         loader = stocache.DataLoader(dataset, 5)
         assert [batch[0] for batch in loader] == [5] * 10
@@ -312,7 +315,7 @@ def test_a_worker_that_ends_is_an_error_wherever_it_ends(place, where, ending):
         {"persistent_workers": True},
         {"place": "iter", "persistent_workers": True, "idx": 45},
         {"timeout": 6},
-        {"in_order": False},
+        pytest.param({"in_order": False}, marks=needs_in_order),
         {"multiprocessing_context": "spawn"},
         {"multiprocessing_context": "forkserver", "num_workers": 1},
     ],
@@ -543,13 +546,13 @@ def test_more_iterators_than_lanes():
 
 
 def test_a_loader_that_was_used_works_in_a_forked_child():
-    loader = stocache.DataLoader(Images(), 8, num_workers=1)
+    loader = stocache.DataLoader(Images(), 8, num_workers=1, multiprocessing_context="fork")  # a child has no forkserver
     list(loader)
-    pid = os.fork()
-    if pid == 0:
-        labels = [label for _, labels in loader for label in labels.tolist()]
-        os._exit(labels != list(range(N)))
-    assert os.waitpid(pid, 0)[1] == 0
+
+    def iterate():
+        assert [label for _, labels in loader for label in labels.tolist()] == list(range(N))
+
+    assert in_child(iterate) == 0
     assert len(list(loader)) == 7
 
 
@@ -585,7 +588,8 @@ def watch(event, _):
         forking.discard(threading.get_ident())
 
 sys.addaudithook(watch)  # as filelock does, which raises where two threads fork at once
-threads = [threading.Thread(target=list, args=[stocache.DataLoader(range(8), 4, num_workers=1)]) for _ in range(2)]
+loaders = [stocache.DataLoader(range(8), 4, num_workers=1, multiprocessing_context="fork") for _ in range(2)]
+threads = [threading.Thread(target=list, args=[loader]) for loader in loaders]
 threads += [threading.Thread(target=stocache.CachedDataset, args=[list(range(8)), "1MB"])]
 for thread in threads:
     thread.start()
@@ -778,7 +782,7 @@ def test_getitems_of_odd_types_are_collated_as_by_torch():
         def __getitems__(self, indices):
             return {idx: self[idx] for idx in indices}
 
-    batches = iter(stocache.DataLoader(Keys(), batch_sampler=[[3, 4]], num_workers=1))
+    batches = iter(stocache.DataLoader(Keys(), batch_sampler=[[3, 4]], num_workers=1, multiprocessing_context="fork"))
     with pytest.raises(KeyError, match="Caught KeyError in DataLoader worker"):
         next(batches)
     batches._shutdown_workers()  # the traceback holds it, so it would wait for the garbage collector, and then 5 seconds
@@ -872,6 +876,6 @@ def test_indices_travel_as_what_they_are():
         [0, 1, 65535], [65536, 3], [1 << 24, 7], [(1 << 32) - 1], [1 << 33, 2], [-1, 4], [np.int64(3)], ["a", "b"], [], (1, 2),
         range(3), [True, False], [2.5],
     ]  # fmt: skip
-    loader = stocache.DataLoader(Echo(), batch_sampler=batches, num_workers=1, collate_fn=list)
+    loader = stocache.DataLoader(Echo(), batch_sampler=batches, num_workers=1, collate_fn=list, multiprocessing_context="fork")
     came = list(loader)
     assert came == [[[type(idx).__name__, idx] for idx in batch] for batch in batches]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stocache.ring.pickling import pack, unpack
-from tests.support.equality import same
+from tests.support.equality import identical, same
 
 Pair = namedtuple("Pair", "image label")
 
@@ -52,7 +52,7 @@ def memory():
 def test_tensors_of_every_dtype(memory, dtype):
     value = torch.arange(24).view(2, 3, 4).to(dtype)
     came = memory.there_and_back(value)
-    assert same(came, value)
+    assert identical(came, value)
     assert memory.holds(came)
     assert len(memory.payload) < 200
 

@@ -328,7 +328,7 @@ source = TensorDataset(torch.arange(512))
 name = {"name": f"locality-{node}", "fingerprint": "512"}
 with CachedDataset(source, f"{512 + 256 * 8}B", placement=Placement.from_env(), **name) as dataset:
     sampler = LocalityDistributedSampler(dataset, 16, stratify=True)
-    loader = DataLoader(dataset, 16, sampler=sampler, num_workers=1)
+    loader = DataLoader(dataset, 16, sampler=sampler, num_workers=1, multiprocessing_context="fork")  # no __main__ to import
     for epoch in range(2):
         loader.set_epoch(epoch)
         seen.append([batch.tolist() for (batch,) in loader])

@@ -116,7 +116,7 @@ def alike(a, b):
         return type(a) is type(b) and a.size == b.size and a.tobytes() == b.tobytes()
     if isinstance(a, TensorDict):
         return a.batch_size == b.batch_size and bool((a == b).all())
-    return same(a, b)
+    return identical(a, b)
 
 
 @pytest.mark.parametrize(

@@ -297,6 +297,7 @@ class FullSync(_Threaded):
     def __init__(self, datapipe: IterDataPipe[Any], timeout: int = DEFAULT_TIMEOUT_S) -> None:
         self.datapipe, self.timeout = datapipe, timeout
         self._group: Any = None
+        self._vote = torch.tensor(0)  # kept: torch 2.4 hangs when a group ends whose thread is the last to let go of a tensor
 
     def __iter__(self) -> Iterator[Any]:
         if not (dist.is_available() and dist.is_initialized()):
@@ -330,9 +331,9 @@ class FullSync(_Threaded):
                 raise
 
     def _all_have(self, one: bool) -> bool:
-        counted = torch.tensor(int(one))
-        dist.all_reduce(counted, op=dist.ReduceOp.MIN, group=self._group)
-        return bool(counted)
+        self._vote.fill_(one)
+        dist.all_reduce(self._vote, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(self._vote)
 
     def __len__(self) -> int:
         return len(self.datapipe)  # raises TypeError if it has no length
