@@ -15,6 +15,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 import stocache
 from stocache import CachedDataset, StateError
 from tests.support.equality import same
+from tests.support.versions import needs_in_order
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
 
@@ -300,6 +301,7 @@ def test_the_dataset_in_a_worker_is_that_of_the_user():
     assert same(list(resumed), list(batches))
 
 
+@needs_in_order
 def test_without_order_the_state_tells_what_was_delivered():
     class Slow(Dataset):
         def __len__(self):
