@@ -89,7 +89,7 @@ def test_lightning_resumes_at_every_step_and_epoch(kind, options, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "options"), [("shuffled", {}), ("locality", {}), ("distributed", PERSISTENT)])
+@pytest.mark.parametrize(("kind", "options"), [("shuffled", {}), ("locality", {}), ("distributed", {})])
 def test_lightning_resumes_two_ranks(kind, options, tmp_path):
     pytest.importorskip("lightning")
     from tests.support.lightning_fits import check_in_rank
