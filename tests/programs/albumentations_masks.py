@@ -43,7 +43,8 @@ def main(wrap, folder, num_workers=0, start_method="fork"):
     dataset = wrap(Segmentation(transform))
     torch.manual_seed(0)
     context = start_method if num_workers else None
-    loader = DataLoader(dataset, 8, shuffle=True, num_workers=num_workers, multiprocessing_context=context)
+    options = {"num_workers": num_workers, "multiprocessing_context": context, "persistent_workers": context == "spawn"}
+    loader = DataLoader(dataset, 8, shuffle=True, **options)
     return [list(loader) for epoch in range(3)]
 
 

@@ -152,6 +152,7 @@ def main(wrap, folder, num_workers=0, start_method="fork", flip=False, permuted=
         shuffle=True,
         num_workers=num_workers,
         multiprocessing_context=start_method if num_workers else None,
+        persistent_workers=start_method == "spawn",
         collate_fn=collate_fn if start_method == "spawn" else lambda batch: tuple(zip(*batch)),  # noqa: B905
     )
     return [list(loader) for epoch in range(3)]

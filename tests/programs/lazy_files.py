@@ -250,6 +250,7 @@ def main(wrap, folder, kind, start_method="fork", workers=(0, 2, 4)):
             shuffle=True,
             num_workers=num_workers,
             multiprocessing_context=start_method if num_workers else None,
+            persistent_workers=start_method == "spawn",
         )
         batches += [list(loader) for epoch in range(3)]
         del loader, dataset
