@@ -5,7 +5,7 @@ from typing import Any, Generic
 
 import numpy as np
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from torch.utils.data import Dataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from stocache.datasets.cached import CachedDataset
 from stocache.datasets.stored import StorageDataset
@@ -193,10 +193,11 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
 
     def sampler(self, dataset: Any, shuffle: bool) -> Sampler[int]:
         """Return the sampler of a dataset: a `BlockSampler` if the storage has blocks."""
-        size = getattr(self.storage, "block_size", None)
+        size, trainer = getattr(self.storage, "block_size", None), self.trainer
+        if size is None and shuffle and trainer is not None:  # it sets the epoch of the sampler, also after a checkpoint
+            return DistributedSampler(dataset, trainer.world_size, trainer.global_rank, seed=self.seed)
         if size is None:
             return RandomSampler(dataset) if shuffle else SequentialSampler(dataset)
-        trainer = self.trainer
         return BlockSampler(
             dataset.indices,
             size,

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from stocache import (
     BlockSampler,
@@ -85,7 +85,9 @@ def test_any_storage_will_do(tmp_path, make):
     data, model = Sized(make(tmp_path), Preparer(), batch_size=8, size_limit_gib="1MB"), Model()
     trainer(tmp_path, max_epochs=1).fit(model, data)
     assert sorted(flat(model.seen)) == list(data.datasets["train"].indices)
-    assert isinstance(data.train_dataloader().sampler, RandomSampler)
+    assert isinstance(data.train_dataloader().sampler, DistributedSampler)  # whose epoch Lightning sets
+        data.trainer = None
+        assert isinstance(data.train_dataloader().sampler, RandomSampler)
     assert isinstance(data.val_dataloader().sampler, SequentialSampler)
     data.close()
 

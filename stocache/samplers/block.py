@@ -245,9 +245,8 @@ class BlockSampler(ResumableSampler):
             "window": self._window,
             "seed": self._seed,
             "drop_last": self._drop_last,
-            "rank": self._rank,
             "world_size": self._world_size,
-        }
+        }  # not the rank: trainers save the state of one rank for all
 
 
 class _BlockList:

@@ -75,6 +75,9 @@ PERSISTENT = {"num_workers": 2, "persistent_workers": True}
     [
         ("distributed", {}),
         ("block", {}),
+        ("module", {}),
+        pytest.param("module, blocks", {}, marks=pytest.mark.slow),
+        pytest.param("module, blocks", PERSISTENT, marks=pytest.mark.slow),
         pytest.param("locality", {}, marks=pytest.mark.slow),
         pytest.param("distributed", PERSISTENT, marks=pytest.mark.slow),
         pytest.param("block", {"num_workers": 2}, marks=pytest.mark.slow),
@@ -89,7 +92,7 @@ def test_lightning_resumes_at_every_step_and_epoch(kind, options, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "options"), [("shuffled", {}), ("locality", {}), ("distributed", {})])
+@pytest.mark.parametrize(("kind", "options"), [("shuffled", {}), ("locality", {}), ("block", {}), ("module, blocks", {})])
 def test_lightning_resumes_two_ranks(kind, options, tmp_path):
     pytest.importorskip("lightning")
     from tests.support.lightning_fits import check_in_rank

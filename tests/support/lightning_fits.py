@@ -63,6 +63,23 @@ def sampler_of(kind, dataset, rank, ranks):
     return {"shuffle": True}  # in several ranks, Lightning replaces it by a DistributedSampler
 
 
+class Preparer(stocache.DataPreparer):
+    def prepare_data(self):
+        yield from (Numbers()[idx] for idx in range(SAMPLES))
+
+    def get_dataset_info(self):
+        return None
+
+
+def module(folder, blocks, batch_size, options):
+    """Return a DataModule that trains on all samples, which it prepares in a file or in blocks."""
+    from stocache.datamodule import DataModule
+
+    storage_of = (lambda path: stocache.OnDiskBlockDataStorage(path, 2)) if blocks else stocache.InMemoryDataStorage
+    storage = storage_of(os.path.join(folder, "prepared"))
+    return DataModule(storage, Preparer(), batch_size=batch_size, split={"train": 1.0}, size_limit_gib=0.01, **options)
+
+
 def fit(loader, ranks, folder=None, checkpoint=None):
     """Train, from a checkpoint if there is one, and return the model."""
     model = Model(folder)
@@ -70,6 +87,8 @@ def fit(loader, ranks, folder=None, checkpoint=None):
     strategy = {"strategy": "ddp", "devices": ranks} if ranks > 1 else {"devices": 1}
     trainer = lightning.Trainer(max_epochs=EPOCHS, accelerator="cpu", default_root_dir=folder, **strategy, **options)
     trainer.fit(model, loader, ckpt_path=checkpoint)
+    if hasattr(loader, "close"):
+        loader.close()
     return model
 
 
@@ -78,6 +97,8 @@ def check_all_positions(folder, kind, options, rank=0, ranks=1):
     with CachedDataset(Numbers(), 1) as dataset:
 
         def loader():
+            if kind.startswith("module"):
+                return module(folder, kind == "module, blocks", 4 // ranks, options)
             return stocache.DataLoader(dataset, 4 // ranks, **options, **sampler_of(kind, dataset, rank, ranks))
 
         whole = fit(loader(), ranks, folder)
