@@ -86,8 +86,8 @@ def test_any_storage_will_do(tmp_path, make):
     trainer(tmp_path, max_epochs=1).fit(model, data)
     assert sorted(flat(model.seen)) == list(data.datasets["train"].indices)
     assert isinstance(data.train_dataloader().sampler, DistributedSampler)  # whose epoch Lightning sets
-        data.trainer = None
-        assert isinstance(data.train_dataloader().sampler, RandomSampler)
+    data.trainer = None
+    assert isinstance(data.train_dataloader().sampler, RandomSampler)
     assert isinstance(data.val_dataloader().sampler, SequentialSampler)
     data.close()
 
