@@ -359,6 +359,7 @@ class _Iteration:
                 raise WorkerError(death) from error
             if not is_timeout(error):
                 self._progress.deliver()  # the error took the place of a batch
+                self._worker_states.note_error()
             raise
         finally:
             self._totals.waited_s += time.perf_counter() - began

@@ -260,7 +260,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
             raise StateError(
                 f"the state has the states of {len(states)} workers; this loader has {self.num_workers}. Make it with as many."
             )
-        if position["turn"] >= count:
+        if any(states) and position["turn"] >= count:
             raise StateError(f"the state of a DataLoader is damaged: position has turn={position['turn']}.")
         if parts["dataset"] is not None:
             if not has_state(self.dataset):

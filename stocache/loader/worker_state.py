@@ -318,6 +318,10 @@ class WorkerStates:
         if (batch.number + 1) % self.every == 0:
             self._take(batch.number + 1, delivered + 1)
 
+    def note_error(self) -> None:
+        """Note that an error took the place of a batch."""
+        self.turn = (self.turn + 1) % self.count
+
     def _take(self, number: int, delivered: int) -> None:
         if self.every > 1:
             self._number, self.snapshot = number, (delivered, list(self.states), self.turn)
@@ -325,13 +329,17 @@ class WorkerStates:
     def at(self, delivered: int) -> tuple[int, list[Any], int]:
         """Return the batches delivered, states and turn to resume from."""
         since, states, turn = self.snapshot or (delivered, self.states, self.turn)
-        return since, [None if state is None else dict(vars(_unpickled(state))) for state in states], turn
+        return since, [_saved(state) for state in states], turn
 
     def next_epoch(self) -> "WorkerStates":
         """Return the states at the beginning of the next epoch of the same workers: their datasets stay as they are."""
-        datasets = [None if state is None else _unpickled(state).dataset for state in self.states]
+        datasets = [(_saved(state) or {}).get("dataset") for state in self.states]
         return WorkerStates(self.count, self.every, [None if own is None else WorkerState(own) for own in datasets])
 
 
-def _unpickled(state: Any) -> WorkerState:
-    return pickle.loads(state) if isinstance(state, bytes) else state  # type: ignore[no-any-return]  # from own workers
+def _saved(state: bytes | WorkerState | None) -> dict[str, Any] | None:
+    """Return a state, which one of this loader's workers may have pickled, as a dict; None if it holds nothing."""
+    known = pickle.loads(state) if isinstance(state, bytes) else state
+    if known is None or (known.dataset is None and known.iterator is None and not known.samples and not known.ended):
+        return None
+    return dict(vars(known))

@@ -477,6 +477,37 @@ def test_an_error_while_restoring_is_that_of_the_dataset(workers):
             next(batches)
 
 
+class Fragile(Counting):
+    def __getitem__(self, idx):
+        if idx == 9:
+            raise KeyError("nine")
+        return super().__getitem__(idx)
+
+
+def test_after_an_error_the_turns_of_the_workers_are_the_same():
+    loader = stocache.DataLoader(Fragile(), 3, num_workers=2)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    with pytest.raises(KeyError, match="nine"):
+        next(batches)
+    state = loader.state_dict()
+    resumed = stocache.DataLoader(Fragile(), 3, num_workers=2)
+    resumed.load_state_dict(state)
+    assert same([batch[:, [0, 2]] for batch in resumed], [batch[:, [0, 2]] for batch in batches])
+
+
+@needs_in_order
+def test_without_order_and_states_the_number_of_workers_may_change():
+    loader = stocache.DataLoader(range(20), 2, num_workers=2, in_order=False)
+    batches = iter(loader)
+    came = [next(batches).tolist() for _ in range(5)]
+    for workers in (0, 1):
+        resumed = stocache.DataLoader(range(20), 2, num_workers=workers, in_order=False)
+        resumed.load_state_dict(loader.state_dict())
+        assert sorted(came + [batch.tolist() for batch in resumed]) == [[n, n + 1] for n in range(0, 20, 2)]
+
+
 def test_a_dataset_that_became_shorter_is_told():
     class Short(Plain):
         sizes = (2,)
