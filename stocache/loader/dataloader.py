@@ -13,6 +13,7 @@ NOTE [ How torch's DataLoader is used ]
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import multiprocessing
@@ -148,6 +149,8 @@ class DataLoader(ResumableLoader[_T]):
         order = self._order()
         if not order.has_epochs:
             return self._begin()
+        if self._loaded is None:
+            self._progress = dataclasses.replace(self._progress, finished=True)  # a state is that of the epoch to come
         return _LateIteration(functools.partial(self._begin, order.epochs(every=True)))
 
     def _begin(self, epochs: list[int | None] | None = None) -> "_Iteration":

@@ -225,9 +225,9 @@ def test_it_is_a_dataloader_with_the_arguments_it_was_given():
     assert isinstance(loader.dataset, Images)
     assert len(loader) == N // 4
     signature = inspect.signature(stocache.DataLoader)
-    *parameters, sample_seed = signature.parameters.values()
+    *parameters, steps, sample_seed = signature.parameters.values()
     assert signature.replace(parameters=parameters) == inspect.signature(torch.utils.data.DataLoader)
-    assert sample_seed.name == "sample_seed"
+    assert (steps.name, sample_seed.name) == ("snapshot_every_n_steps", "sample_seed")
     next(iter(loader))
     assert loader.collate_fn is default_collate  # and they stay
     assert loader.sampler is sampler

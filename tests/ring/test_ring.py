@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stocache import WorkerError
-from stocache.loader import ring as ring_module
+from stocache.ring import ring as ring_module
 from stocache.ring.ring import FULL, NO_LANE, NO_MEMORY, NOTHING, TOO_LARGE, Ring, fallback, ring_of
 from stocache.system import limits
 from tests.support.equality import same

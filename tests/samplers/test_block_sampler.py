@@ -192,7 +192,7 @@ def test_indices_that_are_none_are_errors(indices):
 
 
 @pytest.mark.parametrize(
-    "change", [{"seed": 1}, {"window": 2}, {"rank": 1}, {"indices": range(9)}, {"drop_last": True}, {"block_size": 3}]
+    "change", [{"seed": 1}, {"window": 2}, {"world_size": 3}, {"indices": range(9)}, {"drop_last": True}, {"block_size": 3}]
 )
 def test_a_state_of_another_order_is_an_error(change):
     options = {"indices": range(10), "block_size": 2, "shuffle": True, "rank": 0, "world_size": 2}
