@@ -5,10 +5,9 @@ NOTE [ How torch's DataLoader is used ]
     the loader, in which some arguments are replaced. ``collate_fn`` becomes `RingCollate`, which writes the batch into the
     ring and returns a handle. The sampler becomes `Order`, which can be resumed. A `CachedDataset` becomes a view of itself
     that returns a `LazyBatch`; with ``sample_seed``, any dataset becomes a `SeededDataset`. Datasets that have a state get the
-    wrappers of worker_state.py. Of torch's methods only
-    ``__iter__`` is overridden. Three private names of torch are used: ``DataLoader._iterator``, which holds the iterator of
-    persistent workers, and that iterator's ``_workers``, its processes, and ``_shutdown_workers``, which ends them. Lightning
-    uses the first and the last in the same way.
+    wrappers of worker_state.py. Of torch's methods only ``__iter__`` is overridden. Three private names of torch are used:
+    ``DataLoader._iterator``, which holds the iterator of persistent workers, and that iterator's ``_workers``, its processes,
+    and ``_shutdown_workers``, which ends them. Lightning uses the first and the last in the same way.
 """
 
 import contextlib

@@ -24,6 +24,7 @@ import torch
 
 from stocache.errors import StateError
 from stocache.loader.requests import BatchRequest, EpochIndices, NoIndices, RequestContext
+from stocache.loader.worker_state import has_state
 from stocache.samplers.block import ResumableSampler
 from stocache.system import rng
 from stocache.system.state import equal_states
@@ -223,12 +224,12 @@ class Order:
         return any(hasattr(sampler, "set_epoch") for sampler in samplers_in(self.sampler))
 
     def _stateful(self) -> list[Any]:
-        return [sampler for sampler in samplers_in(self.sampler) if hasattr(sampler, "load_state_dict")]
+        return [sampler for sampler in samplers_in(self.sampler) if has_state(sampler)]
 
     def _tracked(self, indices: Iterator[Any]) -> list[Any]:
         """Return the samplers, and the iterator over the batches, whose states are kept after each batch."""
         tracked = [sampler for sampler in self._stateful() if not isinstance(sampler, ResumableSampler)]
-        return [*tracked, indices] if hasattr(indices, "load_state_dict") else tracked
+        return [*tracked, indices] if has_state(indices) else tracked
 
 
 def _states_of(values: list[Any]) -> list[Any]:

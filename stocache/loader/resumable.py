@@ -262,10 +262,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
             )
         if any(states) and position["turn"] >= count:
             raise StateError(f"the state of a DataLoader is damaged: position has turn={position['turn']}.")
-        if parts["dataset"] is not None:
-            if not has_state(self.dataset):
-                raise StateError("the state has a state of the dataset; this dataset does not have load_state_dict.")
-            self.dataset.load_state_dict(copy.deepcopy(parts["dataset"]))  # type: ignore[attr-defined]
+        restore(self.dataset, copy.deepcopy(parts["dataset"]))
         if self._keeps_states:
             self.end_workers()  # new ones begin with their states
         if position["epoch"] is not None:

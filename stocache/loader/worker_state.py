@@ -79,9 +79,12 @@ class WorkerState:
         """
         if saved is None:
             return None
-        if not isinstance(saved, dict) or set(saved) != {"dataset", "iterator", "samples", "ended"}:
-            raise StateError(f"the state of a worker is damaged: {saved!r:.100}.")
-        if type(saved["samples"]) is not int or saved["samples"] < 0 or type(saved["ended"]) is not bool:
+        if (
+            not isinstance(saved, dict)
+            or set(saved) != {"dataset", "iterator", "samples", "ended"}
+            or (type(saved["samples"]) is not int or saved["samples"] < 0)
+            or type(saved["ended"]) is not bool
+        ):
             raise StateError(f"the state of a worker is damaged: {saved!r:.100}.")
         return cls(**saved)
 

@@ -54,9 +54,14 @@ class ResumableSampler(DistributedSampler[int]):
     def _order(self, epoch: int, done: int) -> Iterator[list[int]]:
         """Yield this rank's samples of an epoch in lists, without the first ``done`` samples."""
 
-    @abstractmethod
     def _identity(self) -> dict[str, Any]:
         """Return the values that a state and the sampler that resumes from it must have in common."""
+        return {
+            "samples": len(self.dataset),  # type: ignore[arg-type]
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "drop_last": self.drop_last,
+        }
 
     def __iter__(self) -> Iterator[int]:
         epoch, done = self.epoch, self._done

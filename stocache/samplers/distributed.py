@@ -98,11 +98,3 @@ class StatefulDistributedSampler(ResumableSampler):
                 f"evenly. Resume with {ranks} ranks, or save after another batch."
             )
         return min(taken // self.num_replicas, self.num_samples)
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "samples": len(self.dataset),  # type: ignore[arg-type]
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-            "drop_last": self.drop_last,
-        }

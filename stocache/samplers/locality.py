@@ -162,14 +162,8 @@ class LocalityDistributedSampler(ResumableSampler):
         )
 
     def _identity(self) -> dict[str, Any]:
-        return {
-            "samples": len(self.dataset),  # type: ignore[arg-type]
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-            "drop_last": self.drop_last,
-            "global_batch_size": self.global_batch_size,
-            "stratify": self._layout is not None,
-        }
+        own = {"global_batch_size": self.global_batch_size, "stratify": self._layout is not None}
+        return super()._identity() | own
 
     def _layout_of(self, epoch: int) -> StrataLayout | None:
         """Return the layout of an epoch: a resumed epoch keeps the layout that it was begun with."""

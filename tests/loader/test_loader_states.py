@@ -1,7 +1,6 @@
 """Datasets, iterators and samplers with states of their own, in each worker: what torchdata's StatefulDataLoader promises."""
 
 import contextlib
-import json
 import os
 import random
 import secrets
@@ -14,6 +13,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 import stocache
 from stocache import CachedDataset, StateError
+from tests.support.edits import changed, places, through_json
 from tests.support.equality import same
 from tests.support.versions import needs_in_order
 
@@ -156,10 +156,6 @@ DATASETS = {
     "itself": Itself,
     "pipe": pipe,
 }
-
-
-def through_json(state):
-    return json.loads(json.dumps(state))
 
 
 def make(dataset, workers, **options):
@@ -533,28 +529,17 @@ def test_a_dataset_without_a_state_refuses_one():
         stocache.DataLoader(range(23), 2).load_state_dict(states[2])
 
 
-def leaves(value, path=()):
-    if isinstance(value, dict | list):
-        for key in value if isinstance(value, dict) else range(len(value)):
-            yield from leaves(value[key], (*path, key))
-    yield path
-
-
 @pytest.mark.parametrize("dataset", ["map", "dataset", "iterator", "plain"])
 def test_edited_states_are_refused_or_resumed(dataset):
     loader = make(dataset, 0, batch_size=2)
     batches = iter(loader)
     next(batches)
-    state = loader.state_dict()
-    for path in leaves(state):
+    state = through_json(loader.state_dict())
+    for path in places(state):
+        if path[:2] in (("parts", "dataset"), ("parts", "workers")):
+            continue  # given to the user's objects
         for bad in (None, -1, 10**30, "", "AAAA", [], {}, [1], 1.5, object()):
-            edited = through_json(state)
-            place = edited
-            for key in path[:-1]:
-                place = place[key]
-            if not path or (len(path) > 1 and path[:2] in (("parts", "dataset"), ("parts", "workers"))):
-                continue  # given to the user's objects
-            place[path[-1]] = bad
+            edited = changed(state, path, bad)
             resumed = make(dataset, 0, batch_size=2)
             try:
                 resumed.load_state_dict(edited)
@@ -568,7 +553,7 @@ def test_steps_between_snapshots_must_be_a_positive_number():
     for steps in (0, -1):
         with pytest.raises(ValueError, match="at least 1"):
             stocache.DataLoader(range(3), snapshot_every_n_steps=steps)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
         stocache.DataLoader(range(3), snapshot_every_n_steps=1.5)
     assert len(list(stocache.DataLoader(range(3), snapshot_every_n_steps=None))) == 3
 
@@ -699,16 +684,12 @@ def test_a_damaged_state_of_torchdata_is_refused():
         theirs = torchdata.StatefulDataLoader(Stateful(), 2, num_workers=workers)
         batches = iter(theirs)
         next(batches)
-        state = theirs.state_dict()
-        for path in leaves(state):
-            if not path or path[-1] in ("dataset_state", "at", "epoch", "_iterator_finished"):
+        state = through_json(theirs.state_dict())
+        for path in places(state):
+            if path[-1] in ("dataset_state", "at", "epoch", "_iterator_finished"):
                 continue
             for bad in (None, -1, 10**30, "", [], object()):
-                edited = through_json(state)
-                place = edited
-                for key in path[:-1]:
-                    place = place[key]
-                place[path[-1]] = bad
+                edited = changed(state, path, bad)
                 with contextlib.suppress(StateError):
                     make("dataset", workers, batch_size=2).load_state_dict(edited)
         del theirs, batches

@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import copy
 import json
 import pickle
 import random
@@ -20,6 +19,7 @@ from stocache.reading import (
     ReadingServiceInterface,
     SequentialReadingService,
 )
+from tests.support.edits import changed, leaves
 from tests.support.graphs import (
     COUNT,
     GRAPHS,
@@ -355,24 +355,6 @@ def test_the_state_of_another_graph_is_refused():
         resumed(GRAPHS["shuffled"], 0, changed(state, ("position", "delivered"), 6), 0)
 
 
-def places(value, path=()):
-    """Yield the path to each value in a state that holds no others."""
-    if isinstance(value, dict | list) and value:
-        for key in value if isinstance(value, dict) else range(len(value)):
-            yield from places(value[key], (*path, key))
-    else:
-        yield path
-
-
-def changed(state, path, value):
-    state = copy.deepcopy(state)
-    within = state
-    for key in path[:-1]:
-        within = within[key]
-    within[path[-1]] = value
-    return state
-
-
 WRONG = [None, -1, 10**30, 3, "", "AAAA", [], [7], {}, {"a": 1}, True, 0.5, object()]
 
 
@@ -387,9 +369,9 @@ def test_a_damaged_state_is_refused_or_resumed_as_another(position):
             for _ in zip(range(position), dataloader, strict=False):
                 pass
         state = saved(dataloader)
-    assert len(list(places(state))) > (30 if 0 < position < COUNT else 8)
+    assert len(list(leaves(state))) > (30 if 0 < position < COUNT else 8)
     refused = 0
-    for path in [*places(state), *[path[:-1] for path in places(state) if len(path) > 1]]:
+    for path in [*leaves(state), *[path[:-1] for path in leaves(state) if len(path) > 1]]:
         for wrong in WRONG:
             for graph in (source().shuffle().sharding_filter().map(noise), None):
                 with DataLoader2(graph, reading_service=services) as dataloader:
@@ -404,7 +386,7 @@ def test_a_damaged_state_is_refused_or_resumed_as_another(position):
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_damaged_state_of_workers_is_refused_or_resumed_as_another(wrong):
     state = broken_off(GRAPHS["dispatched, filtered"], 2, 0, 5)
-    for path in places(state["parts"]["service"]["position"], ("parts", "service", "position")):
+    for path in leaves(state["parts"]["service"]["position"], ("parts", "service", "position")):
         with contextlib.suppress(StateError):
             resumed(GRAPHS["dispatched, filtered"], 2, changed(state, path, wrong), EPOCHS - 1)
 

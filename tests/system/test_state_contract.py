@@ -1,8 +1,6 @@
 """The one contract of all that has a state: whatever was delivered, a fresh object goes on with all that follows."""
 
 import base64
-import copy
-import json
 import pickle
 from contextlib import ExitStack
 
@@ -24,6 +22,7 @@ from stocache import (
     StreamLoader,
 )
 from stocache.reading import DataLoader2
+from tests.support.edits import changed, places, through_json
 from tests.support.equality import same
 from tests.support.storages import save
 
@@ -145,10 +144,6 @@ WITH_WORKERS = {  # each restored at a few steps
 CLASSES = ["loader", "BlockSampler", "LocalityDistributedSampler", "StatefulDistributedSampler", "StreamLoader", "DataLoader2"]
 
 
-def through_json(state):
-    return json.loads(json.dumps(state))
-
-
 def elements(value):
     return list(value)
 
@@ -210,15 +205,10 @@ def run():
 BAD = (None, -1, 10**30, "", [], {}, [1], 1.5, object(), base64.b64encode(pickle.dumps(Code())).decode())
 
 
-def edits(state, path=()):
+def edits(state):
     """Each place in a state, as a path of keys, except those within the states of the user's objects."""
-    value = state
-    for key in path:
-        value = value[key]
-    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
-        if (*path, key) not in (("parts", "dataset"), ("parts", "workers")) or state["identity"].get("samples") is None:
-            yield (*path, key)
-            yield from edits(state, (*path, key))
+    of_user = () if state["identity"].get("samples") is None else (("parts", "dataset"), ("parts", "workers"))
+    return [path for path in places(state) if path[:2] not in of_user]
 
 
 @pytest.mark.filterwarnings("ignore:neither the dataset nor its iterator")
@@ -227,11 +217,7 @@ def test_an_edited_state_is_refused_or_resumed(name, tmp_path):
     state, refused = after_two(CASES[name], tmp_path), set()
     for path in edits(state):
         for bad in BAD:
-            edited = copy.deepcopy(state)
-            place = edited
-            for key in path[:-1]:
-                place = place[key]
-            place[path[-1]] = bad
+            edited = changed(state, path, bad)
             with ExitStack() as stack:
                 resumed = CASES[name](stack, tmp_path)
                 try:

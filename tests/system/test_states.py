@@ -1,5 +1,4 @@
 import contextlib
-import copy
 import json
 import random
 
@@ -10,18 +9,11 @@ import torch
 from stocache.errors import StateError
 from stocache.system import rng
 from stocache.system.state import ANYTHING, StateForm
+from tests.support.edits import changed, leaves, through_json
 
 FORM = StateForm(
     "Thing", 3, position={"batches": (int,), "epoch": (int, type(None))}, parts={"own": ANYTHING}, optional=("fingerprint",)
 )
-
-
-def leaves(value, path=()):
-    if isinstance(value, dict | list):
-        for key in value if isinstance(value, dict) else range(len(value)):
-            yield from leaves(value[key], (*path, key))
-    else:
-        yield path
 
 
 def draws(generator):
@@ -38,7 +30,7 @@ def test_states_of_generators_pass_through_json():
     random.gauss(0, 1)  # each remembers the second number of a pair
     np.random.normal()
     generator = torch.Generator()
-    saved = json.loads(json.dumps(rng.to_json(rng.states([generator]))))
+    saved = through_json(rng.to_json(rng.states([generator])))
     expected = draws(generator)
     rng.set_rng_state(rng.from_json(saved), [generator])
     assert draws(generator) == expected
@@ -48,13 +40,9 @@ def test_damaged_states_of_generators_are_refused():
     saved, accepted = rng.to_json(rng.states([torch.Generator()])), []
     for path in leaves(saved):
         for bad in (-1, 10**30, "", "AAAA", [], {}, "x" * 7, 700, object()):
-            damaged = copy.deepcopy(saved)
-            place = damaged
-            for key in path[:-1]:
-                place = place[key]
-            if place[path[-1]] == bad:
+            damaged = changed(saved, path, bad)
+            if damaged == saved:
                 continue
-            place[path[-1]] = bad
             with contextlib.suppress(StateError):  # or it is a state, as each sequence of numbers is one of torch's
                 rng.set_rng_state(rng.from_json(damaged), [torch.Generator()])
                 draws(torch.Generator())
