@@ -10,7 +10,7 @@ from typing import Literal
 
 from stocache.cli import listing
 from stocache.shm import named
-from stocache.shm.registry import deleted_files, directory_of
+from stocache.shm.registry import directory_of
 from stocache.system import limits
 from stocache.system.limits import GIB, SHM_DIR, format_size
 
@@ -115,8 +115,8 @@ def _named() -> Iterator[Finding]:
     for cache in caches:
         if cache.state == "bad":
             yield _problem(f"{cache.path}: {cache.problem}", f"stocache rm --force {cache.name}")
-    users = {pid for pids in named.holders().values() for pid in pids}
-    cut_off = sorted(pid for pid in users if any(path.startswith(directory_of()) for path in deleted_files(pid)))
+    deleted = named.deleted_in_use(os.stat(SHM_DIR).st_dev) if os.path.exists(SHM_DIR) else {}
+    cut_off = sorted({pid for path, pids in deleted.items() if path.startswith(f"{directory_of()}/") for pid in pids})
     if cut_off:
         yield _problem(
             f"processes {', '.join(map(str, cut_off))} use a named cache whose file was deleted: no other process can join.",

@@ -231,6 +231,18 @@ def holders() -> dict[FileKey, list[int]]:
     return registry.lock_owners(ROW_LOCKS, ROWS)
 
 
+def deleted_in_use(device: int) -> dict[str, list[int]]:
+    """Return the former paths of deleted segments on a device, with the processes attached to them.
+
+    Another container's /dev/shm is another device, although the paths are the same.
+    """
+    found: dict[str, list[int]] = {}
+    for pid in sorted({pid for key, pids in holders().items() if key[0] == device for pid in pids}):
+        for path in set(registry.deleted_files(pid)):
+            found.setdefault(path, []).append(pid)
+    return found
+
+
 def _attach(at: int, path: str, wanted: Identity, new: bool = False) -> tuple[Segment, Descriptor] | None:
     """Attach to the segment at a path. None if it does not exist; or if no process held it and it was for other data."""
     key = registry.key_of(at, path)
@@ -346,12 +358,10 @@ def _link(at: int, draft: int, name: str) -> None:
 
 def _warn_of_deleted(at: int, path: str) -> None:
     """Warn if a segment of this name was deleted while processes use it."""
-    device = os.fstat(at).st_dev
-    pids = [pid for key, pids in holders().items() if key[0] == device for pid in pids if path in registry.deleted_files(pid)]
-    if pids:
+    if pids := deleted_in_use(os.fstat(at).st_dev).get(path):
         logger.warning(
             "the file of cache %r was deleted while processes %s use it. They go on; this is a second copy. systemd deletes "
             "the files of a user in %s at the last logout. To prevent that: set RemoveIPC=no in /etc/systemd/logind.conf, or "
             "loginctl enable-linger %d",
-            os.path.basename(path), ", ".join(map(str, sorted(pids))), limits.SHM_DIR, os.geteuid(),
+            os.path.basename(path), ", ".join(map(str, pids)), limits.SHM_DIR, os.geteuid(),
         )  # fmt: skip

@@ -1,5 +1,6 @@
 """The commands over named caches: ls, stat, rm, top and doctor."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,10 +20,11 @@ from typer.testing import CliRunner
 from stocache import SharedCacheDDP
 from stocache.cli import doctor, listing, top
 from stocache.cli.app import app
-from stocache.shm import layout, registry
+from stocache.shm import layout, named, registry
 from stocache.shm.segment import ROW_LOCKS
 from stocache.system import limits
 from stocache.system.limits import GIB, MIB, CgroupMemory, Memory
+from tests.support import traces
 
 N, DIMS = 10, (4,)
 FOLDER = Path(registry.directory_of())
@@ -335,6 +337,32 @@ def test_doctor_finds_a_file_deleted_in_use(healthy):
         FOLDER.rmdir()
         (finding,) = doctor.examine()
         assert f"processes {os.getpid()} use a named cache whose file was deleted" in finding.what
+
+
+def test_doctor_leaves_out_files_deleted_in_other_containers(healthy):
+    """Their /dev/shm is not ours, although its paths are the same."""
+    if not traces.private:
+        pytest.skip("needs the right to mount")
+    ready, go = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            traces.mount_private()
+            with make("lost"):
+                (FOLDER / "lost").unlink()
+                os.write(ready[1], b"x")
+                os.close(go[1])
+                os.read(go[0], 1)
+        os._exit(0)
+    os.close(ready[1])
+    assert os.read(ready[0], 1) == b"x"
+    assert any(pid in pids for pids in named.holders().values())
+    found = doctor.examine()
+    os.close(go[1])
+    os.waitpid(pid, 0)
+    for fd in (ready[0], go[0]):
+        os.close(fd)
+    assert found == []
 
 
 @pytest.mark.parametrize(

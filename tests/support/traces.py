@@ -31,13 +31,7 @@ private = False
 def pytest_configure() -> None:
     """Mount a /dev/shm of our own, as large as the one that is there."""
     global private
-    libc = ctypes.CDLL(None)
-    size = os.statvfs(SHM).f_blocks * os.statvfs(SHM).f_frsize
-    private = (
-        libc.unshare(CLONE_NEWNS) == 0
-        and libc.mount(None, b"/", None, MS_REC | MS_SLAVE, None) == 0  # or others would see the mount
-        and libc.mount(b"tmpfs", SHM.encode(), b"tmpfs", 0, f"mode=1777,size={size}".encode()) == 0
-    )
+    private = mount_private()
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
@@ -45,6 +39,17 @@ def pytest_xdist_auto_num_workers() -> int:
     """Run the tests in two processes where each has a /dev/shm of its own; elsewhere they would meet each other's files."""
     pytest_configure()
     return 2 if private else 0
+
+
+def mount_private() -> bool:
+    """Mount an empty /dev/shm that only this process and its children see; False where that is not allowed."""
+    libc = ctypes.CDLL(None)
+    size = os.statvfs(SHM).f_blocks * os.statvfs(SHM).f_frsize
+    return (
+        libc.unshare(CLONE_NEWNS) == 0
+        and libc.mount(None, b"/", None, MS_REC | MS_SLAVE, None) == 0  # or others would see the mount
+        and libc.mount(b"tmpfs", SHM.encode(), b"tmpfs", 0, f"mode=1777,size={size}".encode()) == 0
+    )
 
 
 def shm_names() -> set[str]:
