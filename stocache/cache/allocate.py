@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from stocache.cache import claims
 from stocache.cache.options import CacheOptions
 from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import column_offsets
@@ -32,7 +33,8 @@ class CacheLayout:
     """The memory of a cache for any capacity. The capacity counts slots; or bytes, if samples vary in size.
 
     Attributes:
-        control_bytes: bytes of the cache's state, which begins with one state byte per sample of the dataset.
+        control_bytes: bytes of the cache's state, which begins with one state byte per sample of the dataset. The limit of the
+            cache counts them. It does not count the words of claims, 4 bytes per sample, which follow them.
         identity: must be equal, like the number of samples, before another process may attach to a cache of the same name.
         structure: the structure of each sample; None if samples vary in size.
         placement: which samples get the slots; None if samples vary in size.
@@ -43,6 +45,11 @@ class CacheLayout:
     identity: Identity
     structure: Structure | None = None
     placement: Placement | None = None
+
+    @property
+    def all_control_bytes(self) -> int:
+        """The control bytes, with the words of claims."""
+        return claims.with_words(self.control_bytes, self.dataset_len)
 
     @property
     def unit(self) -> str:
@@ -104,7 +111,7 @@ class CacheLayout:
         if self.structure is not None:
             facts["slot_bytes"] = self.structure.nbytes
         descriptor = Descriptor({self.unit: capacity} | dict(identity), facts)
-        return Layout.for_sizes(self.control_bytes, self.data_bytes(capacity), descriptor.pack())
+        return Layout.for_sizes(self.all_control_bytes, self.data_bytes(capacity), descriptor.pack())
 
     def mark_outsiders(self, control: memoryview, capacity: int) -> None:
         """Set the state bytes of all samples that have no room to OOB. Before, all of ``control`` is zero."""
@@ -114,7 +121,7 @@ class CacheLayout:
             return
         chosen = residency(self.placement, self.dataset_len, capacity)
         if capacity < self.dataset_len:
-            states = torch.frombuffer(control, dtype=torch.uint8)
+            states = torch.frombuffer(control, dtype=torch.uint8, count=self.dataset_len)
             for start in range(0, self.dataset_len, _CHUNK):
                 indices = torch.arange(start, min(start + _CHUNK, self.dataset_len))
                 states[start : start + _CHUNK].masked_fill_(~chosen.resident(indices), OOB)
@@ -168,7 +175,7 @@ def open_memory(layout: CacheLayout, options: CacheOptions) -> tuple[Segment, in
         return _open_own(layout, 0)
     segment, descriptor = found
     capacity = int(descriptor.facts["capacity"])
-    if (segment.layout.control_bytes, segment.data_bytes) != (layout.control_bytes, layout.data_bytes(capacity)):
+    if (segment.layout.control_bytes, segment.data_bytes) != (layout.all_control_bytes, layout.data_bytes(capacity)):
         raise SegmentError(f"{segment.path} is damaged: its sizes do not belong to a capacity of {capacity}.")
     return segment, capacity
 
@@ -182,7 +189,7 @@ def _open_part(layout: CacheLayout, options: CacheOptions, problem: str) -> tupl
 
 
 def _open_own(layout: CacheLayout, capacity: int) -> tuple[Segment, int]:
-    segment = Segment.create(layout.control_bytes, layout.data_bytes(capacity))
+    segment = Segment.create(layout.all_control_bytes, layout.data_bytes(capacity))
     if segment.backing == "none":
         capacity = 0
     layout.mark_outsiders(segment.control, capacity)

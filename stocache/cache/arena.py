@@ -25,6 +25,7 @@ _Result = TypeVar("_Result")
 
 _USED, _GENERATION, _NEWEST, _COUNT = range(4)
 _WORDS = 8
+_LOCK = 1  # of the owner's locks; 0 is that of the claims
 WORDS_BYTES = 8 * _WORDS
 
 NO_ROOM, NO_MEMORY = -1, -2
@@ -60,7 +61,6 @@ class Arena:
 
     def __init__(self, segment: Segment, dataset_len: int) -> None:
         self._segment = segment
-        self._lock_number = dataset_len  # lower numbers are the locks of samples
         start, end = words_at(dataset_len), control_bytes(dataset_len)
         self._words = segment.control[start : start + 8 * _WORDS].cast("Q")
         self.offsets = segment.control[start + 8 * _WORDS : end].cast("Q")
@@ -71,7 +71,7 @@ class Arena:
 
     def run_locked(self, work: Callable[[], _Result], late: _Result) -> _Result:
         """Return ``work()``, run with the arena's lock held; ``late`` if another process does not release the lock."""
-        return self._segment.run_locked(self._lock_number, 1, work, late)
+        return self._segment.run_locked(_LOCK, 1, work, late)
 
     @property
     def used(self) -> int:

@@ -3,12 +3,12 @@
 A cache publishes samples; its `SampleStore` has their bytes: `SlotArrays` in a `SharedCache`, `RecordStore` in a `RaggedCache`.
 
 NOTE [ Publishing a slot ]
-    Writers of one slot exclude each other: threads by the segment's guard, processes by the slot's record lock. A writer that
-    has both checks the state byte again, copies the sample in, releases the fence lock and takes it again, and only then sets
-    the byte to SET. Releasing a lock and then taking one keeps the two stores in order on every processor, also on ARM. A
-    writer that is killed before it sets the byte leaves an empty slot, and the kernel drops its lock; the next process to miss
-    the sample fills the slot. A set slot never changes again. So a reader needs no lock: it reads the byte, then the row, in
-    this order (NOTE [ Reading in order ]).
+    Writers of one slot exclude each other by claims (NOTE [ Claims ]). A writer claims all samples of a batch at once, reads
+    their state bytes again, copies the samples in, releases the fence lock and takes it again, and only then sets the bytes to
+    SET. Releasing a lock and then taking one keeps the two stores in order on every processor, also on ARM. A writer that is
+    killed before it sets the bytes leaves empty slots, and its claims end with it; the next process to miss the samples fills
+    the slots. A set slot never changes again. So a reader needs no lock: it reads the byte, then the row, in this order
+    (NOTE [ Reading in order ]).
 
 NOTE [ Races and errors ]
     A process that missed a sample will set it, and may find that another one was faster. That is not an error: the samples are
@@ -28,20 +28,24 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from stocache.cache.claims import Claims
 from stocache.cache.stats import EMPTY, FILLS, HITS, MISSES, MISSING, OOB, RACES, REFUSED, REJECTED, SET, CacheStats
 from stocache.errors import BusyError, ClosedError, SampleError, SampleIndexError, SlotError
 from stocache.samples.indices import check_index, check_indices
 from stocache.shm.load_order import WEAKLY_ORDERED, order_loads
 from stocache.shm.segment import REJECTED_WARNING, Segment
-from stocache.system.waiting import describe_process
+from stocache.system.waiting import PATIENCE_S, describe_process, wait_until
 
 logger = logging.getLogger("stocache")
+
+_PART_S = 0.02  # samples that were loaded in this time are published together
 
 _Self = TypeVar("_Self", bound="SampleCache")
 _Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -79,10 +83,14 @@ class SampleStore(Protocol):
     def encode(self, sample: Any, where: str, /) -> Any:
         """Return what `write` is to write. Raises SampleError, whose message begins with ``where``."""
 
-    def write(self, idx: int, encoded: Any, cost_s: float | None) -> int | None:
-        """Write an encoded sample where `load` finds it. Return the counter to raise; FILLS means that the sample was stored.
+    def encode_many(self, samples: list[Any]) -> list[Any] | None:
+        """Return what `write_many` is to write; None if a sample does not fit: `encode` says which, and why."""
 
-        ``cost_s``: seconds since this process missed the sample; None if it did not.
+    def write_many(self, indices: list[int], encoded: Sequence[Any], costs_s: Sequence[float | None]) -> list[int | None]:
+        """Write encoded samples where `load` finds them. This thread has the claims to write them; the guard is free.
+
+        Return for each the counter to raise, if any; FILLS means that the sample was written.
+        ``costs_s``: the seconds that each took to load; None if that is not known.
         """
 
     def slot(self, idx: int, /) -> int:
@@ -101,7 +109,7 @@ class SampleStore(Protocol):
         """Whether all of these encoded samples, none of which is outside the cache, can be written."""
 
     def clear(self) -> None:
-        """Drop all samples. Every slot is locked, and none is set."""
+        """Drop all samples. Nobody writes, and none is set."""
 
     def amounts(self, filled: int) -> dict[str, int]:
         """Return ``slots``, ``slot_bytes`` and ``capacity_bytes`` of `CacheStats` for so many cached samples."""
@@ -110,7 +118,7 @@ class SampleStore(Protocol):
 class SampleCache:
     """What `SharedCache` and `RaggedCache` have in common: all but how samples are stored."""
 
-    _RELEASED: ClassVar[tuple[str, ...]] = ("_segment", "_states", "_aux", "_store", "_load")
+    _RELEASED: ClassVar[tuple[str, ...]] = ("_segment", "_states", "_aux", "_store", "_load", "_claims")
     """Attributes that hold memory. close() deletes them."""
 
     _warned_of_unreadable: bool = False
@@ -118,13 +126,14 @@ class SampleCache:
     revises: bool = False
     """Whether a sample that was not kept when it was set may be kept when it is set again."""
 
-    def _share(self, segment: Segment, dataset_len: int, store: SampleStore, samples: str, room: str) -> None:
+    def _share(self, segment: Segment, dataset_len: int, store: SampleStore, claims: Claims, samples: str, room: str) -> None:
         """Set the attributes of all caches; again in each process, because they are not pickled.
 
         ``samples`` and ``room`` describe the samples, and how many of them there is room for, in messages.
         """
         self._segment, self._dataset_len, self._samples, self._room = segment, dataset_len, samples, room
         self._store, self._slot, self._load = store, store.slot, store.load  # a look-up less for each hit
+        self._claims = claims
         self._states = segment.control[:dataset_len]
         self._aux = torch.frombuffer(self._states, dtype=torch.uint8) if dataset_len else torch.empty(0, dtype=torch.uint8)
         if segment.backing == "none":  # then nothing is shared, and nothing can be cached
@@ -216,42 +225,77 @@ class SampleCache:
 
     def _set(self, idx: int, value: Any, overwrite: bool = False) -> None:
         """Encode and publish a sample, and count what became of it. Raises SampleError and SlotError."""
-        encoded, segment = self._store.encode(value, f"set_slot({idx})"), self._segment
-        with segment.guard:
+        encoded = self._store.encode(value, f"set_slot({idx})")
+        self._publish([idx], [encoded], [self._cost_of(idx, overwrite)], overwrite)
+
+    def _cost_of(self, idx: int, overwrite: bool) -> float | None:
+        """Return the seconds since this process missed a sample that it is about to set, and forget that it did.
+
+        Raises:
+            SlotError: the sample is set, and this process has not missed it.
+        """
+        with self._segment.guard:
             missed, since = self._missed.pop(idx, (0, 0.0))
             if missed > 1:
                 self._missed[idx] = missed - 1, since
-            cost_s = time.perf_counter() - since if missed else None
-            if not missed and self._states[idx] == SET and not overwrite:
-                raise SlotError(f"set_slot({idx}): the slot is set. Ask get_slot first, or pass allow_overwrite=True.")
-            counter = self._publish(idx, encoded, overwrite, cost_s)
-            if counter is not None:
-                segment.counters[counter] += 1
+        if not missed and self._states[idx] == SET and not overwrite:
+            raise SlotError(f"set_slot({idx}): the slot is set. Ask get_slot first, or pass allow_overwrite=True.")
+        return time.perf_counter() - since if missed else None
 
-    def _publish(self, idx: int, encoded: Any, overwrite: bool, cost_s: float | None) -> int | None:
-        """Store sample ``idx``, with the guard held. Return the counter to raise, if any."""
-        # see NOTE [ Publishing a slot ]
-        segment = self._segment
+    def _set_many(
+        self,
+        indices: _Indices,
+        encode: Callable[[], list[Any]],
+        each: Callable[[], Iterable[Any]],
+        allow_oob_idx: bool,
+        allow_overwrite: bool,
+    ) -> None:
+        """Set many samples: as `set_slot` for each of ``each()``, at once where that is the same."""
+        states = self._aux.numpy()[indices]
+        if len(np.unique(indices)) < len(indices) or not (allow_overwrite or (states != SET).all()) or (states == OOB).any():
+            for idx, value in zip(indices.tolist(), each(), strict=True):
+                self.set_slot(idx, value, allow_oob_idx, allow_overwrite)
+        elif len(indices):
+            costs_s = [self._cost_of(idx, True) for idx in indices.tolist()]
+            self._publish(indices.tolist(), encode(), costs_s, allow_overwrite)
+
+    def _publish(
+        self,
+        indices: list[int],
+        encoded: Sequence[Any],
+        costs_s: Sequence[float | None],
+        overwrite: bool = False,
+        count_races: bool = True,
+    ) -> None:
+        """Store samples, each once in ``indices``, and count what became of them. See NOTE [ Publishing a slot ]."""
+        segment, states, chosen = self._segment, self._aux.numpy(), np.array(indices, np.int64)
+        count, taken = len(indices), set[int]()
         try:
-            try:
-                if not segment.try_lock(idx) or (self._states[idx] == SET and not overwrite):
-                    return RACES
+            self._claims.to_write(chosen, taken)
+            free = states[chosen] == EMPTY
+            if overwrite:
+                free |= states[chosen] == SET
+            if len(taken) < count or not free.all():
+                kept = [row for row, idx in enumerate(indices) if free[row] and idx in taken]
+                chosen, indices = chosen[kept], chosen[kept].tolist()
+                encoded, costs_s = [encoded[row] for row in kept], [costs_s[row] for row in kept]
+            counters: list[int | None] = []
+            if indices:
                 try:
-                    counter = self._store.write(idx, encoded, cost_s)
-                except OSError as error:  # reserved memory does not run out; if it does, the job goes on without caching this
-                    logger.warning("sample %d stays uncached: %s", idx, str(error))
-                    return REFUSED
-                if counter == FILLS:
-                    segment.fence.acquire(blocking=False)  # held already, unless an interrupt came between the next two
-                    segment.fence.release()
-                    segment.fence.acquire()
-                    self._states[idx] = SET
-                return counter
-            finally:
-                segment.unlock(idx)
-        except BaseException:  # an interrupt may have come before the lock was given back
-            segment.unlock(idx)
-            raise
+                    counters = self._store.write_many(indices, encoded, costs_s)
+                except OSError as error:  # reserved memory does not run out; if it does, the job goes on without caching these
+                    logger.warning("sample %d stays uncached: %s", indices[0], str(error))
+                    counters = [REFUSED] * len(indices)
+            filled = chosen if counters.count(FILLS) == len(chosen) else chosen[[counter == FILLS for counter in counters]]
+            with segment.guard:
+                segment.order_stores()
+                states[filled] = SET
+                segment.order_stores()
+                segment.counters[FILLS] += len(filled)
+                segment.counters[REFUSED] += counters.count(REFUSED)
+                segment.counters[RACES] += (count - len(chosen)) * count_races
+        finally:
+            self._claims.end_writing(taken)
 
     # ------------------------------------------------------------------------------------------------ loading what misses
 
@@ -283,24 +327,25 @@ class SampleCache:
         if value is not MISSING:
             return value
         idx = self._index(idx, "get_or_load")
-        claimed, outer = False, _loading.samples
-        if self.fillable(idx):
-            if outer or _loading.block:  # see NOTE [ Nested loads ]
-                claimed = self._segment.try_claim(idx)
-            else:
-                claimed = self._segment.wait_for_claim(idx, timeout_s, lambda: self._states[idx] == SET)
-        _loading.samples = outer or claimed
+        outer, taken = _loading.samples, set[int]()
         try:
+            if self.fillable(idx):
+                if outer or _loading.block:  # see NOTE [ Nested loads ]
+                    self._claims.to_load(np.array([idx]), taken)
+                else:
+                    self._claims.wait_to_load(idx, taken, timeout_s, lambda: self._states[idx] == SET)
+            _loading.samples = outer or bool(taken)
             value = self.hit(idx, copy)
             if value is MISSING:
-                self._miss(idx, time.perf_counter())
+                began = time.perf_counter()
+                self._segment.counters[MISSES] += 1
                 value = load(idx)
-                self._keep(idx, value, strict)
+                self._keep([idx], [value], [time.perf_counter() - began], strict)
             return value
         finally:
             _loading.samples = outer
-            if claimed:
-                self._segment.release_claim(idx)
+            if taken:
+                self._claims.end_loading(taken)
 
     def get_or_load_many(
         self,
@@ -323,42 +368,58 @@ class SampleCache:
             SampleIndexError, SampleError: as `get_or_load`.
         """
         indices = check_indices(indices, self._dataset_len, "get_or_load_many")
-        is_set = self.set_among(indices).tolist()
-        hits = indices[is_set]
+        is_set = self.set_among(indices)
+        hits = indices if is_set.all() else indices[is_set]
         if copy and len(hits) >= self._store.gathers_from:
             found = iter(self._store.load_many(hits))
         else:
             found = (self._load(self._slot(idx), copy) for idx in hits.tolist())
-        samples = [next(found) if hit else MISSING for hit in is_set]
+        samples = list(found) if len(hits) == len(indices) else [next(found) if hit else MISSING for hit in is_set.tolist()]
         count = sum(sample is not MISSING for sample in samples) if self._store.unreadable else len(hits)
         self._segment.counters[HITS] += count
-        if count == len(indices):
-            return samples
+        if count < len(indices):
+            self._load_missing(indices, samples, load, None, strict)
+            for row, idx in enumerate(indices.tolist()):  # claimed by another process, or repeated
+                if samples[row] is MISSING:
+                    samples[row] = self.get_or_load(
+                        idx, lambda idx: next(iter(load([idx]))), copy=copy, strict=strict, timeout_s=timeout_s
+                    )
+        return samples
+
+    def _load_missing(
+        self,
+        indices: _Indices,
+        samples: list[Any],
+        load: Callable[[list[int]], Iterable[Any]],
+        encode_rows: Callable[[list[int], list[Any]], list[Any] | None] | None,
+        strict: bool,
+    ) -> None:
+        """Put into ``samples``, where it has MISSING, what ``load`` returns; except samples that others are loading. Cache it.
+
+        ``encode_rows`` is called with rows of the batch and their samples, in place of `SampleStore.encode_many`.
+        """
         rows: dict[int, int] = {}  # by index of a missing sample: its first row in the batch
         for row, idx in enumerate(indices.tolist()):
-            if not is_set[row]:
+            if samples[row] is MISSING:
                 rows.setdefault(idx, row)
-        claims = {idx for idx in rows if self._states[idx] == EMPTY and self._segment.try_claim(idx)}
-        outer = _loading.samples
-        _loading.samples = outer or bool(claims)
+        outer, taken, states = _loading.samples, set[int](), self._states
         try:
-            missing = [idx for idx in rows if self._states[idx] != SET and (idx in claims or not self.fillable(idx))]
-            for idx, value in zip(missing, self._timed(missing, load), strict=True):
-                self._keep(idx, value, strict)
-                samples[rows[idx]] = value
-                if idx in claims:
-                    claims.remove(idx)
-                    self._segment.release_claim(idx)
+            empty = [idx for idx in rows if states[idx] == EMPTY]
+            if empty:
+                self._claims.to_load(np.array(empty), taken)
+            _loading.samples = outer or bool(taken)
+            missing = [idx for idx in rows if idx in taken or not self.fillable(idx)]
+            if taken:
+                missing = [idx for idx in missing if states[idx] != SET]  # set meanwhile
+            for part, values, costs_s in self._loaded(missing, load):
+                places = [rows[idx] for idx in part]
+                for row, value in zip(places, values, strict=True):
+                    samples[row] = value
+                self._keep(part, values, costs_s, strict, encode_rows and partial(encode_rows, places))
         finally:
             _loading.samples = outer
-            for idx in claims:
-                self._segment.release_claim(idx)
-        for row, idx in enumerate(indices.tolist()):  # claimed by another process, or repeated
-            if samples[row] is MISSING:
-                samples[row] = self.get_or_load(
-                    idx, lambda idx: next(iter(load([idx]))), copy=copy, strict=strict, timeout_s=timeout_s
-                )
-        return samples
+            if taken:
+                self._claims.end_loading(taken)
 
     def each(
         self,
@@ -381,15 +442,39 @@ class SampleCache:
                 sample = self.get_or_load(idx, lambda idx: next(iter(load([idx]))), copy=copy, strict=strict)
             yield sample
 
-    def _timed(self, indices: list[int], load: Callable[[list[int]], Iterable[Any]]) -> Iterator[Any]:
-        """Load samples, and note since when each was missed: the cost is its share of the call and its own time."""
-        began = time.perf_counter()
-        values = load(indices) if indices else ()
-        share_s, began = (time.perf_counter() - began) / max(1, len(indices)), time.perf_counter()
-        for idx, value in zip(indices, values, strict=True):
-            self._miss(idx, began - share_s)
-            yield value
-            began = time.perf_counter()
+    def _loaded(
+        self, indices: list[int], load: Callable[[list[int]], Iterable[Any]]
+    ) -> Iterator[tuple[list[int], list[Any], list[float]]]:
+        """Load samples, in parts that take `_PART_S` each. Yield the indices of a part, its samples, and their costs.
+
+        The cost of a sample is its share of the call, and the seconds that the result of the call takes to yield it.
+        """
+        if not indices:
+            return
+        started = began = time.perf_counter()
+        values = load(indices)
+        self._segment.counters[MISSES] += len(indices)
+        share_s, began = (time.perf_counter() - began) / len(indices), time.perf_counter()
+        part: list[int] = []
+        loaded: list[Any] = []
+        costs_s: list[float] = []
+        try:
+            for idx, value in zip(indices, values, strict=True):
+                part.append(idx)
+                loaded.append(value)
+                now = time.perf_counter()
+                costs_s.append(share_s + now - began)
+                began = now
+                if now - started > _PART_S and type(values) is not list:  # a list was made at once
+                    yield part, loaded, costs_s
+                    part, loaded, costs_s = [], [], []
+                    started = began = time.perf_counter()
+        except Exception:
+            if part:
+                yield part, loaded, costs_s
+            raise
+        if part:
+            yield part, loaded, costs_s
 
     def fillable(self, idx: int) -> bool:
         """Whether sample ``idx`` is not cached, and can be."""
@@ -419,21 +504,25 @@ class SampleCache:
             if self._states[idx] == EMPTY:
                 with contextlib.suppress(SampleError):  # reported when this sample is asked for
                     encoded[idx] = self._store.encode(value, f"sample {idx}")
-        has_room = self._store.has_room(encoded.values())
-        for idx, item in encoded.items():
-            with self._segment.guard:
-                if not has_room:
-                    self._exclude(idx)
-                elif self._publish(idx, item, False, None) == FILLS:
-                    self._segment.counters[FILLS] += 1
+        self._publish_all(list(encoded), list(encoded.values()))
 
-    def _exclude(self, idx: int) -> None:
-        """Mark sample ``idx`` as outside the cache, unless it is set or being stored. With the guard held."""
+    def _publish_all(self, indices: list[int], encoded: list[Any]) -> None:
+        """Cache encoded samples, all of them that are empty; or exclude them all, if not all have room."""
+        if self._store.has_room(encoded):
+            self._publish(indices, encoded, [None] * len(indices), count_races=False)
+        else:
+            self._exclude(indices)
+
+    def _exclude(self, indices: list[int]) -> None:
+        """Mark samples as outside the cache, except those that are set or being written."""
+        wanted, taken = np.array(indices, np.int64), set[int]()
         try:
-            if self._segment.try_lock(idx) and self._states[idx] == EMPTY:
-                self._states[idx] = OOB
+            self._claims.to_write(wanted, taken)
+            for idx in taken:
+                if self._states[idx] == EMPTY:
+                    self._states[idx] = OOB
         finally:
-            self._segment.unlock(idx)
+            self._claims.end_writing(taken)
 
     def _miss(self, idx: int, since: float) -> None:
         """Count a miss, and remember it if the sample can be set."""
@@ -453,31 +542,53 @@ class SampleCache:
         for idx in indices.tolist():
             self._miss(idx, now)
 
-    def _keep(self, idx: int, value: Any, strict: bool) -> None:
-        """Cache a loaded sample. One that does not fit raises SampleError; if not ``strict``, it stays outside the cache."""
-        if self._states[idx] == SET:  # by another process, or with its block
-            with self._segment.guard:
-                self._missed.pop(idx, None)
-            if self._store.unreadable and self.peek(idx) is MISSING:  # loading the sample has not imported its class
-                self._warn_of_unreadable()
-            return
-        if self._states[idx] == OOB:
-            return
-        try:
-            self._set(idx, value)
-        except SampleError as error:
-            if strict:
-                raise
-            segment = self._segment
-            with segment.guard:
-                self._missed.pop(idx, None)
-                segment.counters[REJECTED] += 1
-                self._exclude(idx)
-                first = segment.first_to_warn(REJECTED_WARNING)
-            if first:  # as a str: a handler that keeps the error would keep its traceback, and so the memory
-                logger.warning(
-                    "sample %d does not fit and stays uncached. So will others like it, without a warning: %s", idx, str(error)
-                )
+    def _keep(
+        self,
+        indices: list[int],
+        values: list[Any],
+        costs_s: list[float],
+        strict: bool,
+        encode: Callable[[list[Any]], list[Any] | None] | None = None,
+    ) -> None:
+        """Cache loaded samples. One that does not fit raises SampleError; if not ``strict``, it stays outside the cache."""
+        states = self._aux.numpy()[indices]
+        if self._store.unreadable and any(self.peek(idx) is MISSING for idx in np.array(indices)[states == SET].tolist()):
+            self._warn_of_unreadable()  # loading the sample has not imported its class
+        encoded = (encode or self._store.encode_many)(values)
+        rows = range(len(indices)) if (states == EMPTY).all() else np.flatnonzero(states == EMPTY).tolist()
+        if encoded is None:
+            encoded, rows = self._encode_each(indices, values, rows, strict)
+        if len(rows) == len(indices):
+            self._publish(indices, encoded, costs_s)
+        elif rows:
+            self._publish([indices[row] for row in rows], [encoded[row] for row in rows], [costs_s[row] for row in rows])
+
+    def _encode_each(
+        self, indices: list[int], values: list[Any], rows: Sequence[int], strict: bool
+    ) -> tuple[list[Any], list[int]]:
+        """Return the encoded samples by row, and the rows of those that fit; exclude the others, or raise SampleError."""
+        encoded, fit = [None] * len(indices), []
+        for row in rows:
+            try:
+                encoded[row] = self._store.encode(values[row], f"set_slot({indices[row]})")
+                fit.append(row)
+            except SampleError as error:
+                if strict:
+                    raise
+                self._reject(indices[row], str(error))
+        return encoded, fit
+
+    def _reject(self, idx: int, problem: str) -> None:
+        """Count a sample that does not fit, and warn of the first one."""
+        segment = self._segment
+        self._exclude([idx])
+        with segment.guard:
+            segment.counters[REJECTED] += 1
+            first = segment.first_to_warn(REJECTED_WARNING)
+        if first:
+            logger.warning(
+                "sample %d does not fit and stays uncached. So will others like it, without a warning: %s", idx, problem
+            )
 
     # ------------------------------------------------------------------------------------------------ life
 
@@ -496,16 +607,16 @@ class SampleCache:
         if segment.backing == "none":
             return
 
-        def drop() -> bool:
+        def drop() -> None:
             states = self._aux.numpy()
             states[states == SET] = EMPTY
             self._store.clear()
-            return True
 
-        with segment.guard:
-            if not segment.run_locked(0, self._dataset_len, drop, False):
-                holder = describe_process(segment.lock_holder(0, self._dataset_len))
-                raise BusyError(f"clear: {holder} keeps the lock of a slot. Have it go on, or end it.")
+        if not wait_until(lambda: self._claims.run_unwritten(drop), PATIENCE_S):
+            raise BusyError(
+                f"clear: {describe_process(segment.pid_of(self._claims.writer()))} keeps the lock of a slot. Have it go on, or "
+                f"end it."
+            )
 
     def stats(self) -> CacheStats:
         """Return the current counts and sizes, summed over all processes. Reads one byte per sample."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from itertools import starmap
 from typing import Any, Literal
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from stocache.cache.allocate import CacheLayout, open_memory
 from stocache.cache.base import SampleCache
+from stocache.cache.claims import Claims
 from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.records import RecordStore, control_bytes
 from stocache.cache.stats import MISSING
@@ -92,7 +94,9 @@ class RaggedCache(SampleCache):
         """Set all attributes. Each process computes those that follow from the arguments; they are not pickled."""
         self._options, self.revises = options, options.admission == "cost"
         store = RecordStore(segment, dataset_len, options)
-        self._share(segment, dataset_len, store, "samples of any size", format_size(segment.data_bytes))
+        self._share(
+            segment, dataset_len, store, Claims(segment, dataset_len), "samples of any size", format_size(segment.data_bytes)
+        )
 
     # ------------------------------------------------------------------------------------------------ many samples
 
@@ -125,8 +129,9 @@ class RaggedCache(SampleCache):
         index = check_indices(indices, self._dataset_len, "set_slots")
         if len(values) != len(index):
             raise SampleError(f"set_slots: {len(values)} values for {len(index)} indices.")
-        for idx, value in zip(index.tolist(), values, strict=True):
-            self.set_slot(idx, value, allow_oob_idx, allow_overwrite)
+        encode = self._store.encode
+        named = [(value, f"set_slot({idx})") for idx, value in zip(index.tolist(), values, strict=True)]
+        self._set_many(index, lambda: list(starmap(encode, named)), lambda: values, allow_oob_idx, allow_overwrite)
 
     # ------------------------------------------------------------------------------------------------ life
 

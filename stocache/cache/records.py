@@ -2,7 +2,7 @@
 
 import operator
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from stocache.cache.admission import LATER, NEVER, CostAdmission
 from stocache.cache.arena import NO_MEMORY, Arena
 from stocache.cache.options import CacheOptions
 from stocache.cache.stats import EMPTY, FILLS, MISSING, OOB, REFUSED
-from stocache.errors import SegmentError
+from stocache.errors import SampleError, SegmentError
 from stocache.samples.codecs import Codec
 from stocache.samples.record_decoder import RecordReader
 from stocache.samples.record_encoder import HEAD, Record, integers_codec, pack_integers, write_treedef
@@ -75,6 +75,20 @@ class RecordStore:
         if self._codec is not None and (smaller := self._codec.compress(data)) is not None:
             data, packed = smaller, packed | _COMPRESSED
         return EncodedRecord(write_treedef(record.treedef), data, packed, tail)
+
+    def encode_many(self, samples: list[Any]) -> list[EncodedRecord] | None:
+        """Return the parts of samples' records; None if a sample does not fit."""
+        try:
+            return [self.encode(sample, "") for sample in samples]
+        except SampleError:
+            return None
+
+    def write_many(
+        self, indices: list[int], encoded: Sequence[EncodedRecord], costs_s: Sequence[float | None]
+    ) -> list[int | None]:
+        """Append records; see `write`."""
+        with self._segment.guard:
+            return [self.write(*each) for each in zip(indices, encoded, costs_s, strict=True)]
 
     def write(self, idx: int, encoded: EncodedRecord, cost_s: float | None) -> int | None:
         """Append a record if its sample is admitted and there is room. Return FILLS, REFUSED (no memory), or None."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from stocache.cache.allocate import CacheLayout, open_memory
 from stocache.cache.base import SampleCache
+from stocache.cache.claims import Claims
 from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import SlotArrays
-from stocache.cache.stats import HITS, SET
+from stocache.cache.stats import HITS, MISSING, SET
 from stocache.errors import CacheNameError, SampleError, SampleIndexError, SegmentError
 from stocache.samples.indices import check_indices, check_len
 from stocache.samples.spec import Structure
@@ -117,7 +119,7 @@ class SharedCache(SampleCache):
         self._structure, self._placement, self._slots = structure, placement, slots
         self._columns = SlotArrays(structure, segment, residency(placement, dataset_len, slots))
         room = f"{slots} ({format_size(slots * structure.nbytes)})"
-        self._share(segment, dataset_len, self._columns, str(structure), room)
+        self._share(segment, dataset_len, self._columns, Claims(segment, dataset_len), str(structure), room)
 
     # ------------------------------------------------------------------------------------------------ many samples
 
@@ -192,13 +194,30 @@ class SharedCache(SampleCache):
         mask, hits = self._gather_hits(index, items)
         if hits == len(index):
             return None
-        loaded = self.get_or_load_many(index[~mask], load, strict=False)
+        samples: list[Any] = [None if hit else MISSING for hit in mask.tolist()]
+        columns, encode, done = self._columns, self._structure.encode, set[int]()
+
+        def encode_rows(rows: list[int], values: list[Any]) -> list[Any] | None:
+            encoded = columns.pack(values, items, rows)
+            if encoded is not None:
+                done.update(rows)
+            return encoded
+
+        self._load_missing(index, samples, load, encode_rows, strict=False)
         try:
-            for row, sample in zip(np.flatnonzero(~mask).tolist(), loaded, strict=True):
-                self._columns.put(items, row, self._structure.encode(sample, "sample"))
+            for row, idx in enumerate(index.tolist()):
+                if not mask[row] and row not in done:  # not alike; or another process was loading it; or repeated
+                    if samples[row] is MISSING:
+                        samples[row] = self.get_or_load(idx, lambda idx: next(iter(load([idx]))), strict=False)
+                    columns.put(items, row, encode(samples[row], "sample"))
         except SampleError:
-            samples, found = iter(loaded), iter(self._columns.load_many(index[mask]))
-            return [next(found if is_hit else samples) for is_hit in mask.tolist()]
+            found = iter(columns.load_many(index[mask]))
+            for row, idx in enumerate(index.tolist()):
+                if mask[row]:
+                    samples[row] = next(found)
+                elif samples[row] is MISSING:
+                    samples[row] = self.get_or_load(idx, lambda idx: next(iter(load([idx]))), strict=False)
+            return samples
         return None
 
     def set_slots(
@@ -212,8 +231,9 @@ class SharedCache(SampleCache):
         """
         index = check_indices(indices, self._dataset_len, "set_slots")
         items = self._columns.split_batch(values, len(index), "set_slots: values")
-        for idx, value in zip(index.tolist(), self._columns.samples(items, len(index)), strict=True):
-            self.set_slot(idx, value, allow_oob_idx, allow_overwrite)
+        columns, count = self._columns, len(index)
+        encode, each = partial(columns.buffers, items, count), partial(columns.samples, items, count)
+        self._set_many(index, encode, each, allow_oob_idx, allow_overwrite)
 
     # ------------------------------------------------------------------------------------------------ the memory itself
 

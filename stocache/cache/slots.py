@@ -8,9 +8,9 @@ row, at 1.1 to 1.3 times the speed of bytes (both measured). Only bytes are copi
 import logging
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from ctypes import memmove
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, Literal
 
 import numpy as np
@@ -21,12 +21,15 @@ from stocache.cache.placement import BlockResidency, Residency
 from stocache.cache.stats import EMPTY, FILLS, REFUSED
 from stocache.errors import SampleError
 from stocache.samples.spec import ArrayLeaf, Leaf, NumberLeaf, Order, Structure, TensorLeaf, inverse
+from stocache.shm.layout import RESERVED
 from stocache.shm.pool import Pool
 from stocache.shm.private import PrivateViews
 from stocache.shm.segment import Segment
 
 logger = logging.getLogger("stocache")
 
+_FACTS = operator.attrgetter("dtype", "shape", "device", "layout", "requires_grad")  # of tensors that can be stacked
+_SCATTERED = 2048  # the most bytes of a value that is written through the mapping; a system call costs more (measured)
 _LARGE = 1 << 16  # bytes of a value, from which a view that is copied on write costs less than a copy
 _ALIGNMENT = 64  # of a column: a cache line, and more than any dtype needs
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -58,6 +61,11 @@ class Column(ABC):
         self._address = memory.data_ptr()
         word = next(word for word in _WORDS if self.nbytes % word.itemsize == 0 == self._address % word.itemsize)
         self._words = self._rows.view(word) if self.nbytes else self._rows
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether slots have another order of dimensions than batches."""
+        return self._back is not None
 
     @abstractmethod
     def load(self, slot: int, copy: bool) -> Any:
@@ -113,10 +121,32 @@ class Column(ABC):
         source = self._words if aligned else self._rows
         torch.index_select(source, 0, slots, out=target.view(source.dtype))
 
+    def takes(self, values: Sequence[Any]) -> bool:
+        """Whether `stack` may be tried for values: they are plain ones of the leaf's type, dtype and shape."""
+        return False
+
+    def stack(self, values: Sequence[Any], out: Any) -> bool:
+        """Copy values into a contiguous batch of as many. Return False if they do not fit after all."""
+        raise NotImplementedError
+
+    def scatter(self, slots: _Indices, data: bytes) -> None:
+        """Write values, one after the other in ``data``, into reserved slots through the mapping of the memory."""
+        if self.nbytes:
+            rows = np.frombuffer(data, np.uint8).reshape(len(slots), self.nbytes)
+            if self._words.itemsize == 1:
+                self._rows.numpy()[slots] = rows
+            else:
+                words = self._words.numpy()
+                words[slots] = rows.view(words.dtype)
+
     def erase(self, mask: Tensor, out: Any) -> None:
         """Zero the values of a contiguous batch where ``mask`` (bool, 1-D) is True."""
         if self.nbytes:
             _as_matrix(out).view(torch.uint8)[mask] = 0
+
+
+def _is_contiguous(batch: Any) -> bool:
+    return bool(batch.is_contiguous() if isinstance(batch, Tensor) else batch.flags.c_contiguous)
 
 
 def _as_matrix(batch: Any) -> Tensor:
@@ -140,6 +170,21 @@ class _TensorColumn(Column):
         memmove(value.data_ptr(), self._address + slot * self.nbytes, self.nbytes)
         return value
 
+    def takes(self, values: Sequence[Any]) -> bool:
+        first = values[0]
+        return (
+            set(map(type, values)) == {Tensor}
+            and self._back is None
+            and first.device.type == "cpu"
+            and set(map(_FACTS, values)) == {(self._like.dtype, self._like.shape, first.device, torch.strided, False)}
+        )
+
+    def stack(self, values: Sequence[Any], out: Any) -> bool:
+        if any(value.is_quantized for value in values[:1]):
+            return False
+        torch.stack(list(values), out=out.view(self._like.dtype).view(len(values), *self._stored))
+        return True
+
     def leased(self, memory: Any, offsets: list[int]) -> list[Tensor]:
         view, dtype, count, shape = torch.frombuffer, self._like.dtype, self._like.numel(), self._stored
         values = [view(memory, dtype=dtype, count=count, offset=at).view(shape) for at in offsets]
@@ -160,6 +205,16 @@ class _ArrayColumn(Column):
             return value.copy() if copy and isinstance(value, np.void) else value  # records are views, others are not
         view = self.array[slot, ...]  # the dots keep an array of 0 dimensions an array
         return view.copy(self._copied) if copy else view
+
+    def takes(self, values: Sequence[Any]) -> bool:
+        if self._scalar or self._back is not None or not set(map(type, values)) <= {np.ndarray, np.memmap}:
+            return False
+        return all(value.dtype == self._like.dtype and value.shape == self._like.shape for value in values)
+
+    def stack(self, values: Sequence[Any], out: Any) -> bool:
+        rows = as_bytes(out).reshape(-1).view(self._like.dtype).reshape(len(values), *self._stored)
+        np.stack(values, out=rows)
+        return True
 
     def batch(self, count: int) -> np.ndarray[Any, Any]:
         return np.empty((count, *self._like.shape), self._like.dtype)
@@ -190,11 +245,27 @@ class _NumberColumn(Column):
         numbers = self._codec.unpack_from(self._memory, slot * self.nbytes)
         return complex(*numbers) if self._type is complex else numbers[0]
 
+    def takes(self, values: Sequence[Any]) -> bool:
+        return set(map(type, values)) == {self._type}
+
+    def stack(self, values: Sequence[Any], out: Any) -> bool:
+        try:
+            out.view(self._like.dtype)[...] = torch.tensor(values, dtype=self._like.dtype)
+        except (OverflowError, RuntimeError):  # an int beyond 64 bits
+            return False
+        return True
+
     def leased(self, memory: Any, offsets: list[int]) -> list[Any]:
         raise AssertionError("a number is too small to be leased")
 
     def values(self, batch: Tensor) -> list[Any]:
         return batch.tolist()
+
+
+def as_bytes(batch: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return a contiguous batch of any dtype as an array of bytes of two dimensions over the same memory."""
+    matrix: np.ndarray[Any, np.dtype[np.uint8]] = _as_matrix(batch).view(torch.uint8).numpy()
+    return matrix
 
 
 def _make_column(leaf: Leaf, memory: Tensor, slots: int, pool: Pool) -> Column:
@@ -243,14 +314,90 @@ class SlotArrays:
         self.load = (lambda slot, copy: join([load(slot, copy) for load in loads])) if structure.containers else loads[0]
         self.encode = structure.encode
 
-    def write(self, idx: int, encoded: list[Any], cost_s: float | None) -> int:
-        """Write the encoded bytes of a sample into its slot. Return FILLS; REFUSED if its memory is refused."""
-        slot = self.slot(idx)
-        self._states[idx] = EMPTY  # nobody reads while it is written; if it was set, its memory is reserved
-        if not self.reserve(slot, slot + 1):
-            return REFUSED
-        self.write_slot(slot, encoded)
-        return FILLS
+    def encode_many(self, samples: list[Any]) -> list[list[Any]] | None:
+        """Return the bytes of samples: small ones lie in one buffer for each column. None if one does not fit."""
+        if self._structure.nbytes < _LARGE and (encoded := self.pack(samples)) is not None:
+            return encoded
+        try:
+            return [self.encode(sample, "") for sample in samples]
+        except SampleError:
+            return None
+
+    def pack(self, samples: list[Any], items: list[Any] | None = None, rows: list[int] | None = None) -> list[list[Any]] | None:
+        """Copy samples into ``rows`` of a contiguous batch, by default a new one, and return their bytes there.
+
+        Return None, with undefined rows, if the samples are not all alike: then each has to be looked at.
+        """
+        parted = self._part(samples)
+        if parted is None:
+            return None
+        batches = []
+        begin, count = (rows[0], len(samples)) if rows else (0, len(samples))
+        in_row = rows is None or rows == list(range(begin, begin + count))
+        for column, values, item in zip(self._columns, parted, items or repeat(None), strict=False):
+            if not column.takes(values):
+                return None
+            place = item[begin : begin + count] if item is not None and in_row else column.batch(count)
+            if not column.stack(values, place):
+                return None
+            if item is not None and not in_row:
+                as_bytes(item)[rows] = as_bytes(place)
+            batches.append(place)
+        return self.buffers(batches, count)
+
+    def buffers(self, items: list[Any], count: int) -> list[list[Any]]:
+        """Return the bytes of the samples of a batch, as `encode` does for each; views of it where it is contiguous."""
+        if any(column.is_ordered for column in self._columns) or not all(map(_is_contiguous, items)):
+            return [self.encode(sample, "batch") for sample in self.samples(items, count)]
+        return list(map(list, zip(*(list(as_bytes(item)) for item in items), strict=True))) if items else [[]] * count
+
+    def write_many(self, indices: list[int], encoded: Sequence[list[Any]], costs_s: Sequence[float | None]) -> list[int | None]:
+        """Write the encoded bytes of samples into their slots. Return FILLS for each, or REFUSED if its memory is refused."""
+        slots = self._residency.slots(torch.tensor(indices, dtype=torch.int64)).numpy()
+        counters: list[int | None] = [FILLS] * len(slots)
+        np.asarray(self._states)[indices] = EMPTY  # nobody reads them while they are written
+        if not self._are_reserved(slots):
+            with self._segment.guard:
+                for row, slot in enumerate(slots.tolist()):
+                    if not self.reserve(slot, slot + 1):
+                        counters[row] = REFUSED
+            kept = [row for row, counter in enumerate(counters) if counter == FILLS]
+            slots, encoded = slots[kept], [encoded[row] for row in kept]
+        for (offset, nbytes), column, values in zip(self._places, self._columns, zip(*encoded, strict=True), strict=False):
+            if nbytes <= _SCATTERED:
+                column.scatter(slots, b"".join(values))
+            else:
+                self._segment.write_rows(zip((offset + slots * nbytes).tolist(), values, strict=True), nbytes)
+        return counters
+
+    def _are_reserved(self, slots: _Indices) -> bool:
+        """Whether the memory of slots is safe to touch."""
+        states, size = np.frombuffer(self._segment.extents, np.uint8), self._segment.extent_bytes
+        for offset, nbytes in self._places:
+            first, last = (offset + slots * nbytes) // size, (offset + slots * nbytes + max(0, nbytes - 1)) // size
+            if (last - first > 1).any():  # a value is larger than an extent
+                return False
+            if nbytes and not ((states[first] == RESERVED).all() and (states[last] == RESERVED).all()):
+                return False
+        return True
+
+    def _part(self, samples: list[Any]) -> Sequence[Sequence[Any]] | None:
+        """Return the values of samples by column; None if they are not in the containers of a sample, or these are rare."""
+        containers = self._structure.containers
+        if not containers:
+            return [samples]
+        (outer,) = containers if len(containers) == 1 else (None,)
+        if outer is None or outer.kind not in ("tuple", "list", "dict") or set(map(type, samples)) != {outer.cls}:
+            return None
+        if outer.kind == "dict":
+            if any(list(sample) != list(outer.keys) for sample in samples):
+                return None
+            if set(map(type, chain.from_iterable(samples))) != {str} or any(type(key) is not str for key in outer.keys):
+                return None
+            samples = [sample.values() for sample in samples]
+        if set(map(len, samples)) != {len(outer.keys)}:
+            return None
+        return list(zip(*samples, strict=True))
 
     def write_slot(self, slot: int, encoded: list[Any]) -> None:
         """Write the encoded bytes of a sample into a reserved slot."""
@@ -301,7 +448,7 @@ class SlotArrays:
         items = self._structure.columns(batch, where)
         for column, item in zip(self._columns, items, strict=True):
             column.check_batch(item, count, where)
-            if contiguous and not (item.is_contiguous() if isinstance(item, Tensor) else item.flags.c_contiguous):
+            if contiguous and not _is_contiguous(item):
                 raise SampleError(f"{where} is not contiguous. Give memory as get_slots returns it.")
         return items
 
@@ -350,7 +497,7 @@ class SlotArrays:
         """Write the encoded bytes of a sample into a row of a contiguous batch."""
         for column, item, buffer in zip(self._columns, items, buffers, strict=True):
             if column.nbytes:
-                _as_matrix(item).view(torch.uint8).numpy()[row] = np.frombuffer(buffer, np.uint8)
+                as_bytes(item)[row] = np.frombuffer(buffer, np.uint8)
 
     def erase(self, mask: Tensor, items: list[Any]) -> None:
         """Zero the samples of a contiguous batch where ``mask`` (bool, 1-D) is True."""

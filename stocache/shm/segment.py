@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import util
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
@@ -56,9 +56,12 @@ ROW_LOCKS, _EXTENTS_LOCK, _OWNER_LOCKS, _CLAIM_LOCKS = 1 << 40, 1 << 41, 1 << 42
 
 _REFUSED_WARNING, REJECTED_WARNING = 1, 2  # bits of the byte of given warnings
 
+_GENERATION, _GENERATIONS = ROW_WORDS - 1, 1 << 20  # a word of a counter row, and how many values of it differ
+
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: kind, whence, start, length, process
 _WAITED_TO_IDLE = 6.0  # after waits of t seconds for a process, do not wait for it again during so many times t
 
+_MOST_BUFFERS = os.sysconf("SC_IOV_MAX")  # that one call writes
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named in the mmap module
 
 _Result = TypeVar("_Result")
@@ -73,7 +76,10 @@ class Segment:
 
     Attributes:
         control: bytes of the owner, always reserved.
-        counters: eight 64-bit words that only this process writes; `totals` sums them over all processes, also past ones.
+        counters: eight 64-bit words that only this process writes; `totals` sums them over all processes, also past ones. The
+            last one is the generation of the row.
+        extents: the state of each extent of the data, a byte of `layout`. Read it only.
+        holder: a number that stands for this process among all that have ever attached. 0 if there are too many of them.
         guard: lock for the threads of this process. Take it before `try_lock` and `reserve`.
         fence: a lock that this process always holds. A thread that holds the guard releases it and takes it again, to order
             stores.
@@ -82,6 +88,7 @@ class Segment:
 
     control: memoryview
     counters: memoryview
+    extents: memoryview
     guard: threading.Lock
     fence: threading.Lock
 
@@ -99,7 +106,7 @@ class Segment:
         self._mmap = self._map()
         self._huge = self.data_bytes >= HUGE_PAGE and self._ask_for_huge_pages()
         self._bytes = memoryview(self._mmap)
-        self._extents = self._bytes[EXTENTS_AT : layout.control_at]
+        self.extents = self._bytes[EXTENTS_AT : layout.control_at]
         self.control = self._bytes[layout.control_at : layout.control_at + layout.control_bytes]
         self._enter_process()
         if self._fds:
@@ -136,8 +143,16 @@ class Segment:
             row = next((row for row in range(ROWS - 1) if self._lock(ROW_LOCKS + row)), ROWS - 1)
         else:
             row = os.getpid() % ROWS
+        self.counters = self._row(row)
+        self.counters[_GENERATION] += 1  # with the row's lock held, so what the one before claimed is nobody's from here on
+        self.holder = self._holder_in(row) if self._fds and row < ROWS - 1 else 0
+
+    def _row(self, row: int) -> memoryview:
         at = ROWS_AT + row * ROW_WORDS * 8
-        self.counters = self._bytes[at : at + ROW_WORDS * 8].cast("Q")
+        return self._bytes[at : at + ROW_WORDS * 8].cast("Q")
+
+    def _holder_in(self, row: int) -> int:
+        return self._row(row)[_GENERATION] % _GENERATIONS * ROWS + row + 1
 
     @classmethod
     def create(cls, control_bytes: int, data_bytes: int, extent_bytes: int | None = None) -> "Segment":
@@ -196,13 +211,32 @@ class Segment:
                 raise SegmentError(f"{self.backing} takes no more bytes.")
             done += written
 
+    def write_rows(self, rows: Iterable[tuple[int, Any]], nbytes: int) -> None:
+        """Write buffers of ``nbytes`` each to reserved data, given as pairs of an offset and a buffer; see `write`."""
+        fd, data_at = self._fds[0], self._data_at
+        for offset, buffer in rows:
+            if os.pwrite(fd, buffer, data_at + offset) != nbytes:
+                self.write(offset, buffer, nbytes)
+
+    def writev(self, offset: int, buffers: Sequence[Any], nbytes: int) -> None:
+        """Write buffers, of ``nbytes`` in all, one after the other to reserved data; see `write`."""
+        for first in range(0, len(buffers), _MOST_BUFFERS):
+            part = buffers[first : first + _MOST_BUFFERS]
+            size = nbytes if len(part) == len(buffers) else sum(memoryview(buffer).nbytes for buffer in part)
+            if os.pwritev(self._fds[0], part, self._data_at + offset) != size:
+                at = offset
+                for buffer in part:
+                    self.write(at, buffer, memoryview(buffer).nbytes)
+                    at += memoryview(buffer).nbytes
+            offset += size
+
     def reserve(self, start: int, stop: int, warn: bool = True) -> bool:
         """Make data bytes ``[start, stop)`` safe to touch. False if the machine does not give them, now or before.
 
         Whole extents are reserved, each once. Call it with `guard` held. ``warn``: log a warning that the cache stops growing.
         """
         for extent in range(start // self.extent_bytes, -(-stop // self.extent_bytes)):
-            if self._extents[extent] != RESERVED and not self._reserve_extent(extent, warn):
+            if self.extents[extent] != RESERVED and not self._reserve_extent(extent, warn):
                 return False
         return True
 
@@ -217,23 +251,23 @@ class Segment:
     def has(self, start: int, stop: int) -> bool:
         """Whether data bytes ``[start, stop)`` exist and are reserved."""
         first, last = start // self.extent_bytes, -(-stop // self.extent_bytes)
-        return stop <= self.data_bytes and self._extents[first:last].tobytes().count(RESERVED) == last - first
+        return stop <= self.data_bytes and self.extents[first:last].tobytes().count(RESERVED) == last - first
 
     def refused(self, start: int, stop: int) -> bool:
         """Whether the machine has refused memory for some of the data bytes ``[start, stop)``."""
         first, last = start // self.extent_bytes, -(-stop // self.extent_bytes)
-        return any(self._extents[extent] == REFUSED for extent in range(first, last))
+        return any(self.extents[extent] == REFUSED for extent in range(first, last))
 
     def _reserve_extent(self, extent: int, warn: bool) -> bool:
         try:
             if not self._wait(_EXTENTS_LOCK):  # one for all extents: together they must not take more than the spare memory
                 return False
-            if self._extents[extent] == UNRESERVED:
+            if self.extents[extent] == UNRESERVED:
                 problem = self._allocate(*self.layout.span(extent))
-                self._extents[extent] = REFUSED if problem else RESERVED
+                self.extents[extent] = REFUSED if problem else RESERVED
                 if problem and warn:
                     self._warn_refused(problem)
-            return self._extents[extent] == RESERVED
+            return self.extents[extent] == RESERVED
         finally:
             fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, _EXTENTS_LOCK)
 
@@ -280,18 +314,18 @@ class Segment:
         """Zero all reserved data, and allow refused extents to be reserved again. Call it only while no process writes."""
         zeros = memoryview(bytes(MIB))
         for extent in range(self.layout.extent_count):
-            if self._extents[extent] == RESERVED:
+            if self.extents[extent] == RESERVED:
                 at, nbytes = self.layout.span(extent)
                 for start in range(at, at + nbytes, MIB):
                     stop = min(start + MIB, at + nbytes)
                     self._bytes[start:stop] = zeros[: stop - start]
             else:
-                self._extents[extent] = UNRESERVED
+                self.extents[extent] = UNRESERVED
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes of data that are reserved now."""
-        return self.layout.reserved_bytes(self._extents)
+        return self.layout.reserved_bytes(self.extents)
 
     def _ask_for_huge_pages(self) -> bool:
         """Ask for page table entries of 2 MiB instead of 4 KiB: else each process needs 2 MiB of page tables per GiB."""
@@ -357,6 +391,29 @@ class Segment:
 
         self._wait_for(_CLAIM_LOCKS + number, 1, ready, timeout_s)
         return claimed
+
+    def is_held(self, holder: int) -> bool:
+        """Whether the process of a `holder` is attached: its row is locked, and has the same generation."""
+        if holder == self.holder:
+            return True
+        row = (holder - 1) % ROWS
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, ROW_LOCKS + row, 1, 0)
+        locked = _FLOCK.unpack(fcntl.fcntl(self._fds[0], fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK
+        return locked and self._holder_in(row) == holder
+
+    def wait_for_holder(self, holder: int, ready: Callable[[], bool], timeout_s: float) -> int | None:
+        """Wait for the process of a `holder`: as `_wait_for`."""
+        return self._wait_for(ROW_LOCKS + (holder - 1) % ROWS, 1, ready, timeout_s)
+
+    def pid_of(self, holder: int) -> int:
+        """Return the process of a `holder`; 0 if it is not visible from here, or has ended."""
+        return self._holder_of(ROW_LOCKS + (holder - 1) % ROWS)
+
+    def order_stores(self) -> None:
+        """Perform all stores before this call before all stores after it. Call it with `guard` held."""
+        self.fence.acquire(blocking=False)  # held already, unless an interrupt came between the next two
+        self.fence.release()
+        self.fence.acquire()
 
     def _lock(self, offset: int, length: int = 1) -> bool:
         try:

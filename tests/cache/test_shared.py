@@ -505,15 +505,15 @@ def test_a_write_that_fails_leaves_an_empty_slot(monkeypatch, caplog, short):
             return real(fd, memoryview(buffer).cast("B")[:7], offset) if len(buffer) > 3 else 0
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with SharedCache(1, 4, (10,)) as cache:
+    with SharedCache(1, 4, (4096,)) as cache:
         with monkeypatch.context() as patched:
             patched.setattr(os, "pwrite", broken)
-            cache.set_slot(2, sample(2, (10,)))
+            cache.set_slot(2, sample(2, (4096,)))
         assert cache.get_slot(2) is None
         assert cache.stats().refused == 1
         assert "sample 2 stays uncached" in caplog.text
-        cache.set_slot(2, sample(2, (10,)))
-        assert same(cache.get_slot(2), sample(2, (10,)))
+        cache.set_slot(2, sample(2, (4096,)))
+        assert same(cache.get_slot(2), sample(2, (4096,)))
 
 
 def test_a_pickle_is_small_however_large_the_cache():

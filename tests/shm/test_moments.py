@@ -22,6 +22,7 @@ import torch
 from stocache import BusyError, RaggedCache, SharedCache, SharedCacheDDP, StorageError, prepare
 from stocache.cache import base
 from stocache.cache.arena import Arena
+from stocache.cache.slots import SlotArrays
 from stocache.shm import registry, segment
 from stocache.shm.segment import Segment
 from stocache.storage import local, remote
@@ -431,7 +432,7 @@ def test_clear_says_which_stopped_process_is_writing(impatient, monkeypatch):
         cache.set_slot(0, value(0))
 
         def write():
-            monkeypatch.setattr(Segment, "write", lambda *arguments: stop())
+            monkeypatch.setattr(SlotArrays, "write_many", lambda *arguments: stop())
             cache.set_slot(1, value(1))
 
         with stopped(write) as pid:

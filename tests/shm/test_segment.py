@@ -130,10 +130,10 @@ def test_each_process_counts_in_a_row_of_its_own(segment):
         pid = os.fork()
         if pid == 0:
             segment.counters[0] += 10
-            segment.counters[7] += 1
+            segment.counters[6] += 1
             os._exit(0)
         os.waitpid(pid, 0)
-    assert segment.totals() == [31, 0, 0, 0, 0, 0, 0, 3]
+    assert segment.totals()[:7] == [31, 0, 0, 0, 0, 0, 3]
     assert segment.counters[0] == 1
 
 
@@ -196,7 +196,7 @@ def test_attaching_after_the_owner_let_go_is_a_clear_error(segment):
 def test_a_file_of_another_format_is_refused(segment):
     function, (key, *handle) = segment.__reduce__()
     os.pwrite(segment.fd, b"stocache\x63", 0)
-    with nothing_attached(), pytest.raises(SegmentError, match="format version 99, this stocache reads version 1"):
+    with nothing_attached(), pytest.raises(SegmentError, match="format version 99, this stocache reads version 2"):
         function(key, *handle)
 
 

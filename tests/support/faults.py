@@ -2,6 +2,8 @@
 
 import contextlib
 
+import numpy as np
+
 from stocache.shm import segment
 from stocache.system import limits
 
@@ -9,11 +11,13 @@ from stocache.system import limits
 @contextlib.contextmanager
 def claimed(cache, idx):
     """Hold the claim of a sample, as another process does while it loads it."""
-    assert cache._segment.try_claim(idx)
+    taken = set()
     try:
+        cache._claims.to_load(np.array([idx]), taken)
+        assert taken
         yield
     finally:
-        cache._segment.release_claim(idx)
+        cache._claims.end_loading(taken)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,128 @@
+"""Claim samples, many at a time, so that one process loads or writes each of them. A claim ends with its process.
+
+NOTE [ Claims ]
+    Each sample has a word in the control bytes: 0, or the *holder* of its claim. A holder is a process attached to this cache:
+    the number of its counter row, and the generation of that row (see `Segment.holder`). One more bit, `_WRITING`, says that the
+    holder is writing the sample.
+
+    A word is set with the lock of all claims held: one kernel record lock for any number of samples, held for microseconds. A
+    claim of a process that has ended is free, because the kernel has dropped the lock of its row. Only a claim to write
+    excludes other writers. A claim to load keeps others from loading the sample too: who wants to write may take it.
+
+    A holder that has written a sample sets the word to 0 without the lock: nobody else may change it. It does so after it has
+    set the state byte of the sample. So a process that finds the word 0 finds the state byte too.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from stocache.shm.load_order import WEAKLY_ORDERED, order_loads
+from stocache.shm.segment import Segment
+
+_WRITING = 1 << 31
+_LOCK = 0  # of the owner's locks
+
+_Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def with_words(control_bytes: int, dataset_len: int) -> int:
+    """Return the number of control bytes of a cache with the words, which come last: 4 per sample."""
+    return -(-control_bytes // 8) * 8 + 4 * dataset_len
+
+
+class Claims:
+    """The claims of the samples of a cache.
+
+    Those of one batch are noted in a set, which the caller makes before: so it can give them up after an interrupt, wherever
+    that came.
+
+    """
+
+    def __init__(self, segment: Segment, dataset_len: int) -> None:
+        self._segment = segment
+        self._words = np.frombuffer(segment.control[len(segment.control) - 4 * dataset_len :], np.uint32)
+        self._holder = -1
+        self._loading: set[int] = set()  # claimed by threads of this process
+        self._writing: set[int] = set()
+
+    def to_load(self, indices: _Indices, taken: set[int]) -> None:
+        """Claim samples to load them; note in ``taken`` those that no other thread or process has claimed."""
+        self._take(indices, 0, self._loading, taken)
+
+    def to_write(self, indices: _Indices, taken: set[int]) -> None:
+        """Claim samples to write them; note in ``taken`` those that no other thread or process is writing."""
+        self._take(indices, _WRITING, self._writing, taken)
+        if WEAKLY_ORDERED:
+            order_loads()  # the caller reads the state bytes after the words
+
+    def _take(self, indices: _Indices, mark: int, ours: set[int], taken: set[int]) -> None:
+        with self._segment.guard:
+            if self._holder != self._segment.holder:  # a forked child has no claims of its own
+                self._holder = self._segment.holder
+                self._loading.clear()
+                self._writing.clear()
+            if self._holder:
+                self._segment.run_locked(_LOCK, 1, lambda: self._mark(indices, mark, ours, taken), None)
+
+    def _mark(self, indices: _Indices, mark: int, ours: set[int], taken: set[int]) -> None:
+        words = self._words[indices]
+        if words.any():
+            free = np.ones(len(words), bool)
+            for word in set(words[words != 0].tolist()):
+                holder, alike = word & ~_WRITING, words == word
+                if holder == self._holder:  # a thread of this process, or one that an interrupt has stopped
+                    free[alike] = [idx not in ours and idx not in self._writing for idx in indices[alike].tolist()]
+                elif (word & _WRITING or not mark) and self._segment.is_held(holder):
+                    free &= ~alike
+            indices = indices[free]
+        taken.update(indices.tolist())
+        ours.update(taken)
+        self._words[indices] = self._holder | mark
+
+    def end_writing(self, taken: set[int]) -> None:
+        """Give up claims to write, after the state bytes were set."""
+        indices = np.fromiter(taken, np.int64, len(taken))
+        self._words[indices[self._words[indices] == self._holder | _WRITING]] = 0
+        with self._segment.guard:
+            self._writing -= taken
+
+    def end_loading(self, taken: set[int]) -> None:
+        """Give up claims to load, as far as nobody has taken them to write."""
+        with self._segment.guard:
+            self._loading -= taken
+            indices = np.fromiter(taken, np.int64, len(taken))
+            if len(indices) and (self._words[indices] == self._holder).any():
+                self._segment.run_locked(_LOCK, 1, lambda: self._drop(indices), None)
+
+    def _drop(self, indices: _Indices) -> None:
+        self._words[indices[self._words[indices] == self._holder]] = 0
+
+    def wait_to_load(self, idx: int, taken: set[int], timeout_s: float, over: Callable[[], bool]) -> None:
+        """Wait until this thread has claimed a sample to load, or ``over()`` is true, or the time is over."""
+        index = np.array([idx])
+
+        def ready() -> bool:
+            self.to_load(index, taken)
+            return bool(taken) or over()
+
+        if not ready():
+            self._segment.wait_for_holder(int(self._words[idx]) & ~_WRITING, ready, timeout_s)
+
+    def run_unwritten(self, work: Callable[[], None]) -> bool:
+        """Run ``work`` while nobody can claim a sample. Return False if somebody is writing one."""
+        with self._segment.guard:
+            return not self._writing and self._segment.run_locked(_LOCK, 1, lambda: self._run_unwritten(work), False)
+
+    def _run_unwritten(self, work: Callable[[], None]) -> bool:
+        if self.writer():
+            return False
+        work()
+        return True
+
+    def writer(self) -> int:
+        """Return the holder of a claim to write, of another process; 0 if nobody else writes."""
+        words = np.unique(self._words[self._words >= _WRITING]).tolist()
+        holders = [word & ~_WRITING for word in words]
+        return next((holder for holder in holders if holder != self._holder and self._segment.is_held(holder)), 0)
