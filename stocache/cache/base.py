@@ -105,6 +105,9 @@ class SampleStore(Protocol):
     def refused(self, idx: int) -> bool:
         """Whether the machine has refused the memory for a sample that is not set."""
 
+    def has_room_for(self, states: np.ndarray[Any, np.dtype[np.uint8]]) -> bool:
+        """Whether all samples that are EMPTY will have room, if they are as large as those that are SET."""
+
     def has_room(self, encoded: Collection[Any]) -> bool:
         """Whether all of these encoded samples, none of which is outside the cache, can be written."""
 
@@ -476,6 +479,10 @@ class SampleCache:
         if part:
             yield part, loaded, costs_s
 
+    def holds_all(self) -> bool:
+        """Whether all samples that are not outside the cache will have room in it, as far as can be told."""
+        return self._store.has_room_for(self._aux.numpy())
+
     def fillable(self, idx: int) -> bool:
         """Whether sample ``idx`` is not cached, and can be."""
         return self._states[idx] == EMPTY and not self._store.refused(idx)
@@ -483,6 +490,21 @@ class SampleCache:
     def peek(self, idx: int) -> Any:
         """Return a copy of sample ``idx`` if it is set, else MISSING. Do not count it."""
         return self._load(self._slot(idx), True) if self.set_among(np.array([idx]))[0] else MISSING
+
+    @contextlib.contextmanager
+    def claimed(self, indices: Iterable[int]) -> Iterator[list[int]]:
+        """Claim the samples among ``indices`` that can be cached and are not, and that nobody is loading. Enter with these."""
+        outer, taken = _loading.samples, set[int]()
+        try:
+            empty = [idx for idx in indices if self._states[idx] == EMPTY]
+            if empty and self.fillable(empty[0]):
+                self._claims.to_load(np.array(empty), taken)
+            _loading.samples = outer or bool(taken)
+            yield [idx for idx in sorted(taken) if self._states[idx] == EMPTY]
+        finally:
+            _loading.samples = outer
+            if taken:
+                self._claims.end_loading(taken)
 
     @contextlib.contextmanager
     def claim(self, number: int, timeout_s: float = 10.0) -> Iterator[None]:

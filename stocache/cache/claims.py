@@ -2,8 +2,8 @@
 
 NOTE [ Claims ]
     Each sample has a word in the control bytes: 0, or the *holder* of its claim. A holder is a process attached to this cache:
-    the number of its counter row, and the generation of that row (see `Segment.holder`). One more bit, `_WRITING`, says that the
-    holder is writing the sample.
+    the number of its counter row, and the generation of that row (see `Segment.holder`). One more bit, `_WRITING`, says that
+    the holder is writing the sample.
 
     A word is set with the lock of all claims held: one kernel record lock for any number of samples, held for microseconds. A
     claim of a process that has ended is free, because the kernel has dropped the lock of its row. Only a claim to write

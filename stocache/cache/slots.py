@@ -413,6 +413,10 @@ class SlotArrays:
         slot = self.slot(idx)
         return any(self._segment.refused(at + slot * nbytes, at + (slot + 1) * nbytes) for at, nbytes in self._places)
 
+    def has_room_for(self, states: np.ndarray[Any, np.dtype[np.uint8]]) -> bool:
+        """Whether samples have room: those that are not outside the cache have a slot."""
+        return True
+
     def has_room(self, encoded: Collection[Any]) -> bool:
         """Whether samples have room: those that are not outside the cache have a slot."""
         return True

@@ -443,9 +443,8 @@ class CachedDataset(Dataset[Any]):
     def _fill(self, batches: list[list[int]]) -> Iterator[int]:
         """Fill the cache with samples, and yield the size of each batch."""
         for batch in batches:
-            for idx in batch:
-                if self.cache.aux_array[idx] == SlotState.EMPTY:
-                    self.cache.get_or_load(idx, self._loader.load, copy=False, strict=False)
+            empty = [idx for idx in batch if self.cache.aux_array[idx] == SlotState.EMPTY]
+            self.cache.get_or_load_many(empty, self._loader.load_many, copy=False, strict=False)
             yield len(batch)
 
     # ------------------------------------------------------------------------------------------------ life
@@ -463,6 +462,8 @@ class CachedDataset(Dataset[Any]):
 
     def close(self) -> None:
         """Close the cache. May be called twice."""
+        if isinstance(self._loader, BlockLoader):
+            self._loader.close()
         with contextlib.suppress(ClosedError):
             self._epochs.update(self.cache)
         self.cache.close()

@@ -274,6 +274,11 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         return self._index
 
     @property
+    def reads_whole_blocks(self) -> bool:
+        """Whether reading one sample fetches its whole block: from a URL."""
+        return self._mirror is not None
+
+    @property
     def block_size(self) -> int:
         """Samples in each block but the last."""
         return self.index.block_size
