@@ -21,7 +21,7 @@ _ANY = pickle.PickleBuffer(bytearray())  # stands for bytes that are already pla
 
 
 def pack(batch: Any, place: PlaceBytes) -> tuple[list[bytes], list[tuple[int, int]]]:
-    """Return the pickle of ``batch``, in pieces, and the offset and size of each placed tensor or array, as `unpack` needs them.
+    """Return the pickle of ``batch``, in pieces, and the offset and size of each placed tensor or array, for `unpack`.
 
     Pieces may be bytearrays of the batch. Raises what pickling raises.
     """
