@@ -88,8 +88,8 @@ class DataLoader(ResumableLoader[_T]):
     Worker processes write batches into a ring of buffers in shared memory, and send a few hundred bytes that say where a batch
     is. Samples of a `CachedDataset` without a transform are gathered straight into a buffer. A buffer is used again when the
     last view of its batch is gone: a batch is never overwritten while you hold it, and you may hold many. Values, order and
-    random numbers are those of torch's DataLoader. A batch that cannot go through the ring (no free buffer, no memory, no
-    tensors) is sent as torch sends it.
+    random numbers are those of torch's DataLoader. A batch that does not go through the ring (no free buffer, no memory,
+    small and without tensors) is sent as torch sends it.
 
     Args:
         dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout,

@@ -2,9 +2,9 @@
 
 It uses pickle's out-of-band buffers (PEP 574), so anything that pickles can be a batch. What cannot be placed stays in the
 pickle, or is sent as torch sends it. Tensors keep their strides and shared storages, as with plain pickle.
+The pickle comes in pieces, and large bytes objects are pieces of their own. So they are copied once: to where the pickle goes.
 """
 
-import io
 import pickle
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -20,25 +20,31 @@ PlaceBytes: TypeAlias = Callable[[int, int], int | None]
 _ANY = pickle.PickleBuffer(bytearray())  # stands for bytes that are already placed
 
 
-def pack(batch: Any, place: PlaceBytes) -> tuple[bytes, list[tuple[int, int]]]:
-    """Return the pickle of ``batch``, and the offset and size of each placed tensor or array, in the order `unpack` needs.
+def pack(batch: Any, place: PlaceBytes) -> tuple[list[bytes], list[tuple[int, int]]]:
+    """Return the pickle of ``batch``, in pieces, and the offset and size of each placed tensor or array, for `unpack`.
 
-    Raises what pickling raises.
+    Pieces may be bytearrays of the batch. Raises what pickling raises.
     """
-    file, places = io.BytesIO(), _Places(place)
-    _Packer(file, places).dump(batch)
-    return file.getvalue(), places.found
+    pieces, places = _Pieces(), _Places(place)
+    _Packer(pieces, places).dump(batch)
+    return pieces, places.found
 
 
-def unpack(payload: bytes, memory: memoryview, places: Sequence[tuple[int, int]]) -> Any:
+def unpack(payload: bytes | memoryview, memory: memoryview, places: Sequence[tuple[int, int]]) -> Any:
     """Return the batch. Its tensors and arrays lie in ``memory``, and keep the owner of that memory alive."""
     return pickle.loads(payload, buffers=[memory[at : at + nbytes] for at, nbytes in places])
+
+
+class _Pieces(list[bytes]):
+    """A file that keeps what is written, without copying it."""
+
+    write = list.append
 
 
 class _Packer(ForkingPickler):
     """multiprocessing's pickler with torch's reductions; it places plain tensors and arrays outside of the pickle."""
 
-    def __init__(self, file: io.BytesIO, places: "_Places") -> None:
+    def __init__(self, file: _Pieces, places: "_Places") -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL, True, _stays)
         self._places = places
 

@@ -37,11 +37,12 @@ from stocache.ring.pickling import pack, unpack
 from stocache.ring.pinned import Pinned
 from stocache.shm.leases import LeaseTracker
 from stocache.shm.segment import Segment
-from stocache.system.limits import GIB, MIB, format_size
+from stocache.system.limits import GIB, KIB, MIB, format_size
 
 STRIDE = 2 * GIB  # bytes of addresses of a buffer
 _EXTENT = 2 * MIB  # a buffer takes memory in steps of this size
 _ALIGNMENT = 64
+_SMALL = 16 * KIB  # bytes of a pickle that go through torch's queue in one write; larger pickles lie in the buffer
 
 _FREE, _SENT, _HELD = range(3)  # the two low bits of a buffer's word; the bits above number its batch
 _LIVE = 8  # most iterations over one loader at the same time
@@ -52,7 +53,7 @@ FULL = "no buffer was free: the batches in them are still held"
 NO_LANE = "no lane was free: other iterators over the loader have them"
 NO_MEMORY = "the machine gave no memory"
 TOO_LARGE = f"it has more than {format_size(STRIDE)}"
-NOTHING = "it has no tensors or arrays in host memory"
+NOTHING = "it is small, and has no tensors or arrays in host memory"
 
 _rings: "weakref.WeakValueDictionary[str, Ring]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -177,8 +178,13 @@ class Ring:
 
     # ------------------------------------------------------------------------------------------------ receiving
 
-    def receive(self, slot: int, batch: int, nbytes: int, places: list[tuple[int, int]], payload: bytes) -> Any:
-        """Return the batch in a buffer. The buffer is held until the last tensor or array over it is gone."""
+    def receive(
+        self, slot: int, batch: int, nbytes: int, places: list[tuple[int, int]], payload: bytes | tuple[int, int]
+    ) -> Any:
+        """Return the batch in a buffer. The buffer is held until the last tensor or array over it is gone.
+
+        ``payload``: its pickle; or the offset and the size of that in the buffer.
+        """
         # see NOTE [ Who owns a buffer ]
         if self._words[slot] != batch << 2 | _SENT:
             raise WorkerError(
@@ -192,11 +198,13 @@ class Ring:
             self._mapped[slot] = nbytes
         memory = _Memory(nbytes, np.uint8, self._segment.view(start, nbytes))
         self._leases.acquire(slot, memory)
-        if self._pinned is not None:
+        if self._pinned is not None and places:
             self._pinned.register(self._address + start, -(-nbytes // _EXTENT) * _EXTENT)
             memory.ring = self  # a live ring keeps it registered
         self.reap()
-        return unpack(payload, memory.data, places)
+        content = memory.data
+        pickled = payload if isinstance(payload, bytes) else content[payload[0] : payload[0] + payload[1]]
+        return unpack(pickled, content, places)
 
     def record_fallback(self, reason: str) -> None:
         """Count a batch that arrived without the ring."""
@@ -247,7 +255,7 @@ class Lane:
         for at, word in enumerate(words):
             if word & 3 == _SENT:  # by a worker that has exited, for an iteration that is over
                 words[at] = word & ~3 | _FREE
-        self.packed: dict[Hashable, tuple[bytes, list[tuple[int, int]]]] = {}
+        self.packed: dict[Hashable, tuple[list[bytes], list[tuple[int, int]]]] = {}
         self._ready = [0] * len(words)  # bytes from the start of a buffer that are reserved and mapped here
 
     @property
@@ -310,12 +318,25 @@ class RingBuffer:
             packed = pack(batch, self._place)
             if kind is not None:
                 lane.packed[kind] = packed
-        payload, places = packed
-        if not places:  # send this very payload: it may hold descriptors that the receiver must fetch
+        pieces, places = packed
+        payload = self._write(pieces) or b"".join(pieces)
+        if not places and isinstance(payload, bytes):  # send this very payload: it may hold descriptors to be fetched
             return BatchHandle(_receive_fallback, lane.key, (self.problem, payload))
         number = (lane.words[self._at] >> 2) + 1
         lane.words[self._at] = number << 2 | _SENT
         return BatchHandle(_receive, lane.key, (self._slot, number, self._used, places, payload))
+
+    def _write(self, pieces: list[bytes]) -> tuple[int, int] | None:
+        """Write a pickle into the buffer, and return its offset and size; None if it is small, or if there is no room."""
+        nbytes = sum(map(len, pieces))
+        start = self._allocate(nbytes) if nbytes > _SMALL else None
+        if start is None:
+            return None
+        memory, at = self._lane.segment.view(self._slot * STRIDE + start, nbytes), 0
+        for piece in pieces:
+            memory[at : at + len(piece)] = piece
+            at += len(piece)
+        return start, nbytes
 
     def _place(self, address: int, nbytes: int) -> int | None:
         if self._address <= address < self._address + self._used:  # it lies in this buffer
@@ -355,8 +376,8 @@ def fallback(key: str, reason: str, batch: Any) -> BatchHandle:
     The batch is pickled here, so that the caller sees errors. A queue pickles in a thread of its own, which would lose the
     batch, and the parent would wait for ever.
     """
-    payload, _ = pack(batch, lambda address, nbytes: None)
-    return BatchHandle(_receive_fallback, key, (reason, payload))
+    pieces, _ = pack(batch, lambda address, nbytes: None)
+    return BatchHandle(_receive_fallback, key, (reason, b"".join(pieces)))
 
 
 def _receive(key: str, *content: Any) -> Any:

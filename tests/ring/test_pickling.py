@@ -35,9 +35,9 @@ class Memory:
         return at
 
     def there_and_back(self, batch):
-        payload, self.places = pack(batch, self.place)
-        self.payload = payload
-        return unpack(payload, self.array.data, self.places)
+        pieces, self.places = pack(batch, self.place)
+        self.payload = b"".join(pieces)
+        return unpack(self.payload, self.array.data, self.places)
 
     def holds(self, tensor):
         return 0 <= tensor.data_ptr() - self.array.ctypes.data < len(self.array)
@@ -155,7 +155,7 @@ def test_what_does_not_pickle_is_an_error(memory):
 
 def test_what_came_keeps_the_memory_and_nothing_else_does():
     memory = Memory()
-    payload, places = pack([torch.arange(5), np.arange(5)], memory.place)
+    (payload,), places = pack([torch.arange(5), np.arange(5)], memory.place)
     owner = memory.array.copy()
     gone = weakref.ref(owner)
     tensor, array = unpack(payload, owner.data, places)

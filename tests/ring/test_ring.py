@@ -389,3 +389,37 @@ def test_which_batch_a_process_ended_at_is_known_when_others_have_come():
         ended.append(pid)
     assert [ring.last_request_of(pid) for pid in ended] == [5, 6]
     ring.end(iteration)
+
+
+@pytest.mark.parametrize(
+    "large",
+    [b"a" * 100_000, bytearray(100_000), "é" * 50_000, ["a"] * 50_000, {"jpeg": b"x" * 30_000}],
+)
+def test_a_large_pickle_lies_in_the_buffer_which_is_free_when_it_has_come(ring, large):
+    batch = {"names": ["a", "b"], "large": large}
+    message = send(ring, batch)
+    assert len(message) < 200
+    came = pickle.loads(message)
+    assert came == batch
+    assert type(came["large"]) is type(large)
+    assert ring.received == 1
+    assert free(ring) == 6
+    pickle.loads(send(ring, b"other" * 50_000))
+    assert came == batch
+
+
+def test_a_large_pickle_and_tensors_share_a_buffer(ring):
+    batch = [numbers(3), b"x" * 100_000, np.arange(5)]
+    came = pickle.loads(send(ring, batch))
+    assert same(came, batch)
+    assert ring.offset_of(came[0]) is not None
+
+
+def test_a_large_pickle_without_room_is_sent_as_torch_sends_it(monkeypatch):
+    monkeypatch.setattr(ring_module, "STRIDE", 2 * limits.MIB)
+    ring = Ring(1, 2)
+    ring.begin()
+    large = b"x" * 3 * limits.MIB
+    assert pickle.loads(send(ring, large)) == large
+    assert ring.fallbacks[TOO_LARGE] == 1
+    assert free(ring) == 2

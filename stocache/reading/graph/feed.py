@@ -52,9 +52,9 @@ class Packer:
     def parcel(self, elements: list[Any]) -> Parcel:
         """Return a parcel of elements."""
         begin = self._used
-        payload, places = pack(elements, self._place)
+        pieces, places = pack(elements, self._place)
         block = torch.from_numpy(self._scratch[begin : self._used]) if places else None
-        return Parcel(len(elements), payload, [(at - begin, nbytes) for at, nbytes in places], block)
+        return Parcel(len(elements), b"".join(pieces), [(at - begin, nbytes) for at, nbytes in places], block)
 
     def _place(self, address: int, nbytes: int) -> int:
         at = self._used
