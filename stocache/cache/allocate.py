@@ -7,14 +7,13 @@ from functools import partial
 
 import torch
 
-from stocache.cache import claims
 from stocache.cache.options import CacheOptions
 from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import column_offsets
 from stocache.cache.stats import OOB
 from stocache.errors import BusyError, LimitError, SegmentError
 from stocache.samples.spec import Structure
-from stocache.shm import named
+from stocache.shm import claims, named
 from stocache.shm.layout import Layout
 from stocache.shm.named import Descriptor, Identity, NewSegment
 from stocache.shm.registry import ForeignError

@@ -35,10 +35,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.cache.claims import Claims
 from stocache.cache.stats import EMPTY, FILLS, HITS, MISSES, MISSING, OOB, RACES, REFUSED, REJECTED, SET, CacheStats
 from stocache.errors import BusyError, ClosedError, SampleError, SampleIndexError, SlotError
 from stocache.samples.indices import check_index, check_indices
+from stocache.shm.claims import Claims
 from stocache.shm.load_order import WEAKLY_ORDERED, order_loads
 from stocache.shm.segment import REJECTED_WARNING, Segment
 from stocache.system.waiting import PATIENCE_S, describe_process, wait_until
@@ -484,8 +484,8 @@ class SampleCache:
         return self._store.has_room_for(self._aux.numpy())
 
     def fillable(self, idx: int) -> bool:
-        """Whether sample ``idx`` is not cached, and can be."""
-        return self._states[idx] == EMPTY and not self._store.refused(idx)
+        """Whether sample ``idx`` is not cached, and can be. A process that got no counter row, because all are taken, cannot."""
+        return self._states[idx] == EMPTY and self._segment.holder > 0 and not self._store.refused(idx)
 
     def peek(self, idx: int) -> Any:
         """Return a copy of sample ``idx`` if it is set, else MISSING. Do not count it."""

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from stocache.cache.allocate import CacheLayout, open_memory
 from stocache.cache.base import SampleCache
-from stocache.cache.claims import Claims
 from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.records import RecordStore, control_bytes
 from stocache.cache.stats import MISSING
 from stocache.errors import SampleError
 from stocache.samples.indices import check_indices, check_len
+from stocache.shm.claims import Claims
 from stocache.shm.named import Identity
 from stocache.shm.segment import Segment
 from stocache.system.deprecation import renamed_arguments

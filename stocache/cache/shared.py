@@ -11,7 +11,6 @@ from torch import Tensor
 
 from stocache.cache.allocate import CacheLayout, open_memory
 from stocache.cache.base import SampleCache
-from stocache.cache.claims import Claims
 from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import SlotArrays
@@ -19,6 +18,7 @@ from stocache.cache.stats import HITS, MISSING, SET
 from stocache.errors import CacheNameError, SampleError, SampleIndexError, SegmentError
 from stocache.samples.indices import check_indices, check_len
 from stocache.samples.spec import Structure
+from stocache.shm.claims import Claims
 from stocache.shm.segment import Segment
 from stocache.system.limits import format_size
 

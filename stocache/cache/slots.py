@@ -10,7 +10,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from ctypes import memmove
-from itertools import chain, repeat
+from itertools import repeat
 from typing import Any, Literal
 
 import numpy as np
@@ -207,7 +207,7 @@ class _ArrayColumn(Column):
         return view.copy(self._copied) if copy else view
 
     def takes(self, values: Sequence[Any]) -> bool:
-        if self._scalar or self._back is not None or not set(map(type, values)) <= {np.ndarray, np.memmap}:
+        if self._scalar or self._back is not None or set(map(type, values)) != {np.ndarray}:
             return False
         return all(value.dtype == self._like.dtype and value.shape == self._like.shape for value in values)
 
@@ -328,7 +328,7 @@ class SlotArrays:
 
         Return None, with undefined rows, if the samples are not all alike: then each has to be looked at.
         """
-        parted = self._part(samples)
+        parted = self._structure.part(samples)
         if parted is None:
             return None
         batches = []
@@ -380,24 +380,6 @@ class SlotArrays:
             if nbytes and not ((states[first] == RESERVED).all() and (states[last] == RESERVED).all()):
                 return False
         return True
-
-    def _part(self, samples: list[Any]) -> Sequence[Sequence[Any]] | None:
-        """Return the values of samples by column; None if they are not in the containers of a sample, or these are rare."""
-        containers = self._structure.containers
-        if not containers:
-            return [samples]
-        (outer,) = containers if len(containers) == 1 else (None,)
-        if outer is None or outer.kind not in ("tuple", "list", "dict") or set(map(type, samples)) != {outer.cls}:
-            return None
-        if outer.kind == "dict":
-            if any(list(sample) != list(outer.keys) for sample in samples):
-                return None
-            if set(map(type, chain.from_iterable(samples))) != {str} or any(type(key) is not str for key in outer.keys):
-                return None
-            samples = [sample.values() for sample in samples]
-        if set(map(len, samples)) != {len(outer.keys)}:
-            return None
-        return list(zip(*samples, strict=True))
 
     def write_slot(self, slot: int, encoded: list[Any]) -> None:
         """Write the encoded bytes of a sample into a reserved slot."""

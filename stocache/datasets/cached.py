@@ -412,14 +412,13 @@ class CachedDataset(Dataset[Any]):
                 indices = self._unfilled()
                 if bar.n and not self.cache.revises:
                     break
-                begin = os.getpid() * 40503 % max(1, len(indices))
                 bar.total = bar.n + len(indices)
-                indices = indices[begin:] + indices[:begin]
                 if isinstance(self._loader, BlockLoader):
                     batches = self._loader.by_block(indices)
                 else:
                     batches = [indices[at : at + 16] for at in range(0, len(indices), 16)]
-                self._warm(batches, num_workers or 1, bar)
+                begin = os.getpid() * 40503 % max(1, len(batches))
+                self._warm(batches[begin:] + batches[:begin], num_workers or 1, bar)
         self._epochs.begin(self.cache)  # filling does not count as an epoch
         return self.stats()
 

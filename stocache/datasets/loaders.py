@@ -4,14 +4,15 @@ NOTE [ Admitting blocks ]
     In front of a storage of blocks, the cache keeps whole blocks. With 64 samples a block and memory for 90 % of them, caching
     single samples saves 0.1 % of the block reads; caching whole blocks saves 90 %. A batch waits only for the samples that it
     needs: they are read one by one, as without a cache, and cached. The rest of their blocks is admitted behind the batch, by a
-    thread that works while nobody in this process loads. So a process that is always loading admits nothing else, and loses
-    nothing: each sample is read once in either case. The thread keeps numbers of blocks only, reads one block at a time, and
-    ends when it has no more to do. What it has not admitted when the process ends is read when it is wanted.
+    thread that works when nobody in this process has loaded for a while. So a process that is always loading admits nothing
+    else, and loses nothing: each sample is read once in either case. The thread keeps numbers of blocks only, reads one block
+    at a time, and ends when it has no more to do. What it has not admitted when the process ends is read when it is wanted.
 
     Where reading one sample fetches its whole block (``reads_whole_blocks``: from a URL), and where samples vary in size and
-    not all will fit, a block is read once and admitted, all of it or nothing, before its samples are returned. When several threads and processes miss samples of one block at a time, one of them reads
-    it and the others wait. They wait for nothing else meanwhile, so there is no deadlock. Samples that may not be cached are
-    read one by one; so are all samples of a block when one of them cannot be read.
+    not all will fit, a block is read once and admitted, all of it or nothing, before its samples are returned. When several
+    threads and processes miss samples of one block at a time, one of them reads it and the others wait. They wait for nothing
+    else meanwhile, so there is no deadlock. Samples that may not be cached are read one by one; so are all samples of a block
+    when one of them cannot be read.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import logging
 import operator
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -33,7 +35,7 @@ from stocache.cache.stats import MISSING
 
 logger = logging.getLogger("stocache")
 
-_LOOKS_EVERY_S = 0.1  # whether the program ends
+_IDLE_S = 0.05
 _LONGEST_S = 10.0  # to wait for a block that is being read
 
 
@@ -142,7 +144,7 @@ class BlockAdmitter:
         self.pid = os.getpid()  # a forked child makes its own: it has no such thread
         self._loader = weakref.ref(loader)
         self._idle = threading.Condition()
-        self._loading = 0
+        self._loading, self._loaded_at = 0, 0.0
         self._due: dict[int, None] = {}
         self._thread: threading.Thread | None = None
 
@@ -156,8 +158,8 @@ class BlockAdmitter:
         finally:
             with self._idle:
                 self._loading -= 1
+                self._loaded_at = time.monotonic()
                 self._due.update(dict.fromkeys(blocks))
-                self._idle.notify()
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="stocache admits blocks")
                     self._thread.start()
@@ -166,6 +168,7 @@ class BlockAdmitter:
         """Forget the blocks, and wait for the thread to end, while it reads one block at most."""
         with self._idle:
             self._due.clear()
+            self._idle.notify()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(_LONGEST_S)
@@ -180,14 +183,15 @@ class BlockAdmitter:
             del loader
 
     def _next(self) -> int | None:
-        """Return a block when nobody loads; None when there is nothing to do, or the program ends."""
+        """Return a block when nobody has loaded for a while; None when there is nothing to do, or the program ends."""
         with self._idle:
-            while self._loading and threading.main_thread().is_alive():
-                self._idle.wait(_LOOKS_EVERY_S)
-            if self._due and threading.main_thread().is_alive():
-                block = next(iter(self._due))
-                del self._due[block]
-                return block
+            while self._due and threading.main_thread().is_alive():
+                rest_s = self._loaded_at + _IDLE_S - time.monotonic()
+                if not self._loading and rest_s <= 0:
+                    block = next(iter(self._due))
+                    del self._due[block]
+                    return block
+                self._idle.wait(max(rest_s, _IDLE_S))
             self._thread = None
             return None
 

@@ -15,9 +15,10 @@ NOTE [ Orders ]
 import math
 import operator
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -436,6 +437,10 @@ class Structure:
         except Unfit as error:
             raise sample_error(error, where) from error.__cause__
 
+    def part(self, samples: Sequence[Any]) -> list[Sequence[Any]] | None:
+        """Return the values of each leaf of many samples, unchecked; None if their containers differ, or are of a rare kind."""
+        return _part(self.root, samples)
+
     def columns(self, batch: Any, where: str = "batch") -> list[Any]:
         """Return the values of the leaves of a batch, unchecked. Its containers must be those of this structure."""
         values: list[Any] = []
@@ -504,6 +509,34 @@ def _flatten(node: Node, sample: Any, take: Callable[[Leaf, Any], None]) -> None
             _flatten(child, part, take)
         except Unfit as error:
             raise error.within(wanted, key) from error.__cause__
+
+
+def _part(node: Node, samples: Sequence[Any]) -> list[Sequence[Any]] | None:
+    if not isinstance(node, _Inner):
+        return [samples]
+    kind, keys = node.container.kind, list(node.container.keys)
+    parts: Iterable[Sequence[Any]]
+    if set(map(type, samples)) != {node.container.cls}:
+        return None
+    if kind in ("tuple", "list", "namedtuple") and set(map(len, samples)) == {len(keys)}:
+        parts = zip(*samples, strict=True)
+    elif kind == "dict" and all(list(sample) == keys for sample in samples) and _are_str(chain(keys, *samples)):
+        parts = zip(*(sample.values() for sample in samples), strict=True)
+    elif kind == "memmap":
+        parts = [list(map(np.asarray, samples))]
+    else:
+        return None
+    columns: list[Sequence[Any]] = []
+    for child, values in zip(node.children, parts, strict=False):  # no parts where there are no children
+        inner = _part(child, values)
+        if inner is None:
+            return None
+        columns += inner
+    return columns
+
+
+def _are_str(keys: Iterable[Any]) -> bool:
+    return set(map(type, keys)) == {str}
 
 
 def _keys_alike(container: Container, wanted: Container) -> bool:

@@ -51,12 +51,11 @@ class Layout:
     def for_sizes(
         cls, control_bytes: int, data_bytes: int, descriptor: bytes = b"", extent_bytes: int | None = None
     ) -> "Layout":
-        """Return the layout for new data. Extents have 64 MiB; for small data less, so that a refused one costs a 16th of it.
+        """Return the layout for new data. Extents have 2 MiB: the first batch, of samples at random, reserves one for each.
 
         ``extent_bytes``, a multiple of 2 MiB, sets another size, for data that will be mostly holes.
         """
-        usual = min(max(_round_up(data_bytes // 16, HUGE_PAGE), HUGE_PAGE), 64 * MIB)
-        return cls(control_bytes, data_bytes, extent_bytes or usual, descriptor)
+        return cls(control_bytes, data_bytes, extent_bytes or HUGE_PAGE, descriptor)
 
     @property
     def extent_count(self) -> int:

@@ -61,6 +61,7 @@ _GENERATION, _GENERATIONS = ROW_WORDS - 1, 1 << 20  # a word of a counter row, a
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: kind, whence, start, length, process
 _WAITED_TO_IDLE = 6.0  # after waits of t seconds for a process, do not wait for it again during so many times t
 
+_LOOKED_AT_EVERY = 16 * MIB  # that a process reserves, it looks how much memory is left
 _MOST_BUFFERS = os.sysconf("SC_IOV_MAX")  # that one call writes
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named in the mmap module
 
@@ -135,6 +136,7 @@ class Segment:
         self.guard, self.fence = threading.Lock(), threading.Lock()
         self.fence.acquire()
         self._claims: set[int] = set()
+        self._known_spare = 0  # bytes of memory that this process may reserve before it looks again how much is left
         self._timed_out: dict[int, tuple[float, float]] = {}  # by process that held a lock: when to wait again; seconds waited
         self._warned_of: set[int] = set()  # processes
         # A process reuses the counter row of one that has exited, and keeps adding to it. The last row is shared by all
@@ -273,9 +275,13 @@ class Segment:
 
     def _allocate(self, at: int, nbytes: int) -> str:
         """Reserve memory for a part of the file. Return "", or why it failed."""
-        memory = limits.memory()
-        if memory.spare < nbytes:
-            return f"{format_size(memory.available)} of memory are available, of which {format_size(memory.floor)} stay free"
+        if self._known_spare < nbytes:
+            memory = limits.memory()
+            if memory.spare < nbytes:
+                left, floor = format_size(memory.available), format_size(memory.floor)
+                return f"{left} of memory are available, of which {floor} stay free"
+            self._known_spare = nbytes + min(memory.spare // 64, _LOOKED_AT_EVERY)
+        self._known_spare -= nbytes
         if self._huge:
             # Under the "advise" policy only a fault through the advised mapping brings huge pages; fallocate would fill the
             # range with small ones. Where this fails (an old kernel, no memory), fallocate does the rest, or reports the error.

@@ -21,7 +21,7 @@ NOTE [ Blocks ]
 import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -125,9 +125,9 @@ class File:
         for at in range(0, self.nbytes, _STEP):
             os.posix_fadvise(self._fd, at, _STEP, os.POSIX_FADV_WILLNEED)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit the module may be gone before
         if self._fd >= 0:
-            os.close(self._fd)
+            close(self._fd)
 
 
 class BytesFile:

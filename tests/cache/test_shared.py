@@ -459,6 +459,7 @@ def test_no_shared_memory_disables_the_cache_with_one_warning(monkeypatch, caplo
 
 def test_samples_stay_uncached_when_memory_runs_low_and_training_goes_on(monkeypatch, caplog):
     dims = (MIB,)
+    monkeypatch.setattr(segment_module, "_LOOKED_AT_EVERY", 0)
     with SharedCache(1, 10, dims) as cache:
         for idx in range(4):
             cache.get_slot(idx)
