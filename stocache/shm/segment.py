@@ -24,6 +24,7 @@ from collections.abc import Callable
 from multiprocessing import util
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
+from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stocache.errors import SegmentError
@@ -59,6 +60,7 @@ _REFUSED_WARNING, REJECTED_WARNING = 1, 2  # bits of the byte of given warnings
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: kind, whence, start, length, process
 _WAITED_TO_IDLE = 6.0  # after waits of t seconds for a process, do not wait for it again during so many times t
 
+_MOST_BUFFERS = 1024  # that one pwritev takes: IOV_MAX of Linux
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named in the mmap module
 
 _Result = TypeVar("_Result")
@@ -195,6 +197,17 @@ class Segment:
             if written == 0:
                 raise SegmentError(f"{self.backing} takes no more bytes.")
             done += written
+
+    def write_all(self, offset: int, buffers: list[Any], nbytes: int) -> None:
+        """Write buffers, ``nbytes`` together, to reserved data, one behind the other; see `write`. The first is not empty."""
+        done = 0
+        while done < nbytes:
+            written = os.pwritev(self._fds[0], buffers[:_MOST_BUFFERS], self._data_at + offset + done)
+            if written == 0:
+                raise SegmentError(f"{self.backing} takes no more bytes.")
+            done += written
+            if done < nbytes:
+                buffers = _behind(buffers, written)
 
     def reserve(self, start: int, stop: int, warn: bool = True) -> bool:
         """Make data bytes ``[start, stop)`` safe to touch. False if the machine does not give them, now or before.
@@ -442,6 +455,16 @@ def abandon(key: FileKey, fds: list[int]) -> None:
     _attached.pop(key, None)
     while fds:
         registry.close(fds.pop())
+
+
+def _behind(buffers: list[Any], nbytes: int) -> list[Any]:
+    """Return what is left of buffers behind their first ``nbytes``, without empty buffers at its beginning."""
+    for number, buffer in enumerate(buffers):
+        view = PickleBuffer(buffer).raw()  # bytes, whatever the format of the buffer
+        if nbytes < len(view):
+            return [view[nbytes:], *buffers[number + 1 :]]
+        nbytes -= len(view)
+    return []
 
 
 def _leave(key: FileKey, fds: list[int], path: str | None) -> None:
