@@ -492,7 +492,7 @@ def read_record(
         tail, own = pack_integers(integers)
         arena = cache._store.arena
         with cache._segment.guard:
-            number = arena.number_of(text)
+            number = arena.run_locked(lambda: arena.number_of(text), -1)
             blob = HEAD.pack(len(data), max(number, 0), (own if packed is None else packed) % 2**32) + data + tail
             arena.offsets[0] = max(0, arena.append(blob))
             cache._states[0] = 1

@@ -86,12 +86,13 @@ class Arena:
 
     def append(self, blob: bytes) -> int:
         """Store bytes at a multiple of 8. Return their offset, or NO_ROOM or NO_MEMORY. With the segment's guard held."""
-        at = self.run_locked(lambda: self._take(len(blob)), NO_MEMORY)
+        at = self.run_locked(lambda: self.take(len(blob)), NO_MEMORY)
         if at >= 0:
             self._segment.write(at, blob, len(blob))
         return at
 
-    def _take(self, nbytes: int) -> int:
+    def take(self, nbytes: int) -> int:
+        """Take room at a multiple of 8. Return its offset, or NO_ROOM or NO_MEMORY. With the arena's lock held."""
         at = self._words[_USED]
         end = at + (nbytes + 7 & ~7)
         if end > self.capacity:
@@ -102,20 +103,18 @@ class Arena:
         return at
 
     def number_of(self, text: bytes) -> int:
-        """Return the number of a treedef, or NO_ROOM or NO_MEMORY. Store it if it is new. Call it with the guard held."""
+        """Return the number of a treedef, or NO_ROOM or NO_MEMORY. Store it if it is new. With the arena's lock held."""
         if self._generation != self._words[_GENERATION]:
             self._generation = self._words[_GENERATION]
             self._numbers.clear()
         number = self._numbers.get(text)
-        if number is not None:
-            return number
-        return self.run_locked(lambda: self._add(text), NO_MEMORY)
+        return self._add(text) if number is None else number
 
     def _add(self, text: bytes) -> int:
         self._read_treedefs()
         if text in self._numbers:
             return self._numbers[text]
-        at = self._take(_TREEDEF.size + len(text))
+        at = self.take(_TREEDEF.size + len(text))
         if at < 0:
             return at
         number = self._words[_COUNT]

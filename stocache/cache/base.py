@@ -484,7 +484,7 @@ class SampleCache:
         return self._store.has_room_for(self._aux.numpy())
 
     def fillable(self, idx: int) -> bool:
-        """Whether sample ``idx`` is not cached, and can be. A process that got no counter row, because all are taken, cannot."""
+        """Whether sample ``idx`` is not cached, and can be. A process without a counter row cannot: all are taken."""
         return self._states[idx] == EMPTY and self._segment.holder > 0 and not self._store.refused(idx)
 
     def peek(self, idx: int) -> Any:

@@ -3,14 +3,13 @@
 import operator
 import struct
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stocache.cache import admission, arena
-from stocache.cache.admission import LATER, NEVER, CostAdmission
-from stocache.cache.arena import NO_MEMORY, Arena
+from stocache.cache.admission import NEVER, YES, CostAdmission
+from stocache.cache.arena import NO_MEMORY, NO_ROOM, Arena
 from stocache.cache.options import CacheOptions
 from stocache.cache.stats import EMPTY, FILLS, MISSING, OOB, REFUSED, SET
 from stocache.errors import SampleError, SegmentError
@@ -23,20 +22,31 @@ from stocache.shm.segment import Segment
 _unpack_head = HEAD.unpack_from
 _COMPRESSED = 4  # a bit of the head's last number, between the width of the integers and their count
 _READERS = 4096  # readers of treedefs that a process keeps
+_JOINED = 2048  # mean bytes of buffers, below which joining them costs less than passing each to the kernel (measured)
+_NOT_ADMITTED = -3  # in place of an offset, beside NO_ROOM and NO_MEMORY
 
 
 class EncodedRecord(NamedTuple):
-    """The parts of a record, without its head and the number of its treedef."""
+    """The parts of a record, without its head and the number of its treedef.
+
+    Attributes:
+        treedef: as text.
+        leaves: buffers, which may be the memory of the sample itself: write the record before the sample is changed.
+        nbytes: bytes of the leaves.
+        packed: the number for the head that describes the integers.
+        tail: the integers, up to a multiple of 8 bytes of the record.
+    """
 
     treedef: bytes
-    data: bytes
+    leaves: list[Any]
+    nbytes: int
     packed: int
     tail: bytes
 
     @property
     def room(self) -> int:
         """Bytes of the arena that the record takes."""
-        return HEAD.size + len(self.data) + len(self.tail) + 7 & ~7
+        return HEAD.size + self.nbytes + len(self.tail)
 
 
 def control_bytes(dataset_len: int, options: CacheOptions) -> int:
@@ -70,11 +80,11 @@ class RecordStore:
     def encode(self, sample: Any, where: str) -> EncodedRecord:
         """Return the parts of a sample's record, compressed where that makes it smaller."""
         record = Record(sample, where, self._allow_pickle)
-        data, integers = record.pack()
+        leaves, nbytes, integers = record.parts()
         tail, packed = pack_integers(integers)
-        if self._codec is not None and (smaller := self._codec.compress(data)) is not None:
-            data, packed = smaller, packed | _COMPRESSED
-        return EncodedRecord(write_treedef(record.treedef), data, packed, tail)
+        if self._codec is not None and (smaller := self._codec.compress(b"".join(leaves))) is not None:
+            leaves, nbytes, packed = [smaller], len(smaller), packed | _COMPRESSED
+        return EncodedRecord(write_treedef(record.treedef), leaves, nbytes, packed, tail + bytes(-(nbytes + len(tail)) & 7))
 
     def encode_many(self, samples: list[Any]) -> list[EncodedRecord] | None:
         """Return the parts of samples' records; None if a sample does not fit."""
@@ -86,31 +96,55 @@ class RecordStore:
     def write_many(
         self, indices: list[int], encoded: Sequence[EncodedRecord], costs_s: Sequence[float | None]
     ) -> list[int | None]:
-        """Append records; see `write`."""
-        with self._segment.guard:
-            return [self.write(*each) for each in zip(indices, encoded, costs_s, strict=True)]
+        """Append the records of samples that are admitted, as long as there is room. See `SampleStore.write_many`.
 
-    def write(self, idx: int, encoded: EncodedRecord, cost_s: float | None) -> int | None:
-        """Append a record if its sample is admitted and there is room. Return FILLS, REFUSED (no memory), or None."""
+        It takes the arena's lock once, and writes records that lie one behind the other together.
+        """
+        late = list(map(self._late, costs_s))
+        with self._segment.guard:
+            places = self.arena.run_locked(lambda: list(map(self._place, indices, encoded, costs_s)), late)
+        buffers: list[Any] = []  # to be written from ``begin`` to ``end``
+        begin = end = 0
+        for record, (at, number) in zip(encoded, places, strict=True):
+            if at >= 0:
+                if at != end:  # at first, and where a treedef lies between
+                    self._write(begin, buffers, end - begin)
+                    begin, buffers = at, []
+                buffers += (HEAD.pack(record.nbytes, number, record.packed), *record.leaves, record.tail)
+                end = at + record.room
+        self._write(begin, buffers, end - begin)
+        return [self._outcome(idx, at) for idx, (at, _) in zip(indices, places, strict=True)]
+
+    def _place(self, idx: int, record: EncodedRecord, cost_s: float | None) -> tuple[int, int]:
+        """Take room for a record. Return its offset, or a negative number; and its treedef. With the arena's lock held."""
         if self._admission is not None and cost_s is not None:
-            decide = partial(self._admission.decide, idx, cost_s, encoded.room, self.arena.used)
-            decision = self.arena.run_locked(decide, LATER)
-            if decision in (LATER, NEVER):
+            decision = self._admission.decide(idx, cost_s, record.room, self.arena.used)
+            if decision != YES:
                 if decision == NEVER:
                     self._states[idx] = OOB
-                return None
-        at = number = self.arena.number_of(encoded.treedef)
-        if number >= 0:
-            head = HEAD.pack(len(encoded.data), number, encoded.packed)
-            at = self.arena.append(b"".join((head, encoded.data, encoded.tail)))
-        if at == NO_MEMORY:
-            return REFUSED
-        if at < 0:
-            if self._states[idx] == EMPTY:
-                self._states[idx] = OOB  # room is never freed
-            return None
-        self._offsets[idx] = at
-        return FILLS
+                return _NOT_ADMITTED, 0
+        number = self.arena.number_of(record.treedef)
+        return (self.arena.take(record.room) if number >= 0 else number), number
+
+    def _late(self, cost_s: float | None) -> tuple[int, int]:
+        """Return what `_place` returns where another process does not release the arena's lock."""
+        return (NO_MEMORY if self._admission is None or cost_s is None else _NOT_ADMITTED), 0
+
+    def _write(self, at: int, buffers: list[Any], nbytes: int) -> None:
+        """Write buffers, which are so many bytes together, where there is room for them."""
+        if nbytes < _JOINED * len(buffers):
+            self._segment.write(at, b"".join(buffers), nbytes)
+        else:
+            self._segment.write_all(at, buffers, nbytes)
+
+    def _outcome(self, idx: int, at: int) -> int | None:
+        """Note where a record has been written; or, given a negative number, that it was not. Return the counter to raise."""
+        if at >= 0:
+            self._offsets[idx] = at
+            return FILLS
+        if at == NO_ROOM and self._states[idx] == EMPTY:
+            self._states[idx] = OOB  # room is never freed
+        return REFUSED if at == NO_MEMORY else None
 
     def has_room_for(self, states: np.ndarray[Any, np.dtype[np.uint8]]) -> bool:
         """Whether all samples that are EMPTY will have room, with a quarter to spare."""

@@ -51,7 +51,7 @@ from stocache.samples.type_lookup import Unfit
 TreeDef: TypeAlias = tuple[Any, ...]
 
 HEAD = struct.Struct("<QII")
-_WIDTHS = {1: "B", 2: "H", 4: "I", 8: "Q"}
+_WIDTHS = "BHIQ"  # of 1, 2, 4 and 8 bytes
 
 # ---------------------------------------------------------------------------------------------------- writing
 
@@ -80,11 +80,22 @@ class Record:
 
     def pack(self) -> tuple[bytes, list[int]]:
         """Return the bytes of the leaves, and all integers."""
-        parts = [b"".join(stream) for stream in self.streams if stream]
-        integers = [*map(len, parts[:-1]), *self.integers]
+        leaves, _, integers = self.parts()
+        return b"".join(leaves), integers
+
+    def parts(self) -> tuple[list[Any], int, list[int]]:
+        """Return the buffers of the leaves, which may be the memory of the sample, their bytes, and all integers."""
+        leaves: list[Any] = []
+        lengths = []
+        for stream in self.streams:
+            if stream:
+                leaves += stream
+                lengths.append(sum([len(part) if type(part) is bytes else part.nbytes for part in stream]))
+        integers, nbytes = [*lengths[:-1], *self.integers], sum(lengths)
         if self._bare > BARE_NODES:  # see NOTE [ Items without bytes ]
-            parts.append(bytes(max(0, self._bare - BARE_NODES - sum(map(len, parts)) - len(integers))))
-        return b"".join(parts), integers
+            leaves.append(bytes(padding := max(0, self._bare - BARE_NODES - nbytes - len(integers))))
+            nbytes += padding
+        return leaves, nbytes, integers
 
     def _take(self, value: Any, depth: int) -> TreeDef:
         """Add a value, pickled where it must be and may be, and return its treedef."""
@@ -186,7 +197,7 @@ def pack_sample(sample: Any, where: str = "sample") -> PackedRecord:
 def pack_integers(integers: list[int]) -> tuple[bytes, int]:
     """Return integers as bytes, and the number for the head that says how many there are and how wide."""
     largest = max(integers, default=0)
-    code = next(code for code, width in enumerate(_WIDTHS) if largest < 1 << 8 * width)
+    code = 0 if largest < 1 << 8 else 1 if largest < 1 << 16 else 2 if largest < 1 << 32 else 3
     packed = len(integers) << 3 | code
     return integers_codec(packed).pack(*integers), packed
 
@@ -194,7 +205,7 @@ def pack_integers(integers: list[int]) -> tuple[bytes, int]:
 @functools.lru_cache(maxsize=4096)
 def integers_codec(packed: int) -> struct.Struct:
     """Return the layout of integers, given the number for the head."""
-    return struct.Struct(f"<{packed >> 3}{list(_WIDTHS.values())[packed & 3]}")
+    return struct.Struct(f"<{packed >> 3}{_WIDTHS[packed & 3]}")
 
 
 # ---------------------------------------------------------------------------------------------------- treedefs

@@ -20,10 +20,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from multiprocessing import util
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
+from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stocache.errors import SegmentError
@@ -62,7 +63,7 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock: kind, whence, start, length, 
 _WAITED_TO_IDLE = 6.0  # after waits of t seconds for a process, do not wait for it again during so many times t
 
 _LOOKED_AT_EVERY = 16 * MIB  # that a process reserves, it looks how much memory is left
-_MOST_BUFFERS = os.sysconf("SC_IOV_MAX")  # that one call writes
+_MOST_BUFFERS = 1024  # that one pwritev takes: IOV_MAX of Linux
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named in the mmap module
 
 _Result = TypeVar("_Result")
@@ -220,17 +221,16 @@ class Segment:
             if os.pwrite(fd, buffer, data_at + offset) != nbytes:
                 self.write(offset, buffer, nbytes)
 
-    def writev(self, offset: int, buffers: Sequence[Any], nbytes: int) -> None:
-        """Write buffers, of ``nbytes`` in all, one after the other to reserved data; see `write`."""
-        for first in range(0, len(buffers), _MOST_BUFFERS):
-            part = buffers[first : first + _MOST_BUFFERS]
-            size = nbytes if len(part) == len(buffers) else sum(memoryview(buffer).nbytes for buffer in part)
-            if os.pwritev(self._fds[0], part, self._data_at + offset) != size:
-                at = offset
-                for buffer in part:
-                    self.write(at, buffer, memoryview(buffer).nbytes)
-                    at += memoryview(buffer).nbytes
-            offset += size
+    def write_all(self, offset: int, buffers: list[Any], nbytes: int) -> None:
+        """Write buffers, ``nbytes`` together, to reserved data, one behind the other; see `write`. The first is not empty."""
+        done = 0
+        while done < nbytes:
+            written = os.pwritev(self._fds[0], buffers[:_MOST_BUFFERS], self._data_at + offset + done)
+            if written == 0:
+                raise SegmentError(f"{self.backing} takes no more bytes.")
+            done += written
+            if done < nbytes:
+                buffers = _behind(buffers, written)
 
     def reserve(self, start: int, stop: int, warn: bool = True) -> bool:
         """Make data bytes ``[start, stop)`` safe to touch. False if the machine does not give them, now or before.
@@ -505,6 +505,16 @@ def abandon(key: FileKey, fds: list[int]) -> None:
     _attached.pop(key, None)
     while fds:
         registry.close(fds.pop())
+
+
+def _behind(buffers: list[Any], nbytes: int) -> list[Any]:
+    """Return what is left of buffers behind their first ``nbytes``, without empty buffers at its beginning."""
+    for number, buffer in enumerate(buffers):
+        view = PickleBuffer(buffer).raw()  # bytes, whatever the format of the buffer
+        if nbytes < len(view):
+            return [view[nbytes:], *buffers[number + 1 :]]
+        nbytes -= len(view)
+    return []
 
 
 def _leave(key: FileKey, fds: list[int], path: str | None) -> None:

@@ -61,6 +61,31 @@ def test_what_is_written_is_what_the_mapping_shows(segment):
     assert segment.control[99] == 7
 
 
+@pytest.mark.parametrize("most", [1, 3, 1000, None])
+def test_buffers_are_written_one_behind_the_other_however_much_the_kernel_takes_at_once(segment, most, monkeypatch):
+    rest = [np.ones(2, complex), b"", bytes(range(7))] * (10 if most else 1000)
+    buffers = [b"head", np.arange(60.0).reshape(3, 20), *rest, bytearray(5), b""]
+    wanted, written = b"".join(buffers), os.pwritev
+
+    def some(fd, given, at):
+        assert len(given) <= os.sysconf("SC_IOV_MAX")
+        return os.pwrite(fd, b"".join(given)[:most], at) if most else written(fd, given, at)
+
+    monkeypatch.setattr(os, "pwritev", some)
+    with segment.guard:
+        segment.reserve(0, MIB)
+    segment.write_all(5, buffers, len(wanted))
+    assert bytes(segment.view(0, len(wanted) + 105)) == bytes(5) + wanted + bytes(100)
+
+
+def test_memory_that_takes_no_more_bytes_is_an_error(segment, monkeypatch):
+    with segment.guard:
+        segment.reserve(0, 100)
+    monkeypatch.setattr(os, "pwritev", lambda *arguments: 0)
+    with pytest.raises(SegmentError, match="takes no more bytes"):
+        segment.write_all(0, [b"abcd"], 4)
+
+
 def test_a_tensor_keeps_the_memory_when_the_segment_is_gone():
     segment = Segment.create(100, 5 * MIB)
     with segment.guard:

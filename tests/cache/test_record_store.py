@@ -1,0 +1,131 @@
+"""RecordStore: a batch is written as its samples would be one by one, in few calls."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from stocache import RaggedCache
+from stocache.cache.stats import FILLS, REFUSED
+from stocache.shm.segment import Segment
+from stocache.system import limits
+from stocache.system.limits import GIB, Memory
+from tests.support.equality import same
+
+N = 60
+MIXED = [
+    torch.arange(5000),
+    {"image": torch.ones(3, 4, 5), "label": 3},
+    *("text", b"", [], None, 2**70, [np.arange(9), np.zeros((2, 0))]),
+    {"image": torch.ones(3, 2, 2), "label": 4},
+    *(np.full(100_000, 7, np.uint8), "more text", ["much that is easy to compress "] * 40),
+]
+
+
+def write_one_by_one(cache, indices, encoded, costs_s):
+    with cache._segment.guard:
+        return list(map(cache._store.write, indices, encoded, costs_s))
+
+
+def write_together(cache, indices, encoded, costs_s):
+    with cache._segment.guard:
+        return cache._store.write_many(indices, encoded, costs_s)
+
+
+def outcome(cache, write, values, epochs=1, cost_s=lambda idx: None):
+    """Write the samples of a few epochs, and return all that may depend on how they are written."""
+    store, counters = cache._store, []
+    indices = list(range(len(values)))
+    encoded = [store.encode(value, "sample") for value in values]
+    for _ in range(epochs):
+        counters.append(write(cache, indices, encoded, list(map(cost_s, indices))))
+    with cache._segment.guard:
+        number = store.arena.run_locked(lambda: store.arena.number_of(encoded[-1].treedef), None)
+    control, used = bytes(cache._segment.control), store.arena.used
+    return counters, number, control, bytes(cache._segment.view(0, used)), cache._segment.reserved_bytes
+
+
+def compare(make, values, **options):
+    outcomes = []
+    for write in (write_one_by_one, write_together):
+        with make() as cache:
+            outcomes.append(outcome(cache, write, values, **options))
+    assert outcomes[0] == outcomes[1]
+    return outcomes[0][0]
+
+
+@pytest.mark.parametrize("codec", [None, "zstd", "lz4"])
+def test_a_batch_is_written_as_its_samples_are(codec):
+    assert compare(lambda: RaggedCache("1MB", N, codec=codec), MIXED) == [[FILLS] * len(MIXED)]
+    with RaggedCache("1MB", N, codec=codec) as cache:
+        outcome(cache, write_together, MIXED)
+        for idx, value in enumerate(MIXED):
+            assert same(cache._store.load(idx, True), value)
+
+
+def test_an_empty_batch_writes_nothing():
+    with RaggedCache("1MB", N) as cache:
+        assert write_together(cache, [], [], []) == []
+
+
+def test_what_has_no_room_in_a_batch_is_outside_and_smaller_samples_behind_it_fit():
+    values = [bytes(4000), bytes(8000), bytes(100), "a treedef that is new"]
+    with RaggedCache("7000B", N) as cache:
+        assert outcome(cache, write_together, values)[0] == [[FILLS, None, FILLS, FILLS]]
+        assert cache.aux_array[:4].tolist() == [0, 2, 0, 0]  # publishing is left to the cache
+    compare(lambda: RaggedCache("7000B", N), values)
+    compare(lambda: RaggedCache("5000B", N), [bytes(4300), ("a treedef", {"without": "room"}), bytes(10)])
+
+
+def test_what_is_refused_memory_in_a_batch_is_counted_and_smaller_samples_behind_it_fit(monkeypatch):
+    values = [bytes(1000), bytes(5_000_000), bytes(1000)]
+    outcomes = []
+    for write in (write_one_by_one, write_together):
+        answers = iter([Memory(100 * GIB, 100 * GIB), Memory(GIB, 0)])  # memory for one extent
+        with RaggedCache("40MB", N) as cache, monkeypatch.context() as patched:  # extents of 4 MB
+            patched.setattr(limits, "memory", lambda answers=answers: next(answers))
+            outcomes.append(outcome(cache, write, values))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][0] == [[FILLS, REFUSED, FILLS]]
+
+
+def test_each_sample_of_a_batch_is_admitted_by_its_own_cost():
+    values = [bytes(900 + idx) for idx in range(N)]
+    counters = compare(
+        lambda: RaggedCache("30KB", N, admission="cost"), values, epochs=3, cost_s=lambda idx: 1.0 if idx % 5 else 1e-3
+    )
+    assert {None, FILLS} == {counter for epoch in counters for counter in epoch}
+    assert counters[0][:31] == [None] * 31
+
+
+@pytest.mark.parametrize(("options", "counter"), [({}, REFUSED), ({"admission": "cost"}, None)])
+def test_a_batch_is_not_written_where_another_process_keeps_the_lock(options, counter, monkeypatch):
+    with RaggedCache("1MB", N, **options) as cache:
+        monkeypatch.setattr(Segment, "run_locked", lambda self, number, count, work, late: late)
+        assert outcome(cache, write_together, ["a", "b"], cost_s=lambda idx: 1.0)[0] == [[counter] * 2]
+
+
+def test_a_batch_takes_the_lock_once_and_is_written_in_few_calls(monkeypatch):
+    writes, locks = [], []
+    with RaggedCache("9MB", N) as cache:
+        outcome(cache, write_together, ["text", np.zeros(9)])  # their treedefs
+        written, run_locked = os.pwritev, Segment.run_locked
+        monkeypatch.setattr(os, "pwritev", lambda *arguments: writes.append(len(arguments[1])) or written(*arguments))
+        monkeypatch.setattr(os, "pwrite", lambda *arguments: pytest.fail("a second call"))
+        monkeypatch.setattr(Segment, "run_locked", lambda self, *rest: locks.append(None) or run_locked(self, *rest))
+        store = cache._store
+        encoded = [store.encode(np.full(9 + 10_000 * idx, idx, float), "sample") for idx in range(5)]
+        assert write_together(cache, list(range(5)), encoded, [None] * 5) == [FILLS] * 5
+        assert (writes, len(locks)) == ([15], 1)
+        for idx in range(5):
+            assert same(store.load(idx, True), np.full(9 + 10_000 * idx, idx, float))
+
+
+def test_large_leaves_go_to_memory_as_they_are():
+    """Encoding does not copy them."""
+    value = {"image": torch.zeros(1000, 1000), "data": bytes(100_000)}
+    with RaggedCache("9MB", 1) as cache:
+        leaves = cache._store.encode(value, "sample").leaves
+    assert leaves[0].ctypes.data == value["image"].data_ptr()
+    assert leaves[1] is value["data"]
