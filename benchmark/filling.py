@@ -354,7 +354,9 @@ def sizes(options: argparse.Namespace) -> None:
                 indices = list(range(count))
                 if order == "random":
                     random.Random(number).shuffle(indices)
-                batches = list(zip((indices[at : at + batch] for at in range(0, count, batch)), torch.split(data, batch), strict=True))
+                batches = list(
+                    zip((indices[at : at + batch] for at in range(0, count, batch)), torch.split(data, batch), strict=True)
+                )
                 took: dict[str, float] = {}
                 for name, (make, fill) in calls.items():
                     settle(data.numel())
@@ -502,7 +504,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first trial of kill")
     options = parser.parse_args()
     print(f"{machine()}\n")
-    torch.set_num_threads(1)  # as in a DataLoader worker; a forked child would wait for threads that it does not have
+    torch.set_num_threads(1)  # as in a DataLoader's worker
     {"first-epoch": first_epoch, "sizes": sizes, "kill": kill}[options.experiment](options)
 
 

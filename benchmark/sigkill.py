@@ -70,6 +70,7 @@ def _writer(fill: Callable[[list[int]], object], order: list[int], ready: int) -
     """Fork a process that fills in this order; return its pid."""
 
     def role() -> None:
+        torch.set_num_threads(1)  # as in a DataLoader's worker: it would wait for threads that only the parent has
         os.write(ready, b"x")
         fill(order)
 
