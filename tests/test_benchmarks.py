@@ -1,5 +1,6 @@
 """``python -m benchmark`` lists every benchmark with its claim, and says what a missing package is called."""
 
+import os
 import re
 import subprocess
 import sys
@@ -58,9 +59,35 @@ def test_an_unknown_name_is_an_error_that_lists_the_names():
         benchmark.main(["macro"])
 
 
-def test_a_benchmark_runs_by_its_name():
-    command = [sys.executable, "-m", "benchmark", "sigkill", "--trials", "3"]
-    done = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, timeout=60, check=False)
+def run(*arguments, **environment):
+    command = [sys.executable, "-m", "benchmark", *arguments]
+    options = {"capture_output": True, "text": True, "timeout": 120, "check": False, "env": os.environ | environment}
+    done = subprocess.run(command, cwd=FOLDER.parent, **options)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("sigkill: A SIGKILL")
-    assert "3 trials" in done.stdout
+    return done.stdout
+
+
+def test_a_benchmark_runs_by_its_name():
+    printed = run("sigkill", "--trials", "3")
+    assert printed.startswith("sigkill: A SIGKILL")
+    assert "3 trials" in printed
+
+
+def test_filling_measures_each_source(tmp_path):
+    pytest.importorskip("datasets")
+    quick = ["--samples", "600", "--photos", "8", "--repeats", "1", "--workers", "0"]
+    printed = run("filling", "first-epoch", *quick, XDG_CACHE_HOME=str(tmp_path))
+    for source in ("packed tensor", "memory map", "Arrow rows", "prepared tensors", "prepared bytes", "JPEG decoding"):
+        assert re.search(rf"^\| {source} \| 0 \|(.*\|){{11}}$", printed, re.MULTILINE)
+
+
+def test_filling_measures_each_size():
+    pytest.importorskip("stocaching")
+    printed = run("filling", "sizes", "--sizes", "1024", "65536", "--total-mb", "1", "--repeats", "1")
+    rows = re.findall(r"^\| (\d+ KB) \| (.*?) \|(?: [\d.]+ \|){7} [\d.]+ \(.*\) \|$", printed, re.MULTILINE)
+    assert rows == [("1 KB", "in sequence"), ("1 KB", "random"), ("64 KB", "in sequence"), ("64 KB", "random")]
+
+
+def test_filling_counts_the_kills_of_each_way():
+    rows = re.findall(r"^\| (\w+) \| 2 \| \d \| \d+ \| 0 \| 0 \|$", run("filling", "kill", "--kills", "2"), re.MULTILINE)
+    assert rows == ["set_slots", "get_or_load_many", "blocks"]

@@ -1,10 +1,14 @@
 """Times of contenders that take turns, and the memory of processes."""
 
+import os
+import platform
+import re
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
@@ -19,6 +23,16 @@ def alternate(contenders: dict[str, Callable[[], object]], rounds: int, calls: i
             if number:  # the first round warms up
                 seconds[name].append((time.perf_counter() - start) / calls)
     return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def machine() -> str:
+    """Return a line that describes this machine and the versions in use."""
+    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    processor = model[1] if model else platform.machine()
+    memory_gib = psutil.virtual_memory().total / 1024**3
+    python, linux = platform.python_version(), platform.release()
+    versions = f"Python {python}, torch {torch.__version__}, numpy {np.__version__}"
+    return f"{os.cpu_count()} cores ({processor}), {memory_gib:.0f} GiB, Linux {linux}; {versions}"
 
 
 def settle(nbytes: int) -> None:

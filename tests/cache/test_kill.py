@@ -1,7 +1,8 @@
-"""A few of the seeded kills of benchmark/sigkill.py, which runs a thousand."""
+"""A few of the seeded kills of benchmark/sigkill.py and of benchmark/filling.py, which run a thousand."""
 
 import pytest
 
+from benchmark.filling import by_block, by_get_or_load_many, by_set_slots
 from benchmark.sigkill import trial
 
 
@@ -9,3 +10,16 @@ from benchmark.sigkill import trial
 @pytest.mark.sampled(2)
 def test_a_kill_in_the_middle_of_filling_leaves_whole_samples_only(seed):
     trial(10_000 + seed)
+
+
+@pytest.mark.parametrize("make", [by_set_slots, by_get_or_load_many])
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.sampled(2)
+def test_so_does_a_kill_in_the_middle_of_a_batch(seed, make):
+    trial(10_000 + seed, make)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.sampled(2)
+def test_so_does_a_kill_in_the_middle_of_admitting_blocks(seed, tmp_path):
+    trial(10_000 + seed, by_block(tmp_path), 0.03)
