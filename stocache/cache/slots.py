@@ -142,7 +142,7 @@ class Column(ABC):
     def erase(self, mask: Tensor, out: Any) -> None:
         """Zero the values of a contiguous batch where ``mask`` (bool, 1-D) is True."""
         if self.nbytes:
-            _as_matrix(out).view(torch.uint8)[mask] = 0
+            as_bytes(out)[mask.numpy()] = 0  # not by torch, whose threads a forked child has not
 
 
 def _is_contiguous(batch: Any) -> bool:

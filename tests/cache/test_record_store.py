@@ -8,6 +8,7 @@ import torch
 
 from stocache import RaggedCache
 from stocache.cache.stats import FILLS, REFUSED
+from stocache.shm import segment
 from stocache.shm.segment import Segment
 from stocache.system import limits
 from stocache.system.limits import GIB, Memory
@@ -24,13 +25,12 @@ MIXED = [
 
 
 def write_one_by_one(cache, indices, encoded, costs_s):
-    with cache._segment.guard:
-        return list(map(cache._store.write, indices, encoded, costs_s))
+    batches = zip(indices, encoded, costs_s, strict=True)
+    return [counter for idx, record, cost_s in batches for counter in cache._store.write_many([idx], [record], [cost_s])]
 
 
 def write_together(cache, indices, encoded, costs_s):
-    with cache._segment.guard:
-        return cache._store.write_many(indices, encoded, costs_s)
+    return cache._store.write_many(indices, encoded, costs_s)
 
 
 def outcome(cache, write, values, epochs=1, cost_s=lambda idx: None):
@@ -81,9 +81,10 @@ def test_what_has_no_room_in_a_batch_is_outside_and_smaller_samples_behind_it_fi
 def test_what_is_refused_memory_in_a_batch_is_counted_and_smaller_samples_behind_it_fit(monkeypatch):
     values = [bytes(1000), bytes(5_000_000), bytes(1000)]
     outcomes = []
+    monkeypatch.setattr(segment, "_LOOKED_AT_EVERY", 0)
     for write in (write_one_by_one, write_together):
         answers = iter([Memory(100 * GIB, 100 * GIB), Memory(GIB, 0)])  # memory for one extent
-        with RaggedCache("40MB", N) as cache, monkeypatch.context() as patched:  # extents of 4 MB
+        with RaggedCache("40MB", N) as cache, monkeypatch.context() as patched:
             patched.setattr(limits, "memory", lambda answers=answers: next(answers))
             outcomes.append(outcome(cache, write, values))
     assert outcomes[0] == outcomes[1]
