@@ -148,6 +148,9 @@ class DataLoader(ResumableLoader[_T]):
         order = self._order()
         if not order.has_epochs:
             return self._begin()
+        if self._promised:
+            self._leave_resumed_epoch()  # it is that of the earlier iterator, as with torchdata
+        self._promised = self._loaded is not None
         if self._loaded is None:
             self._progress = dataclasses.replace(self._progress, finished=True)  # a state is that of the epoch to come
         return _LateIteration(functools.partial(self._begin, order.epochs(every=True)))
@@ -218,6 +221,8 @@ class DataLoader(ResumableLoader[_T]):
             object.__setattr__(changed, name, value)  # torch's __setattr__ refuses these names, to protect loaders in use
         with order.rng_during_creation(progress), fork_lock():
             iterator = torch.utils.data.DataLoader.__iter__(changed)
+            if not self.num_workers:
+                order.skip_delivered()
         self._iterator = changed._iterator
         return iterator
 

@@ -107,6 +107,7 @@ class Order:
     progress: Progress = field(default_factory=Progress)
     context: RequestContext | None = None
     farewells: int = 0
+    _resumed: Iterator[Any] | None = None  # an iterator that has not skipped what was delivered
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -117,6 +118,7 @@ class Order:
             with rng.preserve_rng_state():
                 self.restore(progress.begun, progress.samplers, progress.epochs)
                 numbered = self._numbered(progress, iter(self.sampler))
+            self._resumed = numbered if self.context is None else None
         else:
             if progress.skip_rng_draw:
                 self.restore(progress.made)
@@ -127,6 +129,15 @@ class Order:
             progress.workers_made = None
         return numbered
 
+    def skip_delivered(self) -> None:
+        """Skip the delivered batches now. Workers are sent batches at once; without them torch asks for none until `next`.
+
+        An iterator that is not used then leaves the generators where the epoch left them, for the next one.
+        """
+        if self._resumed is not None:
+            next(self._resumed)
+            self._resumed = None
+
     def _numbered(self, progress: Progress, indices: Iterator[Any]) -> Iterator[Any]:
         number, head = 0, []
         if progress.resumed is None:
@@ -134,8 +145,11 @@ class Order:
         elif not self.endless:
             with rng.preserve_rng_state():
                 self.restore(progress.asked)
-                number, indices = progress.resumed, self._skip(progress, indices)
-                head = list(islice(indices, 1))  # a sampler may draw at its first batch
+                number, begun, indices = progress.resumed, indices, self._skip(progress, indices)
+                if not number or indices is not begun:
+                    head = list(islice(indices, 1))  # a sampler may draw at its first batch
+        if self.context is None and progress.resumed is not None:
+            yield None  # to `skip_delivered`
         resumed = frozenset(progress.ahead)
         tracked = self._tracked(indices)
         if self.context is not None:

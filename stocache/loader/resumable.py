@@ -73,6 +73,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
         self._progress = Progress(finished=True)
         self._iterations = 0  # that were begun
         self._loaded: dict[str, Any] | None = None  # the state from which the next iterator continues
+        self._promised = False  # whether an iterator that has not begun is to continue from it
         self._restored: tuple[list[WorkerState | None], int] = [], 0  # states for the next workers, and whose turn it is
         self._worker_states = WorkerStates(1)  # of the newest iterator
         self._iterable: StatefulIterable | None = None  # of the newest iterator without workers
@@ -278,6 +279,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
         replaces = finished and position["persistent"]
         self._progress = Progress(finished=True, skip_rng_draw=replaces, workers_made=parts["made"] if replaces else None)
         self._loaded = None if finished else copy.deepcopy(state | {"position": position, "parts": parts})
+        self._promised = False
 
     def end_workers(self) -> None:
         """End the persistent workers. The next iteration starts new ones."""

@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import socket
 import warnings
+from itertools import islice
 
 import pytest
 import torch
@@ -91,6 +92,37 @@ def test_lightning_resumes_at_every_step_and_epoch(kind, options, tmp_path):
     gc.collect()
 
 
+SETTINGS = {
+    "validation": {"val_check_interval": 0.5},
+    "limit": {"limit_train_batches": 2},
+    "accumulate": {"accumulate_grad_batches": 2},
+    "reload": {"reload_dataloaders_every_n_epochs": 1},
+}
+SETTINGS["all"] = {name: value for settings in SETTINGS.values() for name, value in settings.items()}
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param(PERSISTENT, marks=pytest.mark.slow)], ids=["alone", "workers"])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("distributed", "validation"),
+        ("generator", "validation"),
+        *(
+            pytest.param(kind, name, marks=pytest.mark.slow)
+            for kind in ("distributed", "generator", "block", "locality")
+            for name in SETTINGS
+            if name != "validation" or kind in ("block", "locality")
+        ),
+    ],
+)
+def test_lightning_resumes_with_settings_of_its_own(kind, settings, options, tmp_path):
+    pytest.importorskip("lightning")
+    from tests.support.lightning_fits import check_all_positions
+
+    check_all_positions(tmp_path, kind, options, **SETTINGS[settings])
+    gc.collect()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options"), [("shuffled", {}), ("locality", {}), ("block", {}), ("module, blocks", {})])
 def test_lightning_resumes_two_ranks(kind, options, tmp_path):
@@ -129,6 +161,31 @@ def test_the_epoch_may_be_set_after_the_iterator_is_made(delivered, epoch):
     iterator = iter(resumed)
     resumed.sampler.set_epoch(epoch)
     assert labels(iterator) == whole(epoch)[delivered if epoch == 1 else 0 :]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, PERSISTENT])
+@pytest.mark.parametrize("kind", ["distributed", "generator"])
+@pytest.mark.parametrize(("size", "delivered"), [(50, 3), (50, 7), (48, 6)])
+def test_an_iterator_that_is_not_used_takes_the_resumed_epoch(size, delivered, kind, options):
+    data = Images(size)
+
+    def loader():
+        sampling = {"sampler": DistributedSampler(data, 1, 0)}
+        if kind == "generator":
+            sampling = {"shuffle": True, "generator": torch.Generator().manual_seed(5)}
+        return stocache.DataLoader(data, 8, **sampling, **options)
+
+    first = loader()
+    for _ in islice(first, delivered):
+        state = first.state_dict()
+    resumed = loader()
+    resumed.load_state_dict(state)
+    iter(resumed)
+    for one in (first, resumed):
+        one.set_epoch(1)
+    assert [labels.tolist() for _, labels in resumed] == [labels.tolist() for _, labels in first]
+    first.end_workers()
+    resumed.end_workers()
 
 
 def test_lightning_keeps_all_arguments_of_a_loader(loader):
