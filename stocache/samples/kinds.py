@@ -171,8 +171,9 @@ Read: TypeAlias = Callable[[Cursor], Any]
 Size: TypeAlias = int | Callable[[Iterator[int]], int]
 """The bytes that leaves take in a record, or the function that counts them, given the integers."""
 
-Step: TypeAlias = tuple[int, Any, int, Any, Any]
-"""A leaf in the loop that reads flat samples: stream, constructor of tensors, dimensions, unpacker of numbers, bytes."""
+Step: TypeAlias = tuple[int, int, Any, Any, Any]
+"""A leaf in the loop that reads samples without lists: its stream; how many integers it takes; its bytes (of tensors by shape;
+None where the integer says it); what makes an empty tensor; what makes other values, of their bytes or of memory and place."""
 
 
 class Kind(ABC):
@@ -239,7 +240,7 @@ class Kind(ABC):
         """
 
     def step(self) -> Step | None:
-        """Return how the loop for flat samples reads it; None where that loop cannot."""
+        """Return how the loop for samples without lists reads it; None where that loop cannot."""
         return None
 
     @property
@@ -373,7 +374,7 @@ class _TensorKind(Kind):
         return read
 
     def step(self) -> Step:
-        return self.stream, self._new(), self.dims, None, _Sizes(self.itemsize)
+        return self.stream, self.dims, _Sizes(self.itemsize), self._new(), None
 
     def maker(self, trusted: bool) -> Make:
         dtype, back = self._dtype, self._back
@@ -608,7 +609,7 @@ class _NumberKind(Kind):
         return lambda cursor: unpack(cursor.memory, cursor.take(stream, size))[0]
 
     def step(self) -> Step | None:
-        return None if self._type is complex else (self.stream, None, 0, self._codec.unpack_from, self.itemsize)
+        return None if self._type is complex else (self.stream, 0, self.itemsize, None, self._codec.unpack_from)
 
     def maker(self, trusted: bool) -> Make:
         unpack = self._codec.unpack_from
@@ -737,6 +738,9 @@ class _TextKind(_BytesKind):
             leaves.integers.append(len(data))
 
         return super().writer(description) if cls is int else write  # an int may be of the kind "number"
+
+    def step(self) -> Step:
+        return BYTES, 1, None, None, self._from_bytes
 
     def from_bytes(self, trusted: bool) -> Callable[[Any], Any]:
         return self._from_bytes

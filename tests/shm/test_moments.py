@@ -398,7 +398,7 @@ def test_a_sample_stays_uncached_when_a_stopped_process_has_the_arena(impatient,
         cache.set_slot(0, "first")
 
         def append():
-            monkeypatch.setattr(Arena, "_take", lambda *arguments: stop())
+            monkeypatch.setattr(Arena, "take", lambda *arguments: stop())
             cache.set_slot(1, "second")
 
         with stopped(append):
