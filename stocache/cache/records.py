@@ -15,7 +15,7 @@ from stocache.cache.stats import EMPTY, FILLS, MISSING, OOB, REFUSED, SET
 from stocache.errors import SampleError, SegmentError
 from stocache.samples.codecs import Codec
 from stocache.samples.record_decoder import RecordReader
-from stocache.samples.record_encoder import HEAD, Record, integers_codec, pack_integers, write_treedef
+from stocache.samples.record_encoder import HEAD, RecordEncoder, integers_codec, pack_integers
 from stocache.samples.type_lookup import NotImported
 from stocache.shm.segment import Segment
 
@@ -66,6 +66,7 @@ class RecordStore:
         self._segment, self._dataset_len, self._allow_pickle = segment, dataset_len, options.allow_pickle
         self._states = segment.control[:dataset_len]
         self._codec = Codec(options.codec) if options.codec is not None else None
+        self._encoder = RecordEncoder(options.allow_pickle)
         self.arena = Arena(segment, dataset_len)
         self._offsets = self.arena.offsets
         self._memory = segment.view(0, segment.data_bytes)
@@ -79,12 +80,12 @@ class RecordStore:
 
     def encode(self, sample: Any, where: str) -> EncodedRecord:
         """Return the parts of a sample's record, compressed where that makes it smaller."""
-        record = Record(sample, where, self._allow_pickle)
-        leaves, nbytes, integers = record.parts()
+        treedef, sample_leaves = self._encoder.encode(sample, where)
+        leaves, nbytes, integers = sample_leaves.parts()
         tail, packed = pack_integers(integers)
         if self._codec is not None and (smaller := self._codec.compress(b"".join(leaves))) is not None:
             leaves, nbytes, packed = [smaller], len(smaller), packed | _COMPRESSED
-        return EncodedRecord(write_treedef(record.treedef), leaves, nbytes, packed, tail + bytes(-(nbytes + len(tail)) & 7))
+        return EncodedRecord(treedef, leaves, nbytes, packed, tail + bytes(-(nbytes + len(tail)) & 7))
 
     def encode_many(self, samples: list[Any]) -> list[EncodedRecord] | None:
         """Return the parts of samples' records; None if a sample does not fit."""

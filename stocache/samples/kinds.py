@@ -13,6 +13,7 @@ NOTE [ Kinds of leaves ]
 import functools
 import math
 import pickle
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from ctypes import memmove
@@ -60,6 +61,9 @@ Encoded: TypeAlias = tuple[Description, int, Any, tuple[int, ...]]
 Make: TypeAlias = Callable[[Any, int, int, tuple[int, ...]], Any]
 """Makes a leaf, given a buffer, the position in it, the number of values there, and their shape. It may keep the buffer."""
 
+Write: TypeAlias = Callable[[Any, "Leaves"], None]
+"""Takes a value of one structure, and adds its leaves. Raises Differs or Unfit where the value is not of that structure."""
+
 ALIGNMENTS = (8, 4, 2, 1)  # of the streams of a record, by number
 BYTES = 3  # the stream of values that need no alignment
 
@@ -72,6 +76,57 @@ _KNOWN = {  # to safetensors, in all its versions
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 }
+
+
+class Differs(Exception):
+    """A value is not of the structure that a `Write` was made for."""
+
+
+class Leaves:
+    """The state of writing one record.
+
+    Attributes:
+        streams: the buffers of the leaves, which may be the memory of the sample.
+        integers: shapes and lengths.
+        bare: bare nodes in lists; see NOTE [ Items without bytes ].
+    """
+
+    __slots__ = ("bare", "integers", "streams")
+
+    def __init__(self) -> None:
+        self.streams: tuple[list[Any], ...] = ([], [], [], [])
+        self.integers: list[int] = []
+        self.bare = 0
+
+    def pack(self) -> tuple[bytes, list[int]]:
+        """Return the bytes of the leaves, and all integers."""
+        leaves, _, integers = self.parts()
+        return b"".join(leaves), integers
+
+    def parts(self) -> tuple[list[Any], int, list[int]]:
+        """Return the buffers of the leaves, their bytes, and all integers."""
+        leaves: list[Any] = []
+        lengths = []
+        for stream in self.streams:
+            if stream:
+                leaves += stream
+                lengths.append(sum([len(part) if type(part) is bytes else part.nbytes for part in stream]))
+        integers, nbytes = [*lengths[:-1], *self.integers], sum(lengths)
+        if self.bare > BARE_NODES:  # see NOTE [ Items without bytes ]
+            leaves.append(bytes(padding := max(0, self.bare - BARE_NODES - nbytes - len(integers))))
+            nbytes += padding
+        return leaves, nbytes, integers
+
+    def lengths(self) -> tuple[list[int], int, int]:
+        """Return how much there is, for `cut`."""
+        return list(map(len, self.streams)), len(self.integers), self.bare
+
+    def cut(self, lengths: tuple[list[int], int, int]) -> None:
+        """Drop what was added since ``lengths``."""
+        streams, integers, self.bare = lengths
+        for stream, length in zip(self.streams, streams, strict=True):
+            del stream[length:]
+        del self.integers[integers:]
 
 
 class Cursor:
@@ -116,8 +171,9 @@ Read: TypeAlias = Callable[[Cursor], Any]
 Size: TypeAlias = int | Callable[[Iterator[int]], int]
 """The bytes that leaves take in a record, or the function that counts them, given the integers."""
 
-Step: TypeAlias = tuple[int, Any, int, Any, Any]
-"""A leaf in the loop that reads flat samples: stream, constructor of tensors, dimensions, unpacker of numbers, bytes."""
+Step: TypeAlias = tuple[int, int, Any, Any, Any]
+"""A leaf in the loop that reads samples without lists: its stream; how many integers it takes; its bytes (of tensors by shape;
+None where the integer says it); what makes an empty tensor; what makes other values, of their bytes or of memory and place."""
 
 
 class Kind(ABC):
@@ -152,6 +208,25 @@ class Kind(ABC):
     def encode(cls, value: Any) -> Encoded:
         """Return a value, encoded. Raises Unfit where it would not come back the same."""
 
+    def holds(self, value: Any) -> bool:
+        """Whether `encode` is for values of this type. They may be of another kind all the same."""
+        return type(value) in self.types
+
+    def writer(self, description: Description) -> Write:
+        """Return the function that adds a leaf to a record as `encode` returns it; ``description`` is that of the kind."""
+        stream, holds, encode = self.stream, self.holds, self.encode
+
+        def write(value: Any, leaves: Leaves) -> None:
+            if not holds(value):
+                raise Differs
+            its, _, data, shape = encode(value)
+            if its != description:
+                raise Differs
+            leaves.streams[stream].append(data)
+            leaves.integers.extend(shape)
+
+        return write
+
     @abstractmethod
     def reader(self, trusted: bool) -> Read:
         """Return the function that reads a leaf from a record; ``trusted`` as in `type_lookup.resolve`. Raises Unresolved."""
@@ -165,7 +240,7 @@ class Kind(ABC):
         """
 
     def step(self) -> Step | None:
-        """Return how the loop for flat samples reads it; None where that loop cannot."""
+        """Return how the loop for samples without lists reads it; None where that loop cannot."""
         return None
 
     @property
@@ -251,6 +326,27 @@ class _TensorKind(Kind):
             raise Unfit(f"is of {dtype}, which could not be read back", "Convert it first")
         return ("tensor", name, dims, *_given(order)), _stream_of(dtype.itemsize), data, tuple(value.shape)
 
+    def writer(self, description: Description) -> Write:
+        rest, stream, dims = super().writer(description), self.stream, self.dims
+        try:
+            dtype = torch.empty(0, dtype=self._dtype).numpy().dtype
+        except TypeError:  # numpy does not know it
+            return rest
+
+        def write(value: Any, leaves: Leaves) -> None:
+            if type(value) is Tensor:
+                try:
+                    array = value.numpy()
+                except (TypeError, RuntimeError):  # see tensor_bytes
+                    return rest(value, leaves)
+                if array.dtype == dtype and array.ndim == dims and array.flags.c_contiguous:
+                    leaves.streams[stream].append(array)
+                    leaves.integers.extend(array.shape)
+                    return None
+            return rest(value, leaves)
+
+        return write if self._back is None else rest
+
     def _new(self) -> Callable[..., Tensor]:
         """Return the function that makes an uninitialised tensor, given its sizes as they lie in memory."""
         new: Callable[..., Tensor] = torch.empty(0, dtype=self._dtype).new_empty
@@ -278,7 +374,7 @@ class _TensorKind(Kind):
         return read
 
     def step(self) -> Step:
-        return self.stream, self._new(), self.dims, None, _Sizes(self.itemsize)
+        return self.stream, self.dims, _Sizes(self.itemsize), self._new(), None
 
     def maker(self, trusted: bool) -> Make:
         dtype, back = self._dtype, self._back
@@ -343,6 +439,18 @@ class _ArrayKind(Kind):
             value = value.transpose(order)
         return (cls.name, key, value.ndim, *_given(order)), _array_stream(value.dtype), array_bytes(value), value.shape
 
+    def writer(self, description: Description) -> Write:
+        rest, stream, dims, dtype = super().writer(description), self.stream, self.dims, self._dtype
+
+        def write(value: Any, leaves: Leaves) -> None:
+            if type(value) is np.ndarray and value.dtype == dtype and value.ndim == dims and value.flags.c_contiguous:
+                leaves.streams[stream].append(value)
+                leaves.integers.extend(value.shape)
+            else:
+                rest(value, leaves)
+
+        return write if self._back is None and dtype.kind in "biufc" else rest  # others need not be buffers
+
     def reader(self, trusted: bool) -> Read:
         dtype, dims, stream, back = self._dtype, self.dims, self.stream, self._back
 
@@ -381,6 +489,12 @@ class _ScalarKind(_ArrayKind):
         super().__init__(dtype, dims)
         if dims:
             raise ValueError("a scalar has no dimensions")
+
+    def holds(self, value: Any) -> bool:
+        return type(value) is self._dtype.type
+
+    def writer(self, description: Description) -> Write:
+        return Kind.writer(self, description)
 
     def reader(self, trusted: bool) -> Read:
         make, stream, size = self.maker(trusted), self.stream, self.itemsize
@@ -475,6 +589,19 @@ class _NumberKind(Kind):
         data = codec.pack(value.real, value.imag) if number is complex else codec.pack(value)
         return ("number", number.__name__), NUMBERS[number][1], data, ()
 
+    def writer(self, description: Description) -> Write:
+        number, stream, pack = self._type, self.stream, self._codec.pack
+
+        def write(value: Any, leaves: Leaves) -> None:
+            if type(value) is not number:
+                raise Differs
+            try:
+                leaves.streams[stream].append(pack(value))
+            except struct.error:  # of the kind "long"
+                raise Differs from None
+
+        return super().writer(description) if number is complex else write
+
     def reader(self, trusted: bool) -> Read:
         unpack, stream, size = self._codec.unpack_from, self.stream, self.itemsize
         if self._type is complex:
@@ -482,7 +609,7 @@ class _NumberKind(Kind):
         return lambda cursor: unpack(cursor.memory, cursor.take(stream, size))[0]
 
     def step(self) -> Step | None:
-        return None if self._type is complex else (self.stream, None, 0, self._codec.unpack_from, self.itemsize)
+        return None if self._type is complex else (self.stream, 0, self.itemsize, None, self._codec.unpack_from)
 
     def maker(self, trusted: bool) -> Make:
         unpack = self._codec.unpack_from
@@ -508,6 +635,18 @@ class _NumbersKind(Kind):
         dtype, stream = NUMBERS[number]
         data = np.array(value, dtype=dtype).view(np.uint8)
         return ("numbers", type(value).__name__, number.__name__), stream, data, (len(value),)
+
+    def writer(self, description: Description) -> Write:
+        cls, stream = self._class, self.stream
+
+        def write(value: Any, leaves: Leaves) -> None:
+            encoded = encode_numbers(value) if type(value) is cls and value else None
+            if encoded is None or encoded[0] != description:
+                raise Differs
+            leaves.streams[stream].append(encoded[2])
+            leaves.integers.append(len(value))
+
+        return write
 
     def reader(self, trusted: bool) -> Read:
         cls, dtype, stream, size = self._class, self._dtype, self.stream, self.itemsize
@@ -578,7 +717,7 @@ class _TextKind(_BytesKind):
     types = tuple(cls for cls in TEXT_NAMES if cls not in NUMBERS)
 
     def __init__(self, name: Any) -> None:
-        self._from_bytes = TEXTS[name].from_bytes
+        self._cls, self._to_bytes, self._from_bytes = TEXTS[name]
 
     @classmethod
     def encode(cls, value: Any) -> Encoded:
@@ -587,6 +726,21 @@ class _TextKind(_BytesKind):
         if data is None:
             raise no_bytes(value)
         return (name,), BYTES, data, (len(data),)
+
+    def writer(self, description: Description) -> Write:
+        cls, to_bytes = self._cls, self._to_bytes
+
+        def write(value: Any, leaves: Leaves) -> None:
+            data = to_bytes(value) if type(value) is cls else None
+            if data is None:
+                raise Differs
+            leaves.streams[BYTES].append(data)
+            leaves.integers.append(len(data))
+
+        return super().writer(description) if cls is int else write  # an int may be of the kind "number"
+
+    def step(self) -> Step:
+        return BYTES, 1, None, None, self._from_bytes
 
     def from_bytes(self, trusted: bool) -> Callable[[Any], Any]:
         return self._from_bytes
@@ -599,6 +753,9 @@ class _EnumKind(_BytesKind):
 
     def __init__(self, class_name: Any) -> None:
         self._class = class_name
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, Enum)
 
     @classmethod
     def encode(cls, value: Any) -> Encoded:

@@ -78,7 +78,7 @@ def _reading(
     read: Read, plan: list[Step], join: Callable[[list[Any]], Any], streams: list[int]
 ) -> Callable[[Any, int, int, int, tuple[int, ...], bool], Any]:
     inner, last = streams[:-1], streams[-1] if streams else 0
-    planned = len(inner) + sum(dims for _, _, dims, _, _ in plan)
+    planned = len(inner) + sum(dims for _, dims, *_ in plan)
 
     def read_record(memory: Any, address: int, start: int, nbytes: int, integers: tuple[int, ...], copy: bool) -> Any:
         at, end = [start] * len(ALIGNMENTS), start + nbytes
@@ -96,9 +96,20 @@ def _reading(
             values, used = [], len(inner)
             if len(integers) != planned:
                 raise SegmentError(DAMAGED)
-            for stream, new, dims, unpack, size in plan:
+            for stream, dims, size, new, make in plan:
                 here = at[stream]
-                if unpack is None:
+                if size is None:  # made of any number of bytes
+                    after = here + integers[used]
+                    used += 1
+                    if after > end:
+                        raise SegmentError(DAMAGED)
+                    value = make(memory[here:after])
+                elif new is None:
+                    after = here + size
+                    if after > end:
+                        raise SegmentError(DAMAGED)
+                    (value,) = make(memory, here)
+                else:
                     shape = integers[used : used + dims]
                     used += dims
                     nbytes = size[shape]
@@ -107,11 +118,6 @@ def _reading(
                         raise SegmentError(DAMAGED)
                     value = new(*shape) if dims else new(())
                     memmove(value.data_ptr(), address + here, nbytes)
-                else:
-                    after = here + size
-                    if after > end:
-                        raise SegmentError(DAMAGED)
-                    (value,) = unpack(memory, here)
                 at[stream] = after
                 values.append(value)
             return join(values)
@@ -124,17 +130,41 @@ def _reading(
 
 
 def _flat(treedef: TreeDef, trusted: bool) -> tuple[list[Step], Callable[[list[Any]], Any]]:
-    """Return the steps that read one container of tensors and numbers, and the function that makes it; no steps for all else.
+    """Return the steps that read containers of tensors, numbers and texts, and the function that makes them; none for others.
 
     Most samples are such containers, (image, label) and the like. To read them in one loop takes two thirds of the time.
     """
-    steps: list[Step] = []
-    for child in treedef[5] if treedef[0] == "in" else ():
-        step = None if child[0] in ("in", "items") else kind_of(child).step()
-        if step is None:
-            return [], list
-        steps.append(step)
-    return steps, _container(treedef, trusted).unflatten_fn() if steps else list
+    found = _steps(treedef)
+    if found is None:
+        return [], list
+    if treedef[0] == "in" and not any(child[0] == "in" for child in treedef[5]):
+        return found, _container(treedef, trusted).unflatten_fn()
+    join = _joiner(treedef, trusted)
+    return found, lambda values: join(iter(values))
+
+
+def _steps(treedef: TreeDef) -> list[Step] | None:
+    """Return the steps that read a value, leaf by leaf; None where that takes a `Cursor`."""
+    if treedef[0] == "items" or treedef[:2] == ("in", "image"):  # whose pixels are not copied twice
+        return None
+    if treedef[0] != "in":
+        step = kind_of(treedef).step()
+        return None if step is None else [step]
+    found: list[Step] = []
+    for child in treedef[5]:
+        steps = _steps(child)
+        if steps is None:
+            return None
+        found += steps
+    return found
+
+
+def _joiner(treedef: TreeDef, trusted: bool) -> Callable[[Iterator[Any]], Any]:
+    """Return the function that takes leaves from an iterator, and puts them into containers."""
+    if treedef[0] != "in":
+        return next
+    unflatten, joins = _container(treedef, trusted).unflatten_fn(), [_joiner(child, trusted) for child in treedef[5]]
+    return lambda values: unflatten([join(values) for join in joins])
 
 
 def _streams(treedef: TreeDef) -> set[int]:

@@ -36,14 +36,17 @@ from typing import Any, NamedTuple, TypeAlias
 from stocache.errors import SampleError
 from stocache.samples.containers import describe, keys_to_literals, too_deep
 from stocache.samples.kinds import (
-    BARE_NODES,
     ENCODERS,
     NUMBERS,
+    Differs,
     Encoded,
+    Leaves,
+    Write,
     encode_numbers,
     encode_other,
     encode_pickle,
     kind_of,
+    sequence_class,
 )
 from stocache.samples.pytree import DEEP, Container, flatten_one, sample_error
 from stocache.samples.type_lookup import Unfit
@@ -56,13 +59,11 @@ _WIDTHS = "BHIQ"  # of 1, 2, 4 and 8 bytes
 # ---------------------------------------------------------------------------------------------------- writing
 
 
-class Record:
+class Record(Leaves):
     """A sample in parts.
 
     Attributes:
         treedef: its containers, and the types of its leaves.
-        streams: the buffers of its leaves.
-        integers: shapes and lengths.
 
     Raises:
         SampleError: a part has no bytes of its own, and ``allow_pickle`` is False or it does not pickle; or a part would not
@@ -70,39 +71,18 @@ class Record:
     """
 
     def __init__(self, sample: Any, where: str = "sample", allow_pickle: bool = False) -> None:
-        self.streams: tuple[list[Any], ...] = ([], [], [], [])
-        self.integers: list[int] = []
-        self._allow_pickle, self._bare = allow_pickle, 0
+        super().__init__()
+        self._allow_pickle = allow_pickle
         try:
             self.treedef = self._take(sample, 0)
         except Unfit as error:
             raise sample_error(error, where, pickles=not allow_pickle) from error.__cause__
 
-    def pack(self) -> tuple[bytes, list[int]]:
-        """Return the bytes of the leaves, and all integers."""
-        leaves, _, integers = self.parts()
-        return b"".join(leaves), integers
-
-    def parts(self) -> tuple[list[Any], int, list[int]]:
-        """Return the buffers of the leaves, which may be the memory of the sample, their bytes, and all integers."""
-        leaves: list[Any] = []
-        lengths = []
-        for stream in self.streams:
-            if stream:
-                leaves += stream
-                lengths.append(sum([len(part) if type(part) is bytes else part.nbytes for part in stream]))
-        integers, nbytes = [*lengths[:-1], *self.integers], sum(lengths)
-        if self._bare > BARE_NODES:  # see NOTE [ Items without bytes ]
-            leaves.append(bytes(padding := max(0, self._bare - BARE_NODES - nbytes - len(integers))))
-            nbytes += padding
-        return leaves, nbytes, integers
-
     def _take(self, value: Any, depth: int) -> TreeDef:
         """Add a value, pickled where it must be and may be, and return its treedef."""
         if not self._allow_pickle or type(value) in NUMBERS:
             return self._take_parts(value, depth)
-        before = [len(stream) for stream in self.streams], self.integers, len(self.integers)
-        bare = self._bare
+        own, lengths = self.integers, self.lengths()
         try:
             return self._take_parts(value, depth)
         except Unfit as error:
@@ -112,11 +92,8 @@ class Record:
                 encoded = encode_pickle(value)
             except Unfit as failure:
                 raise (error if error.steps else failure) from failure.__cause__
-        lengths, self.integers, count = before
-        for stream, length in zip(self.streams, lengths, strict=True):
-            del stream[length:]
-        del self.integers[count:]
-        self._bare = bare
+        self.integers = own
+        self.cut(lengths)
         return self._take_leaf(encoded)
 
     def _take_parts(self, value: Any, depth: int) -> TreeDef:
@@ -169,10 +146,126 @@ class Record:
             children = tuple(treedef for treedef, _ in items)
             return "in", "tuple", "builtins:tuple", tuple(range(len(values))), (), children
         self.integers.append(len(values))
-        self._bare += len(values) * max(map(bare_nodes, kinds))
+        self.bare += len(values) * max(map(bare_nodes, kinds))
         for treedef, own in items:  # of several kinds: each item has the number of its kind
             self.integers += own if len(kinds) == 1 else [kinds.index(treedef), *own]
         return "items", cls.__name__, tuple(kinds)
+
+
+class RecordEncoder:
+    """Takes samples apart as `Record` does, each structure by functions that are made once for it.
+
+    To find them, it looks at the types of a sample and its parts. What differs from all that it has seen goes to `Record`.
+    """
+
+    def __init__(self, allow_pickle: bool) -> None:
+        self._allow_pickle = allow_pickle
+        self._writers: dict[Any, tuple[tuple[Write, bytes], ...]] = {}
+
+    def encode(self, sample: Any, where: str) -> tuple[bytes, Leaves]:
+        """Return the text of a sample's treedef, and its leaves. Raises SampleError as `Record`."""
+        key = _key(sample)
+        known = self._writers.get(key, ())
+        for write, text in known:
+            leaves = Leaves()
+            try:
+                write(sample, leaves)
+            except (Differs, Unfit):
+                continue
+            return text, leaves
+        record = Record(sample, where, self._allow_pickle)
+        text = write_treedef(record.treedef)
+        if len(known) < _ALTERNATIVES and (known or len(self._writers) < _KEYS):
+            self._writers[key] = *known, (_compile(record.treedef, self._allow_pickle), text)
+        return text, record
+
+
+_PARTS = 16  # the most parts of a sample whose types are in its key
+_KEYS, _ALTERNATIVES = 1024, 4  # the most keys, and structures for each of them
+
+
+def _key(sample: Any) -> Any:
+    """Return what samples of one structure have in common: their type and those of their parts; of lists, that of the first."""
+    cls = type(sample)
+    parts: Any = sample.values() if cls is dict else sample if cls is tuple else sample[:1] if cls is list else ()
+    return (cls, *map(type, parts)) if len(parts) <= _PARTS else cls
+
+
+def _compile(treedef: TreeDef, allow_pickle: bool) -> Write:
+    """Return the function that takes a value of a treedef."""
+    if treedef[0] == "in":
+        return _write_container(treedef, allow_pickle)
+    if treedef[0] == "items":
+        return _write_items(treedef, [_compile(item, allow_pickle) for item in treedef[2]])
+    return kind_of(treedef).writer(treedef)
+
+
+def _write_container(treedef: TreeDef, allow_pickle: bool) -> Write:
+    _, kind, name, keys, extra, children, *coded = treedef
+    writes = [_compile(child, allow_pickle) for child in children]
+    types, literals = list(map(type, keys)), (keys, tuple(coded))
+
+    def write_dict(value: Any, leaves: Leaves) -> None:
+        if type(value) is not dict or tuple(value) != keys or list(map(type, value)) != types:
+            raise Differs
+        for write, part in zip(writes, value.values(), strict=True):
+            write(part, leaves)
+
+    def write_tuple(value: Any, leaves: Leaves) -> None:
+        if type(value) is not tuple or len(value) != len(writes):
+            raise Differs
+        for write, part in zip(writes, value, strict=True):
+            write(part, leaves)
+
+    def write_other(value: Any, leaves: Leaves) -> None:
+        parted = flatten_one(value) if type(value) not in ENCODERS else None
+        if parted is None or parted[0].kind != kind or len(parted[1]) != len(writes):
+            raise Differs
+        container, parts = parted
+        if describe(container, parts, allow_pickle) != (name, extra) or keys_to_literals(container.keys) != literals:
+            raise Differs
+        for write, part in zip(writes, parts, strict=True):
+            write(part, leaves)
+
+    if name == "builtins:dict" and not coded:
+        return write_dict
+    return write_tuple if name == "builtins:tuple" else write_other
+
+
+def _write_items(treedef: TreeDef, writes: list[Write]) -> Write:
+    cls: Any = sequence_class(treedef[1])
+    bare = max(map(bare_nodes, treedef[2]))
+
+    def write_alike(value: Any, leaves: Leaves) -> None:
+        if type(value) is not cls or not value:
+            raise Differs
+        leaves.bare += len(value) * bare
+        leaves.integers.append(len(value))
+        (write,) = writes
+        for part in value:
+            write(part, leaves)
+
+    def write_mixed(value: Any, leaves: Leaves) -> None:
+        if type(value) is not cls or not value:
+            raise Differs
+        leaves.bare += len(value) * bare
+        leaves.integers.append(len(value))
+        if {write_one(part, leaves) for part in value} != set(range(len(writes))):
+            raise Differs  # it has fewer kinds
+
+    def write_one(part: Any, leaves: Leaves) -> int:
+        lengths = leaves.lengths()
+        for number, write in enumerate(writes):
+            leaves.integers.append(number)
+            try:
+                write(part, leaves)
+            except (Differs, Unfit):
+                leaves.cut(lengths)
+            else:
+                return number
+        raise Differs
+
+    return write_alike if len(writes) == 1 else write_mixed
 
 
 class PackedRecord(NamedTuple):

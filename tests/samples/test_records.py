@@ -498,6 +498,13 @@ def test_a_forged_shape_is_an_error(sizes):
         refused(sample, "the cache is damaged", integers=[*lengths, *sizes])
 
 
+@pytest.mark.parametrize("length", [4, 2**40, 2**63])
+@pytest.mark.parametrize("sample", ["abc", b"abc", ("abc", 1), {"name": {"first": "abc"}}], ids=str)
+def test_a_forged_length_is_an_error(sample, length):
+    integers = Record(sample).pack()[1]
+    refused(sample, "the cache is damaged: a sample reaches beyond its record", integers=[*integers[:-1], length])
+
+
 @pytest.mark.parametrize("depth", [70, 150, 5000, 200_000])
 def test_a_deep_treedef_is_an_error(depth):
     deep = "('in', 'tuple', 'builtins:tuple', (0,), (), (" * depth + "('str',)" + ",))" * depth
