@@ -25,6 +25,7 @@ from benchmark.support.measuring import settle
 from benchmark.support.peers import stocaching
 from stocache.cli import bench
 from stocache.samples.spec import Structure
+from stocache.shm.claims import Claims
 from stocache.shm.segment import Segment
 
 CLAIM = "Filling the cache costs the first epoch at most 3 %; warm time falls in a straight line with the cached share."
@@ -86,7 +87,7 @@ def overhead(paths: list[Path], workers: int, rounds: int) -> None:
 
 def profile(paths: list[Path], rounds: int) -> None:
     """Print the time of loading a photo and of caching it, step by step, in one process without a DataLoader."""
-    steps = {"encode": Structure, "try_lock": Segment, "_reserve_extent": Segment, "write": Segment, "unlock": Segment}
+    steps = {"encode": Structure, "to_write": Claims, "_reserve_extents": Segment, "write": Segment, "unlock": Segment}
     spent: dict[str, list[float]] = {}
     for number in range(rounds):
         for name, make in (

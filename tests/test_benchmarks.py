@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmark import __main__ as benchmark
+from stocache.cli.bench import photo_like
 
 FOLDER = Path(__file__).parents[1] / "benchmark"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("_"))
@@ -91,3 +92,61 @@ def test_filling_measures_each_size():
 def test_filling_counts_the_kills_of_each_way():
     rows = re.findall(r"^\| (\w+) \| 2 \| \d \| \d+ \| 0 \| 0 \|$", run("filling", "kill", "--kills", "2"), re.MULTILINE)
     assert rows == ["set_slots", "get_or_load_many", "blocks"]
+
+
+def test_payloads_measures_each_kind():
+    printed = run("payloads", "large", "--mib", "1", "--batches", "2", "--rounds", "1")
+    rate = r"[\d,]+; [\d.]+"
+    rows = re.findall(rf"^\| (\w+) \| {rate} \|.*\| {rate} \| [\d.]+ \|.*\|$", printed, re.MULTILINE)
+    assert rows == ["bytes", "numpy", "torch"]
+
+
+def test_payloads_measures_samples_without_tensors():
+    printed = run("payloads", "samples", "--batches", "2", "--rounds", "1")
+    rows = re.findall(r"^\| (.*?) \| (32|256) \|(?: [\d,]+/s; [\d,]+ \|){2} [\d.]+ \| [\d.]+ \|$", printed, re.MULTILINE)
+    assert len(rows) == len(set(rows)) == 12
+
+
+def threads(part, *arguments):
+    """Return the cells of each row that a part of the benchmark of threads prints, without the headings."""
+    lines = [line for line in run("threads", part, *arguments).splitlines() if line.startswith("| ")]
+    return [line[2:-2].split(" | ") for at, line in enumerate(lines) if "---" not in "".join(lines[at : at + 2])]
+
+
+QUICK = "--repeats", "1", "--workers", "2", "--batch", "32"
+
+
+def test_threads_measures_cached_batches():
+    rows = threads("warm", *QUICK, "--mb", "1")
+    assert [row[:3] for row in rows] == [[f"3x{size}x{size} uint8, label", "32", "2"] for size in (64, 224)]
+    assert all(cell.replace(",", "").isdigit() for row in rows for cell in row[3:7])
+
+
+def test_threads_measures_photographs(tmp_path):
+    for number in range(4):
+        photo_like(number, 32).save(tmp_path / f"{number}.jpg")
+    rows = threads("photos", "--folder", str(tmp_path), "--photos", "64", *QUICK)
+    names = ["threads", "processes, fork", "processes, spawn", "torch, fork", "SPDL, threads", "grain, threads"]
+    assert [row[0] for row in rows[:6]] == names
+    assert all(float(row[6]) > 0 for row in rows[:4])
+    assert [row[-1] in ("yes", "no") for row in rows[6:]] == [True] * 4
+
+
+def test_threads_measures_what_auto_chooses():
+    rows = threads("gil", *QUICK, "--samples", "64")
+    assert [row[0] for row in rows] == ["hold the GIL", "leave it free"]
+    assert all(float(ratio) > 0 for row in rows for ratio in row[8:11])
+
+
+def test_threads_measures_slow_samples():
+    rows = threads("slow", *QUICK, "--samples", "96")
+    names = "limit", "threads", "processes", "torch"
+    assert [(row[0], row[3]) for row in rows] == [
+        (kind, name) for kind in ("sleep", "busy") for _ in range(2) for name in names
+    ]
+    assert [40 < float(row[1][:-1]) <= 50 for row in rows] == [half for _ in range(2) for half in (False, True) for _ in names]
+
+
+def test_threads_holds_batches_for_long():
+    rows = threads("soak", "--batches", "500")
+    assert [row[0] for row in rows] == [str(count) for count in range(50, 501, 50)]

@@ -116,7 +116,7 @@ def test_the_page_of_commands_lists_all_of_them():
 
 def test_each_way_of_a_sample_has_at_most_eight_steps_whose_functions_exist():
     ways = PAGES["stocache/README.md"].split("\n### ")[1:]
-    assert len(ways) == 4
+    assert len(ways) == 5
     for way in ways:
         assert re.findall(r"^\d+", way, re.MULTILINE) == [str(step) for step in range(1, 9)]
         for name, path in re.findall(r"`([\w.]+)`\s+\(`([a-z_/]+\.py)`", way):

@@ -11,6 +11,7 @@ import stocache
 PACKAGE = Path(stocache.__file__).parent
 IMPORTS = {  # besides errors; from the ground up, so that each folder's row names only rows above
     "system": "",
+    "threads": "system",
     "samples": "",
     "shm": "system",
     "ring": "shm system",
@@ -19,10 +20,10 @@ IMPORTS = {  # besides errors; from the ground up, so that each folder's row nam
     "cache": "samples shm system",
     "datasets": "cache samples shm storage system transforms",
     "samplers": "cache samples system",
-    "loader": "cache datasets ring samplers samples shm system",
+    "loader": "cache datasets ring samplers samples shm system threads",
     "preparation": "datasets samples storage system",
     "text": "cache loader samples system",
-    "cli": "cache preparation shm storage system",
+    "cli": "cache datasets preparation shm storage system",
     "reading/graph": "cache ring samples system",
     "reading/run": "loader reading/graph ring system",
     "reading": "cache reading/graph reading/run samples system",

@@ -25,6 +25,7 @@ from stocache.system.ranks import ranks_here
 logger = logging.getLogger("stocache")
 
 _CHUNK = 1 << 16  # samples marked at a time: half a MiB of indices
+_SLOT_EXTENT = 1 << 16  # bytes: the first batch, of slots at random, reserves an extent for each sample
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class CacheLayout:
     def all_control_bytes(self) -> int:
         """The control bytes, with the words of claims."""
         return claims.with_words(self.control_bytes, self.dataset_len)
+
+    @property
+    def extent_bytes(self) -> int | None:
+        """The size of an extent, for `Layout.for_sizes`."""
+        return None if self.structure is None else _SLOT_EXTENT
 
     @property
     def unit(self) -> str:
@@ -110,7 +116,7 @@ class CacheLayout:
         if self.structure is not None:
             facts["slot_bytes"] = self.structure.nbytes
         descriptor = Descriptor({self.unit: capacity} | dict(identity), facts)
-        return Layout.for_sizes(self.all_control_bytes, self.data_bytes(capacity), descriptor.pack())
+        return Layout.for_sizes(self.all_control_bytes, self.data_bytes(capacity), descriptor.pack(), self.extent_bytes)
 
     def mark_outsiders(self, control: memoryview, capacity: int) -> None:
         """Set the state bytes of all samples that have no room to OOB. Before, all of ``control`` is zero."""
@@ -188,7 +194,7 @@ def _open_part(layout: CacheLayout, options: CacheOptions, problem: str) -> tupl
 
 
 def _open_own(layout: CacheLayout, capacity: int) -> tuple[Segment, int]:
-    segment = Segment.create(layout.all_control_bytes, layout.data_bytes(capacity))
+    segment = Segment.create(layout.all_control_bytes, layout.data_bytes(capacity), layout.extent_bytes)
     if segment.backing == "none":
         capacity = 0
     layout.mark_outsiders(segment.control, capacity)

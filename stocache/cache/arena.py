@@ -14,7 +14,7 @@ NOTE [ Control of an arena ]
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from stocache.errors import SegmentError
@@ -125,6 +125,11 @@ class Arena:
         self._numbers[text] = number
         self._texts[number] = text
         return number
+
+    @staticmethod
+    def bytes_of(texts: Iterable[bytes]) -> int:
+        """Return the bytes that treedefs take."""
+        return sum(_TREEDEF.size + len(text) + 7 & ~7 for text in texts)
 
     def treedef(self, number: int) -> bytes:
         """Return the treedef of a number; b"" if it does not exist."""

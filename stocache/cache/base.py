@@ -26,7 +26,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar
@@ -40,7 +40,7 @@ from stocache.errors import BusyError, ClosedError, SampleError, SampleIndexErro
 from stocache.samples.indices import check_index, check_indices
 from stocache.shm.claims import Claims
 from stocache.shm.load_order import WEAKLY_ORDERED, order_loads
-from stocache.shm.segment import REJECTED_WARNING, Segment
+from stocache.shm.segment import FREE_THREADED, REJECTED_WARNING, Segment
 from stocache.system.waiting import PATIENCE_S, describe_process, wait_until
 
 logger = logging.getLogger("stocache")
@@ -93,6 +93,9 @@ class SampleStore(Protocol):
         ``costs_s``: the seconds that each took to load; None if that is not known.
         """
 
+    def write(self, idx: int, encoded: Any, cost_s: float | None, /) -> int | None:
+        """As `write_many` for one sample, which costs a third of what it costs there."""
+
     def slot(self, idx: int, /) -> int:
         """Return the slot of a sample that is set."""
 
@@ -123,6 +126,8 @@ class SampleCache:
 
     _RELEASED: ClassVar[tuple[str, ...]] = ("_segment", "_states", "_aux", "_store", "_load", "_claims")
     """Attributes that hold memory. close() deletes them."""
+
+    thread_safe = True  # worker threads share it
 
     _warned_of_unreadable: bool = False
 
@@ -193,7 +198,10 @@ class SampleCache:
             order_loads()
         value = self._load(self._slot(idx), copy)
         if value is not MISSING:  # else it is of a class that is not imported here
-            self._segment.counters[HITS] += 1
+            if FREE_THREADED:
+                self._segment.count(HITS)
+            else:
+                self._segment.counters[HITS] += 1  # faster, and the GIL keeps other threads from it
         return value
 
     def set_among(self, indices: _Indices) -> "np.ndarray[Any, np.dtype[np.bool_]]":
@@ -271,6 +279,9 @@ class SampleCache:
         count_races: bool = True,
     ) -> None:
         """Store samples, each once in ``indices``, and count what became of them. See NOTE [ Publishing a slot ]."""
+        if len(indices) == 1:
+            self._publish_one(indices[0], encoded[0], costs_s[0], overwrite, count_races)
+            return
         segment, states, chosen = self._segment, self._aux.numpy(), np.array(indices, np.int64)
         count, taken = len(indices), set[int]()
         try:
@@ -286,9 +297,8 @@ class SampleCache:
             if indices:
                 try:
                     counters = self._store.write_many(indices, encoded, costs_s)
-                except OSError as error:  # reserved memory does not run out; if it does, the job goes on without caching these
-                    logger.warning("sample %d stays uncached: %s", indices[0], str(error))
-                    counters = [REFUSED] * len(indices)
+                except OSError as error:
+                    counters = [self._unwritten(indices[0], error)] * len(indices)
             filled = chosen if counters.count(FILLS) == len(chosen) else chosen[[counter == FILLS for counter in counters]]
             with segment.guard:
                 segment.order_stores()
@@ -299,6 +309,32 @@ class SampleCache:
                 segment.counters[RACES] += (count - len(chosen)) * count_races
         finally:
             self._claims.end_writing(taken)
+
+    def _publish_one(self, idx: int, encoded: Any, cost_s: float | None, overwrite: bool, count_races: bool) -> None:
+        segment, states, taken = self._segment, self._states, set[int]()
+        counter: int | None = RACES if count_races else None
+        try:
+            self._claims.to_write([idx], taken)
+            if taken and (states[idx] == EMPTY or (overwrite and states[idx] == SET)):
+                try:
+                    counter = self._store.write(idx, encoded, cost_s)
+                except OSError as error:
+                    counter = self._unwritten(idx, error)
+            with segment.guard:
+                if counter == FILLS:
+                    segment.order_stores()
+                    states[idx] = SET
+                    segment.order_stores()
+                if counter is not None:
+                    segment.counters[counter] += 1
+        finally:
+            self._claims.end_writing(taken)
+
+    @staticmethod
+    def _unwritten(idx: int, error: OSError) -> int:
+        """Warn that a sample could not be written: reserved memory does not run out; if it does, the job goes on without it."""
+        logger.warning("sample %d stays uncached: %s", idx, str(error))
+        return REFUSED
 
     # ------------------------------------------------------------------------------------------------ loading what misses
 
@@ -334,14 +370,14 @@ class SampleCache:
         try:
             if self.fillable(idx):
                 if outer or _loading.block:  # see NOTE [ Nested loads ]
-                    self._claims.to_load(np.array([idx]), taken)
+                    self._claims.to_load([idx], taken)
                 else:
                     self._claims.wait_to_load(idx, taken, timeout_s, lambda: self._states[idx] == SET)
             _loading.samples = outer or bool(taken)
             value = self.hit(idx, copy)
             if value is MISSING:
                 began = time.perf_counter()
-                self._segment.counters[MISSES] += 1
+                self._segment.count(MISSES)
                 value = load(idx)
                 self._keep([idx], [value], [time.perf_counter() - began], strict)
             return value
@@ -358,6 +394,7 @@ class SampleCache:
         copy: bool = True,
         strict: bool = True,
         timeout_s: float = 10.0,
+        claimed: Collection[int] = (),
     ) -> list[Any]:
         """Return the samples ``indices``. Load those that are not cached with one call of ``load``, and cache them.
 
@@ -366,6 +403,7 @@ class SampleCache:
             load: called with a list of indices; returns or yields their samples. Samples that another process is loading are
                 waited for after that, and loaded with further calls if needed.
             copy, strict, timeout_s: as in `get_or_load`.
+            claimed: samples that the caller has claimed; see `claim_to_load`.
 
         Raises:
             SampleIndexError, SampleError: as `get_or_load`.
@@ -379,9 +417,9 @@ class SampleCache:
             found = (self._load(self._slot(idx), copy) for idx in hits.tolist())
         samples = list(found) if len(hits) == len(indices) else [next(found) if hit else MISSING for hit in is_set.tolist()]
         count = sum(sample is not MISSING for sample in samples) if self._store.unreadable else len(hits)
-        self._segment.counters[HITS] += count
+        self._segment.count(HITS, count)
         if count < len(indices):
-            self._load_missing(indices, samples, load, None, strict)
+            self._load_missing(indices, samples, load, None, strict, claimed)
             for row, idx in enumerate(indices.tolist()):  # claimed by another process, or repeated
                 if samples[row] is MISSING:
                     samples[row] = self.get_or_load(
@@ -396,10 +434,12 @@ class SampleCache:
         load: Callable[[list[int]], Iterable[Any]],
         encode_rows: Callable[[list[int], list[Any]], list[Any] | None] | None,
         strict: bool,
+        claimed: Collection[int] = (),
     ) -> None:
         """Put into ``samples``, where it has MISSING, what ``load`` returns; except samples that others are loading. Cache it.
 
-        ``encode_rows`` is called with rows of the batch and their samples, in place of `SampleStore.encode_many`.
+        ``encode_rows`` is called with rows of the batch and their samples, in place of `SampleStore.encode_many`. ``claimed``:
+        samples that the caller has claimed.
         """
         rows: dict[int, int] = {}  # by index of a missing sample: its first row in the batch
         for row, idx in enumerate(indices.tolist()):
@@ -407,12 +447,12 @@ class SampleCache:
                 rows.setdefault(idx, row)
         outer, taken, states = _loading.samples, set[int](), self._states
         try:
-            empty = [idx for idx in rows if states[idx] == EMPTY]
+            empty = [idx for idx in rows if states[idx] == EMPTY and idx not in claimed]
             if empty:
-                self._claims.to_load(np.array(empty), taken)
+                self._claims.to_load(empty, taken)
             _loading.samples = outer or bool(taken)
-            missing = [idx for idx in rows if idx in taken or not self.fillable(idx)]
-            if taken:
+            missing = [idx for idx in rows if idx in taken or idx in claimed or not self.fillable(idx)]
+            if taken or claimed:
                 missing = [idx for idx in missing if states[idx] != SET]  # set meanwhile
             for part, values, costs_s in self._loaded(missing, load):
                 places = [rows[idx] for idx in part]
@@ -456,7 +496,7 @@ class SampleCache:
             return
         started = began = time.perf_counter()
         values = load(indices)
-        self._segment.counters[MISSES] += len(indices)
+        self._segment.count(MISSES, len(indices))
         share_s, began = (time.perf_counter() - began) / len(indices), time.perf_counter()
         part: list[int] = []
         loaded: list[Any] = []
@@ -491,20 +531,40 @@ class SampleCache:
         """Return a copy of sample ``idx`` if it is set, else MISSING. Do not count it."""
         return self._load(self._slot(idx), True) if self.set_among(np.array([idx]))[0] else MISSING
 
+    def claim_to_load(self, indices: list[int], taken: set[int]) -> None:
+        """Claim samples that are not cached; note in ``taken`` those that can be, and that nobody else is loading.
+
+        Until `end_loading`, other threads and processes wait for them.
+        """
+        empty = [idx for idx in indices if self._states[idx] == EMPTY]
+        if empty and self.fillable(empty[0]):
+            self._claims.to_load(empty, taken)
+
+    def end_loading(self, taken: set[int]) -> None:
+        """Give up the claims that `claim_to_load` noted, and forget them."""
+        if taken:
+            self._claims.end_loading(taken)
+            taken.clear()
+
+    def loading(self, indices: list[int], load: Callable[[list[int]], Iterable[Any]]) -> list[Any]:
+        """Return ``load(indices)`` for samples that were claimed. See NOTE [ Nested loads ]."""
+        outer, _loading.samples = _loading.samples, True
+        try:
+            return list(load(indices))
+        finally:
+            _loading.samples = outer
+
     @contextlib.contextmanager
     def claimed(self, indices: Iterable[int]) -> Iterator[list[int]]:
         """Claim the samples among ``indices`` that can be cached and are not, and that nobody is loading. Enter with these."""
         outer, taken = _loading.samples, set[int]()
         try:
-            empty = [idx for idx in indices if self._states[idx] == EMPTY]
-            if empty and self.fillable(empty[0]):
-                self._claims.to_load(np.array(empty), taken)
+            self.claim_to_load(list(indices), taken)
             _loading.samples = outer or bool(taken)
             yield [idx for idx in sorted(taken) if self._states[idx] == EMPTY]
         finally:
             _loading.samples = outer
-            if taken:
-                self._claims.end_loading(taken)
+            self.end_loading(taken)
 
     @contextlib.contextmanager
     def claim(self, number: int, timeout_s: float = 10.0) -> Iterator[None]:
@@ -528,18 +588,23 @@ class SampleCache:
                     encoded[idx] = self._store.encode(value, f"sample {idx}")
         self._publish_all(list(encoded), list(encoded.values()))
 
+    def set_encoded_if_empty(self, encoded: Mapping[int, Any]) -> None:
+        """Cache samples as `set_if_empty` does, given what the store's ``encode`` returns for them, by index."""
+        empty = [idx for idx in encoded if self._states[idx] == EMPTY]
+        self._publish_all(empty, [encoded[idx] for idx in empty])
+
     def _publish_all(self, indices: list[int], encoded: list[Any]) -> None:
         """Cache encoded samples, all of them that are empty; or exclude them all, if not all have room."""
         if self._store.has_room(encoded):
             self._publish(indices, encoded, [None] * len(indices), count_races=False)
         else:
-            self._exclude(indices)
+            self.exclude(indices)
 
-    def _exclude(self, indices: list[int]) -> None:
+    def exclude(self, indices: Iterable[int]) -> None:
         """Mark samples as outside the cache, except those that are set or being written."""
-        wanted, taken = np.array(indices, np.int64), set[int]()
+        taken = set[int]()
         try:
-            self._claims.to_write(wanted, taken)
+            self._claims.to_write(list(indices), taken)
             for idx in taken:
                 if self._states[idx] == EMPTY:
                     self._states[idx] = OOB
@@ -548,7 +613,7 @@ class SampleCache:
 
     def _miss(self, idx: int, since: float) -> None:
         """Count a miss, and remember it if the sample can be set."""
-        self._segment.counters[MISSES] += 1
+        self._segment.count(MISSES)
         if self._states[idx] != OOB:
             with self._segment.guard:
                 self._missed[idx] = self._missed.get(idx, (0, since))[0] + 1, since
@@ -573,11 +638,13 @@ class SampleCache:
         encode: Callable[[list[Any]], list[Any] | None] | None = None,
     ) -> None:
         """Cache loaded samples. One that does not fit raises SampleError; if not ``strict``, it stays outside the cache."""
-        states = self._aux.numpy()[indices]
-        if self._store.unreadable and any(self.peek(idx) is MISSING for idx in np.array(indices)[states == SET].tolist()):
+        states = self._states
+        rows = [row for row, idx in enumerate(indices) if states[idx] == EMPTY]
+        if self._store.unreadable and any(states[idx] == SET and self.peek(idx) is MISSING for idx in indices):
             self._warn_of_unreadable()  # loading the sample has not imported its class
-        encoded = (encode or self._store.encode_many)(values)
-        rows = range(len(indices)) if (states == EMPTY).all() else np.flatnonzero(states == EMPTY).tolist()
+        if encode is None and not strict and not rows:
+            return  # all are outside the cache
+        encoded = (encode or self._store.encode_many)(values) if encode or len(values) > 1 else None
         if encoded is None:
             encoded, rows = self._encode_each(indices, values, rows, strict)
         if len(rows) == len(indices):
@@ -603,7 +670,7 @@ class SampleCache:
     def _reject(self, idx: int, problem: str) -> None:
         """Count a sample that does not fit, and warn of the first one."""
         segment = self._segment
-        self._exclude([idx])
+        self.exclude([idx])
         with segment.guard:
             segment.counters[REJECTED] += 1
             first = segment.first_to_warn(REJECTED_WARNING)
@@ -613,6 +680,11 @@ class SampleCache:
             )
 
     # ------------------------------------------------------------------------------------------------ life
+
+    @property
+    def dataset_len(self) -> int:
+        """The number of samples of the dataset."""
+        return self._dataset_len
 
     @property
     def aux_array(self) -> Tensor:

@@ -1,11 +1,13 @@
 """Gather a batch from a cache in one step, where default_collate would stack sample by sample."""
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -13,7 +15,9 @@ from torch.utils.data._utils.collate import default_collate_fn_map  # documented
 
 from stocache.cache.shared import SharedCache
 from stocache.errors import SampleError
-from stocache.samples.spec import Structure, TensorLeaf
+from stocache.samples.indices import check_indices
+from stocache.samples.spec import Structure
+from stocache.shm.pool import NUMPY_DTYPES
 
 Empty: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor | None]
 """Called with a shape and a dtype. Returns an uninitialised tensor in memory of its choice, or None if it has no room."""
@@ -22,6 +26,8 @@ Load: TypeAlias = Callable[[list[int]], Iterable[Any]]
 """Called with indices. Returns, or yields, their samples."""
 
 _KINDS = {"dict", "list", "tuple", "namedtuple"}  # containers that do not depend on the size of the batch
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 _PATTERN = 1  # a byte that is valid in every dtype, also bool
 
@@ -35,6 +41,17 @@ class BatchSpec:
     """
 
     structure: Structure
+
+    @functools.cached_property
+    def join(self) -> Callable[[Any], Any]:
+        """The function that puts the tensors of a batch into its containers."""
+        return self.structure.joiner()
+
+    @functools.cached_property
+    def _shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """The shape of a sample, and the dtype, for each tensor of a batch."""
+        leaves: Any = self.structure.leaves
+        return [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
 
     @classmethod
     def of(cls, cache: SharedCache) -> "BatchSpec | None":
@@ -73,9 +90,8 @@ class BatchSpec:
     def empty(self, count: int, empty: Empty) -> list[Tensor] | None:
         """Return uninitialised tensors for ``count`` samples, made by ``empty``; None if it returns None."""
         tensors = []
-        for leaf in self.structure.leaves:
-            assert isinstance(leaf, TensorLeaf)
-            tensor = empty((count, *leaf.shape[1:]), leaf.dtype)
+        for shape, dtype in self._shapes:
+            tensor = empty((count, *shape), dtype)
             if tensor is None:
                 return None
             tensors.append(tensor)
@@ -85,21 +101,73 @@ class BatchSpec:
 _known: "weakref.WeakKeyDictionary[SharedCache, tuple[dict[Any, Any], BatchSpec | None]]" = weakref.WeakKeyDictionary()
 
 
+def _split(tensor: Tensor, starts: list[int], ends: list[int]) -> list[Tensor]:
+    """Return the rows of a tensor in parts. Each has a storage of its own, so that it is saved without the others."""
+    known = tensor.dtype in NUMPY_DTYPES
+    rows = (tensor if known else tensor.view(_INTEGERS[tensor.itemsize])).numpy()
+    parts = [torch.from_numpy(rows[start:end]) for start, end in zip(starts, ends, strict=True)]
+    return parts if known else [part.view(tensor.dtype) for part in parts]
+
+
 class LazyBatch:
     """A batch whose samples have not been read yet. It can be read as a list of samples, or gathered as a collated batch."""
 
     def __init__(self, cache: SharedCache, indices: Sequence[int], load: Load, spec: BatchSpec) -> None:
         self._cache, self._indices, self._load, self._spec = cache, indices, load, spec
         self._samples: list[Any] | None = None
+        self._join = spec.join
+        self._claimed: set[int] = set()  # by `claim_missing`
+        self._hits: np.ndarray[Any, np.dtype[np.int64]] | None = None  # if it has found that all are cached
+        self._loaded: dict[int, Any] = {}
+
+    def claim_missing(self) -> list[int]:
+        """Claim the samples that are not cached. Return the rows to load: of these, and of those that cannot be cached.
+
+        A sample that another thread or process is loading is waited for when the batch is gathered.
+        """
+        indices = check_indices(self._indices, self._cache.dataset_len, "batch")
+        is_set = self._cache.set_among(indices)
+        if is_set.all():
+            self._hits = indices
+            return []
+        rows: dict[int, int] = {}
+        for row in np.flatnonzero(~is_set).tolist():
+            rows.setdefault(int(indices[row]), row)
+        self._cache.claim_to_load(list(rows), self._claimed)
+        return [row for idx, row in rows.items() if idx in self._claimed or not self._cache.fillable(idx)]
+
+    def load_all(self) -> dict[int, Any]:
+        """Return the samples, by index, without asking the cache. Another `LazyBatch` has claimed them."""
+        indices = [int(idx) for idx in self._indices]
+        return dict(zip(indices, self._cache.loading(indices, self._load), strict=True))
+
+    def take_loaded(self, samples: dict[int, Any]) -> None:
+        """Take samples that were loaded ahead: `gather` and `read` cache them. Threads may call it at the same time."""
+        self._loaded.update(samples)
+
+    def _load_rest(self, indices: list[int]) -> Iterable[Any]:
+        if not self._loaded:
+            return self._load(indices)
+        rest = [idx for idx in indices if idx not in self._loaded]
+        samples = dict(zip(rest, self._load(rest), strict=True)) if rest else {}
+        return [self._loaded[idx] if idx in self._loaded else samples[idx] for idx in indices]
+
+    def release_claims(self) -> None:
+        """Let others load the samples that this batch has claimed and not cached."""
+        self._cache.end_loading(self._claimed)
 
     def load_with(self, load: Callable[[Load, Sequence[int], list[int]], Iterable[Any]]) -> None:
         """Load missing samples with ``load``. It gets the present function, the indices of the batch, and those to load."""
         self._load = partial(load, self._load, self._indices)
 
+    def load_as(self, other: "LazyBatch") -> None:
+        """Load missing samples as another batch of the same samples does."""
+        self._load = other._load
+
     def read(self) -> list[Any]:
         """Return the samples."""
         if self._samples is None:
-            self._samples = self._cache.get_or_load_many(self._indices, self._load, strict=False)
+            self._samples = self._cache.get_or_load_many(self._indices, self._load_rest, strict=False, claimed=self._claimed)
         return self._samples
 
     @property
@@ -112,8 +180,32 @@ class LazyBatch:
         tensors = self._spec.empty(len(self._indices), empty) if len(self._indices) and self._samples is None else None
         if tensors is None:
             return None
-        self._samples = self._cache.fill_batch(self._indices, tensors, self._load)
-        return None if self._samples is not None else self._spec.structure.unflatten(tensors)
+        if self._hits is not None:
+            self._cache.gather(self._hits, tensors)
+            return self._join(tensors)
+        self._samples = self._cache.fill_batch(self._indices, tensors, self._load_rest, self._claimed)
+        return None if self._samples is not None else self._join(tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the collated batch."""
+        return len(self._indices) * self._cache.slot_bytes
+
+    @staticmethod
+    def gather_together(batches: "list[LazyBatch]", empty: Empty) -> list[Any] | None:
+        """Return what `gather` returns for each of several batches of one cache, after one gather into the same memory.
+
+        None unless `claim_missing` has found that all are cached.
+        """
+        hits, ends = [batch._hits for batch in batches], np.cumsum([len(batch) for batch in batches]).tolist()
+        first = batches[0]
+        tensors = first._spec.empty(ends[-1], empty)
+        if tensors is None or any(own is None for own in hits):
+            return None
+        first._cache.gather(np.concatenate(hits), tensors)  # type: ignore[arg-type]
+        starts = [0, *ends[:-1]]
+        columns = [_split(tensor, starts, ends) for tensor in tensors]
+        return [first._join(own) for own in zip(*columns, strict=True)]
 
     def __len__(self) -> int:
         return len(self._indices)

@@ -233,8 +233,8 @@ class Residency:
             block = block * self._factor % self._full
         return (block - self._shift) % self._blocks * self._unit + offset
 
-    def slots(self, indices: Tensor) -> Tensor:
-        """Return the slots of resident samples. Both are int64 tensors."""
+    def slots(self, indices: Any) -> Any:
+        """Return the slots of resident samples. Both are int64 arrays or tensors."""
         if self.identity:
             return indices
         block, offset = self._positions(indices)
@@ -242,9 +242,10 @@ class Residency:
 
     def resident(self, indices: Tensor) -> Tensor:
         """Return which samples of an int64 tensor are resident, as a bool tensor."""
-        return self._positions(indices)[0] < self._resident
+        inside: Tensor = self._positions(indices)[0] < self._resident
+        return inside
 
-    def _positions(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def _positions(self, indices: Any) -> tuple[Any, Any]:
         block, offset = self._ordering.places(indices // self._unit), indices % self._unit
         if self._shift:
             block = (block - self._shift) % self._blocks
@@ -270,9 +271,10 @@ class BlockResidency:
         idx = operator.index(idx)
         return idx + int(self._base[self._block_of(idx)])
 
-    def slots(self, indices: Tensor) -> Tensor:
-        """Return the slots of resident samples. Both are int64 tensors."""
-        return indices + torch.from_numpy(self._base[self._block_of(indices.numpy())])
+    def slots(self, indices: Any) -> Any:
+        """Return the slots of resident samples. Both are int64 arrays or tensors."""
+        gaps = self._base[self._block_of(np.asarray(indices))]
+        return indices + (torch.from_numpy(gaps) if isinstance(indices, Tensor) else gaps)
 
     def resident(self, indices: Tensor) -> Tensor:
         """Return which samples of an int64 tensor are resident, as a bool tensor."""

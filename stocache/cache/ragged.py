@@ -1,7 +1,7 @@
 """RaggedCache: keep samples of any size in shared memory, as records that are appended to an arena."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import starmap
 from typing import Any, Literal
 
@@ -55,6 +55,8 @@ class RaggedCache(SampleCache):
         CacheNameError, MismatchError, SegmentError, BusyError: as for `SharedCache`.
     """
 
+    _RELEASED = (*SampleCache._RELEASED, "_records")
+
     @renamed_arguments(admit="admission")
     def __init__(
         self,
@@ -93,7 +95,7 @@ class RaggedCache(SampleCache):
     def _assemble(self, dataset_len: int, options: CacheOptions, segment: Segment) -> None:
         """Set all attributes. Each process computes those that follow from the arguments; they are not pickled."""
         self._options, self.revises = options, options.admission == "cost"
-        store = RecordStore(segment, dataset_len, options)
+        store = self._records = RecordStore(segment, dataset_len, options)
         self._share(
             segment, dataset_len, store, Claims(segment, dataset_len), "samples of any size", format_size(segment.data_bytes)
         )
@@ -132,6 +134,13 @@ class RaggedCache(SampleCache):
         encode = self._store.encode
         named = [(value, f"set_slot({idx})") for idx, value in zip(index.tolist(), values, strict=True)]
         self._set_many(index, lambda: list(starmap(encode, named)), lambda: values, allow_oob_idx, allow_overwrite)
+
+    def overhead_of(self, samples: Iterable[Any]) -> tuple[int, int] | None:
+        """Return the most bytes that a record of such samples has besides values, and the bytes that all records share.
+
+        None if there are no samples, one does not fit, or records are compressed.
+        """
+        return self._records.overhead_of(list(samples)) if self._options.codec is None else None
 
     # ------------------------------------------------------------------------------------------------ life
 

@@ -87,6 +87,18 @@ class RecordStore:
             leaves, nbytes, packed = [smaller], len(smaller), packed | _COMPRESSED
         return EncodedRecord(treedef, leaves, nbytes, packed, tail + bytes(-(nbytes + len(tail)) & 7))
 
+    def overhead_of(self, samples: list[Any]) -> tuple[int, int] | None:
+        """Return the most bytes that a record of such samples has besides its leaves, and those of their treedefs.
+
+        None if there are no samples, or one does not fit.
+        """
+        records = self.encode_many(samples)
+        if not records:
+            return None
+        return max(record.room - record.nbytes for record in records), self.arena.bytes_of(
+            {record.treedef for record in records}
+        )
+
     def encode_many(self, samples: list[Any]) -> list[EncodedRecord] | None:
         """Return the parts of samples' records; None if a sample does not fit."""
         try:
@@ -115,6 +127,10 @@ class RecordStore:
                 end = at + record.room
         self._write(begin, buffers, end - begin)
         return [self._outcome(idx, at) for idx, (at, _) in zip(indices, places, strict=True)]
+
+    def write(self, idx: int, encoded: EncodedRecord, cost_s: float | None) -> int | None:
+        """Append the record of one sample; see `write_many`."""
+        return self.write_many([idx], [encoded], [cost_s])[0]
 
     def _place(self, idx: int, record: EncodedRecord, cost_s: float | None) -> tuple[int, int]:
         """Take room for a record. Return its offset, or a negative number; and its treedef. With the arena's lock held."""

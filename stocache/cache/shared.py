@@ -1,7 +1,7 @@
 """SharedCache: keep samples of one shape in shared memory, in a slot for each resident sample."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -158,8 +158,13 @@ class SharedCache(SampleCache):
             # for each missing sample a row of a hit is gathered: its memory is safe to touch
             there = index if hits == len(index) else np.where(mask, index, index[mask.argmax()])
             self._columns.gather(there, items)
-        self._segment.counters[HITS] += hits
+        self._segment.count(HITS, hits)
         return mask, hits
+
+    def gather(self, indices: np.ndarray[Any, np.dtype[np.int64]], items: list[Any]) -> None:
+        """Copy samples that are set into the rows of a contiguous batch, in one thread."""
+        self._columns.gather(indices, items, parallel=False)
+        self._segment.count(HITS, len(indices))
 
     @property
     def structure(self) -> Structure:
@@ -178,14 +183,18 @@ class SharedCache(SampleCache):
         return self._columns.samples(batch, count)
 
     def fill_batch(
-        self, indices: Sequence[int], items: list[Tensor], load: Callable[[list[int]], Iterable[Any]]
+        self,
+        indices: Sequence[int],
+        items: list[Tensor],
+        load: Callable[[list[int]], Iterable[Any]],
+        claimed: Collection[int] = (),
     ) -> list[Any] | None:
         """Write the samples ``indices`` into memory of the caller. Those that are not cached come from ``load``.
 
         Args:
             indices: B sample indices.
             items: for each leaf of the structure a contiguous tensor of any dtype, with B times the bytes of the leaf.
-            load: as in `get_or_load_many`.
+            load, claimed: as in `get_or_load_many`.
 
         Returns:
             None. If a loaded sample does not fit: the list of samples; the content of ``items`` is then undefined.
@@ -203,7 +212,7 @@ class SharedCache(SampleCache):
                 done.update(rows)
             return encoded
 
-        self._load_missing(index, samples, load, encode_rows, strict=False)
+        self._load_missing(index, samples, load, encode_rows, False, claimed)
         try:
             for row, idx in enumerate(index.tolist()):
                 if not mask[row] and row not in done:  # not alike; or another process was loading it; or repeated

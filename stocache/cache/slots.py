@@ -22,7 +22,7 @@ from stocache.cache.stats import EMPTY, FILLS, REFUSED
 from stocache.errors import SampleError
 from stocache.samples.spec import ArrayLeaf, Leaf, NumberLeaf, Order, Structure, TensorLeaf, inverse
 from stocache.shm.layout import RESERVED
-from stocache.shm.pool import Pool
+from stocache.shm.pool import NUMPY_DTYPES, Pool
 from stocache.shm.private import PrivateViews
 from stocache.shm.segment import Segment
 
@@ -61,6 +61,7 @@ class Column(ABC):
         self._address = memory.data_ptr()
         word = next(word for word in _WORDS if self.nbytes % word.itemsize == 0 == self._address % word.itemsize)
         self._words = self._rows.view(word) if self.nbytes else self._rows
+        self._array = self._words.numpy()
 
     @property
     def is_ordered(self) -> bool:
@@ -91,14 +92,17 @@ class Column(ABC):
         """Return the values of a batch in the type of the leaf; tensors and arrays are views of the batch."""
         return list(batch)
 
-    def gather(self, slots: Tensor, out: Any) -> None:
-        """Copy the values of ``slots`` (int64, 1-D) into ``out``, a contiguous batch of as many."""
+    def gather(self, slots: _Indices, out: Any, parallel: bool = True) -> None:
+        """Copy the values of ``slots`` (int64, 1-D) into ``out``, a contiguous batch of as many.
+
+        ``parallel``: by the threads that torch has for one call.
+        """
         if self._back is not None:
             out[...] = self.gathered(slots)
         elif self.nbytes:
-            self._gather(slots, out)
+            self._gather(slots, out, parallel)
 
-    def gathered(self, slots: Tensor) -> Any:
+    def gathered(self, slots: _Indices) -> Any:
         """Return the values of ``slots`` in new memory, each in the order of the leaf."""
         out = self._pooled((len(slots), *self._stored))
         if self.nbytes:
@@ -114,12 +118,15 @@ class Column(ABC):
             return rows
         return rows.permute(self._back) if isinstance(rows, Tensor) else rows.transpose(self._back)
 
-    def _gather(self, slots: Tensor, out: Any) -> None:
+    def _gather(self, slots: _Indices, out: Any, parallel: bool = True) -> None:
+        if not (parallel and torch.get_num_threads() > 1) and (rows := _as_words(out, self._array.dtype)) is not None:
+            self._array.take(slots, 0, rows, "clip")  # releases the GIL once; torch's functions do so each time (measured)
+            return
         target = _as_matrix(out)
         offset = target.storage_offset() * target.itemsize
         aligned = target.data_ptr() % self._words.itemsize == 0 == offset % self._words.itemsize
         source = self._words if aligned else self._rows
-        torch.index_select(source, 0, slots, out=target.view(source.dtype))
+        torch.index_select(source, 0, torch.from_numpy(slots), out=target.view(source.dtype))
 
     def takes(self, values: Sequence[Any]) -> bool:
         """Whether `stack` may be tried for values: they are plain ones of the leaf's type, dtype and shape."""
@@ -143,6 +150,16 @@ class Column(ABC):
         """Zero the values of a contiguous batch where ``mask`` (bool, 1-D) is True."""
         if self.nbytes:
             as_bytes(out)[mask.numpy()] = 0  # not by torch, whose threads a forked child has not
+
+
+def _as_words(batch: Any, dtype: Any) -> Any:
+    """Return a contiguous batch as an array of two dimensions over the same memory; None if numpy cannot."""
+    if isinstance(batch, Tensor):
+        if batch.dtype not in NUMPY_DTYPES:
+            return None
+        batch = batch.numpy()
+    rows = batch.reshape(len(batch), -1).view(dtype)
+    return rows if rows.flags.aligned else None
 
 
 def _is_contiguous(batch: Any) -> bool:
@@ -207,13 +224,19 @@ class _ArrayColumn(Column):
         return view.copy(self._copied) if copy else view
 
     def takes(self, values: Sequence[Any]) -> bool:
-        if self._scalar or self._back is not None or set(map(type, values)) != {np.ndarray}:
+        dtype, types = self._like.dtype, set(map(type, values))
+        if self._scalar:
+            return types == {dtype.type} and dtype.kind in "biufc" and dtype.isnative
+        if self._back is not None or types != {np.ndarray}:
             return False
-        return all(value.dtype == self._like.dtype and value.shape == self._like.shape for value in values)
+        return all(value.dtype == dtype and value.shape == self._like.shape for value in values)
 
     def stack(self, values: Sequence[Any], out: Any) -> bool:
         rows = as_bytes(out).reshape(-1).view(self._like.dtype).reshape(len(values), *self._stored)
-        np.stack(values, out=rows)
+        if self._scalar:
+            rows[...] = values
+        else:
+            np.stack(values, out=rows)
         return True
 
     def batch(self, count: int) -> np.ndarray[Any, Any]:
@@ -353,16 +376,13 @@ class SlotArrays:
 
     def write_many(self, indices: list[int], encoded: Sequence[list[Any]], costs_s: Sequence[float | None]) -> list[int | None]:
         """Write the encoded bytes of samples into their slots. Return FILLS for each, or REFUSED if its memory is refused."""
-        slots = self._residency.slots(torch.tensor(indices, dtype=torch.int64)).numpy()
+        slots: _Indices = self._residency.slots(np.array(indices, np.int64))
         counters: list[int | None] = [FILLS] * len(slots)
         np.asarray(self._states)[indices] = EMPTY  # nobody reads them while they are written
-        if not self._are_reserved(slots):
-            with self._segment.guard:
-                for row, slot in enumerate(slots.tolist()):
-                    if not self.reserve(slot, slot + 1):
-                        counters[row] = REFUSED
-            kept = [row for row, counter in enumerate(counters) if counter == FILLS]
-            slots, encoded = slots[kept], [encoded[row] for row in kept]
+        safe = self._reserve(slots)
+        if not safe.all():
+            counters = [FILLS if fits else REFUSED for fits in safe.tolist()]
+            slots, encoded = slots[safe], [encoded[row] for row in np.flatnonzero(safe).tolist()]
         for (offset, nbytes), column, values in zip(self._places, self._columns, zip(*encoded, strict=True), strict=False):
             if nbytes <= _SCATTERED:
                 column.scatter(slots, b"".join(values))
@@ -370,16 +390,33 @@ class SlotArrays:
                 self._segment.write_rows(zip((offset + slots * nbytes).tolist(), values, strict=True), nbytes)
         return counters
 
-    def _are_reserved(self, slots: _Indices) -> bool:
-        """Whether the memory of slots is safe to touch."""
+    def _reserve(self, slots: _Indices) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+        """Reserve the memory of slots. Return for each whether it is safe to touch."""
         states, size = np.frombuffer(self._segment.extents, np.uint8), self._segment.extent_bytes
+        touched = [np.empty((len(slots), 0), np.int64)]
         for offset, nbytes in self._places:
-            first, last = (offset + slots * nbytes) // size, (offset + slots * nbytes + max(0, nbytes - 1)) // size
-            if (last - first > 1).any():  # a value is larger than an extent
-                return False
-            if nbytes and not ((states[first] == RESERVED).all() and (states[last] == RESERVED).all()):
-                return False
-        return True
+            if nbytes:
+                begin = (offset + slots * nbytes)[:, None]
+                most = np.arange((nbytes - 2) // size + 2)  # a value of 2 bytes may touch 2 extents
+                touched.append(np.minimum(begin // size + most, (begin + nbytes - 1) // size))
+        extents = np.concatenate(touched, 1)
+        missing = states[extents] != RESERVED
+        if missing.any():
+            with self._segment.guard:
+                self._segment.reserve_extents(np.unique(extents[missing]).tolist())
+            missing = states[extents] != RESERVED
+        safe: np.ndarray[Any, np.dtype[np.bool_]] = ~missing.any(1)
+        return safe
+
+    def write(self, idx: int, encoded: list[Any], cost_s: float | None) -> int:
+        """Write the encoded bytes of one sample; see `write_many`."""
+        slot = self.slot(idx)
+        self._states[idx] = EMPTY
+        with self._segment.guard:
+            if not self.reserve(slot, slot + 1):
+                return REFUSED
+        self.write_slot(slot, encoded)
+        return FILLS
 
     def write_slot(self, slot: int, encoded: list[Any]) -> None:
         """Write the encoded bytes of a sample into a reserved slot."""
@@ -438,18 +475,18 @@ class SlotArrays:
                 raise SampleError(f"{where} is not contiguous. Give memory as get_slots returns it.")
         return items
 
-    def gather(self, indices: _Indices, items: list[Any]) -> None:
-        """Copy samples into a contiguous batch of as many. All of them are set."""
-        slots = self._residency.slots(torch.from_numpy(indices))
+    def gather(self, indices: _Indices, items: list[Any], parallel: bool = True) -> None:
+        """Copy samples into a contiguous batch of as many. All of them are set. ``parallel``: see `Column.gather`."""
+        slots = self._residency.slots(indices)
         for column, item in zip(self._columns, items, strict=True):
-            column.gather(slots, item)
+            column.gather(slots, item, parallel)
 
     def load_many(self, indices: _Indices) -> list[Any]:
         """Return private copies of samples. All of them are set.
 
         They are views of a batch whose memory is used again later, or of leased memory.
         """
-        slots = self._residency.slots(torch.from_numpy(indices))
+        slots = self._residency.slots(indices)
         if not any(self._large) or (private := self._private_views()) is None:
             return self._made([column.values(column.gathered(slots)) for column in self._columns], len(slots))
         numbers = slots.tolist()

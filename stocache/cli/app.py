@@ -5,12 +5,16 @@ Each command imports what it needs: torch takes seconds to import, and info, ls,
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
+
+from stocache.cli.output import echo, print_rows, terminal_width
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -18,80 +22,154 @@ _CORES = min(4, len(os.sched_getaffinity(0)))
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")]
 
 
+class _Command(TyperCommand):
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """Return the first sentence of the help, whole: the list of commands breaks it into lines."""
+        return super().get_short_help_str(10 * limit + 1000)
+
+
+_command = partial(app.command, cls=_Command)
+
+
+def _print_version(wanted: bool) -> None:
+    import stocache
+
+    if wanted:
+        typer.echo(f"stocache {stocache.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _about() -> None:
+def _about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """Cache any PyTorch dataset in shared memory, one copy per machine."""
 
 
-@app.command()
+@_command()
 def bench(
-    folder: Annotated[Path | None, typer.Argument(help="Folder of JPEGs, searched recursively. Default: generated.")] = None,
-    fractions: Annotated[str, typer.Option(help="Cached shares of the dataset to measure, in percent.")] = "0,25,50,75,100",
-    workers: Annotated[int, typer.Option(min=0, help="DataLoader workers.")] = _CORES,
-    batch_size: Annotated[int, typer.Option(min=1)] = 32,
-    size: Annotated[int, typer.Option(min=1, help="Photos are cached as uint8 3 x SIZE x SIZE.")] = 256,
-    repeat_folder: Annotated[int, typer.Option(min=1, help="Use each photo of the folder so many times.")] = 1,
-    repeats: Annotated[int, typer.Option(min=1, help="Run everything so many times and report medians.")] = 1,
-    photos: Annotated[int, typer.Option(min=1, help="Number of 512x512 photos to generate if no folder is given.")] = 1000,
-    warm_pages: Annotated[bool, typer.Option("--warm-pages", help="Leave the files in the page cache.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for stocache-bench.csv and stocache-bench.png.")] = Path(),
+    context: typer.Context,
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SOURCE",
+            show_default=False,
+            help="Folder of JPEGs, searched recursively; or module:function, a function of yours that returns a map-style "
+            "dataset. Default: generated photos.",
+        ),
+    ] = None,
+    fractions: Annotated[
+        str, typer.Option(metavar="LIST", help="Cached shares of the dataset to measure, in percent.")
+    ] = "0,25,50,75,100",
+    workers: Annotated[int, typer.Option(min=0, metavar="N", help="DataLoader workers.")] = _CORES,
+    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Samples in a batch.")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Run everything N times and report medians.")] = 1,
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="PATH",
+            help="Folder for the results, or a path that ends in .csv or .png. Folders that are missing are made.",
+        ),
+    ] = Path(),
+    size: Annotated[int, typer.Option(min=1, metavar="N", help="Photos: cache them as uint8 3 x N x N.")] = 256,
+    repeat_folder: Annotated[int, typer.Option(min=1, metavar="N", help="Photos: use each one of the folder N times.")] = 1,
+    photos: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Photos: generate N of 512 x 512 if there is no SOURCE.")
+    ] = 1000,
+    warm_pages: Annotated[bool, typer.Option("--warm-pages", help="Photos: leave the files in the page cache.")] = False,
 ) -> None:
-    """Measure the effect of a cache on a folder of photos. Runs a cold and a warm epoch at each cached fraction."""
+    """Measure the effect of a cache on your dataset. Runs a cold and a warm epoch at each cached share."""
+    folder = Path(source) if source is not None and (":" not in source or Path(source).is_dir()) else None
+    by_function = source is not None and folder is None
     try:
         import matplotlib  # noqa: F401
-        import PIL  # noqa: F401
+
+        if not by_function:
+            import PIL  # noqa: F401
     except ImportError as error:
-        raise typer.BadParameter(f"this command needs {error.name}: pip install 'stocache[bench]'") from None
+        _fail(f"This command needs {error.name}: pip install 'stocache[bench]'", 2)
     from stocache.cli import bench as experiment
 
     shares = _parse_percentages(fractions)
-    if folder is not None and not folder.is_dir():
-        raise typer.BadParameter(f"{folder} is not a folder.")
-    if not out.is_dir():
-        raise typer.BadParameter(f"{out} is not a folder. Give one for the results.")
-    paths = experiment.find_jpegs(folder or experiment.photo_folder(photos)) * repeat_folder
-    if not paths:
-        raise typer.BadParameter(f"{folder} holds no .jpg or .jpeg files.")
+    options: dict[str, Any] = {"fractions": shares, "workers": workers, "batch_size": batch_size, "repeats": repeats}
+    if source is not None and by_function:
+        dataset = _load_dataset(context, source)
+        csv_path, png_path = _result_paths(out)
+        samples = f"{len(dataset)} sample{'s' * (len(dataset) != 1)} of {source}"
+        how = f"{type(dataset).__name__}, files left in the page cache"
+        run = partial(experiment.sweep_dataset, dataset, **options)
+    else:
+        if folder is not None and not folder.is_dir():
+            _fail(f"{folder} is not a folder. Give a folder of JPEGs, or module:function.", 2)
+        csv_path, png_path = _result_paths(out)
+        paths = experiment.find_jpegs(folder or experiment.photo_folder(photos)) * repeat_folder
+        if not paths:
+            _fail(f"{folder} holds no .jpg or .jpeg files.", 2)
+        samples = f"{len(paths)} photo{'s' * (len(paths) != 1)} from {folder or 'generated files'}"
+        pages = "left in the page cache" if warm_pages else "dropped from the page cache before each epoch"
+        how = f"{pages}; decoded and resized to 3x{size}x{size} uint8"
+        before_epoch = (lambda: None) if warm_pages else None
+        run = partial(experiment.sweep, paths, size=size, before_epoch=before_epoch, **options)
+    echo(f"{samples}, {how}; {workers} workers, batches of {batch_size}, shuffled; medians of {repeats}.")
+    try:
+        epochs = run()
+    except Exception as error:
+        if not by_function:
+            raise
+        from stocache.cli.dataset import describe_error
 
-    pages = "left in the page cache" if warm_pages else "dropped from the page cache before each epoch"
-    typer.echo(
-        f"{len(paths)} photos from {folder or 'generated files'}, {pages}; decoded and resized to 3x{size}x{size} uint8; "
-        f"{workers} workers, batches of {batch_size}, shuffled; medians of {repeats}."
-    )
-    epochs = experiment.sweep(
-        paths,
-        fractions=shares,
-        size=size,
-        workers=workers,
-        batch_size=batch_size,
-        repeats=repeats,
-        before_epoch=(lambda: None) if warm_pages else None,
-    )
+        _fail(f"{source}: a sample cannot be loaded or cached: {describe_error(error)}", 2)
     rows = experiment.summarize(epochs)
-    typer.echo(experiment.format_table(rows))
-    typer.echo(
-        "reads: samples read from their files. 1st epoch: how much longer the cold epoch took than without a cache; "
+    typer.echo(experiment.format_table(rows, terminal_width()))
+    echo(
+        "reads: samples that did not come from the cache. 1st epoch: how much longer the cold epoch took than without a cache; "
         "with fewer than --repeats 9 it varies too much to tell."
     )
     if len(rows) > 2:
-        typer.echo(f"Warm seconds over cached share: R² of a straight line {experiment.linearity(rows):.4f}.")
-    csv_path, png_path = out / "stocache-bench.csv", out / "stocache-bench.png"
+        echo(f"Warm seconds over cached share: R² of a straight line {experiment.linearity(rows):.4f}.")
     experiment.write_csv(rows, csv_path)
-    experiment.plot(rows, png_path, f"{len(paths)} photos, {workers} workers")
-    typer.echo(f"wrote {csv_path} and {png_path}")
+    experiment.plot(rows, png_path, f"{samples}, {workers} workers")
+    echo(f"wrote {csv_path} and {png_path}")
+
+
+def _load_dataset(context: typer.Context, source: str) -> Any:
+    """Return the dataset of ``module:function``."""
+    from stocache.cli.dataset import load_dataset
+    from stocache.errors import DatasetError
+
+    for name in ("size", "repeat_folder", "photos", "warm_pages"):
+        origin = context.get_parameter_source(name)
+        if origin is not None and origin.name == "COMMANDLINE":
+            _fail(f"--{name.replace('_', '-')} is for photos. Leave it out for a dataset of yours.", 2)
+    try:
+        return load_dataset(source)
+    except DatasetError as error:
+        _fail(str(error), 2)
+
+
+def _result_paths(out: Path) -> tuple[Path, Path]:
+    """Return the paths of the results, a table and a plot, in a folder that exists."""
+    stem = out.with_suffix("") if out.suffix in (".csv", ".png") and not out.is_dir() else out / "stocache-bench"
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _fail(f"--out {out}: {stem.parent} cannot be made: {error.strerror}.", 2)
+    return stem.with_name(f"{stem.name}.csv"), stem.with_name(f"{stem.name}.png")
 
 
 def _parse_percentages(text: str) -> list[float]:
     try:
         percentages = sorted({float(part) for part in text.split(",")})
     except ValueError:
-        raise typer.BadParameter(f"--fractions {text!r}: write percentages such as 0,25,50,75,100.") from None
+        _fail(f"--fractions {text!r}: write percentages such as 0,25,50,75,100.", 2)
     if not all(0 <= percentage <= 100 for percentage in percentages):
-        raise typer.BadParameter(f"--fractions {text!r}: percentages lie between 0 and 100.")
+        _fail(f"--fractions {text!r}: percentages lie between 0 and 100.", 2)
     return [percentage / 100 for percentage in percentages]
 
 
-@app.command()
+@_command()
 def info(as_json: _Json = False) -> None:
     """Show how much memory this machine has for a cache. Includes the size that size_limit_gib="auto" would choose."""
     from stocache.system import limits
@@ -127,7 +205,7 @@ def info(as_json: _Json = False) -> None:
         "largest cache": size["shared_memory_room"],
         '"auto" takes': size["recommended_limit"],
     }
-    _print_rows(rows.items())
+    print_rows(rows.items())
 
 
 def _describe_huge_pages(policy: str) -> str:
@@ -140,35 +218,56 @@ def _describe_huge_pages(policy: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------- prepared folders
 
-_Workers = Annotated[int, typer.Option(min=0, help="Worker processes; 0: this process does the work.")]
+_Workers = Annotated[int, typer.Option(min=0, metavar="N", help="Worker processes; 0: this process does the work.")]
 _Prepared = Annotated[Path, typer.Argument(metavar="DIR", help="A folder that was prepared.")]
 
 
-@app.command()
+@_command()
 def prepare(
-    src: Annotated[Path, typer.Argument(help="Folder of images, .csv, .tsv, .npy, .parquet, or saved Hugging Face dataset.")],
-    dst: Annotated[str, typer.Argument(help="Folder or URL to prepare: new, empty, or of an interrupted preparation.")],
+    src: Annotated[
+        Path, typer.Argument(metavar="SRC", help="Folder of images, .csv, .tsv, .npy, .parquet, or saved Hugging Face dataset.")
+    ],
+    dst: Annotated[
+        str, typer.Argument(metavar="DST", help="Folder or URL to prepare: new, empty, or of an interrupted preparation.")
+    ],
     address: Annotated[
-        str | None, typer.Argument(help="With --ray: a running Ray. Default: $RAY_ADDRESS, else a Ray is started here.")
+        str | None,
+        typer.Argument(metavar="ADDRESS", help="With --ray: a running Ray. Default: $RAY_ADDRESS, else a Ray is started here."),
     ] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Let a Ray cluster write the blocks.")] = False,
     workers: Annotated[
         int | None,
         typer.Option(
             min=0,
+            metavar="N",
             help=f"Worker processes; 0: one that only loads. Default: {_CORES}; with --ray, all CPUs of the cluster.",
         ),
     ] = None,
     block_size: Annotated[
-        int | None, typer.Option(min=1, help="Samples in a block. Default: as many as fit in --block-bytes.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Samples in a block. Default: as many as fit in the bytes of a block."),
     ] = None,
-    block_bytes: Annotated[str | None, typer.Option(help="Bytes of a block, such as 8MB. Default: 8MiB.")] = None,
-    shuffle_seed: Annotated[int | None, typer.Option(min=0, help="Assign samples to blocks at random, with this seed.")] = None,
+    block_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Bytes of a block, such as 8MB. Default: 8MiB.")
+    ] = None,
+    shuffle_seed: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Assign samples to blocks at random, with this seed.")
+    ] = None,
     size: Annotated[
-        int | None, typer.Option(min=1, help="Decode images to uint8 3 x SIZE x SIZE. Default: keep the files.")
+        int | None, typer.Option(min=1, metavar="N", help="Decode images to uint8 3 x N x N. Default: keep the files.")
     ] = None,
     no_resume: Annotated[bool, typer.Option("--no-resume", help="Start again if it was interrupted.")] = False,
-    fingerprint: Annotated[str | None, typer.Option(help="Identifies the data. A folder with another one is refused.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Prepare a prepared folder anew.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Write the damaged blocks of a prepared folder anew.")] = False,
+    nan: Annotated[
+        bool, typer.Option("--nan", help="Blank cells of a table are NaN where the other cells of the column are numbers.")
+    ] = False,
+    hash_contents: Annotated[
+        bool, typer.Option("--hash", help="Compare the contents of the source's files, not their sizes and times of change.")
+    ] = False,
+    fingerprint: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Identifies the data. A folder with another one is refused.")
+    ] = None,
 ) -> None:
     """Prepare a dataset as a folder of blocks. After an interruption, the same command continues."""
     from stocache.preparation import sources
@@ -186,9 +285,10 @@ def prepare(
     nbytes: int | str = BLOCK_BYTES if block_bytes is None else block_bytes
     if isinstance(nbytes, str) and nbytes.isdecimal():
         nbytes = int(nbytes)  # a bare number is in bytes here; in a str it would be in GiB
-    marks = [mark for mark in (fingerprint, size and f"size {size}") if mark]
     with _errors_in_one_line():
-        source = sources.open_source(src.absolute() if ray else src, size=size)  # Ray's workers run in other directories
+        source = sources.open_source(
+            src.absolute() if ray else src, size=size, hashes=hash_contents, nan=nan
+        )  # Ray's workers run in other directories
         before = OnDiskBlockDataStorage[Any, Any](dst).is_prepared()
         storage = prepare_folder(
             source if shuffle_seed is None else source.for_shuffling(),
@@ -198,21 +298,24 @@ def prepare(
             block_bytes=nbytes,
             shuffle_seed=shuffle_seed,
             info=source.info,
-            fingerprint=", ".join(marks) or None,
+            fingerprint=fingerprint,
             resume=not no_resume,
+            again=again,
+            repair=repair,
             engine="ray" if ray else "local",
             address=address,
         )
         index = storage.index
     blocks = len(index.blocks)
+    state = " is whole" if repair else " was prepared already" if before and not again else ""
     typer.echo(
-        f"{dst}{' was prepared already' if before else ''}: {index.samples} samples in {blocks} block{'s' * (blocks != 1)} of "
+        f"{dst}{state}: {index.samples} samples in {blocks} block{'s' * (blocks != 1)} of "
         f"{index.block_size}, {format_size(index.nbytes)}. In Python: "
         f"stocache.StorageDataset(stocache.OnDiskBlockDataStorage({dst!r}))"
     )
 
 
-@app.command()
+@_command()
 def inspect(folder: _Prepared, as_json: _Json = False) -> None:
     """Describe a prepared folder. Shows its size, the structure of its samples and how it was prepared; reads no samples."""
     import reprlib
@@ -251,10 +354,10 @@ def inspect(folder: _Prepared, as_json: _Json = False) -> None:
         ("info", shown),
         *describe_structure(index.structure),
     ]
-    _print_rows(rows)
+    print_rows(rows)
 
 
-@app.command()
+@_command()
 def check(folder: _Prepared, workers: _Workers = _CORES) -> None:
     """Read a whole prepared folder and list its damage. Exits with 1 if there is any."""
     from stocache.errors import StorageError
@@ -287,15 +390,17 @@ def _errors_in_one_line() -> Iterator[None]:
         message = str(error)
         if "Original Traceback" in message:  # from a worker of a DataLoader: the last line is the error
             message = message.strip().splitlines()[-1].partition(": ")[2]
-        _fail(" ".join(message.split()))
+        _fail("\n".join(" ".join(line.split()) for line in message.splitlines()))
 
 
 # ---------------------------------------------------------------------------------------------------- named caches
 
-_User = Annotated[str | None, typer.Option("--user", help="Caches of this user (name or id), or of 'all'. Default: yours.")]
+_User = Annotated[
+    str | None, typer.Option("--user", metavar="USER", help="Caches of this user (name or id), or of 'all'. Default: yours.")
+]
 
 
-@app.command()
+@_command()
 def ls(user: _User = None, as_json: _Json = False) -> None:
     """List named caches: memory, fill, hit rate, processes.
 
@@ -309,13 +414,17 @@ def ls(user: _User = None, as_json: _Json = False) -> None:
     elif caches:
         from stocache.cli import top
 
-        top.print_table(top.table(caches, users=user is not None))
+        top.print_table(caches, users=user is not None)
     else:
         typer.echo("no named caches")
 
 
-@app.command()
-def stat(name: str, user: _User = None, as_json: _Json = False) -> None:
+@_command()
+def stat(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name, as 'stocache ls' shows it.")],
+    user: _User = None,
+    as_json: _Json = False,
+) -> None:
     """Show everything about one named cache."""
     from stocache.cli import listing
     from stocache.system.limits import format_size
@@ -334,19 +443,20 @@ def stat(name: str, user: _User = None, as_json: _Json = False) -> None:
             "age": cache.age,
             "samples": f"{stats.dataset_len} of {cache.samples}, {format_size(stats.slot_bytes)} each",
             "fingerprint": "none" if cache.fingerprint is None else cache.fingerprint,
-            "memory": f"{format_size(cache.memory_bytes)}, at most {format_size(stats.capacity_bytes)}",
+            "memory": f"{format_size(cache.memory_bytes)} reserved, at most {format_size(cache.max_memory_bytes)}: up to "
+            f"{format_size(stats.capacity_bytes)} of samples, the rest for states and counters",
             "filled": f"{stats.filled} of {stats.slots} slots, {stats.fill_fraction:.1%} of the dataset",
             "hits": f"{stats.hits}, rate {cache.hit_percent}",
             "misses": str(stats.misses),
             "fills": f"{stats.fills}, late {stats.races}, refused {stats.refused}, rejected {stats.rejected}",
         }
     holders = [f"{holder.pid} {holder.command}" for holder in cache.holders]
-    _print_rows([*rows.items(), *zip(["held by", *[""] * len(holders)], holders, strict=False)])
+    print_rows([*rows.items(), *zip(["held by", *[""] * len(holders)], holders, strict=False)])
 
 
-@app.command()
+@_command()
 def rm(
-    names: Annotated[list[str] | None, typer.Argument(help="Caches to remove.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Caches to remove.")] = None,
     dead: Annotated[bool, typer.Option("--dead", help="Remove caches that killed processes left, if not persistent.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Also remove caches in use, damaged, or of another user.")] = False,
     user: _User = None,
@@ -358,15 +468,15 @@ def rm(
     from stocache.system import limits
 
     if bool(names) == dead:
-        raise typer.BadParameter("say which: stocache rm NAME..., or stocache rm --dead")
+        _fail("say which: stocache rm NAME..., or stocache rm --dead", 2)
     uid = _uid(user)
     if dead:
         caches = [cache for cache in listing.find(uid) if cache.state == "dead"]
         paths, size = [cache.path for cache in caches], sum(cache.memory_bytes for cache in caches)
-        typer.echo(f"{len(paths)} dead caches, {limits.format_size(size)}")
+        echo(f"{len(paths)} dead cache{'s' * (len(paths) != 1)}, {limits.format_size(size)}")
     else:
         if uid == -1:
-            raise typer.BadParameter("--user all works with --dead only. Name one user.")
+            _fail("--user all works with --dead only. Name one user.", 2)
         paths = []
         for name in names or ():
             try:
@@ -377,15 +487,18 @@ def rm(
     for path in paths:
         try:
             named.remove(path, force, dead)
-            typer.echo(f"removed {path}")
+            echo(f"removed {path}")
         except OSError as error:
             failed = True
-            typer.echo(str(error), err=True)
+            echo(str(error), err=True)
     raise typer.Exit(failed)
 
 
-@app.command()
-def top(interval: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 1.0, user: _User = None) -> None:
+@_command()
+def top(
+    interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Seconds between updates.")] = 1.0,
+    user: _User = None,
+) -> None:
     """Watch named caches: fill, hit rate, hits per second. Quit with q."""
     import sys
 
@@ -398,9 +511,11 @@ def top(interval: Annotated[float, typer.Option(min=0.1, help="Seconds between u
     watch(lambda: listing.find(uid), interval)
 
 
-@app.command()
+@_command()
 def doctor(
-    size_limit_gib: Annotated[str | None, typer.Option(help="The limit of a planned cache, such as 32 or 500MB.")] = None,
+    size_limit_gib: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="The limit of a planned cache, such as 32 or 500MB.")
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Find settings of this machine that hinder a cache. Names the remedies. Exits with 1 if there is a problem."""
@@ -411,14 +526,16 @@ def doctor(
     try:
         size_limit = limits.parse_size(size_limit_gib) if size_limit_gib not in (None, "auto") else None
     except LimitError as error:
-        raise typer.BadParameter(str(error)) from None
+        _fail(str(error), 2)
     findings = doctor.examine(size_limit)
     if as_json:
         typer.echo(json.dumps([vars(finding) for finding in findings], indent=2))
     else:
         for finding in findings:
-            typer.echo(f"{finding.kind}: {finding.what}\n    do: {finding.remedy}")
-        typer.echo(f"{sum(finding.kind == 'problem' for finding in findings)} problems found")
+            echo(finding.what, f"{finding.kind}: ", " " * 4)
+            echo(finding.remedy, "    do: ", " " * 8)
+        problems = sum(finding.kind == "problem" for finding in findings)
+        echo(f"{problems} problem{'s' * (problems != 1)} found")
     raise typer.Exit(any(finding.kind == "problem" for finding in findings))
 
 
@@ -433,20 +550,14 @@ def _uid(user: str | None) -> int | None:
     try:
         return pwd.getpwnam(user).pw_uid
     except KeyError:
-        raise typer.BadParameter(f"there is no user {user!r} on this machine.") from None
+        _fail(f"there is no user {user!r} on this machine.", 2)
 
 
-def _fail(message: str) -> NoReturn:
-    typer.echo(message, err=True)
-    raise typer.Exit(1)
-
-
-def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
-    """Print names and values in two columns."""
-    rows = list(rows)
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        typer.echo(f"{name:<{width}}  {value}")
+def _fail(message: str, code: int = 1) -> NoReturn:
+    """End the command with a message; ``code`` 2 says that the command line is at fault."""
+    for line in message.splitlines() or [""]:
+        echo(" ".join(line.split()), err=True)
+    raise typer.Exit(code) from None
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Measure epochs over a folder of JPEGs, cold and warm, at several cached fractions: the experiment of stocaching.
+"""Measure epochs over a dataset, cold and warm, at several cached fractions: the experiment of stocaching.
 
-Each sample is read from its file, decoded with Pillow, resized to a uint8 tensor and cached. For each fraction, a new cache
-serves a cold epoch, which fills it, and a warm epoch, which reads from it. Needs the extra ``bench`` (Pillow, matplotlib).
+The dataset is the user's, or a folder of JPEGs, each decoded with Pillow and resized to a uint8 tensor. For each fraction, a
+new cache serves a cold epoch, which fills it, and a warm epoch, which reads from it. Needs the extra ``bench``.
 Source of the experiment: C. Jones, "Eliminating Dataloading Bottlenecks in PyTorch with Stochastic Caching", 2023.
 """
 
@@ -9,8 +9,9 @@ import csv
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from stocache.cache.shared import SharedCache
+from stocache.cli.dataset import PartlyCached, collate_or_list
 from stocache.preparation.images import load_jpeg
 
 CacheMaker = Callable[[int, int, tuple[int, ...]], Any]
@@ -41,7 +43,7 @@ class EpochTiming:
         phase: "cold" for the first epoch over an empty cache, "warm" for the second.
         seconds: wall time, from asking for the first batch to receiving the last.
         samples: samples in all batches.
-        reads: samples read from their files, as counted by the dataset.
+        reads: samples read from their files or from the dataset, not from the cache.
     """
 
     fraction: float
@@ -142,40 +144,125 @@ def sweep(
         make_cache: makes the cache that is measured.
         seed: of the shuffling.
     """
-    before_epoch = before_epoch or (lambda: drop_pages(paths))
     load_jpeg(paths[0], size)  # imports on first use are not part of the first epoch
+
+    @contextmanager
+    def open_dataset(fraction: float) -> Iterator[Opened]:
+        slots = round(fraction * len(paths))
+        dims = (3, size, size)
+        cache = make_cache(slots * 3 * size * size + len(paths), len(paths), dims) if slots else None
+        yield Opened(JpegFolder(paths, size, cache))
+        if isinstance(cache, SharedCache):
+            cache.close()
+
+    return _sweep(
+        open_dataset,
+        len(paths),
+        fractions,
+        phases,
+        workers=workers,
+        batch_size=batch_size,
+        repeats=repeats,
+        before_epoch=before_epoch or (lambda: drop_pages(paths)),
+        seed=seed,
+    )
+
+
+def sweep_dataset(
+    dataset: Any,
+    fractions: Sequence[float] = (0, 0.25, 0.5, 0.75, 1),
+    *,
+    workers: int = 2,
+    batch_size: int = 32,
+    repeats: int = 1,
+    seed: int = 0,
+) -> list[EpochTiming]:
+    """Run `sweep` on a map-style dataset, in `CachedDataset`. Files stay in the page cache.
+
+    The time and the reads of the first epoch include those of `CachedDataset`, which loads some samples to see what they are.
+    Batches that torch's ``default_collate`` does not take, such as of samples of varying size, remain lists.
+    """
+
+    @contextmanager
+    def open_dataset(fraction: float) -> Iterator[Opened]:
+        start = time.perf_counter()
+        partly = PartlyCached(dataset, fraction)
+        yield Opened(partly, time.perf_counter() - start, partly.count_cached())
+        partly.close()
+
+    return _sweep(
+        open_dataset,
+        len(dataset),
+        fractions,
+        ("cold", "warm"),
+        workers=workers,
+        batch_size=batch_size,
+        repeats=repeats,
+        before_epoch=lambda: None,
+        seed=seed,
+        collate=collate_or_list,
+    )
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A dataset with a new cache, whose samples come with 1 if they were read, 0 if not; and what it took to make it.
+
+    Attributes:
+        seconds: time that is part of the first epoch.
+        reads: samples that were read meanwhile.
+    """
+
+    dataset: Dataset[tuple[Any, int]]
+    seconds: float = 0.0
+    reads: int = 0
+
+
+def _sweep(
+    open_dataset: Callable[[float], AbstractContextManager[Opened]],
+    samples: int,
+    fractions: Sequence[float],
+    phases: Sequence[str],
+    *,
+    workers: int,
+    batch_size: int,
+    repeats: int,
+    before_epoch: Callable[[], None],
+    seed: int,
+    collate: Callable[[list[Any]], Any] | None = None,
+) -> list[EpochTiming]:
     epochs = []
-    with tqdm(total=repeats * len(fractions) * len(phases) * len(paths), unit="photo", smoothing=0.05) as bar:
+    with tqdm(total=repeats * len(fractions) * len(phases) * samples, unit="sample", smoothing=0.05) as bar:
         for repeat in range(repeats):
             for fraction in fractions if repeat % 2 == 0 else reversed(fractions):
-                slots = round(fraction * len(paths))
-                dims = (3, size, size)
-                cache = make_cache(slots * 3 * size * size + len(paths), len(paths), dims) if slots else None
-                loader = DataLoader(
-                    JpegFolder(paths, size, cache),
-                    batch_size=batch_size,
-                    shuffle=True,
-                    num_workers=workers,
-                    persistent_workers=workers > 0,
-                    generator=torch.Generator().manual_seed(seed + repeat),
-                )
-                for phase in phases:
-                    bar.set_description(f"{fraction:.0%} cached, {phase} epoch")
-                    before_epoch()
-                    epochs.append(_run_epoch(loader, fraction, phase, bar))
-                del loader  # its workers use the cache too
-                if isinstance(cache, SharedCache):
-                    cache.close()
+                with open_dataset(fraction) as opened:
+                    loader = DataLoader(
+                        opened.dataset,
+                        batch_size=batch_size,
+                        shuffle=True,
+                        num_workers=workers,
+                        persistent_workers=workers > 0,
+                        generator=torch.Generator().manual_seed(seed + repeat),
+                        collate_fn=collate,
+                    )
+                    seconds, reads = opened.seconds, opened.reads
+                    for phase in phases:
+                        bar.set_description(f"{fraction:.0%} cached, {phase} epoch")
+                        before_epoch()
+                        epoch = _run_epoch(loader, fraction, phase, bar)
+                        epochs.append(replace(epoch, seconds=epoch.seconds + seconds, reads=epoch.reads + reads))
+                        seconds, reads = 0.0, 0
+                    del loader  # its workers use the cache too
     return epochs
 
 
-def _run_epoch(loader: DataLoader[tuple[Tensor, int]], fraction: float, phase: str, bar: Any) -> EpochTiming:
+def _run_epoch(loader: DataLoader[tuple[Any, int]], fraction: float, phase: str, bar: Any) -> EpochTiming:
     samples = reads = 0
     start = time.perf_counter()
-    for images, read in loader:
-        samples += len(images)
+    for _, read in loader:
+        samples += len(read)
         reads += int(read.sum())
-        bar.update(len(images))
+        bar.update(len(read))
     return EpochTiming(fraction, phase, time.perf_counter() - start, samples, reads)
 
 
@@ -190,7 +277,7 @@ class Row:
         fraction: share of the dataset the cache may hold.
         cold_s, warm_s: seconds of the first and second epoch.
         cold_per_s, warm_per_s: samples per second.
-        cold_reads, warm_reads: samples read from their files; the maximum of all repeats.
+        cold_reads, warm_reads: samples that did not come from the cache; the maximum of all repeats.
         warm_hit_rate: share of the second epoch that came from the cache.
         first_epoch_overhead: how much longer the first epoch took than without a cache; NaN if fraction 0 was not run.
     """
@@ -247,15 +334,24 @@ _HEADINGS = ("cached", "cold s", "warm s", "cold /s", "warm /s", "cold reads", "
 _FORMATS = ("{:.0%}", "{:.2f}", "{:.2f}", "{:.0f}", "{:.0f}", "{}", "{}", "{:.1%}", "{:+.1%}")
 
 
-def format_table(rows: Sequence[Row]) -> str:
-    """Return the rows as a Markdown table."""
+def format_table(rows: Sequence[Row], width: int | None = None) -> str:
+    """Return the rows as a Markdown table; as several tables, with some of the columns each, if it is wider than ``width``."""
     lines = [[form.format(value) for form, value in zip(_FORMATS, asdict(row).values(), strict=True)] for row in rows]
-    widths = [max(map(len, column)) for column in zip(_HEADINGS, *lines, strict=True)]
-    rule = ["-" * (width - 1) + ":" for width in widths]
-    return "\n".join(
-        "| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-        for line in (list(_HEADINGS), rule, *lines)
-    )
+    columns = []
+    for heading, *cells in zip(_HEADINGS, *lines, strict=True):
+        longest = max(map(len, [heading, *cells]))
+        columns.append([cell.rjust(longest) for cell in (heading, "-" * (longest - 1) + ":", *cells)])
+    key, *others = columns
+    tables = [[key]]
+    for column in others:
+        if width is not None and len(tables[-1]) > 1 and len(_join([*tables[-1], column])[0]) > width:
+            tables.append([key])
+        tables[-1].append(column)
+    return "\n\n".join("\n".join(_join(table)) for table in tables)
+
+
+def _join(columns: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(cells) + " |" for cells in zip(*columns, strict=True)]
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:

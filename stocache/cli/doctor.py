@@ -114,7 +114,8 @@ def _named() -> Iterator[Finding]:
         yield _problem(f"left behind by processes that were killed: {names} ({size}).", "stocache rm --dead")
     for cache in caches:
         if cache.state == "bad":
-            yield _problem(f"{cache.path}: {cache.problem}", f"stocache rm --force {cache.name}")
+            named_problem = cache.problem if cache.problem.startswith(cache.path) else f"{cache.path}: {cache.problem}"
+            yield _problem(named_problem, f"stocache rm --force {cache.name}")
     deleted = named.deleted_in_use(os.stat(SHM_DIR).st_dev) if os.path.exists(SHM_DIR) else {}
     cut_off = sorted({pid for path, pids in deleted.items() if path.startswith(f"{directory_of()}/") for pid in pids})
     if cut_off:

@@ -32,7 +32,8 @@ class NamedCache:
     """One file in a user's directory of named caches.
 
     Attributes:
-        memory_bytes: memory that the file takes now.
+        memory_bytes: memory that the file takes now: what is reserved for samples, their states, and counters.
+        max_memory_bytes: memory that it takes once all its samples have memory.
         alive: whether a process uses it. If none does, it is a leftover, unless ``persistent``.
         holders: the processes that use it, as far as this process can see them.
         created: seconds since 1970.
@@ -44,6 +45,7 @@ class NamedCache:
     user: str
     path: str
     memory_bytes: int = 0
+    max_memory_bytes: int = 0
     alive: bool = False
     persistent: bool = False
     holders: list[Holder] = field(default_factory=list)
@@ -63,11 +65,13 @@ class NamedCache:
     @property
     def age(self) -> str:
         """The time since the cache was created, as "3 h"; "" if unknown."""
+        if not self.created:
+            return ""
         seconds = max(0.0, time.time() - self.created)
         for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
             if seconds >= unit:
                 return f"{seconds / unit:.0f} {name}"
-        return f"{seconds:.0f} s" if self.created else ""
+        return f"{seconds:.0f} s"
 
     @property
     def hit_percent(self) -> str:
@@ -126,11 +130,13 @@ def _read(at: int, path: str, shown: str, user: str, pids: dict[FileKey, list[in
             reserved_bytes=layout.count_reserved(fd),
             **_amounts(fd, layout, facts, filled),
         )
+        memory_bytes = os.fstat(fd).st_blocks * 512
         return NamedCache(
             shown,
             user,
             f"{os.path.dirname(path)}/{shown}",
-            memory_bytes=os.fstat(fd).st_blocks * 512,
+            memory_bytes=memory_bytes,
+            max_memory_bytes=max(memory_bytes, layout.memory_bytes(layout.data_bytes)),  # huge pages take more
             alive=held,
             persistent=persists(fd),
             holders=[holder for pid in pids.get(identify(fd), []) if (holder := _holder(pid))],

@@ -63,8 +63,8 @@ class CachedDataset(Dataset[Any]):
         name, persist, fingerprint, on_busy: to share the cache with other jobs and later runs; see `CacheOptions`.
         placement: which samples are cached when all have one shape and not all fit: "scattered", evenly spread; "prefix", the
             first; or a `Placement`: ``Placement.from_env()`` gives each of several machines its own part. Samples of varying
-            size are kept in the order in which they come. For a `StorageDataset` of blocks, whole blocks are cached, and each
-            is read once for that (NOTE [ Admitting blocks ]).
+            size are kept in the order in which they come. For a `StorageDataset` of blocks, whole blocks are cached, also of
+            samples of varying size, which are then scattered as well (NOTE [ Admitting blocks ]).
         variable: whether samples vary in size. None finds out. True keeps them in a `RaggedCache` in any case; False in a
             `SharedCache`, which is faster, and needs samples of one structure with the same dtypes and shapes.
         probe: how many samples, evenly spread, to load in a child process to find that out; fewer where it takes long. They are
@@ -178,6 +178,11 @@ class CachedDataset(Dataset[Any]):
         return self.after_cache is not None or self._has_rest
 
     @property
+    def is_lazy(self) -> bool:
+        """Whether ``__getitems__`` returns a `LazyBatch`; see `with_lazy_batches`."""
+        return self._batch_spec is not None and not self._is_transformed
+
+    @property
     def _reads_in_turn(self) -> bool:
         """Whether samples are too large to be held all at once while they are transformed."""
         return isinstance(self.cache, RaggedCache) or self.cache.slot_bytes >= _LARGE
@@ -254,7 +259,7 @@ class CachedDataset(Dataset[Any]):
             indices = self._rows[check_indices(indices, self._len, "view")]
         if self._split is not None and self._split.has_changed(indices):
             self._follow_transforms()
-        if self._batch_spec is not None and not self._is_transformed and isinstance(self.cache, SharedCache):
+        if self._batch_spec is not None and isinstance(self.cache, SharedCache) and not self._is_transformed:
             return LazyBatch(self.cache, indices, self._loader.load_many, self._batch_spec)
         samples: Iterable[Any]
         if self._is_transformed and self._reads_in_turn:
@@ -442,6 +447,8 @@ class CachedDataset(Dataset[Any]):
     def _fill(self, batches: list[list[int]]) -> Iterator[int]:
         """Fill the cache with samples, and yield the size of each batch."""
         for batch in batches:
+            if isinstance(self._loader, BlockLoader):
+                self._loader.copy_columns(batch)
             empty = [idx for idx in batch if self.cache.aux_array[idx] == SlotState.EMPTY]
             self.cache.get_or_load_many(empty, self._loader.load_many, copy=False, strict=False)
             yield len(batch)

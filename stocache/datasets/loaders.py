@@ -8,11 +8,22 @@ NOTE [ Admitting blocks ]
     else, and loses nothing: each sample is read once in either case. The thread keeps numbers of blocks only, reads one block
     at a time, and ends when it has no more to do. What it has not admitted when the process ends is read when it is wanted.
 
-    Where reading one sample fetches its whole block (``reads_whole_blocks``: from a URL), and where samples vary in size and
-    not all will fit, a block is read once and admitted, all of it or nothing, before its samples are returned. When several
-    threads and processes miss samples of one block at a time, one of them reads it and the others wait. They wait for nothing
-    else meanwhile, so there is no deadlock. Samples that may not be cached are read one by one; so are all samples of a block
-    when one of them cannot be read.
+    A block in which all samples have the structure of the slots is not made into samples: the bytes of its columns are checked,
+    and copied into the slots. A damaged sample stays empty; it is told when it is wanted. Where a subclass changes what a
+    `StorageDataset` or a storage returns, samples are made. So they are for records, which have another layout than columns.
+
+    Which blocks are kept is known beforehand, also where samples vary in size: the index of a storage has the bytes of each
+    block, the first block tells how many of them are not values, and some samples how much more their records have. The blocks
+    are evenly spread (NOTE [ Ordering ]), as many as have room by this estimate. If records are larger than that, the samples
+    that come last have no room, and a few blocks are kept in part. The samples of all other blocks are marked as outside the
+    cache when the first of them is wanted.
+
+    Where that is not known (records are compressed, a subclass makes the samples) and not all will fit, a block is read once
+    and admitted, all of it or nothing, before its samples are returned. So it is where reading one sample fetches its whole
+    block each time (``reads_whole_blocks``: from a URL, without room for local copies of all blocks). When several threads and
+    processes miss samples of one block at a time, one of them reads it and the others wait until it is cached. They wait for
+    nothing else meanwhile, so there is no deadlock. Samples that may not be cached are read one by one; so are all samples of a
+    block when one of them cannot be read.
 """
 
 import contextlib
@@ -28,15 +39,24 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+import torch
 
 from stocache.cache.base import SampleCache, SlotState
-from stocache.cache.placement import BlockBounds
+from stocache.cache.placement import BlockBounds, Placement, residency
+from stocache.cache.ragged import RaggedCache
+from stocache.cache.shared import SharedCache
 from stocache.cache.stats import MISSING
+from stocache.datasets.stored import StorageDataset
+from stocache.errors import StorageError
+from stocache.samples.column_encoder import Tree, tree_of
 
 logger = logging.getLogger("stocache")
 
 _IDLE_S = 0.05
 _LONGEST_S = 10.0  # to wait for a block that is being read
+
+
+_Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class SampleLoader:
@@ -48,6 +68,7 @@ class SampleLoader:
     """
 
     __slots__ = ("_dataset", "load", "load_many")  # hidden from libraries that look through attributes for datasets
+    _holds_dataset = True
 
     load: Callable[[int], Any]
     load_many: Callable[[list[int]], Iterable[Any]]
@@ -61,18 +82,25 @@ class SampleLoader:
 
 
 class BlockLoader:
-    """Loads samples of a storage, and admits the rest of their blocks; see NOTE [ Admitting blocks ]."""
+    """Loads samples of a storage, and admits the rest of their blocks; see NOTE [ Admitting blocks ].
 
-    __slots__ = ("__weakref__", "_admitter", "_bounds", "_cache", "_dataset", "_whole")
+    Args:
+        dataset: the samples of a storage, by the block.
+        cache: has room for whole blocks.
+        chosen: which blocks will be cached; None if that is decided when they are read.
+    """
 
-    def __init__(self, dataset: Any, cache: SampleCache) -> None:
-        self._dataset, self._cache = dataset, cache
+    __slots__ = ("__weakref__", "_bounds", "_cache", "_chosen", "_dataset", "_trees", "_whole")
+    _holds_dataset = True
+
+    def __init__(self, dataset: Any, cache: SampleCache, chosen: _Mask | None = None) -> None:
+        self._dataset, self._cache, self._chosen = dataset, cache, chosen
         self._bounds: np.ndarray[Any, Any] = dataset.block_bounds
         self._whole = bool(getattr(getattr(dataset, "storage", None), "reads_whole_blocks", False))
-        self._admitter: BlockAdmitter | None = None
+        self._trees: list[Tree] = []  # the structure of blocks whose columns can be copied into slots, when it is known
 
     def __reduce__(self) -> Any:
-        return BlockLoader, (self._dataset, self._cache)
+        return BlockLoader, (self._dataset, self._cache, self._chosen)
 
     def load(self, idx: int) -> Any:
         """Return sample ``idx``."""
@@ -81,10 +109,9 @@ class BlockLoader:
     def load_many(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples ``indices``."""
         blocks = (np.searchsorted(self._bounds, indices, side="right") - 1).tolist()
-        if not self._whole and self._cache.holds_all():
-            if self._admitter is None or self._admitter.pid != os.getpid():
-                self._admitter = BlockAdmitter(self)
-            with self._admitter.behind(blocks):
+        if not self._whole and (self._chosen is not None or self._cache.holds_all()):
+            kept = self._leave_out(blocks, indices)
+            with BlockAdmitter.of(self, self._cache).behind(kept):
                 return list(self._dataset.__getitems__(indices))
         found: dict[int, Any] = {}
         for block, group in groupby(sorted(zip(blocks, indices, strict=True)), key=lambda pair: pair[0]):
@@ -94,9 +121,49 @@ class BlockLoader:
     def admit(self, block: int) -> None:
         """Cache the samples of a block that are empty, except those that another thread or process is loading."""
         with self._cache.claimed(range(int(self._bounds[block]), int(self._bounds[block + 1]))) as indices:
-            samples = self._load_block(indices) if indices else None
-            if samples is not None:
+            if indices and not self._copy_columns(indices) and (samples := self._load_block(indices)) is not None:
                 self._cache.set_if_empty(indices, samples)
+
+    @property
+    def _tree(self) -> Tree:
+        """The structure of blocks whose columns can be copied into slots; None where there is no such structure."""
+        if not self._trees:
+            tree: Tree = None
+            if isinstance(self._cache, SharedCache) and isinstance(self._dataset, StorageDataset):
+                with contextlib.suppress(Exception):  # of a class that refuses the zeros of an example
+                    tree = tree_of(self._cache.structure.example())
+            self._trees.append(tree)
+        return self._trees[0]
+
+    def copy_columns(self, indices: Sequence[int]) -> None:
+        """Cache those of some samples of one block that can be cached without making them."""
+        with self._cache.claimed(indices) as empty:
+            if empty:
+                self._copy_columns(empty)
+
+    def _copy_columns(self, indices: Sequence[int]) -> bool:
+        """Cache those samples of one block that are sound, without making them. Return whether its columns fit the slots."""
+        dataset, tree = self._dataset, self._tree
+        try:
+            encoded = None if tree is None else dataset.load_encoded(indices, tree)
+        except Exception as error:  # a damaged file may raise anything; it is told when a sample is wanted
+            logger.debug("samples %d to %d: %s", indices[0], indices[-1], str(error))
+            return False
+        if encoded is None:
+            return False
+        self._cache.set_encoded_if_empty(encoded)
+        return True
+
+    def _leave_out(self, blocks: list[int], indices: Sequence[int]) -> list[int]:
+        """Exclude those blocks of wanted samples that will not be cached. Return the other blocks."""
+        if self._chosen is None:
+            return blocks
+        chosen = self._chosen[blocks]
+        for row in np.flatnonzero(~chosen).tolist():
+            if self._cache.fillable(indices[row]):
+                self._cache.exclude(range(int(self._bounds[blocks[row]]), int(self._bounds[blocks[row] + 1])))
+        kept: list[int] = np.array(blocks)[chosen].tolist()
+        return kept
 
     def _load_from(self, block: int, indices: list[int]) -> Iterable[tuple[int, Any]]:
         cache = self._cache
@@ -128,8 +195,7 @@ class BlockLoader:
 
     def close(self) -> None:
         """Admit no more blocks."""
-        if self._admitter is not None and self._admitter.pid == os.getpid():
-            self._admitter.stop()
+        BlockAdmitter.of(self, self._cache).stop()
 
     def by_block(self, indices: list[int]) -> list[list[int]]:
         """Return ``indices`` in lists, one for each run of samples of one block."""
@@ -138,7 +204,18 @@ class BlockLoader:
 
 
 class BlockAdmitter:
-    """Admits blocks in a thread while no other thread of this process loads samples; see NOTE [ Admitting blocks ]."""
+    """Admits blocks in a thread while no other thread of this process loads samples; see NOTE [ Admitting blocks ].
+
+    A process has one for each cache. Worker threads, which have loaders of their own, share it.
+    """
+
+    @classmethod
+    def of(cls, loader: BlockLoader, cache: SampleCache) -> "BlockAdmitter":
+        """Return the admitter of a cache. If it has no loader any more, ``loader`` becomes that."""
+        admitter = _admitters.get(cache)
+        if admitter is None or admitter.pid != os.getpid() or admitter._loader() is None:
+            admitter = _admitters[cache] = cls(loader)
+        return admitter
 
     def __init__(self, loader: BlockLoader) -> None:
         self.pid = os.getpid()  # a forked child makes its own: it has no such thread
@@ -194,6 +271,34 @@ class BlockAdmitter:
                 self._idle.wait(max(rest_s, _IDLE_S))
             self._thread = None
             return None
+
+
+_admitters: "weakref.WeakKeyDictionary[SampleCache, BlockAdmitter]" = weakref.WeakKeyDictionary()
+
+
+def choose_blocks(dataset: Any, cache: SampleCache, samples: Iterable[Any]) -> _Mask | None:
+    """Return which blocks of a dataset a cache for samples of varying size will hold, evenly spread; see NOTE [ Admitting
+    blocks ]. None if their sizes in the cache are not known before they are read.
+
+    Args:
+        samples: some samples of the dataset. What their records have besides values is taken to be the most that any has.
+    """
+    if not isinstance(cache, RaggedCache) or not isinstance(dataset, StorageDataset):
+        return None
+    try:
+        value_bytes = dataset.value_bytes()
+    except (StorageError, OSError):  # it is told when a sample of that block is wanted
+        return None
+    overhead, block_bounds = cache.overhead_of(samples), dataset.block_bounds
+    if overhead is None or value_bytes is None or block_bounds is None:
+        return None
+    each, once = overhead
+    bounds = np.append(0, np.cumsum(np.ceil(value_bytes + each * np.diff(block_bounds)).astype(np.int64)))
+    room = max(0, cache.stats().capacity_bytes - once)
+    chosen = residency(Placement("scattered", BlockBounds(bounds)), int(bounds[-1]), room).resident(
+        torch.from_numpy(bounds[:-1])
+    )
+    return chosen.numpy()
 
 
 def admission_unit(dataset: Any) -> int | BlockBounds | None:

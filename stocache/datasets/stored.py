@@ -8,8 +8,9 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from stocache.errors import DatasetError
+from stocache.samples.column_encoder import Tree
 from stocache.samples.indices import check_indices
-from stocache.storage.storage import DataStorage
+from stocache.storage.storage import DataStorage, OnDiskBlockDataStorage
 from stocache.system.deprecation import old_name
 
 TSample = TypeVar("TSample", covariant=True)
@@ -65,6 +66,52 @@ class StorageDataset(Dataset[TSample]):
         block: list[TSample] = self.storage.load_block(wanted[0] // size)  # type: ignore[attr-defined]
         return [block[idx % size] for idx in wanted]
 
+    def load_encoded(self, indices: Sequence[int], tree: Tree) -> dict[int, list[memoryview]] | None:
+        """Return the bytes of the samples at local ``indices``, all of one block, by index, without making the samples.
+
+        For each there is a buffer for each tensor, array and number of the structure ``tree``. A damaged sample is left out.
+
+        Returns:
+            None where only the samples themselves tell: they vary in size, have another structure, or are not made by this
+            class and the storage's, but by methods of a subclass.
+
+        Raises:
+            DamagedError, ValueError, OSError: the block cannot be read.
+        """
+        if not self._reads_blocks:
+            return None
+        storage: Any = self.storage
+        block = int(self.indices[indices[0]]) // storage.block_size
+        rows = [int(self.indices[idx]) - block * storage.block_size for idx in indices]
+        found = storage.load_encoded(block, rows, tree)
+        return None if found is None else {idx: found[row] for idx, row in zip(indices, rows, strict=True) if row in found}
+
+    def value_bytes(self) -> np.ndarray[Any, np.dtype[np.float64]] | None:
+        """Return about how many bytes the values of the samples of each block have, in the order of `block_bounds`.
+
+        Of a block of which this dataset has a part, the samples count as equally large.
+
+        Returns:
+            None as `load_encoded`, but for what their structures are; and where there are no blocks.
+
+        Raises:
+            DamagedError: a block cannot be read.
+        """
+        bounds, storage = self.block_bounds, self.storage
+        if bounds is None or not self._reads_blocks or not isinstance(storage, OnDiskBlockDataStorage):
+            return None
+        blocks = self._blocks[bounds[:-1]]
+        sizes = np.array([entry.samples for entry in storage.index.blocks])[blocks]
+        nbytes: np.ndarray[Any, np.dtype[np.float64]] = np.array(storage.value_bytes())[blocks] * np.diff(bounds) / sizes
+        return nbytes
+
+    @property
+    def _reads_blocks(self) -> bool:
+        """Whether samples are as in the blocks of an `OnDiskBlockDataStorage`: no method that makes them was replaced."""
+        return _has_methods(self, StorageDataset, "__getitem__", "__getitems__") and _has_methods(
+            self.storage, OnDiskBlockDataStorage, "load_sample", "load_block", "load_encoded"
+        )
+
     def prefetch_blocks(self, blocks: Iterable[int]) -> None:
         """Have the storage read blocks ahead, if it can. A `BlockSampler` calls it."""
         prefetch = getattr(self.storage, "prefetch_blocks", None)
@@ -79,11 +126,22 @@ class StorageDataset(Dataset[TSample]):
 
         None when the storage has no blocks, or the samples of a block are not next to each other in this dataset.
         """
-        size = getattr(self.storage, "block_size", None)
-        if size is None or not len(self.indices):
+        if getattr(self.storage, "block_size", None) is None or not len(self.indices):
             return None
-        blocks = np.asarray(self.indices, dtype=np.int64) // size
+        blocks = self._blocks
         begins = np.flatnonzero(np.append(True, blocks[1:] != blocks[:-1]))
         if len(np.unique(blocks[begins])) != len(begins):
             return None
         return np.append(begins, len(blocks))
+
+    @property
+    def _blocks(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The block of each sample."""
+        storage: Any = self.storage
+        blocks: np.ndarray[Any, np.dtype[np.int64]] = np.asarray(self.indices, dtype=np.int64) // storage.block_size
+        return blocks
+
+
+def _has_methods(instance: Any, cls: type, *names: str) -> bool:
+    """Whether methods of an object are those of ``cls``, and not of a subclass or its own."""
+    return all(getattr(getattr(instance, name, None), "__func__", None) is getattr(cls, name) for name in names)

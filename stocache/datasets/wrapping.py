@@ -14,7 +14,7 @@ from stocache.cache.options import CacheOptions
 from stocache.cache.placement import Placement
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
-from stocache.datasets.loaders import BlockLoader, SampleLoader, admission_unit
+from stocache.datasets.loaders import BlockLoader, SampleLoader, admission_unit, choose_blocks
 from stocache.datasets.probing import Probe, probe_samples
 from stocache.errors import DatasetError, LimitError, MismatchError, SampleError
 from stocache.samples.indices import check_len
@@ -22,6 +22,7 @@ from stocache.samples.record_encoder import Record
 from stocache.samples.spec import Structure
 from stocache.shm.named import DETAIL, identity_of
 from stocache.system.limits import parse_size, recommended_limit
+from stocache.transforms import huggingface
 from stocache.transforms.planning import plan_split, warn_of_random_steps
 from stocache.transforms.splitting import Split
 
@@ -116,11 +117,13 @@ class _Wrapper:
                 raise
             split = self._plan(self._dataset, wanted=wanted)
             probe, cache = self._make_cache(split)
+        for sample in list(probe.named.values())[:1]:
+            huggingface.warn_of_widening(self._dataset, sample)
         if self._splits and probe.loaded_here:
             warn_of_random_steps(self._dataset, "no child process can load its samples")
         if self._unit is None and self._options.admission == "all":  # by cost, only timed samples are kept
             cache.get_or_load_many(list(probe.samples), lambda indices: [probe.samples[idx] for idx in indices], strict=False)
-        return Wrapped(cache, probe, split, self._plan, self._make_loader(cache, split))
+        return Wrapped(cache, probe, split, self._plan, self._make_loader(cache, split, probe))
 
     def _make_cache(self, split: Split | None) -> tuple[Probe, SharedCache | RaggedCache]:
         probe = self._look(split) if self._caches else Probe()
@@ -152,13 +155,17 @@ class _Wrapper:
             raise LimitError("variable=False needs to know what samples look like. Give example=sample, or leave probe=0 out.")
         return Probe()
 
-    def _make_loader(self, cache: SharedCache | RaggedCache, split: Split | None) -> SampleLoader | BlockLoader | Split:
+    def _make_loader(
+        self, cache: SharedCache | RaggedCache, split: Split | None, probe: Probe
+    ) -> SampleLoader | BlockLoader | Split:
         if self._unit is None:
             return split if split is not None and split.has_rest else SampleLoader(self._dataset)
-        if cache.stats().capacity_bytes and bool((cache.aux_array == SlotState.OOB).all()):
+        chosen = choose_blocks(self._dataset, cache, probe.named.values())
+        nothing = bool((cache.aux_array == SlotState.OOB).all()) if chosen is None else not chosen.any()
+        if cache.stats().capacity_bytes and nothing:
             size = self._options.size_limit_gib
             logger.warning("size_limit_gib=%s is less than a block of the storage: nothing is cached.", size)
-        return BlockLoader(self._dataset, cache)
+        return BlockLoader(self._dataset, cache, chosen)
 
 
 def check_dataset(dataset: Any) -> int:

@@ -1,4 +1,4 @@
-"""Makes the batches of a DataLoader: in worker processes into the ring, or in this process from the cache."""
+"""Makes the batches of a DataLoader: in worker processes into the ring, or in this process into memory of a pool."""
 
 import os
 import weakref
@@ -14,6 +14,8 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map  # documented, for extending default_collate
 
 from stocache.cache.batches import Empty, LazyBatch
+from stocache.loader.requests import current_answer
+from stocache.loader.sample_seed import SampleSeed, is_pure, seed_thread
 from stocache.ring.ring import FULL, NO_LANE, NO_MEMORY, Ring, fallback
 from stocache.shm.pool import Pool
 
@@ -53,6 +55,44 @@ class RingCollate:
             into_buffer = default_collate_fn_map | {Tensor: partial(_stack, buffer.empty)}
             return buffer.publish(collate(samples, collate_fn_map=into_buffer))
         return buffer.publish(self._collate_fn(samples))
+
+
+class ThreadCollate:
+    """The collate function of worker threads: it makes batches in memory of a pool where it can.
+
+    Args:
+        collate_fn, stacking: as for `RingCollate`.
+        batched: whether the loader makes batches of samples.
+        sample_seed: seeds the generators of the thread for a ``collate_fn`` of the user; None does not.
+    """
+
+    def __init__(
+        self,
+        collate_fn: Callable[[list[Any]], Any],
+        stacking: bool,
+        batched: bool,
+        pool: Pool,
+        sample_seed: SampleSeed | None,
+    ) -> None:
+        self._collate_fn, self._stacking, self._batched, self._pool = collate_fn, stacking, batched, pool
+        self._sample_seed = None if is_pure(collate_fn) else sample_seed
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch of a list of samples, or of a `LazyBatch`."""
+        if isinstance(samples, LazyBatch):
+            return _gather(samples, self._pool)
+        if self._stacking:
+            return collate(samples, collate_fn_map=default_collate_fn_map | {Tensor: partial(_stack, self._pool.empty)})
+        if self._sample_seed is not None:
+            epoch, index = current_answer()
+            first = index if not self._batched else index[0] if len(index) else None
+            seed_thread(self._sample_seed.numbers(epoch, first, " batch"), self._sample_seed.hooks)
+        return self._collate_fn(samples)
+
+    def gather(self, batches: list[LazyBatch]) -> list[Any]:
+        """Return the batches of several that are wholly cached."""
+        together = LazyBatch.gather_together(batches, self._pool.empty) if len(batches) > 1 else None
+        return list(map(self, batches)) if together is None else together
 
 
 def _stack(empty: Empty, batch: list[Tensor], *, collate_fn_map: Any) -> Tensor:

@@ -3,9 +3,10 @@
 NOTE [ How torch's DataLoader is used ]
     `DataLoader` is a subclass of torch's, and keeps the arguments that the user gave. torch makes each iterator from a copy of
     the loader, in which some arguments are replaced. ``collate_fn`` becomes `RingCollate`, which writes the batch into the
-    ring and returns a handle. The sampler becomes `Order`, which can be resumed. A `CachedDataset` becomes a view of itself
-    that returns a `LazyBatch`; with ``sample_seed``, any dataset becomes a `SeededDataset`. Datasets that have a state get the
-    wrappers of worker_state.py. Of torch's methods only ``__iter__`` is overridden. Three private names of torch are used:
+    ring and returns a handle; or `ThreadCollate`, if the workers are threads. The sampler becomes `Order`, which can be
+    resumed. A `CachedDataset` becomes a view of itself that returns a `LazyBatch`; with ``sample_seed``, any dataset becomes a
+    `SeededDataset`. Datasets that have a state get the wrappers of worker_state.py. Of torch's methods ``__iter__`` is
+    overridden, and the private ``_get_iterator``, which makes a `ThreadIterator`. Three other private names of torch are used:
     ``DataLoader._iterator``, which holds the iterator of persistent workers, and that iterator's ``_workers``, its processes,
     and ``_shutdown_workers``, which ends them. Lightning uses the first and the last in the same way.
 """
@@ -28,12 +29,14 @@ import torch.utils.data
 
 from stocache.datasets.cached import CachedDataset, with_lazy_batches
 from stocache.errors import ClosedError, LimitError, WorkerError
-from stocache.loader.collate import Gatherer, RingCollate, as_is, stacks
+from stocache.loader.collate import Gatherer, RingCollate, ThreadCollate, as_is, stacks
 from stocache.loader.order import Order, Progress
 from stocache.loader.requests import RequestContext, layers
 from stocache.loader.resumable import ResumableLoader
-from stocache.loader.sample_seed import SampleSeed, as_sample_seed, seeded
+from stocache.loader.sample_seed import SampleSeed, ThreadSeededDataset, as_sample_seed, seeded
+from stocache.loader.thread_iterator import ThreadIterator
 from stocache.loader.worker_group import WorkerGroup, is_timeout, try_to_start
+from stocache.loader.worker_method import METHODS, Trial, choose_method
 from stocache.loader.worker_state import StateBatch, WorkerStates
 from stocache.ring.ring import Ring
 from stocache.samplers.locality import LocalityDistributedSampler
@@ -99,6 +102,10 @@ class DataLoader(ResumableLoader[_T]):
             of batches that a thread of this process gathers in advance.
         snapshot_every_n_steps: with which batches workers send the state of a dataset that has one: with those of every n-th
             step. A loader that resumes between two of them loads up to n - 1 batches, and drops them.
+        worker_method: "multiprocessing" for worker processes; "thread" for threads of this process, which need no start, no
+            pickling and no shared memory, and are as fast where making a sample leaves the GIL free (decoding, reading, numpy,
+            torch); "auto" measures that, and logs what it chooses. Each thread has its own copy of the dataset object, and
+            shares its data; see NOTE [ A dataset for each thread ]. (The name is that of torch's ``WorkerInfo``.)
         sample_seed: a number, or a `SampleSeed`, from which each sample gets random numbers of its own: the same samples with
             any number of workers and ranks, any batch size, cached or not, resumed or not. Read the limits of `SampleSeed`.
 
@@ -118,6 +125,7 @@ class DataLoader(ResumableLoader[_T]):
         prefetch_factor: int | None = None,
         snapshot_every_n_steps: int | None = 1,
         sample_seed: int | SampleSeed | None = None,
+        worker_method: str = "multiprocessing",
         **kwargs: Any,
     ) -> None:
         alone = _SIGNATURE.bind(self, dataset, *args, **kwargs).arguments.get("num_workers", 0) == 0
@@ -135,6 +143,11 @@ class DataLoader(ResumableLoader[_T]):
                 f"the sampler makes batches of {planned} samples, but batch_size={self.batch_size}. Make them equal."
             )
         self.sample_seed = as_sample_seed(sample_seed, dataset)
+        if worker_method not in METHODS:
+            raise ValueError(f"worker_method must be one of {', '.join(map(repr, METHODS))}, got {worker_method!r:.100}")
+        self.worker_method, self._trial = worker_method, Trial()
+        self._uses_threads = False  # by the newest workers
+        self.warned: set[str] = set()  # warnings about worker threads that were given
         self._ring: Ring | None = None
         self._pool = Pool()  # for batches without workers
         self._reset_position()
@@ -181,9 +194,15 @@ class DataLoader(ResumableLoader[_T]):
         seed, alone = self.sample_seed, not self.num_workers
         gathers = stacking and not (alone and self._pins) and not (seed is not None and seed.hooks)
         lazy = with_lazy_batches(self.dataset) if gathers else None
+        method = self.worker_method
+        if method == "auto" and not alone:
+            method = choose_method(self.dataset, seed is not None and bool(seed.hooks), self._trial)
+        self._uses_threads = method == "thread" and not alone
         order = self._order()
         dataset, collate_fn = self.dataset if lazy is None else lazy, self.collate_fn
-        if seed is not None:
+        if seed is not None and self._uses_threads:
+            dataset = ThreadSeededDataset(dataset, seed, lazy is not None)
+        elif seed is not None:
             dataset, collate_fn = seeded(dataset, collate_fn, seed, lazy=lazy is not None)
         replaced: dict[str, Any] = {"batch_sampler" if self.batch_sampler is not None else "sampler": order}
         if alone:
@@ -194,13 +213,15 @@ class DataLoader(ResumableLoader[_T]):
             lazy_batches = self._torch_iterator(order, progress, replaced)
             depth = 0 if self._keeps_states else self.prefetch_factor or 0  # a state is that of the delivered batches
             return Gatherer(lazy_batches, self._pool, depth), WorkerGroup(order)
+        if self._uses_threads:
+            in_threads = ThreadCollate(collate_fn, stacking, self.batch_sampler is not None, self._pool, seed)
+            return self._threaded_iterator(order, progress, dataset, in_threads, lazy)
         ring = self.ring
         iteration = ring.begin()
         order.context = RequestContext(ring, iteration, arrays=lazy is not None, epoch=self._epoch)
         collate: Any = RingCollate(collate_fn, stacking, ring, iteration)
         replaced |= self._restored_in_workers(dataset, collate)
-        if self._worker_states.every > 1 and self.persistent_workers and not self._is_iterable and self._keeps_states:
-            order.farewells = self.num_workers
+        order.farewells = self._farewells
         group = WorkerGroup(order, ring if iteration else None, self._start_method, persistent=self.persistent_workers)
         try:
             with group.explain_errors():
@@ -213,6 +234,24 @@ class DataLoader(ResumableLoader[_T]):
         group.workers = tuple(iterator._workers)  # multiprocessing forgets those that have ended
         group.watch()
         return iterator, group
+
+    def _threaded_iterator(
+        self, order: Order, progress: Progress, dataset: Any, collate: ThreadCollate, lazy: Any
+    ) -> "tuple[Any, WorkerGroup]":
+        order.context = RequestContext(None, 0, arrays=lazy is not None, epoch=self._epoch)
+        replaced = {"batch_sampler" if self.batch_sampler is not None else "sampler": order}
+        replaced |= self._restored_in_workers(dataset, collate)
+        order.farewells = self._farewells
+        return self._torch_iterator(order, progress, replaced), WorkerGroup(order, persistent=self.persistent_workers)
+
+    @property
+    def _farewells(self) -> int:
+        """How many requests without indices end an epoch; see `Order`."""
+        needs = self._worker_states.every > 1 and self.persistent_workers and not self._is_iterable and self._keeps_states
+        return self.num_workers if needs else 0
+
+    def _get_iterator(self) -> Any:
+        return ThreadIterator(self) if self._uses_threads else super()._get_iterator()
 
     def _torch_iterator(self, order: Order, progress: Progress, replaced: dict[str, Any]) -> Any:
         """Return the iterator that torch makes from a copy of this loader with some attributes replaced."""

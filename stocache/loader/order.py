@@ -21,14 +21,33 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from stocache.errors import StateError
 from stocache.loader.requests import BatchRequest, EpochIndices, NoIndices, RequestContext
 from stocache.loader.worker_state import has_state
-from stocache.samplers.block import ResumableSampler
+from stocache.samplers.block import BlockSampler, ResumableSampler
+from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.system import rng
 from stocache.system.state import equal_states
 
+_DRAW_FIRST = {
+    BatchSampler,
+    BlockSampler,
+    DistributedSampler,
+    LocalityDistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+}
 _DEEP = 8  # most samplers nested in each other
 
 
@@ -117,6 +136,7 @@ class Order:
         if progress.resumed is not None:
             with rng.preserve_rng_state():
                 self.restore(progress.begun, progress.samplers, progress.epochs)
+                progress.epochs = self.epochs()  # of those that the state does not know
                 numbered = self._numbered(progress, iter(self.sampler))
             self._resumed = numbered if self.context is None else None
         else:
@@ -236,6 +256,18 @@ class Order:
     def has_epochs(self) -> bool:
         """Whether a sampler has ``set_epoch``."""
         return any(hasattr(sampler, "set_epoch") for sampler in samplers_in(self.sampler))
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether nobody can tell how far ahead the samplers are asked.
+
+        They draw all numbers at the beginning, or from a generator that they make for each epoch. A `RandomSampler` draws from
+        a generator that it was given once more at its end. A loop that is left early would find another state there.
+        """
+        found = samplers_in(self.sampler)
+        return all(type(sampler) in _DRAW_FIRST for sampler in found) and not any(
+            isinstance(sampler, RandomSampler) and sampler.generator is not None for sampler in found
+        )
 
     def _stateful(self) -> list[Any]:
         return [sampler for sampler in samplers_in(self.sampler) if has_state(sampler)]

@@ -1,5 +1,6 @@
 """What the loader sends to its workers with each batch of indices."""
 
+import threading
 from array import array
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,15 +14,16 @@ from stocache.ring.ring import Ring, ring_of
 
 @dataclass
 class RequestContext:
-    """What worker processes get with each batch of indices.
+    """What workers get with each batch of indices.
 
     Attributes:
+        ring: of worker processes; None if the workers are threads.
         iteration: the number of the iteration in the ring.
         arrays: whether the workers get lists of indices as arrays, which a `CachedDataset` accepts.
         epoch: the epoch that the user has set, or None.
     """
 
-    ring: Ring
+    ring: Ring | None
     iteration: int
     arrays: bool = False
     epoch: int | None = None
@@ -39,43 +41,79 @@ class NoIndices:
 
 
 class BatchRequest:
-    """A batch of indices for a worker process. It unpickles to the indices themselves, or to `EpochIndices`."""
+    """A batch of indices for a worker. It unpickles to the indices themselves, or to `EpochIndices`.
 
-    __slots__ = ("_content",)
+    Attributes:
+        number: of the batch in the epoch.
+        epoch: the epoch that the user has set, or None.
+    """
+
+    __slots__ = ("_context", "_index", "_sample_epoch", "epoch", "number")
 
     def __init__(self, context: RequestContext, number: int, index: Any, sample_epoch: int | None = None) -> None:
-        self._content = context.ring.key, context.iteration, number, context.epoch, sample_epoch, context.arrays, index
+        self._context, self.number, self.epoch = context, number, context.epoch
+        self._index, self._sample_epoch = index, sample_epoch
 
     def __reduce__(self) -> tuple[Any, ...]:
-        *message, index = self._content
-        return _unpickle_request, (*message, *_pack_indices(index))
+        context = self._context
+        assert context.ring is not None
+        message = context.ring.key, context.iteration, self.number, self.epoch, self._sample_epoch
+        return _unpickle_request, (*message, *(_pack_indices(self._index) if context.arrays else (self._index,)))
+
+    def answer(self) -> Any:
+        """Return what the request unpickles to, for a worker that is a thread; and note that this thread answers it."""
+        index = _as_array(self._index) if self._context.arrays else self._index
+        self.note(answer := index if self._sample_epoch is None else EpochIndices(self._sample_epoch, index))
+        return answer
+
+    def note(self, answer: Any) -> None:
+        """Note that this thread works on the answer."""
+        _here.request, _here.answer = self.number, answer
 
 
-_epoch: int | None = None  # the epoch that was set in this worker
-_current = 0  # the number of the request that this worker answers
+class _Here(threading.local):
+    request = 0
+    answer: Any = None
+
+
+_epoch: int | None = None  # the epoch that was set in this worker process
+_here = _Here()
 
 
 def current_request() -> int:
     """Return the number of the request that this worker answers."""
-    return _current
+    return _here.request
+
+
+def current_answer() -> Any:
+    """Return the indices, or `EpochIndices`, that this worker thread works on."""
+    return _here.answer
 
 
 def _unpickle_request(
-    key: str, iteration: int, number: int, epoch: int | None, sample_epoch: int | None, arrays: bool, index: Any, width: int
+    key: str, iteration: int, number: int, epoch: int | None, sample_epoch: int | None, index: Any, width: int = 0
 ) -> Any:
-    global _epoch, _current
-    _current = number
+    global _epoch
+    _here.request = number
     lane = ring_of(key).lane(iteration)
     if lane is not None:
         lane.record_request(number)
-    worker = get_worker_info()
-    if epoch is not None and epoch != _epoch and worker is not None:
+    if epoch is not None and epoch != _epoch and (worker := get_worker_info()) is not None:
         _epoch = epoch
         set_epoch(worker.dataset, epoch)
     if width:
-        unpacked = _unpack_indices(index, width)
-        index = unpacked if arrays else unpacked.tolist()
+        index = _unpack_indices(index, width)
     return index if sample_epoch is None else EpochIndices(sample_epoch, index)
+
+
+def _as_array(index: Any) -> Any:
+    """Return indices as an array; or unchanged, if they are not plain integers: numpy would round, or read text."""
+    if type(index) is not list or not index or not type(index[0]) is int is type(index[-1]):
+        return index
+    try:
+        return np.frombuffer(array("q", index), np.int64)
+    except (TypeError, OverflowError):
+        return index
 
 
 def _pack_indices(index: Any) -> tuple[Any, int]:

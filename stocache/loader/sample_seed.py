@@ -27,6 +27,7 @@ from stocache.datasets.cached import CachedDataset
 from stocache.errors import DatasetError, LimitError
 from stocache.loader.requests import EpochIndices, set_epoch
 from stocache.system.generators import GENERATORS, SeededSample, read
+from stocache.threads.info import Generators, WorkerRng
 
 _MAX_SEED = 2**64 - 1
 _NUMBERS = struct.Struct("<4Q")  # one for each generator, and one for the hooks
@@ -103,16 +104,40 @@ def as_sample_seed(value: Any, dataset: Any) -> SampleSeed | None:
     return value if isinstance(value, SampleSeed) else SampleSeed(value)
 
 
+def is_pure(collate_fn: Any) -> bool:
+    """Whether a collate function draws no random numbers."""
+    return collate_fn in _PURE
+
+
 def seeded(dataset: Any, collate_fn: Any, sample_seed: SampleSeed, lazy: bool) -> tuple[Any, Any]:
     """Return a dataset and a collate function that set the generators, for an iterator whose indices are `EpochIndices`.
 
     Args:
         lazy: whether the dataset returns a `LazyBatch`.
     """
-    collates = not lazy and collate_fn not in _PURE
+    collates = not lazy and not is_pure(collate_fn)
     if collates:
         collate_fn = SeededCollate(collate_fn, sample_seed.hooks)
     return SeededDataset(dataset, sample_seed, lazy, collates), collate_fn
+
+
+def is_thread(info: Any) -> bool:
+    """Whether a `WorkerInfo` is that of a worker thread."""
+    return getattr(info, "worker_method", None) == "thread"
+
+
+class ThreadSample(SeededSample):
+    """A `SeededSample` of a worker thread, which draws from generators of its own."""
+
+    def __init__(self, rng: WorkerRng) -> None:
+        self._generators = rng.own
+
+    def run(self, load: Callable[[int], Any], idx: int) -> Any:
+        """Return ``load(idx)``, and leave the generators as they were seeded."""
+        try:
+            return load(idx)
+        finally:
+            self._generators.rewind()
 
 
 class SeededDataset:
@@ -128,7 +153,7 @@ class SeededDataset:
         inner = dataset
         while type(inner) is Subset:
             inner = inner.dataset
-        together = lazy or (getattr(inner, "__getitems__", None) and not _is_cache(inner))
+        together = lazy or (getattr(inner, "__getitems__", None) and not is_cache(inner))
         self._drawn: frozenset[int] | None = frozenset() if together else None  # generators; None: not known yet
         self._left: dict[int, Any] | None = None  # the states in which the last batch left the others
 
@@ -225,12 +250,54 @@ class SeededDataset:
         return SeededSamples(self._sample_seed.numbers(epoch, first, " batch"), samples) if self._collates else samples
 
 
+class ThreadSeededDataset(SeededDataset):
+    """A `SeededDataset` for worker threads: it seeds the generators of the thread, and leaves the global ones alone."""
+
+    __slots__ = ()
+    _holds_dataset = True
+
+    def __init__(self, dataset: Any, sample_seed: SampleSeed, lazy: bool) -> None:
+        super().__init__(dataset, sample_seed, lazy, False)
+
+    def __reduce__(self) -> Any:
+        return ThreadSeededDataset, (self.dataset, self._sample_seed, self._lazy)
+
+    def _make(self, epoch: int, indices: Sequence[Any], make: Callable[[_BeforeEach | None], Any]) -> Any:
+        """Return the samples ``indices``: made as usual, unless they draw from a generator or there are hooks."""
+        generators = seed_thread((0, 0, 0))
+        if not self._drawn and not self._sample_seed.hooks:
+            try:
+                samples = make(None)
+            except Exception:  # perhaps because of the random numbers that it drew
+                if not generators.were_asked:
+                    raise
+            else:
+                if not generators.were_asked:
+                    return samples
+            self._drawn = _ALL
+        return make(partial(self._seed, epoch, indices))
+
+    def _seed(self, epoch: int, indices: Sequence[Any], position: int) -> None:
+        seed_thread(self._sample_seed.numbers(epoch, indices[position]), self._sample_seed.hooks)
+
+
+def seed_thread(numbers: tuple[int, ...], hooks: tuple[Callable[[int], object], ...] = ()) -> Generators:
+    """Seed the generators of this worker thread, and return them."""
+    info: Any = get_worker_info()
+    info.rng.own.seed(*numbers[:3])
+    info.rng.draws = info.rng.own
+    for hook in hooks:
+        hook(numbers[-1] & 0xFFFFFFFF)
+    generators: Generators = info.rng.own
+    return generators
+
+
 def _differing(states: dict[int, Any], others: dict[int, Any]) -> frozenset[int]:
     """Return the numbers of the generators, of those in ``states``, whose states differ."""
     return frozenset(number for number, state in states.items() if state != others[number])
 
 
-def _is_cache(dataset: Any) -> bool:
+def is_cache(dataset: Any) -> bool:
     """Whether a dataset makes its samples as a `CachedDataset` does."""
     kind = type(dataset)
     return isinstance(dataset, CachedDataset) and all(
@@ -247,7 +314,7 @@ def _get_batch(dataset: Any, indices: Sequence[Any], before_each: _BeforeEach | 
     inner_indices = indices
     while type(inner) is Subset:
         inner, inner_indices = inner.dataset, [inner.indices[idx] for idx in inner_indices]
-    if before_each is not None and _is_cache(inner):
+    if before_each is not None and is_cache(inner):
         return inner.__getitems__(inner_indices, before_each)
     if before_each is None or not getattr(inner, "__getitems__", None):
         return _get_each(dataset, indices, before_each)
@@ -275,7 +342,8 @@ def _each(get: Callable[[Any], Any], indices: Sequence[Any], before_each: _Befor
     if before_each is None:
         return [get(index) for index in indices]
     samples = []
-    with SeededSample():
+    info: Any = get_worker_info()
+    with ThreadSample(info.rng) if is_thread(info) else SeededSample():
         for position, index in enumerate(indices):
             before_each(position)
             samples.append(get(index))

@@ -51,6 +51,7 @@ def _converted(state: dict[str, Any], loader: Any) -> dict[str, Any]:
             loader.sampler.generator.set_state(generator)
             parts["made"] = parts["begun"] = parts["asked"] = loader.state_dict()["parts"]["made"]
     position |= {"batches": batches, "replay": state.get("_steps_since_snapshot", 0), "finished": finished}
+    position["epochs"] = [None for _ in position["epochs"]]  # torchdata leaves them to the user
     samplers = [saved for saved in (main["_index_sampler_state"], sampling.get("sampler_state")) if saved is not None]
     if samplers and not finished:
         parts["samplers"] = parts["now"] = samplers

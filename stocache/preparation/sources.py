@@ -3,6 +3,7 @@
 import csv
 import importlib
 import io
+import logging
 import os
 import re
 from abc import ABC, abstractmethod
@@ -10,10 +11,12 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from torch.utils.data import Dataset
 
 from stocache.errors import LimitError, StorageError
@@ -22,7 +25,10 @@ from stocache.preparation.prepare import DataPreparer
 from stocache.samples.indices import check_index, check_indices
 from stocache.storage.block import File
 
+logger = logging.getLogger("stocache")
+
 IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision's ImageFolder
+_HASHED_AT_ONCE = 1 << 22  # bytes
 _ACCEPTED = (
     "a folder of images, with or without a subfolder for each class; a .csv, .tsv, .npy or .parquet file; a folder of .parquet "
     "files; a folder that save_to_disk of Hugging Face datasets has written"
@@ -34,9 +40,11 @@ class Source(Dataset[Any], ABC):
 
     Attributes:
         info: facts about all samples, for `prepare`.
+        hashes: whether `describe_files` reads the contents of the files.
     """
 
     info: dict[str, Any]
+    hashes: bool = False
     _opened: Any = None  # a file or data that each process opens for itself
 
     @abstractmethod
@@ -60,11 +68,45 @@ class Source(Dataset[Any], ABC):
     def _sample(self, idx: int) -> Any:
         """Return sample ``idx``, which is in range."""
 
+    @abstractmethod
+    def files(self) -> list[str]:
+        """Return the paths of the files that the samples come from."""
+
+    def options(self) -> dict[str, Any]:
+        """Return what the samples depend on, besides the files."""
+        return {}
+
+    def describe_files(self) -> dict[str, Any]:
+        """Return what tells the files from others: their number, bytes and place, and a checksum of sizes and times of change.
+
+        If it ``hashes``, the checksum is that of the contents, and files that were moved or touched stay the same.
+
+        Raises:
+            StorageError: a file cannot be read.
+        """
+        paths = self.files()
+        above, digest, nbytes, newest = os.path.dirname(os.path.commonpath(paths)), xxhash.xxh3_64(), 0, 0
+        for path in paths:
+            with _reading(path, "a part of the source"):
+                status = os.stat(path)
+                digest.update(f"{os.path.relpath(path, above)}\0{status.st_size}\0".encode(errors="surrogateescape"))
+                if self.hashes:
+                    with open(path, "rb") as file:
+                        while piece := file.read(_HASHED_AT_ONCE):
+                            digest.update(piece)
+                else:
+                    digest.update(f"{status.st_mtime_ns}\0".encode())
+            nbytes, newest = nbytes + status.st_size, max(newest, status.st_mtime_ns)
+        facts: dict[str, Any] = {"files": len(paths), "bytes": nbytes} | self.options()
+        if not self.hashes:
+            facts |= {"folder": os.path.abspath(above), "last change": str(datetime.fromtimestamp(newest // 10**9))}
+        return facts | {"contents" if self.hashes else "list of files": digest.hexdigest()}
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_opened"}
 
 
-def open_source(path: str | os.PathLike[str], *, size: int | None = None) -> Source:
+def open_source(path: str | os.PathLike[str], *, size: int | None = None, hashes: bool = False, nan: bool = False) -> Source:
     """Open a file or folder as a map-style dataset.
 
     Args:
@@ -76,6 +118,9 @@ def open_source(path: str | os.PathLike[str], *, size: int | None = None) -> Sou
             a .parquet file, or a folder of them (needs pyarrow). Samples: a dict of the columns.
             a folder that ``save_to_disk`` of Hugging Face datasets has written (needs datasets). Samples: as in that dataset.
         size: decode images to uint8 tensors of shape (3, size, size) (needs Pillow).
+        nan: blank cells of a table are NaN where all other cells of their column are numbers; the column is then float. Without
+            it such a column is str, and a warning says so.
+        hashes: `prepare` tells the source from others by the contents of its files, and not by sizes and times of change.
 
     Raises:
         StorageError: the path is not one of these, holds no samples, or cannot be read; or a library is missing.
@@ -84,7 +129,8 @@ def open_source(path: str | os.PathLike[str], *, size: int | None = None) -> Sou
     path = os.fspath(path)
     if size is not None and (type(size) is not int or size < 1):
         raise LimitError(f"size={size!r} is not the size of an image. Use 1 or more pixels.")
-    source = _open(path, size)
+    source = _open(path, size, nan)
+    source.hashes = hashes
     if size is not None and not isinstance(source, ImageFolder):
         raise StorageError(f"{path} is not a folder of images, and size={size} is for images. Leave it out.")
     if not len(source):
@@ -92,7 +138,7 @@ def open_source(path: str | os.PathLike[str], *, size: int | None = None) -> Sou
     return source
 
 
-def _open(path: str, size: int | None) -> Source:
+def _open(path: str, size: int | None, nan: bool) -> Source:
     if not os.path.exists(path):
         raise StorageError(f"{path} does not exist. Accepted: {_ACCEPTED}.")
     if os.path.isdir(path):
@@ -106,7 +152,7 @@ def _open(path: str, size: int | None) -> Source:
         return ParquetFiles(parquet) if parquet else ImageFolder(path, size)
     suffix = os.path.splitext(path)[1].lower()
     if suffix in (".csv", ".tsv"):
-        return CsvFile(path)
+        return CsvFile(path, nan)
     if suffix == ".npy":
         return NpyFile(path)
     if suffix == ".parquet":
@@ -143,8 +189,17 @@ class ImageFolder(Source):
 
     def _sample(self, idx: int) -> dict[str, Any]:
         name = self._names[idx]
-        sample = {"image": self._image(os.path.join(self._path, name)), "name": name}
+        readable = os.fsencode(name).decode(errors="backslashreplace")
+        sample = {"image": self._image(os.path.join(self._path, name)), "name": readable}
         return sample | {"label": self._labels[name.partition("/")[0]]} if self._labels else sample
+
+    def files(self) -> list[str]:
+        """Return the paths of the images."""
+        return [os.path.join(self._path, name) for name in self._names]
+
+    def options(self) -> dict[str, Any]:
+        """Return the size to which images are decoded."""
+        return {"size of images": self._size}
 
     def _image(self, path: str) -> Any:
         with _reading(path, "an image"):
@@ -159,8 +214,14 @@ class ImageFolder(Source):
 
 def _walk(path: str) -> Iterator[list[str]]:
     """Yield the path of each image under a folder, as a list of names."""
+    seen = set()  # folders: a link may lead to one that it lies in
     for folder, folders, files in os.walk(path, onerror=_raise, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in seen:
+            folders[:] = []
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         above = os.path.relpath(folder, path).split(os.sep) if folder != path else []
         yield from ([*above, name] for name in files if name.lower().endswith(IMAGES) and not name.startswith("."))
 
@@ -179,12 +240,13 @@ _KINDS: list[tuple[Any, Any]] = [
 class CsvFile(Source):
     """The rows of a table. Columns with numbers only are int or float, the others str.
 
-    A column with an empty cell is str. So is a column with a number such as 007 or +49, which would not come back as written.
+    A column with an empty cell is str; or float, with NaN there, if its other cells are numbers and ``nan`` is True.
+    A column with a number such as 007 or +49, which would not come back as written, is str.
     Quoted cells may hold line breaks. Opening reads the file once, and keeps 8 bytes for each row in memory: its offset.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, nan: bool = False) -> None:
+        self._path, self._nan = path, nan
         self._format: dict[str, Any] = {"delimiter": "\t" if path.lower().endswith(".tsv") else ",", "strict": True}
         self._begins = array("q")
         with _reading(path, "a table"), open(path, "rb") as file, _long_cells():
@@ -200,23 +262,47 @@ class CsvFile(Source):
             rows = csv.reader(lines(), **self._format)  # it asks only for the lines of the current row
             columns = next(rows, [])
             _check_columns(columns)
-            kinds, begin = [0] * len(columns), end
+            kinds, blanks, begin = [0] * len(columns), [0] * len(columns), end
             try:
                 for row in rows:
                     if row:  # not a blank line
                         self._begins.append(begin)
                         for number, cell in enumerate(_check_row(row, columns)):
-                            while not _KINDS[kinds[number]][1].match(cell):
+                            blanks[number] += not cell
+                            while cell and not _KINDS[kinds[number]][1].match(cell):
                                 kinds[number] += 1
                     begin = end
             except (csv.Error, ValueError) as error:
                 raise ValueError(f"line {rows.line_num}: {error}") from error
             self._begins.append(end)
-        self._columns = {name: _KINDS[kind][0] for name, kind in zip(columns, kinds, strict=True)}
+        self._columns = {
+            name: _KINDS[kind][0] if not blank else self._kind_with_blanks(name, kind, blank)
+            for name, kind, blank in zip(columns, kinds, blanks, strict=True)
+        }
         self.info = {"columns": columns}
+
+    def _kind_with_blanks(self, name: str, kind: int, blanks: int) -> Any:
+        """Return how the cells of a column are read of which some are blank."""
+        if _KINDS[kind][0] is str or blanks == len(self):
+            return str
+        if self._nan:
+            return _float_or_nan
+        logger.warning(
+            "%s: the column %r holds numbers and blank cells (%d of %d), so it is str. With nan=True, --nan, these are NaN.",
+            self._path, name, blanks, len(self),
+        )  # fmt: skip
+        return str
+
+    def options(self) -> dict[str, Any]:
+        """Return whether blank cells are NaN."""
+        return {"blank cells": "NaN" if self._nan else "str"}
 
     def __len__(self) -> int:
         return len(self._begins) - 1
+
+    def files(self) -> list[str]:
+        """Return the path of the table."""
+        return [self._path]
 
     def _sample(self, idx: int) -> dict[str, Any]:
         with _reading(self._path, "a table"), _long_cells():
@@ -227,6 +313,10 @@ class CsvFile(Source):
             row = next(csv.reader(io.StringIO(text, newline=""), **self._format))
             cells = zip(self._columns.items(), _check_row(row, list(self._columns)), strict=True)
             return {name: kind(cell) for (name, kind), cell in cells}
+
+
+def _float_or_nan(cell: str) -> float:
+    return float(cell or "nan")
 
 
 def _check_row(row: list[str], columns: Sequence[str]) -> list[str]:
@@ -256,6 +346,10 @@ class NpyFile(Source):
 
     def __len__(self) -> int:
         return len(self._array)
+
+    def files(self) -> list[str]:
+        """Return the path of the array."""
+        return [self._path]
 
     def _sample(self, idx: int) -> Any:
         return self._array[idx].copy()
@@ -299,6 +393,10 @@ class ParquetFiles(Source):
         """Return a preparer that reads in order: random access would read a row group for each row."""
         return InOrder(self)
 
+    def files(self) -> list[str]:
+        """Return the paths of the files."""
+        return list(dict.fromkeys(path for path, _, _ in self._groups))
+
     def _sample(self, idx: int) -> Any:
         return self.__getitems__([idx])[0]
 
@@ -331,7 +429,7 @@ class SavedDataset(Source):
     """A Hugging Face dataset that was saved to disk. Images, audio and video stay encoded: {"bytes": ..., "path": ...}."""
 
     def __init__(self, path: str) -> None:
-        library = _library("datasets", "datasets")
+        library, self._path = _library("datasets", "datasets"), path
         with _reading(path, "a Hugging Face dataset"):
             self._dataset = library.load_from_disk(path)
             for name, feature in self._dataset.features.items():
@@ -341,6 +439,10 @@ class SavedDataset(Source):
 
     def __len__(self) -> int:
         return len(self._dataset)
+
+    def files(self) -> list[str]:
+        """Return the paths of the files in the folder."""
+        return sorted(entry.path for entry in os.scandir(self._path) if entry.is_file())
 
     def _sample(self, idx: int) -> Any:
         return self._dataset[idx]
@@ -363,6 +465,10 @@ class InOrder(DataPreparer[Any, Any]):
     def get_dataset_info(self) -> Any:
         """Return the info of the source."""
         return self._source.info
+
+    def describe_files(self) -> dict[str, Any]:
+        """Return what tells the files of the source from others."""
+        return self._source.describe_files()
 
 
 def _check_columns(names: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ So each fork while batches are held makes a pipe. Only the child and its own chi
 the last of them has exited.
 """
 
+import contextlib
 import os
 import select
 import threading
@@ -30,7 +31,8 @@ class ForkTracker:
     def _forget_the_dead(self) -> None:
         for fork in list(self._inherited):  # in place: another thread may fork at the same time
             if fork[0].ended():
-                self._inherited.remove(fork)
+                with contextlib.suppress(ValueError):  # the other thread has removed it
+                    self._inherited.remove(fork)
 
     def _about_to_fork(self) -> None:
         self._forget_the_dead()

@@ -8,7 +8,7 @@ The pickle comes in pieces, and large bytes objects are pieces of their own. So 
 import pickle
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -21,13 +21,8 @@ _ANY = pickle.PickleBuffer(bytearray())  # stands for bytes that are already pla
 
 
 def pack(batch: Any, place: PlaceBytes) -> tuple[list[bytes], list[tuple[int, int]]]:
-    """Return the pickle of ``batch``, in pieces, and the offset and size of each placed tensor or array, for `unpack`.
-
-    Pieces may be bytearrays of the batch. Raises what pickling raises.
-    """
-    pieces, places = _Pieces(), _Places(place)
-    _Packer(pieces, places).dump(batch)
-    return pieces, places.found
+    """Return what `Packer.pack` returns."""
+    return Packer().pack(batch, place)
 
 
 def unpack(payload: bytes | memoryview, memory: memoryview, places: Sequence[tuple[int, int]]) -> Any:
@@ -41,12 +36,29 @@ class _Pieces(list[bytes]):
     write = list.append
 
 
-class _Packer(ForkingPickler):
-    """multiprocessing's pickler with torch's reductions; it places plain tensors and arrays outside of the pickle."""
+class Packer(ForkingPickler):
+    """multiprocessing's pickler with torch's reductions; it places plain tensors and arrays outside of the pickle.
 
-    def __init__(self, file: _Pieces, places: "_Places") -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL, True, _stays)
-        self._places = places
+    It packs any number of batches: to make a pickler takes as long as to pickle 32 short strings.
+    """
+
+    def __init__(self) -> None:
+        self._pieces = _Pieces()
+        super().__init__(self._pieces, pickle.HIGHEST_PROTOCOL, True, _stays)
+
+    def pack(self, batch: Any, place: PlaceBytes) -> tuple[list[bytes], list[tuple[int, int]]]:
+        """Return the pickle of ``batch``, in pieces, and the offset and size of each placed tensor or array, for `unpack`.
+
+        Pieces may be bytearrays of the batch. Raises what pickling raises.
+        """
+        self._places = _Places(place)
+        try:
+            self.dump(batch)
+            return self._pieces[:], self._places.found
+        finally:
+            del self._places
+            self._pieces.clear()
+            self.clear_memo()
 
     def reducer_override(self, value: Any) -> Any:
         """Return how a plain tensor or array is rebuilt from placed bytes; NotImplemented for other objects."""
@@ -69,11 +81,11 @@ class _Packer(ForkingPickler):
         return _rebuild_strided, (_ANY, value.dtype, tuple(value.shape), value.stride(), offset)
 
     def _array(self, value: np.ndarray[Any, Any]) -> Any:
-        if value.dtype.hasobject or not value.nbytes or not value.flags.c_contiguous:
-            return NotImplemented
-        if not self._places.find(value.ctypes.data, value.nbytes, shared=False):  # pickled arrays do not share memory
-            return NotImplemented
-        return _rebuild_array, (_ANY, value.dtype, value.shape)
+        order: Literal["C", "F"] = "C" if value.flags.c_contiguous else "F"
+        placeable = value.nbytes and value.flags.forc and value.dtype.isnative and not value.dtype.hasobject
+        if placeable and self._places.find(value.ctypes.data, value.nbytes, shared=False):  # pickled arrays do not share memory
+            return _rebuild_array, (_ANY, value.dtype, value.shape, order)
+        return value.__reduce__()  # as torch sends it: protocol 5 would make a frozen array frozen where it arrives
 
 
 class _Places:
@@ -121,5 +133,5 @@ def _rebuild_strided(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], st
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride, offset)
 
 
-def _rebuild_array(memory: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-    return np.ndarray(shape, dtype, memory)
+def _rebuild_array(memory: Any, dtype: Any, shape: tuple[int, ...], order: Literal["C", "F"]) -> Any:
+    return np.ndarray(shape, dtype, memory, order=order)

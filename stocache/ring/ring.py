@@ -20,6 +20,7 @@ NOTE [ Who owns a buffer ]
 import itertools
 import math
 import os
+import pickle
 import threading
 import weakref
 from collections import deque
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from stocache.errors import WorkerError
 from stocache.ring.fork_tracker import ForkTracker
-from stocache.ring.pickling import pack, unpack
+from stocache.ring.pickling import Packer, pack, unpack
 from stocache.ring.pinned import Pinned
 from stocache.shm.leases import LeaseTracker
 from stocache.shm.segment import Segment
@@ -42,11 +43,14 @@ from stocache.system.limits import GIB, KIB, MIB, format_size
 STRIDE = 2 * GIB  # bytes of addresses of a buffer
 _EXTENT = 2 * MIB  # a buffer takes memory in steps of this size
 _ALIGNMENT = 64
-_SMALL = 16 * KIB  # bytes of a pickle that go through torch's queue in one write; larger pickles lie in the buffer
+_SMALL = (
+    32 * KIB
+)  # bytes of a pickle that go through torch's queue; larger ones lie in the buffer, and come faster so. Measured
+# by `python -m benchmark payloads threshold`: at 32 KiB both ways take the same time
 
 _FREE, _SENT, _HELD = range(3)  # the two low bits of a buffer's word; the bits above number its batch
 _LIVE = 8  # most iterations over one loader at the same time
-_LANE_WORDS = 3  # of a lane's owner: its iteration, its pid, and the number of its current batch plus 1
+_LANE_WORDS = 4  # of a lane: its owner's iteration, pid, and number of the current batch plus 1; and its count of small batches
 
 # Reasons for sending a batch without the ring
 FULL = "no buffer was free: the batches in them are still held"
@@ -67,14 +71,13 @@ class Ring:
 
     Attributes:
         received: batches that came through the ring.
-        fallbacks: batches that were sent without it, by reason.
     """
 
     def __init__(self, lanes: int, depth: int, pinned: bool = False) -> None:
         words = _LIVE + lanes * (_LANE_WORDS + depth)
         segment = Segment.create(words * 8, lanes * depth * STRIDE, _EXTENT)
         self._assemble(f"{os.getpid()}-{next(_numbers)}", lanes, depth, segment)
-        self.received, self.fallbacks = 0, dict.fromkeys((FULL, NO_LANE, NO_MEMORY, TOO_LARGE, NOTHING), 0)
+        self.received, self._fallbacks = 0, dict.fromkeys((FULL, NO_LANE, NO_MEMORY, TOO_LARGE, NOTHING), 0)
         self._pid = os.getpid()
         self._iterations = itertools.count(1)
         self._leases: LeaseTracker[int] = LeaseTracker()  # the slots of held batches
@@ -118,6 +121,12 @@ class Ring:
     def works(self) -> bool:
         """Whether the machine has shared memory for the ring."""
         return self._segment.backing != "none"
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """The number of batches that were sent without the ring, by reason."""
+        small = sum(self._owners[at + 3] for at in range(0, len(self._owners), _LANE_WORDS))
+        return self._fallbacks | {NOTHING: self._fallbacks[NOTHING] + small}
 
     @property
     def nbytes(self) -> int:
@@ -208,12 +217,12 @@ class Ring:
 
     def record_fallback(self, reason: str) -> None:
         """Count a batch that arrived without the ring."""
-        self.fallbacks[reason] += 1
+        self._fallbacks[reason] += 1
         self.reap()
 
     def reap(self) -> None:
         """Free the buffers whose tensors are gone, unless a GPU still reads them or a living child has inherited them."""
-        if not self.mine or not self._reaping.acquire(blocking=False):
+        if not self.mine or not (self._copied or self._leases.any_released) or not self._reaping.acquire(blocking=False):
             return  # another thread is freeing them
         try:
             for slot in self._leases.released():
@@ -243,7 +252,8 @@ class Lane:
     """The buffers of one sending process, for one of its threads.
 
     Attributes:
-        packed: the result of `pack` for each kind of batch; see `RingBuffer.publish`.
+        packer: packs its batches.
+        packed: the result of packing, for each kind of batch; see `RingBuffer.publish`.
     """
 
     def __init__(
@@ -255,6 +265,7 @@ class Lane:
         for at, word in enumerate(words):
             if word & 3 == _SENT:  # by a worker that has exited, for an iteration that is over
                 words[at] = word & ~3 | _FREE
+        self.packer = Packer()
         self.packed: dict[Hashable, tuple[list[bytes], list[tuple[int, int]]]] = {}
         self._ready = [0] * len(words)  # bytes from the start of a buffer that are reserved and mapped here
 
@@ -266,6 +277,10 @@ class Lane:
     def record_request(self, number: int) -> None:
         """Record the number of the batch that is made now."""
         self._owner[2] = number + 1
+
+    def record_small(self) -> None:
+        """Count a batch that is sent without the ring, because it is small."""
+        self._owner[3] += 1
 
     def take(self) -> "RingBuffer | None":
         """Return the first free buffer, which stays free until it is published; None if all are in use."""
@@ -315,16 +330,19 @@ class RingBuffer:
         lane = self._lane
         packed = None if kind is None else lane.packed.get(kind)
         if packed is None:
-            packed = pack(batch, self._place)
+            packed = lane.packer.pack(batch, self._place)
             if kind is not None:
                 lane.packed[kind] = packed
         pieces, places = packed
         payload = self._write(pieces) or b"".join(pieces)
         if not places and isinstance(payload, bytes):  # send this very payload: it may hold descriptors to be fetched
-            return BatchHandle(_receive_fallback, lane.key, (self.problem, payload))
+            if self.problem is NOTHING:
+                lane.record_small()
+                return BatchHandle(pickle.loads, payload)
+            return BatchHandle(_receive_fallback, lane.key, self.problem, payload)
         number = (lane.words[self._at] >> 2) + 1
         lane.words[self._at] = number << 2 | _SENT
-        return BatchHandle(_receive, lane.key, (self._slot, number, self._used, places, payload))
+        return BatchHandle(_receive, lane.key, self._slot, number, self._used, places, payload)
 
     def _write(self, pieces: list[bytes]) -> tuple[int, int] | None:
         """Write a pickle into the buffer, and return its offset and size; None if it is small, or if there is no room."""
@@ -363,8 +381,8 @@ class BatchHandle:
 
     __slots__ = ("_reduced",)
 
-    def __init__(self, receive: Callable[..., Any], key: str, content: tuple[Any, ...]) -> None:
-        self._reduced = receive, (key, *content)
+    def __init__(self, receive: Callable[..., Any], *content: Any) -> None:
+        self._reduced = receive, content
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return self._reduced
@@ -377,7 +395,7 @@ def fallback(key: str, reason: str, batch: Any) -> BatchHandle:
     batch, and the parent would wait for ever.
     """
     pieces, _ = pack(batch, lambda address, nbytes: None)
-    return BatchHandle(_receive_fallback, key, (reason, b"".join(pieces)))
+    return BatchHandle(_receive_fallback, key, reason, b"".join(pieces))
 
 
 def _receive(key: str, *content: Any) -> Any:

@@ -5,8 +5,8 @@ then they raise an error. They never run code that it names, nor take more memor
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -79,6 +79,44 @@ def reader(tree: Tree, table: ColumnTable, *, allow_pickle: bool = False, decode
         Unresolved: it names classes that are not here or may not be used; or it has pickles, which are not allowed.
     """
     return _Compiler(table, allow_pickle, decode).reader(tree, 0)
+
+
+def value_columns(tree: Tree) -> Iterator[str]:
+    """Yield the names of the columns of a structure that hold values. Raises KeyError, TypeError: it is not a structure."""
+    if tree is not None:
+        children = [tree["items"]] if "items" in tree else tree.get("children", ())
+        for child in children:
+            yield from value_columns(child)
+        if "column" in tree:
+            yield tree["column"]
+
+
+class Part(NamedTuple):
+    """Where the bytes of one value are: in row 0 at ``begin``, in the next row ``step`` bytes further."""
+
+    begin: int
+    step: int
+    nbytes: int
+
+
+def fixed_parts(tree: Tree, table: ColumnTable) -> list[Part] | None:
+    """Return where the tensors, arrays and numbers of a row are, in their order. None where rows differ in their sizes.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is not a structure.
+    """
+    if tree is None or tree["kind"] in ("union", "list", "tuple"):
+        return None
+    if tree["kind"] == "in":
+        children = [fixed_parts(child, table) for child in tree["children"]]
+        return None if any(parts is None for parts in children) else [part for parts in children for part in parts or ()]
+    if "shape" not in tree:
+        return None
+    size, (begin, _) = kind_in(tree).itemsize, table.span(tree["column"])
+    step = math.prod(check_shape(tree["shape"])) * size
+    if tree["kind"] == "numbers":  # a list of numbers
+        return [Part(begin + at, step, size) for at in range(0, step, size)]
+    return [Part(begin, step, step)]
 
 
 class _Compiler:

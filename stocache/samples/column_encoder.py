@@ -28,6 +28,7 @@ NOTE [ Columns ]
     the shape of a leaf of varying shape (int64s, little-endian), and the bytes of every leaf.
 """
 
+import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -233,6 +234,16 @@ class Columns:
             name += "'"
         self.tensors[name] = column if isinstance(column, Tensor) else torch.from_numpy(column.astype(np.int64, copy=False))
         return name
+
+
+def tree_of(sample: Any) -> Tree:
+    """Return the structure that a block of samples like this one has, as it is read from the file.
+
+    Raises:
+        SampleError: as `Columns`.
+    """
+    tree: Tree = json.loads(json.dumps(Columns([sample]).tree))
+    return tree
 
 
 def _apart(encoded: Encoded) -> tuple[_Key, Any]:

@@ -47,6 +47,13 @@ class _Dense:
         """Bytes of one value."""
         return math.prod(self.shape) * int(self.dtype.itemsize)
 
+    def _laid_out(self, zeros: Any) -> Any:
+        """Return zeros of the shape of this leaf with its order; ``zeros`` makes them for a shape in the order of C."""
+        if self.order is None:
+            return zeros(self.shape)
+        value, back = zeros([self.shape[dim] for dim in self.order]), inverse(self.order, len(self.shape))
+        return value.permute(back) if isinstance(value, Tensor) else value.transpose(back)
+
     @property
     def _ordered(self) -> str:
         return "" if self.order is None else f" order {list(self.order)}"
@@ -106,6 +113,11 @@ class TensorLeaf(_Dense):
         shown = f"{value!r:.100}" if isinstance(value, bool | int | float | complex) else type(value).__name__
         raise Unfit(f"is {shown}; {problem}", "Convert it to a tensor first")
 
+    def example(self) -> Tensor:
+        """Return a value of zeros."""
+        value: Tensor = self._laid_out(partial(torch.zeros, dtype=self.dtype))
+        return value
+
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{self._ordered}"
 
@@ -136,6 +148,11 @@ class ArrayLeaf(_Dense):
             raise Unfit(f"is numpy {dtype_text(value.dtype)}{list(value.shape)}, the cache holds {self}")
         array: Any = value
         return array_bytes(array if self.order is None else array.transpose(self.order))
+
+    def example(self) -> Any:
+        """Return a value of zeros."""
+        value = self._laid_out(partial(np.zeros, dtype=self.dtype))
+        return value[()] if self.scalar else value
 
     def __str__(self) -> str:
         return f"numpy {dtype_text(self.dtype)}{list(self.shape)}" + " scalar" * self.scalar + self._ordered
@@ -200,6 +217,10 @@ class NumberLeaf:
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise Unfit(f"is {value!r:.100}, which exceeds 64 bits", "Give such numbers as arrays or str")
         return self.codec.pack(value.real, value.imag) if self.type is complex else self.codec.pack(value)
+
+    def example(self) -> Any:
+        """Return a value of zero."""
+        return self.type()
 
     def __str__(self) -> str:
         return self.type.__name__
@@ -463,6 +484,10 @@ class Structure:
             return root.container.unflatten_fn()
         join = _joiner(root)
         return lambda values: join(iter(values))
+
+    def example(self) -> Any:
+        """Return a sample of this structure, whose values are zeros and lie in memory as those of the cache do."""
+        return self.unflatten([leaf.example() for leaf in self.leaves])
 
     @property
     def identity(self) -> str:

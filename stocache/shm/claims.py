@@ -37,36 +37,48 @@ class Claims:
 
     Those of one batch are noted in a set, which the caller makes before: so it can give them up after an interrupt, wherever
     that came.
-
     """
 
     def __init__(self, segment: Segment, dataset_len: int) -> None:
         self._segment = segment
-        self._words = np.frombuffer(segment.control[len(segment.control) - 4 * dataset_len :], np.uint32)
+        self._word = segment.control[len(segment.control) - 4 * dataset_len :].cast("I")  # for one sample: faster than numpy
+        self._words = np.frombuffer(self._word, np.uint32)
         self._holder = -1
         self._loading: set[int] = set()  # claimed by threads of this process
         self._writing: set[int] = set()
 
-    def to_load(self, indices: _Indices, taken: set[int]) -> None:
+    def to_load(self, indices: _Indices | list[int], taken: set[int]) -> None:
         """Claim samples to load them; note in ``taken`` those that no other thread or process has claimed."""
         self._take(indices, 0, self._loading, taken)
 
-    def to_write(self, indices: _Indices, taken: set[int]) -> None:
+    def to_write(self, indices: _Indices | list[int], taken: set[int]) -> None:
         """Claim samples to write them; note in ``taken`` those that no other thread or process is writing."""
         self._take(indices, _WRITING, self._writing, taken)
         if WEAKLY_ORDERED:
             order_loads()  # the caller reads the state bytes after the words
 
-    def _take(self, indices: _Indices, mark: int, ours: set[int], taken: set[int]) -> None:
+    def _take(self, indices: _Indices | list[int], mark: int, ours: set[int], taken: set[int]) -> None:
         with self._segment.guard:
             if self._holder != self._segment.holder:  # a forked child has no claims of its own
                 self._holder = self._segment.holder
                 self._loading.clear()
                 self._writing.clear()
             if self._holder:
-                self._segment.run_locked(_LOCK, 1, lambda: self._mark(indices, mark, ours, taken), None)
+                marks = self._mark if len(indices) > 1 else self._mark_one
+                self._segment.run_locked(_LOCK, 1, lambda: marks(indices, mark, ours, taken), None)
 
-    def _mark(self, indices: _Indices, mark: int, ours: set[int], taken: set[int]) -> None:
+    def _mark_one(self, indices: _Indices | list[int], mark: int, ours: set[int], taken: set[int]) -> None:
+        for idx in map(int, indices):
+            word = self._word[idx]
+            if word & ~_WRITING not in (0, self._holder):
+                self._mark(indices, mark, ours, taken)
+            elif not word or (idx not in ours and idx not in self._writing):  # or of an interrupted thread of this process
+                taken.add(idx)
+                ours.add(idx)
+                self._word[idx] = self._holder | mark
+
+    def _mark(self, indices: _Indices | list[int], mark: int, ours: set[int], taken: set[int]) -> None:
+        indices = np.asarray(indices)
         words = self._words[indices]
         if words.any():
             free = np.ones(len(words), bool)
@@ -83,32 +95,37 @@ class Claims:
 
     def end_writing(self, taken: set[int]) -> None:
         """Give up claims to write, after the state bytes were set."""
-        indices = np.fromiter(taken, np.int64, len(taken))
-        self._words[indices[self._words[indices] == self._holder | _WRITING]] = 0
-        with self._segment.guard:
+        with self._segment.guard:  # else another thread could claim a sample between the two, and be forgotten
+            if len(taken) > 1:
+                indices = np.fromiter(taken, np.int64, len(taken))
+                self._words[indices[self._words[indices] == self._holder | _WRITING]] = 0
+            else:
+                for idx in taken:
+                    if self._word[idx] == self._holder | _WRITING:
+                        self._word[idx] = 0
             self._writing -= taken
 
     def end_loading(self, taken: set[int]) -> None:
         """Give up claims to load, as far as nobody has taken them to write."""
         with self._segment.guard:
             self._loading -= taken
-            indices = np.fromiter(taken, np.int64, len(taken))
-            if len(indices) and (self._words[indices] == self._holder).any():
-                self._segment.run_locked(_LOCK, 1, lambda: self._drop(indices), None)
+            if any(self._word[idx] == self._holder for idx in taken):
+                self._segment.run_locked(_LOCK, 1, lambda: self._drop(taken), None)
 
-    def _drop(self, indices: _Indices) -> None:
-        self._words[indices[self._words[indices] == self._holder]] = 0
+    def _drop(self, taken: set[int]) -> None:
+        for idx in taken:
+            if self._word[idx] == self._holder:
+                self._word[idx] = 0
 
     def wait_to_load(self, idx: int, taken: set[int], timeout_s: float, over: Callable[[], bool]) -> None:
         """Wait until this thread has claimed a sample to load, or ``over()`` is true, or the time is over."""
-        index = np.array([idx])
 
         def ready() -> bool:
-            self.to_load(index, taken)
+            self.to_load([idx], taken)
             return bool(taken) or over()
 
         if not ready():
-            self._segment.wait_for_holder(int(self._words[idx]) & ~_WRITING, ready, timeout_s)
+            self._segment.wait_for_holder(self._word[idx] & ~_WRITING, ready, timeout_s)
 
     def run_unwritten(self, work: Callable[[], None]) -> bool:
         """Run ``work`` while nobody can claim a sample. Return False if somebody is writing one."""

@@ -51,9 +51,10 @@ class Layout:
     def for_sizes(
         cls, control_bytes: int, data_bytes: int, descriptor: bytes = b"", extent_bytes: int | None = None
     ) -> "Layout":
-        """Return the layout for new data. Extents have 2 MiB: the first batch, of samples at random, reserves one for each.
+        """Return the layout for new data. Extents have 2 MiB.
 
-        ``extent_bytes``, a multiple of 2 MiB, sets another size, for data that will be mostly holes.
+        ``extent_bytes``, a multiple of 4 KiB, sets another size: a larger one for data that will be mostly holes, a smaller one
+        for data that is written at random.
         """
         return cls(control_bytes, data_bytes, extent_bytes or HUGE_PAGE, descriptor)
 
@@ -122,7 +123,7 @@ class Layout:
         layout = cls(control_bytes, data_bytes, extent_bytes, os.pread(fd, min(descriptor_bytes, DESCRIPTOR_MAX), _HEADER.size))
         if layout._checksum() != checksum:
             raise SegmentError(f"has a damaged header (crc32 {layout._checksum():08x}, expected {checksum:08x}).")
-        if extent_bytes == 0 or extent_bytes % HUGE_PAGE or descriptor_bytes != len(layout.descriptor):
+        if extent_bytes == 0 or extent_bytes % 4096 or descriptor_bytes != len(layout.descriptor):
             raise SegmentError(f"is damaged: extents of {extent_bytes} bytes, {descriptor_bytes} bytes of descriptor.")
         # Before more is read: a forged header must not claim more than the file has
         layout._check_backed(fd, 0)
@@ -134,11 +135,15 @@ class Layout:
         status = os.fstat(fd)
         if status.st_size != self.size:
             raise SegmentError(f"is damaged: it has {status.st_size} bytes, its header says {self.size}.")
-        backed = _round_up(self.control_at + self.control_bytes, mmap.PAGESIZE) + _round_up(reserved_bytes, mmap.PAGESIZE)
+        backed = self.memory_bytes(reserved_bytes)
         if status.st_blocks * 512 < backed:  # another process cut the file and stretched it again
             raise SegmentError(
                 f"is damaged: it has {format_size(status.st_blocks * 512)} of memory, expected {format_size(backed)}."
             )
+
+    def memory_bytes(self, reserved_bytes: int) -> int:
+        """Return the memory that the file takes with so many reserved bytes of data."""
+        return _round_up(self.control_at + self.control_bytes, mmap.PAGESIZE) + _round_up(reserved_bytes, mmap.PAGESIZE)
 
     def count_reserved(self, fd: int) -> int:
         """Return the bytes of data that are reserved in a file."""

@@ -24,6 +24,11 @@ class LeaseTracker(Generic[_T]):
         ref = weakref.ref(memory, self._dead.append)
         self._leased[id(ref)] = ref, item
 
+    @property
+    def any_released(self) -> bool:
+        """Whether an item has come back since the last call of `released`."""
+        return bool(self._dead)
+
     def released(self) -> Iterator[_T]:
         """Yield the items that have come back since the last call."""
         while True:

@@ -14,6 +14,21 @@ from torch import Tensor
 
 from stocache.shm.leases import LeaseTracker
 
+NUMPY_DTYPES: dict[torch.dtype, type[np.generic]] = {
+    torch.uint8: np.uint8,
+    torch.int8: np.int8,
+    torch.int16: np.int16,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.float16: np.float16,
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.bool: np.bool_,
+    torch.complex64: np.complex64,
+    torch.complex128: np.complex128,
+}
+"""The dtypes that numpy has too. Tensors over arrays are made without releasing the GIL, for which threads compete."""
+
 _SMALL = 1 << 16  # bytes; smaller memory comes from malloc, which uses it again anyway
 _SPARE = 16  # the most pieces of memory of one size that wait to be used again
 
@@ -31,8 +46,9 @@ class Pool:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor. Its memory is not used again as long as a view of it lives."""
         nbytes = math.prod(shape) * dtype.itemsize
+        kind = NUMPY_DTYPES.get(dtype)
         if nbytes < _SMALL:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype) if kind is None else torch.from_numpy(np.empty(shape, kind))
         size = 1 << (nbytes - 1).bit_length()  # few sizes, whatever the batches; pages that are not touched take no memory
         for memory in self._leases.released():
             self._spare.setdefault(len(memory), deque(maxlen=_SPARE)).append(memory)
@@ -42,7 +58,9 @@ class Pool:
             memory = _new(size)
         owner = np.frombuffer(memory, np.uint8)
         self._leases.acquire(memory, owner)
-        return torch.frombuffer(owner.data[:nbytes], dtype=dtype).view(shape)
+        if kind is None:
+            return torch.frombuffer(owner.data[:nbytes], dtype=dtype).view(shape)
+        return torch.from_numpy(owner[:nbytes].view(kind).reshape(shape))
 
 
 def _new(nbytes: int) -> mmap.mmap:

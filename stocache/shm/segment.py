@@ -15,12 +15,13 @@ import functools
 import logging
 import mmap
 import os
+import re
 import struct
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import util
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
@@ -62,11 +63,15 @@ _GENERATION, _GENERATIONS = ROW_WORDS - 1, 1 << 20  # a word of a counter row, a
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: kind, whence, start, length, process
 _WAITED_TO_IDLE = 6.0  # after waits of t seconds for a process, do not wait for it again during so many times t
 
+_AT_ONCE = 16 * MIB  # reserved under one lock
 _LOOKED_AT_EVERY = 16 * MIB  # that a process reserves, it looks how much memory is left
 _MOST_BUFFERS = 1024  # that one pwritev takes: IOV_MAX of Linux
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named in the mmap module
 
 _Result = TypeVar("_Result")
+
+FREE_THREADED = not getattr(sys, "_is_gil_enabled", lambda: True)()
+"""Whether Python runs without the GIL: then ``x[0] += 1`` of two threads may count once."""
 
 _attached: "weakref.WeakValueDictionary[FileKey, Segment]" = weakref.WeakValueDictionary()
 _to_leave: dict[FileKey, Callable[[], None]] = {}  # tasks that leave named segments: an interrupt may have stopped one
@@ -134,7 +139,7 @@ class Segment:
 
     def _enter_process(self) -> None:
         """Take a counter row and fresh locks: when attaching, and again in each forked child."""
-        self.guard, self.fence = threading.Lock(), threading.Lock()
+        self.guard, self.fence, self._counting = threading.Lock(), threading.Lock(), threading.Lock()
         self.fence.acquire()
         self._claims: set[int] = set()
         self._known_spare = 0  # bytes of memory that this process may reserve before it looks again how much is left
@@ -164,6 +169,8 @@ class Segment:
         If the machine gives no shared memory, its backing is "none" and its data has 0 bytes. ``extent_bytes``: see
         `Layout.for_sizes`.
         """
+        if limits.memfd_huge_policy() in _HUGE_POLICIES:
+            extent_bytes = max(extent_bytes or 0, HUGE_PAGE)
         layout = Layout.for_sizes(control_bytes, data_bytes, extent_bytes=extent_bytes)
         for backing in _backings(control_bytes + data_bytes):
             fd = _open_anonymous(backing)
@@ -237,10 +244,17 @@ class Segment:
 
         Whole extents are reserved, each once. Call it with `guard` held. ``warn``: log a warning that the cache stops growing.
         """
-        for extent in range(start // self.extent_bytes, -(-stop // self.extent_bytes)):
-            if self.extents[extent] != RESERVED and not self._reserve_extent(extent, warn):
-                return False
-        return True
+        extents = range(start // self.extent_bytes, -(-stop // self.extent_bytes))
+        return self.has(start, stop) or self.reserve_extents(extents, warn)
+
+    def reserve_extents(self, extents: Sequence[int], warn: bool = True) -> bool:
+        """Reserve those of some extents, in ascending order, that are not; see `reserve`. Stop at the first that is refused.
+
+        The lock is held for `_AT_ONCE` bytes at a time.
+        """
+        states, count = self.extents, max(1, _AT_ONCE // self.extent_bytes)
+        wanted = [extent for extent in extents if states[extent] != RESERVED]
+        return all(self._reserve_extents(wanted[at : at + count], warn) for at in range(0, len(wanted), count))
 
     def populate(self, start: int, stop: int) -> None:
         """Map reserved data ``[start, stop)`` into this process now, instead of page by page when it is touched."""
@@ -257,21 +271,31 @@ class Segment:
 
     def refused(self, start: int, stop: int) -> bool:
         """Whether the machine has refused memory for some of the data bytes ``[start, stop)``."""
-        first, last = start // self.extent_bytes, -(-stop // self.extent_bytes)
-        return any(self.extents[extent] == REFUSED for extent in range(first, last))
+        return REFUSED in self.extents[start // self.extent_bytes : -(-stop // self.extent_bytes)].tobytes()
 
-    def _reserve_extent(self, extent: int, warn: bool) -> bool:
+    def _reserve_extents(self, wanted: list[int], warn: bool) -> bool:
+        states = self.extents
         try:
             if not self._wait(_EXTENTS_LOCK):  # one for all extents: together they must not take more than the spare memory
                 return False
-            if self.extents[extent] == UNRESERVED:
-                problem = self._allocate(*self.layout.span(extent))
-                self.extents[extent] = REFUSED if problem else RESERVED
-                if problem and warn:
-                    self._warn_refused(problem)
-            return self.extents[extent] == RESERVED
+            for first, stop in _runs([extent for extent in wanted if states[extent] == UNRESERVED]):
+                if not self._reserve_run(first, stop, warn):
+                    return False
+            return all(states[extent] == RESERVED for extent in wanted)
         finally:
             fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, _EXTENTS_LOCK)
+
+    def _reserve_run(self, first: int, stop: int, warn: bool) -> bool:
+        """Reserve the extents ``[first, stop)`` together; or, if the machine does not give all of them, the first ones."""
+        at, (last_at, last_bytes) = self.layout.span(first)[0], self.layout.span(stop - 1)
+        problem = self._allocate(at, last_at + last_bytes - at)
+        if problem and stop - first > 1:
+            middle = (first + stop) // 2
+            return self._reserve_run(first, middle, warn) and self._reserve_run(middle, stop, warn)
+        self.extents[first:stop] = bytes([REFUSED if problem else RESERVED]) * (stop - first)
+        if problem and warn:
+            self._warn_refused(problem)
+        return not problem
 
     def _allocate(self, at: int, nbytes: int) -> str:
         """Reserve memory for a part of the file. Return "", or why it failed."""
@@ -319,14 +343,12 @@ class Segment:
     def clear(self) -> None:
         """Zero all reserved data, and allow refused extents to be reserved again. Call it only while no process writes."""
         zeros = memoryview(bytes(MIB))
-        for extent in range(self.layout.extent_count):
-            if self.extents[extent] == RESERVED:
-                at, nbytes = self.layout.span(extent)
-                for start in range(at, at + nbytes, MIB):
-                    stop = min(start + MIB, at + nbytes)
-                    self._bytes[start:stop] = zeros[: stop - start]
-            else:
-                self.extents[extent] = UNRESERVED
+        for run in re.finditer(b"%c+" % RESERVED, self.extents):
+            at, (last_at, last_bytes) = self.layout.span(run.start())[0], self.layout.span(run.end() - 1)
+            for start in range(at, last_at + last_bytes, MIB):
+                stop = min(start + MIB, last_at + last_bytes)
+                self._bytes[start:stop] = zeros[: stop - start]
+        self.extents[:] = self.extents.tobytes().replace(bytes([REFUSED]), bytes([UNRESERVED]))
 
     @property
     def reserved_bytes(self) -> int:
@@ -469,6 +491,11 @@ class Segment:
         kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(self._fds[0], fcntl.F_GETLK, asked))
         return 0 if kind == fcntl.F_UNLCK else max(0, pid)
 
+    def count(self, counter: int, amount: int = 1) -> None:
+        """Add to one of the `counters`, from any thread. Those that are always changed with `guard` held need no call."""
+        with self._counting:
+            self.counters[counter] += amount
+
     def totals(self) -> list[int]:
         """Return the sums of the `counters` of all processes, also of those that have exited."""
         return sum_rows(self._bytes[ROWS_AT:EXTENTS_AT])
@@ -505,6 +532,15 @@ def abandon(key: FileKey, fds: list[int]) -> None:
     _attached.pop(key, None)
     while fds:
         registry.close(fds.pop())
+
+
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first number of each run of consecutive ones, and the number after its last."""
+    first = 0
+    for row, number in enumerate(numbers, 1):
+        if row == len(numbers) or numbers[row] != number + 1:
+            yield numbers[first], number + 1
+            first = row
 
 
 def _behind(buffers: list[Any], nbytes: int) -> list[Any]:

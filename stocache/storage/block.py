@@ -30,13 +30,16 @@ import xxhash
 from safetensors.torch import save
 
 from stocache.errors import DamagedError, StorageError
-from stocache.samples.column_decoder import reader
-from stocache.samples.column_encoder import CHECKS, INFO, Columns
+from stocache.samples.column_decoder import fixed_parts, reader, value_columns
+from stocache.samples.column_encoder import CHECKS, INFO, Columns, Tree
 from stocache.samples.kinds import BARE_NODES
 from stocache.samples.type_lookup import Unresolved, check_size
 from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum
 
 VERSION = 1
+REPAIR = "'stocache check DIR' lists all damage; to repair it: 'stocache prepare SRC DIR --repair'."
+"""What messages about damage end with."""
+
 _MARK = b'\\"checksum\\": \\"'
 _HEAD = 64 << 10  # bytes read when a block is opened: the header, sizes, checksums, and most often the labels
 _STEP = 128 << 10  # bytes to read ahead in one call: of a longer range the kernel may read only the beginning
@@ -225,9 +228,12 @@ class Block:
         if length > source.nbytes - 8:
             raise ValueError(f"its header claims {length} bytes, the file has {source.nbytes}")
         self.begin = 8 + length
-        header = json.loads(self._bytes(8, length))
-        text = header.pop("__metadata__")["stocache"]
-        facts = json.loads(text)
+        try:
+            header = json.loads(self._bytes(8, length))
+            text = header.pop("__metadata__")["stocache"]
+            facts = json.loads(text)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError("its header is not one of a block") from error
         if facts["version"] != VERSION:
             raise StorageError(
                 f"it has version {facts['version']!r:.20}; this stocache reads version {VERSION}. Update stocache."
@@ -265,6 +271,11 @@ class Block:
         return self._column(name).cast("q")
 
     @property
+    def value_bytes(self) -> int:
+        """Bytes of the columns that hold values: the others hold checksums, offsets, shapes and kinds."""
+        return sum(self.span(column)[1] for column in value_columns(self.structure))
+
+    @property
     def info(self) -> bytes:
         """The bytes that were kept beside the samples."""
         return self._bytes(*self.span(INFO))
@@ -290,6 +301,33 @@ class Block:
         """
         self._source.prefetch()
         return [self._sample(row) for row in range(self.samples)]
+
+    def encoded(self, rows: Sequence[int], tree: Tree) -> dict[int, list[memoryview]] | None:
+        """Return the bytes of samples by row, a buffer for each tensor, array and number, without making the samples.
+
+        A sample that is not as it was written is left out. If ``rows`` are half of the block or more, the file is read at once.
+
+        Returns:
+            None if the samples of the block do not all have the structure ``tree``, or vary in size.
+
+        Raises:
+            ValueError, OSError: the file is cut, or cannot be read.
+        """
+        parts = fixed_parts(self.structure, self) if self.structure == tree else None
+        if parts is None:
+            return None
+        source, found = self._source, {}
+        if 2 * len(rows) >= self.samples:
+            source = BytesFile(source.read(0, source.nbytes, writable=False)[0])
+        for row in rows:
+            digest, buffers = xxhash.xxh3_64(), []
+            for begin, step, nbytes in parts:
+                buffer, at = source.read(begin + row * step, nbytes, writable=False)
+                buffers.append(memoryview(buffer)[at : at + nbytes])
+                digest.update(buffers[-1])
+            if digest.intdigest() == self._checks[row]:
+                found[row] = buffers
+        return found
 
     def check(self, row: int) -> int:
         """Compute the checksum of a sample from its bytes."""
@@ -322,4 +360,4 @@ class Block:
         return value
 
     def _damaged(self, error: Exception) -> DamagedError:
-        return DamagedError(f"{self._name} is damaged ({error}). Prepare it again; 'stocache check DIR' lists all damage.")
+        return DamagedError(f"{self._name} is damaged ({error}). {REPAIR}")

@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+from stocache.storage.block import REPAIR
 from stocache.storage.manifest import block_name
 from stocache.storage.storage import OnDiskBlockDataStorage
 
@@ -38,7 +39,7 @@ class _BlockChecks(Dataset[str]):
 
     def __getitem__(self, number: int) -> str:
         try:
-            return self._storage.check(number) or ""
+            return (self._storage.check(number) or "").removesuffix(f" {REPAIR}")
         except OSError as error:  # the disk fails
             return f"{self._storage.base_folder}/{block_name(number)} cannot be read: {error}."
 

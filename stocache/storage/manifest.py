@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 from stocache.errors import DamagedError, StorageError
 from stocache.samples.type_lookup import check_size
-from stocache.storage.block import Block, ByteSource, encode
+from stocache.storage.block import REPAIR, Block, ByteSource, encode
 from stocache.storage.local import Folder, open_file
 from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum
 
@@ -45,6 +45,9 @@ INDEX, _PREPARING, INFO, _BLOCKS, STAGING = "index.json", "preparing.json", "inf
 _MARK = b'"checksum": "'
 _OURS = re.compile(r"(index\.json|preparing\.json|info\.safetensors|blocks|staging)(\.\d+\.tmp)?")
 _BLOCK = re.compile(r"(\d{6,})\.safetensors")
+
+
+_REPAIR = "To repair it: 'stocache prepare SRC DIR --repair', or prepare(..., repair=True)."
 
 
 class Entry(NamedTuple):
@@ -93,10 +96,10 @@ def parse_index(text: bytes, path: str) -> Index:
         facts = json.loads(text)
         if facts.pop("format") != FORMAT:
             raise KeyError("format")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError):
-        raise StorageError(
-            f"{path} is not an index of stocache, or it is damaged. Give a folder that was prepared, or prepare again."
-        ) from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise DamagedError(f"{path} is damaged: it is not JSON. {_REPAIR}") from error
+    except (KeyError, TypeError, AttributeError):
+        raise StorageError(f"{path} is not an index of stocache. Give a folder that was prepared.") from None
     try:
         version = facts.pop("version")
         if version != VERSION:
@@ -113,7 +116,7 @@ def parse_index(text: bytes, path: str) -> Index:
         if sum(entry.samples for entry in blocks) != index.samples or not sizes <= {index.block_size} or index.block_size < 1:
             raise ValueError("its blocks do not add up")
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"{path} is damaged ({error}). Prepare again.") from error
+        raise DamagedError(f"{path} is damaged ({error}). {_REPAIR}") from error
     return index
 
 
@@ -153,7 +156,7 @@ def open_block(
     try:
         block = Block(open_source(path), name, allow_pickle, decode=decode)
     except FileNotFoundError:
-        raise DamagedError(f"{name} is missing. Prepare again; 'stocache check DIR' lists all damage.") from None
+        raise DamagedError(f"{name} is missing. {REPAIR}") from None
     except OSError as error:
         if isinstance(error, StorageError):
             raise
@@ -163,7 +166,7 @@ def open_block(
     ):  # fmt: skip
         raise DamagedError(
             f"{name} is not the block in the index (checksum {block.checksum}, expected {entry.checksum}): it was swapped, or "
-            f"prepared again. Prepare again; 'stocache check DIR' lists all damage."
+            f"prepared again. {REPAIR}"
         )
     return block
 
@@ -197,7 +200,7 @@ class BlockFolderWriter:
             raise StorageError(f"{self.path} holds {name!r}, which stocache did not write. Give a new folder.")
         if self.prepared:
             raise StorageError(f"{self.path} is prepared already. Remove it to prepare it again, or give a new folder.")
-        text = json.dumps({"format": FORMAT, "version": VERSION, "plan": plan}, indent=1).encode()
+        text = _preparing(plan)
         same = resume and _PREPARING in there and self.folder.read(_PREPARING) == text
         if not same:
             self.folder.remove(STAGING, folder=True)
@@ -206,6 +209,31 @@ class BlockFolderWriter:
         self.folder.write(_PREPARING, text)
         self.folder.make(_BLOCKS)
         return found
+
+    def reopen(self, plan: dict[str, Any]) -> None:
+        """Make a prepared folder one whose preparation with a plan was interrupted. Other folders stay as they are."""
+        if self.prepared:
+            self.folder.write(_PREPARING, _preparing(plan))
+            self.folder.remove(INDEX)
+
+    def find_damaged(self) -> list[int]:
+        """Return the numbers of the blocks in the folder, of no matter which index, that are damaged."""
+        found = []
+        for name in self.folder.names(_BLOCKS):
+            if match := _BLOCK.fullmatch(name):
+                try:
+                    self._open_to_check(f"{_BLOCKS}/{name}", None).verify()
+                except DamagedError:
+                    found.append(int(match[1]))
+        return sorted(found)
+
+    def verify_block(self, number: int, entry: Entry) -> None:
+        """Read a block completely. Raises DamagedError: it is not as it was written."""
+        self._open_to_check(block_name(number), entry).verify()
+
+    def remove_block(self, number: int) -> None:
+        """Remove a block."""
+        self.folder.remove(block_name(number))
 
     def remove_blocks_except(self, wanted: Container[int]) -> set[int]:
         """Remove all other blocks, and temporary files of killed writers; return the numbers of the blocks that stay."""
@@ -286,6 +314,11 @@ class BlockFolderWriter:
         for name in self.folder.names():
             if name in (_PREPARING, STAGING) or (name.endswith(".tmp") and _OURS.fullmatch(name)):
                 self.folder.remove(name, folder=name == STAGING)
+
+
+def _preparing(plan: dict[str, Any]) -> bytes:
+    """Return the content of preparing.json."""
+    return json.dumps({"format": FORMAT, "version": VERSION, "plan": plan}, indent=1).encode()
 
 
 def is_plain(value: Any) -> bool:

@@ -147,6 +147,9 @@ class Mirror:
         local_folder: where the copies are; None for a folder in the user's cache directory, named by the URL.
         limit: bytes of the copies, or a str such as "50GB". The least recently used files are removed first.
 
+    Attributes:
+        limit: bytes of the copies.
+
     Raises:
         LimitError: ``limit`` is not a size.
 
@@ -156,8 +159,8 @@ class Mirror:
 
     def __init__(self, remote: RemoteStore, local_folder: str | None, limit: int | str) -> None:
         self._remote = remote
-        self._limit = parse_size(limit, "local_limit") if isinstance(limit, str) else limit
-        if type(self._limit) is not int or self._limit < 1:
+        self.limit = parse_size(limit, "local_limit") if isinstance(limit, str) else limit
+        if type(self.limit) is not int or self.limit < 1:
             raise LimitError(f"local_limit={limit!r} is not a number of bytes. Use for example '50GB'.")
         if local_folder is None:
             home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -210,14 +213,14 @@ class Mirror:
                         files.append((facts.st_mtime_ns, facts.st_size, path))
         total = nbytes + sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
-            if total <= self._limit:
+            if total <= self.limit:
                 break
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)  # a process that has it open can still read it
             total -= size
 
     def __repr__(self) -> str:
-        return f"{self._remote.path}, of which up to {format_size(self._limit)} in {self.folder}"
+        return f"{self._remote.path}, of which up to {format_size(self.limit)} in {self.folder}"
 
 
 def _touched(path: str) -> bool:

@@ -6,10 +6,11 @@ import resource
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from stocache.errors import DamagedError, StorageError
+from stocache.samples.column_encoder import Tree
 from stocache.samples.indices import check_index
 from stocache.storage.block import Block, BytesFile, File, encode
 from stocache.storage.local import folder_at, write_file
@@ -186,6 +187,8 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
     The format: NOTE [ Storage folders ], NOTE [ Blocks ] and NOTE [ Columns ] in the source, and the README.
     """
 
+    thread_safe = True  # worker threads share it
+
     def __init__(
         self,
         base_folder: str | os.PathLike[str],
@@ -275,8 +278,9 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
 
     @property
     def reads_whole_blocks(self) -> bool:
-        """Whether reading one sample fetches its whole block: from a URL."""
-        return self._mirror is not None
+        """Whether reading one sample may fetch its whole block each time: from a URL, where not all blocks fit into the folder
+        of local copies."""
+        return self._mirror is not None and self.index.nbytes > self._mirror.limit
 
     @property
     def block_size(self) -> int:
@@ -318,6 +322,25 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
             self.prefetch_blocks([b + 1])  # blocks are read in order: that is the next one
         self._last_block = b
         return block.all()
+
+    def load_encoded(self, b: int, rows: Sequence[int], tree: Tree) -> dict[int, list[memoryview]] | None:
+        """Return the bytes of samples of block ``b``, as `Block.encoded`. Raises as that, and DamagedError."""
+        return self._open(check_index(b, len(self.index.blocks), "load_encoded")).encoded(rows, tree)
+
+    def value_bytes(self) -> list[float]:
+        """Return about how many bytes the values of the samples of each block have. Opens the first block.
+
+        What else the blocks have for each sample (checksums, offsets) is taken to be as much as in the first one.
+
+        Raises:
+            DamagedError: that block is damaged.
+        """
+        entries = self.index.blocks
+        if not entries:
+            return []
+        first = self._open(0)
+        each = (first.nbytes - first.begin - first.value_bytes) / first.samples
+        return [max(0.0, entry.nbytes - first.begin - each * entry.samples) for entry in entries]
 
     def prefetch_blocks(self, blocks: Iterable[int]) -> None:
         """Ask the kernel to read blocks ahead. Blocks that cannot be read are skipped. Does nothing for a URL."""

@@ -100,13 +100,14 @@ class NumpyGenerator:
     def read(self) -> bytes:
         """Return the state. It can be compared."""
         memory = self.memory()
-        if memory is not None and memory.raw == self._without_kept:
-            return self._without_kept
+        numbers: bytes = b"" if memory is None else memory.raw  # read once: other threads may draw
+        if numbers and numbers == self._without_kept:
+            return numbers
         state: Any = np.random.get_state(legacy=False)
-        if memory is None or state["has_gauss"]:
+        if not numbers or state["has_gauss"]:
             return pickle.dumps(state)
-        self._without_kept = memory.raw
-        return self._without_kept
+        self._without_kept = numbers
+        return numbers
 
     def restore(self, state: bytes) -> None:
         """Set the state that `read` returned."""
@@ -159,9 +160,9 @@ _LoadMany: TypeAlias = Callable[[list[int]], Iterable[Any]]
 
 
 class _SeededSample(threading.local):
-    """Whether this thread makes a sample for which the generators were seeded."""
+    """The `SeededSample` that this thread makes now, or None."""
 
-    now = False
+    now: "SeededSample | None" = None
 
 
 _sample = _SeededSample()
@@ -171,10 +172,20 @@ class SeededSample:
     """A ``with`` block that makes samples for which the generators are seeded, so that loading must leave them as they are."""
 
     def __enter__(self) -> None:
-        self._outer, _sample.now = _sample.now, True
+        self._outer, _sample.now = _sample.now, self
 
     def __exit__(self, *exception: object) -> None:
         _sample.now = self._outer
+
+    def run(self, load: Callable[[int], Any], idx: int) -> Any:
+        """Return ``load(idx)``, and leave the generators as they are."""
+        before = read()
+        try:
+            return load(idx)
+        finally:
+            for number, state in read().items():
+                if state != before[number]:
+                    GENERATORS[number].restore(before[number])
 
 
 def undrawn(load: Callable[[int], Any]) -> Callable[[int], Any]:
@@ -182,19 +193,9 @@ def undrawn(load: Callable[[int], Any]) -> Callable[[int], Any]:
 
     So the transforms after the cache get the same random numbers whether or not the sample had to be loaded.
     """
-    return partial(_undrawn, load) if _sample.now else load
+    return load if _sample.now is None else partial(_sample.now.run, load)
 
 
 def undrawn_many(load_many: _LoadMany, load: Callable[[int], Any]) -> _LoadMany:
     """Return a function that loads several samples, and that leaves the generators alone as that of `undrawn` does."""
-    return partial(map, partial(_undrawn, load)) if _sample.now else load_many
-
-
-def _undrawn(load: Callable[[int], Any], idx: int) -> Any:
-    before = read()
-    try:
-        return load(idx)
-    finally:
-        for number, state in read().items():
-            if state != before[number]:
-                GENERATORS[number].restore(before[number])
+    return load_many if _sample.now is None else partial(map, partial(_sample.now.run, load))

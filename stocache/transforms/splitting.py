@@ -260,6 +260,7 @@ class Split:
     """
 
     __slots__ = ("_bound", "_dataset", "_plans", "_tree", "has_rest")
+    _holds_dataset = True
 
     def __init__(self, dataset: Any, plans: Mapping[int, CutPlan], tree: DatasetTree | None = None) -> None:
         self._dataset, self._plans, self._tree = dataset, dict(plans), tree

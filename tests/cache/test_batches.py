@@ -212,3 +212,25 @@ def test_reading_later_is_for_cached_datasets_that_can_be_gathered():
 
     with Own(samples, 1) as dataset:
         assert with_lazy_batches(dataset) is None
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i8", "f2", "f8", "?", "c8", ">f4", "<M8[s]", [("a", "i4"), ("b", "f8")]])
+def test_numpy_scalars_are_written_by_the_batch(dtype):
+    dtype = np.dtype(dtype)
+
+    def sample(idx):
+        value = (idx, idx / 4) if dtype.names else idx
+        return {"image": np.full((2, 3), idx, np.uint8), "label": np.array([value], dtype)[0]}
+
+    samples = [sample(idx) for idx in range(N)]
+    with SharedCache.like(samples[0], 1, N) as cache:
+        store = cache._columns
+        assert (store.pack(samples) is not None) == (dtype.kind in "uifbc" and samples[0]["label"].dtype.isnative)
+        encoded = store.encode_many(samples)
+        for buffers, sample in zip(encoded, samples, strict=True):
+            assert [bytes(part) for part in buffers] == [bytes(part) for part in store.encode(sample, "")]
+        cache.get_or_load_many(range(N), lambda indices: [samples[idx] for idx in indices])
+        assert all(identical(cache.get_slot(idx), samples[idx]) for idx in range(N))
+        strange = [*samples[:3], samples[0] | {"label": 3}, *samples[4:]]
+        assert store.pack(strange) is None
+        assert store.encode_many(strange) is None

@@ -248,6 +248,25 @@ def test_threads_that_want_one_sample_load_it_once(cache, resident):
     assert all(torch.equal(value, sample(resident[0])) for value in got)
 
 
+def test_hits_and_misses_of_threads_are_all_counted(cache, resident, outside):
+    cache.set_slot(resident[0], sample(resident[0]))
+    before, barrier, rounds = cache.stats(), threading.Barrier(4), 500
+
+    def read():
+        barrier.wait(10)
+        for _ in range(rounds):
+            cache.hit(resident[0], True)
+            cache.get_slot(outside[0])
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    after = cache.stats()
+    assert (after.hits - before.hits, after.misses - before.misses) == (4 * rounds, 4 * rounds)
+
+
 def test_a_process_waits_for_the_load_of_another_but_not_for_the_dead_or_for_ever(cache, resident):
     idx, come, tell = resident[0], *os.pipe()
     die, kill = os.pipe()

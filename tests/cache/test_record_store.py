@@ -1,6 +1,7 @@
 """RecordStore: a batch is written as its samples would be one by one, in few calls."""
 
 import os
+from itertools import chain, repeat
 
 import numpy as np
 import pytest
@@ -83,7 +84,7 @@ def test_what_is_refused_memory_in_a_batch_is_counted_and_smaller_samples_behind
     outcomes = []
     monkeypatch.setattr(segment, "_LOOKED_AT_EVERY", 0)
     for write in (write_one_by_one, write_together):
-        answers = iter([Memory(100 * GIB, 100 * GIB), Memory(GIB, 0)])  # memory for one extent
+        answers = chain([Memory(100 * GIB, 100 * GIB)], repeat(Memory(GIB, 0)))  # memory for one extent
         with RaggedCache("40MB", N) as cache, monkeypatch.context() as patched:
             patched.setattr(limits, "memory", lambda answers=answers: next(answers))
             outcomes.append(outcome(cache, write, values))

@@ -1,5 +1,6 @@
 import ast
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -50,6 +51,35 @@ def test_bench_prints_a_table_and_writes_csv_and_plot(run, tmp_path):
     assert "R²" not in result.output  # any two points lie on a line
 
 
+@pytest.mark.leaves_descriptors
+@pytest.mark.parametrize(
+    ("out", "made"),
+    [
+        ("a/b", {"a/b/stocache-bench.csv", "a/b/stocache-bench.png"}),
+        ("a/today.csv", {"a/today.csv", "a/today.png"}),
+        ("a/today.png", {"a/today.csv", "a/today.png"}),
+        ("today.1", {"today.1/stocache-bench.csv", "today.1/stocache-bench.png"}),
+    ],
+)
+def test_bench_makes_the_folder_of_its_results(run, tmp_path, monkeypatch, out, made):
+    pytest.importorskip("PIL", reason="needs the extra bench")
+    from stocache.cli.bench import photo_like
+
+    (tmp_path / "photos").mkdir()
+    photo_like(0, 32).save(tmp_path / "photos" / "0.jpg")
+    monkeypatch.chdir(tmp_path)
+    result = run("bench", "photos", "--size", 8, "--workers", 0, "--fractions", "0,100", "--out", out)
+    assert result.exit_code == 0, result.output
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.suffix in (".csv", ".png")}
+    assert found == made
+    assert "1 photo from photos" in result.output
+
+
+@pytest.mark.parametrize("command", [["--version"], ["--version", "info"]])
+def test_version(run, command):
+    assert run(*command).stdout == f"stocache {stocache.__version__}\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -58,7 +88,7 @@ def test_bench_prints_a_table_and_writes_csv_and_plot(run, tmp_path):
         (["--fractions", "many"], "write percentages such as 0,25,50,75,100"),
         (["--fractions", "0,101"], "percentages lie between 0 and 100"),
         (["--fractions", "nan"], "percentages lie between 0 and 100"),
-        (["--out", "/nonexistent"], "is not a folder. Give one for the results"),
+        (["--out", "/dev/null/results"], "--out /dev/null/results: /dev/null/results cannot be made: Not a directory."),
         (["--workers", "-1"], "Invalid value for '--workers'"),
     ],
 )
@@ -199,7 +229,7 @@ def fails(result, message):
 
 def lines(result):
     """The output without progress bars."""
-    return [text for line in result.output.splitlines() if (text := line.rpartition("/s]")[2])]
+    return [text for line in result.output.splitlines() if (text := re.split(r"/s\]|s/\w+\]", line)[-1])]
 
 
 def test_prepare_says_how_to_use_what_it_made(run, photos, tmp_path):
@@ -244,7 +274,10 @@ def test_prepare_again_says_so_and_refuses_another_size(run, tmp_path):
     assert "out: 1 samples" in run(*arguments, 2).output
     assert everything(tmp_path / "out")[0]["image"].shape == torch.Size([3, 2, 2])
     assert "out was prepared already: 1 samples" in run(*arguments, 2).output
-    assert fails(run(*arguments, 3), "is prepared in another way")
+    again = run(*arguments, 3)
+    assert again.exit_code == 1
+    assert "is prepared in another way: size of images of the source: 2, now 3.\n" in again.output
+    assert "--again" in again.output
 
 
 def test_prepare_goes_on_where_it_was_interrupted_or_starts_again(run, photos, tmp_path):
@@ -361,7 +394,7 @@ def test_check_lists_all_damage(run, out, workers):
     assert result.exit_code == 1
     assert [line.partition(" (")[0].partition(". ")[0] for line in lines(result)] == [
         f"{first} is damaged",
-        f"{second} is missing",
+        f"{second} is missing.",
         f"{out}/blocks/000003.safetensors is not in the index: nothing reads it",
     ]
 

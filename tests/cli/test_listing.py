@@ -104,9 +104,9 @@ def test_ls_shows_a_row_for_each(run, four):
     assert result.exit_code == 0
     rows = {line.split()[0]: line for line in result.stdout.splitlines() if re.match(r" ?[abcd]-", line)}
     assert list(rows) == ["a-live", "b-kept", "c-dead", "d-bad"]
-    assert re.search(rf"\d+\.0 KiB .*5 of 10 \(50%\) +37\.5% +live +no +\d+ s +{os.getpid()} ", rows["a-live"])
-    assert re.search(r"0 of 10 \(0%\) +- +kept +yes +\d+ s +nobody", rows["b-kept"])
-    assert re.search(r"3 of 10 \(30%\) +0\.0% +dead +no", rows["c-dead"])
+    assert re.search(rf"\d+\.0 KiB .*50% +5 of 10 +37\.5% +live +no +\d+ s +{os.getpid()} ", rows["a-live"])
+    assert re.search(r"0% +0 of 10 +- +kept +yes +\d+ s +nobody", rows["b-kept"])
+    assert re.search(r"30% +3 of 10 +0\.0% +dead +no", rows["c-dead"])
     assert "is a symbolic link" in rows["d-bad"]
 
 
@@ -135,10 +135,25 @@ def test_stat_shows_one(run, four):
     assert "there is no cache 'e'. 'stocache ls' lists all caches." in missing.output
 
 
+def test_stat_tells_memory_that_never_exceeds_its_bound(run, four):
+    """The reserved memory holds counters and states too, and comes in whole pages."""
+    fill(four)
+    shown = re.search(
+        r"^memory +(.*) reserved, at most (.*): up to (.*) of samples, the rest for states and counters$",
+        run("stat", "a-live").stdout,
+        re.MULTILINE,
+    )
+    reserved, bound, samples = (limits.parse_size(text) for text in shown.groups())
+    assert samples <= reserved <= bound
+    live = listing.find()[0]
+    assert live.memory_bytes == live.max_memory_bytes  # all samples are cached
+    assert live.max_memory_bytes > live.stats.capacity_bytes == N * 4
+
+
 def test_rm_dead_removes_leftovers_only(run, four):
     result = run("rm", "--dead")
     assert result.exit_code == 0
-    assert "1 dead caches, " in result.output
+    assert "1 dead cache, " in result.output
     assert names() == ["a-live", "b-kept", "d-bad"]
 
 
@@ -231,7 +246,9 @@ def test_top_shows_the_busiest_first_and_leaves_on_q(four):
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | terminal)
     os.close(theirs)
     shown = ""
-    while not re.search(r"a-live.*10 of 10 +█{10} .*[1-9]\d* +10 +1 +live", shown):  # until it has seen hits in an interval
+    while not re.search(
+        r"a-live.*10 of 10 +█{10} +100% .*[1-9]\d* +10 +1 +live", shown
+    ):  # until it has seen hits in an interval
         four.get_slot(1)
         shown += os.read(ours, 65536).decode(errors="replace")
     os.write(ours, b"xq")
@@ -405,3 +422,4 @@ def test_doctor_looks_at_the_real_machine(run):
 @pytest.mark.parametrize(("seconds", "shown"), [(0, "0 s"), (59, "59 s"), (120, "2 min"), (7200, "2 h"), (200000, "2 d")])
 def test_age_in_the_largest_unit(seconds, shown):
     assert listing.NamedCache("x", "me", "/", created=time.time() - seconds).age == shown
+    assert listing.NamedCache("x", "me", "/").age == ""

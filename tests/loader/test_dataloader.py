@@ -18,6 +18,7 @@ from torch.utils.data import (
     BatchSampler,
     Dataset,
     IterableDataset,
+    RandomSampler,
     Subset,
     WeightedRandomSampler,
     default_collate,
@@ -145,6 +146,20 @@ def test_in_order_false_delivers_each_batch_once():
     assert labels == list(range(N))
 
 
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_threads_leave_a_generator_as_torch_does_when_a_loop_is_left_early(epochs):
+    def left_early(make, dataset, **options):
+        generator = torch.Generator().manual_seed(0)
+        sampler = RandomSampler(dataset, num_samples=epochs * len(dataset), generator=generator)
+        next(iter(make(dataset, batch_size=2, num_workers=2, sampler=sampler, **options)))
+        return generator.get_state()
+
+    with CachedDataset(Images(), 1) as dataset:
+        dataset.warm(progress=False)
+        theirs = left_early(torch.utils.data.DataLoader, Images())
+        assert left_early(stocache.DataLoader, dataset, worker_method="thread").equal(theirs)
+
+
 def test_subsets_of_a_cached_dataset_are_gathered_too():
     with CachedDataset(Images(), 1) as dataset:
         part = Subset(dataset, list(range(40, 10, -1)))
@@ -225,9 +240,11 @@ def test_it_is_a_dataloader_with_the_arguments_it_was_given():
     assert isinstance(loader.dataset, Images)
     assert len(loader) == N // 4
     signature = inspect.signature(stocache.DataLoader)
-    *parameters, steps, sample_seed = signature.parameters.values()
+    *parameters, steps, sample_seed, worker_method = signature.parameters.values()
     assert signature.replace(parameters=parameters) == inspect.signature(torch.utils.data.DataLoader)
-    assert (steps.name, sample_seed.name) == ("snapshot_every_n_steps", "sample_seed")
+    assert [own.name for own in (steps, sample_seed, worker_method)] == [
+        "snapshot_every_n_steps", "sample_seed", "worker_method",
+    ]  # fmt: skip
     next(iter(loader))
     assert loader.collate_fn is default_collate  # and they stay
     assert loader.sampler is sampler

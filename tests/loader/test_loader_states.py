@@ -678,6 +678,33 @@ def test_a_state_of_torchdata_goes_on_as_torchdata_does(dataset, options, worker
 
 
 @pytest.mark.filterwarnings("ignore:.*set_vital")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("delivered", [3, 6])
+def test_a_state_of_torchdata_goes_on_in_the_epoch_that_the_user_sets(delivered, workers):
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader(cls):
+        return cls(range(23), 3, sampler=DistributedSampler(range(23), 1, 0, seed=4), num_workers=workers)
+
+    theirs = loader(torchdata.StatefulDataLoader)
+    theirs.sampler.set_epoch(2)
+    batches = iter(theirs)
+    for _ in range(delivered):
+        next(batches)
+    state = theirs.state_dict()
+    rest = list(batches)
+    for _ in range(2):  # also in the state of the loader that resumed
+        ours = loader(stocache.DataLoader)
+        ours.load_state_dict(state)
+        ours.set_epoch(2)
+        batches = iter(ours)
+        next(batches)
+        state = ours.state_dict()
+        assert same(list(batches), rest[1:])
+        rest = rest[1:]
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")
 def test_a_damaged_state_of_torchdata_is_refused():
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     for workers in (0, 2):

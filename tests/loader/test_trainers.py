@@ -1,9 +1,10 @@
-"""Lightning and accelerate take the DataLoader for what it is: torch's."""
+"""Lightning takes the DataLoader for what it is: torch's."""
 
 import gc
 import multiprocessing
 import socket
 import warnings
+from functools import partial
 from itertools import islice
 
 import pytest
@@ -117,21 +118,44 @@ SETTINGS["all"] = {name: value for settings in SETTINGS.values() for name, value
 )
 def test_lightning_resumes_with_settings_of_its_own(kind, settings, options, tmp_path):
     pytest.importorskip("lightning")
-    from tests.support.lightning_fits import check_all_positions
+    from tests.support.lightning_fits import EPOCHS, SAMPLES, check_all_positions, samples_of
 
-    check_all_positions(tmp_path, kind, options, **SETTINGS[settings])
+    seen = check_all_positions(tmp_path, kind, options, **SETTINGS[settings])
+    if "limit_train_batches" not in SETTINGS[settings] and kind != "block":  # which drops the last batch
+        assert all(samples_of(seen, epoch) == list(range(SAMPLES)) for epoch in range(EPOCHS))
     gc.collect()
 
 
+FORKED = PERSISTENT | {"multiprocessing_context": "fork"}  # by default those of a spawned rank are spawned, too
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "options"), [("shuffled", {}), ("locality", {}), ("block", {}), ("module, blocks", {})])
-def test_lightning_resumes_two_ranks(kind, options, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "options", "settings"),
+    [
+        ("shuffled", {}, {}),
+        ("locality", {}, {}),
+        ("block", {}, {}),
+        ("module, blocks", {}, {}),
+        ("shuffled", FORKED, {}),
+        *(("distributed", {}, settings) for settings in SETTINGS.values()),
+    ],
+)
+def test_lightning_resumes_two_ranks(kind, options, settings, tmp_path):
     pytest.importorskip("lightning")
     from tests.support.lightning_fits import check_in_rank
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    run_all(multiprocessing.get_context("spawn"), 2, check_in_rank, tmp_path, port, [(kind, options)])
+    run_all(
+        multiprocessing.get_context("spawn"),
+        2,
+        partial(check_in_rank, **settings),
+        tmp_path,
+        port,
+        [(kind, options)],
+        timeout_s=300,
+    )
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2])
@@ -196,12 +220,3 @@ def test_lightning_keeps_all_arguments_of_a_loader(loader):
     again = data._update_dataloader(made, DistributedSampler(loader.dataset, 2, 0))
     for name in options:
         assert getattr(again, name) is getattr(made, name), name
-
-
-def test_accelerate_prepares_it(loader):
-    accelerate = pytest.importorskip("accelerate")
-    prepared = accelerate.Accelerator(cpu=True).prepare(loader)
-    assert sorted(label for _, labels in prepared for label in labels.tolist()) == list(range(50))
-    skipped = accelerate.skip_first_batches(prepared, 5)
-    assert sum(len(labels) for _, labels in skipped) == 10
-    del prepared, skipped

@@ -427,3 +427,25 @@ def test_size_is_for_images(tmp_path):
     for size in (0, -1, 1.5, True):
         with pytest.raises(LimitError, match=r"is not the size of an image. Use 1 or more pixels"):
             open_source(path, size=size)
+
+
+@pytest.mark.parametrize("nan", [False, True])
+def test_blank_cells_are_str_or_nan_and_a_warning_says_so(tmp_path, caplog, nan):
+    (tmp_path / "t.csv").write_text("id,price,name,nothing\n1,2,a,\n2,,,\n3,4.5,c,\n")
+    with prepare(open_source(tmp_path / "t.csv", nan=nan), tmp_path / "out", progress=False) as storage:
+        first, second, third = (storage.load_sample(row) for row in range(3))
+    if nan:
+        assert (first["price"], third["price"]) == (2.0, 4.5)
+        assert second["price"] != second["price"]
+        assert not caplog.records
+    else:
+        assert [row["price"] for row in (first, second, third)] == ["2", "", "4.5"]
+        assert [record.getMessage() for record in caplog.records] == [
+            f"{tmp_path}/t.csv: the column 'price' holds numbers and blank cells (1 of 3), so it is str. With nan=True, --nan, "
+            f"these are NaN."
+        ]
+    assert [row["id"] for row in (first, second, third)] == [1, 2, 3]
+    assert [row["name"] for row in (first, second, third)] == ["a", "", "c"]
+    assert second["nothing"] == ""
+    with pytest.raises(StorageError, match="blank cells of the source"):
+        prepare(open_source(tmp_path / "t.csv", nan=not nan), tmp_path / "out", progress=False)

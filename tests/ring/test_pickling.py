@@ -1,6 +1,8 @@
 """Batches as pickles with their bytes elsewhere: what pickles comes back, and tensors come back as torch would send them."""
 
+import gc
 import pickle
+import threading
 import weakref
 from collections import namedtuple
 from ctypes import memmove
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from stocache.ring.pickling import pack, unpack
+from stocache.ring.pickling import Packer, pack, unpack
 from tests.support.equality import identical, same
 
 Pair = namedtuple("Pair", "image label")
@@ -167,3 +169,18 @@ def test_what_came_keeps_the_memory_and_nothing_else_does():
     assert gone() is not None
     del array
     assert gone() is None
+
+
+def test_a_packer_that_failed_packs_the_next_batch_and_keeps_nothing_of_either(memory):
+    packer = Packer()
+    for _ in range(2):
+        kept = np.arange(3)
+        gone = weakref.ref(kept)
+        with pytest.raises((AttributeError, TypeError, pickle.PicklingError), match="pickle"):
+            packer.pack([kept, b"x" * 100_000, threading.Lock()], memory.place)
+        pieces, places = packer.pack(["a", kept, kept], memory.place)
+        del kept
+        gc.collect()
+        assert gone() is None
+        came = unpack(b"".join(pieces), memory.array.data, places)
+        assert same(came, ["a", np.arange(3), np.arange(3)])

@@ -432,7 +432,7 @@ def test_clear_says_which_stopped_process_is_writing(impatient, monkeypatch):
         cache.set_slot(0, value(0))
 
         def write():
-            monkeypatch.setattr(SlotArrays, "write_many", lambda *arguments: stop())
+            monkeypatch.setattr(SlotArrays, "write", lambda *arguments: stop())
             cache.set_slot(1, value(1))
 
         with stopped(write) as pid:

@@ -315,8 +315,8 @@ def test_a_forged_file_is_listed_and_does_no_harm(what):
     assert found.state in ("bad", "dead")
     assert json.loads(json.dumps(found.as_dict()))["name"] == "forged"
     console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(top.table([found], users=True))
-    console.print(top.live_table([found], top.Rates().update([found], 1.0)))
+    console.print(top.table([found], 200, users=True))
+    console.print(top.live_table([found], top.Rates().update([found], 1.0), 200))
     console.file.close()
     assert "\x1b" not in console.export_text().replace("\n", "")
     for text in (found.samples, found.fingerprint or "", found.problem):

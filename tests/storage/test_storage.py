@@ -371,11 +371,11 @@ def test_a_header_that_claims_2_to_the_60_bytes_is_an_error(disk):
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        (b"", StorageError, "is not an index of stocache"),
+        (b"", DamagedError, "is damaged: it is not JSON"),
         (b"[]", StorageError, "is not an index of stocache"),
         (b'{"format": "another"}', StorageError, "is not an index of stocache"),
-        (b"\xff" * 100, StorageError, "is not an index of stocache"),
-        (b"[" * 100_000, StorageError, "is not an index of stocache"),
+        (b"\xff" * 100, DamagedError, "is damaged: it is not JSON"),
+        (b"[" * 100_000, DamagedError, "is damaged: it is not JSON"),
         (b'{"format": "stocache blocks", "version": 2}', StorageError, "has version 2; this stocache reads version 1"),
         (b'{"format": "stocache blocks", "version": 1}', DamagedError, "is damaged"),
     ],

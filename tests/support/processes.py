@@ -39,13 +39,13 @@ def in_child(action, *arguments, uid=None, timeout_s=60):
     return os.waitpid(pid, 0)[1]
 
 
-def run_all(context: BaseContext, count: int, target: Callable[..., None], *args: object) -> None:
+def run_all(context: BaseContext, count: int, target: Callable[..., None], *args: object, timeout_s: float = 60) -> None:
     """Run ``target(number, *args)`` in ``count`` processes, and demand that each ends well."""
     processes = [context.Process(target=target, args=(number, *args)) for number in range(count)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)  # on a busy machine, importing torch alone takes half of it
+        process.join(timeout_s)  # on a busy machine, importing torch alone takes half of it
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()

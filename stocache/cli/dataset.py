@@ -1,0 +1,125 @@
+"""Get the dataset that ``stocache bench module:function`` measures, and cache a share of its samples."""
+
+import importlib
+import os
+import sys
+import traceback
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, default_collate
+
+from stocache.cache.base import SlotState
+from stocache.cache.placement import Placement, ordering_of
+from stocache.datasets.cached import CachedDataset
+from stocache.datasets.wrapping import check_dataset
+from stocache.errors import DatasetError
+
+
+def load_dataset(where: str) -> Any:
+    """Return the map-style dataset that a function returns, given as "module:function".
+
+    The module is looked for in the current directory first. It runs, so it is trusted as any program of the user is.
+
+    Raises:
+        DatasetError: the module cannot be imported; there is no such function, or it raises an error; or it returns something
+            else, or a dataset without samples.
+    """
+    module_name, _, name = where.partition(":")
+    if not module_name or not name:
+        raise DatasetError(f"{where!r} is not module:function.")
+    sys.path.insert(0, os.getcwd())  # as `python -m` does; worker processes get the same path
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise DatasetError(f"module {module_name!r} cannot be imported: {describe_error(error)}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        problem = f"is not a function but {_describe(function)}" if hasattr(module, name) else "does not exist"
+        raise DatasetError(f"function {name!r} of {module.__file__ or module_name} {problem}.")
+    try:
+        dataset = function()
+    except (Exception, SystemExit) as error:
+        raise DatasetError(f"{where} raised {describe_error(error)}") from error
+    if isinstance(dataset, CachedDataset):
+        raise DatasetError(f"{where} returned a CachedDataset. Return the dataset in it: this command caches it itself.")
+    if isinstance(dataset, str | bytes):
+        raise DatasetError(f"{where} returned {_describe(dataset)}. Return a map-style dataset, with __len__ and __getitem__.")
+    try:
+        length = check_dataset(dataset)
+    except DatasetError as error:
+        problem = str(error).partition(". ")[0]
+        raise DatasetError(
+            f"{where} returned {_describe(dataset)}: {problem}. Return a map-style dataset, with __len__ and __getitem__."
+        ) from error
+    except Exception as error:
+        raise DatasetError(
+            f"{where} returned {type(dataset).__name__}, whose __len__ raised {describe_error(error)}"
+        ) from error
+    if length == 0:
+        raise DatasetError(f"{where} returned {type(dataset).__name__} of length 0. There is nothing to measure.")
+    return dataset
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type and text of an error, and where it was raised. For one of a DataLoader worker, what the worker said."""
+    text = str(error)
+    if "Original Traceback" in text:
+        lines = text.strip().splitlines()
+        last = max(number for number, line in enumerate(lines) if line.startswith(" "))
+        return " ".join(lines[last + 1 :])
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    file = frame.f_code.co_filename
+    place = f" ({os.path.basename(file)}, line {line})" if os.path.isfile(file) else ""  # importlib itself has no file
+    return f"{type(error).__name__}: {text}{place}"
+
+
+def _describe(value: Any) -> str:
+    return "None" if value is None else f"{value!r:.60} ({type(value).__name__})"
+
+
+class PartlyCached(Dataset[tuple[Any, int]]):
+    """A map-style dataset, of which a share of the samples, evenly spread, is in a `CachedDataset`.
+
+    A share, not a limit in bytes: that would need the size of every sample. Each sample comes with 1 if it was read from the
+    dataset, 0 if it came from the cache.
+    """
+
+    def __init__(self, dataset: Any, share: float) -> None:
+        length = len(dataset)
+        rows = ordering_of(Placement("scattered"), length).samples(np.arange(round(share * length)))
+        self.dataset = dataset
+        self._cached = CachedDataset(Subset(dataset, rows.tolist())) if len(rows) else None
+        self._places = np.full(length, -1)  # in the cached part
+        self._places[rows] = np.arange(len(rows))
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, idx: int) -> tuple[Any, int]:
+        place = int(self._places[idx])
+        if self._cached is None or place < 0:
+            return self.dataset[idx], 1
+        read = int(self._cached.cache.aux_array[place] != SlotState.SET)
+        return self._cached[place], read
+
+    def count_cached(self) -> int:
+        """Return how many samples are cached now."""
+        return self._cached.cache.stats().filled if self._cached is not None else 0
+
+    def close(self) -> None:
+        """Close the cache."""
+        if self._cached is not None:
+            self._cached.close()
+
+
+def collate_or_list(samples: list[tuple[Any, int]]) -> tuple[Any, Tensor]:
+    """Return a batch of samples, as a list if torch cannot put them together, and which of them were read."""
+    values, read = zip(*samples, strict=True)
+    try:
+        batch = default_collate(list(values))
+    except (TypeError, RuntimeError, ValueError, KeyError):
+        batch = list(values)
+    return batch, torch.tensor(read)

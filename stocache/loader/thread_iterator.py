@@ -1,0 +1,529 @@
+"""The iterator of a DataLoader whose workers are threads.
+
+NOTE [ Batches made by threads ]
+    The order of the samples is known ahead. A batch becomes tasks as soon as it is known: *runs* of its samples, which take
+    some milliseconds each. The threads take the runs in order, whichever batch they belong to. So a slow sample delays only its
+    own batch, while the other threads go on with the next ones. The thread that makes the last sample of a batch collates it.
+
+    Of a batch over a cache, only the samples that are not cached are runs. The batch is then gathered into memory that is used
+    again. Batches that are wholly cached are gathered in *groups* of some megabytes, because each hand-over of the GIL costs as
+    much as gathering some samples. A group waits until all loads that are known have begun, for these take longer. If the loop
+    comes to such a batch before a thread does, it gathers the group itself. So hits do not wait behind misses. Where a group
+    has several batches, the loop asks the sampler for more of them ahead than ``prefetch_factor`` says.
+
+    Datasets that have an order or a state of their own (iterable, with ``state_dict``, or with a generator) are *bound*: worker
+    w makes the batches w, w + N, w + 2N, ... by itself, as a worker process does.
+
+    ``_BaseDataLoaderIter`` of torch, which is private, draws the seeds, asks the sampler and counts. The tests check what is
+    used of it.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle, islice
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import IterDataPipe, MapDataPipe, Subset
+from torch.utils.data import dataloader as torch_dataloader
+from torch.utils.data._utils import pin_memory as torch_pinning
+
+from stocache.cache.batches import LazyBatch
+from stocache.datasets.cached import CachedDataset
+from stocache.errors import WorkerError
+from stocache.loader.requests import BatchRequest, EpochIndices, set_epoch
+from stocache.loader.sample_seed import ThreadSeededDataset, is_cache
+from stocache.loader.worker_state import StatefulMap
+from stocache.threads.crew import Crew, RaisedError, Stopped, Worker, first_error, wrap_error
+from stocache.threads.info import Generators
+from stocache.threads.workers import WorkerThreads, stop_all, wait_for
+
+_RUN_S = 0.002  # a run of samples takes about as long
+_FIRST_RUNS = 8  # for each thread, of a batch whose samples' cost is not known
+_LOADS, _GATHERS = range(2)  # priorities
+_PATIENCE_S = 5.0  # for running tasks, when the workers are shut down
+_CHECK_S = 1.0  # the loop looks so often whether threads can still answer
+
+_GROUP_BYTES = 12 << 20  # of batches that are gathered together
+_MOST_IN_GROUP = 32
+
+_NOT_MADE = object()
+
+_BaseIterator: Any = torch_dataloader._BaseDataLoaderIter
+_DatasetKind: Any = torch_dataloader._DatasetKind
+_pin_memory: Any = torch_pinning.pin_memory
+
+
+class Batch:
+    """A batch that threads are making.
+
+    Attributes:
+        stream: the number of its random numbers' stream; or of its worker, if the dataset is bound.
+        before: the batch before it in its stream, until that is done.
+        data: the batch, when it is done.
+        error: what to raise instead.
+        done: whether ``data`` or ``error`` is set.
+        group: the group with which the batch is gathered, if it is wholly cached.
+        ended: whether the iterable dataset of the worker had no more samples.
+    """
+
+    def __init__(
+        self, crew: Crew, request: BatchRequest, stream: int, before: "Batch | None", finished: "SimpleQueue[None]"
+    ) -> None:
+        self._crew, self.request, self.stream, self.before, self._finished = crew, request, stream, before, finished
+        self.data: Any = None
+        self.error: ExceptionWrapper | None = None
+        self.done = self.ended = False
+        self.group: Group | None = None
+        self.index: Any = None
+        self.samples: list[Any] = []
+        self.lazy: LazyBatch | None = None
+        self.errors: list[tuple[int, ExceptionWrapper]] = []
+        self.runs_left = 0
+        self.lock = threading.Lock()
+
+    def finish(self, data: Any = None, error: ExceptionWrapper | None = None) -> None:
+        """Set what the loop gets."""
+        self.data, self.error, self.done = data, error, True
+        self.before = self.lazy = None
+        self.samples = []
+        if self._crew.waiting:
+            self._finished.put(None)
+
+
+class Group:
+    """Batches that are wholly cached, and gathered together."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        self._unclaimed = [None]
+
+    def claim(self) -> bool:
+        """Return True to the first caller only: it gathers the batches."""
+        try:
+            self._unclaimed.pop()
+        except IndexError:
+            return False
+        return True
+
+    def give_up(self) -> None:
+        """Let another caller gather the batches that are not done."""
+        self._unclaimed.append(None)
+
+
+class _Turn:
+    """Gives a sample the generators of its stream, in its turn; see NOTE [ Random numbers in threads ]."""
+
+    def __init__(self, crew: Crew, batch: Batch) -> None:
+        self._crew, self._batch, self.position = crew, batch, 0
+
+    def generators(self) -> Generators:
+        self._crew.await_turn(self._is_mine)
+        return self._crew.streams[self._batch.stream]
+
+    def _is_mine(self) -> bool:
+        batch = self._batch
+        before = batch.before
+        if any(position < self.position for position, _ in batch.errors):  # a worker process would not make the sample
+            raise Stopped
+        return (before is None or before.done) and all(made is not _NOT_MADE for made in batch.samples[: self.position])
+
+
+class ThreadMaker:
+    """Makes batches in threads. It is what the tasks hold, and does not hold the iterator."""
+
+    def __init__(self, loader: Any, crew: Crew, pin: Any) -> None:
+        self.crew, self._pin = crew, pin
+        self._batched, self._drop_last, self._kind = loader._auto_collation, loader.drop_last, loader._dataset_kind
+        dataset = crew.workers[0].dataset
+        iterable = self._kind == _DatasetKind.Iterable
+        self.is_bound = iterable or isinstance(dataset, StatefulMap) or (loader.sample_seed is None and crew.holds_generator)
+        self._way = None if self.is_bound else _way_of(dataset)
+        self._epoch: dict[int, int] = {}  # that each worker's dataset was told
+        self._cost_s = 0.0  # of a sample, as the last runs have shown
+        self._fetchers: dict[int, Any] = {}
+
+    def begin_epoch(self, shared_seed: int | None) -> None:
+        """Have the iterators of bound workers begin again."""
+        self._fetchers = {}
+        for worker in self.crew.workers:
+            if shared_seed is not None and isinstance(worker.dataset, IterDataPipe):
+                worker.reseed(shared_seed)
+
+    # ------------------------------------------------------------------------------------------------ whole batches
+
+    def _fetch(self, batch: Batch, _: int) -> None:
+        """Make a batch of a bound worker, as torch's worker process does."""
+        number = batch.stream
+        worker = self.crew.workers[number]
+        try:
+            self._check(worker, batch)
+            with self.crew.loading():
+                fetcher = self._fetchers.get(number)
+                if fetcher is None:
+                    fetcher = self._fetchers[number] = _DatasetKind.create_fetcher(
+                        self._kind, worker.dataset, self._batched, worker.collate_fn, self._drop_last
+                    )
+                data = fetcher.fetch(batch.request.answer())
+            batch.finish(self._pinned(data))
+        except StopIteration as error:
+            batch.ended = self._kind == _DatasetKind.Iterable
+            batch.finish(error=None if batch.ended else wrap_error(error, number))
+        except Stopped:
+            return
+        except BaseException as error:
+            batch.finish(error=wrap_error(error, number))
+
+    def _pinned(self, data: Any) -> Any:
+        return data if self._pin is None else _pin_memory(data, self._pin)
+
+    # ------------------------------------------------------------------------------------------------ runs of samples
+
+    def submit(self, batch: Batch, put: Callable[[Any, int], None]) -> bool:
+        """Put the tasks that make a batch. Return False if it is wholly cached, and is to be gathered with others."""
+        if self.is_bound:
+            put(partial(self._fetch, batch), _LOADS)
+            return True
+        index = batch.index = batch.request.answer()
+        rows = list(range(len(_indices_of(index)))) if self._batched else [0]
+        batch.samples = [_NOT_MADE] * len(rows)
+        if self._batched and self._way is None:
+            put(partial(self._load_batch, batch, index), _LOADS)
+            return True
+        if self._batched and self._way is LazyBatch:
+            try:
+                batch.lazy = self.crew.workers[0].dataset.__getitems__(index)
+                self.crew.claiming.add(batch.lazy)  # before an interrupt may come between
+                rows = batch.lazy.claim_missing()
+            except Exception as error:
+                if batch.lazy is not None:
+                    self.crew.release(batch.lazy)
+                batch.finish(error=wrap_error(error, batch.stream))
+                return True
+            if not rows:
+                return False
+            batch.samples = [None] * len(batch.samples)
+            for row in rows:
+                batch.samples[row] = _NOT_MADE
+        length = self._run_length(len(rows))
+        runs = [rows[at : at + length] for at in range(0, len(rows), length)] or [[]]
+        batch.runs_left = len(runs)
+        for run in runs:
+            put(partial(self._load_run, batch, index, run), _LOADS)
+        return True
+
+    def _run_length(self, count: int) -> int:
+        if self.crew.draws or not count:
+            return max(1, count)
+        if not self._cost_s:
+            return max(1, count // (_FIRST_RUNS * len(self.crew.workers)))
+        return min(count, max(1, int(_RUN_S / self._cost_s)))
+
+    def _load_run(self, batch: Batch, index: Any, rows: list[int], number: int) -> None:
+        worker = self.crew.workers[number]
+        at = rows[0] if rows else 0
+        turn = _Turn(self.crew, batch)
+        worker.rng.draws = turn
+        began = time.perf_counter()
+        try:
+            self._check(worker, batch)
+            with self.crew.loading():
+                turn.position = at
+                if batch.lazy is not None:
+                    batch.lazy.take_loaded(worker.dataset.__getitems__(_part_of(index, rows)).load_all())
+                    for at in rows:
+                        batch.samples[at] = None
+                elif self._batched and self._way is CachedDataset:
+                    for at, sample in zip(rows, worker.dataset.__getitems__(_part_of(index, rows)), strict=True):
+                        batch.samples[at] = sample
+                else:
+                    for at in rows:
+                        turn.position = at
+                        batch.samples[at] = worker.dataset[_item_of(index, at if self._batched else None)]
+                        self.crew.tell_progress()
+        except BaseException as error:
+            batch.errors.append((at, wrap_error(error, number)))
+        cost_s = (time.perf_counter() - began) / max(1, len(rows))
+        self._cost_s = cost_s if not self._cost_s else 0.9 * self._cost_s + 0.1 * cost_s
+        with batch.lock:
+            batch.runs_left -= 1
+            last = not batch.runs_left
+        if last:
+            turn.position = len(batch.samples)
+            self._collate(batch, worker)
+
+    def _load_batch(self, batch: Batch, index: Any, number: int) -> None:
+        worker = self.crew.workers[number]
+        worker.rng.draws = _Turn(self.crew, batch)
+        try:
+            self._check(worker, batch)
+            with self.crew.loading():
+                batch.samples = worker.dataset.__getitems__(index)
+        except BaseException as error:
+            batch.errors.append((0, wrap_error(error, number)))
+        self._collate(batch, worker)
+
+    def _check(self, worker: Worker, batch: Batch) -> None:
+        """Tell the dataset the epoch. Raise what ``worker_init_fn`` raised: the worker cannot make any batch."""
+        if worker.error is not None:
+            raise RaisedError(worker.error)
+        epoch = batch.request.epoch
+        if epoch is not None and self._epoch.get(worker.number) != epoch:
+            self._epoch[worker.number] = epoch
+            set_epoch(worker.dataset, epoch)
+
+    def _collate(self, batch: Batch, worker: Worker) -> None:
+        error, data = first_error(batch.errors), None
+        try:
+            if error is None:
+                batch.request.note(batch.index)
+                if batch.lazy is not None:  # what it still has to load is loaded by this thread, from its own dataset
+                    batch.lazy.load_as(worker.dataset.__getitems__(batch.index))
+                samples = batch.samples if self._batched else batch.samples[0]
+                data = self._pinned(worker.collate_fn(samples if batch.lazy is None else batch.lazy))
+        except Stopped:
+            return
+        except BaseException as raised:
+            error = wrap_error(raised, worker.number)
+        if batch.lazy is not None:
+            self.crew.release(batch.lazy)
+        batch.finish(data, error)
+        self.crew.tell_progress()
+
+    def gather(self, group: Group, number: int) -> None:
+        """Gather the batches of a group, unless another thread has begun to. ``number``: of the thread; 0 for the loop."""
+        if not group.claim():
+            return
+        worker, batches = self.crew.workers[number], [batch for batch in group.batches if not batch.done]
+        try:
+            gathered = worker.collate_fn.gather([batch.lazy for batch in batches])
+            made = list(map(self._pinned, gathered))
+        except Exception:  # of one of them
+            for batch in batches:
+                self._collate(batch, worker)
+        except BaseException:  # an interrupt of the loop
+            group.give_up()
+            raise
+        else:
+            for batch, data in zip(batches, made, strict=True):
+                self.crew.claiming.discard(batch.lazy)
+                batch.finish(data)
+
+
+def _indices_of(index: Any) -> Any:
+    return index.indices if isinstance(index, EpochIndices) else index
+
+
+def _part_of(index: Any, rows: list[int]) -> Any:
+    """Return the indices of some rows of a batch."""
+    if isinstance(index, EpochIndices):
+        return EpochIndices(index.epoch, [index.indices[row] for row in rows])
+    return [index[row] for row in rows]
+
+
+def _item_of(index: Any, row: int | None) -> Any:
+    """Return the index of one row; of the only one if ``row`` is None."""
+    if isinstance(index, EpochIndices):
+        return EpochIndices(index.epoch, index.indices if row is None else index.indices[row])
+    return index if row is None else index[row]
+
+
+def _way_of(dataset: Any) -> Any:
+    """Return how a map-style dataset makes the samples of a run; None if it makes whole batches, which cannot be split.
+
+    `LazyBatch`: it returns one; `CachedDataset`: by the ``__getitems__`` of one; `list`: one by one.
+    """
+    while type(dataset) in (Subset, ThreadSeededDataset):
+        dataset = dataset.dataset
+    if is_cache(dataset):
+        return LazyBatch if dataset.is_lazy else CachedDataset
+    return None if getattr(dataset, "__getitems__", None) else list
+
+
+class ThreadIterator(_BaseIterator):  # type: ignore[misc]
+    """An iterator over the batches of a DataLoader, made by threads; see NOTE [ Batches made by threads ].
+
+    Args:
+        loader: torch's arguments. Its sampler yields a `BatchRequest` for each batch.
+    """
+
+    _sampler_iter: Any
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self._pid, count, self._kind = os.getpid(), self._num_workers, self._dataset_kind
+        self._in_order, self._ahead = getattr(loader, "in_order", True), count * loader.prefetch_factor
+        self._runs_ahead = self._index_sampler.may_run_ahead
+        init = loader.worker_init_fn
+        if isinstance(self._dataset, IterDataPipe | MapDataPipe):
+            init = partial(torch_dataloader._sharding_worker_init_fn, init, self._world_size, self._rank)
+        parts = self._dataset, self._collate_fn, init
+        hooks = loader.sample_seed is not None and loader.sample_seed.hooks
+        crew = Crew(count, parts, self._base_seed, self._shared_seed, bool(hooks), loader.warned)
+        pin = self._pin_memory_device if self._pin_memory else None
+        self._maker = ThreadMaker(loader, crew, pin)
+        self._is_bound, self._in_turn = self._maker.is_bound, crew.in_turn
+        # One thread makes all batches where samples are made one at a time. With more, a sample that waits for its random
+        # numbers could hold what an earlier one needs; and collating, which calls hooks of ``sample_seed``, could meet a sample
+        pools = [1] * count if self._is_bound or self._in_turn else [count]
+        self._threads = [
+            WorkerThreads(size, partial(_begin, crew, first), crew.end, priorities=2) for first, size in enumerate(pools)
+        ]
+        crew.stopped = self._threads[0].stopped
+        self._reset(loader, first_iter=True)
+
+    def __next__(self) -> Any:
+        if self._kind == _DatasetKind.Iterable or torch.autograd.profiler._is_profiler_enabled:
+            return super().__next__()  # which compares the length of the dataset, and tells the profiler
+        self._num_yielded += 1
+        return self._next_data()
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        if not first_iter:
+            self._finish_epoch()
+        super()._reset(loader, first_iter)
+        if not first_iter:
+            self._maker.begin_epoch(self._shared_seed)
+        self._finished: SimpleQueue[None] = SimpleQueue()
+        self._batches: dict[int, Batch] = {}  # those that were asked for, in order
+        self._asked = 0
+        self._last: dict[int, Batch] = {}  # the newest batch of each stream
+        self._streams = cycle(range(self._num_workers))
+        self._active = set(range(self._num_workers))
+        self._group, self._group_size, self._loading = Group(), 1, 0
+        self._ask()
+
+    def _finish_epoch(self) -> None:
+        """Make the batches that were asked for, as worker processes do: random numbers and states depend on it.
+
+        Those that are only gathered from a cache are dropped.
+        """
+        self._batches = {number: batch for number, batch in self._batches.items() if batch.group is None}
+        while self._batches:
+            del self._batches[self._await()]
+        for threads in self._threads:
+            threads.drop()
+        self._maker.crew.release_all()
+
+    def _ask(self) -> None:
+        """Have batches made, as many as may be made ahead now."""
+        most = self._ahead
+        if self._group_size > 1 and not self._loading:  # then all that were asked for are cached
+            most = max(most, (self._num_workers + 2) * self._group_size)
+            if len(self._batches) > most - self._group_size:
+                return
+        while len(self._batches) < most and (stream := self._next_stream()) is not None:
+            try:
+                request = self._next_index()
+            except StopIteration:
+                break
+            self._ask_for(request, stream)
+            if self._loading:
+                most = self._ahead
+        self._put_group()
+
+    def _next_stream(self) -> int | None:
+        """Return the stream of the next batch. Without order, one that is not behind, as torch does; None if all are."""
+        for stream in islice(self._streams, self._num_workers):
+            if stream in self._active and (
+                self._in_order
+                or sum(batch.stream == stream for batch in self._batches.values()) < self._ahead // len(self._active)
+            ):
+                return stream
+        return None
+
+    def _ask_for(self, request: BatchRequest, stream: int) -> None:
+        batch = Batch(self._maker.crew, request, stream, self._last.get(stream), self._finished)
+        self._batches[self._asked] = self._last[stream] = batch
+        self._asked += 1
+        threads = self._threads[stream if self._is_bound else 0]
+        if self._maker.submit(batch, threads.put):
+            self._loading += 1
+            return
+        if self._runs_ahead and batch.lazy is not None:
+            self._group_size = max(1, min(_MOST_IN_GROUP, _GROUP_BYTES // max(1, batch.lazy.nbytes)))
+        batch.group = self._group
+        self._group.batches.append(batch)
+        if len(self._group.batches) >= self._group_size:
+            self._put_group()
+
+    def _put_group(self) -> None:
+        if self._group.batches:
+            self._threads[-1].put(partial(self._maker.gather, self._group), _GATHERS)
+            self._group = Group()
+
+    def _next_data(self) -> Any:
+        while True:
+            number = self._await()
+            batch = self._batches.pop(number)
+            self._loading -= batch.group is None
+            if batch.ended:
+                self._active.discard(batch.stream)
+                self._ask()
+                continue
+            self._ask()
+            if batch.error is not None:
+                batch.error.reraise()  # type: ignore[no-untyped-call]
+            data, batch.data = batch.data, None
+            return data
+
+    def _await(self) -> int:
+        """Wait until a batch is done, and return its number: the next one, or with ``in_order=False`` any.
+
+        Raises:
+            StopIteration: there are no more.
+            RuntimeError: none came within the ``timeout`` of the loader.
+            WorkerError: the iterator belongs to another process, or the threads have ended.
+        """
+        self._check()
+        number = self._done()
+        if number is not None:
+            return number
+        until = time.monotonic() + self._timeout if self._timeout else None
+        self._maker.crew.begin_wait()
+        try:
+            while True:
+                number = self._done()
+                if number is not None:
+                    return number
+                self._check()
+                rest_s = _CHECK_S if until is None else until - time.monotonic()
+                if rest_s <= 0:
+                    raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
+                wait_for(self._finished, min(rest_s, _CHECK_S))
+        finally:
+            self._maker.crew.waiting = False
+
+    def _done(self) -> int | None:
+        if not self._batches:
+            if not self._persistent_workers:
+                self._shutdown_workers()
+            raise StopIteration
+        for number, batch in islice(self._batches.items(), 1 if self._in_order else None):
+            if not batch.done and batch.group is not None:
+                self._maker.gather(batch.group, 0)
+            if batch.done:
+                return number
+        return None
+
+    def _check(self) -> None:
+        if os.getpid() != self._pid:
+            raise WorkerError("worker threads do not exist in a forked process. Make another iterator there.")
+        if self._batches and self._threads[0].stopped():
+            raise WorkerError("the worker threads of this iterator have ended. Make another iterator.")
+
+    def _shutdown_workers(self) -> None:
+        """End the threads. Give up what was claimed for batches that nobody will ask for."""
+        if os.getpid() == self._pid:
+            stop_all(self._threads, _PATIENCE_S)
+            self._maker.crew.release_all()
+        self._batches = {}
+
+
+def _begin(crew: Crew, first: int, number: int) -> None:
+    crew.begin(first + number)

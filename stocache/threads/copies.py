@@ -1,0 +1,243 @@
+"""Give each worker thread a dataset of its own, as each worker process has one.
+
+NOTE [ A dataset for each thread ]
+    A dataset that opens its file when it is first read keeps the file in an attribute. Threads that shared the dataset would
+    share the file, and its position. So each thread gets a copy: of the dataset, of the datasets, plain objects and modules
+    inside it, of their short lists and dicts, of lists of datasets, and of functions that refer to any of these. All else is
+    shared: tensors, arrays, tables, long lists, locks, and caches. No code of the user runs for that. A dataset with
+    ``thread_safe = True`` is shared as it is.
+
+    A file, database or archive that is open already cannot be copied. Then one sample is made at a time. An object with
+    ``__del__`` that holds it is shared, because a copy would close it.
+"""
+
+import copy
+import functools
+import io
+import random
+import socket
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import CellType, FunctionType, MemberDescriptorType, MethodType
+from typing import Any, Generic
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+HOLDS_DATASET = "_holds_dataset"
+"""A class attribute of ours, True for objects without ``__dict__`` that hold a dataset."""
+
+_SPECIAL = {"__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__", "__getnewargs__", "__getnewargs_ex__"}
+_MOST_ITEMS = 1000  # of a list or dict that is copied
+_DEEPEST = 12
+_SEQUENCES = list, tuple, deque
+_MAPPINGS = dict, OrderedDict, defaultdict
+_GENERATORS = random.Random, np.random.Generator, np.random.RandomState
+_SHARED_MODULES = frozenset(
+    {"torch", "numpy", "PIL", "pandas", "pyarrow", "datasets", "polars", "scipy", "jax"}
+    | {"threading", "queue", "multiprocessing", "concurrent", "asyncio", "logging"}  # made to be shared
+)
+_HANDLES = {  # by module: the classes of what is open; one thread at a time may use it
+    "h5py": ("File", "Group", "Dataset"),
+    "lmdb": ("Environment", "Transaction", "Cursor"),
+    "sqlite3": ("Connection", "Cursor"),
+    "zipfile": ("ZipFile",),
+    "tarfile": ("TarFile",),
+    "netCDF4": ("Dataset",),
+    "tables": ("File",),
+    "cv2": ("VideoCapture",),
+    "av.container": ("InputContainer",),
+}
+
+
+def copy_dataset(dataset: Any) -> Any:
+    """Return a dataset for one more thread; see NOTE [ A dataset for each thread ]."""
+    return _copy(dataset, {}, 0)
+
+
+def _copy(value: Any, memo: dict[int, Any], depth: int) -> Any:
+    if id(value) in memo:
+        return memo[id(value)][1]
+    copied = _copied(value, memo, depth) if depth < _DEEPEST else value
+    memo[id(value)] = value, copied  # keeps the value, so that its id stays its own
+    return copied
+
+
+def _copied(value: Any, memo: dict[int, Any], depth: int) -> Any:
+    kind = type(value)
+    if kind in _SEQUENCES or kind in _MAPPINGS:
+        return _copied_container(value, memo, depth) if _is_followed(value) else value
+    if kind is MethodType:
+        return MethodType(value.__func__, _copy(value.__self__, memo, depth + 1))
+    if kind is FunctionType:
+        return _copied_function(value, memo, depth) if value.__closure__ else value
+    if kind is functools._lru_cache_wrapper:  # what it has kept may be open files
+        return functools.lru_cache(**value.cache_parameters())(_copy(value.__wrapped__, memo, depth + 1))
+    if kind is partial:
+        parts = value.func, value.args, value.keywords
+        func, args, keywords = (_copy(part, memo, depth + 1) for part in parts)
+        return partial(func, *args, **keywords)
+    if isinstance(value, _GENERATORS):
+        return copy.deepcopy(value)
+    if isinstance(value, torch.Generator):
+        generator = torch.Generator(value.device)
+        generator.set_state(value.get_state())
+        return generator
+    if getattr(kind, HOLDS_DATASET, False):  # it pickles as a call, with the dataset as an argument
+        make, arguments = value.__reduce__()
+        return make(*(_copy(argument, memo, depth + 1) for argument in arguments))
+    if not _is_plain(value) or _safety(value) is True:
+        return value
+    if "__del__" in _names(kind) and find_open_handle(value) is not None:
+        return value
+    copied = object.__new__(kind)
+    memo[id(value)] = value, copied  # it may hold itself
+    for descriptor, item in _slots(value):
+        descriptor.__set__(copied, _copy(item, memo, depth + 1))
+    if not kind.__dictoffset__:
+        return copied
+    attributes = vars(value)
+    if id(attributes) not in memo:  # patched datasets share their attributes
+        mine: dict[str, Any] = {}
+        memo[id(attributes)] = attributes, mine
+        mine.update((name, _copy(item, memo, depth + 1)) for name, item in attributes.items())
+    object.__setattr__(copied, "__dict__", memo[id(attributes)][1])  # also where the class is frozen
+    return copied
+
+
+def _copied_container(value: Any, memo: dict[int, Any], depth: int) -> Any:
+    kind = type(value)
+    if kind in _MAPPINGS:
+        pairs: Any = ((key, _copy(item, memo, depth + 1)) for key, item in value.items())
+        if kind is defaultdict:
+            return defaultdict(_copy(value.default_factory, memo, depth + 1), list(pairs))
+        return kind(pairs)
+    items = [_copy(item, memo, depth + 1) for item in value]
+    if kind is tuple:
+        return tuple(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
+    return items if kind is list else deque(items, value.maxlen)
+
+
+def _copied_function(function: FunctionType, memo: dict[int, Any], depth: int) -> FunctionType:
+    """Return a function with copies of the variables that it has from around it, where these have copies."""
+    cells: list[tuple[CellType, CellType]] = []
+    for cell in function.__closure__ or ():
+        fresh = id(cell) not in memo
+        own = memo.setdefault(id(cell), (cell, CellType()))[1]
+        cells += [(cell, own)] if fresh else []
+    closure = tuple(memo[id(cell)][1] for cell in function.__closure__ or ())
+    copied = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, closure)
+    memo[id(function)] = function, copied  # it may refer to itself
+    copied.__kwdefaults__, copied.__qualname__ = function.__kwdefaults__, function.__qualname__
+    vars(copied).update(vars(function))
+    for cell, own in cells:
+        try:
+            content = cell.cell_contents
+        except ValueError:  # the variable is not set
+            continue
+        own.cell_contents = _copy(content, memo, depth + 1)
+    return copied
+
+
+def _is_followed(value: Any) -> bool:
+    """Whether the items of a container are copied: it is short, or holds datasets."""
+    if len(value) <= _MOST_ITEMS:
+        return True
+    return isinstance(next(iter(value.values() if isinstance(value, dict) else value)), Dataset)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is an object of attributes only, which may be copied without its class."""
+    kind = type(value)
+    if isinstance(value, type) or kind.__module__ == "builtins" or "__new__" in _names(kind):
+        return False
+    if not kind.__dictoffset__ and not any("__slots__" in vars(base) for base in kind.__mro__):
+        return False
+    if isinstance(value, Dataset):
+        return True
+    shared = kind.__module__.split(".")[0] in _SHARED_MODULES and not isinstance(value, torch.nn.Module)
+    return not shared and not _names(kind) & _SPECIAL
+
+
+def _slots(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the descriptor and the content of each of an object's slots that is set."""
+    for base in type(value).__mro__:
+        if "__slots__" in vars(base):
+            for descriptor in list(vars(base).values()):
+                if isinstance(descriptor, MemberDescriptorType):
+                    try:
+                        yield descriptor, descriptor.__get__(value)
+                    except AttributeError:
+                        continue
+
+
+def _names(kind: type) -> set[str]:
+    """Return the names that a class and its bases define, besides object and Generic."""
+    return {name for base in kind.__mro__ if base not in (object, Generic) for name in vars(base)}
+
+
+def _safety(value: Any) -> Any:
+    """Return the ``thread_safe`` that an object or its class defines. Its ``__getattr__`` is not asked."""
+    kind = type(value)
+    defined = hasattr(kind, "thread_safe") or (kind.__dictoffset__ and "thread_safe" in vars(value))
+    return value.thread_safe if defined else None
+
+
+def find_open_handle(dataset: Any) -> str | None:
+    """Return where a dataset holds a file, database or archive that is open, as text; None if it does not."""
+    return _find(dataset, type(dataset).__name__, _is_handle, set(), 0)
+
+
+def holds_generator(dataset: Any) -> bool:
+    """Whether a dataset holds a random number generator: its numbers depend on the order of the samples."""
+    return _find(dataset, "", lambda value: isinstance(value, (*_GENERATORS, torch.Generator)), set(), 0) is not None
+
+
+def _find(value: Any, where: str, wanted: Callable[[Any], bool], seen: set[int], depth: int) -> str | None:
+    if id(value) in seen or depth > _DEEPEST:
+        return None
+    seen.add(id(value))
+    if wanted(value):
+        kind = type(value)
+        return f"{where}, a {kind.__module__}.{kind.__qualname__}"
+    return next((found for name, item in _parts(value, where) if (found := _find(item, name, wanted, seen, depth + 1))), None)
+
+
+def _parts(value: Any, where: str) -> list[tuple[str, Any]]:
+    """Return what a value holds that copying would follow, each with its place as text."""
+    kind = type(value)
+    if kind in _SEQUENCES or kind in _MAPPINGS:
+        items = list(value.items()) if kind in _MAPPINGS else list(enumerate(value))
+        return [(f"{where}[{key!r:.30}]", item) for key, item in items] if _is_followed(value) else []
+    if kind is MethodType:
+        return [(where, value.__self__)]
+    if kind is FunctionType:
+        return [(where, cell.cell_contents) for cell in value.__closure__ or () if cell != CellType()]
+    if kind is functools._lru_cache_wrapper:
+        return [(where, value.__wrapped__)]
+    if kind is partial:
+        return [(where, item) for item in (value.func, value.args, value.keywords)]
+    if getattr(kind, HOLDS_DATASET, False):
+        return [(where, item) for item in value.__reduce__()[1]]
+    if not _is_plain(value) or _safety(value) is True:
+        return []
+    attributes = list(vars(value).items()) if kind.__dictoffset__ else []
+    return [(f"{where}.{name}", item) for name, item in attributes + [(slot.__name__, item) for slot, item in _slots(value)]]
+
+
+def _is_handle(value: Any) -> bool:
+    """Whether a value is an open handle, or an object with ``thread_safe = False``."""
+    if _is_plain(value) and _safety(value) is False:
+        return True
+    if isinstance(value, io.IOBase) and not isinstance(value, io.BytesIO | io.StringIO):
+        return not value.closed
+    if isinstance(value, socket.socket):
+        return value.fileno() != -1
+    return any(
+        base.__name__ in _HANDLES.get(base.__module__, _HANDLES.get(base.__module__.split(".")[0], ()))
+        for base in type(value).__mro__
+        if base.__module__.split(".")[0] in sys.modules
+    )

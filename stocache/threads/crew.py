@@ -1,0 +1,230 @@
+"""The worker threads of a DataLoader: what each of them has, and the random numbers that its samples draw.
+
+NOTE [ Random numbers in threads ]
+    A worker process w draws from its global generators, which torch has seeded, for the batches w, w + N, w + 2N, ... A sample
+    that draws from ``thread_safe_generator()`` gets the same numbers in a thread. For this, each *stream* of batches has
+    generators of its own. Whichever thread makes a sample, the generators of its stream are given out in the order of the
+    samples: the first time that a sample asks for them, it waits until all samples before it in the stream are made. The
+    threads take the samples in order, so what it waits for is being made. Once a sample has asked, each thread makes whole
+    batches, and the streams do not wait for each other.
+
+    With ``sample_seed`` nothing waits: the generators of a thread are seeded for each sample.
+
+    Threads share the global generators with the training step. A sample that draws from these gets other numbers in each run.
+    The first samples are watched for that, while the loop waits for a batch, and a warning tells.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch._utils import ExceptionWrapper  # raises the error of a worker in the loop, as torch's DataLoader does
+from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
+from torch.utils.data._utils.worker import _generate_state  # torch's seed for numpy in worker processes
+
+from stocache.errors import ClosedError, WorkerError
+from stocache.system import rng
+from stocache.threads.copies import copy_dataset, find_open_handle, holds_generator
+from stocache.threads.info import Generators, WorkerRng, make_worker_info, set_worker_info
+
+logger = logging.getLogger("stocache")
+
+_WATCHED = 8  # runs of samples
+_POLL_S = 0.05  # between looks whether it is a sample's turn
+
+
+_graphs = threading.RLock()  # torch walks through a graph of DataPipes with a hook that is one for all
+
+
+class Stopped(BaseException):
+    """Ends a sample that a thread is making: the iterator is gone, or an earlier sample of its batch has raised."""
+
+
+class Worker:
+    """What one thread has.
+
+    Attributes:
+        number: of the thread.
+        dataset: its own; see copies.py.
+        collate_fn: its own.
+        rng: the ``rng`` of its worker info. Its own generators are seeded as those of a worker process of this number.
+        error: what ``worker_init_fn`` raised; None if nothing.
+    """
+
+    def __init__(self, number: int, parts: tuple[Any, Any, Any]) -> None:
+        self.number = number
+        self.dataset, self.collate_fn, self._init_fn = parts
+        self.rng = WorkerRng()
+        self.error: ExceptionWrapper | None = None
+
+    def begin(self, count: int, base_seed: int, shared_seed: int | None) -> None:
+        """Run ``worker_init_fn`` in the thread of this worker."""
+        seed = base_seed + self.number
+        seed_generators(self.rng.own, base_seed, self.number)
+        try:
+            with _graphs if isinstance(self.dataset, IterDataPipe | MapDataPipe) else nullcontext():
+                if isinstance(self.dataset, IterDataPipe):
+                    self.reseed(shared_seed)
+                set_worker_info(make_worker_info(self.number, count, seed, self.dataset, self.rng))
+                if self._init_fn is not None:
+                    self._init_fn(self.number)
+        except BaseException as error:
+            self.error = wrap_error(error, self.number)
+
+    def reseed(self, shared_seed: int | None) -> None:
+        """Seed a graph of DataPipes for an epoch, as torch does in a worker process."""
+        shared = torch.Generator()
+        shared.manual_seed(shared_seed or 0)
+        with _graphs:
+            self.dataset = graph_settings.apply_random_seed(self.dataset, shared)
+
+
+def seed_generators(generators: Generators, base_seed: int, number: int) -> None:
+    """Seed generators as torch seeds those of worker process ``number``."""
+    words = _generate_state(base_seed, number)  # type: ignore[no-untyped-call]
+    generators.seed(base_seed + number, sum(word << 32 * place for place, word in enumerate(words)), base_seed + number)
+
+
+class RaisedError(Exception):
+    """Carries an error that was wrapped before."""
+
+
+def wrap_error(error: BaseException, number: int) -> ExceptionWrapper:
+    """Return an error of a worker, to be raised in the loop with the traceback of the thread as text."""
+    if isinstance(error, RaisedError):
+        wrapped: ExceptionWrapper = error.args[0]
+        return wrapped
+    if isinstance(error, SystemExit):
+        error = WorkerError(f"the dataset, collate_fn or worker_init_fn called sys.exit({error.code!r}) in a worker thread.")
+    raised: Any = type(error), error, error.__traceback__
+    return ExceptionWrapper(raised, where=f"in DataLoader worker thread {number}")  # type: ignore[no-untyped-call]
+
+
+class Crew:
+    """The workers, the streams of random numbers, and what has been found out about the dataset.
+
+    Attributes:
+        workers: one for each thread.
+        streams: the generators of each stream.
+        draws: whether a sample has asked for the generators of its stream.
+        in_turn: whether one thread at a time may load samples, and call a collate function.
+        waiting: whether the loop waits for a batch now: it does not draw random numbers meanwhile.
+        stopped: tells whether the iterator is gone.
+        holds_generator: whether the dataset or collate function has a random number generator of its own.
+        claiming: the batches that have claimed samples, each a `LazyBatch`.
+    """
+
+    stopped: Callable[[], bool]
+
+    def __init__(
+        self,
+        count: int,
+        parts: tuple[Any, Any, Any],
+        base_seed: int,
+        shared_seed: int | None,
+        one_at_a_time: bool,
+        warned: set[str],
+    ) -> None:
+        handle = "an object that a hook of sample_seed sets" if one_at_a_time else find_open_handle(parts[0])
+        copies = [parts if one_at_a_time else copy_dataset(parts) for _ in range(count)]
+        self.workers = [Worker(number, own) for number, own in enumerate(copies)]
+        self.holds_generator = holds_generator(parts[:2])
+        self.claiming: set[Any] = set()
+        self.streams = [Generators() for _ in range(count)]
+        for number, stream in enumerate(self.streams):
+            seed_generators(stream, base_seed, number)
+        self._base_seed, self._shared_seed = base_seed, shared_seed
+        self.draws = self.waiting = False
+        self._waits = 0  # that the loop has begun
+        self.progressed = threading.Condition()
+        self._watches, self._warned = _WATCHED, warned
+        self.in_turn = handle is not None
+        self._turns: Any = threading.Lock() if self.in_turn else nullcontext()
+        if handle is not None:
+            self._warn(
+                "worker threads load one sample at a time, because they share %s. A file that is opened when the first sample "
+                "is read is one for each thread. Or set thread_safe = True on the dataset, or use "
+                "worker_method='multiprocessing'.",
+                handle,
+            )
+
+    def _warn(self, message: str, *values: object) -> None:
+        """Log a warning, once for all iterators of a loader."""
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message, *values)
+
+    def begin_wait(self) -> None:
+        """Note that the loop waits for a batch, until it sets ``waiting`` to False."""
+        self._waits += 1
+        self.waiting = True
+
+    def begin(self, number: int) -> None:
+        """Begin the worker of a thread."""
+        self.workers[number].begin(len(self.workers), self._base_seed, self._shared_seed)
+
+    def release(self, lazy: Any) -> None:
+        """Give up what a `LazyBatch` has claimed. If the cache was closed, nothing is claimed any more."""
+        self.claiming.discard(lazy)
+        with suppress(ClosedError):
+            lazy.release_claims()
+
+    def release_all(self) -> None:
+        """Give up what all batches have claimed, because nobody will ask for them."""
+        while self.claiming:
+            with suppress(KeyError):
+                self.release(self.claiming.pop())
+
+    def end(self, number: int) -> None:
+        """End the worker of a thread."""
+        rng = self.workers[number].rng
+        rng.draws = rng.own  # not a sample, which refers to this object
+        self.release_all()
+
+    def await_turn(self, is_turn: Callable[[], bool]) -> None:
+        """Wait until all samples before one in its stream are made. Raises Stopped. ``is_turn`` may raise it, too."""
+        self.draws = True
+        with self.progressed:
+            while not is_turn():
+                if self.stopped():
+                    raise Stopped
+                self.progressed.wait(_POLL_S)
+
+    def tell_progress(self) -> None:
+        """Wake the samples that wait for their turn."""
+        if self.draws:
+            with self.progressed:
+                self.progressed.notify_all()
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Load samples: one thread at a time, where the dataset demands it. Watch the global generators."""
+        with self._turns:
+            if not self._watches:
+                yield
+                return
+            waits = self._waits
+            watched = rng.RngMonitor() if self.waiting else None
+            yield
+            if watched is not None and self.waiting and self._waits == waits:
+                self._end_watch(watched.changed())
+
+    def _end_watch(self, drawn: bool) -> None:
+        """Note that a run of samples was watched. Warn once that the global generators were drawn from meanwhile."""
+        with self.progressed:
+            warns = drawn and self._watches > 0
+            self._watches = 0 if drawn else max(0, self._watches - 1)
+        if warns:
+            self._warn(
+                "samples draw from the global random number generators. Worker threads share these with the training step, so "
+                "each run gets other numbers. Draw from torch.random.thread_safe_generator(), or from "
+                "get_worker_info().rng; or use worker_method='multiprocessing'."
+            )
+
+
+def first_error(errors: Sequence[tuple[int, ExceptionWrapper]]) -> ExceptionWrapper | None:
+    """Return the error of the first sample in the batch that has one."""
+    return min(errors, key=lambda pair: pair[0])[1] if errors else None

@@ -1,0 +1,156 @@
+"""Run tasks in threads that wait for them.
+
+NOTE [ Threads that end ]
+    The threads hold the queue of tasks, and not the object that the user holds. When that object goes, its finalizer tells the
+    queue to stop, and each thread ends after its task. The finalizer may run in any thread at any moment, so it takes no lock:
+    the queue is made of deques and a SimpleQueue, whose ``put`` may interrupt itself. The threads are daemons: one that is
+    stuck in a task cannot keep the program from ending. Those that are not stuck are joined at exit.
+"""
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from stocache.errors import WorkerError
+
+_AT_EXIT_S = 5.0  # to wait, when the program ends, for threads that run a task
+
+Task = Callable[[int], None]
+"""Called with the number of the thread. It must not raise."""
+
+
+class _Tasks:
+    """The tasks that threads are to run: those of the lower priority number first, and each kind in order."""
+
+    def __init__(self, count: int, priorities: int) -> None:
+        self.count, self.stopped = count, False
+        self._queues: tuple[deque[Task], ...] = tuple(deque() for _ in range(priorities))
+        self._tokens: SimpleQueue[None] = SimpleQueue()  # one for each task, and one for each thread to end
+
+    def put(self, task: Task, priority: int) -> None:
+        self._queues[priority].append(task)
+        self._tokens.put(None)
+
+    def take(self) -> Task | None:
+        """Wait for a task; None to end."""
+        while True:
+            self._tokens.get()
+            if self.stopped:
+                return None
+            for queue in self._queues:
+                try:
+                    return queue.popleft()
+                except IndexError:
+                    continue
+
+    def drop(self) -> None:
+        for queue in self._queues:
+            queue.clear()
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.drop()
+        for _ in range(self.count):
+            self._tokens.put(None)
+
+
+class WorkerThreads:
+    """Threads that run tasks until this object goes, or is told to stop.
+
+    Args:
+        count: number of threads.
+        begin, end: called in each thread with its number, before its first task and after its last. They must not raise.
+        priorities: how many kinds of tasks there are.
+        name: of the threads.
+
+    Raises:
+        WorkerError: a thread cannot be started.
+    """
+
+    def __init__(self, count: int, begin: Task, end: Task, priorities: int = 1, name: str = "stocache worker") -> None:
+        self._tasks, self.pid = _Tasks(count, priorities), os.getpid()
+        self._threads: list[threading.Thread] = []
+        began: SimpleQueue[None] = SimpleQueue()
+        intra_op = torch.get_num_threads()
+        try:
+            for number in range(count):
+                arguments = self._tasks, number, begin, end, began
+                thread = threading.Thread(target=_run, args=arguments, name=f"{name} {number}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError as error:
+            self._tasks.stop()
+            raise WorkerError(f"the DataLoader cannot start worker thread {len(self._threads)} of {count}: {error}") from error
+        finally:
+            for _ in self._threads:
+                began.get()
+            torch.set_num_threads(intra_op)  # a worker has set 1 for itself, and for threads that begin later
+        weakref.finalize(self, self._tasks.stop).atexit = False
+        _running.add(self)
+
+    def put(self, task: Task, priority: int = 0) -> None:
+        """Have a thread run a task."""
+        self._tasks.put(task, priority)
+
+    def drop(self) -> None:
+        """Drop all tasks that have not begun."""
+        self._tasks.drop()
+
+    @property
+    def stopped(self) -> Callable[[], bool]:
+        """A function that tells whether the threads were told to stop. It does not keep this object alive."""
+        tasks = self._tasks
+        return lambda: tasks.stopped
+
+    def stop(self, patience_s: float = 0.0) -> None:
+        """Drop all tasks that have not begun, and end the threads. Wait ``patience_s`` for tasks that have begun."""
+        self._tasks.stop()
+        until = time.monotonic() + patience_s
+        for thread in self._threads:
+            if thread is not threading.current_thread() and self.pid == os.getpid():
+                thread.join(max(0.0, until - time.monotonic()))
+
+
+_running: "weakref.WeakSet[WorkerThreads]" = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    stop_all(list(_running), _AT_EXIT_S)
+
+
+def stop_all(pools: Sequence[WorkerThreads], patience_s: float) -> None:
+    """End the threads of several pools. Wait ``patience_s``, in all, for tasks that have begun."""
+    until = time.monotonic() + patience_s
+    for threads in pools:
+        threads.stop()
+    for threads in pools:
+        threads.stop(max(0.0, until - time.monotonic()))
+
+
+def _run(tasks: _Tasks, number: int, begin: Task, end: Task, began: "SimpleQueue[None]") -> None:
+    torch.set_num_threads(1)
+    began.put(None)
+    begin(number)
+    del begin
+    while (task := tasks.take()) is not None:
+        task(number)
+        del task  # its result belongs to somebody else
+    end(number)
+
+
+def wait_for(queue: "SimpleQueue[Any]", timeout_s: float) -> bool:
+    """Wait until something is in a queue, and take it. Return False after ``timeout_s``; Ctrl-C interrupts the wait."""
+    try:
+        queue.get(timeout=timeout_s)
+    except Empty:
+        return False
+    return True
