@@ -14,7 +14,7 @@ IMPORTS = {  # besides errors; from the ground up, so that each folder's row nam
     "threads": "system",
     "samples": "",
     "shm": "system",
-    "ring": "shm system",
+    "ring": "shm system threads",
     "storage": "samples system",
     "transforms": "samples system",
     "cache": "samples shm system",
@@ -24,8 +24,8 @@ IMPORTS = {  # besides errors; from the ground up, so that each folder's row nam
     "preparation": "datasets samples storage system",
     "text": "cache loader samples system",
     "cli": "cache datasets preparation shm storage system",
-    "reading/graph": "cache ring samples system",
-    "reading/run": "loader reading/graph ring system",
+    "reading/graph": "cache ring samples system threads",
+    "reading/run": "loader reading/graph ring system threads",
     "reading": "cache reading/graph reading/run samples system",
 }
 MOST_FILES = 12

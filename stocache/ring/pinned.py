@@ -10,10 +10,13 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import torch
+
+from stocache.threads.daemons import start_daemon
 
 logger = logging.getLogger("stocache")
 
@@ -45,8 +48,8 @@ class Pinned:
         """Call ``free(buffer)`` when no GPU can still read from it."""
         # see NOTE [ Copies in flight ]
         if self._thread is None:
-            self._thread = threading.Thread(target=_wait, args=(self._released,), name="stocache-pinned", daemon=True)
-            self._thread.start()
+            stop = partial(self._released.put, None)
+            self._thread = start_daemon(_wait, (self._released,), "stocache-pinned", stop)
         self._released.put((free, buffer))
 
     def close(self) -> None:

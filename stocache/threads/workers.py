@@ -3,11 +3,9 @@
 NOTE [ Threads that end ]
     The threads hold the queue of tasks, and not the object that the user holds. When that object goes, its finalizer tells the
     queue to stop, and each thread ends after its task. The finalizer may run in any thread at any moment, so it takes no lock:
-    the queue is made of deques and a SimpleQueue, whose ``put`` may interrupt itself. The threads are daemons: one that is
-    stuck in a task cannot keep the program from ending. Those that are not stuck are joined at exit.
+    the queue is made of deques and a SimpleQueue, whose ``put`` may interrupt itself. For the end of a program, see daemons.py.
 """
 
-import atexit
 import os
 import threading
 import time
@@ -20,8 +18,7 @@ from typing import Any
 import torch
 
 from stocache.errors import WorkerError
-
-_AT_EXIT_S = 5.0  # to wait, when the program ends, for threads that run a task
+from stocache.threads.daemons import join_all, start_daemon
 
 Task = Callable[[int], None]
 """Called with the number of the thread. It must not raise."""
@@ -83,9 +80,7 @@ class WorkerThreads:
         try:
             for number in range(count):
                 arguments = self._tasks, number, begin, end, began
-                thread = threading.Thread(target=_run, args=arguments, name=f"{name} {number}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
+                self._threads.append(start_daemon(_run, arguments, f"{name} {number}", self._tasks.stop))
         except RuntimeError as error:
             self._tasks.stop()
             raise WorkerError(f"the DataLoader cannot start worker thread {len(self._threads)} of {count}: {error}") from error
@@ -94,7 +89,6 @@ class WorkerThreads:
                 began.get()
             torch.set_num_threads(intra_op)  # a worker has set 1 for itself, and for threads that begin later
         weakref.finalize(self, self._tasks.stop).atexit = False
-        _running.add(self)
 
     def put(self, task: Task, priority: int = 0) -> None:
         """Have a thread run a task."""
@@ -113,18 +107,8 @@ class WorkerThreads:
     def stop(self, patience_s: float = 0.0) -> None:
         """Drop all tasks that have not begun, and end the threads. Wait ``patience_s`` for tasks that have begun."""
         self._tasks.stop()
-        until = time.monotonic() + patience_s
-        for thread in self._threads:
-            if thread is not threading.current_thread() and self.pid == os.getpid():
-                thread.join(max(0.0, until - time.monotonic()))
-
-
-_running: "weakref.WeakSet[WorkerThreads]" = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_all() -> None:
-    stop_all(list(_running), _AT_EXIT_S)
+        if self.pid == os.getpid():
+            join_all(self._threads, patience_s)
 
 
 def stop_all(pools: Sequence[WorkerThreads], patience_s: float) -> None:

@@ -702,6 +702,34 @@ def test_a_program_ends_while_workers_run(persistent):
     assert run(program + "iterator = iter(loader); next(iterator)") == ("", 0)
 
 
+_BUSY_PROGRAM = """
+import time, torch, stocache
+from torch.utils.data.datapipes.iter import IterableWrapper
+def busy(idx):
+    rows = torch.full((200, 500), float(idx))
+    for _ in range(10**6 if idx >= {slow} else 6):
+        rows = rows.sin()
+    return rows
+class Busy(torch.utils.data.Dataset):
+    def __len__(self): return 4096
+    def __getitem__(self, idx): return busy(idx)
+"""
+
+
+@pytest.mark.parametrize("slow", [4096, 12])
+@pytest.mark.parametrize(
+    "use",
+    [
+        "loader = stocache.DataLoader(Busy(), 4, num_workers=8, worker_method='thread', persistent_workers=True)",
+        "from stocache.reading import DataLoader2; loader = DataLoader2(IterableWrapper(range(4096)).map(busy).prefetch(20))",
+    ],
+)
+@pytest.mark.parametrize("last", ["", "del iterator, loader; import gc; gc.collect()"])
+def test_a_program_ends_while_threads_are_busy_with_torch(slow, use, last):
+    program = _BUSY_PROGRAM.format(slow=slow) + f"{use}; iterator = iter(loader); next(iterator), next(iterator); {last}"
+    assert run("import warnings; warnings.simplefilter('ignore')\n" + program) == ("", 0)
+
+
 def test_threads_that_cannot_start_are_an_error():
     def use():
         used = sum(len(os.listdir(f"/proc/{pid}/task")) for pid in os.listdir("/proc") if pid.isdigit() and _is_mine(pid))

@@ -14,6 +14,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as _pin  # what torch'
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from stocache.errors import GraphError, WorkerError
+from stocache.threads.daemons import start_daemon
 
 DEFAULT_TIMEOUT_S = 30 * 60
 _PINNED_AHEAD = 2
@@ -59,8 +61,7 @@ class _Ahead:
         self._changed = threading.Condition()
         self._stopped = self._paused = self._working = False
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="stocache-prefetch", daemon=True)
-        self._thread.start()
+        self._thread = start_daemon(self._run, (), "stocache-prefetch", partial(self.stop, 0.0))
 
     def _run(self) -> None:
         going_on = True

@@ -27,6 +27,7 @@ from stocache.reading.graph.replay import drop, fast_forward, rewind
 from stocache.reading.graph.seeds import SeedGenerator, is_pure, random_pipes
 from stocache.reading.graph.sharding import Counted, Shard
 from stocache.system.rng import RngMonitor
+from stocache.threads.daemons import start_daemon
 
 _SLICE_S = 0.02  # a worker then sends the elements it has, so that slow elements come one by one
 _AT_MOST_ONE = (Mapper, Collator, Filter, SharedCacher)
@@ -232,8 +233,7 @@ class FedReplica(Replica):
         super().begin(epoch)
         self.feed.begin()
         self._left = False
-        self._thread = threading.Thread(target=self._run, name="stocache-replica", daemon=True)
-        self._thread.start()
+        self._thread = start_daemon(self._run, (), "stocache-replica", self._leave)
 
     def take(self, limit: int) -> Elements:
         """Return the next elements, as many as the elements in the feed allow."""
@@ -246,11 +246,14 @@ class FedReplica(Replica):
     def close(self) -> None:
         """End the epoch."""
         if self._thread is not None:
-            self._left = True
-            self._go.release()
+            self._leave()
             self._thread.join()
             self._thread = None
         super().close()
+
+    def _leave(self) -> None:
+        self._left = True
+        self._go.release()
 
     def _run_slice(self) -> None:
         self._go.release()

@@ -1,0 +1,61 @@
+"""Daemon threads that have ended before the interpreter does.
+
+NOTE [ Threads at exit ]
+    A daemon thread does not keep the program from ending. But until Python 3.14, a thread that wants the GIL of an interpreter
+    that is going down is ended inside the call which wants it. If that is C++ code, as torch's, the whole process aborts:
+    "terminate called without an active exception". So all our daemon threads, also those whose owner is gone, are told to stop
+    when the program ends, and waited for. One that goes on with its work, such as a user's slow sample, is interrupted by a
+    SystemExit. Only one that is stuck in a single call outlives the wait.
+"""
+
+import atexit
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+_TASK_S = 1.0  # at exit, for what a thread is doing
+_INTERRUPTED_S = 4.0  # after it was interrupted
+
+_running: dict[threading.Thread, Callable[[], None]] = {}
+
+
+def start_daemon(run: Callable[..., None], arguments: tuple[Any, ...], name: str, stop: Callable[[], None]) -> threading.Thread:
+    """Start a thread. When the program ends, ``stop()`` tells it to end. Raises RuntimeError if it cannot be started."""
+
+    def run_and_forget() -> None:
+        try:
+            run(*arguments)
+        finally:
+            del _running[thread]
+
+    thread = threading.Thread(target=run_and_forget, name=name, daemon=True)
+    _running[thread] = stop
+    try:
+        thread.start()
+    except RuntimeError:
+        del _running[thread]
+        raise
+    return thread
+
+
+def join_all(threads: Iterable[threading.Thread], patience_s: float) -> None:
+    """Wait for several threads, at most ``patience_s`` in all."""
+    until = time.monotonic() + patience_s
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+@atexit.register
+def _end_all() -> None:
+    running = [(thread, stop) for thread, stop in list(_running.items()) if thread.is_alive()]  # forked children have none
+    for _, stop in running:
+        stop()
+    threads = [thread for thread, _ in running]
+    join_all(threads, _TASK_S)
+    busy = [thread for thread in threads if thread.is_alive()]
+    for thread in busy:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+    join_all(busy, _INTERRUPTED_S)
