@@ -452,7 +452,7 @@ class SampleCache:
                 self._claims.to_load(empty, taken)
             _loading.samples = outer or bool(taken)
             missing = [idx for idx in rows if idx in taken or idx in claimed or not self.fillable(idx)]
-            if taken or claimed:
+            if taken or claimed or not self._store.unreadable:
                 missing = [idx for idx in missing if states[idx] != SET]  # set meanwhile
             for part, values, costs_s in self._loaded(missing, load):
                 places = [rows[idx] for idx in part]
@@ -539,6 +539,9 @@ class SampleCache:
         empty = [idx for idx in indices if self._states[idx] == EMPTY]
         if empty and self.fillable(empty[0]):
             self._claims.to_load(empty, taken)
+            if cached := {idx for idx in taken if self._states[idx] != EMPTY}:  # by others, before they were claimed
+                self._claims.end_loading(cached)
+                taken -= cached
 
     def end_loading(self, taken: set[int]) -> None:
         """Give up the claims that `claim_to_load` noted, and forget them."""
@@ -561,7 +564,7 @@ class SampleCache:
         try:
             self.claim_to_load(list(indices), taken)
             _loading.samples = outer or bool(taken)
-            yield [idx for idx in sorted(taken) if self._states[idx] == EMPTY]
+            yield sorted(taken)
         finally:
             _loading.samples = outer
             self.end_loading(taken)

@@ -134,7 +134,8 @@ class LazyBatch:
         for row in np.flatnonzero(~is_set).tolist():
             rows.setdefault(int(indices[row]), row)
         self._cache.claim_to_load(list(rows), self._claimed)
-        return [row for idx, row in rows.items() if idx in self._claimed or not self._cache.fillable(idx)]
+        others = {idx for idx in rows if idx not in self._claimed and (self._cache.fillable(idx) or self._cache.has([idx]))}
+        return [row for idx, row in rows.items() if idx not in others]
 
     def load_all(self) -> dict[int, Any]:
         """Return the samples, by index, without asking the cache. Another `LazyBatch` has claimed them."""

@@ -64,10 +64,10 @@ def load_dataset(where: str) -> Any:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type and text of an error, and where it was raised. For one of a DataLoader worker, what the worker said."""
-    text = str(error)
+    """Return, in one line, the type and text of an error, and where it was raised; or what a DataLoader worker said."""
+    text = " ".join(str(error).split())
     if "Original Traceback" in text:
-        lines = text.strip().splitlines()
+        lines = str(error).strip().splitlines()
         last = max(number for number, line in enumerate(lines) if line.startswith(" "))
         return " ".join(lines[last + 1 :])
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)

@@ -247,6 +247,8 @@ class ThreadMaker:
                         batch.samples[at] = worker.dataset[_item_of(index, at if self._batched else None)]
                         self.crew.tell_progress()
         except BaseException as error:
+            if isinstance(error, Exception) and self.crew.shares_opened(worker, error):
+                return self._load_run(batch, index, rows, number)
             batch.errors.append((at, wrap_error(error, number)))
         cost_s = (time.perf_counter() - began) / max(1, len(rows))
         self._cost_s = cost_s if not self._cost_s else 0.9 * self._cost_s + 0.1 * cost_s
@@ -265,6 +267,8 @@ class ThreadMaker:
             with self.crew.loading():
                 batch.samples = worker.dataset.__getitems__(index)
         except BaseException as error:
+            if isinstance(error, Exception) and self.crew.shares_opened(worker, error):
+                return self._load_batch(batch, index, number)
             batch.errors.append((0, wrap_error(error, number)))
         self._collate(batch, worker)
 

@@ -238,7 +238,7 @@ def deleted_in_use(device: int) -> dict[str, list[int]]:
     """
     found: dict[str, list[int]] = {}
     for pid in sorted({pid for key, pids in holders().items() if key[0] == device for pid in pids}):
-        for path in set(registry.deleted_files(pid)):
+        for path in registry.deleted_files(pid, device):
             found.setdefault(path, []).append(pid)
     return found
 

@@ -416,11 +416,16 @@ def lock_owners(first: int, count: int) -> dict[FileKey, list[int]]:
     return {key: sorted(pids) for key, pids in owners.items()}
 
 
-def deleted_files(pid: int) -> list[str]:
-    """Return the former paths of deleted files that a process has open; [] if it has ended or belongs to another user."""
-    paths = []
+def deleted_files(pid: int, device: int) -> set[str]:
+    """Return the former paths of deleted files on a device that a process has open.
+
+    There are none if the process has ended or belongs to another user.
+    """
+    paths = set()
     with contextlib.suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):  # closed meanwhile
-                paths.append(os.readlink(link))
-    return [path.removesuffix(" (deleted)") for path in paths if path.endswith(" (deleted)")]
+                path = os.readlink(link)
+                if path.endswith(" (deleted)") and os.stat(link).st_dev == device:
+                    paths.add(path.removesuffix(" (deleted)"))
+    return paths

@@ -4,11 +4,12 @@ NOTE [ A dataset for each thread ]
     A dataset that opens its file when it is first read keeps the file in an attribute. Threads that shared the dataset would
     share the file, and its position. So each thread gets a copy: of the dataset, of the datasets, plain objects and modules
     inside it, of their short lists and dicts, of lists of datasets, and of functions that refer to any of these. All else is
-    shared: tensors, arrays, tables, long lists, locks, and caches. No code of the user runs for that. A dataset with
-    ``thread_safe = True`` is shared as it is.
+    shared: tensors, arrays, tables, long lists, locks, caches, and sentinels: globals of a module that say how they are pickled
+    or copied. No code of the user runs for that. A dataset with ``thread_safe = True`` is shared as it is.
 
     A file, database or archive that is open already cannot be copied. Then one sample is made at a time. An object with
-    ``__del__`` that holds it is shared, because a copy would close it.
+    ``__del__`` that holds it is shared, because a copy would close it. An environment of LMDB is for all threads, and can be
+    opened only once in a process: the thread that comes second gets a copy of the dataset of the first.
 """
 
 import copy
@@ -35,14 +36,15 @@ _MOST_ITEMS = 1000  # of a list or dict that is copied
 _DEEPEST = 12
 _SEQUENCES = list, tuple, deque
 _MAPPINGS = dict, OrderedDict, defaultdict
+_SUBCLASSED = defaultdict, OrderedDict, dict, list
 _GENERATORS = random.Random, np.random.Generator, np.random.RandomState
 _SHARED_MODULES = frozenset(
     {"torch", "numpy", "PIL", "pandas", "pyarrow", "datasets", "polars", "scipy", "jax"}
     | {"threading", "queue", "multiprocessing", "concurrent", "asyncio", "logging"}  # made to be shared
 )
-_HANDLES = {  # by module: the classes of what is open; one thread at a time may use it
+_HANDLES: dict[str, tuple[str, ...]] = {  # by module: the classes of what is open; one thread at a time may use it
     "h5py": ("File", "Group", "Dataset"),
-    "lmdb": ("Environment", "Transaction", "Cursor"),
+    "lmdb": ("Transaction", "Cursor"),  # an Environment is for all threads
     "sqlite3": ("Connection", "Cursor"),
     "zipfile": ("ZipFile",),
     "tarfile": ("TarFile",),
@@ -93,8 +95,11 @@ def _copied(value: Any, memo: dict[int, Any], depth: int) -> Any:
         return value
     if "__del__" in _names(kind) and find_open_handle(value) is not None:
         return value
-    copied = object.__new__(kind)
+    base = _container_of(kind)
+    copied = (base or object).__new__(kind)
     memo[id(value)] = value, copied  # it may hold itself
+    if base is not None:
+        _fill(copied, value, base, memo, depth)
     for descriptor, item in _slots(value):
         descriptor.__set__(copied, _copy(item, memo, depth + 1))
     if not kind.__dictoffset__:
@@ -121,6 +126,23 @@ def _copied_container(value: Any, memo: dict[int, Any], depth: int) -> Any:
     return items if kind is list else deque(items, value.maxlen)
 
 
+def _container_of(kind: type) -> Any:
+    """Return the container of which a class is a subclass; None if it is not."""
+    return next((base for base in _SUBCLASSED if issubclass(kind, base)), None)
+
+
+def _fill(copied: Any, value: Any, base: Any, memo: dict[int, Any], depth: int) -> None:
+    """Put the items of a subclass of a container into its copy, without the methods of the subclass."""
+    followed = _is_followed(value)
+    if base is list:
+        list.extend(copied, (_copy(item, memo, depth + 1) if followed else item for item in list.__iter__(value)))
+        return
+    if base is defaultdict:
+        copied.default_factory = _copy(value.default_factory, memo, depth + 1)
+    for key, item in base.items(value):
+        base.__setitem__(copied, key, _copy(item, memo, depth + 1) if followed else item)
+
+
 def _copied_function(function: FunctionType, memo: dict[int, Any], depth: int) -> FunctionType:
     """Return a function with copies of the variables that it has from around it, where these have copies."""
     cells: list[tuple[CellType, CellType]] = []
@@ -144,22 +166,30 @@ def _copied_function(function: FunctionType, memo: dict[int, Any], depth: int) -
 
 def _is_followed(value: Any) -> bool:
     """Whether the items of a container are copied: it is short, or holds datasets."""
-    if len(value) <= _MOST_ITEMS:
+    kind = _container_of(type(value)) or type(value)
+    if kind.__len__(value) <= _MOST_ITEMS:
         return True
-    return isinstance(next(iter(value.values() if isinstance(value, dict) else value)), Dataset)
+    return isinstance(next(iter(kind.values(value) if isinstance(value, dict) else kind.__iter__(value))), Dataset)
 
 
 def _is_plain(value: Any) -> bool:
     """Whether a value is an object of attributes only, which may be copied without its class."""
     kind = type(value)
-    if isinstance(value, type) or kind.__module__ == "builtins" or "__new__" in _names(kind):
+    container = _container_of(kind)
+    if isinstance(value, type) or kind.__module__ == "builtins" or kind.__new__ is not (container or object).__new__:
         return False
-    if not kind.__dictoffset__ and not any("__slots__" in vars(base) for base in kind.__mro__):
+    if container is None and not kind.__dictoffset__ and not any("__slots__" in vars(base) for base in kind.__mro__):
         return False
     if isinstance(value, Dataset):
         return True
     shared = kind.__module__.split(".")[0] in _SHARED_MODULES and not isinstance(value, torch.nn.Module)
-    return not shared and not _names(kind) & _SPECIAL
+    return not shared and not (_names(kind) & _SPECIAL and _is_global(value))
+
+
+def _is_global(value: Any) -> bool:
+    """Whether an object is a global of the module of its class, and so may be known by its identity."""
+    module = sys.modules.get(type(value).__module__)
+    return any(item is value for item in vars(module).values()) if module is not None else False
 
 
 def _slots(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -186,6 +216,11 @@ def _safety(value: Any) -> Any:
     return value.thread_safe if defined else None
 
 
+def holds_environment(dataset: Any) -> bool:
+    """Whether a dataset holds an open environment of LMDB, which a process may open only once."""
+    return _find(dataset, "", lambda value: _is_of(value, {"lmdb": ("Environment",)}), set(), 0) is not None
+
+
 def find_open_handle(dataset: Any) -> str | None:
     """Return where a dataset holds a file, database or archive that is open, as text; None if it does not."""
     return _find(dataset, type(dataset).__name__, _is_handle, set(), 0)
@@ -210,8 +245,7 @@ def _parts(value: Any, where: str) -> list[tuple[str, Any]]:
     """Return what a value holds that copying would follow, each with its place as text."""
     kind = type(value)
     if kind in _SEQUENCES or kind in _MAPPINGS:
-        items = list(value.items()) if kind in _MAPPINGS else list(enumerate(value))
-        return [(f"{where}[{key!r:.30}]", item) for key, item in items] if _is_followed(value) else []
+        return _items(value, kind, where) if _is_followed(value) else []
     if kind is MethodType:
         return [(where, value.__self__)]
     if kind is FunctionType:
@@ -225,7 +259,15 @@ def _parts(value: Any, where: str) -> list[tuple[str, Any]]:
     if not _is_plain(value) or _safety(value) is True:
         return []
     attributes = list(vars(value).items()) if kind.__dictoffset__ else []
-    return [(f"{where}.{name}", item) for name, item in attributes + [(slot.__name__, item) for slot, item in _slots(value)]]
+    parts = [(f"{where}.{name}", item) for name, item in attributes + [(slot.__name__, item) for slot, item in _slots(value)]]
+    base = _container_of(kind)
+    return parts if base is None or not _is_followed(value) else parts + _items(value, base, where)
+
+
+def _items(value: Any, kind: Any, where: str) -> list[tuple[str, Any]]:
+    """Return the items of a container, each with its place as text."""
+    items = list(kind.items(value)) if issubclass(kind, dict) else list(enumerate(kind.__iter__(value)))
+    return [(f"{where}[{key!r:.30}]", item) for key, item in items]
 
 
 def _is_handle(value: Any) -> bool:
@@ -236,8 +278,10 @@ def _is_handle(value: Any) -> bool:
         return not value.closed
     if isinstance(value, socket.socket):
         return value.fileno() != -1
-    return any(
-        base.__name__ in _HANDLES.get(base.__module__, _HANDLES.get(base.__module__.split(".")[0], ()))
-        for base in type(value).__mro__
-        if base.__module__.split(".")[0] in sys.modules
-    )
+    return _is_of(value, _HANDLES)
+
+
+def _is_of(value: Any, names: dict[str, tuple[str, ...]]) -> bool:
+    """Whether a value is of one of these classes, by module, or of a subclass. Modules that are not imported are left alone."""
+    classes = (vars(sys.modules[module]).get(name) for module in names if module in sys.modules for name in names[module])
+    return issubclass(type(value), tuple(filter(None, classes)))

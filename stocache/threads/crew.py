@@ -16,6 +16,7 @@ NOTE [ Random numbers in threads ]
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -27,13 +28,15 @@ from torch.utils.data._utils.worker import _generate_state  # torch's seed for n
 
 from stocache.errors import ClosedError, WorkerError
 from stocache.system import rng
-from stocache.threads.copies import copy_dataset, find_open_handle, holds_generator
+from stocache.threads.copies import copy_dataset, find_open_handle, holds_environment, holds_generator
 from stocache.threads.info import Generators, WorkerRng, make_worker_info, set_worker_info
 
 logger = logging.getLogger("stocache")
 
 _WATCHED = 8  # runs of samples
 _POLL_S = 0.05  # between looks whether it is a sample's turn
+_LONG_S = 30.0  # to wait for it, before a warning
+_OPENING_S = 2.0  # for another thread, to open a file that a process opens only once
 
 
 _graphs = threading.RLock()  # torch walks through a graph of DataPipes with a hook that is one for all
@@ -62,17 +65,22 @@ class Worker:
 
     def begin(self, count: int, base_seed: int, shared_seed: int | None) -> None:
         """Run ``worker_init_fn`` in the thread of this worker."""
-        seed = base_seed + self.number
+        self._count, self._seed = count, base_seed + self.number
         seed_generators(self.rng.own, base_seed, self.number)
         try:
             with _graphs if isinstance(self.dataset, IterDataPipe | MapDataPipe) else nullcontext():
                 if isinstance(self.dataset, IterDataPipe):
                     self.reseed(shared_seed)
-                set_worker_info(make_worker_info(self.number, count, seed, self.dataset, self.rng))
+                self.use(self.dataset)
                 if self._init_fn is not None:
                     self._init_fn(self.number)
         except BaseException as error:
             self.error = wrap_error(error, self.number)
+
+    def use(self, dataset: Any) -> None:
+        """Set the dataset of this worker, and tell it in which worker it is."""
+        self.dataset = dataset
+        set_worker_info(make_worker_info(self.number, self._count, self._seed, dataset, self.rng))
 
     def reseed(self, shared_seed: int | None) -> None:
         """Seed a graph of DataPipes for an epoch, as torch does in a worker process."""
@@ -157,6 +165,20 @@ class Crew:
             self._warned.add(message)
             logger.warning(message, *values)
 
+    def shares_opened(self, worker: Worker, error: Exception) -> bool:
+        """Whether a sample is to be loaded again, because its worker has got from another what it could not open."""
+        is_of_lmdb = type(error).__module__ == "lmdb" and "already open" in str(error)
+        if not is_of_lmdb or holds_environment(worker.dataset):
+            return False
+        until = time.monotonic() + _OPENING_S
+        while time.monotonic() < until and not self.stopped():
+            for other in self.workers:
+                if holds_environment(other.dataset) and find_open_handle(other.dataset) is None:
+                    worker.use(copy_dataset(other.dataset))
+                    return True
+            time.sleep(_POLL_S)
+        return False
+
     def begin_wait(self) -> None:
         """Note that the loop waits for a batch, until it sets ``waiting`` to False."""
         self._waits += 1
@@ -187,11 +209,18 @@ class Crew:
     def await_turn(self, is_turn: Callable[[], bool]) -> None:
         """Wait until all samples before one in its stream are made. Raises Stopped. ``is_turn`` may raise it, too."""
         self.draws = True
+        until = time.monotonic() + _LONG_S
         with self.progressed:
             while not is_turn():
                 if self.stopped():
                     raise Stopped
                 self.progressed.wait(_POLL_S)
+                if time.monotonic() > until:
+                    self._warn(
+                        "a sample has waited %d s for its random numbers, which come after those of earlier samples. If the "
+                        "dataset holds a lock while it draws, use sample_seed or worker_method='multiprocessing'.",
+                        _LONG_S,
+                    )
 
     def tell_progress(self) -> None:
         """Wake the samples that wait for their turn."""

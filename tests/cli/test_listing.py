@@ -361,7 +361,8 @@ def test_doctor_leaves_out_files_deleted_in_other_containers(healthy):
     if not traces.private:
         pytest.skip("needs the right to mount")
     ready, go = os.pipe(), os.pipe()
-    pid = os.fork()
+    here = make("here")
+    pid = os.fork()  # the child holds a segment here, too
     if pid == 0:
         with contextlib.suppress(BaseException):
             traces.mount_private()
@@ -379,6 +380,7 @@ def test_doctor_leaves_out_files_deleted_in_other_containers(healthy):
     os.waitpid(pid, 0)
     for fd in (ready[0], go[0]):
         os.close(fd)
+    here.close()
     assert found == []
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import threading
 
 import pytest
 import torch
@@ -236,3 +237,33 @@ def test_a_training_step_that_draws_is_not_taken_for_a_sample(make, caplog):
             torch.rand(3)
             random.random()
     assert not warnings_of(caplog)
+
+
+class DrawsUnderLock(Dataset):
+    """A sample draws while it holds a lock that an earlier sample waits for."""
+
+    def __init__(self):
+        self.lock, self.held = threading.Lock(), threading.Event()
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, idx):
+        if idx == 0:
+            self.held.wait()
+        with self.lock:
+            self.held.set()
+            return torch.rand((), generator=torch.random.thread_safe_generator())
+
+
+def test_a_sample_that_holds_a_lock_while_it_draws_is_told(monkeypatch, caplog):
+    monkeypatch.setattr("stocache.threads.crew._LONG_S", 0.2)
+    loader = stocache.DataLoader(DrawsUnderLock(), batch_size=2, num_workers=2, worker_method="thread", timeout=2)
+    with caplog.at_level(logging.WARNING, "stocache"), pytest.raises(RuntimeError, match="timed out"):
+        list(loader)
+    (message,) = {record.getMessage() for record in caplog.records}
+    assert "holds a lock while it draws" in message
+    loader = stocache.DataLoader(
+        DrawsUnderLock(), batch_size=2, num_workers=2, worker_method="thread", timeout=20, sample_seed=3
+    )
+    assert len(list(loader)) == 1

@@ -9,10 +9,11 @@ import tarfile
 import threading
 import time
 import zipfile
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict
 from io import BytesIO
 
 import h5py
+import lmdb
 import numpy as np
 import pytest
 import torch
@@ -48,6 +49,12 @@ def files(tmp_path_factory):
             tape.addfile(info, BytesIO(_RECORD.pack(idx)))
     with h5py.File(folder / "records.h5", "w") as file:
         file["records"] = np.arange(N)
+    with (
+        lmdb.open(str(folder / "records.lmdb"), subdir=False, map_size=1 << 24) as environment,
+        environment.begin(write=True) as transaction,
+    ):
+        for idx in range(N):
+            transaction.put(str(idx).encode(), _RECORD.pack(idx))
     return folder
 
 
@@ -121,6 +128,30 @@ class H5Records(Records):
             self.opened.close()
 
 
+class LmdbRecords(Records):
+    """LMDB lets a process open an environment only once."""
+
+    def open(self):
+        return lmdb.open(str(self.folder / "records.lmdb"), subdir=False, readonly=True, lock=False)
+
+    def read(self, environment, idx):
+        with environment.begin() as transaction:
+            return _RECORD.unpack(transaction.get(str(idx).encode()))[0]
+
+
+class LmdbBatches(LmdbRecords):
+    def __getitems__(self, indices):
+        return [self[idx] for idx in indices]
+
+
+class LmdbTransaction(LmdbRecords):
+    def open(self):
+        return super().open().begin()
+
+    def read(self, transaction, idx):
+        return _RECORD.unpack(transaction.get(str(idx).encode()))[0]
+
+
 def read_at(file, idx):
     return FileRecords.read(None, file, idx)
 
@@ -166,6 +197,71 @@ class Reader:
 
 class SlottedReader(Reader):
     __slots__ = ()
+
+
+class ReducedReader(Reader):
+    """Pickles and copies as a call."""
+
+    def __reduce__(self):
+        return type(self), (self.path,)
+
+    __copy__ = None
+
+
+class Opened(dict):
+    """Opens what is missing."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __missing__(self, part):
+        self[part] = file = open(self.folder / "records", "rb", buffering=0)  # noqa: SIM115
+        return file
+
+    def __setitem__(self, part, file):
+        assert type(part) is int  # a copy does not call this
+        super().__setitem__(part, file)
+
+    def __len__(self):
+        raise RuntimeError("how many there will be is not known")
+
+    def read(self, idx):
+        return read_at(self[idx % 3], idx)
+
+    def __del__(self):
+        for file in self.values():
+            file.close()
+
+
+class OpenedOrdered(Opened, OrderedDict):
+    pass
+
+
+class OpenedDefault(Opened, defaultdict):
+    pass
+
+
+class OpenedUser(UserDict):
+    read, __missing__, __del__ = Opened.read, Opened.__missing__, Opened.__del__
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+
+class OpenedList(list):
+    def __init__(self, folder):
+        super().__init__([None] * 3)
+        self.folder = folder
+
+    def read(self, idx):
+        if self[idx % 3] is None:
+            self[idx % 3] = open(self.folder / "records", "rb", buffering=0)  # noqa: SIM115
+        return read_at(self[idx % 3], idx)
+
+    def __del__(self):
+        for file in filter(None, self):
+            file.close()
 
 
 class OnlySlots:
@@ -302,11 +398,19 @@ LAZY = {
     "zip": ZipRecords,
     "tar": TarRecords,
     "h5": H5Records,
+    "lmdb": LmdbRecords,
+    "lmdb by batches": LmdbBatches,
     "dict": lambda folder: OpensInDict(folder, {}),
     "ordered dict": lambda folder: OpensInDict(folder, OrderedDict()),
     "default dict": lambda folder: OpensInDict(folder, defaultdict(list)),
     "object": lambda folder: Through(Reader(folder / "records").read),
     "object in slots": lambda folder: Through(SlottedReader(folder / "records").read),
+    "reduced object": lambda folder: Through(ReducedReader(folder / "records").read),
+    "subclass of dict": lambda folder: Through(Opened(folder).read),
+    "subclass of OrderedDict": lambda folder: Through(OpenedOrdered(folder).read),
+    "subclass of defaultdict": lambda folder: Through(OpenedDefault(folder).read),
+    "subclass of UserDict": lambda folder: Through(OpenedUser(folder).read),
+    "subclass of list": lambda folder: Through(OpenedList(folder).read),
     "only slots": lambda folder: Through(OnlySlots(folder / "records").read),
     "dataset with slots": lambda folder: SlottedDataset(folder / "records"),
     "lambda": WithLambda,
@@ -334,7 +438,7 @@ def test_each_thread_opens_its_own(name, files):
     assert find_open_handle(dataset) is None
 
 
-@pytest.mark.parametrize("kind", [FileRecords, ZipRecords, TarRecords, H5Records])
+@pytest.mark.parametrize("kind", [FileRecords, ZipRecords, TarRecords, H5Records, LmdbTransaction])
 def test_what_is_open_already_is_read_by_one_thread_at_a_time(kind, files, caplog):
     dataset = kind(files)
     dataset.opened = dataset.open()
@@ -347,7 +451,17 @@ def test_what_is_open_already_is_read_by_one_thread_at_a_time(kind, files, caplo
     ]
     assert f"{kind.__name__}.opened" in caplog.text
     assert dataset[7] == 7  # it is not closed
-    dataset.opened.close()
+    if hasattr(dataset.opened, "close"):
+        dataset.opened.close()
+
+
+def test_an_environment_of_lmdb_is_for_all_threads(files, caplog):
+    dataset = LmdbRecords(files)
+    with dataset.open() as dataset.opened:
+        assert torch.cat(list(thread_loader(dataset))).tolist() == list(range(N))
+        with pytest.raises(lmdb.Error, match="already open"):  # by someone who does not share it
+            list(thread_loader(LmdbRecords(files)))
+    assert "one sample at a time" not in caplog.text
 
 
 class Alone(Dataset):
@@ -506,6 +620,43 @@ def test_an_object_that_would_close_the_file_of_the_users_is_not_copied(files):
         for _ in range(2):
             assert torch.cat(list(thread_loader(dataset))).tolist() == list(range(N))
         assert not file.closed
+
+
+class Missing:
+    def __init__(self):
+        self.name = "missing"
+
+    def __reduce__(self):
+        return self.name
+
+
+missing = Missing()
+
+
+def test_sentinels_are_shared_and_open_files_are_found_in_any_object(files):
+    assert copy_dataset(Through(missing)).read is missing
+    assert copy_dataset(Through(Missing())).read is not missing
+    for reader, place in ((ReducedReader(files / "records"), "read.file"), (Opened(files), "read[0]")):
+        assert find_open_handle(Through(reader.read)) is None
+        reader.read(3)
+        assert place in find_open_handle(Through(reader.read))
+
+
+@pytest.mark.parametrize("count", [3, 2000])
+def test_subclasses_of_containers_are_copied_whole(count):
+    class Table(dict):
+        pass
+
+    class Rows(list):
+        pass
+
+    table, rows = Table({idx: [idx] for idx in range(count)}), Rows([idx] for idx in range(count))
+    table.name = rows.name = "squares"
+    for value in (table, rows):
+        mine = copy_dataset(Through(value)).read
+        assert (mine, mine.name, type(mine)) == (value, "squares", type(value))
+        assert mine is not value
+        assert (mine[0] is value[0]) == (count > 1000)
 
 
 def test_sockets_are_handles():
