@@ -11,7 +11,8 @@ within a round. A round that is not counted goes first. Peers that are not insta
 stocaching (``pip install --no-deps stocaching==0.2.1``), SPDL (``pip install spdl==0.8.0``), grain (``pip install grain``).
 
 ``warm``: the *bare* threads gather rows by ``torch.index_select``, with indices that were drawn before, into memory that they
-use again: each into one buffer, or into eight in turn, as a loader must whose user may hold batches. SPDL's threads run
+use again: each into one buffer, or into eight in turn, as a loader must whose user may hold batches. *With torch's sampler*
+means eight buffers, too, and that the main thread draws the indices meanwhile, as it must in any loader. SPDL's threads run
 ``torch.index_select`` on the same rows. Workers are kept. An epoch is several passes over the samples.
 
 ``photos``: each contender has a fresh interpreter in each round, which has decoded one photograph. The first epoch gives the
@@ -43,13 +44,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from itertools import cycle
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import psutil
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, RandomSampler, default_collate
+from torch.utils.data import BatchSampler, Dataset, RandomSampler, default_collate
 from tqdm import tqdm
 
 import stocache
@@ -147,9 +149,10 @@ PASSES = 4  # over the samples in an epoch
 def warm(options: argparse.Namespace) -> None:
     """Print the rates of batches from a full cache."""
     peers = "torch over stocaching", "SPDL"
-    names = f"bare, {BARE_THREADS} threads", f"bare, {HELD} buffers each", "threads", "processes", *peers
+    bare = f"bare, {BARE_THREADS} threads", f"bare, {HELD} buffers each", "bare, with torch's sampler"
+    names = *bare, "threads", "processes", *peers
     rates = (f"{name}, /s" for name in names)
-    _header("samples", "batch", "workers", *rates, "threads to bare", "bar", "met", f"to bare, {HELD} buffers")
+    _header("samples", "batch", "workers", *rates, "threads to bare", "bar", "met", *(f"to {name}" for name in bare[1:]))
     for dims, bar in SHAPES.items():
         count = max(1, options.mb * MIB // int(np.prod(dims)))
         settle(4 * options.mb * MIB)
@@ -163,9 +166,11 @@ def warm(options: argparse.Namespace) -> None:
             for workers in options.workers or (1, 2, 4):
                 found = _warm_rates(cached, theirs, batch, workers, options.repeats)
                 cells = [f"{statistics.median(found[name]):,.0f}" if name in found else "" for name in names]
-                share, held_share = (ratio(found["threads"], found[bare]) for bare in names[:2])
+                share, *others = (ratio(found["threads"], found[name]) for name in bare)
                 name = f"{'x'.join(map(str, dims))} uint8, label"
-                _row(name, batch, workers, *cells, f"{share:.2f}", bar, _met(share >= bar), f"{held_share:.2f}")
+                _row(
+                    name, batch, workers, *cells, f"{share:.2f}", bar, _met(share >= bar), *(f"{other:.2f}" for other in others)
+                )
         del theirs, cached
         gc.collect()
 
@@ -176,7 +181,9 @@ def _warm_rates(cached: Any, theirs: Any, batch: int, workers: int, repeats: int
     images, labels = cached.cache.array
     columns = images.flatten(1).view(torch.int64), labels
     drawn = [indices for _ in range(PASSES) for indices in torch.randperm(count).split(batch)]
-    memory = [[[column[: min(batch, count)].clone() for column in columns] for _ in range(HELD)] for _ in range(BARE_THREADS)]
+    memory = [
+        [[column.new_zeros(batch, *column.shape[1:]) for column in columns] for _ in range(HELD)] for _ in range(BARE_THREADS)
+    ]
 
     def loader(make: Callable[..., Any], dataset: Any, *arguments: Any) -> Callable[[], float]:
         sampler = RandomSampler(dataset, num_samples=PASSES * count)
@@ -189,6 +196,8 @@ def _warm_rates(cached: Any, theirs: Any, batch: int, workers: int, repeats: int
     contenders["threads"] = loader(ours, cached, "thread")
     contenders[f"bare, {BARE_THREADS} threads"] = lambda: bare_gather(columns, drawn, [buffers[:1] for buffers in memory])
     contenders[f"bare, {HELD} buffers each"] = lambda: bare_gather(columns, drawn, memory)
+    sampler = BatchSampler(RandomSampler(range(count), num_samples=PASSES * count), batch, drop_last=False)
+    contenders["bare, with torch's sampler"] = lambda: bare_gather(columns, sampler, memory)
     if not is_missing("spdl"):
         gather = functools.partial(_gather, columns)
         contenders["SPDL"] = functools.partial(epoch, in_spdl(drawn, gather, None, workers))
@@ -201,27 +210,35 @@ def _gather(columns: Iterable[Tensor], indices: Tensor) -> list[Tensor]:
     return [torch.index_select(column, 0, indices) for column in columns]
 
 
-def bare_gather(columns: Iterable[Tensor], batches: list[Tensor], memory: list[list[list[Tensor]]]) -> float:
-    """Return the seconds in which threads gather batches, each into its own buffers in turn."""
-    left = iter(batches)
+def bare_gather(columns: Iterable[Tensor], batches: Iterable[Any], memory: list[list[list[Tensor]]]) -> float:
+    """Return the seconds in which threads gather batches, each into its own buffers in turn, while this thread draws them."""
+    drawn: SimpleQueue[Any] = SimpleQueue()
 
     def gather(buffers: list[list[Tensor]]) -> None:
         for buffer in cycle(buffers):
-            indices = next(left, None)
+            indices = drawn.get()
             if indices is None:
                 return
+            indices = torch.as_tensor(indices)
             for column, rows in zip(columns, buffer, strict=True):
                 torch.index_select(column, 0, indices, out=rows[: len(indices)])
 
-    return run_threads(gather, memory)
+    def draw() -> None:
+        for indices in batches:
+            drawn.put(indices)
+        for _ in memory:
+            drawn.put(None)
+
+    return run_threads(gather, memory, draw)
 
 
-def run_threads(function: Callable[[Any], None], arguments: list[Any]) -> float:
-    """Return the seconds in which threads, one for each argument, call a function."""
+def run_threads(function: Callable[[Any], None], arguments: list[Any], meanwhile: Callable[[], None] = lambda: None) -> float:
+    """Return the seconds in which threads, one for each argument, call a function. This thread calls ``meanwhile``."""
     threads = [threading.Thread(target=function, args=(argument,)) for argument in arguments]
     began = time.perf_counter()
     for thread in threads:
         thread.start()
+    meanwhile()
     for thread in threads:
         thread.join()
     return time.perf_counter() - began

@@ -119,7 +119,7 @@ QUICK = "--repeats", "1", "--workers", "2", "--batch", "32"
 def test_threads_measures_cached_batches():
     rows = threads("warm", *QUICK, "--mb", "1")
     assert [row[:3] for row in rows] == [[f"3x{size}x{size} uint8, label", "32", "2"] for size in (64, 224)]
-    assert all(cell.replace(",", "").isdigit() for row in rows for cell in row[3:7])
+    assert all(cell.replace(",", "").isdigit() for row in rows for cell in row[3:8])
 
 
 def test_threads_measures_photographs(tmp_path):

@@ -6,7 +6,7 @@ NOTE [ How torch's DataLoader is used ]
     ring and returns a handle; or `ThreadCollate`, if the workers are threads. The sampler becomes `Order`, which can be
     resumed. A `CachedDataset` becomes a view of itself that returns a `LazyBatch`; with ``sample_seed``, any dataset becomes a
     `SeededDataset`. Datasets that have a state get the wrappers of worker_state.py. Of torch's methods ``__iter__`` is
-    overridden, and the private ``_get_iterator``, which makes a `ThreadIterator`. Three other private names of torch are used:
+    overridden, and the private ``_get_iterator``, which makes subclasses of torch's iterators. More private names of torch are
     ``DataLoader._iterator``, which holds the iterator of persistent workers, and that iterator's ``_workers``, its processes,
     and ``_shutdown_workers``, which ends them. Lightning uses the first and the last in the same way.
 """
@@ -35,6 +35,7 @@ from stocache.loader.requests import RequestContext, layers
 from stocache.loader.resumable import ResumableLoader
 from stocache.loader.sample_seed import SampleSeed, ThreadSeededDataset, as_sample_seed, seeded
 from stocache.loader.thread_iterator import ThreadIterator
+from stocache.loader.torch_iterators import MainIterator, ProcessIterator, with_quick_queues
 from stocache.loader.worker_group import WorkerGroup, is_timeout, try_to_start
 from stocache.loader.worker_method import METHODS, Trial, choose_method
 from stocache.loader.worker_state import StateBatch, WorkerStates
@@ -216,16 +217,17 @@ class DataLoader(ResumableLoader[_T]):
         if self._uses_threads:
             in_threads = ThreadCollate(collate_fn, stacking, self.batch_sampler is not None, self._pool, seed)
             return self._threaded_iterator(order, progress, dataset, in_threads, lazy)
+        context = with_quick_queues(self.multiprocessing_context)
         ring = self.ring
         iteration = ring.begin()
         order.context = RequestContext(ring, iteration, arrays=lazy is not None, epoch=self._epoch)
         collate: Any = RingCollate(collate_fn, stacking, ring, iteration)
-        replaced |= self._restored_in_workers(dataset, collate)
+        replaced |= self._restored_in_workers(dataset, collate) | {"multiprocessing_context": context}
         order.farewells = self._farewells
         group = WorkerGroup(order, ring if iteration else None, self._start_method, persistent=self.persistent_workers)
         try:
             with group.explain_errors():
-                try_to_start(self.multiprocessing_context or multiprocessing.get_context())
+                try_to_start(context)
                 iterator = self._torch_iterator(order, progress, replaced)
         except BaseException:
             ring.end(iteration)
@@ -251,7 +253,12 @@ class DataLoader(ResumableLoader[_T]):
         return self.num_workers if needs else 0
 
     def _get_iterator(self) -> Any:
-        return ThreadIterator(self) if self._uses_threads else super()._get_iterator()
+        if self._uses_threads:
+            return ThreadIterator(self)
+        if not self.num_workers:
+            return MainIterator(self)
+        self.check_worker_number_rationality()
+        return ProcessIterator(self)
 
     def _torch_iterator(self, order: Order, progress: Progress, replaced: dict[str, Any]) -> Any:
         """Return the iterator that torch makes from a copy of this loader with some attributes replaced."""

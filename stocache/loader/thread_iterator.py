@@ -27,7 +27,6 @@ from itertools import cycle, islice
 from queue import SimpleQueue
 from typing import Any
 
-import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import IterDataPipe, MapDataPipe, Subset
 from torch.utils.data import dataloader as torch_dataloader
@@ -38,6 +37,7 @@ from stocache.datasets.cached import CachedDataset
 from stocache.errors import WorkerError
 from stocache.loader.requests import BatchRequest, EpochIndices, set_epoch
 from stocache.loader.sample_seed import ThreadSeededDataset, is_cache
+from stocache.loader.torch_iterators import DatasetKind, QuickIterator
 from stocache.loader.worker_state import StatefulMap
 from stocache.threads.crew import Crew, RaisedError, Stopped, Worker, first_error, wrap_error
 from stocache.threads.info import Generators
@@ -54,8 +54,6 @@ _MOST_IN_GROUP = 32
 
 _NOT_MADE = object()
 
-_BaseIterator: Any = torch_dataloader._BaseDataLoaderIter
-_DatasetKind: Any = torch_dataloader._DatasetKind
 _pin_memory: Any = torch_pinning.pin_memory
 
 
@@ -141,7 +139,7 @@ class ThreadMaker:
         self.crew, self._pin = crew, pin
         self._batched, self._drop_last, self._kind = loader._auto_collation, loader.drop_last, loader._dataset_kind
         dataset = crew.workers[0].dataset
-        iterable = self._kind == _DatasetKind.Iterable
+        iterable = self._kind == DatasetKind.Iterable
         self.is_bound = iterable or isinstance(dataset, StatefulMap) or (loader.sample_seed is None and crew.holds_generator)
         self._way = None if self.is_bound else _way_of(dataset)
         self._epoch: dict[int, int] = {}  # that each worker's dataset was told
@@ -166,13 +164,13 @@ class ThreadMaker:
             with self.crew.loading():
                 fetcher = self._fetchers.get(number)
                 if fetcher is None:
-                    fetcher = self._fetchers[number] = _DatasetKind.create_fetcher(
+                    fetcher = self._fetchers[number] = DatasetKind.create_fetcher(
                         self._kind, worker.dataset, self._batched, worker.collate_fn, self._drop_last
                     )
                 data = fetcher.fetch(batch.request.answer())
             batch.finish(self._pinned(data))
         except StopIteration as error:
-            batch.ended = self._kind == _DatasetKind.Iterable
+            batch.ended = self._kind == DatasetKind.Iterable
             batch.finish(error=None if batch.ended else wrap_error(error, number))
         except Stopped:
             return
@@ -349,7 +347,7 @@ def _way_of(dataset: Any) -> Any:
     return None if getattr(dataset, "__getitems__", None) else list
 
 
-class ThreadIterator(_BaseIterator):  # type: ignore[misc]
+class ThreadIterator(QuickIterator):
     """An iterator over the batches of a DataLoader, made by threads; see NOTE [ Batches made by threads ].
 
     Args:
@@ -380,12 +378,6 @@ class ThreadIterator(_BaseIterator):  # type: ignore[misc]
         ]
         crew.stopped = self._threads[0].stopped
         self._reset(loader, first_iter=True)
-
-    def __next__(self) -> Any:
-        if self._kind == _DatasetKind.Iterable or torch.autograd.profiler._is_profiler_enabled:
-            return super().__next__()  # which compares the length of the dataset, and tells the profiler
-        self._num_yielded += 1
-        return self._next_data()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         if not first_iter:

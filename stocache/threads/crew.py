@@ -15,6 +15,7 @@ NOTE [ Random numbers in threads ]
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,19 @@ _OPENING_S = 2.0  # for another thread, to open a file that a process opens only
 
 
 _graphs = threading.RLock()  # torch walks through a graph of DataPipes with a hook that is one for all
+_held_to_fork: list[bool] = []
+
+
+def _before_fork() -> None:
+    _held_to_fork.append(_graphs.acquire(timeout=_LONG_S))  # a child that inherits the hook could not walk through any graph
+
+
+def _after_fork() -> None:
+    if _held_to_fork.pop():
+        _graphs.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
 
 class Stopped(BaseException):

@@ -22,12 +22,14 @@ from torch.utils.data import (
     ConcatDataset,
     Dataset,
     IterableDataset,
+    IterDataPipe,
     RandomSampler,
     Subset,
     default_collate,
     get_worker_info,
 )
 from torch.utils.data.datapipes.iter import IterableWrapper
+from torch.utils.data.graph import traverse_dps
 
 import stocache
 from stocache import CachedDataset, WorkerError
@@ -197,6 +199,21 @@ def test_graphs_of_datapipes_are_sharded_and_seeded_in_each_thread():
     make = lambda: IterableWrapper(range(40)).shuffle().sharding_filter().map(abs)
     for _ in range(5):  # the threads prepare their graphs at the same time
         agree(make(), num_workers=6, batch_size=3, shuffle=True, persistent_workers=True)
+
+
+def test_a_process_that_is_forked_while_threads_prepare_their_graphs_can_walk_through_one():
+    class Slow(IterDataPipe):
+        def __iter__(self):
+            return iter(range(8))
+
+        def __getstate__(self):  # torch calls it on its walk
+            time.sleep(0.2)
+            return vars(self)
+
+    iterator = iter(thread_loader(Slow().sharding_filter(), num_workers=2))
+    for _ in range(5):
+        assert in_child(lambda: traverse_dps(IterableWrapper(range(8)).map(abs))) == 0
+    assert sorted(torch.cat(list(iterator)).tolist()) == list(range(8))
 
 
 @needs_in_order
