@@ -39,7 +39,7 @@ from stocache.loader.requests import BatchRequest, EpochIndices, set_epoch
 from stocache.loader.sample_seed import ThreadSeededDataset, is_cache
 from stocache.loader.torch_iterators import DatasetKind, QuickIterator
 from stocache.loader.worker_state import StatefulMap
-from stocache.threads.crew import Crew, RaisedError, Stopped, Worker, first_error, wrap_error
+from stocache.threads.crew import Crew, RaisedError, Stopped, Worker, first_error, graph_lock, wrap_error
 from stocache.threads.info import Generators
 from stocache.threads.workers import WorkerThreads, stop_all, wait_for
 
@@ -382,7 +382,8 @@ class ThreadIterator(QuickIterator):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         if not first_iter:
             self._finish_epoch()
-        super()._reset(loader, first_iter)
+        with graph_lock:  # torch seeds a graph of DataPipes, while threads may be preparing theirs
+            super()._reset(loader, first_iter)
         if not first_iter:
             self._maker.begin_epoch(self._shared_seed)
         self._finished: SimpleQueue[None] = SimpleQueue()

@@ -40,17 +40,17 @@ _LONG_S = 30.0  # to wait for it, before a warning
 _OPENING_S = 2.0  # for another thread, to open a file that a process opens only once
 
 
-_graphs = threading.RLock()  # torch walks through a graph of DataPipes with a hook that is one for all
+graph_lock = threading.RLock()  # torch walks through a graph of DataPipes with a hook that is one for all
 _held_to_fork: list[bool] = []
 
 
 def _before_fork() -> None:
-    _held_to_fork.append(_graphs.acquire(timeout=_LONG_S))  # a child that inherits the hook could not walk through any graph
+    _held_to_fork.append(graph_lock.acquire(timeout=_LONG_S))  # a child that inherits the hook could not walk through any graph
 
 
 def _after_fork() -> None:
     if _held_to_fork.pop():
-        _graphs.release()
+        graph_lock.release()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
@@ -82,7 +82,7 @@ class Worker:
         self._count, self._seed = count, base_seed + self.number
         seed_generators(self.rng.own, base_seed, self.number)
         try:
-            with _graphs if isinstance(self.dataset, IterDataPipe | MapDataPipe) else nullcontext():
+            with graph_lock if isinstance(self.dataset, IterDataPipe | MapDataPipe) else nullcontext():
                 if isinstance(self.dataset, IterDataPipe):
                     self.reseed(shared_seed)
                 self.use(self.dataset)
@@ -100,7 +100,7 @@ class Worker:
         """Seed a graph of DataPipes for an epoch, as torch does in a worker process."""
         shared = torch.Generator()
         shared.manual_seed(shared_seed or 0)
-        with _graphs:
+        with graph_lock:
             self.dataset = graph_settings.apply_random_seed(self.dataset, shared)
 
 
