@@ -1,6 +1,7 @@
 """Training loops of accelerate that record their samples, and that resume at any step."""
 
 import gc
+import multiprocessing
 import os
 
 import accelerate
@@ -99,6 +100,7 @@ def check_all_steps(folder, kind, options, batch_size=4, **config):
 
 def check_in_rank(rank, folder, port, cases):
     """Check cases in one rank of two; together the ranks see each sample in each epoch."""
+    multiprocessing.set_start_method("fork", force=True)  # of workers: a spawned one imports all libraries for each epoch
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     for number, (kind, options, config) in enumerate(cases):
         whole = check_all_steps(os.path.join(folder, str(number)), kind, options, **config)

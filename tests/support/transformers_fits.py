@@ -1,5 +1,6 @@
 """Runs of a Trainer of transformers that save a checkpoint at every step, and runs that resume from each of them."""
 
+import multiprocessing
 import os
 import warnings
 
@@ -104,6 +105,7 @@ def check_all_steps(folder, trainer_class, ignore_data_skip=False, **arguments):
 def check_in_rank(rank, folder, port, trainer_class, arguments):
     """Check one rank of two; together the ranks see each sample in each epoch."""
     warnings.simplefilter("ignore")
+    multiprocessing.set_start_method("fork", force=True)  # of workers: a spawned one imports all libraries for each epoch
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     whole = check_all_steps(folder, trainer_class, batch_size=2, ddp_backend="gloo", **arguments)
     parts = [None, None]

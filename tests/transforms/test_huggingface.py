@@ -70,7 +70,6 @@ WIDENED = {
     "signed": ({"x": Array2D((4, 9), "int16")}, lambda idx: np.full((4, 9), -idx, np.int16), "int16", 72),
     "list": ({"x": Sequence(Value("uint8"), length=30)}, lambda idx: [idx] * 30, "uint8", 30),
     "list of lists": ({"x": Sequence(Sequence(Value("uint8")))}, lambda idx: [[idx] * 30] * 2, "uint8", 60),
-    "half": ({"x": Sequence(Value("float16"), length=30)}, lambda idx: [np.float16(idx)] * 30, "float16", 60),
     "unsigned": ({"x": Sequence(Value("uint16"), length=30)}, lambda idx: [idx] * 30, "uint16", 60),
 }
 
@@ -90,9 +89,9 @@ def test_arrays_and_lists_of_small_numbers_are_widened(form, case, caplog):
 
 
 def test_a_list_of_varying_length_is_widened(caplog):
-    dataset = make({"x": Sequence(Value("int8")), "y": Value("string")}, x=lambda idx: [idx] * (5 + idx), y=str)
+    dataset = make({"x": Sequence(Value("int8")), "y": Value("string")}, x=lambda idx: [idx] * (90 + idx), y=str)
     narrow, _ = followed(dataset, warning(dataset.with_format("torch"), caplog))
-    assert [narrow[idx]["x"].tolist() for idx in range(N)] == [[idx] * (5 + idx) for idx in range(N)]
+    assert [narrow[idx]["x"].tolist() for idx in range(N)] == [[idx] * (90 + idx) for idx in range(N)]
     assert narrow[1]["x"].dtype == torch.int8
 
 
@@ -126,6 +125,12 @@ NOT_WIDENED = {
     "float64": lambda: make({"x": Sequence(Value("float64"), length=3)}, x=lambda idx: [0.5] * 3).with_format("torch"),
     "float32": lambda: make({"x": Array2D((2, 3), "float32")}, x=lambda idx: np.ones((2, 3))).with_format("numpy"),
     "text": lambda: make({"x": Value("string")}, x=str).with_format("torch"),
+    "half": lambda: make({"x": Sequence(Value("float16"), length=9)}, x=lambda idx: [np.float16(idx)] * 9).with_format("torch"),
+    "tokens": lambda: make(
+        {"input_ids": Sequence(Value("int32")), "attention_mask": Sequence(Value("int8"))},
+        input_ids=lambda idx: [idx] * 512,
+        attention_mask=lambda idx: [1] * 512,
+    ).with_format("torch"),
     "image files": lambda: files().with_format("torch"),
     "a dtype of the user's": lambda: labelled(lambda idx: idx).with_format("torch", dtype=torch.float32),
     "left out": lambda: labelled().with_format("torch", columns=["label"]),
