@@ -2,7 +2,9 @@
 
 import multiprocessing
 import multiprocessing.queues
+import pickle
 import queue
+import select
 import warnings
 from multiprocessing.context import ForkContext
 
@@ -12,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import IterableDataset
 
 import stocache
-from stocache.loader.torch_iterators import QuickQueue, _poll, with_quick_queues
+from stocache.loader.torch_iterators import QuickQueue, _is_ready, with_quick_queues
 
 WAYS = {
     "main": {},
@@ -22,7 +24,7 @@ WAYS = {
 
 
 def is_quick(some):
-    return getattr(some._poll, "func", None) is _poll
+    return getattr(some._poll, "func", None) is _is_ready
 
 
 def _answer(requests, answers):
@@ -48,6 +50,80 @@ def test_queues_are_quick_in_each_process(method):
     for some in (requests, answers):
         some.close()
         some.join_thread()
+
+
+@pytest.fixture
+def quick():
+    some = QuickQueue(ctx=multiprocessing.get_context("fork"))
+    yield some
+    some.close()
+    some.join_thread()
+    some._reader.close()
+    some._writer.close()
+
+
+@pytest.mark.leaves_descriptors  # the semaphores of a queue
+def test_small_messages_are_sent_at_once_and_the_order_stays(quick):
+    largest = bytes(select.PIPE_BUF - 4 - len(pickle.dumps(bytes(5000))) + 5000)
+    quick.put("a")
+    quick.put(largest)
+    assert quick._thread is None
+    assert (quick.get(timeout=20), quick.get(timeout=20)) == ("a", largest)
+    messages = ["b", largest + b"0", bytes(100_000), *range(100)]
+    for message in messages:
+        quick.put(message)
+    assert quick._thread is not None
+    assert [quick.get(timeout=20) for _ in messages] == messages
+
+
+@pytest.mark.leaves_descriptors
+def test_nobody_waits_for_a_full_pipe_or_for_a_process_that_was_killed_while_it_sent(quick):
+    for number in range(10_000):
+        quick.put(number)
+    assert [quick.get(timeout=20) for _ in range(10_000)] == list(range(10_000))
+    other = QuickQueue(ctx=multiprocessing.get_context("fork"))
+    other._wlock.acquire()
+    other.put("a")  # a thread waits now
+    other._wlock.release()
+    assert other.get(timeout=20) == "a"
+
+
+@pytest.mark.leaves_descriptors
+def test_what_cannot_be_pickled_is_an_error_of_the_caller(quick):
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        quick.put(lambda: 1)
+    quick.put("a")
+    assert quick.get(timeout=20) == "a"
+    quick.close()
+    with pytest.raises(ValueError, match="closed"):
+        quick.put("a")
+
+
+@pytest.mark.leaves_descriptors
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_several_processes_send_at_once(method):
+    context = with_quick_queues(multiprocessing.get_context(method))
+    answers = context.Queue()
+    processes = [context.Process(target=_send_all, args=(answers, number)) for number in range(3)]
+    for process in processes:
+        process.start()
+    came = [answers.get(timeout=25) for _ in range(3 * _COUNT)]
+    for process in processes:
+        process.join()
+    for number in range(3):  # the messages of each are whole, and in order
+        assert [message for message in came if message[0] == number] == [(number, at, _body(at)) for at in range(_COUNT)]
+
+
+_COUNT = 3000
+
+
+def _body(at):
+    return bytes([at % 251]) * (at * 37 % 4096 if at < _COUNT - 50 else at * 7)
+
+
+def _send_all(answers, number):
+    for at in range(_COUNT):
+        answers.put((number, at, _body(at)))
 
 
 def test_a_queue_whose_writers_have_gone_raises_as_before():
