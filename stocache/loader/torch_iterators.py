@@ -10,9 +10,11 @@ NOTE [ The time of a small batch ]
 """
 
 import copy
+import itertools
 import multiprocessing
 import multiprocessing.queues
 import select
+import weakref
 from functools import partial
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
@@ -43,6 +45,18 @@ class MainIterator(QuickIterator, torch_dataloader._SingleProcessDataLoaderIter)
 
 class ProcessIterator(QuickIterator, torch_dataloader._MultiProcessingDataLoaderIter):
     """An iterator whose workers are processes."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        # The garbage collector may find the queues with the iterator, and close them before the iterator has told its workers
+        # to end. Python's queues have threads that keep them.
+        key = next(_numbers)
+        _kept[key] = [self._worker_result_queue, *self._index_queues]
+        weakref.finalize(self, _kept.pop, key, None).atexit = False
+
+
+_kept: dict[int, list[Any]] = {}
+_numbers = itertools.count()
 
 
 _QueueOfPython: Any = multiprocessing.queues.Queue

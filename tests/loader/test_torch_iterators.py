@@ -1,5 +1,6 @@
 """torch's iterators and Python's queues, made quicker, do what they did."""
 
+import gc
 import multiprocessing
 import multiprocessing.queues
 import pickle
@@ -144,6 +145,17 @@ def test_the_loader_uses_quick_queues_and_leaves_the_context_alone():
     assert type(context.Queue()) is multiprocessing.queues.Queue
     assert type(iterator._worker_result_queue) is type(iterator._index_queues[0]) is QuickQueue
     assert torch.cat(list(iterator)).tolist() == list(range(8))
+
+
+def test_an_iterator_that_the_garbage_collector_finds_ends_its_workers():
+    iterator = iter(stocache.DataLoader(list(range(80)), num_workers=2, multiprocessing_context="fork"))
+    next(iterator)
+    workers = iterator._workers
+    began = {"itself": iterator, "queues": [iterator._worker_result_queue, *iterator._index_queues]}
+    began["around"] = began
+    del iterator, began
+    gc.collect()
+    assert [worker.exitcode for worker in workers] == [0, 0]  # not ended by a signal after 5 seconds
 
 
 class OwnQueue(multiprocessing.queues.Queue):
