@@ -2,29 +2,23 @@
 
 import logging
 import os
-import random
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from functools import partial
-from itertools import islice
 from types import ModuleType
 from typing import Any, Generic, Literal
 
-import numpy as np
-import torch
 from tqdm import tqdm
 
 from stocache.datasets.stored import StorageDataset
 from stocache.errors import DamagedError, DatasetError, LimitError, StorageError
-from stocache.samples.indices import spread
+from stocache.preparation.blocks import DatasetBlocks, in_threads
 from stocache.storage.local import folder_at
-from stocache.storage.manifest import STAGING, BlockFolderWriter, Entry, Index, block_name
+from stocache.storage.manifest import OTHER_SAMPLES, STAGING, BlockFolderWriter, Entry
 from stocache.storage.storage import OnDiskBlockDataStorage, TInfo, TSample
-from stocache.storage.writer import BLOCK_BYTES, PROBE, BlockCutter, check_block_bytes, estimate_block_size
-from stocache.system import rng
+from stocache.storage.writer import BLOCK_BYTES, BlockCutter, NewBlock, check_block_bytes
 from stocache.system.children import in_children_or_here
 from stocache.system.ranks import is_first_rank
 from stocache.system.urls import is_url
@@ -129,34 +123,17 @@ def prepare(
     )
     with writer.folder.locked():
         job = _Preparation(writer, plan, num_workers, progress and is_first_rank(), ray)
-        if repair and not writer.prepared:
-            raise StorageError(f"{folder} is not prepared, so there is nothing to repair. Prepare it.")
-        if repair and not job.has_sound_index(storage):
-            job.forget_index(storage)  # the blocks tell what it held
-        elif again:
-            writer.reopen(plan={})
-        elif writer.prepared:
-            if differences := _differences(storage.index.plan, plan):
-                raise StorageError(
-                    f"{folder} is prepared in another way: {'; '.join(differences)}.\n"
-                    f"Prepare it anew (again=True, --again), or give another folder. With a fingerprint, you say yourself when "
-                    f"the data changes."
-                )
-            damaged = job.find_damaged(storage) if repair else []
-            if not damaged:
-                writer.clean_up()  # the process that prepared it may have been killed before it could
-                logger.info("%s is prepared already", folder)
-                return storage
-            job.only = damaged, storage.index
+        if not job.has_work(storage, again, repair):
+            logger.info("%s is prepared already", folder)
+            return storage
         with nullcontext() if ray is None else ray.connected(address, num_workers):
+            job.begin(resume)
             if preparer is None:
-                job.write_dataset(source, info, resume)
+                job.write_dataset(source, info)
             elif shuffle_seed is None:
-                job.write_samples(preparer, resume)
+                job.write_samples(preparer)
             else:
-                if job.only is None:
-                    writer.begin(plan, resume)
-                ordered = prepare(
+                with prepare(
                     preparer,
                     os.path.join(folder, STAGING),
                     num_workers=num_workers,
@@ -166,9 +143,8 @@ def prepare(
                     allow_pickle=allow_pickle,
                     progress=progress,
                     engine=engine,
-                )
-                with ordered:
-                    job.write_dataset(StorageDataset(ordered), ordered.load_dataset_info(), resume=True)
+                ) as ordered:
+                    job.write_dataset(StorageDataset(ordered), ordered.load_dataset_info())
     return storage
 
 
@@ -232,37 +208,59 @@ class _SourceChangedError(Exception):
 
 
 class _Preparation:
-    """One run of `prepare`, in a folder that is locked."""
+    """One run of `prepare`, in a folder that is locked. A repair is a run that begins with the sound blocks."""
 
     def __init__(
         self, writer: BlockFolderWriter, plan: dict[str, Any], num_workers: int, progress: bool, ray: ModuleType | None
     ) -> None:
         self._writer, self._plan, self._num_workers, self._progress, self._ray = writer, plan, num_workers, progress, ray
-        self.only: tuple[list[int], Index] | None = None  # to repair: the damaged blocks, and the index
+        self._found: dict[int, Entry] = {}  # the blocks that are complete
+        self._damaged: list[int] = []  # to repair: the numbers of the other blocks
 
-    def _bar(self, total: int | None) -> Any:
-        return tqdm(unit="sample", desc=f"preparing {self._writer.path}", total=total, disable=not self._progress)
+    def has_work(self, storage: OnDiskBlockDataStorage[Any, Any], again: bool, repair: bool) -> bool:
+        """Return whether the folder is to be prepared, or repaired; False if it is prepared as planned, and whole.
 
-    def _start_again(self, source: str) -> None:
-        logger.warning("%s: the %s gives other samples than last time; starting again", self._writer.path, source)
-        self._writer.remove_blocks_except(())
-
-    # ------------------------------------------------------------------------------------------------ repairing
-
-    def has_sound_index(self, storage: OnDiskBlockDataStorage[Any, Any]) -> bool:
-        """Whether the index can be read, and the info with it."""
+        Raises:
+            StorageError: it is prepared in another way, or ``repair`` is True and it is not prepared.
+        """
+        if not self._writer.prepared:
+            if repair:
+                raise StorageError(f"{self._writer.path} is not prepared, so there is nothing to repair. Prepare it.")
+            return True
+        if again:
+            self._writer.reopen(plan={})
+            return True
         try:
-            return bool(storage.index) and storage.check_info() is None
+            index = storage.index
         except DamagedError:
+            if not repair:
+                raise
+            self._forget_index()
+            return True
+        if differences := _differences(index.plan, self._plan):
+            raise StorageError(
+                f"{self._writer.path} is prepared in another way: {'; '.join(differences)}.\n"
+                f"Prepare it anew (again=True, --again), or give another folder. With a fingerprint, you say yourself when "
+                f"the data changes."
+            )
+        if repair and storage.check_info() is not None:
+            self._forget_index()
+            return True
+        self._damaged = self._find_damaged(storage) if repair else []
+        if not self._damaged:
+            self._writer.clean_up()  # the process that prepared it may have been killed before it could
             return False
+        self._writer.repaired, self._plan = index, self._plan | {"block_size": index.block_size}
+        self._found = {number: entry for number, entry in enumerate(index.blocks) if number not in self._damaged}
+        return True
 
-    def forget_index(self, storage: OnDiskBlockDataStorage[Any, Any]) -> None:
-        """Make a folder whose index is damaged one of an interrupted preparation, without the blocks that are damaged."""
+    def _forget_index(self) -> None:
+        """Make a folder whose index is damaged one of an interrupted preparation: the blocks tell what it held."""
         self._writer.reopen(self._plan)
         for number in self._writer.find_damaged():
             self._writer.remove_block(number)
 
-    def find_damaged(self, storage: OnDiskBlockDataStorage[Any, Any]) -> list[int]:
+    def _find_damaged(self, storage: OnDiskBlockDataStorage[Any, Any]) -> list[int]:
         """Return the numbers of the blocks of a prepared folder that are damaged."""
         numbers = range(len(storage.index.blocks))
         with ThreadPoolExecutor(max(1, self._num_workers)) as pool:
@@ -270,186 +268,106 @@ class _Preparation:
             bar = tqdm(problems, f"checking {self._writer.path}", len(numbers), unit="block", disable=not self._progress)
             return [number for number, problem in zip(numbers, bar, strict=True) if problem is not None]
 
-    def _repaired(self, number: int, entry: Entry, index: Index) -> None:
-        """Check that a block that was written anew is the one in the index."""
-        if entry != index.blocks[number]:
-            raise StorageError(
-                f"{self._writer.path}/{block_name(number)} cannot be repaired: the source gives other samples now. Prepare the "
-                f"folder anew (again=True, --again)."
-            )
+    def begin(self, resume: bool) -> None:
+        """Begin the preparation, or find the complete blocks of one that was interrupted."""
+        if not self._damaged:
+            self._found = self._writer.begin(self._plan, resume)
 
-    def _end_repair(self, damaged: list[int], index: Index) -> None:
-        for number in damaged:
-            self._writer.verify_block(number, index.blocks[number])
-        self._writer.clean_up()
-        logger.info(
-            "%s: %d of %d blocks were damaged, and are written anew", self._writer.path, len(damaged), len(index.blocks)
-        )
+    def _bar(self, total: int | None) -> Any:
+        return tqdm(unit="sample", desc=f"preparing {self._writer.path}", total=total, disable=not self._progress)
 
-    # ------------------------------------------------------------------------------------------------ a dataset
-
-    def write_dataset(self, dataset: Any, info: Any, resume: bool) -> None:
-        """Write the samples of a map-style dataset, block by block, in any order; to repair, only those that are damaged."""
-        if self.only is not None:
-            damaged, index = self.only
-            self._repair_dataset(
-                _DatasetBlocks(dataset, self._plan | {"block_size": index.block_size}, self._writer), damaged, index
-            )
-            return
-        blocks = _DatasetBlocks(dataset, self._plan, self._writer)
-        found = self._writer.begin(self._plan, resume)
-        if found:
-            last = max(found)
-            _, _, entry = next(in_children_or_here(dataset, [partial(blocks.encode, [last])]))
-            if entry != found[last]:
-                found = {}
-                self._start_again("dataset")
-        missing = [number for number in range(len(blocks)) if number not in found]
-        with self._bar(len(dataset)) as bar, closing(self._write_missing(blocks, missing)) as written:
-            bar.update(sum(entry.samples for entry in found.values()))
+    def _collect(self, written: Generator[tuple[int, Entry], None, None], bar: Any) -> None:
+        """Note the blocks that are written. At the end or after an error, no process writes any more."""
+        with closing(written):
             for number, entry in written:
-                found[number] = entry
+                self._found[number] = entry
                 bar.update(entry.samples)
-        self._check_unchanged(dataset)
-        self._writer.finish([found[number] for number in range(len(blocks))], blocks.block_size, info, self._plan)
 
-    def _check_unchanged(self, source: Any) -> None:
-        """Raise StorageError if the files of the source are not those that they were when the preparation began."""
+    def _start_again(self, source: str) -> None:
+        """Forget the blocks of an interrupted preparation, of which the source gives one otherwise now."""
+        if self._damaged:
+            raise StorageError(f"{self._writer.path} cannot be repaired: {OTHER_SAMPLES}")
+        logger.warning("%s: the %s gives other samples than last time; starting again", self._writer.path, source)
+        self._writer.remove_blocks_except(())
+        self._found = {}
+
+    def _finish(self, source: Any, block_size: int, info: Callable[[], Any]) -> None:
+        """Complete the folder, whose blocks are all written."""
         before = self._plan["files"]
         if before is not None and (now := _files_of(source)) not in (None, before):
             changes = "; ".join(_differences({"files": before}, {"files": now}))
             raise StorageError(f"the source was changed while {self._writer.path} was prepared: {changes}. Prepare it again.")
+        if not self._damaged:
+            entries = [self._found[number] for number in range(len(self._found))]
+            self._writer.finish(entries, block_size, info(), self._plan)
+            return
+        for number in self._damaged:
+            if number not in self._found:  # there are fewer samples now
+                self._start_again("source")
+            self._writer.verify_block(number, self._found[number])
+        self._writer.clean_up()
+        counts = len(self._damaged), len(self._found)
+        logger.info("%s: %d of %d blocks were damaged, and are written anew", self._writer.path, *counts)
 
-    def _repair_dataset(self, blocks: "_DatasetBlocks", damaged: list[int], index: Index) -> None:
-        with self._bar(sum(index.blocks[number].samples for number in damaged)) as bar:
-            encoded = in_children_or_here(blocks.dataset, [partial(blocks.encode, damaged)])
-            with closing(encoded):
-                for number, pieces, entry in encoded:
-                    self._repaired(number, entry, index)
-                    self._writer.write_encoded(number, pieces, entry)
-                    bar.update(entry.samples)
-        self._end_repair(damaged, index)
+    # ------------------------------------------------------------------------------------------------ a dataset
 
-    def _write_missing(self, blocks: "_DatasetBlocks", missing: list[int]) -> Generator[tuple[int, Entry], None, None]:
-        """Write blocks, and yield their numbers and entries. Once it is closed, no process writes any more."""
+    def write_dataset(self, dataset: Any, info: Any) -> None:
+        """Write the blocks of a map-style dataset that are missing, in any order."""
+        blocks = DatasetBlocks(dataset, self._plan, self._writer)
+        if self._found:
+            last = max(self._found)
+            _, _, entry = next(in_children_or_here(dataset, [partial(blocks.encode_all, [last])]))
+            if entry != self._found[last]:
+                self._start_again("dataset")
+        with self._bar(len(dataset)) as bar:
+            bar.update(sum(entry.samples for entry in self._found.values()))
+            self._collect(self._write_missing(blocks), bar)
+        self._finish(dataset, blocks.block_size, lambda: info)
+
+    def _write_missing(self, blocks: DatasetBlocks) -> Generator[tuple[int, Entry], None, None]:
+        """Write blocks, and yield their numbers and entries."""
+        missing = [number for number in range(len(blocks)) if number not in self._found]
         count = min(self._num_workers, len(missing))
         if self._ray is not None:
-            with closing(self._ray.entries(blocks.write, ((number,) for number in missing), self._num_workers)) as entries:
-                yield from zip(missing, entries, strict=True)
+            yield from self._ray.written(blocks.write, ((number,) for number in missing), self._num_workers)
         elif count:
             shares = [partial(blocks.write_all, missing[first::count]) for first in range(count)]
-            with closing(in_children_or_here(blocks.dataset, shares)) as written:
-                yield from written
+            yield from in_children_or_here(blocks.dataset, shares)
         else:  # a child process loads and encodes, this one writes
-            with closing(in_children_or_here(blocks.dataset, [partial(blocks.encode, missing)])) as encoded:
-                yield from zip(missing, _in_threads(self._writer.write_encoded, encoded, 1), strict=True)
+            with closing(in_children_or_here(blocks.dataset, [partial(blocks.encode_all, missing)])) as encoded:
+                yield from in_threads(self._writer.write_encoded, encoded, 1)
 
     # ------------------------------------------------------------------------------------------------ a preparer
 
-    def write_samples(self, preparer: DataPreparer[Any, Any], resume: bool) -> None:
-        """Write the samples that a `DataPreparer` yields, in order; to repair, only the blocks that are damaged."""
-        if self.only is not None:
-            damaged, index = self.only
-            cutter = BlockCutter(index.block_size, self._plan["block_bytes"], self._writer.allow_pickle)
-            for number, samples, first in cutter.cut(preparer.prepare_data()):
-                if number in damaged:
-                    pieces, entry = self._writer.encode_block(samples, first)
-                    self._repaired(number, entry, index)
-                    self._writer.write_encoded(number, pieces, entry)
-            self._end_repair(damaged, index)
-            return
+    def write_samples(self, preparer: DataPreparer[Any, Any]) -> None:
+        """Write the blocks that are missing of the samples that a `DataPreparer` yields, in order."""
         try:
-            self._write_samples(preparer, self._writer.begin(self._plan, resume))
+            self._write_samples(preparer)
         except _SourceChangedError:
             self._start_again("preparer")
-            self._write_samples(preparer, {})
+            self._write_samples(preparer)
 
-    def _write_samples(self, preparer: DataPreparer[Any, Any], found: dict[int, Entry]) -> None:
+    def _write_samples(self, preparer: DataPreparer[Any, Any]) -> None:
         cutter = BlockCutter(self._plan["block_size"], self._plan["block_bytes"], self._writer.allow_pickle)
-        blocks = cutter.cut(preparer.prepare_data())
-        kept = next(number for number in range(len(found) + 1) if number not in found)  # complete blocks before a missing one
-        entries: list[Entry] = []
         with self._bar(None) as bar:
-            for number, samples, first in islice(blocks, kept):
-                if number == kept - 1 and self._writer.encode_block(samples, first)[1] != found[number]:
-                    raise _SourceChangedError
-                entries.append(found[number])
-                bar.update(len(samples))
-            if len(entries) < kept:
-                raise _SourceChangedError
+            missing = self._find_missing(cutter.cut(preparer.prepare_data()), bar)
             if self._ray is not None:
-                written = self._ray.entries(self._writer.write_block, blocks, self._num_workers)
+                written = self._ray.written(self._writer.write_block, missing, self._num_workers)
             else:
-                written = _in_threads(self._writer.write_block, blocks, max(1, self._num_workers))
-            with closing(written):
-                for entry in written:
-                    entries.append(entry)
-                    bar.update(entry.samples)
+                written = in_threads(self._writer.write_block, missing, max(1, self._num_workers))
+            self._collect(written, bar)
         assert cutter.block_size is not None
-        self._check_unchanged(preparer)
-        self._writer.finish(entries, cutter.block_size, preparer.get_dataset_info(), self._plan)
+        self._finish(preparer, cutter.block_size, preparer.get_dataset_info)
 
-
-class _DatasetBlocks:
-    """The blocks of a dataset. Pickles, so that child processes and clusters load and write them."""
-
-    def __init__(self, dataset: Any, plan: dict[str, Any], writer: BlockFolderWriter) -> None:
-        self.dataset, self._writer = dataset, writer
-        length, seed = len(dataset), plan["shuffle_seed"]
-        self._order = np.arange(length) if seed is None else np.random.default_rng(seed).permutation(length)
-        self.block_size: int = plan["block_size"] or next(
-            in_children_or_here(dataset, [partial(_estimate_block_size, dataset, plan["block_bytes"], writer.allow_pickle)])
-        )
-
-    def __len__(self) -> int:
-        return -(-len(self._order) // self.block_size)
-
-    def write(self, number: int) -> Entry:
-        """Write a block, and return its entry in the index."""
-        return self._writer.write_block(number, self._load(number), number * self.block_size)
-
-    def write_all(self, numbers: Sequence[int]) -> Iterator[tuple[int, Entry]]:
-        """Write blocks, and yield their numbers and entries. A thread writes a block while the next one is loaded."""
-        calls = ((number, *self._writer.encode_block(self._load(number), number * self.block_size)) for number in numbers)
-        yield from zip(numbers, _in_threads(self._writer.write_encoded, calls, 1), strict=True)
-
-    def encode(self, numbers: Iterable[int]) -> Iterator[tuple[int, list[bytes], Entry]]:
-        """Yield the numbers of blocks, their files in pieces, and their entries in the index."""
-        for number in numbers:
-            pieces, entry = self._writer.encode_block(self._load(number), number * self.block_size)
-            yield number, list(map(bytes, pieces)), entry
-
-    def _load(self, number: int) -> list[Any]:
-        indices = self._order[number * self.block_size : (number + 1) * self.block_size].tolist()
-        together = getattr(self.dataset, "__getitems__", None)
-        with _seeded(number):
-            return list(together(indices)) if together is not None else [self.dataset[idx] for idx in indices]
-
-
-def _in_threads(write: Callable[..., Entry], calls: Iterable[tuple[Any, ...]], count: int) -> Generator[Entry, None, None]:
-    """Call ``write`` in so many threads, and yield the entries in order. A few more calls are taken while threads write."""
-    pending: deque[Future[Entry]] = deque()
-    with ThreadPoolExecutor(count) as pool:
-        for call in calls:
-            pending.append(pool.submit(write, *call))
-            if len(pending) > count:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-
-
-@contextmanager
-def _seeded(number: int) -> Iterator[None]:
-    """Seed the random generators with the number of a block, and restore their states afterwards."""
-    with rng.preserve_rng_state():
-        torch.manual_seed(number)
-        random.seed(number)
-        np.random.seed(number % 2**32)
-        yield
-
-
-def _estimate_block_size(dataset: Any, block_bytes: int, allow_pickle: bool) -> Iterator[int]:
-    """Yield how many samples like some of the dataset make a block."""
-    with _seeded(0):
-        samples = [dataset[idx] for idx in spread(len(dataset), PROBE)]
-    yield estimate_block_size(samples, block_bytes, allow_pickle)
+    def _find_missing(self, blocks: Iterator[NewBlock], bar: Any) -> Iterator[NewBlock]:
+        """Yield the blocks that are missing. Raises _SourceChangedError: the last one that is there is another one now."""
+        last, number = max(self._found, default=-1), -1
+        for number, samples, first in blocks:
+            if number not in self._found:
+                yield number, samples, first
+                continue
+            if number == last and self._writer.encode_block(samples, first)[1] != self._found[last]:
+                raise _SourceChangedError
+            bar.update(len(samples))
+        if number < last:
+            raise _SourceChangedError

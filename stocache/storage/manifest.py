@@ -174,11 +174,19 @@ def open_block(
 # ---------------------------------------------------------------------------------------------------- writing
 
 
+OTHER_SAMPLES = "the source gives other samples now. Prepare the folder anew (again=True, --again)."
+
+
 class BlockFolderWriter:
-    """Writes the files of a prepared folder. One process at a time uses it, with its workers."""
+    """Writes the files of a prepared folder. One process at a time uses it, with its workers.
+
+    Attributes:
+        repaired: the index of a folder that is repaired. No other blocks than those in it are written.
+    """
 
     def __init__(self, folder: Folder, allow_pickle: bool = False) -> None:
         self.folder, self.path, self.allow_pickle = folder, folder.path, allow_pickle
+        self.repaired: Index | None = None
 
     @property
     def prepared(self) -> bool:
@@ -258,19 +266,26 @@ class BlockFolderWriter:
     def _open_to_check(self, name: str, entry: Entry | None) -> Block:
         return open_block(name, f"{self.path}/{name}", entry, decode=False, open_source=self.folder.open)
 
-    def write_block(self, number: int, samples: Sequence[Any], first: int) -> Entry:
-        """Write a block and return its entry. Its first sample is number ``first`` in errors.
+    def write_block(self, number: int, samples: Sequence[Any], first: int) -> tuple[int, Entry]:
+        """Write a block, and return its number and entry. Its first sample is number ``first`` in errors.
 
         Raises:
             SampleError: a sample cannot be stored.
-            OSError: the disk is full, or fails.
+            StorageError, OSError: as for `write_encoded`.
         """
         return self.write_encoded(number, *self.encode_block(samples, first))
 
-    def write_encoded(self, number: int, pieces: Sequence[BytesLike], entry: Entry) -> Entry:
-        """Write a block that `encode_block` returned, and return its entry. Raises OSError: the disk is full, or fails."""
+    def write_encoded(self, number: int, pieces: Sequence[BytesLike], entry: Entry) -> tuple[int, Entry]:
+        """Write a block that `encode_block` returned, and return its number and entry.
+
+        Raises:
+            StorageError: it is not the block of the index that is repaired.
+            OSError: the disk is full, or fails.
+        """
+        if self.repaired is not None and self.repaired.blocks[number : number + 1] != [entry]:
+            raise StorageError(f"{self.path}/{block_name(number)} cannot be repaired: {OTHER_SAMPLES}")
         self.folder.write(block_name(number), *pieces)
-        return entry
+        return number, entry
 
     def encode_block(self, samples: Sequence[Any], first: int) -> tuple[list[BytesLike], Entry]:
         """Return the file of a block, in pieces, and its entry in the index. Raises SampleError: a sample cannot be stored."""
