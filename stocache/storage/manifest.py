@@ -4,6 +4,7 @@ NOTE [ Storage folders ]
     blocks/000000.safetensors ...   the samples, ``block_size`` in each; the last block may have fewer (see NOTE [ Blocks ])
     info.safetensors                the dataset's info as a block of one sample, if JSON cannot hold it
     index.json                      written last; a folder without it is not prepared
+    skipped.json                    the samples that could not be loaded, if any; see NOTE [ Skipped samples ]
     preparing.json                  until then: what is being prepared, and how
     staging                         until then: the samples in their first order, if they are to be shuffled
 
@@ -38,12 +39,13 @@ from stocache.errors import DamagedError, StorageError
 from stocache.samples.type_lookup import check_size
 from stocache.storage.block import REPAIR, Block, ByteSource, encode
 from stocache.storage.local import Folder, open_file
+from stocache.storage.skipped import SKIPPED
 from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum
 
 FORMAT, VERSION = "stocache blocks", 1
 INDEX, _PREPARING, INFO, _BLOCKS, STAGING = "index.json", "preparing.json", "info.safetensors", "blocks", "staging"
 _MARK = b'"checksum": "'
-_OURS = re.compile(r"(index\.json|preparing\.json|info\.safetensors|blocks|staging)(\.\d+\.tmp)?")
+_OURS = re.compile(r"(index\.json|skipped\.json|preparing\.json|info\.safetensors|blocks|staging)(\.\d+\.tmp)?")
 _BLOCK = re.compile(r"(\d{6,})\.safetensors")
 
 
@@ -75,6 +77,12 @@ class Index:
     def nbytes(self) -> int:
         """Bytes of all blocks."""
         return sum(entry.nbytes for entry in self.blocks)
+
+    @property
+    def skipped(self) -> int:
+        """Number of samples of the source that could not be loaded."""
+        planned = self.plan.get("samples")
+        return planned - self.samples if type(planned) is int else 0
 
 
 def block_name(number: int) -> str:
@@ -214,6 +222,8 @@ class BlockFolderWriter:
             self.folder.remove(STAGING, folder=True)
         found = self._complete_blocks() if same else {}
         self.remove_blocks_except(found)  # before the new plan is written, or they would seem to be of that plan
+        if not same:
+            self.folder.remove(SKIPPED)  # after the blocks, whose order depends on it
         self.folder.write(_PREPARING, text)
         self.folder.make(_BLOCKS)
         return found

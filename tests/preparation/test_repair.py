@@ -245,6 +245,19 @@ def test_a_source_with_other_samples_does_not_repair(tmp_path):
     assert contents(folder) == before
 
 
+def test_a_source_with_other_samples_does_not_repair_a_damaged_index(tmp_path):
+    folder = tmp_path / "out"
+    prepare_quietly(dataset(), folder).close()
+    flip_byte(folder / "index.json")
+    before = contents(folder / "blocks")
+    with pytest.raises(StorageError, match=r"cannot be repaired: the source gives other samples now\. Prepare the folder anew"):
+        prepare_quietly(TensorDataset(torch.ones(ROWS, 20, dtype=torch.int64)), folder, repair=True)
+    assert contents(folder / "blocks") == before
+    prepare_quietly(dataset(), folder).close()
+    prepare_quietly(dataset(), tmp_path / "whole").close()
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("rows", [ROWS - 1, ROWS - BLOCK, 1])
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("damaged", [range(10), [9]])
