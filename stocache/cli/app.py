@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -219,13 +220,24 @@ def _describe_huge_pages(policy: str) -> str:
 # ---------------------------------------------------------------------------------------------------- prepared folders
 
 _Workers = Annotated[int, typer.Option(min=0, metavar="N", help="Worker processes; 0: this process does the work.")]
-_Prepared = Annotated[Path, typer.Argument(metavar="DIR", help="A folder that was prepared.")]
+
+
+class _OnError(str, Enum):
+    STOP, SKIP = "stop", "skip"
+
+
+_Prepared = Annotated[Path, typer.Argument(metavar="DIR", readable=False, help="A folder that was prepared.")]
 
 
 @_command()
 def prepare(
     src: Annotated[
-        Path, typer.Argument(metavar="SRC", help="Folder of images, .csv, .tsv, .npy, .parquet, or saved Hugging Face dataset.")
+        Path,
+        typer.Argument(
+            metavar="SRC",
+            readable=False,  # the source says it in one line
+            help="Folder of images, .csv, .tsv, .npy, .parquet, or saved Hugging Face dataset.",
+        ),
     ],
     dst: Annotated[
         str, typer.Argument(metavar="DST", help="Folder or URL to prepare: new, empty, or of an interrupted preparation.")
@@ -259,6 +271,14 @@ def prepare(
     no_resume: Annotated[bool, typer.Option("--no-resume", help="Start again if it was interrupted.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Prepare a prepared folder anew.")] = False,
     repair: Annotated[bool, typer.Option("--repair", help="Write the damaged blocks of a prepared folder anew.")] = False,
+    on_error: Annotated[
+        _OnError,
+        typer.Option(
+            "--on-error",
+            help="Where a sample cannot be loaded: stop, or skip it and list it in DST/skipped.json. The last samples take the "
+            "places of skipped ones.",
+        ),
+    ] = _OnError.STOP,
     nan: Annotated[
         bool, typer.Option("--nan", help="Blank cells of a table are NaN where the other cells of the column are numbers.")
     ] = False,
@@ -302,6 +322,7 @@ def prepare(
             resume=not no_resume,
             again=again,
             repair=repair,
+            on_error=on_error.value,
             engine="ray" if ray else "local",
             address=address,
         )
@@ -322,6 +343,7 @@ def inspect(folder: _Prepared, as_json: _Json = False) -> None:
 
     from stocache.errors import DamagedError, StorageError
     from stocache.storage.inspection import describe_structure
+    from stocache.storage.skipped import SKIPPED
     from stocache.storage.storage import OnDiskBlockDataStorage
     from stocache.system.limits import format_size
 
@@ -341,6 +363,7 @@ def inspect(folder: _Prepared, as_json: _Json = False) -> None:
             "blocks": len(index.blocks),
             "block_size": index.block_size,
             "bytes": index.nbytes,
+            "skipped": index.skipped,
         }
         facts = {"structure": index.structure, "info": shown if index.info_checksum else info, "plan": index.plan}
         typer.echo(json.dumps(amounts | facts, indent=2))
@@ -350,6 +373,7 @@ def inspect(folder: _Prepared, as_json: _Json = False) -> None:
         ("samples", str(index.samples)),
         ("blocks", f"{len(index.blocks)} of {index.block_size} samples"),
         ("size", format_size(index.nbytes)),
+        *([("skipped", f"{index.skipped} samples that could not be loaded, see {SKIPPED}")] if index.skipped else []),
         ("plan", plan),
         ("info", shown),
         *describe_structure(index.structure),

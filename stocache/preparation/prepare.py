@@ -2,29 +2,24 @@
 
 import logging
 import os
-import random
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from functools import partial
-from itertools import islice
 from types import ModuleType
 from typing import Any, Generic, Literal
 
-import numpy as np
-import torch
 from tqdm import tqdm
 
 from stocache.datasets.stored import StorageDataset
 from stocache.errors import DamagedError, DatasetError, LimitError, StorageError
-from stocache.samples.indices import spread
+from stocache.preparation.blocks import DatasetBlocks, Result, in_threads
 from stocache.storage.local import folder_at
-from stocache.storage.manifest import STAGING, BlockFolderWriter, Entry, Index, block_name
+from stocache.storage.manifest import OTHER_SAMPLES, STAGING, BlockFolderWriter, Entry
+from stocache.storage.skipped import SKIPPED, SkippedSample, SkippedSamples, read_skipped
 from stocache.storage.storage import OnDiskBlockDataStorage, TInfo, TSample
-from stocache.storage.writer import BLOCK_BYTES, PROBE, BlockCutter, check_block_bytes, estimate_block_size
-from stocache.system import rng
+from stocache.storage.writer import BLOCK_BYTES, BlockCutter, NewBlock, check_block_bytes
 from stocache.system.children import in_children_or_here
 from stocache.system.ranks import is_first_rank
 from stocache.system.urls import is_url
@@ -62,6 +57,7 @@ def prepare(
     resume: bool = True,
     again: bool = False,
     repair: bool = False,
+    on_error: Literal["stop", "skip"] = "stop",
     engine: Literal["local", "ray"] = "local",
     address: str | None = None,
     storage_options: dict[str, Any] | None = None,
@@ -88,6 +84,10 @@ def prepare(
         resume: keep the complete blocks of an interrupted preparation of the same source; False starts again.
         again: prepare a prepared folder anew.
         repair: read all blocks of a prepared folder, and write those anew that are damaged.
+        on_error: "skip" leaves samples of a dataset out whose loading raises an Exception, and lists them in skipped.json, see
+            `OnDiskBlockDataStorage.load_skipped`. The last samples in order take their places. Samples that were skipped are
+            not loaded again when a preparation continues. With "stop" the error ends the preparation, as do MemoryErrors,
+            samples that cannot be stored, workers that die, and a source of which no sample can be loaded any more.
         engine: "ray" makes the tasks of a Ray cluster write blocks, and load them if ``source`` is a dataset. All nodes must
             see the folder, the files of the dataset, and its modules. When a worker or node dies, other workers repeat only
             the blocks that it worked on.
@@ -96,11 +96,12 @@ def prepare(
         storage_options: options of the fsspec file system, for a URL.
 
     Raises:
-        LimitError: a size is not a size, or the engine is unknown.
-        DatasetError: ``source`` is neither a preparer nor a dataset.
-        StorageError: the folder is prepared in another way or from other files, or holds other files; the source changes
-            meanwhile; the URL cannot be written to; Ray is not installed or does not run; a folder cannot be repaired, because
-            the source gives other samples now.
+        LimitError: a size is not a size, or ``engine`` or ``on_error`` is unknown.
+        DatasetError: ``source`` is neither a preparer nor a dataset, or a preparer although ``on_error`` is "skip".
+        StorageError: the folder is prepared in another way or from other files, or holds other files; it lacks samples, and
+            ``on_error`` is "stop"; not one sample can be loaded; the source changes meanwhile; the URL cannot be written to;
+            Ray is not installed or does not run; a folder cannot be repaired, because the source gives other samples now.
+        DamagedError: it cannot be continued or repaired, because skipped.json is damaged.
         WorkerError: a Ray worker died, and so did those that tried again.
         SampleError: a sample or the info cannot be stored.
         OSError: the disk is full, or fails. Preparing again continues from there.
@@ -110,10 +111,12 @@ def prepare(
     block.
     """
     nbytes = check_block_bytes(block_size, block_bytes)
+    if on_error not in ("stop", "skip"):
+        raise LimitError(f"on_error={on_error!r} is unknown. Use 'stop' or 'skip'.")
     ray = _import_ray(engine, address)
     if ray is not None and not is_url(str(folder)):
         folder = os.path.abspath(folder)  # Ray's workers run in other directories
-    preparer = _check_source(source, str(folder), shuffle_seed)
+    preparer = _check_source(source, str(folder), shuffle_seed, on_error)
     plan = {
         "source": type(source).__name__,
         "samples": None if preparer else len(source),
@@ -127,48 +130,35 @@ def prepare(
     storage = OnDiskBlockDataStorage[Any, Any](
         folder, block_size, block_bytes=nbytes, allow_pickle=allow_pickle, storage_options=storage_options
     )
+    in_order = partial(
+        prepare,
+        preparer,
+        os.path.join(folder, STAGING),
+        num_workers=num_workers,
+        block_size=block_size,
+        block_bytes=nbytes,
+        fingerprint=fingerprint,
+        allow_pickle=allow_pickle,
+        progress=progress,
+        engine=engine,
+    )
     with writer.folder.locked():
-        job = _Preparation(writer, plan, num_workers, progress and is_first_rank(), ray)
-        if repair and not writer.prepared:
-            raise StorageError(f"{folder} is not prepared, so there is nothing to repair. Prepare it.")
-        if repair and not job.has_sound_index(storage):
-            job.forget_index(storage)  # the blocks tell what it held
-        elif again:
-            writer.reopen(plan={})
-        elif writer.prepared:
-            if differences := _differences(storage.index.plan, plan):
-                raise StorageError(
-                    f"{folder} is prepared in another way: {'; '.join(differences)}.\n"
-                    f"Prepare it anew (again=True, --again), or give another folder. With a fingerprint, you say yourself when "
-                    f"the data changes."
-                )
-            damaged = job.find_damaged(storage) if repair else []
-            if not damaged:
-                writer.clean_up()  # the process that prepared it may have been killed before it could
-                logger.info("%s is prepared already", folder)
-                return storage
-            job.only = damaged, storage.index
-        with nullcontext() if ray is None else ray.connected(address, num_workers):
-            if preparer is None:
-                job.write_dataset(source, info, resume)
-            elif shuffle_seed is None:
-                job.write_samples(preparer, resume)
-            else:
-                if job.only is None:
-                    writer.begin(plan, resume)
-                ordered = prepare(
-                    preparer,
-                    os.path.join(folder, STAGING),
-                    num_workers=num_workers,
-                    block_size=block_size,
-                    block_bytes=nbytes,
-                    fingerprint=fingerprint,
-                    allow_pickle=allow_pickle,
-                    progress=progress,
-                    engine=engine,
-                )
-                with ordered:
-                    job.write_dataset(StorageDataset(ordered), ordered.load_dataset_info(), resume=True)
+        job = _Preparation(writer, plan, num_workers, progress and is_first_rank(), ray, on_error == "skip", repair)
+        if job.has_work(storage, again):
+            with nullcontext() if ray is None else ray.connected(address, num_workers):
+                job.begin(resume)
+                if preparer is None:
+                    job.write_dataset(source, info)
+                elif shuffle_seed is None:
+                    job.write_samples(preparer)
+                else:
+                    with in_order() as ordered:
+                        job.write_dataset(StorageDataset(ordered), ordered.load_dataset_info())
+    if storage.index.skipped and is_first_rank():
+        logger.warning(
+            "%s lacks %d of the %d samples of the source, which cannot be loaded: %s/%s lists them.",
+            folder, storage.index.skipped, plan["samples"], folder, SKIPPED,
+        )  # fmt: skip
     return storage
 
 
@@ -198,12 +188,17 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return found
 
 
-def _check_source(source: Any, folder: str, shuffle_seed: int | None) -> DataPreparer[Any, Any] | None:
+def _check_source(source: Any, folder: str, shuffle_seed: int | None, on_error: str) -> DataPreparer[Any, Any] | None:
     """Return the source if it is a preparer, None if it is a dataset."""
     if not isinstance(source, DataPreparer):
         if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
             raise DatasetError(f"prepare takes a DataPreparer or a map-style dataset, not a {type(source).__name__}.")
         return None
+    if on_error == "skip":
+        raise DatasetError(
+            f"on_error='skip' is for datasets, whose samples are loaded one by one: {type(source).__name__} yields them, and "
+            f"an error ends it. Leave out on_error='skip' (--on-error skip); for Parquet files, shuffle_seed (--shuffle-seed)."
+        )
     if shuffle_seed is not None and is_url(folder):
         raise StorageError(
             f"{folder} is a URL, and the samples of a DataPreparer are shuffled by way of a local folder. Leave out "
@@ -232,37 +227,78 @@ class _SourceChangedError(Exception):
 
 
 class _Preparation:
-    """One run of `prepare`, in a folder that is locked."""
+    """One run of `prepare`, in a folder that is locked. A repair is a run that begins with the sound blocks."""
 
     def __init__(
-        self, writer: BlockFolderWriter, plan: dict[str, Any], num_workers: int, progress: bool, ray: ModuleType | None
+        self,
+        writer: BlockFolderWriter,
+        plan: dict[str, Any],
+        num_workers: int,
+        progress: bool,
+        ray: ModuleType | None,
+        skip: bool,
+        repair: bool,
     ) -> None:
         self._writer, self._plan, self._num_workers, self._progress, self._ray = writer, plan, num_workers, progress, ray
-        self.only: tuple[list[int], Index] | None = None  # to repair: the damaged blocks, and the index
+        self._skip, self._repair = skip and not repair, repair
+        self._keep_skipped = skip or repair  # else samples that an interrupted preparation has skipped are loaded again
+        self._skipped = SkippedSamples(writer.folder)
+        self._found: dict[int, Entry] = {}  # the blocks that are complete
+        self._damaged: list[int] = []  # to repair: the numbers of the other blocks
 
-    def _bar(self, total: int | None) -> Any:
-        return tqdm(unit="sample", desc=f"preparing {self._writer.path}", total=total, disable=not self._progress)
+    def has_work(self, storage: OnDiskBlockDataStorage[Any, Any], again: bool) -> bool:
+        """Return whether the folder is to be prepared, or repaired; False if it is prepared as planned, and whole.
 
-    def _start_again(self, source: str) -> None:
-        logger.warning("%s: the %s gives other samples than last time; starting again", self._writer.path, source)
-        self._writer.remove_blocks_except(())
-
-    # ------------------------------------------------------------------------------------------------ repairing
-
-    def has_sound_index(self, storage: OnDiskBlockDataStorage[Any, Any]) -> bool:
-        """Whether the index can be read, and the info with it."""
+        Raises:
+            StorageError: it is prepared in another way, or lacks samples; or it is to be repaired and is not prepared.
+            DamagedError: it is to be repaired, and skipped.json is damaged; or the index is damaged, and is not to be repaired.
+        """
+        if not self._writer.prepared:
+            if self._repair:
+                raise StorageError(f"{self._writer.path} is not prepared, so there is nothing to repair. Prepare it.")
+            return True
+        if again:
+            self._writer.reopen(plan={})
+            return True
         try:
-            return bool(storage.index) and storage.check_info() is None
+            index = storage.index
         except DamagedError:
+            if not self._repair:
+                raise
+            self._forget_index()
+            return True
+        if differences := _differences(index.plan, self._plan):
+            raise StorageError(
+                f"{self._writer.path} is prepared in another way: {'; '.join(differences)}.\n"
+                f"Prepare it anew (again=True, --again), or give another folder. With a fingerprint, you say yourself when "
+                f"the data changes."
+            )
+        if index.skipped and not self._keep_skipped:
+            raise StorageError(
+                f"{self._writer.path} lacks {index.skipped} of {self._plan['samples']} samples, which could not be loaded: see "
+                f"{SKIPPED}. Accept that (on_error='skip', --on-error skip), or prepare it anew (again=True, --again)."
+            )
+        if self._repair:
+            if storage.check_info() is not None:
+                self._forget_index()
+                return True
+            self._skipped.left_out = {sample.index: sample for sample in storage.load_skipped()}
+            self._damaged = self._find_damaged(storage)
+        if not self._damaged:
+            self._writer.clean_up()  # the process that prepared it may have been killed before it could
+            logger.info("%s is prepared already", self._writer.path)
             return False
+        self._writer.repaired, self._plan = index, self._plan | {"block_size": index.block_size}
+        self._found = {number: entry for number, entry in enumerate(index.blocks) if number not in self._damaged}
+        return True
 
-    def forget_index(self, storage: OnDiskBlockDataStorage[Any, Any]) -> None:
-        """Make a folder whose index is damaged one of an interrupted preparation, without the blocks that are damaged."""
+    def _forget_index(self) -> None:
+        """Make a folder whose index is damaged one of an interrupted preparation: the blocks tell what it held."""
         self._writer.reopen(self._plan)
         for number in self._writer.find_damaged():
             self._writer.remove_block(number)
 
-    def find_damaged(self, storage: OnDiskBlockDataStorage[Any, Any]) -> list[int]:
+    def _find_damaged(self, storage: OnDiskBlockDataStorage[Any, Any]) -> list[int]:
         """Return the numbers of the blocks of a prepared folder that are damaged."""
         numbers = range(len(storage.index.blocks))
         with ThreadPoolExecutor(max(1, self._num_workers)) as pool:
@@ -270,186 +306,164 @@ class _Preparation:
             bar = tqdm(problems, f"checking {self._writer.path}", len(numbers), unit="block", disable=not self._progress)
             return [number for number, problem in zip(numbers, bar, strict=True) if problem is not None]
 
-    def _repaired(self, number: int, entry: Entry, index: Index) -> None:
-        """Check that a block that was written anew is the one in the index."""
-        if entry != index.blocks[number]:
-            raise StorageError(
-                f"{self._writer.path}/{block_name(number)} cannot be repaired: the source gives other samples now. Prepare the "
-                f"folder anew (again=True, --again)."
-            )
+    def begin(self, resume: bool) -> None:
+        """Begin the preparation, or find the complete blocks of one that was interrupted."""
+        if not self._damaged:
+            self._found = self._writer.begin(self._plan, resume)
+            self._skipped = read_skipped(self._writer.folder)
 
-    def _end_repair(self, damaged: list[int], index: Index) -> None:
-        for number in damaged:
-            self._writer.verify_block(number, index.blocks[number])
+    def _bar(self, total: int | None) -> Any:
+        return tqdm(unit="sample", desc=f"preparing {self._writer.path}", total=total, disable=not self._progress)
+
+    def _collect(self, written: Generator[tuple[int, Result], None, None], bar: Any) -> None:
+        """Note which blocks are written, and which samples failed. After that, or an error, no process writes any more."""
+        with closing(written):
+            for number, result in written:
+                if isinstance(result, Entry):
+                    self._found[number] = result
+                    bar.update(result.samples)
+                else:
+                    self._skipped.note(result)
+
+    def _start_again(self, source: str) -> None:
+        """Forget the blocks of an interrupted preparation, of which the source gives one otherwise now."""
+        if self._repair:
+            raise StorageError(f"{self._writer.path} cannot be repaired: {OTHER_SAMPLES}")
+        logger.warning("%s: the %s gives other samples than last time; starting again", self._writer.path, source)
+        self._writer.remove_blocks_except(())
+        self._found = {}
+        self._skipped.leave_out({})
+
+    def _finish(self, source: Any, block_size: int, info: Callable[[], Any]) -> None:
+        """Complete the folder, whose blocks are all written."""
+        self._check_unchanged(source)
+        if not self._damaged:
+            entries = [self._found[number] for number in range(len(self._found))]
+            self._writer.finish(entries, block_size, info(), self._plan)
+            return
+        for number in self._damaged:
+            if number not in self._found:  # there are fewer samples now
+                self._start_again("source")
+            self._writer.verify_block(number, self._found[number])
         self._writer.clean_up()
-        logger.info(
-            "%s: %d of %d blocks were damaged, and are written anew", self._writer.path, len(damaged), len(index.blocks)
-        )
+        counts = len(self._damaged), len(self._found)
+        logger.info("%s: %d of %d blocks were damaged, and are written anew", self._writer.path, *counts)
+
+    def _check_unchanged(self, source: Any) -> None:
+        """Raise StorageError if the source has not the length and the files that it had when the preparation began."""
+        now = {
+            "samples": None if self._plan["samples"] is None else len(source),
+            "files": None if self._plan["files"] is None else _files_of(source),
+        }
+        if changes := _differences(self._plan, now):
+            raise StorageError(
+                f"the source was changed while {self._writer.path} was prepared: {'; '.join(changes)}. Prepare it again."
+            )
 
     # ------------------------------------------------------------------------------------------------ a dataset
 
-    def write_dataset(self, dataset: Any, info: Any, resume: bool) -> None:
-        """Write the samples of a map-style dataset, block by block, in any order; to repair, only those that are damaged."""
-        if self.only is not None:
-            damaged, index = self.only
-            self._repair_dataset(
-                _DatasetBlocks(dataset, self._plan | {"block_size": index.block_size}, self._writer), damaged, index
-            )
-            return
-        blocks = _DatasetBlocks(dataset, self._plan, self._writer)
-        found = self._writer.begin(self._plan, resume)
-        if found:
-            last = max(found)
-            _, _, entry = next(in_children_or_here(dataset, [partial(blocks.encode, [last])]))
-            if entry != found[last]:
-                found = {}
+    def write_dataset(self, dataset: Any, info: Any) -> None:
+        """Write the blocks of a map-style dataset that are missing, in any order."""
+        blocks = self._blocks_of(dataset)
+        with self._bar(len(dataset)) as bar:
+            bar.update(self._count_samples())
+            self._collect(self._write_missing(blocks), bar)
+            while self._skipped.failed:
+                self._leave_out_failed(blocks)
+                bar.reset(len(dataset) - len(self._skipped.left_out))
+                bar.update(self._count_samples())
+                self._collect(self._write_missing(blocks), bar)
+        self._finish(dataset, blocks.block_size, lambda: info)
+
+    def _count_samples(self) -> int:
+        return sum(entry.samples for entry in self._found.values())
+
+    def _blocks_of(self, dataset: Any) -> DatasetBlocks:
+        """Return the blocks of a dataset. If one that is complete has other samples now, start again.
+
+        Raises:
+            StorageError: a sample of it cannot be loaded now.
+        """
+        known = self._skipped.known if self._keep_skipped else {}
+        blocks = DatasetBlocks(dataset, self._plan, self._writer, self._skip, known)
+        blocks.leave_out(self._skipped.left_out)
+        if self._found:
+            last = max(self._found)
+            _, _, result = next(in_children_or_here(dataset, [partial(blocks.encode_all, [last])]))
+            if isinstance(result, list):
+                raise StorageError(
+                    f"a sample that {self._writer.path} has cannot be loaded any more: {result[0].reason.rstrip('.')}. "
+                    f"Restore it, or start again (resume=False, --no-resume)."
+                )
+            if result != self._found[last]:
                 self._start_again("dataset")
-        missing = [number for number in range(len(blocks)) if number not in found]
-        with self._bar(len(dataset)) as bar, closing(self._write_missing(blocks, missing)) as written:
-            bar.update(sum(entry.samples for entry in found.values()))
-            for number, entry in written:
-                found[number] = entry
-                bar.update(entry.samples)
-        self._check_unchanged(dataset)
-        self._writer.finish([found[number] for number in range(len(blocks))], blocks.block_size, info, self._plan)
+                return self._blocks_of(dataset)
+        if not self._keep_skipped and self._skipped.known:
+            self._leave_out(blocks, {})
+        return blocks
 
-    def _check_unchanged(self, source: Any) -> None:
-        """Raise StorageError if the files of the source are not those that they were when the preparation began."""
-        before = self._plan["files"]
-        if before is not None and (now := _files_of(source)) not in (None, before):
-            changes = "; ".join(_differences({"files": before}, {"files": now}))
-            raise StorageError(f"the source was changed while {self._writer.path} was prepared: {changes}. Prepare it again.")
+    def _leave_out_failed(self, blocks: DatasetBlocks) -> None:
+        """Leave out the samples that failed, once the others are written. If the source is at fault, forget which failed."""
+        try:
+            self._check_unchanged(blocks.dataset)
+            if len(self._skipped.known) == len(blocks.dataset):
+                raise StorageError(f"{self._writer.path}: no sample of the source can be loaded any more.")
+        except StorageError:
+            self._skipped.leave_out(self._skipped.left_out)
+            raise
+        self._leave_out(blocks, self._skipped.known)
 
-    def _repair_dataset(self, blocks: "_DatasetBlocks", damaged: list[int], index: Index) -> None:
-        with self._bar(sum(index.blocks[number].samples for number in damaged)) as bar:
-            encoded = in_children_or_here(blocks.dataset, [partial(blocks.encode, damaged)])
-            with closing(encoded):
-                for number, pieces, entry in encoded:
-                    self._repaired(number, entry, index)
-                    self._writer.write_encoded(number, pieces, entry)
-                    bar.update(entry.samples)
-        self._end_repair(damaged, index)
+    def _leave_out(self, blocks: DatasetBlocks, samples: dict[int, SkippedSample]) -> None:
+        """Leave exactly these samples out; see NOTE [ Skipped samples ]."""
+        for number in blocks.leave_out(samples):
+            if self._found.pop(number, None):
+                self._writer.remove_block(number)
+        self._skipped.leave_out(samples)
 
-    def _write_missing(self, blocks: "_DatasetBlocks", missing: list[int]) -> Generator[tuple[int, Entry], None, None]:
-        """Write blocks, and yield their numbers and entries. Once it is closed, no process writes any more."""
+    def _write_missing(self, blocks: DatasetBlocks) -> Generator[tuple[int, Result], None, None]:
+        """Write blocks, and yield their numbers and what becomes of them. Leaves those out that have samples that failed."""
+        missing = sorted(set(range(len(blocks))) - set(self._found) - blocks.numbers_of(self._skipped.failed))
         count = min(self._num_workers, len(missing))
         if self._ray is not None:
-            with closing(self._ray.entries(blocks.write, ((number,) for number in missing), self._num_workers)) as entries:
-                yield from zip(missing, entries, strict=True)
+            yield from self._ray.written(blocks.write, ((number,) for number in missing), self._num_workers)
         elif count:
             shares = [partial(blocks.write_all, missing[first::count]) for first in range(count)]
-            with closing(in_children_or_here(blocks.dataset, shares)) as written:
-                yield from written
+            yield from in_children_or_here(blocks.dataset, shares)
         else:  # a child process loads and encodes, this one writes
-            with closing(in_children_or_here(blocks.dataset, [partial(blocks.encode, missing)])) as encoded:
-                yield from zip(missing, _in_threads(self._writer.write_encoded, encoded, 1), strict=True)
+            with closing(in_children_or_here(blocks.dataset, [partial(blocks.encode_all, missing)])) as encoded:
+                yield from in_threads(blocks.save, encoded, 1)
 
     # ------------------------------------------------------------------------------------------------ a preparer
 
-    def write_samples(self, preparer: DataPreparer[Any, Any], resume: bool) -> None:
-        """Write the samples that a `DataPreparer` yields, in order; to repair, only the blocks that are damaged."""
-        if self.only is not None:
-            damaged, index = self.only
-            cutter = BlockCutter(index.block_size, self._plan["block_bytes"], self._writer.allow_pickle)
-            for number, samples, first in cutter.cut(preparer.prepare_data()):
-                if number in damaged:
-                    pieces, entry = self._writer.encode_block(samples, first)
-                    self._repaired(number, entry, index)
-                    self._writer.write_encoded(number, pieces, entry)
-            self._end_repair(damaged, index)
-            return
+    def write_samples(self, preparer: DataPreparer[Any, Any]) -> None:
+        """Write the blocks that are missing of the samples that a `DataPreparer` yields, in order."""
         try:
-            self._write_samples(preparer, self._writer.begin(self._plan, resume))
+            self._write_samples(preparer)
         except _SourceChangedError:
             self._start_again("preparer")
-            self._write_samples(preparer, {})
+            self._write_samples(preparer)
 
-    def _write_samples(self, preparer: DataPreparer[Any, Any], found: dict[int, Entry]) -> None:
+    def _write_samples(self, preparer: DataPreparer[Any, Any]) -> None:
         cutter = BlockCutter(self._plan["block_size"], self._plan["block_bytes"], self._writer.allow_pickle)
-        blocks = cutter.cut(preparer.prepare_data())
-        kept = next(number for number in range(len(found) + 1) if number not in found)  # complete blocks before a missing one
-        entries: list[Entry] = []
         with self._bar(None) as bar:
-            for number, samples, first in islice(blocks, kept):
-                if number == kept - 1 and self._writer.encode_block(samples, first)[1] != found[number]:
-                    raise _SourceChangedError
-                entries.append(found[number])
-                bar.update(len(samples))
-            if len(entries) < kept:
-                raise _SourceChangedError
+            missing = self._find_missing(cutter.cut(preparer.prepare_data()), bar)
             if self._ray is not None:
-                written = self._ray.entries(self._writer.write_block, blocks, self._num_workers)
+                written = self._ray.written(self._writer.write_block, missing, self._num_workers)
             else:
-                written = _in_threads(self._writer.write_block, blocks, max(1, self._num_workers))
-            with closing(written):
-                for entry in written:
-                    entries.append(entry)
-                    bar.update(entry.samples)
+                written = in_threads(self._writer.write_block, missing, max(1, self._num_workers))
+            self._collect(written, bar)
         assert cutter.block_size is not None
-        self._check_unchanged(preparer)
-        self._writer.finish(entries, cutter.block_size, preparer.get_dataset_info(), self._plan)
+        self._finish(preparer, cutter.block_size, preparer.get_dataset_info)
 
-
-class _DatasetBlocks:
-    """The blocks of a dataset. Pickles, so that child processes and clusters load and write them."""
-
-    def __init__(self, dataset: Any, plan: dict[str, Any], writer: BlockFolderWriter) -> None:
-        self.dataset, self._writer = dataset, writer
-        length, seed = len(dataset), plan["shuffle_seed"]
-        self._order = np.arange(length) if seed is None else np.random.default_rng(seed).permutation(length)
-        self.block_size: int = plan["block_size"] or next(
-            in_children_or_here(dataset, [partial(_estimate_block_size, dataset, plan["block_bytes"], writer.allow_pickle)])
-        )
-
-    def __len__(self) -> int:
-        return -(-len(self._order) // self.block_size)
-
-    def write(self, number: int) -> Entry:
-        """Write a block, and return its entry in the index."""
-        return self._writer.write_block(number, self._load(number), number * self.block_size)
-
-    def write_all(self, numbers: Sequence[int]) -> Iterator[tuple[int, Entry]]:
-        """Write blocks, and yield their numbers and entries. A thread writes a block while the next one is loaded."""
-        calls = ((number, *self._writer.encode_block(self._load(number), number * self.block_size)) for number in numbers)
-        yield from zip(numbers, _in_threads(self._writer.write_encoded, calls, 1), strict=True)
-
-    def encode(self, numbers: Iterable[int]) -> Iterator[tuple[int, list[bytes], Entry]]:
-        """Yield the numbers of blocks, their files in pieces, and their entries in the index."""
-        for number in numbers:
-            pieces, entry = self._writer.encode_block(self._load(number), number * self.block_size)
-            yield number, list(map(bytes, pieces)), entry
-
-    def _load(self, number: int) -> list[Any]:
-        indices = self._order[number * self.block_size : (number + 1) * self.block_size].tolist()
-        together = getattr(self.dataset, "__getitems__", None)
-        with _seeded(number):
-            return list(together(indices)) if together is not None else [self.dataset[idx] for idx in indices]
-
-
-def _in_threads(write: Callable[..., Entry], calls: Iterable[tuple[Any, ...]], count: int) -> Generator[Entry, None, None]:
-    """Call ``write`` in so many threads, and yield the entries in order. A few more calls are taken while threads write."""
-    pending: deque[Future[Entry]] = deque()
-    with ThreadPoolExecutor(count) as pool:
-        for call in calls:
-            pending.append(pool.submit(write, *call))
-            if len(pending) > count:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-
-
-@contextmanager
-def _seeded(number: int) -> Iterator[None]:
-    """Seed the random generators with the number of a block, and restore their states afterwards."""
-    with rng.preserve_rng_state():
-        torch.manual_seed(number)
-        random.seed(number)
-        np.random.seed(number % 2**32)
-        yield
-
-
-def _estimate_block_size(dataset: Any, block_bytes: int, allow_pickle: bool) -> Iterator[int]:
-    """Yield how many samples like some of the dataset make a block."""
-    with _seeded(0):
-        samples = [dataset[idx] for idx in spread(len(dataset), PROBE)]
-    yield estimate_block_size(samples, block_bytes, allow_pickle)
+    def _find_missing(self, blocks: Iterator[NewBlock], bar: Any) -> Iterator[NewBlock]:
+        """Yield the blocks that are missing. Raises _SourceChangedError: the last one that is there is another one now."""
+        last, number = max(self._found, default=-1), -1
+        for number, samples, first in blocks:
+            if number not in self._found:
+                yield number, samples, first
+                continue
+            if number == last and self._writer.encode_block(samples, first)[1] != self._found[last]:
+                raise _SourceChangedError
+            bar.update(len(samples))
+        if number < last:
+            raise _SourceChangedError

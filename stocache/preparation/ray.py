@@ -3,7 +3,8 @@
 NOTE [ Blocks as tasks ]
     The function that writes blocks holds the dataset. It is pickled and put into Ray's object store once, and each worker
     process unpickles it once, for all its tasks. Ray does not unpickle it: arrays that Ray unpickles are shared by all
-    processes of a machine, and a dataset could not write to them. A task writes one block and returns its entry in the index.
+    processes of a machine, and a dataset could not write to them. A task writes one block, and returns its number and its entry
+    in the index (or the samples that cannot be loaded).
 
     If a worker or a node is killed, Ray runs its unfinished tasks again elsewhere. A block that is written twice has the same
     bytes and the same name. After an error, tasks that have not begun are cancelled and running tasks are interrupted. The
@@ -27,12 +28,11 @@ from ray import cloudpickle
 from ray.exceptions import RayError, RayTaskError
 
 from stocache.errors import StorageError, WorkerError
-from stocache.storage.manifest import Entry
 
 _RETRIES = 3  # for a block whose worker died
 _AHEAD = 2  # tasks for each CPU: no CPU waits for its next task, and an autoscaler sees that it could add nodes
 
-Write: TypeAlias = Callable[..., Entry]
+Write: TypeAlias = Callable[..., tuple[int, Any]]
 RayJob: TypeAlias = tuple[Any, list[str]]
 """A reference to the pickle of the function that writes blocks, and ``sys.path``. Ray does not fetch references in a tuple."""
 
@@ -78,11 +78,11 @@ def _check_listening(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
-def entries(write: Write, calls: Iterable[tuple[Any, ...]], num_workers: int) -> Generator[Entry, None, None]:
-    """Call ``write`` in the cluster, and yield the entries in order; see NOTE [ Blocks as tasks ].
+def written(write: Write, calls: Iterable[tuple[Any, ...]], num_workers: int) -> Generator[tuple[int, Any], None, None]:
+    """Call ``write`` in the cluster, and yield what it returns, in order; see NOTE [ Blocks as tasks ].
 
     Args:
-        write: writes a block, and returns its entry.
+        write: writes a block, and returns its number and its entry in the index, or what else becomes of it.
         calls: its arguments for each block; the first is the block's number.
         num_workers: tasks at a time; 0 for as many as the cluster can run.
 
@@ -103,7 +103,7 @@ def entries(write: Write, calls: Iterable[tuple[Any, ...]], num_workers: int) ->
                 return
             _, running = ray.wait(running)
             while tasks and tasks[0][1] not in running:
-                yield _entry(*tasks.popleft())
+                yield _result(*tasks.popleft())
     finally:
         with contextlib.suppress(Exception):  # Ray may be gone
             for task in running:
@@ -125,9 +125,9 @@ def _start(job: RayJob, write: Write, call: tuple[Any, ...]) -> Any:
     return _task.remote(job, sent)
 
 
-def _entry(number: int, task: Any) -> Entry:
+def _result(number: int, task: Any) -> tuple[int, Any]:
     try:
-        entry: Entry = ray.get(task)
+        result: tuple[int, Any] = ray.get(task)
     except RayTaskError as error:
         raise error.cause from error
     except RayError as error:
@@ -136,13 +136,13 @@ def _entry(number: int, task: Any) -> Entry:
             f"block {number} was not written: its Ray worker died, and so did those that tried again ({type(error).__name__}: "
             f"{reason}). Complete blocks stay, and preparing again continues from there."
         ) from error
-    return entry
+    return result
 
 
 # ---------------------------------------------------------------------------------------------------- in a worker
 
 
-def _run(job: RayJob, call: bytes) -> Entry:
+def _run(job: RayJob, call: bytes) -> tuple[int, Any]:
     """Write a block."""
     global _loaded
     pickled, paths = job

@@ -45,6 +45,7 @@ class Source(Dataset[Any], ABC):
 
     info: dict[str, Any]
     hashes: bool = False
+    _path: str
     _opened: Any = None  # a file or data that each process opens for itself
 
     @abstractmethod
@@ -71,6 +72,10 @@ class Source(Dataset[Any], ABC):
     @abstractmethod
     def files(self) -> list[str]:
         """Return the paths of the files that the samples come from."""
+
+    def describe_sample(self, idx: int) -> str:
+        """Return where sample ``idx`` comes from: a file, or a row of one."""
+        return f"{self._path}, row {idx}"
 
     def options(self) -> dict[str, Any]:
         """Return what the samples depend on, besides the files."""
@@ -142,7 +147,8 @@ def _open(path: str, size: int | None, nan: bool) -> Source:
     if not os.path.exists(path):
         raise StorageError(f"{path} does not exist. Accepted: {_ACCEPTED}.")
     if os.path.isdir(path):
-        names = sorted(os.listdir(path))
+        with _reading(path, "a folder"):
+            names = sorted(os.listdir(path))
         if "dataset_dict.json" in names:
             splits = [name for name in names if os.path.exists(os.path.join(path, name, "state.json"))]
             raise StorageError(f"{path} holds several datasets. Give one of them: {path}/ and one of {', '.join(splits)}.")
@@ -189,9 +195,12 @@ class ImageFolder(Source):
 
     def _sample(self, idx: int) -> dict[str, Any]:
         name = self._names[idx]
-        readable = os.fsencode(name).decode(errors="backslashreplace")
-        sample = {"image": self._image(os.path.join(self._path, name)), "name": readable}
+        sample = {"image": self._image(os.path.join(self._path, name)), "name": _readable(name)}
         return sample | {"label": self._labels[name.partition("/")[0]]} if self._labels else sample
+
+    def describe_sample(self, idx: int) -> str:
+        """Return the path of an image."""
+        return _readable(os.path.join(self._path, self._names[idx]))
 
     def files(self) -> list[str]:
         """Return the paths of the images."""
@@ -210,6 +219,11 @@ class ImageFolder(Source):
             if not data:
                 raise ValueError("it is empty")
             return data
+
+
+def _readable(name: str) -> str:
+    """Return the name of a file as text, also if it is not in UTF-8."""
+    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def _walk(path: str) -> Iterator[list[str]]:
@@ -396,6 +410,13 @@ class ParquetFiles(Source):
     def files(self) -> list[str]:
         """Return the paths of the files."""
         return list(dict.fromkeys(path for path, _, _ in self._groups))
+
+    def describe_sample(self, idx: int) -> str:
+        """Return the file of a row, and its number in it."""
+        group = int(np.searchsorted(self._ends, idx, side="right"))
+        path = self._groups[group][0]
+        first = next(number for number, (other, _, _) in enumerate(self._groups) if other == path)
+        return f"{path}, row {idx - (int(self._ends[first - 1]) if first else 0)}"
 
     def _sample(self, idx: int) -> Any:
         return self.__getitems__([idx])[0]

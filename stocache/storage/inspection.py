@@ -7,13 +7,14 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+from stocache.errors import DamagedError
 from stocache.storage.block import REPAIR
 from stocache.storage.manifest import block_name
 from stocache.storage.storage import OnDiskBlockDataStorage
 
 
 def find_damage(storage: OnDiskBlockDataStorage[Any, Any], num_workers: int) -> list[str]:
-    """Read all blocks and the info of a storage, with a progress bar; return a line for each file that is damaged or unknown.
+    """Read all files of a storage, with a progress bar; return a line for each that is damaged or unknown.
 
     Raises:
         StorageError: the index cannot be read.
@@ -21,11 +22,19 @@ def find_damage(storage: OnDiskBlockDataStorage[Any, Any], num_workers: int) -> 
     blocks = _BlockChecks(storage)
     loader = DataLoader(blocks, batch_size=None, num_workers=min(num_workers, len(blocks)))
     checks = tqdm(loader, desc=f"checking {storage.base_folder}", unit="block")
-    problems = [problem for problem in (*checks, storage.check_info()) if problem]
+    problems = [problem for problem in (*checks, storage.check_info(), _check_skipped(storage)) if problem]
     known = {os.path.basename(block_name(number)) for number in range(len(blocks))}
     folder = os.path.join(storage.base_folder, os.path.dirname(block_name(0)))
     unknown = sorted(set(os.listdir(folder)) - known) if os.path.isdir(folder) else []
     return problems + [f"{folder}/{name} is not in the index: nothing reads it. Remove it." for name in unknown]
+
+
+def _check_skipped(storage: OnDiskBlockDataStorage[Any, Any]) -> str | None:
+    try:
+        storage.load_skipped()
+    except DamagedError as error:
+        return str(error)
+    return None
 
 
 class _BlockChecks(Dataset[str]):

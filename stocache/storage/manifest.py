@@ -4,6 +4,7 @@ NOTE [ Storage folders ]
     blocks/000000.safetensors ...   the samples, ``block_size`` in each; the last block may have fewer (see NOTE [ Blocks ])
     info.safetensors                the dataset's info as a block of one sample, if JSON cannot hold it
     index.json                      written last; a folder without it is not prepared
+    skipped.json                    the samples that could not be loaded, if any; see NOTE [ Skipped samples ]
     preparing.json                  until then: what is being prepared, and how
     staging                         until then: the samples in their first order, if they are to be shuffled
 
@@ -38,12 +39,13 @@ from stocache.errors import DamagedError, StorageError
 from stocache.samples.type_lookup import check_size
 from stocache.storage.block import REPAIR, Block, ByteSource, encode
 from stocache.storage.local import Folder, open_file
+from stocache.storage.skipped import SKIPPED
 from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum
 
 FORMAT, VERSION = "stocache blocks", 1
 INDEX, _PREPARING, INFO, _BLOCKS, STAGING = "index.json", "preparing.json", "info.safetensors", "blocks", "staging"
 _MARK = b'"checksum": "'
-_OURS = re.compile(r"(index\.json|preparing\.json|info\.safetensors|blocks|staging)(\.\d+\.tmp)?")
+_OURS = re.compile(r"(index\.json|skipped\.json|preparing\.json|info\.safetensors|blocks|staging)(\.\d+\.tmp)?")
 _BLOCK = re.compile(r"(\d{6,})\.safetensors")
 
 
@@ -75,6 +77,12 @@ class Index:
     def nbytes(self) -> int:
         """Bytes of all blocks."""
         return sum(entry.nbytes for entry in self.blocks)
+
+    @property
+    def skipped(self) -> int:
+        """Number of samples of the source that could not be loaded."""
+        planned = self.plan.get("samples")
+        return planned - self.samples if type(planned) is int else 0
 
 
 def block_name(number: int) -> str:
@@ -174,11 +182,19 @@ def open_block(
 # ---------------------------------------------------------------------------------------------------- writing
 
 
+OTHER_SAMPLES = "the source gives other samples now. Prepare the folder anew (again=True, --again)."
+
+
 class BlockFolderWriter:
-    """Writes the files of a prepared folder. One process at a time uses it, with its workers."""
+    """Writes the files of a prepared folder. One process at a time uses it, with its workers.
+
+    Attributes:
+        repaired: the index of a folder that is repaired. No other blocks than those in it are written.
+    """
 
     def __init__(self, folder: Folder, allow_pickle: bool = False) -> None:
         self.folder, self.path, self.allow_pickle = folder, folder.path, allow_pickle
+        self.repaired: Index | None = None
 
     @property
     def prepared(self) -> bool:
@@ -206,6 +222,8 @@ class BlockFolderWriter:
             self.folder.remove(STAGING, folder=True)
         found = self._complete_blocks() if same else {}
         self.remove_blocks_except(found)  # before the new plan is written, or they would seem to be of that plan
+        if not same:
+            self.folder.remove(SKIPPED)  # after the blocks, whose order depends on it
         self.folder.write(_PREPARING, text)
         self.folder.make(_BLOCKS)
         return found
@@ -258,19 +276,26 @@ class BlockFolderWriter:
     def _open_to_check(self, name: str, entry: Entry | None) -> Block:
         return open_block(name, f"{self.path}/{name}", entry, decode=False, open_source=self.folder.open)
 
-    def write_block(self, number: int, samples: Sequence[Any], first: int) -> Entry:
-        """Write a block and return its entry. Its first sample is number ``first`` in errors.
+    def write_block(self, number: int, samples: Sequence[Any], first: int) -> tuple[int, Entry]:
+        """Write a block, and return its number and entry. Its first sample is number ``first`` in errors.
 
         Raises:
             SampleError: a sample cannot be stored.
-            OSError: the disk is full, or fails.
+            StorageError, OSError: as for `write_encoded`.
         """
         return self.write_encoded(number, *self.encode_block(samples, first))
 
-    def write_encoded(self, number: int, pieces: Sequence[BytesLike], entry: Entry) -> Entry:
-        """Write a block that `encode_block` returned, and return its entry. Raises OSError: the disk is full, or fails."""
+    def write_encoded(self, number: int, pieces: Sequence[BytesLike], entry: Entry) -> tuple[int, Entry]:
+        """Write a block that `encode_block` returned, and return its number and entry.
+
+        Raises:
+            StorageError: it is not the block of the index that is repaired.
+            OSError: the disk is full, or fails.
+        """
+        if self.repaired is not None and self.repaired.blocks[number : number + 1] != [entry]:
+            raise StorageError(f"{self.path}/{block_name(number)} cannot be repaired: {OTHER_SAMPLES}")
         self.folder.write(block_name(number), *pieces)
-        return entry
+        return number, entry
 
     def encode_block(self, samples: Sequence[Any], first: int) -> tuple[list[BytesLike], Entry]:
         """Return the file of a block, in pieces, and its entry in the index. Raises SampleError: a sample cannot be stored."""

@@ -16,6 +16,7 @@ from stocache.storage.block import Block, BytesFile, File, encode
 from stocache.storage.local import folder_at, write_file
 from stocache.storage.manifest import INDEX, INFO, Entry, Index, block_name, open_block, parse_index
 from stocache.storage.remote import Mirror, RemoteStore
+from stocache.storage.skipped import SkippedSample, damaged, read_skipped
 from stocache.storage.writer import BLOCK_BYTES, SampleWriter, check_block_bytes, copy_sample
 from stocache.system.deprecation import old_name
 
@@ -297,6 +298,20 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         if self.index.info_checksum is not None:
             info = self._open_info(self.index.info_checksum).sample(0)
         return info
+
+    def load_skipped(self) -> list[SkippedSample]:
+        """Return the samples of the source that `prepare` left out because they could not be loaded, from skipped.json.
+
+        Raises:
+            DamagedError: the file is missing, or not as it was written.
+        """
+        lacks = self.index.skipped
+        skipped = list(read_skipped(self._folder).left_out.values()) if lacks else []
+        if len(skipped) != lacks:
+            raise damaged(
+                self.base_folder, f"missing or of another preparation ({len(skipped)} samples, the folder lacks {lacks})"
+            )
+        return skipped
 
     def load_sample(self, idx: int) -> TSample:
         """Return sample ``idx``. The caller may change it.

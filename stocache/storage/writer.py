@@ -117,7 +117,7 @@ class SampleWriter:
 
     def _write(self, blocks: Iterable[NewBlock]) -> None:
         for block in blocks:
-            self._entries.append(self._writer.write_block(*block))
+            self._entries.append(self._writer.write_block(*block)[1])
 
     def end(self) -> None:
         """Release the lock of the folder."""

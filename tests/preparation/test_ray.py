@@ -22,7 +22,7 @@ from stocache.errors import WorkerError
 from stocache.preparation import sources
 from stocache.storage.manifest import block_name
 from tests.support.photos import PHOTOS
-from tests.support.preparing import Batched, Images, N, Preparer, content, digest, written
+from tests.support.preparing import Batched, Faulty, Images, N, Preparer, content, digest, written
 from tests.support.processes import wait_until
 
 ray = pytest.importorskip("ray")
@@ -149,6 +149,37 @@ def test_content_at_a_url_is_that_of_one_process(tmp_path, driver, source):
     driver(by_ray, source, f"file://{tmp_path}/ray")
     here(source, tmp_path / "here")
     assert content(tmp_path / "ray") == content(tmp_path / "here")
+
+
+def test_samples_that_cannot_be_loaded_are_skipped_as_in_one_process(tmp_path, driver):
+    source = Faulty([3, 5, 60, 95, 99])
+    driver(by_ray, source, tmp_path / "ray", on_error="skip")
+    here(source, tmp_path / "here", on_error="skip")
+    assert digest(tmp_path / "ray") == digest(tmp_path / "here")
+    assert (tmp_path / "ray" / "skipped.json").exists()
+
+
+class OnlyInTheDriver(Images):
+    """A dataset whose files are on one machine only."""
+
+    def __init__(self):
+        super().__init__()
+        self.home = os.getpid()
+
+    def __getitem__(self, idx):
+        if self.home not in (os.getpid(), os.getppid()):
+            raise FileNotFoundError(f"photo {idx} is on another machine")
+        return super().__getitem__(idx)
+
+
+def skip_by_ray(folder):
+    by_ray(OnlyInTheDriver(), folder, on_error="skip")
+
+
+def test_a_worker_that_sees_no_sample_at_all_is_an_error(tmp_path, driver):
+    with pytest.raises(FileNotFoundError, match="is on another machine"):
+        driver(skip_by_ray, tmp_path / "ray")
+    assert not (tmp_path / "ray" / "skipped.json").exists()
 
 
 def test_no_samples_are_no_blocks(tmp_path, driver):

@@ -1,5 +1,6 @@
 """Preparation notices what has changed in the source, and repairs what is damaged in the folder."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -209,8 +210,10 @@ def test_every_source_repairs_its_folder(make, tmp_path, kind, options):
     prepare_quietly(make(kind), folder, **OPTIONS[options]).close()
     before = contents(folder)
     flip_byte(folder / "blocks" / "000004.safetensors")
+    times = times_of(folder)
     prepare_quietly(make(kind), folder, repair=True, **OPTIONS[options]).close()
     assert contents(folder) == before
+    assert written_since(folder, times) == {"blocks/000004.safetensors"}
 
 
 @pytest.mark.parametrize("damage", ["value", "cut", "empty", "info"])
@@ -239,6 +242,49 @@ def test_a_source_with_other_samples_does_not_repair(tmp_path):
     before = contents(folder)
     with pytest.raises(StorageError, match="gives other samples now"):
         prepare_quietly(TensorDataset(torch.ones(ROWS, 20, dtype=torch.int64)), folder, repair=True)
+    assert contents(folder) == before
+
+
+def test_a_source_with_other_samples_does_not_repair_a_damaged_index(tmp_path):
+    folder = tmp_path / "out"
+    prepare_quietly(dataset(), folder).close()
+    flip_byte(folder / "index.json")
+    before = contents(folder / "blocks")
+    with pytest.raises(StorageError, match=r"cannot be repaired: the source gives other samples now\. Prepare the folder anew"):
+        prepare_quietly(TensorDataset(torch.ones(ROWS, 20, dtype=torch.int64)), folder, repair=True)
+    assert contents(folder / "blocks") == before
+    prepare_quietly(dataset(), folder).close()
+    prepare_quietly(dataset(), tmp_path / "whole").close()
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("rows", [ROWS - 1, ROWS - BLOCK, 1])
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("damaged", [range(10), [9]])
+def test_a_preparer_that_yields_fewer_samples_does_not_repair(tmp_path, rows, seed, damaged):
+    class Fewer(Numbers):
+        def prepare_data(self):
+            yield from itertools.islice(super().prepare_data(), rows)
+
+    folder = tmp_path / "out"
+    prepare_quietly(Numbers(), folder, shuffle_seed=seed, fingerprint="same").close()
+    for number in damaged:
+        (folder / "blocks" / f"{number:06}.safetensors").unlink()
+    Fewer.__name__ = "Numbers"
+    with pytest.raises(StorageError, match=r"cannot be repaired: the source gives other samples now\. Prepare the folder anew"):
+        prepare_quietly(Fewer(), folder, shuffle_seed=seed, fingerprint="same", repair=True)
+    assert (folder / "index.json").exists()
+
+
+def test_a_damaged_info_does_not_hide_that_the_source_has_changed(tmp_path):
+    table, folder = write_table(tmp_path / "table.csv"), tmp_path / "out"
+    prepare_quietly(open_source(table), folder, info=torch.ones(3)).close()
+    flip_byte(folder / "info.safetensors")
+    write_table(table, factor=3)
+    os.utime(table, ns=(1, 1))
+    before = contents(folder)
+    with pytest.raises(StorageError, match="is prepared in another way: last change of the source"):
+        prepare_quietly(open_source(table), folder, info=torch.ones(3), repair=True)
     assert contents(folder) == before
 
 

@@ -281,7 +281,7 @@ def test_an_interrupted_preparation_at_a_url_goes_on_and_writes_a_cut_block_anew
     prepare(Preparer(), tmp_path / "b", **options).close()
     assert content(tmp_path / "a") == content(tmp_path / "b")
     again = written(tmp_path / "a")
-    assert [name for name in kept if kept[name] == again[name]] == [f"{b:06d}.safetensors" for b in (0, 1, 2)]
+    assert {name for name in kept if kept[name] == again[name]} == {f"{b:06d}.safetensors" for b in (0, 1, 2, 5, 6, 7)}
 
 
 def test_whole_blocks_of_a_dataset_at_a_url_are_not_written_again(tmp_path, memory):

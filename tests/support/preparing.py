@@ -3,6 +3,7 @@
 import hashlib
 import os
 import random
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -78,3 +79,42 @@ class Broken(Images):
         if idx == 60 and os.path.exists(self.flag):
             raise ValueError("photo 60 cannot be read")
         return super().__getitem__(idx)
+
+
+class Faulty(Images):
+    """A dataset of which some samples cannot be loaded, and that writes down which are loaded.
+
+    Args:
+        broken: these raise a ValueError.
+        log: a file.
+        length, seeded: as for `Images`.
+    """
+
+    def __init__(self, broken=(), log=None, length=N, seeded=False):
+        super().__init__(length, seeded)
+        self.broken, self.log = frozenset(broken), log
+
+    def __getitem__(self, idx):
+        if self.log is not None:
+            with open(self.log, "a") as file:
+                file.write(f"{idx}\n")  # at once, so that several processes can
+        if idx in self.broken:
+            raise ValueError(f"photo {idx} cannot\nbe read")
+        return super().__getitem__(idx)
+
+    def describe_sample(self, idx):
+        return f"photos/{idx}.jpg"
+
+
+class FaultyTogether(Faulty):
+    """The same, many at a time."""
+
+    def __getitems__(self, indices):
+        return [self[idx] for idx in indices]
+
+
+def loaded(log):
+    """The samples that are written down, which are then forgotten."""
+    lines = log.read_text().split() if log.exists() else []
+    log.unlink(missing_ok=True)
+    return Counter(map(int, lines))
