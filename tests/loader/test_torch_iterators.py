@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import IterableDataset
 
 import stocache
-from stocache.loader.torch_iterators import QuickQueue, _is_ready, with_quick_queues
+from stocache.loader.torch_iterators import QuickQueue, _is_ready, _kept, with_quick_queues
 
 WAYS = {
     "main": {},
@@ -151,11 +151,13 @@ def test_an_iterator_that_the_garbage_collector_finds_ends_its_workers():
     iterator = iter(stocache.DataLoader(list(range(80)), num_workers=2, multiprocessing_context="fork"))
     next(iterator)
     workers = iterator._workers
+    (key,) = (key for key, queues in _kept.items() if queues == [iterator._worker_result_queue, *iterator._index_queues])
     began = {"itself": iterator, "queues": [iterator._worker_result_queue, *iterator._index_queues]}
     began["around"] = began
     del iterator, began
     gc.collect()
     assert [worker.exitcode for worker in workers] == [0, 0]  # not ended by a signal after 5 seconds
+    assert key not in _kept
 
 
 class OwnQueue(multiprocessing.queues.Queue):
