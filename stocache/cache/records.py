@@ -116,7 +116,7 @@ class RecordStore:
         self, indices: list[int], encoded: Sequence[EncodedRecord], costs_s: Sequence[float | None]
     ) -> list[tuple[int, int]]:
         """Take room for records, at once for many of one treedef; see `_place`. With the arena's lock held."""
-        if len(encoded) < _MANY or (self._admission is not None and any(costs_s)):
+        if len(encoded) < _MANY or (self._admission is not None and costs_s.count(None) < len(costs_s)):
             return list(map(self._place, indices, encoded, costs_s))
         places: list[tuple[int, int]] = []
         for treedef, run in itertools.groupby(encoded, key=operator.attrgetter("treedef")):
