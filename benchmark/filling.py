@@ -1,6 +1,7 @@
 """What filling the cache costs: the first epoch, calls for samples of each size, and SIGKILLs in the middle of it.
 
 python -m benchmark filling first-epoch [--folder PHOTOS]   # with and without the cache; beside a bare copy of the same bytes
+python -m benchmark filling blocks                          # blocks of prepared samples, admitted behind the batches
 python -m benchmark filling sizes                           # the calls that fill, for samples of 1 KB to 1 MB
 python -m benchmark filling kill --kills 1000               # batched filling and block admission, killed at any moment
 
@@ -13,6 +14,7 @@ loads a few samples to see what they are, is not part of the epoch and has a col
 """
 
 import argparse
+import contextlib
 import gc
 import mmap
 import os
@@ -20,9 +22,10 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -35,6 +38,7 @@ from benchmark.support.measuring import machine, settle
 from benchmark.support.peers import stocaching
 from stocache import CachedDataset, RaggedCache, SharedCache, StorageDataset, prepare
 from stocache.cli.bench import find_jpegs, photo_folder
+from stocache.datasets.loaders import BlockLoader
 from stocache.preparation.images import load_jpeg
 from stocache.system.limits import MIB
 
@@ -201,7 +205,7 @@ SOURCES = {
 }
 
 
-def _prepared(source: Any, folder: Path) -> Any:
+def _prepared(source: Any, folder: Path) -> StorageDataset[Any]:
     return StorageDataset(prepare(source, folder / "prepared", progress=False))
 
 
@@ -292,6 +296,88 @@ def _first_epoch_row(name: str, source: Source, dataset: Any, workers: int, repe
 
 def _met(is_met: bool) -> str:
     return "yes" if is_met else "no"
+
+
+# ---------------------------------------------------------------------------------------------------- blocks
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away"]
+
+
+class Texts(Dataset[Any]):
+    """Short texts, each with a label."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, idx: int) -> Any:
+        return {"text": " ".join(WORDS[(idx + at) % len(WORDS)] for at in range(5 + idx % 20)), "label": idx % 10}
+
+
+class Targets(Dataset[Any]):
+    """Tensors of varying size, boxes, numbers and the name of a file."""
+
+    def __init__(self, images: torch.Tensor) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, idx: int) -> Any:
+        boxes, labels = torch.zeros(idx % 5, 4), list(range(idx % 5))
+        return {"image": self.images[idx, :, : 32 + idx % 32], "boxes": boxes, "labels": labels, "file": f"{idx}.jpg"}
+
+
+BLOCKS: dict[str, Callable[[int], Dataset[Any]]] = {
+    "tensors": Packed,
+    "bytes": lambda count: Encoded(Packed(count).images),
+    "short texts": Texts,
+    "detection": lambda count: Targets(Packed(count).images),
+}
+
+
+def admission(dataset: StorageDataset[Any], made: bool) -> tuple[float, int]:
+    """Return the seconds that it takes to admit all blocks, and the bytes that the cache holds then; samples may be made."""
+    with CachedDataset(dataset, "2GiB") as cached, contextlib.ExitStack() as patches:
+        if made:
+            patches.enter_context(mock.patch.object(BlockLoader, "_copy", return_value=False))
+        assert isinstance(cached._loader, BlockLoader)
+        settle(512 * MIB)
+        began = time.perf_counter()
+        for block in range(len(dataset.storage.index.blocks)):  # type: ignore[attr-defined]
+            cached._loader.admit(block)
+        took, stats = time.perf_counter() - began, cached.cache.stats()
+        assert stats.filled == len(dataset), cached
+        return took, stats.filled * stats.slot_bytes
+
+
+def blocks(options: argparse.Namespace) -> None:
+    """Print what it costs to admit blocks, by copying and by making the samples."""
+    print("µs a sample. The folder is in the page cache.\n")
+    print("| samples | bytes | copied | made | bare copy (the fastest way) | copied, ratio | made, ratio |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for name, make in BLOCKS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            dataset = _prepared(make(options.samples), Path(folder))
+            seconds: dict[bool, list[float]] = {False: [], True: []}
+            copies: dict[str, list[float]] = {way: [] for way in BARE_COPIES}
+            for number in range(options.repeats + 1):  # the first is not counted
+                gc.collect()
+                took = {made: admission(dataset, made) for made in seconds}
+                data = memoryview(bytes(took[False][1]))
+                copied = {way: bare_copy(way, data) for way in BARE_COPIES}
+                if number:
+                    for made, times in seconds.items():
+                        times.append(took[made][0])
+                    for way, times in copies.items():
+                        times.append(copied[way])
+            way = fastest(copies)
+            medians = [statistics.median(times) / len(dataset) * 1e6 for times in (*seconds.values(), copies[way])]
+            ratios = [f"{ratio(times, copies[way]):.1f}" for times in seconds.values()]
+            shown = " | ".join(f"{median:.2f}" for median in medians)
+            print(f"| {name} | {len(data) // len(dataset)} | {shown} ({way}) | {' | '.join(ratios)} |", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------- samples of each size
@@ -420,35 +506,27 @@ def by_get_or_load_many(rng: random.Random) -> Filling:
     return Filling(cache, fill, expected, BATCH)
 
 
-class InMemory(Dataset[Any]):
-    """Samples in a tensor."""
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, idx: int) -> Any:
-        return self.data[idx]
+VARYING = [[sample.flatten()[idx % 40 * 7 :] for idx, sample in enumerate(expected)] for expected in EXPECTED]
 
 
-def by_block(folder: Path) -> Callable[[random.Random], Filling]:
-    """Prepare the samples in a folder; return a function that fills a cache in front of them by the block."""
-    storages = [
-        prepare(InMemory(expected), folder / f"{number}", block_size=len(expected) // 12, progress=False)
-        for number, expected in enumerate(EXPECTED)
+def by_block(folder: Path, samples_of: Sequence[Sequence[torch.Tensor]]) -> Callable[[random.Random], Filling]:
+    """Prepare samples in a folder; return a function that fills a cache in front of some of them by admitting blocks."""
+    prepared = [
+        (prepare(expected, folder / f"{number}", block_size=len(expected) // 12, progress=False), expected)
+        for number, expected in enumerate(samples_of)
     ]
 
     def make(rng: random.Random) -> Filling:
-        expected, storage = rng.choice(list(zip(EXPECTED, storages, strict=True)))
-        cached = CachedDataset(StorageDataset(storage), 1, example=expected[0], variable=rng.random() < 0.3)
+        storage, expected = rng.choice(prepared)
+        cached = CachedDataset(StorageDataset(storage), 1, example=expected[0], variable=samples_of is VARYING)
+        assert isinstance(cached._loader, BlockLoader)
+        loader, size = cached._loader, storage.block_size
 
         def fill(order: list[int]) -> None:
-            for batch in _batches(order):
-                cached.__getitems__(batch)
+            for block in dict.fromkeys(idx // size for idx in order):
+                loader.admit(block)
 
-        return Filling(cached.cache, fill, expected, storage.block_size)
+        return Filling(cached.cache, fill, expected, size)
 
     return make
 
@@ -470,8 +548,14 @@ def kill(options: argparse.Namespace) -> None:
     print("| filled by | kills while filling | with part of the slots set | samples checked | wrong | stuck |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
     with tempfile.TemporaryDirectory() as folder:
-        ways = {"set_slots": by_set_slots, "get_or_load_many": by_get_or_load_many, "blocks": by_block(Path(folder))}
-        for name, make in ways.items():
+        ways = {
+            "set_slots": by_set_slots,
+            "get_or_load_many": by_get_or_load_many,
+            "blocks to slots": by_block(Path(folder, "slots"), EXPECTED),
+            "blocks to records": by_block(Path(folder, "records"), VARYING),
+        }
+        for name in options.ways or ways:
+            make = ways[name]
             longest_s, kills, partly, checked, seed = _longest_s(make), 0, 0, 0, options.seed
             with tqdm(total=options.kills, unit="kill") as bar:
                 before = holdings()
@@ -491,9 +575,9 @@ def kill(options: argparse.Namespace) -> None:
 def main() -> None:
     """Run one of the experiments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", choices=["first-epoch", "sizes", "kill"])
+    parser.add_argument("experiment", choices=["first-epoch", "blocks", "sizes", "kill"])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--samples", type=int, default=16_384, help="of first-epoch, but for photographs")
+    parser.add_argument("--samples", type=int, default=16_384, help="of first-epoch, but for photographs, and of blocks")
     parser.add_argument("--sources", nargs="+", choices=SOURCES, default=list(SOURCES), help="of first-epoch")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2], help="of first-epoch")
     parser.add_argument("--folder", type=Path, help="of photographs, for first-epoch; by default they are generated")
@@ -501,11 +585,12 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of a sample, for sizes")
     parser.add_argument("--total-mb", type=int, default=256, help="of samples, for sizes")
     parser.add_argument("--kills", type=int, default=1000, help="for each way to fill")
+    parser.add_argument("--ways", nargs="+", help="to fill, for kill; by default all")
     parser.add_argument("--seed", type=int, default=0, help="of the first trial of kill")
     options = parser.parse_args()
     print(f"{machine()}\n")
     torch.set_num_threads(1)  # as in a DataLoader's worker
-    {"first-epoch": first_epoch, "sizes": sizes, "kill": kill}[options.experiment](options)
+    {"first-epoch": first_epoch, "blocks": blocks, "sizes": sizes, "kill": kill}[options.experiment](options)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +31,8 @@ class Filling(NamedTuple):
     cache: Any
     fill: Callable[[list[int]], object]
     """Called with an order of all indices: caches the samples, where they are not cached yet."""
-    samples: torch.Tensor
-    """What the cache must hold: a row for each sample."""
+    samples: Sequence[torch.Tensor]
+    """What the cache must hold."""
     at_once: int = 1
     """How many samples a process may publish before it counts them."""
 
@@ -113,7 +113,7 @@ def trial(seed: int, make: Callable[[random.Random], Filling] = slot_by_slot, lo
     return Outcome(os.WIFSIGNALED(status), filled, count)
 
 
-def _check(cache: Any, expected: torch.Tensor) -> int:
+def _check(cache: Any, expected: Sequence[torch.Tensor]) -> int:
     """Compare every SET slot with its sample; return how many there are."""
     filled = (cache.aux_array == 1).nonzero().flatten().tolist()
     for idx in filled:

@@ -89,9 +89,15 @@ def test_filling_measures_each_size():
     assert rows == [("1 KB", "in sequence"), ("1 KB", "random"), ("64 KB", "in sequence"), ("64 KB", "random")]
 
 
+def test_filling_measures_the_admission_of_blocks():
+    printed = run("filling", "blocks", "--samples", "600", "--repeats", "1")
+    rows = re.findall(r"^\| ([\w ]+) \| \d+ \|(?: [\d.]+ \|){2} [\d.]+ \(.*\) \|(?: [\d.]+ \|){2}$", printed, re.MULTILINE)
+    assert rows == ["tensors", "bytes", "short texts", "detection"]
+
+
 def test_filling_counts_the_kills_of_each_way():
-    rows = re.findall(r"^\| (\w+) \| 2 \| \d \| \d+ \| 0 \| 0 \|$", run("filling", "kill", "--kills", "2"), re.MULTILINE)
-    assert rows == ["set_slots", "get_or_load_many", "blocks"]
+    rows = re.findall(r"^\| ([\w ]+) \| 2 \| \d \| \d+ \| 0 \| 0 \|$", run("filling", "kill", "--kills", "2"), re.MULTILINE)
+    assert rows == ["set_slots", "get_or_load_many", "blocks to slots", "blocks to records"]
 
 
 def test_payloads_measures_each_kind():

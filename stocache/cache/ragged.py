@@ -135,12 +135,17 @@ class RaggedCache(SampleCache):
         named = [(value, f"set_slot({idx})") for idx, value in zip(index.tolist(), values, strict=True)]
         self._set_many(index, lambda: list(starmap(encode, named)), lambda: values, allow_oob_idx, allow_overwrite)
 
+    @property
+    def compresses(self) -> bool:
+        """Whether records are compressed."""
+        return self._options.codec is not None
+
     def overhead_of(self, samples: Iterable[Any]) -> tuple[int, int] | None:
         """Return the most bytes that a record of such samples has besides values, and the bytes that all records share.
 
         None if there are no samples, one does not fit, or records are compressed.
         """
-        return self._records.overhead_of(list(samples)) if self._options.codec is None else None
+        return self._records.overhead_of(list(samples)) if not self.compresses else None
 
     # ------------------------------------------------------------------------------------------------ life
 

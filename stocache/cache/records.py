@@ -1,9 +1,10 @@
 """Store the samples of a RaggedCache as records in an arena."""
 
+import itertools
 import operator
 import struct
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,38 +16,16 @@ from stocache.cache.stats import EMPTY, FILLS, MISSING, OOB, REFUSED, SET
 from stocache.errors import SampleError, SegmentError
 from stocache.samples.codecs import Codec
 from stocache.samples.record_decoder import RecordReader
-from stocache.samples.record_encoder import HEAD, RecordEncoder, integers_codec, pack_integers
+from stocache.samples.record_encoder import HEAD, EncodedRecord, RecordEncoder, integers_codec, pack_integers
 from stocache.samples.type_lookup import NotImported
-from stocache.shm.segment import Segment
+from stocache.shm.segment import MOST_BUFFERS, Segment
 
 _unpack_head = HEAD.unpack_from
 _COMPRESSED = 4  # a bit of the head's last number, between the width of the integers and their count
 _READERS = 4096  # readers of treedefs that a process keeps
 _JOINED = 2048  # mean bytes of buffers, below which joining them costs less than passing each to the kernel (measured)
+_MANY = 64  # records, for which room is taken at once
 _NOT_ADMITTED = -3  # in place of an offset, beside NO_ROOM and NO_MEMORY
-
-
-class EncodedRecord(NamedTuple):
-    """The parts of a record, without its head and the number of its treedef.
-
-    Attributes:
-        treedef: as text.
-        leaves: buffers, which may be the memory of the sample itself: write the record before the sample is changed.
-        nbytes: bytes of the leaves.
-        packed: the number for the head that describes the integers.
-        tail: the integers, up to a multiple of 8 bytes of the record.
-    """
-
-    treedef: bytes
-    leaves: list[Any]
-    nbytes: int
-    packed: int
-    tail: bytes
-
-    @property
-    def room(self) -> int:
-        """Bytes of the arena that the record takes."""
-        return HEAD.size + self.nbytes + len(self.tail)
 
 
 def control_bytes(dataset_len: int, options: CacheOptions) -> int:
@@ -113,14 +92,15 @@ class RecordStore:
 
         It takes the arena's lock once, and writes records that lie one behind the other together.
         """
-        late = list(map(self._late, costs_s))
         with self._segment.guard:
-            places = self.arena.run_locked(lambda: list(map(self._place, indices, encoded, costs_s)), late)
+            places = self.arena.run_locked(lambda: self._place_all(indices, encoded, costs_s), None)
+        if places is None:
+            places = list(map(self._late, costs_s))
         buffers: list[Any] = []  # to be written from ``begin`` to ``end``
         begin = end = 0
         for record, (at, number) in zip(encoded, places, strict=True):
             if at >= 0:
-                if at != end:  # at first, and where a treedef lies between
+                if at != end or len(buffers) + len(record.leaves) + 2 > MOST_BUFFERS:  # a treedef may lie between
                     self._write(begin, buffers, end - begin)
                     begin, buffers = at, []
                 buffers += (HEAD.pack(record.nbytes, number, record.packed), *record.leaves, record.tail)
@@ -131,6 +111,23 @@ class RecordStore:
     def write(self, idx: int, encoded: EncodedRecord, cost_s: float | None) -> int | None:
         """Append the record of one sample; see `write_many`."""
         return self.write_many([idx], [encoded], [cost_s])[0]
+
+    def _place_all(
+        self, indices: list[int], encoded: Sequence[EncodedRecord], costs_s: Sequence[float | None]
+    ) -> list[tuple[int, int]]:
+        """Take room for records, at once for many of one treedef; see `_place`. With the arena's lock held."""
+        if len(encoded) < _MANY or (self._admission is not None and costs_s.count(None) < len(costs_s)):
+            return list(map(self._place, indices, encoded, costs_s))
+        places: list[tuple[int, int]] = []
+        for treedef, run in itertools.groupby(encoded, key=operator.attrgetter("treedef")):
+            rooms, number = [record.room for record in run], self.arena.number_of(treedef)
+            begin = self.arena.take(sum(rooms)) if number >= 0 else number
+            if begin >= 0:
+                places += zip(itertools.accumulate(rooms[:-1], initial=begin), itertools.repeat(number), strict=False)
+            else:
+                rows = slice(len(places), len(places) + len(rooms))
+                places += map(self._place, indices[rows], encoded[rows], costs_s[rows])
+        return places
 
     def _place(self, idx: int, record: EncodedRecord, cost_s: float | None) -> tuple[int, int]:
         """Take room for a record. Return its offset, or a negative number; and its treedef. With the arena's lock held."""

@@ -448,7 +448,7 @@ class CachedDataset(Dataset[Any]):
         """Fill the cache with samples, and yield the size of each batch."""
         for batch in batches:
             if isinstance(self._loader, BlockLoader):
-                self._loader.copy_columns(batch)
+                self._loader.copy_samples(batch)
             empty = [idx for idx in batch if self.cache.aux_array[idx] == SlotState.EMPTY]
             self.cache.get_or_load_many(empty, self._loader.load_many, copy=False, strict=False)
             yield len(batch)

@@ -8,9 +8,10 @@ NOTE [ Admitting blocks ]
     else, and loses nothing: each sample is read once in either case. The thread keeps numbers of blocks only, reads one block
     at a time, and ends when it has no more to do. What it has not admitted when the process ends is read when it is wanted.
 
-    A block in which all samples have the structure of the slots is not made into samples: the bytes of its columns are checked,
-    and copied into the slots. A damaged sample stays empty; it is told when it is wanted. Where a subclass changes what a
-    `StorageDataset` or a storage returns, samples are made. So they are for records, which have another layout than columns.
+    A block is not made into samples where its bytes can be copied: the columns are checked, and cut into slots, if the samples
+    have the structure of these, or into records (NOTE [ Copying rows ]). A damaged sample stays empty; it is told when it is
+    wanted. Where a subclass changes what a `StorageDataset` or a storage returns, samples are made; also where records are
+    compressed.
 
     Which blocks are kept is known beforehand, also where samples vary in size: the index of a storage has the bytes of each
     block, the first block tells how many of them are not values, and some samples how much more their records have. The blocks
@@ -33,7 +34,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -121,7 +122,7 @@ class BlockLoader:
     def admit(self, block: int) -> None:
         """Cache the samples of a block that are empty, except those that another thread or process is loading."""
         with self._cache.claimed(range(int(self._bounds[block]), int(self._bounds[block + 1]))) as indices:
-            if indices and not self._copy_columns(indices) and (samples := self._load_block(indices)) is not None:
+            if indices and not self._copy(indices) and (samples := self._load_block(indices)) is not None:
                 self._cache.set_if_empty(indices, samples)
 
     @property
@@ -135,17 +136,20 @@ class BlockLoader:
             self._trees.append(tree)
         return self._trees[0]
 
-    def copy_columns(self, indices: Sequence[int]) -> None:
+    def copy_samples(self, indices: Sequence[int]) -> None:
         """Cache those of some samples of one block that can be cached without making them."""
-        with self._cache.claimed(indices) as empty:
-            if empty:
-                self._copy_columns(empty)
+        if self._chosen is None and not self._cache.holds_all():
+            return
+        block = int(np.searchsorted(self._bounds, indices[0], side="right")) - 1
+        if self._leave_out([block], indices[:1]):
+            with self._cache.claimed(indices) as empty:
+                if empty:
+                    self._copy(empty)
 
-    def _copy_columns(self, indices: Sequence[int]) -> bool:
-        """Cache those samples of one block that are sound, without making them. Return whether its columns fit the slots."""
-        dataset, tree = self._dataset, self._tree
+    def _copy(self, indices: Sequence[int]) -> bool:
+        """Cache those samples of one block that are sound, without making them. Return False where they must be made."""
         try:
-            encoded = None if tree is None else dataset.load_encoded(indices, tree)
+            encoded = self._load_encoded(indices)
         except Exception as error:  # a damaged file may raise anything; it is told when a sample is wanted
             logger.debug("samples %d to %d: %s", indices[0], indices[-1], str(error))
             return False
@@ -153,6 +157,13 @@ class BlockLoader:
             return False
         self._cache.set_encoded_if_empty(encoded)
         return True
+
+    def _load_encoded(self, indices: Sequence[int]) -> Mapping[int, Any] | None:
+        """Return the bytes of samples of one block as the cache stores them; None where the samples must be made."""
+        dataset, cache = self._dataset, self._cache
+        if isinstance(dataset, StorageDataset) and isinstance(cache, RaggedCache) and not cache.compresses:
+            return dataset.load_records(indices)
+        return None if self._tree is None else dataset.load_encoded(indices, self._tree)
 
     def _leave_out(self, blocks: list[int], indices: Sequence[int]) -> list[int]:
         """Exclude those blocks of wanted samples that will not be cached. Return the other blocks."""

@@ -6,7 +6,7 @@ then they raise an error. They never run code that it names, nor take more memor
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -91,32 +91,18 @@ def value_columns(tree: Tree) -> Iterator[str]:
             yield tree["column"]
 
 
-class Part(NamedTuple):
-    """Where the bytes of one value are: in row 0 at ``begin``, in the next row ``step`` bytes further."""
-
-    begin: int
-    step: int
-    nbytes: int
-
-
-def fixed_parts(tree: Tree, table: ColumnTable) -> list[Part] | None:
-    """Return where the tensors, arrays and numbers of a row are, in their order. None where rows differ in their sizes.
+def union_rows(kinds: np.ndarray[Any, np.dtype[np.int64]], count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return for each value of a union of ``count`` kinds which row of its kind it is.
 
     Raises:
-        ValueError, KeyError, TypeError: it is not a structure.
+        ValueError: a kind is not one of them.
     """
-    if tree is None or tree["kind"] in ("union", "list", "tuple"):
-        return None
-    if tree["kind"] == "in":
-        children = [fixed_parts(child, table) for child in tree["children"]]
-        return None if any(parts is None for parts in children) else [part for parts in children for part in parts or ()]
-    if "shape" not in tree:
-        return None
-    size, (begin, _) = kind_in(tree).itemsize, table.span(tree["column"])
-    step = math.prod(check_shape(tree["shape"])) * size
-    if tree["kind"] == "numbers":  # a list of numbers
-        return [Part(begin + at, step, size) for at in range(0, step, size)]
-    return [Part(begin, step, step)]
+    if kinds.size and not 0 <= kinds.min() <= kinds.max() < count:
+        raise ValueError("a kind is not one of its union")
+    rows, order = np.zeros_like(kinds), np.argsort(kinds, kind="stable")  # one pass, however many kinds it claims
+    counts = np.bincount(kinds, minlength=1)
+    rows[order] = np.arange(len(kinds)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rows
 
 
 class _Compiler:
@@ -152,11 +138,7 @@ class _Compiler:
     def _union(self, tree: Any, level: int) -> Read:
         kinds = np.array(self._table.integers(tree["kinds"]), dtype=np.int64)
         reads = [self.reader(child, level) for child in tree["children"]]
-        if kinds.size and not 0 <= kinds.min() <= kinds.max() < len(reads):
-            raise ValueError("a kind is not one of its union")
-        rows, order = np.zeros_like(kinds), np.argsort(kinds, kind="stable")  # one pass, however many kinds it claims
-        counts = np.bincount(kinds, minlength=1)
-        rows[order] = np.arange(len(kinds)) - np.repeat(np.cumsum(counts) - counts, counts)
+        rows = union_rows(kinds, len(reads))
 
         def read(walk: Walk, row: int) -> Any:
             kind = int(kinds[row])

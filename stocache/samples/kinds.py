@@ -239,6 +239,13 @@ class Kind(ABC):
             Unresolved: its class is not here, or may not be used.
         """
 
+    def checker(self, trusted: bool) -> Callable[[Any], Any] | None:
+        """Return the function that makes a value of its bytes, and raises where they do not make one; None where any bytes do.
+
+        Raises Unresolved as `maker`.
+        """
+        return None
+
     def step(self) -> Step | None:
         """Return how the loop for samples without lists reads it; None where that loop cannot."""
         return None
@@ -267,13 +274,18 @@ def kind_of(description: Description) -> Kind:
 
 def kind_in(tree: dict[str, Any]) -> Kind:
     """Return the kind of a leaf in the structure of a block. Raises as `kind_of`."""
+    return kind_of(description_in(tree))
+
+
+def description_in(tree: dict[str, Any]) -> Description:
+    """Return what a treedef says of a leaf in the structure of a block. Raises LookupError or TypeError where it is not one."""
     name = tree["kind"]
     facts = [
         tree[field] if field != "dims" else len(tree["shape"]) if "shape" in tree else tree["dims"]
         for field in (KINDS[name].fields if name in KINDS else ())
         if field != "order" or field in tree
     ]
-    return kind_of((name, *facts))
+    return (name, *map(_hashable, facts))
 
 
 def encode_other(value: Any) -> Encoded:
@@ -699,6 +711,9 @@ class _BytesKind(Kind):
         make = self.from_bytes(trusted)
         return lambda buffer, at, count, shape: make(buffer if len(buffer) == count else memoryview(buffer)[at : at + count])
 
+    def checker(self, trusted: bool) -> Callable[[Any], Any] | None:
+        return self.from_bytes(trusted)
+
 
 def bytes_reader(make: Callable[[memoryview], Any]) -> Read:
     """Return the function that reads a value from a record; ``make`` makes it of its bytes."""
@@ -744,6 +759,9 @@ class _TextKind(_BytesKind):
 
     def from_bytes(self, trusted: bool) -> Callable[[Any], Any]:
         return self._from_bytes
+
+    def checker(self, trusted: bool) -> Callable[[Any], Any] | None:
+        return None if self._cls in (bytes, bytearray, int) else self._from_bytes
 
 
 class _EnumKind(_BytesKind):

@@ -59,6 +59,11 @@ class Container:
         return _KINDS[self.kind].unflatten_fn(self)
 
     @property
+    def any_values(self) -> bool:
+        """Whether the types of the parts say if they make the container: their values do not matter."""
+        return self.kind in _OF_ANY_VALUES or self.cls is tuple
+
+    @property
     def identity(self) -> str:
         """Its class and extra as text, with the modules of classes that are not Python's own types."""
         return class_text(self.cls) + ("" if not self.extra else f"[{', '.join(map(_extra_text, self.extra))}]")
@@ -305,6 +310,9 @@ _KINDS: dict[str, _ContainerKind] = {
     "defaultdict": _ContainerKind(lambda cls: cls is defaultdict, _unflatten_defaultdict),
     "memmap": _ContainerKind(lambda cls: cls is np.memmap, lambda container: lambda parts: parts[0].view(np.memmap), 1),
 }
+
+
+_OF_ANY_VALUES = {"dict", "list", "none", "namedtuple", "dataclass", "tensor", "set", "slice", "defaultdict", "memmap"}
 
 
 def check_class(kind: str, cls: Any, name: str, keys: tuple[Any, ...], extra: Any) -> None:

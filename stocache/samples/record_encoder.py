@@ -31,6 +31,7 @@ NOTE [ Items without bytes ]
 import ast
 import functools
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from stocache.errors import SampleError
@@ -266,6 +267,29 @@ def _write_items(treedef: TreeDef, writes: list[Write]) -> Write:
         raise Differs
 
     return write_alike if len(writes) == 1 else write_mixed
+
+
+class EncodedRecord(NamedTuple):
+    """The parts of a record, without its head and the number of its treedef.
+
+    Attributes:
+        treedef: as text.
+        leaves: buffers, which may be the memory of the sample itself: write the record before the sample is changed.
+        nbytes: bytes of the leaves.
+        packed: the number for the head that describes the integers.
+        tail: the integers, up to a multiple of 8 bytes of the record.
+    """
+
+    treedef: bytes
+    leaves: Sequence[Any]
+    nbytes: int
+    packed: int
+    tail: bytes
+
+    @property
+    def room(self) -> int:
+        """Bytes of the arena that the record takes."""
+        return HEAD.size + self.nbytes + len(self.tail)
 
 
 class PackedRecord(NamedTuple):

@@ -65,7 +65,7 @@ _WAITED_TO_IDLE = 6.0  # after waits of t seconds for a process, do not wait for
 
 _AT_ONCE = 16 * MIB  # reserved under one lock
 _LOOKED_AT_EVERY = 16 * MIB  # that a process reserves, it looks how much memory is left
-_MOST_BUFFERS = 1024  # that one pwritev takes: IOV_MAX of Linux
+MOST_BUFFERS = 1024  # that one pwritev takes: IOV_MAX of Linux
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named in the mmap module
 
 _Result = TypeVar("_Result")
@@ -232,7 +232,7 @@ class Segment:
         """Write buffers, ``nbytes`` together, to reserved data, one behind the other; see `write`. The first is not empty."""
         done = 0
         while done < nbytes:
-            written = os.pwritev(self._fds[0], buffers[:_MOST_BUFFERS], self._data_at + offset + done)
+            written = os.pwritev(self._fds[0], buffers[:MOST_BUFFERS], self._data_at + offset + done)
             if written == 0:
                 raise SegmentError(f"{self.backing} takes no more bytes.")
             done += written

@@ -18,10 +18,12 @@ NOTE [ Blocks ]
     kernel reads only what is asked for. A warm read takes a microsecond more.
 """
 
+import contextlib
+import itertools
 import json
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,10 +32,12 @@ import xxhash
 from safetensors.torch import save
 
 from stocache.errors import DamagedError, StorageError
-from stocache.samples.column_decoder import fixed_parts, reader, value_columns
+from stocache.samples.column_decoder import reader, value_columns
 from stocache.samples.column_encoder import CHECKS, INFO, Columns, Tree
 from stocache.samples.kinds import BARE_NODES
+from stocache.samples.record_encoder import EncodedRecord
 from stocache.samples.type_lookup import Unresolved, check_size
+from stocache.storage.copying import NotCopied, RowGroup, RowTable, row_groups
 from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum
 
 VERSION = 1
@@ -302,7 +306,7 @@ class Block:
         self._source.prefetch()
         return [self._sample(row) for row in range(self.samples)]
 
-    def encoded(self, rows: Sequence[int], tree: Tree) -> dict[int, list[memoryview]] | None:
+    def encoded(self, rows: Sequence[int], tree: Tree) -> dict[int, list[Any]] | None:
         """Return the bytes of samples by row, a buffer for each tensor, array and number, without making the samples.
 
         A sample that is not as it was written is left out. If ``rows`` are half of the block or more, the file is read at once.
@@ -311,23 +315,28 @@ class Block:
             None if the samples of the block do not all have the structure ``tree``, or vary in size.
 
         Raises:
-            ValueError, OSError: the file is cut, or cannot be read.
+            Exception: the block cannot be read.
         """
-        parts = fixed_parts(self.structure, self) if self.structure == tree else None
-        if parts is None:
+        if self.structure != tree:
             return None
-        source, found = self._source, {}
+        with contextlib.suppress(NotCopied):
+            return dict(itertools.chain.from_iterable(group.buffers() for group in self._groups(rows)))
+        return None
+
+    def records(self, rows: Sequence[int]) -> dict[int, EncodedRecord] | None:
+        """Return the records of samples by row, as `encoded`. None if the samples must be made; see NOTE [ Copying rows ]."""
+        with contextlib.suppress(NotCopied):
+            return dict(itertools.chain.from_iterable(group.records() for group in self._groups(rows)))
+        return None
+
+    def _groups(self, rows: Sequence[int]) -> Iterator[RowGroup]:
+        source, whole = self._source, None
         if 2 * len(rows) >= self.samples:
-            source = BytesFile(source.read(0, source.nbytes, writable=False)[0])
-        for row in rows:
-            digest, buffers = xxhash.xxh3_64(), []
-            for begin, step, nbytes in parts:
-                buffer, at = source.read(begin + row * step, nbytes, writable=False)
-                buffers.append(memoryview(buffer)[at : at + nbytes])
-                digest.update(buffers[-1])
-            if digest.intdigest() == self._checks[row]:
-                found[row] = buffers
-        return found
+            whole, _ = source.read(0, source.nbytes, writable=False)
+            source = BytesFile(whole)
+        for group in row_groups(self.structure, RowTable(self, source.read, whole), np.unique(rows)):
+            group.check(self._checks, lambda row: self._read(_Walk(source), row))
+            yield group
 
     def check(self, row: int) -> int:
         """Compute the checksum of a sample from its bytes."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmark.filling import by_block, by_get_or_load_many, by_set_slots
+from benchmark.filling import EXPECTED, VARYING, by_block, by_get_or_load_many, by_set_slots
 from benchmark.sigkill import trial
 
 
@@ -19,7 +19,8 @@ def test_so_does_a_kill_in_the_middle_of_a_batch(seed, make):
     trial(10_000 + seed, make)
 
 
+@pytest.mark.parametrize("samples", [EXPECTED, VARYING], ids=["to slots", "to records"])
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.sampled(2)
-def test_so_does_a_kill_in_the_middle_of_admitting_blocks(seed, tmp_path):
-    trial(10_000 + seed, by_block(tmp_path), 0.03)
+def test_so_does_a_kill_in_the_middle_of_admitting_blocks(seed, samples, tmp_path):
+    trial(10_000 + seed, by_block(tmp_path, samples), 0.03)

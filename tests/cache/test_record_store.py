@@ -131,3 +131,32 @@ def test_large_leaves_go_to_memory_as_they_are():
         leaves = cache._store.encode(value, "sample").leaves
     assert leaves[0].ctypes.data == value["image"].data_ptr()
     assert leaves[1] is value["data"]
+
+
+MANY = [bytes(100 + idx) if idx < 150 else "x" * idx for idx in range(300)]
+
+
+@pytest.mark.parametrize("limit", ["1MB", "50KB", "20KB"])
+def test_many_samples_are_written_as_they_are_one_by_one(limit):
+    counters = compare(lambda: RaggedCache(limit, len(MANY)), MANY)[0]
+    assert (None in counters) == (limit != "1MB")
+    with RaggedCache(limit, len(MANY)) as cache:
+        outcome(cache, write_together, MANY)
+        for idx in np.flatnonzero(np.array(counters) == FILLS).tolist():
+            assert cache._store.load(idx, True) == MANY[idx]
+
+
+def test_room_for_many_samples_of_one_treedef_is_taken_at_once(monkeypatch):
+    taken, written, sizes = [], [], []
+    with RaggedCache("9MB", len(MANY)) as cache:
+        take, pwrite = cache._store.arena.take, os.pwrite
+        monkeypatch.setattr(cache._store.arena, "take", lambda nbytes: taken.append(nbytes) or take(nbytes))
+        monkeypatch.setattr(
+            os, "pwrite", lambda fd, data, at: written.append(at) or sizes.append(len(data)) or pwrite(fd, data, at)
+        )
+        encoded = [cache._store.encode(value, "sample") for value in MANY]
+        write_together(cache, list(range(len(MANY))), encoded, [None] * len(MANY))
+        rooms = [record.room for record in encoded]
+        assert taken[1::2] == [sum(rooms[:150]), sum(rooms[150:])]  # and room for two treedefs
+        assert len(written) == 4
+        assert sum(sizes) - sum(rooms) < 100

@@ -19,14 +19,16 @@ from stocache import (
     StorageDataset,
     prepare,
 )
-from stocache.datasets.loaders import BlockAdmitter
+from stocache.datasets.loaders import BlockAdmitter, BlockLoader
 from stocache.datasets.stored import StorageDataset as Stored
+from stocache.samples.record_encoder import pack_sample
 from stocache.samples.spec import Structure
 from stocache.storage.block import Block
 from stocache.storage.manifest import block_name
 from tests.support.containers import Box, Point
 from tests.support.equality import identical
 from tests.support.processes import run_all, wait_until
+from tests.support.storages import COPIED, MADE
 
 SIZE, N = 8, 29  # the last block has 5
 
@@ -76,9 +78,9 @@ class Made:
 def prepared(tmp_path):
     storages = []
 
-    def prepared(make, count=N, size=SIZE):
-        prepare(Made(make, count), tmp_path / "blocks", block_size=size, progress=False).close()
-        storages.append(OnDiskBlockDataStorage(tmp_path / "blocks"))
+    def prepared(make, count=N, size=SIZE, **options):
+        prepare(Made(make, count), tmp_path / "blocks", block_size=size, progress=False, **options).close()
+        storages.append(OnDiskBlockDataStorage(tmp_path / "blocks", **options))
         return storages[-1]
 
     yield prepared
@@ -269,6 +271,116 @@ def test_admission_reads_one_block_at_a_time(prepared, monkeypatch):
         wait_until(lambda: len(cached_set(cached)) == N)
         assert len(most) == 4
         assert max(most) == 1
+
+
+# ---------------------------------------------------------------------------------------------------- copied records
+
+
+def admit_all(cached):
+    for block in range(4):
+        cached._loader.admit(block)
+
+
+def check_records(cached, make, indices=range(N)):
+    for idx in indices:
+        assert pack_sample(cached.cache.get_slot(idx, allow_empty_slot=False)) == pack_sample(make(idx))
+
+
+@pytest.mark.parametrize("kind", COPIED)
+def test_records_of_every_kind_are_copied_into_the_arena(prepared, made, kind):
+    dataset = StorageDataset(prepared(COPIED[kind]))
+    with CachedDataset(dataset, "100MB", variable=True) as cached:
+        made.clear()
+        admit_all(cached)
+        assert made == []
+        assert cached_set(cached) == list(range(N))
+        check_records(cached, COPIED[kind])
+        check_records(cached, dataset.__getitem__)
+        assert cached.stats().total.fills == N
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_samples_that_vary_in_their_structure_are_made(prepared, made, kind):
+    with CachedDataset(StorageDataset(prepared(MADE[kind])), "100MB", variable=True) as cached:
+        made.clear()
+        admit_all(cached)
+        assert len(made) >= 3 * SIZE  # the last block has fewer structures
+        check_records(cached, MADE[kind])
+
+
+@pytest.mark.parametrize("options", [{"codec": "zstd"}, {"allow_pickle": True}])
+def test_compressed_and_pickled_samples_are_made(prepared, made, options):
+    pytest.importorskip("zstandard")
+    pickles = "allow_pickle" in options
+    make = (lambda idx: [bytes(idx), np.array([None, idx])]) if pickles else COPIED["bytes"]
+    with CachedDataset(StorageDataset(prepared(make, allow_pickle=pickles)), "100MB", variable=True, **options) as cached:
+        made.clear()
+        admit_all(cached)
+        assert len(made) == N
+        check_records(cached, make)
+
+
+class Longer(Stored):
+    def __getitem__(self, idx):
+        return super().__getitem__(idx) + b"!"
+
+    def __getitems__(self, indices):
+        return [sample + b"!" for sample in super().__getitems__(indices)]
+
+
+def test_records_of_samples_that_a_subclass_changes_are_those_of_the_changed_samples(prepared):
+    with CachedDataset(Longer(prepared(COPIED["bytes"])), "100MB") as cached:
+        admit_all(cached)
+        check_records(cached, lambda idx: COPIED["bytes"](idx) + b"!")
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_several_processes_admit_records_at_once(prepared, context):
+    with CachedDataset(StorageDataset(prepared(COPIED["encoded images"])), "100MB") as cached:
+        run_all(multiprocessing.get_context(context), 3, _admit_all, cached)
+        check_records(cached, COPIED["encoded images"])
+        assert cached.stats().total.fills == N
+
+
+def test_a_damaged_record_is_left_out_and_told_when_it_is_wanted(prepared, caplog):
+    storage = prepared(lambda idx: bytes([idx]) * 100 + bytes(idx))
+    begin, _ = storage._open(1).span("sample")
+    storage.close()
+    flip(storage, 1, begin + 240)  # in sample 10
+    with CachedDataset(StorageDataset(storage), "100MB") as cached:
+        admit_all(cached)
+        assert cached_set(cached) == [idx for idx in range(N) if idx != 10]
+        assert not caplog.records
+        with pytest.raises(DamagedError, match=r"000001.safetensors is damaged \(sample 2 in it"):
+            cached[10]
+
+
+def test_a_block_that_does_not_fit_into_the_arena_is_left_out_whole(prepared, made):
+    make = lambda idx: bytes([idx]) * (1000 if idx < 8 else 4000 + idx)
+    with CachedDataset(StorageDataset(prepared(make)), "100MB") as filled:
+        assert filled._loader._chosen.all()
+        cache = RaggedCache("60KB", N)
+        loader = BlockLoader(filled.dataset, cache, filled._loader._chosen)
+        made.clear()
+        for block in (1, 2, 0, 3):
+            loader.admit(block)
+        assert made == []
+        assert cache.aux_array.tolist() == [1] * 16 + [2] * 8 + [2] * 5
+        assert [cache.get_slot(idx) for idx in range(16)] == [make(idx) for idx in range(16)]
+
+
+def test_warming_copies_the_records_of_the_blocks_that_have_room(prepared, made):
+    make = lambda idx: {"image": bytes([idx % 256]) * (300 + 37 * (idx % 11)), "label": idx}
+    dataset = StorageDataset(prepared(make, COUNT))
+    with CachedDataset(dataset, f"{9 * COUNT + 100_000}B") as cached:
+        cached._loaded_here = True  # so that the samples are counted here, and not in a child process
+        made.clear()
+        cached.warm(progress=False)
+        counts = in_blocks(cached)
+        assert all(inside == 0 or outside == 0 for inside, outside in counts)
+        assert 0.4 * COUNT < sum(inside for inside, _ in counts) < 0.5 * COUNT
+        assert made == []
+        check_records(cached, make, cached_set(cached))
 
 
 # ---------------------------------------------------------------------------------------------------- samples of varying size

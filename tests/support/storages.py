@@ -1,12 +1,20 @@
 """A storage that a user might write, and samples to fill any storage with."""
 
+import collections
+import datetime
+import decimal
+import fractions
+import io
+import pathlib
 from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 
 from stocache import DataStorage
-from tests.support.containers import Box
+from tests.support.containers import Box, Point
+from tests.support.samples import Access, Annotated, Kind, tensordict
 
 N = 50
 
@@ -60,3 +68,56 @@ def save(storage, count=N, info=None):
 
 def files_of(storage):
     return sorted(path for path in Path(storage.base_folder).rglob("*") if path.is_file())
+
+
+def pixels(idx, *shape):
+    return np.random.default_rng(idx).integers(0, 256, shape, dtype=np.uint8)
+
+
+def jpeg(idx):
+    file = io.BytesIO()
+    Image.fromarray(pixels(idx, 20 + idx % 5, 30, 3)).save(file, "JPEG")
+    return file.getvalue()
+
+
+def boxes(idx):
+    value = torch.from_numpy(pixels(idx, idx % 4, 4)).float().as_subclass(Annotated)
+    value.canvas_size, value.space = (idx, 5), "xy" * (idx % 3)
+    return value
+
+
+def tagged(idx):
+    day, path = datetime.date(2026, 1, 1 + idx % 28), pathlib.PurePosixPath(f"a/{idx}")
+    return collections.OrderedDict(day=day, path=path, kind=Kind.BOX)
+
+
+COPIED = {
+    "bytes": lambda idx: bytes([idx]) * (300 * (idx % 5)),
+    "text": lambda idx: "\udc80" * (idx % 2) + "ä" * (40 * idx),
+    "encoded images": lambda idx: {"jpeg": jpeg(idx), "label": idx},
+    "tokens": lambda idx: {"input_ids": [idx + n for n in range(3 + idx)], "mask": tuple([idx % 2 == 0] * 5), "score": idx / 7},
+    "numbers, at times none": lambda idx: (list(range(idx % 3)), 1j * idx, 2**70 + idx),
+    "tensors": lambda idx: {"image": torch.from_numpy(pixels(idx, 3, 4 + idx % 6, 5)), "boxes": torch.zeros(idx % 3, 4)},
+    "permuted tensors": lambda idx: torch.from_numpy(pixels(idx, 4 + idx % 6, 5, 3)).permute(2, 0, 1),
+    "arrays": lambda idx: (pixels(idx, 2, idx % 4).astype(">i4"), np.zeros((idx, 0), "f4"), np.array(["ab"] * idx, "<U2")),
+    "records of numpy": lambda idx: np.array([(idx, "é")] * (idx % 3), np.dtype([("a", "<i2"), ("b", "<U2")])),
+    "scalars": lambda idx: {"a": np.float32(idx), "b": np.str_("x" * 3), "c": np.datetime64("2026-01-01") + idx},
+    "nested": lambda idx: {"a": Point({"b": {"c": "x" * idx}}, (idx, "y")), 3: {Kind.BOX: Box(np.arange(idx % 3), idx)}},
+    "optional parts": lambda idx: {"maybe": None if idx % 2 else "x" * idx, "value": idx if idx % 3 else [1.5] * idx},
+    "other types": lambda idx: [tagged(idx), decimal.Decimal(idx) / 4, fractions.Fraction(idx, 3), Access(idx % 8), range(idx)],
+    "tensors with attributes": lambda idx: {"boxes": boxes(idx), "label": idx},
+    "made containers": lambda idx: {
+        "image": Image.fromarray(pixels(idx, 4 + idx % 5, 7, 3)), "size": torch.Size([idx, 2]), "text": "x" * idx,
+        "counts": collections.Counter(a=idx), "last": collections.deque([idx, "x"], 3), "part": slice(idx),
+        "set": {idx, -idx - 1}, "dict": collections.defaultdict(list, a=idx), "tensors": tensordict(),
+    },
+    "little": lambda idx: ({}, None, b"" if idx else b"x"),
+}  # fmt: skip
+"""Samples of varying size, of all kinds whose records are copied from blocks: functions of their index."""
+
+MADE = {
+    "lists of texts": lambda idx: ["x" * n for n in range(idx % 5)],
+    "lists of tensors": lambda idx: {"points": [torch.full((n,), idx) for n in range(1 + idx % 4)], "text": "x" * idx},
+    "a structure each": lambda idx: {f"key {idx}": bytes(idx)},
+}
+"""Samples whose records are not copied: they must be made."""
