@@ -75,7 +75,7 @@ def prepare(
         source: a `DataPreparer`, or a map-style dataset (``__len__`` and ``__getitem__``).
         folder: a path or a URL that fsspec can write to, new or empty. A URL cannot be locked: run one preparation at a time
             there.
-        num_workers: for a dataset, child processes that load and write blocks; with 0, one child process loads and this one
+        num_workers: for a dataset, child processes that load and write blocks; with 0, one does, but at a URL this process
             writes. For a `DataPreparer`, whose samples come in order, threads that write. With Ray, blocks in work at a time; 0
             for as many as the cluster can run.
         block_size, block_bytes, allow_pickle: as for `OnDiskBlockDataStorage`.
@@ -332,7 +332,7 @@ class _Preparation:
 
     def _write_missing(self, blocks: "_DatasetBlocks", missing: list[int]) -> Generator[tuple[int, Entry], None, None]:
         """Write blocks, and yield their numbers and entries. Once it is closed, no process writes any more."""
-        count = min(self._num_workers, len(missing))
+        count = min(self._num_workers or int(not is_url(self._writer.path)), len(missing))
         if self._ray is not None:
             with closing(self._ray.entries(blocks.write, ((number,) for number in missing), self._num_workers)) as entries:
                 yield from zip(missing, entries, strict=True)
@@ -340,7 +340,7 @@ class _Preparation:
             shares = [partial(blocks.write_all, missing[first::count]) for first in range(count)]
             with closing(in_children_or_here(blocks.dataset, shares)) as written:
                 yield from written
-        else:  # a child process loads and encodes, this one writes
+        else:  # at a URL: some connections do not work after a fork
             with closing(in_children_or_here(blocks.dataset, [partial(blocks.encode, missing)])) as encoded:
                 yield from zip(missing, _in_threads(self._writer.write_encoded, encoded, 1), strict=True)
 

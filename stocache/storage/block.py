@@ -21,13 +21,15 @@ NOTE [ Blocks ]
 import json
 import os
 import struct
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import xxhash
-from safetensors.torch import save
+from torch import Tensor
 
 from stocache.errors import DamagedError, StorageError
 from stocache.samples.column_decoder import fixed_parts, reader, value_columns
@@ -40,6 +42,10 @@ VERSION = 1
 REPAIR = "'stocache check DIR' lists all damage; to repair it: 'stocache prepare SRC DIR --repair'."
 """What messages about damage end with."""
 
+_DTYPES = {  # in the order in which safetensors writes the columns
+    **{torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16"},
+    **{torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"},
+}
 _MARK = b'\\"checksum\\": \\"'
 _HEAD = 64 << 10  # bytes read when a block is opened: the header, sizes, checksums, and most often the labels
 _STEP = 128 << 10  # bytes to read ahead in one call: of a longer range the kernel may read only the beginning
@@ -65,12 +71,29 @@ def encode(
     if info:
         columns.tensors[INFO] = torch.frombuffer(bytearray(info), dtype=torch.uint8)
     facts = {"checksum": ZEROS, "version": VERSION, "samples": len(samples), "structure": columns.tree}
-    data = save(columns.tensors, {"stocache": json.dumps(facts)})
-    block = Block(BytesFile(data), "a new block", decode=False, verify=False)
-    checks = np.array([block.check(row) for row in range(len(samples))], dtype="<u8").tobytes()
-    head, (at, nbytes) = embed_checksum(data[: block.begin], _MARK, checks), block.span(CHECKS)
-    whole = memoryview(data)
-    return [head, whole[block.begin : at], checks, whole[at + nbytes :]], read_checksum(head, _MARK, checks)[0]
+    order = list(_DTYPES)
+    tensors = dict(sorted(columns.tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])))
+    head = _header(tensors, json.dumps(facts))
+    pieces = {name: tensor.reshape(-1).view(torch.uint8).numpy().data for name, tensor in tensors.items()}
+    block = Block(BytesFile(head, *pieces.values()), "a new block", decode=False, verify=False)
+    pieces[CHECKS] = memoryview(np.array([block.check(row) for row in range(len(samples))], dtype="<u8").tobytes())
+    head = embed_checksum(head, _MARK, pieces[CHECKS])
+    return [head, *pieces.values()], read_checksum(head, _MARK, pieces[CHECKS])[0]
+
+
+def _header(tensors: dict[str, Tensor], facts: str) -> bytes:
+    """Return the beginning of a file of these columns, as safetensors writes it.
+
+    Not by safetensors, which copies the columns: the file has them as they are.
+    """
+    header: dict[str, Any] = {"__metadata__": {"stocache": facts}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 class ByteSource(Protocol):
@@ -134,16 +157,19 @@ class File:
 
 
 class BytesFile:
-    """A file in memory."""
+    """A file in memory, in pieces. Each read is within one of them."""
 
-    def __init__(self, data: Any) -> None:
-        self._data, self.nbytes = data, len(data)
+    def __init__(self, *pieces: Any) -> None:
+        *self._begins, self.nbytes = accumulate(map(len, pieces), initial=0)
+        self._pieces = pieces
 
     def read(self, at: int, nbytes: int, writable: bool = True) -> tuple[Any, int]:
         """See `ByteSource`."""
-        if at + nbytes > self.nbytes:
+        number = bisect_right(self._begins, at) - 1
+        data, at = self._pieces[number], at - self._begins[number]
+        if at + nbytes > len(data):
             raise ValueError("it is cut")
-        return (bytearray(self._data[at : at + nbytes]), 0) if writable else (self._data, at)
+        return (bytearray(data[at : at + nbytes]), 0) if writable else (data, at)
 
     def prefetch(self) -> None:
         """Do nothing: the file is in memory."""
