@@ -1,15 +1,16 @@
 """Prepared storage beside LitData, MosaicML streaming and the article's blocks of torch.save: preparing, reading, caching.
 
-    python -m benchmark storage prepare [--folder DIR]   # MB/s until it is on disk, and the size there
-    python -m benchmark storage read [--folder DIR]      # random and windowed samples/s, sequential MB/s, cold and warm
-    python -m benchmark storage cache [--folder DIR]     # blocks read per epoch through a CachedDataset
+    python -m benchmark storage prepare SOURCE   # MB/s until it is on disk, and the size there
+    python -m benchmark storage read SOURCE      # random and windowed samples/s, sequential MB/s, cold and warm
+    python -m benchmark storage cache SOURCE     # blocks read per epoch through a CachedDataset
 
-Samples are (uint8 tensor 3x64x64, int) and, with ``--folder``, (bytes of a JPEG file, int), which are not decoded. All write
-blocks of 8 MB. MB are a million bytes of samples.
+Sources: ``images`` (uint8 tensors 3x64x64), ``text`` (str of 1 KB); with ``--folder DIR`` of JPEG files ``photos`` (the bytes)
+and ``decoded`` (uint8 tensors 3x224x224, decoded and resized); each with a number. All write blocks of 8 MB. MB are a million
+bytes of samples. ``the disk`` writes as many bytes without samples: nothing that is on the disk at the end is faster.
 
 Each measurement is made in a process of its own, forked for that, so the maps, threads, open files and shared memory of a
 contender are gone after it. Contenders take turns, round by round, and figures are medians. Samples are read in batches of 64.
-Images are stacked; otherwise a contender that maps its files would return without having read them. Photos come as a list.
+Tensors are stacked; otherwise a contender that maps its files would return without having read them. The others come as a list.
 
 *Cold*: the files' pages are dropped before the clock starts, and nothing of the contender is open yet, so worker processes are
 started under the clock. *Warm*: a pass over the same loader goes before; its workers stay.
@@ -23,14 +24,12 @@ import argparse
 import gc
 import logging
 import math
-import multiprocessing
 import os
 import random
 import shutil
 import statistics
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -38,14 +37,29 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from benchmark.support.measuring import settle
 from benchmark.support.peers import clean_mosaic, mosaic
+from benchmark.support.stores import (
+    BATCH,
+    CONTENDERS,
+    WINDOW,
+    DecodedPhotos,
+    Disk,
+    Images,
+    Photos,
+    Source,
+    Store,
+    Texts,
+    Unmixed,
+    Writer,
+    fork,
+    loading,
+    one_by_one,
+)
 from stocache import BlockSampler, CachedDataset, OnDiskBlockDataStorage, StorageDataset, prepare
-from stocache.cli.bench import drop_pages, find_jpegs
+from stocache.cli.bench import drop_pages
 from stocache.system.limits import MIB
 
 CLAIM = "Prepared blocks are written and read faster than those of LitData, MosaicML streaming and torch.save."
@@ -53,303 +67,6 @@ NEEDS = (
     ("litdata", "litdata", "prepare", "read"),
     ("streaming", "mosaicml-streaming", "prepare", "read"),
 )
-
-BLOCK_BYTES, BATCH, WINDOW = 8_000_000, 64, 16
-SHAPE = (3, 64, 64)
-fork = multiprocessing.get_context("fork")
-
-# ---------------------------------------------------------------------------------------------------- the samples
-
-
-class Images(Dataset[Any]):
-    """Random images and their numbers, from memory."""
-
-    name = "3x64x64 uint8, label"
-
-    def __init__(self, samples: int) -> None:
-        self.data = torch.randint(0, 256, (samples, *SHAPE), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-        self.nbytes = self.data.numel() + 8 * samples
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, idx: int) -> Any:
-        return self.data[idx].clone(), idx
-
-
-class Photos(Dataset[Any]):
-    """The bytes of JPEG files and a number, from files; all of them several times."""
-
-    name = "JPEG bytes, label"
-
-    def __init__(self, folder: Path, repeat: int) -> None:
-        self.paths = find_jpegs(folder) * repeat
-        self.nbytes = sum(path.stat().st_size + 8 for path in self.paths)
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, idx: int) -> Any:
-        return self.paths[idx].read_bytes(), idx
-
-
-def _pair(sample: Any) -> tuple[Any, int]:
-    return (sample["value"], sample["label"]) if isinstance(sample, dict) else sample
-
-
-def collate(samples: list[Any]) -> tuple[Any, list[int]]:
-    """Make a batch for which all bytes of its samples have been read."""
-    values, labels = zip(*map(_pair, samples), strict=True)
-    if isinstance(values[0], torch.Tensor):
-        return torch.stack(values), list(labels)
-    if isinstance(values[0], np.ndarray):
-        return torch.from_numpy(np.stack(values)), list(labels)
-    return list(map(bytes, values)), list(labels)
-
-
-# ---------------------------------------------------------------------------------------------------- contenders
-
-
-class Store(ABC):
-    """A contender: a folder that it prepares and reads."""
-
-    name: str
-    parallel = True
-    """Whether it can be prepared by several processes."""
-    reads = 2048
-    """How many samples to read at random."""
-    by = ""
-    """What reads sequentially, where it is not the same as in windowed order."""
-    window: str
-    """Among how many blocks its windowed order shuffles at a time."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder / type(self).__name__
-
-    @abstractmethod
-    def prepare(self, source: Any, workers: int) -> None:
-        """Write all samples of a dataset."""
-
-    @abstractmethod
-    def random(self, order: list[int], workers: int) -> Iterable[Any]:
-        """Return an iterable over batches of samples in the order given."""
-
-    @abstractmethod
-    def windowed(self, workers: int) -> Iterable[Any]:
-        """Return an iterable over batches in the contender's own shuffled order, in which each block is one stretch."""
-
-    @abstractmethod
-    def sequential(self, workers: int) -> Iterable[Any]:
-        """Return an iterable over batches in order."""
-
-    def files(self) -> list[Path]:
-        """Return all that it has written."""
-        return [path for path in self.folder.rglob("*") if path.is_file()]
-
-
-def loading(dataset: Any, workers: int, make: Any = DataLoader, **options: Any) -> Iterable[Any]:
-    """Return a DataLoader, the same for all."""
-    fixed = {"num_workers": workers, "persistent_workers": workers > 0, "collate_fn": collate}
-    loader: Iterable[Any] = make(dataset, **{"batch_size": BATCH} | fixed | options)
-    return loader
-
-
-class Stocache(Store):
-    """This library."""
-
-    name = "stocache"
-    by = ": load_block; with workers BlockSampler(shuffle=False)"
-    window = str(WINDOW)
-
-    def prepare(self, source: Any, workers: int) -> None:
-        """Write by `stocache.prepare`."""
-        prepare(source, self.folder, num_workers=workers, block_bytes=BLOCK_BYTES, progress=False)
-
-    def random(self, order: list[int], workers: int) -> Iterable[Any]:
-        """Read by `StorageDataset`."""
-        return loading(StorageDataset(OnDiskBlockDataStorage(self.folder)), workers, sampler=order)
-
-    def windowed(self, workers: int, shuffle: bool = True, window: int = WINDOW) -> Iterable[Any]:
-        """Read by `BlockSampler`."""
-        storage: OnDiskBlockDataStorage[Any, Any] = OnDiskBlockDataStorage(self.folder)
-        dataset = StorageDataset(storage)
-        sampler = BlockSampler(dataset.indices, storage.block_size, shuffle, window=window, prefetch=dataset.prefetch_blocks)
-        return loading(dataset, workers, sampler=sampler)
-
-    def sequential(self, workers: int) -> Iterable[Any]:
-        """Read whole blocks in this process; in workers by `BlockSampler`."""
-        return self.windowed(workers, shuffle=False) if workers else loading(_WholeBlocks(self.folder), 0)
-
-
-class _WholeBlocks(IterableDataset[Any]):
-    def __init__(self, folder: Path) -> None:
-        self.storage: OnDiskBlockDataStorage[Any, Any] = OnDiskBlockDataStorage(folder)
-
-    def __iter__(self) -> Iterator[Any]:
-        for b in range(len(self.storage.index.blocks)):
-            yield from self.storage.load_block(b)
-
-
-class Unmixed(Stocache):
-    """This library, shuffling as far as LitData and the article do."""
-
-    window = "1"
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder / Stocache.__name__
-
-    def windowed(self, workers: int, shuffle: bool = True, window: int = 1) -> Iterable[Any]:
-        """Read by `BlockSampler`, shuffling within each block."""
-        return super().windowed(workers, shuffle, window)
-
-
-class LitData(Store):
-    """LitData, as its README says; on a local disk it maps its files."""
-
-    name = "LitData"
-    window = "1, in runs of 256 samples"
-
-    def prepare(self, source: Any, workers: int) -> None:
-        """Write by `litdata.optimize`: with at least one worker, forked, because spawned ones import torch under the clock."""
-        import litdata
-
-        inputs, options = list(range(len(source))), {"num_workers": max(1, workers), "keep_data_ordered": True}
-        litdata.optimize(
-            source.__getitem__, inputs, str(self.folder), chunk_bytes=BLOCK_BYTES, start_method="fork", verbose=False, **options
-        )
-
-    def _dataset(self, **options: Any) -> Any:
-        import litdata
-
-        return litdata.StreamingDataset(str(self.folder), **options)
-
-    def random(self, order: list[int], workers: int) -> Iterable[Any]:
-        """Read by ``dataset[i]``, which by default decodes 32 images each time."""
-        return loading(_ByNumber(self._dataset(batch_decode=0)), workers, sampler=order)
-
-    def windowed(self, workers: int) -> Iterable[Any]:
-        """Read by its loader, which by default decodes 32 images each time, too, and shuffles 256."""
-        return self._loading(workers, shuffle=True, batch_decode=256)
-
-    def sequential(self, workers: int) -> Iterable[Any]:
-        """Read by its loader."""
-        return self._loading(workers)
-
-    def _loading(self, workers: int, **options: Any) -> Iterable[Any]:
-        import litdata
-
-        return loading(self._dataset(**options), workers, litdata.StreamingDataLoader)
-
-
-class _ByNumber(Dataset[Any]):
-    """A dataset that torch takes for one to iterate over, though it has ``__getitem__``."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __getitem__(self, idx: int) -> Any:
-        return self.dataset[idx]
-
-
-class Mosaic(Store):
-    """MosaicML streaming, as its documentation says."""
-
-    name = "MosaicML streaming"
-    window = str(WINDOW)
-
-    def prepare(self, source: Any, workers: int) -> None:
-        """Write by `MDSWriter`; in parallel by one for each worker, in folders of their own, whose indices are merged."""
-        if not workers:
-            self._write(source, range(len(source)), self.folder)
-            return
-        bounds = np.linspace(0, len(source), workers + 1).astype(int).tolist()
-        parts = [(source, range(*bounds[rank : rank + 2]), self.folder / str(rank)) for rank in range(workers)]
-        processes = [fork.Process(target=self._write, args=part) for part in parts]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        mosaic().base.util.merge_index(str(self.folder), keep_local=True)
-
-    def _write(self, source: Any, indices: range, folder: Path) -> None:
-        image = isinstance(source, Images)
-        columns = {"value": f"ndarray:uint8:{','.join(map(str, SHAPE))}" if image else "bytes", "label": "int"}
-        with mosaic().MDSWriter(columns=columns, out=str(folder), size_limit=BLOCK_BYTES) as writer:
-            for idx in indices:
-                value, label = source[idx]
-                writer.write({"value": value.numpy() if image else value, "label": label})
-
-    def random(self, order: list[int], workers: int) -> Iterable[Any]:
-        """Read by its dataset for local files, which needs no shared memory."""
-        return loading(mosaic().LocalDataset(str(self.folder)), workers, sampler=order)
-
-    def windowed(self, workers: int, shuffle: bool = True) -> Iterable[Any]:
-        """Read by its loader, which shuffles about as many samples at a time as are in our window.
-
-        It may download all ahead; otherwise it would check after each sample for the next ones.
-        """
-        clean_mosaic()
-        streaming = mosaic()
-        samples = len(streaming.LocalDataset(str(self.folder)))
-        options = {"shuffle": shuffle, "batch_size": BATCH, "num_canonical_nodes": 1, "predownload": samples}
-        options["shuffle_block_size"] = WINDOW * (samples // len(list(self.folder.rglob("*.mds"))))
-        dataset = streaming.StreamingDataset(local=str(self.folder), **options)
-        return loading(dataset, workers, streaming.StreamingDataLoader)
-
-    def sequential(self, workers: int) -> Iterable[Any]:
-        """Read by its loader."""
-        return self.windowed(workers, shuffle=False)
-
-
-class Article(Store):
-    """The storage of the article on block storage: lists of samples written by torch.save, the last one loaded is kept."""
-
-    name = "torch.save blocks"
-    parallel = False
-    reads = BATCH
-    window = "1"
-
-    def prepare(self, source: Any, workers: int) -> None:
-        """Write a file for each block."""
-        self.folder.mkdir()
-        size = max(1, round(BLOCK_BYTES / (source.nbytes / len(source))))
-        for number, first in enumerate(range(0, len(source), size)):
-            block = [source[idx] for idx in range(first, min(first + size, len(source)))]
-            torch.save(block, self.folder / f"block_{number}.pt")
-        torch.save({"samples": len(source), "block_size": size}, self.folder / "info.pt")
-
-    def random(self, order: list[int], workers: int) -> Iterable[Any]:
-        """Read by number; in small batches, as otherwise one worker would do it all."""
-        return loading(_Blocks(self.folder), workers, sampler=order, batch_size=BATCH // 4)
-
-    def windowed(self, workers: int, shuffle: bool = True) -> Iterable[Any]:
-        """Read by its sampler, which is ours with a window of one."""
-        dataset = _Blocks(self.folder)
-        return loading(dataset, workers, sampler=BlockSampler(range(len(dataset)), dataset.block_size, shuffle, window=1))
-
-    def sequential(self, workers: int) -> Iterable[Any]:
-        """Read by its sampler."""
-        return self.windowed(workers, shuffle=False)
-
-
-class _Blocks(Dataset[Any]):
-    def __init__(self, folder: Path) -> None:
-        info = torch.load(folder / "info.pt", weights_only=True)
-        self.folder, self.samples, self.block_size = folder, info["samples"], info["block_size"]
-        self.number = -1
-        self.block: list[Any] = []
-
-    def __len__(self) -> int:
-        return int(self.samples)
-
-    def __getitem__(self, idx: int) -> Any:
-        number, row = divmod(idx, self.block_size)
-        if number != self.number:
-            self.block, self.number = torch.load(self.folder / f"block_{number}.pt", weights_only=False), number
-        return self.block[row]
-
-
-CONTENDERS = (Stocache, LitData, Mosaic, Article)
 
 # ---------------------------------------------------------------------------------------------------- measuring
 
@@ -431,10 +148,10 @@ def _same(one: Any, other: Any) -> bool:
 # ---------------------------------------------------------------------------------------------------- experiments
 
 
-def preparing(source: Any, folder: Path, rounds: int) -> None:
+def preparing(source: Source, folder: Path, block_bytes: int, rounds: int) -> None:
     """How fast the samples come to the disk, and their size there."""
 
-    def speed(store: Store, workers: int) -> float:
+    def speed(store: Writer, workers: int) -> float:
         shutil.rmtree(store.folder, ignore_errors=True)
         os.sync()
         settle(2 * source.nbytes)
@@ -444,18 +161,22 @@ def preparing(source: Any, folder: Path, rounds: int) -> None:
             synchronise(path)
         return source.nbytes / 1e6 / (time.perf_counter() - began)
 
-    stores = [make(folder) for make in CONTENDERS]
+    stores: list[Writer] = [make(folder, block_bytes) for make in (*CONTENDERS, Disk)]
     speeds = []
     for workers in (0, 2):
         measures = {store.name: partial(speed, store, workers) for store in stores if store.parallel or not workers}
         speeds.append(in_turns(measures, rounds))
     print("\n| store | MB/s, no workers | MB/s, 2 workers | MB on disk | of the samples |\n| --- | ---: | ---: | ---: | ---: |")
     for store in stores:
-        apart(partial(check, store, source))
+        if isinstance(store, Store):
+            apart(partial(check, store, source))
         nbytes = sum(path.stat().st_size for path in store.files())
         shown = " | ".join(f"{found[store.name]:.0f}" if store.name in found else "" for found in speeds)
         print(f"| {store.name} | {shown} | {nbytes / 1e6:.1f} | {nbytes / source.nbytes:.4f} |", flush=True)
         shutil.rmtree(store.folder)
+
+
+ALONE = "Random reads per second, each sample by itself"
 
 
 def synchronise(path: Path) -> None:
@@ -467,23 +188,26 @@ def synchronise(path: Path) -> None:
         os.close(fd)
 
 
-def reads(source: Any, folder: Path, rounds: int, seconds: float) -> None:
+def reads(source: Source, folder: Path, block_bytes: int, rounds: int, seconds: float) -> None:
     """How fast samples come in random, windowed and sequential order, from cold and from warm pages."""
-    stores = [make(folder) for make in CONTENDERS]
+    stores = [make(folder, block_bytes) for make in CONTENDERS]
+    unmixed = Unmixed(folder, block_bytes)
     for store in stores:
         apart(partial(store.prepare, source, 0))
         apart(partial(check, store, source))
     order = random.Random(0).sample(range(len(source)), min(len(source), Store.reads))
+    at_random = {store: partial(store.random, order[: store.reads]) for store in stores}
     tables: dict[str, dict[str, tuple[Store, Callable[[int], Iterable[Any]]]]] = {
-        "Random reads per second": {store.name: (store, partial(store.random, order[: store.reads])) for store in stores},
+        "Random reads per second": {store.name: (store, make) for store, make in at_random.items()},
+        ALONE: {store.name: (store, lambda workers, make=make: one_by_one(make(workers))) for store, make in at_random.items()},
         "Samples per second, shuffled within windows of so many blocks": {
-            f"{store.name}: {store.window}": (store, store.windowed) for store in [stores[0], Unmixed(folder), *stores[1:]]
+            f"{store.name}: {store.window}": (store, store.windowed) for store in [stores[0], unmixed, *stores[1:]]
         },
         "MB per second, sequentially": {f"{store.name}{store.by}": (store, store.sequential) for store in stores},
     }
     for title, rows in tables.items():
         columns: dict[str, dict[str, float]] = {}
-        for workers in (0, 2):
+        for workers in (0,) if title == ALONE else (0, 2):
             for warm in (False, True):
                 measures = {name: partial(reading, store, make, workers, warm, seconds) for name, (store, make) in rows.items()}
                 columns[f"{workers or 'no'} workers, {'warm' if warm else 'cold'}"] = in_turns(measures, rounds)
@@ -513,7 +237,7 @@ class Counting(OnDiskBlockDataStorage[Any, Any]):
         return super().load_block(b)
 
 
-def caching(source: Any, folder: Path) -> None:
+def caching(source: Source, folder: Path) -> None:
     """How many blocks are read in each epoch when a part of the dataset is cached."""
     blocks = 32
     prepare(source, folder / "cached", block_size=math.ceil(len(source) / blocks), progress=False)
@@ -543,28 +267,37 @@ def main() -> None:
     """Run one of the experiments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", choices=["prepare", "read", "cache"])
-    parser.add_argument("--samples", type=int, default=20_000, help="images")
-    parser.add_argument("--folder", type=Path, help="of photos; without it, only images")
+    parser.add_argument("source", choices=["images", "text", "photos", "decoded"])
+    parser.add_argument("--samples", type=int, help="images (default: 20,000) or rows of text (default: 100,000)")
+    parser.add_argument("--folder", type=Path, help="of photos")
     parser.add_argument("--repeat", type=int, default=10, help="how many times each photo is stored")
+    parser.add_argument("--block-bytes", type=int, default=8_000_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1, help="after which reading stops")
     parser.add_argument("--workdir", type=Path, default=Path(), help="on the disk to be measured; a folder is made there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     resource_tracker.ensure_running()  # one for all processes, or each would complain of names that the others remove
-    sources: list[Callable[[], Any]] = [partial(Images, arguments.samples)]
-    if arguments.folder is not None:
-        sources.append(partial(Photos, arguments.folder, arguments.repeat))
     with scratch(arguments.workdir) as folder:
-        for make in sources:
-            source = make()
-            print(f"\n### {len(source):,} samples of ({source.name}), {source.nbytes / 1e6:.0f} MB", flush=True)
-            if arguments.experiment == "prepare":
-                preparing(source, folder, arguments.rounds)
-            elif arguments.experiment == "read":
-                reads(source, folder, arguments.rounds, arguments.seconds)
-            else:
-                caching(source, folder)
+        source = make_source(arguments)
+        print(f"\n### {len(source):,} samples of ({source.name}), {source.nbytes / 1e6:.0f} MB", flush=True)
+        if arguments.experiment == "prepare":
+            preparing(source, folder, arguments.block_bytes, arguments.rounds)
+        elif arguments.experiment == "read":
+            reads(source, folder, arguments.block_bytes, arguments.rounds, arguments.seconds)
+        else:
+            caching(source, folder)
+
+
+def make_source(arguments: argparse.Namespace) -> Source:
+    """Return the source that the arguments ask for."""
+    if arguments.source == "images":
+        return Images(arguments.samples or 20_000)
+    if arguments.source == "text":
+        return Texts(arguments.samples or 100_000)
+    if arguments.folder is None:
+        raise SystemExit(f"{arguments.source} needs --folder, with JPEG files.")
+    return (Photos if arguments.source == "photos" else DecodedPhotos)(arguments.folder, arguments.repeat)
 
 
 @contextmanager

@@ -59,10 +59,15 @@ class StorageDataset(Dataset[TSample]):
         return self.storage.load_sample(int(self.indices[idx]))
 
     def __getitems__(self, indices: Sequence[int]) -> list[TSample]:
-        """Return the samples at local ``indices``. If they are half of one block or more, the block is read once."""
+        """Return the samples at local ``indices``. If they are half of one block or more, the block is read once.
+
+        Else the disk is asked for all of them before the first is read.
+        """
         wanted = [int(self.indices[idx]) for idx in indices]  # global indices
         size = getattr(self.storage, "block_size", None)
         if size is None or len(wanted) < max(2, size // 2) or len({idx // size for idx in wanted}) > 1:
+            if (prefetch := getattr(self.storage, "prefetch_samples", None)) is not None and len(wanted) > 1:
+                prefetch(wanted)
             return [self.storage.load_sample(idx) for idx in wanted]
         block: list[TSample] = self.storage.load_block(wanted[0] // size)  # type: ignore[attr-defined]
         return [block[idx % size] for idx in wanted]

@@ -71,7 +71,7 @@ def prepare(
         source: a `DataPreparer`, or a map-style dataset (``__len__`` and ``__getitem__``).
         folder: a path or a URL that fsspec can write to, new or empty. A URL cannot be locked: run one preparation at a time
             there.
-        num_workers: for a dataset, child processes that load and write blocks; with 0, one child process loads and this one
+        num_workers: for a dataset, child processes that load and write blocks; with 0, one does, but at a URL this process
             writes. For a `DataPreparer`, whose samples come in order, threads that write. With Ray, blocks in work at a time; 0
             for as many as the cluster can run.
         block_size, block_bytes, allow_pickle: as for `OnDiskBlockDataStorage`.
@@ -423,13 +423,13 @@ class _Preparation:
     def _write_missing(self, blocks: DatasetBlocks) -> Generator[tuple[int, Result], None, None]:
         """Write blocks, and yield their numbers and what becomes of them. Leaves those out that have samples that failed."""
         missing = sorted(set(range(len(blocks))) - set(self._found) - blocks.numbers_of(self._skipped.failed))
-        count = min(self._num_workers, len(missing))
+        count = min(self._num_workers or int(not is_url(self._writer.path)), len(missing))
         if self._ray is not None:
             yield from self._ray.written(blocks.write, ((number,) for number in missing), self._num_workers)
         elif count:
             shares = [partial(blocks.write_all, missing[first::count]) for first in range(count)]
             yield from in_children_or_here(blocks.dataset, shares)
-        else:  # a child process loads and encodes, this one writes
+        else:  # at a URL a child process only loads and encodes: some connections do not work after a fork
             with closing(in_children_or_here(blocks.dataset, [partial(blocks.encode_all, missing)])) as encoded:
                 yield from in_threads(blocks.save, encoded, 1)
 

@@ -30,7 +30,9 @@ NOTE [ Columns ]
 
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -101,13 +103,13 @@ class Columns:
 
     def _take(self, values: Sequence[Any], path: str, depth: int, whole: frozenset[type] = frozenset()) -> Tree:
         """Add the values of one node, and return its tree; pickle those of the types ``whole``."""
-        rows: dict[_Key, list[int]] = {}
+        rows: dict[_Key, list[int]] = defaultdict(list)
         parts = []
         row = 0
         try:
             for row, value in enumerate(values):
                 kind, part = self._kind(value, depth, whole)
-                rows.setdefault(kind, []).append(row)
+                rows[kind].append(row)
                 parts.append(part)
         except Unfit as error:
             error.row = row
@@ -244,6 +246,32 @@ def tree_of(sample: Any) -> Tree:
     """
     tree: Tree = json.loads(json.dumps(Columns([sample]).tree))
     return tree
+
+
+def bytes_of_rows(tree: Tree, columns: Mapping[str, memoryview], count: int) -> list[Iterator[memoryview]] | None:
+    """Return what a walk meets in each of ``count`` rows: iterators for each leaf and for each shape that varies.
+
+    None where rows meet different leaves: the tree has a union or a list of varying length.
+
+    Args:
+        columns: the bytes of the columns.
+    """
+    if tree is None or tree["kind"] in ("union", "list", "tuple"):
+        return None
+    if tree["kind"] == "in":
+        children = [bytes_of_rows(child, columns, count) for child in tree["children"]]
+        return None if None in children else [rows for child in children for rows in child or ()]
+    data = columns[tree["column"]]
+    if "shape" in tree:
+        return [_cut(data, len(data) // count, count)]
+    size, offsets = kind_in(tree).itemsize, np.frombuffer(columns[tree["offsets"]], np.int64)
+    shapes = columns[tree["shapes"]] if "shapes" in tree else np.diff(offsets).view(np.uint8).data
+    values = (data[begin:end] for begin, end in pairwise((offsets * size).tolist()))
+    return [_cut(shapes, 8 * tree["dims"], count), values]
+
+
+def _cut(data: memoryview, nbytes: int, count: int) -> Iterator[memoryview]:
+    return (data[row * nbytes : (row + 1) * nbytes] for row in range(count))
 
 
 def _apart(encoded: Encoded) -> tuple[_Key, Any]:

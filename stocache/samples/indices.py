@@ -19,7 +19,7 @@ def length_of(value: Any) -> int | None:
 
 def spread(length: int, count: int) -> list[int]:
     """Return at most ``count`` indices of ``length`` samples, evenly spread, with the first and the last."""
-    return [int(idx) for idx in np.unique(np.linspace(0, length - 1, min(count, length)).round())]
+    return sorted(set(np.linspace(0, length - 1, min(count, length)).round().astype(int).tolist()))
 
 
 def check_len(dataset_len: Any) -> int:

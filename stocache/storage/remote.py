@@ -135,8 +135,11 @@ class RemoteFile:
             raise ValueError("it is cut")
         return (bytearray(data) if writable else data), 0
 
-    def prefetch(self) -> None:
+    def prefetch(self, at: int = 0, nbytes: int | None = None) -> None:
         """Do nothing: `Mirror` copies a file that is read often."""
+
+    def close(self, head: int) -> None:
+        """Do nothing."""
 
 
 class Mirror:

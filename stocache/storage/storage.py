@@ -13,7 +13,7 @@ from stocache.errors import DamagedError, StorageError
 from stocache.samples.column_encoder import Tree
 from stocache.samples.indices import check_index
 from stocache.samples.record_encoder import EncodedRecord
-from stocache.storage.block import Block, BytesFile, File, encode
+from stocache.storage.block import HEAD_BYTES, Block, BytesFile, File, encode
 from stocache.storage.local import folder_at, write_file
 from stocache.storage.manifest import INDEX, INFO, Entry, Index, block_name, open_block, parse_index
 from stocache.storage.remote import Mirror, RemoteStore
@@ -25,6 +25,7 @@ TSample = TypeVar("TSample")
 TInfo = TypeVar("TInfo")
 
 _OPEN_BLOCKS = 256  # at most; and at most a quarter of the descriptors that a process may have
+_CLOSED_SAMPLES = 1 << 20  # at most, in blocks whose files are closed and whose headers stay in memory: 20 to 100 bytes each
 
 
 class DataStorage(ABC, Generic[TSample, TInfo]):
@@ -215,6 +216,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
     def _forget(self) -> None:
         self._index: Index | None = None
         self._blocks: OrderedDict[int, Block] = OrderedDict()
+        self._closed_blocks: OrderedDict[int, Block] = OrderedDict()
         self._lock = threading.Lock()
         self._last_block = -1
 
@@ -364,11 +366,32 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
 
     def prefetch_blocks(self, blocks: Iterable[int]) -> None:
         """Ask the kernel to read blocks ahead. Blocks that cannot be read are skipped. Does nothing for a URL."""
-        for b in blocks if self._mirror is None else ():
-            with contextlib.suppress(OSError):
-                File(os.path.join(self.base_folder, block_name(b))).prefetch()
+        self._prefetch(blocks, None)
 
     expect = old_name("expect", "prefetch_blocks")
+
+    def prefetch_samples(self, indices: Sequence[int]) -> None:
+        """Ask the kernel to read samples ahead: a disk reads many at one time faster than one after the other.
+
+        Does nothing for a URL.
+
+        Raises:
+            SampleIndexError: an index is out of range.
+            DamagedError: a block is damaged.
+        """
+        if self._mirror is not None:
+            return
+        index = self.index
+        places = [divmod(check_index(idx, index.samples, "prefetch_samples"), index.block_size) for idx in indices]
+        known = self._blocks, self._closed_blocks
+        self._prefetch({number for number, _ in places if not any(number in blocks for blocks in known)}, HEAD_BYTES)
+        for number, row in places:
+            (self._blocks.get(number) or self._open(number)).prefetch(row)
+
+    def _prefetch(self, blocks: Iterable[int], nbytes: int | None) -> None:
+        for b in blocks if self._mirror is None else ():
+            with contextlib.suppress(OSError):
+                File(os.path.join(self.base_folder, block_name(b))).prefetch(0, nbytes)
 
     def check(self, b: int) -> str | None:
         """Read block ``b`` completely, without building samples; return a description of its damage, or None."""
@@ -392,6 +415,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         """Close the open files, and end a preparation that was not finished. May be called twice."""
         with self._lock:
             self._blocks.clear()
+            self._closed_blocks.clear()
         if self._writing is not None:
             self._writing.end()
             self._writing = None
@@ -406,7 +430,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         return {
             name: value
             for name, value in vars(self).items()
-            if name not in ("_index", "_blocks", "_lock", "_last_block", "_writing")
+            if name not in ("_index", "_blocks", "_closed_blocks", "_lock", "_last_block", "_writing")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -422,10 +446,17 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         with self._lock:
             block = self._blocks.get(number)
             if block is None:
-                block = self._open_file(block_name(number), self.index.blocks[number])
+                block = self._closed_blocks.pop(number, None)
+                if block is None:
+                    block = self._open_file(block_name(number), self.index.blocks[number])
                 self._blocks[number] = block
                 while len(self._blocks) > _most_open():
-                    self._blocks.popitem(last=False)
+                    first, closed = self._blocks.popitem(last=False)
+                    if self._mirror is None:  # else the file may be gone when it is read again
+                        closed.close()
+                        self._closed_blocks[first] = closed
+                while len(self._closed_blocks) * self.block_size > _CLOSED_SAMPLES:
+                    self._closed_blocks.popitem(last=False)
         return block
 
     def _open_info(self, checksum: str, decode: bool = True) -> Block:

@@ -34,6 +34,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
+import numpy.random  # numpy would import it in each child
 import torch
 from torch.utils.data._utils import worker as torch_worker  # for get_worker_info, which has no public counterpart
 

@@ -145,6 +145,20 @@ def test_values_with_text_of_their_own_come_back_equal(values):
     assert block_of(values, allow_pickle=True).all() is not None
 
 
+def test_a_block_is_the_file_that_safetensors_writes():
+    dtypes = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+    dtypes += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    parts = {str(dtype): torch.ones(2, 3, dtype=dtype) for dtype in dtypes} | {
+        'ü/"\n\\\x01': "x",
+        "a": "",
+        "empty": torch.ones(0),
+    }
+    for values in ([parts, parts | {"a": "bc"}], [], [None], [complex(1, 2)]):
+        data, _ = whole(values)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        assert data == safetensors.torch.save(safetensors.torch.load(data), header["__metadata__"])
+
+
 def test_members_that_vary_are_one_column():
     data, _ = whole([{"kind": kind, "day": datetime.date(2026, 11, 1 + n)} for n, kind in enumerate([*Kind, Kind.BOX])])
     tensors = safetensors.torch.load(data)

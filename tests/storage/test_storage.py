@@ -21,6 +21,7 @@ from stocache import (
     OnDiskBlockDataStorage,
     SampleError,
     SampleIndexError,
+    StorageDataset,
     StorageError,
 )
 from stocache.storage import local
@@ -219,16 +220,65 @@ def test_load_block_gives_all_samples_of_a_block(disk):
         disk.load_block(8)
 
 
-def test_a_sample_is_read_without_its_block(tmp_path, monkeypatch):
+@pytest.fixture
+def images(tmp_path):
+    """100 samples of 12 KiB in one block."""
     storage = OnDiskBlockDataStorage(tmp_path, 100)
     storage.start_preparation()
     for idx in range(100):
         storage.save_sample((torch.full((3, 64, 64), idx, dtype=torch.uint8), idx))
     storage.finish_preparation(None)
+    yield storage
+    storage.close()
+
+
+def test_a_sample_is_read_without_its_block(images, monkeypatch):
     read = []
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at, real=os.preadv: (read.append(at), real(fd, buffers, at))[1])
-    assert storage.load_sample(50)[0][0, 0, 0] == 50
+    assert images.load_sample(50)[0][0, 0, 0] == 50
     assert len(read) == 1  # besides the first 64 KiB
+
+
+def test_the_samples_of_a_batch_are_requested_before_the_first_is_read(images, monkeypatch):
+    batch, calls, advise, read = [90, 17, 55], [], os.posix_fadvise, os.preadv
+    images.load_sample(0)  # opens the block
+    monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: (calls.append(("advise", *arguments[:3])), advise(*arguments)))
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, buffers, at: (calls.append(("read", fd, at, len(buffers[0]))), read(fd, buffers, at))[1]
+    )
+    samples = StorageDataset(images).__getitems__(batch)
+    assert [(int(image[0, 0, 0]), number) for image, number in samples] == [(idx, idx) for idx in batch]
+    assert [call[0] for call in calls] == ["advise"] * 3 + ["read"] * 3
+    assert [call[1:] for call in calls[:3]] == [call[1:] for call in calls[3:]]
+
+
+def test_the_header_of_a_block_that_was_closed_is_not_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("stocache.storage.storage._OPEN_BLOCKS", 2)
+    storage = save(OnDiskBlockDataStorage(tmp_path / "data", 5))
+    opened, real = [], storage._open_file
+    monkeypatch.setattr(storage, "_open_file", lambda name, entry: (opened.append(name), real(name, entry))[1])
+    for idx in [*range(N), *reversed(range(N))]:
+        assert same(storage.load_sample(idx), sample(idx))
+    assert len(opened) == len(storage.index.blocks)
+    monkeypatch.setattr("stocache.storage.storage._CLOSED_SAMPLES", 15)
+    for idx in range(N):
+        assert same(storage.load_sample(idx), sample(idx))
+    assert len(storage._closed_blocks) == 3
+    storage.close()
+
+
+def test_a_block_that_is_removed_or_cut_after_it_was_closed_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("stocache.storage.storage._OPEN_BLOCKS", 1)
+    monkeypatch.setattr("stocache.storage.block.HEAD_BYTES", 0)
+    storage = save(OnDiskBlockDataStorage(tmp_path / "data", 5))
+    for idx in (0, 5, 10):
+        storage.load_sample(idx)
+    os.unlink(tmp_path / "data" / block_name(0))
+    with pytest.raises(DamagedError, match="000000"):
+        storage.load_sample(0)
+    os.truncate(tmp_path / "data" / block_name(1), 100)
+    with pytest.raises(DamagedError, match="000001"):
+        storage.load_sample(5)
     storage.close()
 
 
@@ -307,18 +357,12 @@ def test_a_file_that_is_cut_is_found(disk):
         path.write_bytes(whole)
 
 
-def test_a_block_that_is_cut_while_it_is_open_is_an_error_and_no_signal(tmp_path):
-    storage = OnDiskBlockDataStorage(tmp_path, 100)
-    storage.start_preparation()
-    for idx in range(100):
-        storage.save_sample((torch.full((3, 64, 64), idx, dtype=torch.uint8), idx))
-    storage.finish_preparation(None)
-    storage.load_sample(99)
+def test_a_block_that_is_cut_while_it_is_open_is_an_error_and_no_signal(images, tmp_path):
+    images.load_sample(99)
     os.truncate(tmp_path / block_name(0), 500_000)
-    assert storage.load_sample(3)[1] == 3
+    assert images.load_sample(3)[1] == 3
     with pytest.raises(DamagedError, match=r"000000.safetensors is damaged \(it is cut\)"):
-        storage.load_sample(99)
-    storage.close()
+        images.load_sample(99)
 
 
 def test_blocks_that_are_swapped_are_found(disk):
