@@ -3,6 +3,7 @@
 import errno
 import itertools
 import json
+import mmap
 import multiprocessing
 import os
 import random
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tqdm import tqdm
 
-from stocache import DamagedError, DatasetError, LimitError, OnDiskBlockDataStorage, StorageError, prepare
+from stocache import DamagedError, DatasetError, LimitError, OnDiskBlockDataStorage, StorageError, WorkerError, prepare
 from stocache.preparation.blocks import DatasetBlocks
 from stocache.storage.inspection import find_damage
 from stocache.storage.local import LocalStore
@@ -147,13 +148,15 @@ class _KilledError(BaseException):
 
 
 def kill_after(changes, patched):
-    """Let the folder be changed so often; the next change is an error, as are all after it."""
-    left = iter(range(changes))
+    """Let this process and its children change the folder so often; the next change is an error, as are all after it."""
+    made = mmap.mmap(-1, 8)
 
     def counted(change):
         def method(store, *arguments, **named):
-            if next(left, None) is None:
+            count = int.from_bytes(made[:], "little")
+            if count == changes:
                 raise _KilledError
+            made[:] = (count + 1).to_bytes(8, "little")
             return change(store, *arguments, **named)
 
         return method
@@ -172,7 +175,7 @@ def test_killed_before_any_change_of_the_folder_it_goes_on_to_the_same_bytes(tmp
             kill_after(changes, patched)
             try:
                 prepare_quietly(source, folder, **options).close()
-            except _KilledError:
+            except (_KilledError, WorkerError):
                 killed = True
         prepare_quietly(source, folder, **options).close()
         assert content(folder) == content(tmp_path / "whole"), changes
