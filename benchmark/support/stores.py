@@ -113,10 +113,8 @@ def _pair(sample: Any) -> tuple[Any, int]:
 def collate(samples: list[Any]) -> tuple[Any, list[int]]:
     """Make a batch for which all bytes of its samples have been read."""
     values, labels = zip(*map(_pair, samples), strict=True)
-    if isinstance(values[0], torch.Tensor):
-        return torch.stack(values), list(labels)
-    if isinstance(values[0], np.ndarray):
-        return torch.from_numpy(np.stack(values)), list(labels)
+    if isinstance(values[0], torch.Tensor | np.ndarray):
+        return torch.from_numpy(np.stack([np.asarray(value) for value in values])), list(labels)
     return list(values) if isinstance(values[0], str) else list(map(bytes, values)), list(labels)
 
 

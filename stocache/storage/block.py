@@ -56,7 +56,6 @@ _MARK = b'\\"checksum\\": \\"'
 HEAD_BYTES = 64 << 10
 """Bytes read when a block is opened: the header, sizes, checksums, and most often the labels."""
 _STEP = 128 << 10  # bytes to read ahead in one call: of a longer range the kernel may read only the beginning
-_READ_AHEAD = 64 << 10  # after one sample for so many bytes of a block, the rest of it is read ahead
 
 
 def encode(
@@ -157,6 +156,7 @@ class File:
 
     def open(self) -> "File":
         """Read the beginning of the file: most small columns are there."""
+        self.prefetch(0, HEAD_BYTES)  # else the kernel, which takes it for a sequential read, reads four times as much
         self._head = os.pread(self._opened().fd, HEAD_BYTES, 0)
         return self
 
@@ -193,9 +193,10 @@ class File:
         """Ask the kernel to read a part of the file ahead; see `ByteSource`."""
         end = self.nbytes if nbytes is None else at + nbytes
         if end > len(self._head):
-            descriptor = self._opened()
-            for begin in range(at, end, _STEP):
-                os.posix_fadvise(descriptor.fd, begin, min(_STEP, end - begin), os.POSIX_FADV_WILLNEED)
+            with contextlib.suppress(OSError):  # a file that is gone is an error when it is read
+                descriptor = self._opened()
+                for begin in range(at, end, _STEP):
+                    os.posix_fadvise(descriptor.fd, begin, min(_STEP, end - begin), os.POSIX_FADV_WILLNEED)
 
 
 class BytesFile:
@@ -252,6 +253,9 @@ class _Request(_Walk):
 
     __slots__ = ()
 
+    def __init__(self, source: ByteSource) -> None:
+        self._source, self._nodes = source, BARE_NODES + 2 * source.nbytes
+
     def take(self, at: int, nbytes: int, writable: bool) -> tuple[Any, int]:
         self._source.prefetch(at, nbytes)
         return b"", 0
@@ -291,7 +295,7 @@ class Block:
         try:
             facts = self._open(verify)
             self.samples, self.structure = check_size(facts["samples"]), facts["structure"]
-            self._most_reads = 1 + min(self.nbytes // _READ_AHEAD, self.samples // 4)
+            self._most_reads = 1 + self.samples // 4  # then the rest is read ahead: a smaller part costs less by itself
             if len(self._checks) != self.samples:
                 raise ValueError(f"it claims {self.samples} samples, and has checksums of {len(self._checks)}")
             if decode:

@@ -383,10 +383,10 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
             return
         index = self.index
         places = [divmod(check_index(idx, index.samples, "prefetch_samples"), index.block_size) for idx in indices]
-        known = self._blocks, self._closed_blocks
-        self._prefetch({number for number, _ in places if not any(number in blocks for blocks in known)}, HEAD_BYTES)
+        blocks, closed = self._blocks, self._closed_blocks
+        self._prefetch({number for number, _ in places if number not in blocks and number not in closed}, HEAD_BYTES)
         for number, row in places:
-            (self._blocks.get(number) or self._open(number)).prefetch(row)
+            (blocks.get(number) or self._open(number)).prefetch(row)
 
     def _prefetch(self, blocks: Iterable[int], nbytes: int | None) -> None:
         for b in blocks if self._mirror is None else ():
