@@ -107,6 +107,15 @@ def test_payloads_measures_each_kind():
     assert rows == ["bytes", "numpy", "torch"]
 
 
+def test_repair_writes_the_damaged_blocks():
+    printed = run("repair", "--samples", "2000", "--rounds", "1", "--share", "0.1")
+    assert re.search(r"^2 of 2\d blocks damaged$", printed, re.MULTILINE)
+    rows = re.findall(r"^\| (\w.*?) \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \|$", printed, re.MULTILINE)
+    written = {name: float(megabytes) for name, _, megabytes in rows}
+    assert set(written) == {"prepare", "check", "repair", "prepare again"}
+    assert written["prepare"] > 20 > 5 > written["repair"] > 1
+
+
 def test_payloads_measures_samples_without_tensors():
     printed = run("payloads", "samples", "--batches", "2", "--rounds", "1")
     rows = re.findall(r"^\| (.*?) \| (32|256) \|(?: [\d,]+/s; [\d,]+ \|){2} [\d.]+ \| [\d.]+ \|$", printed, re.MULTILINE)
