@@ -373,7 +373,7 @@ def inspect(folder: _Prepared, as_json: _Json = False) -> None:
         ("samples", str(index.samples)),
         ("blocks", f"{len(index.blocks)} of {index.block_size} samples"),
         ("size", format_size(index.nbytes)),
-        *([("skipped", f"{index.skipped} samples that could not be loaded, see {SKIPPED}")] if index.skipped else []),
+        *([("skipped", f"{index.skipped} of the source, see {SKIPPED}")] if index.skipped else []),
         ("plan", plan),
         ("info", shown),
         *describe_structure(index.structure),

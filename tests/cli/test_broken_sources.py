@@ -83,7 +83,7 @@ def test_a_broken_image_stops_or_is_skipped(place, caplog, workers):
     assert code == 1
     assert line.startswith(f"{out} lacks 1 of 10 samples, which could not be loaded: see skipped.json. Accept that (")
     inspected = CliRunner().invoke(app, ["inspect", str(out)]).output
-    assert "1 samples that could not be loaded, see skipped.json" in inspected
+    assert "1 of the source, see skipped.json" in inspected
     assert CliRunner().invoke(app, ["check", str(out), "--workers", "0"]).exit_code == 0
     (photos / "4.jpg").write_bytes(b"4")
     assert run(photos, out, "--on-error", "skip")[0] == 1  # the source has changed
