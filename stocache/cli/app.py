@@ -396,6 +396,8 @@ def check(folder: _Prepared, workers: _Workers = _CORES) -> None:
             problems = [str(error)]
         else:
             problems = find_damage(storage, workers)
+            if problems and "--repair" not in problems[0]:
+                typer.echo(f"Repair it: stocache prepare SRC {folder} --repair", err=True)
     for problem in problems:
         typer.echo(problem)
     if problems:

@@ -392,7 +392,8 @@ def test_check_lists_all_damage(run, out, workers):
     (out / "blocks" / "000003.safetensors").write_bytes(b"")
     result = run("check", out, "--workers", workers)
     assert result.exit_code == 1
-    assert [line.partition(" (")[0].partition(". ")[0] for line in lines(result)] == [
+    assert f"stocache prepare SRC {out} --repair" in result.stderr
+    assert [line.partition(" (")[0].partition(". ")[0] for line in result.stdout.splitlines()] == [
         f"{first} is damaged",
         f"{second} is missing.",
         f"{out}/blocks/000003.safetensors is not in the index: nothing reads it",
