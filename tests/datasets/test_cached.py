@@ -38,6 +38,7 @@ from stocache import (
 )
 from tests.support.equality import same
 from tests.support.faults import no_shared_memory
+from tests.support.processes import leave_process_group
 
 N = 48
 ONCE = [2] + [1] * (N - 1)  # reads of a cached dataset: the probe looks at the first sample twice
@@ -271,7 +272,7 @@ def rank_epochs(rank, world, port, limits, out):
                 seen.append(list(DataLoader(cached, 6, sampler=sampler, collate_fn=list)))
             torch.distributed.barrier()
         torch.save(seen, f"{out}/{number}-{rank}.pt")
-    torch.distributed.destroy_process_group()
+    leave_process_group()
 
 
 @pytest.mark.leaves_descriptors  # the process group's

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 import stocache
 from stocache import CachedDataset
+from tests.support.processes import leave_process_group
 
 SAMPLES, STEPS, EPOCHS = 10, 3, 3  # three batches of at most four samples in an epoch
 
@@ -110,4 +111,4 @@ def check_in_rank(rank, folder, port, cases):
             seen = [label for part in parts for at, labels in part if at == epoch for label in labels]
             assert set(seen) == set(range(SAMPLES))
             assert len(seen) <= SAMPLES + 2  # accelerate fills up the last batches
-    torch.distributed.destroy_process_group()
+    leave_process_group()

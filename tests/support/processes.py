@@ -1,5 +1,6 @@
 """Run functions in other processes, and wait for what they do."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -7,6 +8,9 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.context import BaseContext
+from pathlib import Path
+
+import torch
 
 
 def in_child(action, *arguments, uid=None, timeout_s=60):
@@ -52,6 +56,25 @@ def run_all(context: BaseContext, count: int, target: Callable[..., None], *args
         process.join()
         process.close()
     assert codes == [0] * count
+
+
+def leave_process_group():
+    """Destroy the process group of torch, and wait until gloo's threads have let go of their last tensors.
+
+    Something still refers to the group, so that its threads go on. If one of them frees a tensor of Python while the
+    interpreter goes down, it is ended inside C++ code, and the process aborts, also in a program of torch alone.
+    """
+    torch.distributed.destroy_process_group()
+    asleep = 0
+    deadline = time.monotonic() + 20
+    while asleep < 3 and time.monotonic() < deadline:
+        time.sleep(0.005)  # and gives away the GIL
+        asleep += 1
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended
+                stat = (task / "stat").read_text()
+                if "gloo_run" in stat and ") S" not in stat:
+                    asleep = 0
 
 
 def wait_until(condition):

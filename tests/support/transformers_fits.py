@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 
 import stocache
 from stocache import CachedDataset
+from tests.support.processes import leave_process_group
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -114,4 +115,4 @@ def check_in_rank(rank, folder, port, trainer_class, arguments):
         seen = [label for batches in epochs for labels in batches for label in labels]
         assert set(seen) == set(range(SAMPLES))
         assert len(seen) == STEPS * 4  # accelerate fills up the last batches
-    torch.distributed.destroy_process_group()
+    leave_process_group()
