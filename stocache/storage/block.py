@@ -368,8 +368,12 @@ class Block:
 
     def close(self) -> None:
         """Close the file until a sample is read again. Columns that were read with its header stay in memory."""
+        self._source.close(self._head_bytes)
+
+    @cached_property
+    def _head_bytes(self) -> int:
         ends = [at + nbytes for at, nbytes in self._spans.values()]
-        self._source.close(max((end for end in ends if end <= HEAD_BYTES), default=0))
+        return max((end for end in ends if end <= HEAD_BYTES), default=0)
 
     def prefetch(self, row: int) -> None:
         """Ask for the bytes of a sample to be read ahead, unless the whole block was asked for.
