@@ -229,12 +229,15 @@ class _Walk:
         self._bytes, self._nodes = source.nbytes, BARE_NODES + 2 * source.nbytes
 
     def take(self, at: int, nbytes: int, writable: bool) -> tuple[Any, int]:
-        self._bytes -= nbytes
-        if self._bytes < 0:
-            raise ValueError("a sample has more bytes than its file")
+        self._count(nbytes)
         buffer, begin = self._source.read(at, nbytes, writable)
         self.hash.update(buffer if len(buffer) == nbytes else memoryview(buffer)[begin : begin + nbytes])
         return buffer, begin
+
+    def _count(self, nbytes: int) -> None:
+        self._bytes -= nbytes
+        if self._bytes < 0:
+            raise ValueError("a sample has more bytes than its file")
 
     def note(self, *sizes: int) -> None:
         self.hash.update(struct.pack(f"<{len(sizes)}q", *sizes))
@@ -250,10 +253,8 @@ class _Request(_Walk):
 
     __slots__ = ()
 
-    def __init__(self, source: ByteSource) -> None:
-        self._source, self._nodes = source, BARE_NODES + 2 * source.nbytes
-
     def take(self, at: int, nbytes: int, writable: bool) -> tuple[Any, int]:
+        self._count(nbytes)
         self._source.prefetch(at, nbytes)
         return b"", 0
 
