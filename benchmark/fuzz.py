@@ -335,6 +335,8 @@ def seal_block(header: dict[str, Any], facts: Any, columns: bytearray) -> bytes:
 def _read_block(values: list[Any], data: bytes) -> str:
     block = Block(BytesFile(data), "forged")
     _copy_records(block)
+    for row in range(block.samples):
+        block.prefetch(row)
     return _compared(block.all(), values)
 
 

@@ -103,6 +103,9 @@ class Columns:
 
     def _take(self, values: Sequence[Any], path: str, depth: int, whole: frozenset[type] = frozenset()) -> Tree:
         """Add the values of one node, and return its tree; pickle those of the types ``whole``."""
+        alike = None if whole else _leaves_of_one_kind(values)
+        if alike is not None:
+            return self._take_kind(*alike, path, depth)
         rows: dict[_Key, list[int]] = defaultdict(list)
         parts = []
         row = 0
@@ -272,6 +275,19 @@ def bytes_of_rows(tree: Tree, columns: Mapping[str, memoryview], count: int) -> 
 
 def _cut(data: memoryview, nbytes: int, count: int) -> Iterator[memoryview]:
     return (data[row * nbytes : (row + 1) * nbytes] for row in range(count))
+
+
+def _leaves_of_one_kind(values: Sequence[Any]) -> tuple[_Key, list[Any]] | None:
+    """Return what leaves of one type have in common, and what differs; None for other values. One by one takes longer."""
+    types = set(map(type, values))
+    encode = ENCODERS.get(types.pop()) if len(types) == 1 else None
+    if encode is None:
+        return None
+    try:
+        kinds, _, *parts = zip(*map(encode, values), strict=True)
+    except Unfit:  # one by one, the error names the value
+        return None
+    return (kinds[0], list(zip(*parts, strict=True))) if kinds.count(kinds[0]) == len(kinds) else None
 
 
 def _apart(encoded: Encoded) -> tuple[_Key, Any]:

@@ -232,12 +232,15 @@ class _Walk:
         self._bytes, self._nodes = source.nbytes, BARE_NODES + 2 * source.nbytes
 
     def take(self, at: int, nbytes: int, writable: bool) -> tuple[Any, int]:
-        self._bytes -= nbytes
-        if self._bytes < 0:
-            raise ValueError("a sample has more bytes than its file")
+        self._count(nbytes)
         buffer, begin = self._source.read(at, nbytes, writable)
         self.hash.update(buffer if len(buffer) == nbytes else memoryview(buffer)[begin : begin + nbytes])
         return buffer, begin
+
+    def _count(self, nbytes: int) -> None:
+        self._bytes -= nbytes
+        if self._bytes < 0:
+            raise ValueError("a sample has more bytes than its file")
 
     def note(self, *sizes: int) -> None:
         self.hash.update(struct.pack(f"<{len(sizes)}q", *sizes))
@@ -253,10 +256,8 @@ class _Request(_Walk):
 
     __slots__ = ()
 
-    def __init__(self, source: ByteSource) -> None:
-        self._source, self._nodes = source, BARE_NODES + 2 * source.nbytes
-
     def take(self, at: int, nbytes: int, writable: bool) -> tuple[Any, int]:
+        self._count(nbytes)
         self._source.prefetch(at, nbytes)
         return b"", 0
 
@@ -371,8 +372,12 @@ class Block:
 
     def close(self) -> None:
         """Close the file until a sample is read again. Columns that were read with its header stay in memory."""
+        self._source.close(self._head_bytes)
+
+    @cached_property
+    def _head_bytes(self) -> int:
         ends = [at + nbytes for at, nbytes in self._spans.values()]
-        self._source.close(max((end for end in ends if end <= HEAD_BYTES), default=0))
+        return max((end for end in ends if end <= HEAD_BYTES), default=0)
 
     def prefetch(self, row: int) -> None:
         """Ask for the bytes of a sample to be read ahead, unless the whole block was asked for.

@@ -450,7 +450,8 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
                 if block is None:
                     block = self._open_file(block_name(number), self.index.blocks[number])
                 self._blocks[number] = block
-                while len(self._blocks) > _most_open():
+                most = _most_open()
+                while len(self._blocks) > most:
                     first, closed = self._blocks.popitem(last=False)
                     if self._mirror is None:  # else the file may be gone when it is read again
                         closed.close()
