@@ -75,10 +75,15 @@ class SampleStore(Protocol):
     Attributes:
         gathers_from: batches of at least so many samples are read by `load_many`; smaller ones are faster sample by sample.
         unreadable: why `load` returned MISSING in this process, if it did: the module of a sample's class is not imported here.
+        may_miss: whether `load` may return MISSING for a sample that was set, because it is damaged. The sample is EMPTY then.
     """
 
     gathers_from: int
-    unreadable: str
+    may_miss: bool
+
+    @property
+    def unreadable(self) -> str:
+        """See the attributes."""
 
     def encode(self, sample: Any, where: str, /) -> Any:
         """Return what `write` is to write. Raises SampleError, whose message begins with ``where``."""
@@ -416,7 +421,8 @@ class SampleCache:
         else:
             found = (self._load(self._slot(idx), copy) for idx in hits.tolist())
         samples = list(found) if len(hits) == len(indices) else [next(found) if hit else MISSING for hit in is_set.tolist()]
-        count = sum(sample is not MISSING for sample in samples) if self._store.unreadable else len(hits)
+        may_miss = self._store.unreadable or self._store.may_miss
+        count = sum(sample is not MISSING for sample in samples) if may_miss else len(hits)
         self._segment.count(HITS, count)
         if count < len(indices):
             self._load_missing(indices, samples, load, None, strict, claimed)

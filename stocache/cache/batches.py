@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map  # documented, for extending default_collate
 
-from stocache.cache.shared import SharedCache
+from stocache.cache.shared import NextTier, SharedCache
 from stocache.errors import SampleError
 from stocache.samples.indices import check_indices
 from stocache.samples.spec import Structure
@@ -112,8 +112,10 @@ def _split(tensor: Tensor, starts: list[int], ends: list[int]) -> list[Tensor]:
 class LazyBatch:
     """A batch whose samples have not been read yet. It can be read as a list of samples, or gathered as a collated batch."""
 
-    def __init__(self, cache: SharedCache, indices: Sequence[int], load: Load, spec: BatchSpec) -> None:
-        self._cache, self._indices, self._load, self._spec = cache, indices, load, spec
+    def __init__(
+        self, cache: SharedCache, indices: Sequence[int], load: Load, spec: BatchSpec, next_tier: NextTier | None = None
+    ) -> None:
+        self._cache, self._indices, self._load, self._spec, self._next_tier = cache, indices, load, spec, next_tier
         self._samples: list[Any] | None = None
         self._join = spec.join
         self._claimed: set[int] = set()  # by `claim_missing`
@@ -184,7 +186,7 @@ class LazyBatch:
         if self._hits is not None:
             self._cache.gather(self._hits, tensors)
             return self._join(tensors)
-        self._samples = self._cache.fill_batch(self._indices, tensors, self._load_rest, self._claimed)
+        self._samples = self._cache.fill_batch(self._indices, tensors, self._load_rest, self._claimed, self._next_tier)
         return None if self._samples is not None else self._join(tensors)
 
     @property

@@ -13,7 +13,7 @@ MISSING: Any = object()
 """Stands for a sample that is not there. (None may be a sample.)"""
 
 # Which word of Segment.counters counts what; each process has a row of such words
-HITS, MISSES, FILLS, RACES, REFUSED, REJECTED = range(6)
+HITS, MISSES, FILLS, RACES, REFUSED, REJECTED, DAMAGED = range(7)
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class CacheStats:
         races: sets that came too late, because another process or thread was faster. They changed nothing.
         refused: sets that were dropped, because the machine gave no memory for their slots.
         rejected: loaded samples that did not fit: their structure is not that of the cache.
+        damaged: samples that were lost from the disk: damaged, cut, or not readable. Each is a miss, and is written again.
         dataset_len: samples in the dataset.
         slots: the most samples that can be cached.
         filled: samples that are cached now.
@@ -43,6 +44,7 @@ class CacheStats:
     races: int
     refused: int
     rejected: int
+    damaged: int
     dataset_len: int
     slots: int
     filled: int
@@ -53,7 +55,7 @@ class CacheStats:
     @classmethod
     def of(cls, counts: Sequence[int], **amounts: int) -> "CacheStats":
         """Return the statistics from the sums of the counters and from the other attributes."""
-        return cls(*counts[: REJECTED + 1], **amounts)
+        return cls(*counts[: DAMAGED + 1], **amounts)
 
     @property
     def hit_rate(self) -> float:

@@ -20,7 +20,7 @@ LONG = "imagenet-train-256-px-augmented-by-the-team-of-the-second-flo"  # 60 let
 
 
 def a_cache(name=LONG, filled=1281167, **options):
-    stats = CacheStats(10**7, 1281167, filled, 0, 0, 0, 1281167, 1281167, filled, 3072, 3072 * 1281167, 3072 * 1281167)
+    stats = CacheStats(10**7, 1281167, filled, 0, 0, 0, 0, 1281167, 1281167, filled, 3072, 3072 * 1281167, 3072 * 1281167)
     options = {"memory_bytes": 4 * 10**9, "alive": True, "created": 1.0, "stats": stats} | options
     return NamedCache(
         name, "somebody", f"/dev/shm/{name}", holders=[Holder(123456, "python " + "train.py " * 30)] * 3, **options

@@ -1,0 +1,575 @@
+"""DiskCache: keep samples in a folder on a local disk, for all processes of this machine and for later runs."""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stocache.cache.placement import Placement, residency
+from stocache.cache.ragged import ListCache
+from stocache.cache.stats import DAMAGED, EMPTY, FILLS, HITS, MISSING, OOB, REFUSED, SET, CacheStats
+from stocache.disk.folder import Folder, read_manifest
+from stocache.disk.samples_file import BEGIN, SamplesFile, index_bytes, load_index
+from stocache.disk.store import Records, Rows, pack_example, unpack_example
+from stocache.disk.writer import BehindWriter
+from stocache.errors import DiskError, LimitError, SegmentError
+from stocache.samples.codecs import Codec
+from stocache.samples.indices import check_len
+from stocache.samples.spec import Structure
+from stocache.samples.type_lookup import NotImported
+from stocache.shm import claims, named
+from stocache.shm.claims import Claims
+from stocache.shm.layout import Layout
+from stocache.shm.named import Descriptor, Identity
+from stocache.shm.segment import DISK_WARNING, Segment
+from stocache.system.limits import format_size, parse_size
+
+logger = logging.getLogger("stocache")
+
+_WORDS_BYTES = 64
+_USED, _FULL = 0, 1  # words: where the next sample can be written; whether the disk has refused one
+_LOCK = 1  # of the owner's locks; 0 is that of the claims
+
+_Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def _words_at(dataset_len: int) -> int:
+    return -(-dataset_len // 8) * 8
+
+
+def control_bytes(dataset_len: int) -> int:
+    """Return the bytes of shared memory for the states and the places of samples: 17 for each, and 64."""
+    return _words_at(dataset_len) + _WORDS_BYTES + 16 * dataset_len
+
+
+class DiskStore:
+    """The `SampleStore` of a DiskCache. The slot of a sample is its index.
+
+    Attributes:
+        may_miss: `load` may return MISSING, for a sample that is damaged: it is EMPTY then, and can be written again.
+    """
+
+    gathers_from = 2
+    may_miss = True
+
+    def __init__(
+        self, segment: Segment, dataset_len: int, folder: Folder | None, form: Rows | Records, capacity: int, listed: bool
+    ) -> None:
+        self._segment, self._form, self._capacity, self._listed = segment, form, capacity, listed
+        self._states = segment.control[:dataset_len]
+        at = _words_at(dataset_len)
+        self._words = segment.control[at : at + _WORDS_BYTES].cast("Q")
+        places = segment.control[at + _WORDS_BYTES : at + _WORDS_BYTES + 16 * dataset_len].cast("Q")
+        self.file = None
+        if folder is not None:
+            self.file = SamplesFile(folder, places[:dataset_len], places[dataset_len:])
+        self._writable = folder is not None and folder.writable
+        self._path = "" if folder is None else folder.path
+        self._warned = False
+        self.slot = int
+        self.encode = form.encode
+
+    @property
+    def unreadable(self) -> str:
+        """See `SampleStore`."""
+        return self._form.unreadable
+
+    @property
+    def used(self) -> int:
+        """Bytes of the file that are taken."""
+        return self._words[_USED]
+
+    def encode_many(self, samples: list[Any]) -> list[list[Any]] | None:
+        """See `SampleStore`: one by one."""
+        return None
+
+    # ------------------------------------------------------------------------------------------------ writing
+
+    def write_many(self, indices: list[int], encoded: Sequence[Any], costs_s: Sequence[float | None]) -> list[int | None]:
+        """Append samples to the file, as long as there is room, and enter them into the index. See `SampleStore`."""
+        if self.file is None or not self._writable:
+            return [REFUSED] * len(indices)
+        packed = [self.file.pack(idx, buffers) for idx, buffers in zip(indices, encoded, strict=True)]
+        sizes = [sum(memoryview(buffer).nbytes for buffer in buffers) for buffers in encoded]
+        with self._segment.guard:
+            places = self._segment.run_locked(_LOCK, 1, lambda: self._take(indices, sizes, [room for _, room in packed]), None)
+        if places is None:
+            return [REFUSED] * len(indices)
+        try:
+            self._write(places, packed)
+            for idx, at, nbytes in zip(indices, places, sizes, strict=True):
+                if at:
+                    self._states[idx] = EMPTY  # nobody reads it while its place changes
+                    self.file.enter(idx, at, nbytes)
+        except OSError as error:
+            self._words[_FULL] = 1
+            self._warn(f"takes no more samples: {error.strerror}. The others come from the dataset.")
+            return [REFUSED] * len(indices)
+        return [self._outcome(idx, at) for idx, at in zip(indices, places, strict=True)]
+
+    def write(self, idx: int, encoded: Any, cost_s: float | None) -> int | None:
+        """See `SampleStore`."""
+        return self.write_many([idx], [encoded], [cost_s])[0]
+
+    def _take(self, indices: list[int], sizes: list[int], rooms: list[int]) -> list[int]:
+        """Take room for samples; 0 where there is none. A sample that was there, of the same size, has its room again."""
+        assert self.file is not None
+        places, at = [], self._words[_USED]
+        for idx, nbytes, room in zip(indices, sizes, rooms, strict=True):
+            if self.file.offsets[idx] and self.file.sizes[idx] == nbytes:
+                places.append(self.file.offsets[idx])
+            elif at + room <= self._capacity:
+                places.append(at)
+                at += room
+            else:
+                places.append(0)
+        self._words[_USED] = at
+        return places
+
+    def _write(self, places: list[int], packed: list[tuple[list[Any], int]]) -> None:
+        """Write packed samples, those that lie one behind the other together."""
+        assert self.file is not None
+        buffers: list[Any] = []
+        begin = end = 0
+        for at, (own, room) in zip(places, packed, strict=True):
+            if at:
+                if at != end:
+                    self.file.write(begin, buffers)
+                    begin, buffers = at, []
+                buffers += own
+                end = at + room
+        self.file.write(begin, buffers)
+
+    def _outcome(self, idx: int, at: int) -> int | None:
+        if at:
+            return FILLS
+        self._states[idx] = OOB  # room is never freed
+        return None
+
+    def refused(self, idx: int) -> bool:
+        """Whether the disk has refused a sample."""
+        return not self._writable or self._words[_FULL] != 0
+
+    def has_room_for(self, states: "np.ndarray[Any, np.dtype[np.uint8]]") -> bool:
+        """Whether all samples that are EMPTY will have room, with a quarter to spare."""
+        if not self._listed:
+            return True
+        empty, filled = (int(np.count_nonzero(states == state)) for state in (EMPTY, SET))
+        return filled > 0 and 1.25 * empty * (self.used - BEGIN) / filled <= self._capacity - self.used
+
+    def has_room(self, encoded: Collection[Any]) -> bool:
+        """Whether all of these samples fit."""
+        rooms = sum(SamplesFile.room(sum(memoryview(buffer).nbytes for buffer in buffers)) for buffers in encoded)
+        return rooms <= self._capacity - self.used
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    def load(self, idx: int, copy: bool) -> Any:
+        """Return a sample in memory of its own; MISSING if it is damaged, or its class is in a module that is not imported."""
+        at = self._place(idx)
+        data = None
+        if self.file is not None:
+            with contextlib.suppress(OSError):  # as damage: where it is written anew, it may be well
+                data = self.file.read(idx)
+        if data is not None:
+            try:
+                return self._form.decode(data, self.file.sizes[idx])  # type: ignore[union-attr]
+            except NotImported:
+                return MISSING
+            except SegmentError:
+                pass
+        self.lose(idx, at)
+        return MISSING
+
+    def load_many(self, indices: _Indices) -> list[Any]:
+        """Return samples as `load` does; the kernel reads all that are not in its page cache at the same time."""
+        numbers = indices.tolist()
+        self.read_ahead(numbers)
+        return [self.load(idx, True) for idx in numbers]
+
+    def read_ahead(self, indices: list[int]) -> None:
+        """Have the kernel read samples into its page cache."""
+        if self.file is not None:
+            with contextlib.suppress(OSError):
+                for idx in indices:
+                    self.file.read_ahead(idx)
+
+    def fill(self, indices: list[int], rows: Sequence[int], items: list[Any]) -> list[bool]:
+        """Read samples into rows of a contiguous batch. Return which of them are there."""
+        assert isinstance(self._form, Rows)
+        if self.file is None:
+            return [False] * len(indices)
+        self.read_ahead(indices)
+        found, trailer = [], bytearray(16)
+        for idx, buffers in zip(indices, self._form.buffers(items, rows), strict=True):
+            at, there = self._place(idx), False
+            if self.file.sizes[idx] == self._form.nbytes:
+                with contextlib.suppress(OSError):
+                    there = self.file.read_into(idx, buffers, trailer)
+            if not there:
+                self.lose(idx, at)
+            found.append(there)
+        return found
+
+    def _place(self, idx: int) -> int:
+        return self.file.offsets[idx] if self.file is not None else 0
+
+    def lose(self, idx: int, at: int) -> None:
+        """Note that a sample is not what was written at ``at``: it is EMPTY from now on."""
+        with self._segment.guard:
+            if self._states[idx] == SET and self._place(idx) == at:
+                self._states[idx] = EMPTY
+                self._segment.counters[DAMAGED] += 1
+        self._warn("has lost samples, which are damaged or cannot be read. They come from the dataset, and are written again.")
+
+    def _warn(self, problem: str) -> None:
+        if not self._warned:
+            self._warned = True
+            if self._segment.first_to_warn(DISK_WARNING):
+                logger.warning("the disk cache %s %s", self._path, problem)
+
+    # ------------------------------------------------------------------------------------------------ the others
+
+    def clear(self) -> None:
+        """Give all room back to the disk."""
+        if self.file is not None:
+            self.file.clear()
+        self._words[_USED] = BEGIN
+        if self._listed:
+            np.asarray(self._states).fill(EMPTY)
+
+    def amounts(self, filled: int) -> dict[str, int]:
+        """See `SampleStore`."""
+        slots = len(self._states) - int(np.count_nonzero(np.asarray(self._states) == OOB))
+        return {"slots": slots, "slot_bytes": (self.used - BEGIN) // max(1, filled), "capacity_bytes": max(0, self._capacity - BEGIN)}
+
+
+@dataclasses.dataclass(frozen=True)
+class DiskOptions:
+    """The options of a `DiskCache`, which describes them."""
+
+    disk: str
+    limit: float | str
+    dataset_len: int
+    structure: Structure | None
+    placement: Placement
+    memory_slots: int
+    fingerprint: str | None
+    codec: Literal["zstd", "lz4"] | None
+    allow_pickle: bool
+
+    @property
+    def identity(self) -> Identity:
+        """What the folder is for. Another fingerprint is another matter: then it is made anew."""
+        samples = "any size" if self.structure is None else self.structure.identity
+        return {
+            "dataset_len": self.dataset_len,
+            "samples": samples,
+            "placement": "" if self.structure is None else str(self.placement),
+            "codec": self.codec,
+            "allow_pickle": self.allow_pickle,
+        }
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What later runs are to know: which samples have room first, and what samples look like."""
+        example = None if self.structure is None else pack_example(self.structure.example())
+        return {"memory_slots": self.memory_slots, "example": example}
+
+
+class DiskCache(ListCache):
+    """A cache in a folder on a local disk: for samples that come from a network, or take long to make.
+
+        cache = DiskCache("/nvme/photos", "500GB", dataset_len=len(dataset), fingerprint="v1")
+        sample = cache.get_or_load(idx, load)       # or get_slot and set_slot, as with SharedCache
+
+    The folder stays. Later runs find its samples, and all processes of this machine use it together. Each sample is under a
+    checksum, which every read checks: one that is torn, damaged or lost is a miss. The states of samples are in shared memory,
+    21 bytes for each sample of the dataset.
+
+    Args:
+        disk: the folder. It is made if it does not exist. It must be this user's own, and holds nothing else.
+        disk_limit: bytes for the folder: 500 (GiB), "500GB".
+        dataset_len: samples in the whole dataset.
+        structure: the `Structure` of all samples, if they have one; None if they vary in size.
+        placement: which samples are kept if not all have room, for samples of one structure. Others are kept in the order in
+            which they come.
+        memory_slots: how many samples a `SharedCache` with the same placement holds. The others have room here first.
+        fingerprint: a text that identifies the samples. Change it whenever they change: the folder is then made anew.
+        codec, allow_pickle: as in `CacheOptions`, for samples of any size.
+
+    Raises:
+        LimitError: the limit is not a size, or leaves no room for one sample.
+        CodecError: the codec is unknown, or not installed.
+        DiskError: the folder is a file, another user's, open to others, or in use by another machine or container.
+        MismatchError: the folder is for samples of another dataset.
+
+    If the disk does not take the folder (read-only, full, not there), the cache holds nothing, and says so once.
+    """
+
+    _RELEASED = (*ListCache._RELEASED, "_folder", "_writer")
+
+    def __init__(
+        self,
+        disk: str | os.PathLike[str],
+        disk_limit: float | str,
+        dataset_len: int,
+        *,
+        structure: Structure | None = None,
+        placement: Placement | Literal["prefix", "scattered"] = "scattered",
+        memory_slots: int = 0,
+        fingerprint: str | None = None,
+        codec: Literal["zstd", "lz4"] | None = None,
+        allow_pickle: bool = False,
+    ) -> None:
+        if codec is not None:
+            Codec(codec)
+        options = DiskOptions(
+            os.path.abspath(os.fspath(disk)),
+            disk_limit,
+            check_len(dataset_len),
+            structure,
+            placement if isinstance(placement, Placement) else Placement(placement),
+            memory_slots,
+            fingerprint,
+            codec,
+            allow_pickle,
+        )
+        limit = parse_size(disk_limit, "disk_limit")
+        capacity = _capacity(options, limit)
+        folder = None
+        try:
+            folder = Folder(options.disk, options.identity, fingerprint, allow_pickle, options.facts)
+            capacity = _affordable(options, folder, limit, capacity)
+            segment = _open_control(options, folder, capacity)
+            folder.share()
+        except (DiskError, SegmentError):
+            raise
+        except OSError as error:
+            logger.warning("disk=%r is not used: %s. Nothing is cached there.", options.disk, error.strerror or error)
+            folder, capacity = None, 0
+            segment = _blank(options)
+        self._assemble(options, capacity, segment, folder)
+        logger.info("%r", self)
+
+    def _assemble(self, options: DiskOptions, capacity: int, segment: Segment, folder: Folder | None) -> None:
+        """Set all attributes. Each process computes those that follow from the arguments; they are not pickled."""
+        self._options, self._capacity, self._folder = options, capacity, folder
+        form: Rows | Records = Records(options.allow_pickle, Codec(options.codec) if options.codec else None)
+        if options.structure is not None:
+            form = Rows(options.structure)
+        self._rows = form if isinstance(form, Rows) and form.fills_batches else None
+        listed = options.structure is None
+        self._disk = store = DiskStore(segment, options.dataset_len, folder, form, capacity, listed)
+        self._writer = BehindWriter(store)
+        self._behind = threading.local()
+        self._share(
+            segment, options.dataset_len, store, Claims(segment, options.dataset_len),
+            "samples of any size" if listed else str(options.structure), self._room_text(capacity),
+        )  # fmt: skip
+
+    def _room_text(self, capacity: int) -> str:
+        room, structure = max(0, capacity - BEGIN), self._options.structure
+        if structure is None:
+            return format_size(room)
+        return f"{min(self._options.dataset_len, room // SamplesFile.room(Rows(structure).nbytes))} ({format_size(room)})"
+
+    @property
+    def disk(self) -> str:
+        """The folder."""
+        return self._options.disk
+
+    # ------------------------------------------------------------------------------------------------ behind a cache in memory
+
+    @property
+    def fills_batches(self) -> bool:
+        """Whether `fill` can read samples into batches."""
+        return self._rows is not None
+
+    def fill(self, indices: _Indices, rows: _Indices, items: list[Any]) -> _Indices:
+        """Read those samples that are here into rows of a contiguous batch, as `SharedCache.fill_batch` has it.
+
+        Return the rows that were filled.
+        """
+        there = np.flatnonzero(self.set_among(indices))
+        if not len(there):
+            return rows[:0]
+        found = self._disk.fill(indices[there].tolist(), rows[there].tolist(), items)
+        self._segment.count(HITS, sum(found))
+        filled: _Indices = rows[there[np.array(found, bool)]]
+        return filled
+
+    def serve(
+        self, load: Callable[[list[int]], Iterable[Any]], kept: Callable[[int], bool], indices: Sequence[int]
+    ) -> list[Any]:
+        """Return the samples ``indices``: those that are here, and what ``load`` returns for the others.
+
+        These are written behind the caller, by a thread. Those that are ``kept`` elsewhere are written only if all samples
+        have room.
+        """
+        taken: set[int] = set()
+        self._behind.skips = None if self.holds_all() else kept
+        try:
+            self.claim_to_load(list(indices), taken)
+            self._behind.active = True
+            return self.get_or_load_many(indices, load, strict=False, claimed=taken)
+        finally:
+            self._behind.active = False
+            self._writer.then(partial(self.end_loading, taken))
+
+    def _publish(
+        self,
+        indices: list[int],
+        encoded: Sequence[Any],
+        costs_s: Sequence[float | None],
+        overwrite: bool = False,
+        count_races: bool = True,
+    ) -> None:
+        publish = super()._publish
+        if overwrite or not getattr(self._behind, "active", False):
+            publish(indices, encoded, costs_s, overwrite, count_races)
+            return
+        skips = self._behind.skips
+        for idx, buffers in zip(indices, encoded, strict=True):
+            if skips is None or not skips(idx):
+                self._writer.put(publish, idx, b"".join(buffers))
+
+    def flush(self) -> None:
+        """Wait until all that `serve` has loaded in this process is written; 60 seconds at most."""
+        self._writer.flush()
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    def stats(self) -> CacheStats:
+        """Return the current counts and sizes, summed over all processes. ``reserved_bytes`` are those taken on the disk."""
+        return dataclasses.replace(super().stats(), reserved_bytes=self._disk.used - BEGIN)
+
+    def close(self) -> None:
+        """Write what is to be written, and close the files in this process. They stay on the disk. Twice is fine."""
+        if "_writer" in self.__dict__:
+            self.flush()
+            if self._folder is not None:
+                self._folder.close()
+        self.__dict__.pop("_disk", None)
+        super().close()
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._options, self._capacity, self._segment, self._folder and self._folder.key
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        options, capacity, segment, key = state
+        folder = None
+        if key is not None:
+            try:
+                folder = Folder.reopen(options.disk, key)
+            except (OSError, DiskError) as error:
+                logger.warning("disk=%r is not used in this process: %s.", options.disk, str(error).rstrip("."))
+        self._assemble(options, capacity, segment, folder)
+
+
+def known_example(disk: str | os.PathLike[str], dataset_len: int, fingerprint: str | None) -> Any:
+    """Return a sample as a disk cache holds them; None where they vary in size; MISSING where there is no such cache."""
+    at = None
+    try:
+        at = os.open(disk, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        manifest = read_manifest(at)
+        if (manifest["identity"]["dataset_len"], manifest["fingerprint"]) != (dataset_len, fingerprint):
+            return MISSING
+        example = manifest["facts"]["example"]
+        return None if example is None else unpack_example(example)
+    except (OSError, ValueError, LookupError, TypeError, SegmentError):
+        return MISSING
+    finally:
+        if at is not None:
+            os.close(at)
+
+
+def _capacity(options: DiskOptions, limit: int) -> int:
+    """Return the bytes that the file of samples may have. Raises LimitError where that is less than one sample."""
+    capacity = max(0, limit - index_bytes(options.dataset_len))
+    least = BEGIN + SamplesFile.room(0 if options.structure is None else Rows(options.structure).nbytes)
+    if options.dataset_len and capacity < least:
+        raise LimitError(
+            f"disk_limit={options.limit!r} leaves {capacity} bytes after the index, which takes 16 for each sample; one sample "
+            f"needs {least}. Raise disk_limit."
+        )
+    return capacity
+
+
+def _affordable(options: DiskOptions, folder: Folder, limit: int, capacity: int) -> int:
+    """Return the capacity; or what the disk has room for if that is less, with a warning."""
+    if not folder.writable:
+        logger.warning("disk=%r is read-only: its samples are read, and no others are added.", options.disk)
+        return capacity
+    room = folder.free_bytes + os.fstat(folder.samples).st_size
+    if room < capacity:
+        logger.warning(
+            "disk_limit=%s is more than %r has room for: %s.", options.limit, options.disk, format_size(room + limit - capacity)
+        )
+    return min(capacity, room)
+
+
+def _open_control(options: DiskOptions, folder: Folder, capacity: int) -> Segment:
+    """Return the shared memory with the states of the samples of a folder, attached to or new."""
+    name = f"disk.{folder.key}"
+    identity: Identity = {"disk": folder.path, "dataset_len": options.dataset_len, "limit": str(options.limit)}
+    if folder.alone:  # what killed processes left behind is not newer than the index
+        with contextlib.suppress(OSError):
+            named.remove(named.find(name), dead=True)
+    descriptor = Descriptor(identity, {"dataset_len": options.dataset_len, "capacity": 0})
+    layout = Layout.for_sizes(claims.with_words(control_bytes(options.dataset_len), options.dataset_len), 0, descriptor.pack())
+
+    def new() -> tuple[Layout, Callable[[memoryview], None]]:
+        return layout, partial(_initialise, options, folder, capacity)
+
+    found = named.join(name, identity, False, new)
+    assert found is not None
+    return found[0]
+
+
+def _blank(options: DiskOptions) -> Segment:
+    """Return memory of this process and its children, for a cache that holds nothing."""
+    segment = Segment.create(claims.with_words(control_bytes(options.dataset_len), options.dataset_len), 0)
+    np.asarray(segment.control[: options.dataset_len]).fill(OOB)
+    return segment
+
+
+def _initialise(options: DiskOptions, folder: Folder, capacity: int, control: memoryview) -> None:
+    """Write the states and the places of samples into new shared memory."""
+    count, at = options.dataset_len, _words_at(options.dataset_len)
+    words = np.frombuffer(control, np.uint64, _WORDS_BYTES // 8, at)
+    offsets = np.frombuffer(control, np.uint64, count, at + _WORDS_BYTES)
+    sizes = np.frombuffer(control, np.uint64, count, at + _WORDS_BYTES + 8 * count)
+    words[_USED] = load_index(folder, offsets, sizes)
+    states = np.frombuffer(control, np.uint8, count)
+    states[:] = np.where(offsets > 0, SET, EMPTY)
+    if not folder.writable:
+        states[states == EMPTY] = OOB
+    elif options.structure is not None and count:
+        chosen = _resident(options, int(folder.facts["memory_slots"]), capacity)
+        states[(states == EMPTY) & ~chosen] = OOB
+
+
+def _resident(options: DiskOptions, memory_slots: int, capacity: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+    """Return which samples have room on the disk: first those behind the ones in memory, then these, in the same order."""
+    assert options.structure is not None
+    count = options.dataset_len
+    slots = min(count, (capacity - BEGIN) // SamplesFile.room(Rows(options.structure).nbytes))
+    indices = torch.arange(count)
+
+    def first(number: int) -> Tensor:
+        return residency(options.placement, count, min(count, number)).resident(indices)
+
+    chosen = first(memory_slots + slots) & ~first(memory_slots)
+    if memory_slots + slots > count:
+        chosen |= first(memory_slots + slots - count)
+    found: np.ndarray[Any, np.dtype[np.bool_]] = chosen.numpy()
+    return found

@@ -1,0 +1,147 @@
+"""Append samples to a file, find them by an index, and read them back under a checksum.
+
+NOTE [ The files ]
+    ``samples``    after 4 KiB of zeros, the bytes of samples, each at a multiple of 8 and followed by its checksum
+    ``index``      for each sample of the dataset two numbers of 64 bits: where its bytes are in ``samples``, and how many; both
+                   are 0 if it is not there
+
+    A checksum is the XXH3-64 of the bytes, with the key of the folder plus the index of the sample as its seed. So bytes of
+    another sample, of an older folder or of nothing do not pass, whatever the index says. Nothing is ever synchronised with the
+    disk: after a power cut any part of both files may be missing, and what is missing or torn is a miss.
+
+    Room is taken under a lock, by raising a number in shared memory. The next run, which has no such number any more, begins
+    behind everything that the index or the size of the file speaks of.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from stocache.disk.folder import Folder
+from stocache.shm.segment import MOST_BUFFERS
+
+BEGIN = 4096
+"""The offset of the first sample: 0 means that there is none."""
+
+_MASK = (1 << 64) - 1
+CHECKSUM_BYTES = 8
+_ENTRY = 16  # bytes of the index for each sample
+_CHUNK = 1 << 20  # entries of the index that are read at a time
+
+_hash = xxhash.xxh3_64_intdigest
+
+
+class SamplesFile:
+    """The two files of a folder; see NOTE [ The files ].
+
+    Args:
+        offsets, sizes: of the samples, in shared memory.
+    """
+
+    def __init__(self, folder: Folder, offsets: memoryview, sizes: memoryview) -> None:
+        self._index, self._samples, self._seed = folder.index, folder.samples, folder.seed
+        self.offsets, self.sizes = offsets, sizes
+
+    @staticmethod
+    def room(nbytes: int) -> int:
+        """Return the bytes that a sample of ``nbytes`` bytes takes in the file."""
+        return (nbytes + 7 & ~7) + CHECKSUM_BYTES
+
+    def read(self, idx: int) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+        """Return the bytes of a sample in new memory; None where they are not what was written. Raises OSError."""
+        nbytes = self.sizes[idx]
+        data = np.empty(self.room(nbytes), np.uint8)
+        if os.preadv(self._samples, [data], self.offsets[idx]) != len(data):  # type: ignore[list-item]
+            return None
+        rest = memoryview(data)  # type: ignore[arg-type]
+        found = int.from_bytes(rest[-CHECKSUM_BYTES:], "little")
+        return data if _hash(rest[:-CHECKSUM_BYTES], self._seed + idx & _MASK) == found else None
+
+    def read_into(self, idx: int, buffers: Sequence[Any], trailer: bytearray) -> bool:
+        """Read a sample into ``buffers``, which are contiguous and together as large as it. Return False where it is damaged.
+
+        ``trailer``: memory for what follows the sample, for several calls. Raises OSError.
+        """
+        nbytes = self.sizes[idx]
+        rest = self.room(nbytes) - nbytes
+        end = memoryview(trailer)[:rest]
+        if os.preadv(self._samples, [*buffers, end], self.offsets[idx]) != nbytes + rest:
+            return False
+        digest = xxhash.xxh3_64(seed=self._seed + idx & _MASK)
+        for buffer in buffers:
+            digest.update(buffer)
+        digest.update(end[:-CHECKSUM_BYTES])
+        return digest.intdigest() == int.from_bytes(end[-CHECKSUM_BYTES:], "little")
+
+    def read_ahead(self, idx: int) -> None:
+        """Have the kernel read a sample into the page cache."""
+        os.posix_fadvise(self._samples, self.offsets[idx], self.room(self.sizes[idx]), os.POSIX_FADV_WILLNEED)
+
+    def pack(self, idx: int, buffers: Sequence[Any]) -> tuple[list[Any], int]:
+        """Return what is written for a sample, and its bytes in all."""
+        digest = xxhash.xxh3_64(seed=self._seed + idx & _MASK)
+        nbytes = 0
+        for buffer in buffers:
+            digest.update(buffer)
+            nbytes += memoryview(buffer).nbytes
+        padding = bytes(-nbytes & 7)
+        digest.update(padding)
+        return [*buffers, padding + digest.intdigest().to_bytes(CHECKSUM_BYTES, "little")], self.room(nbytes)
+
+    def write(self, at: int, buffers: list[Any]) -> None:
+        """Write packed samples, which lie one behind the other. Raises OSError."""
+        for begin in range(0, len(buffers), MOST_BUFFERS):
+            part = buffers[begin : begin + MOST_BUFFERS]
+            nbytes = sum(memoryview(buffer).nbytes for buffer in part)
+            written = os.pwritev(self._samples, part, at)
+            if written != nbytes:  # the disk is full, or a signal came
+                data = memoryview(b"".join(part))
+                while written < nbytes:
+                    written += os.pwrite(self._samples, data[written:], at + written)
+            at += nbytes
+
+    def enter(self, idx: int, at: int, nbytes: int) -> None:
+        """Enter a written sample of ``nbytes`` bytes into the index. Raises OSError."""
+        os.pwrite(self._index, at.to_bytes(8, "little") + nbytes.to_bytes(8, "little"), idx * _ENTRY)
+        self.offsets[idx], self.sizes[idx] = at, nbytes
+
+    def drop_pages(self, at: int, nbytes: int) -> None:
+        """Have the kernel write a range to the disk, and drop the pages of it that are there."""
+        os.posix_fadvise(self._samples, at, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def clear(self) -> None:
+        """Forget all samples, and give their room back to the disk. Raises OSError."""
+        for numbers in (self.offsets, self.sizes):
+            np.frombuffer(numbers, np.uint64).fill(0)
+        os.ftruncate(self._index, 0)
+        os.ftruncate(self._samples, 0)
+
+
+def index_bytes(dataset_len: int) -> int:
+    """Return the bytes that the index of so many samples takes on the disk."""
+    return _ENTRY * dataset_len
+
+
+def load_index(
+    folder: Folder, offsets: "np.ndarray[Any, np.dtype[np.uint64]]", sizes: "np.ndarray[Any, np.dtype[np.uint64]]"
+) -> int:
+    """Read the index into shared memory. Return where the next sample can be written.
+
+    Entries that cannot be true are left out, those that are not true are found when a sample is read.
+    """
+    size = os.fstat(folder.samples).st_size
+    end = max(BEGIN, size)
+    for first in range(0, len(offsets), _CHUNK):
+        last = min(first + _CHUNK, len(offsets))
+        data = os.pread(folder.index, (last - first) * _ENTRY, first * _ENTRY)
+        entries = np.frombuffer(data[: len(data) // _ENTRY * _ENTRY], "<u8").reshape(-1, 2)
+        at, nbytes = entries[:, 0], entries[:, 1]
+        room = (nbytes + np.uint64(7) & ~np.uint64(7)) + np.uint64(CHECKSUM_BYTES)
+        true = (at >= BEGIN) & (at <= size) & (nbytes <= size) & (at + room <= size)
+        part = slice(first, first + len(entries))
+        offsets[part] = np.where(true, at, 0)
+        sizes[part] = np.where(true, nbytes, 0)
+    return -(-end // 8) * 8
