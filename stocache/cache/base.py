@@ -533,6 +533,14 @@ class SampleCache:
         """Whether sample ``idx`` is not cached, and can be. A process without a counter row cannot: all are taken."""
         return self._states[idx] == EMPTY and self._segment.holder > 0 and not self._store.refused(idx)
 
+    def holds(self, idx: int) -> bool:
+        """Whether sample ``idx`` is cached."""
+        return self._states[idx] == SET
+
+    def keeps(self, idx: int) -> bool:
+        """Whether sample ``idx`` is cached, or can be."""
+        return self.holds(idx) or self.fillable(idx)
+
     def peek(self, idx: int) -> Any:
         """Return a copy of sample ``idx`` if it is set, else MISSING. Do not count it."""
         return self._load(self._slot(idx), True) if self.set_among(np.array([idx]))[0] else MISSING

@@ -205,7 +205,9 @@ class CachedDataset(Dataset[Any]):
 
     def _tiered(self, load_many: Callable[[list[int]], Iterable[Any]]) -> Callable[[list[int]], Iterable[Any]]:
         """Return a function that loads from the disk what is there, and the rest with ``load_many``."""
-        return load_many if self.disk_cache is None else partial(self.disk_cache.serve, load_many, self.cache.fillable)
+        if self.disk_cache is None:
+            return load_many
+        return partial(self.disk_cache.serve, load_many, self.cache.holds if self.cache.revises else self.cache.keeps)
 
     def _load_one(self, idx: int) -> Any:
         if self.disk_cache is None:

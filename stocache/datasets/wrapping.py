@@ -131,7 +131,7 @@ class _Wrapper:
         disk = self._open_disk(cache, split)
         if disk is not None and self._unit is None:
             disk.get_or_load_many(list(probe.samples), lambda indices: [probe.samples[idx] for idx in indices], strict=False)
-        return Wrapped(cache, probe, split, self._plan, self._make_loader(cache, split, probe), disk)
+        return Wrapped(cache, probe, split, self._plan, self._make_loader(cache, split, probe, disk), disk)
 
     def _wanted(self) -> str | None:
         """Return where the samples of an earlier run were cut; None if there are none."""
@@ -194,7 +194,7 @@ class _Wrapper:
         return Probe()
 
     def _make_loader(
-        self, cache: SharedCache | RaggedCache, split: Split | None, probe: Probe
+        self, cache: SharedCache | RaggedCache, split: Split | None, probe: Probe, disk: DiskCache | None
     ) -> SampleLoader | BlockLoader | Split:
         if self._unit is None:
             return split if split is not None and split.has_rest else SampleLoader(self._dataset)
@@ -203,7 +203,7 @@ class _Wrapper:
         if cache.stats().capacity_bytes and nothing:
             size = self._options.size_limit_gib
             logger.warning("size_limit_gib=%s is less than a block of the storage: nothing is cached.", size)
-        return BlockLoader(self._dataset, cache, chosen)
+        return BlockLoader(self._dataset, cache, chosen, disk)
 
 
 def check_dataset(dataset: Any) -> int:

@@ -207,17 +207,24 @@ class DiskStore:
         assert isinstance(self._form, Rows)
         if self.file is None:
             return [False] * len(indices)
-        self.read_ahead(indices)
-        found, trailer = [], bytearray(16)
-        for idx, buffers in zip(indices, self._form.buffers(items, rows), strict=True):
-            at, there = self._place(idx), False
-            if self.file.sizes[idx] == self._form.nbytes:
-                with contextlib.suppress(OSError):
-                    there = self.file.read_into(idx, buffers, trailer)
-            if not there:
+        file, nbytes, trailer, buffers = self.file, self._form.nbytes, bytearray(16), self._form.buffers(items, rows)
+
+        def read(number: int, wait: bool) -> bool | None:
+            idx = indices[number]
+            at = file.offsets[idx]
+            there: bool | None = False
+            with contextlib.suppress(OSError):
+                there = file.sizes[idx] == nbytes and file.read_into(idx, buffers[number], trailer, wait)
+            if there is False:
                 self.lose(idx, at)
-            found.append(there)
-        return found
+            return there
+
+        found = [read(number, wait=False) for number in range(len(indices))]
+        waiting = [number for number, there in enumerate(found) if there is None]
+        self.read_ahead([indices[number] for number in waiting])  # all at the same time
+        for number in waiting:
+            found[number] = read(number, wait=True)
+        return list(map(bool, found))
 
     def _place(self, idx: int) -> int:
         return self.file.offsets[idx] if self.file is not None else 0
@@ -249,7 +256,11 @@ class DiskStore:
     def amounts(self, filled: int) -> dict[str, int]:
         """See `SampleStore`."""
         slots = len(self._states) - int(np.count_nonzero(np.asarray(self._states) == OOB))
-        return {"slots": slots, "slot_bytes": (self.used - BEGIN) // max(1, filled), "capacity_bytes": max(0, self._capacity - BEGIN)}
+        return {
+            "slots": slots,
+            "slot_bytes": (self.used - BEGIN) // max(1, filled),
+            "capacity_bytes": max(0, self._capacity - BEGIN),
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,7 +380,7 @@ class DiskCache(ListCache):
         self._rows = form if isinstance(form, Rows) and form.fills_batches else None
         listed = options.structure is None
         self._disk = store = DiskStore(segment, options.dataset_len, folder, form, capacity, listed)
-        self._writer = BehindWriter(store)
+        self._writer = BehindWriter()
         self._behind = threading.local()
         self._share(
             segment, options.dataset_len, store, Claims(segment, options.dataset_len),
@@ -412,17 +423,17 @@ class DiskCache(ListCache):
     ) -> list[Any]:
         """Return the samples ``indices``: those that are here, and what ``load`` returns for the others.
 
-        These are written behind the caller, by a thread. Those that are ``kept`` elsewhere are written only if all samples
-        have room.
+        These are written behind the caller, by a thread. Those that are ``kept`` elsewhere by then are written only if all
+        samples have room.
         """
         taken: set[int] = set()
-        self._behind.skips = None if self.holds_all() else kept
+        has_room = self.holds_all()
         try:
             self.claim_to_load(list(indices), taken)
-            self._behind.active = True
+            self._behind.wanted = lambda idx: has_room or not kept(idx)
             return self.get_or_load_many(indices, load, strict=False, claimed=taken)
         finally:
-            self._behind.active = False
+            self._behind.wanted = None
             self._writer.then(partial(self.end_loading, taken))
 
     def _publish(
@@ -433,14 +444,15 @@ class DiskCache(ListCache):
         overwrite: bool = False,
         count_races: bool = True,
     ) -> None:
-        publish = super()._publish
-        if overwrite or not getattr(self._behind, "active", False):
+        publish, wanted = super()._publish, getattr(self._behind, "wanted", None)
+        if wanted is None or overwrite:
             publish(indices, encoded, costs_s, overwrite, count_races)
-            return
-        skips = self._behind.skips
-        for idx, buffers in zip(indices, encoded, strict=True):
-            if skips is None or not skips(idx):
-                self._writer.put(publish, idx, b"".join(buffers))
+        elif not count_races:  # a block, which others may be waiting for
+            rows = [row for row, idx in enumerate(indices) if wanted(idx)]
+            publish([indices[row] for row in rows], [encoded[row] for row in rows], [None] * len(rows), False, False)
+        else:
+            for idx, buffers in zip(indices, encoded, strict=True):
+                self._writer.put(publish, wanted, idx, b"".join(buffers))
 
     def flush(self) -> None:
         """Wait until all that `serve` has loaded in this process is written; 60 seconds at most."""

@@ -13,6 +13,7 @@ NOTE [ The files ]
     behind everything that the index or the size of the file speaks of.
 """
 
+import errno
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,8 @@ _MASK = (1 << 64) - 1
 CHECKSUM_BYTES = 8
 _ENTRY = 16  # bytes of the index for each sample
 _CHUNK = 1 << 20  # entries of the index that are read at a time
+
+_NOT_NOW = {errno.EAGAIN, errno.EOPNOTSUPP}  # some file systems cannot tell what the page cache has
 
 _hash = xxhash.xxh3_64_intdigest
 
@@ -60,16 +63,28 @@ class SamplesFile:
         found = int.from_bytes(rest[-CHECKSUM_BYTES:], "little")
         return data if _hash(rest[:-CHECKSUM_BYTES], self._seed + idx & _MASK) == found else None
 
-    def read_into(self, idx: int, buffers: Sequence[Any], trailer: bytearray) -> bool:
+    def read_into(self, idx: int, buffers: Sequence[Any], trailer: bytearray, wait: bool) -> bool | None:
         """Read a sample into ``buffers``, which are contiguous and together as large as it. Return False where it is damaged.
 
-        ``trailer``: memory for what follows the sample, for several calls. Raises OSError.
+        Args:
+            idx: of the sample.
+            buffers: memory for it.
+            trailer: memory for what follows it, for several calls.
+            wait: False returns None where the page cache does not have all of the sample.
+
+        Raises OSError.
         """
         nbytes = self.sizes[idx]
         rest = self.room(nbytes) - nbytes
         end = memoryview(trailer)[:rest]
-        if os.preadv(self._samples, [*buffers, end], self.offsets[idx]) != nbytes + rest:
-            return False
+        try:
+            count = os.preadv(self._samples, [*buffers, end], self.offsets[idx], 0 if wait else os.RWF_NOWAIT)
+        except OSError as error:
+            if not wait and error.errno in _NOT_NOW:
+                return None
+            raise
+        if count != nbytes + rest:
+            return None if not wait else False
         digest = xxhash.xxh3_64(seed=self._seed + idx & _MASK)
         for buffer in buffers:
             digest.update(buffer)

@@ -3,19 +3,27 @@
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 logger = logging.getLogger("stocache")
 
 _MOST_BYTES = 64 << 20  # that wait to be written
 _TOGETHER = 128  # samples that are written together
+_ENOUGH_BYTES = 4 << 20  # are written at once; fewer wait for others
+_REST_S = 0.02
+_IDLE_S = 0.2  # after which the thread ends
 _LONGEST_S = 60.0  # to wait for a disk that does not take what is written
-_DROP_EVERY = 32 << 20  # bytes, after which the pages that were written are dropped
 
 _Publish = Callable[[list[int], list[Any], list[None]], None]
+
+
+class _Sample(NamedTuple):
+    publish: _Publish
+    wanted: Callable[[int], bool]
+    idx: int
+    data: bytes
 
 
 class BehindWriter:
@@ -24,76 +32,98 @@ class BehindWriter:
     It is not a daemon: so a process that ends has written everything.
     """
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
+    def __init__(self) -> None:
         self._begin()
 
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._changed = threading.Condition()
-        self._tasks: deque[tuple[_Publish | None, int, Any]] = deque()
-        self._bytes = 0
+        self._tasks: deque[_Sample | Callable[[], None]] = deque()
+        self._bytes = self._flushing = 0
+        self._is_writing = False
         self._thread: threading.Thread | None = None
 
-    def put(self, publish: _Publish, idx: int, data: bytes) -> None:
-        """Have ``publish`` called with a sample. Wait if too much is waiting already; do without it if the disk hangs."""
+    def put(self, publish: _Publish, wanted: Callable[[int], bool], idx: int, data: bytes) -> None:
+        """Have ``publish`` called with a sample if it is ``wanted`` then. Wait if too much is waiting already.
+
+        A disk that takes nothing for 60 seconds does without the sample.
+        """
         self._enter_process()
-        deadline = time.monotonic() + _LONGEST_S
         with self._changed:
-            while self._bytes > _MOST_BYTES and time.monotonic() < deadline:
-                self._changed.wait(1.0)
-            if self._bytes <= _MOST_BYTES:
-                self._add(publish, idx, data)
+            if self._changed.wait_for(lambda: self._bytes <= _MOST_BYTES, _LONGEST_S):
+                self._bytes += len(data)
+                self._add(_Sample(publish, wanted, idx, data))
 
     def then(self, act: Callable[[], None]) -> None:
         """Have ``act`` called after all that was put before."""
         self._enter_process()
         with self._changed:
-            if self._tasks or self._thread is not None:
-                self._add(None, 0, act)
+            if self._tasks or self._is_writing:
+                self._add(act)
                 return
         act()
 
     def flush(self) -> None:
         """Wait until everything is written; 60 seconds at most."""
         self._enter_process()
-        deadline = time.monotonic() + _LONGEST_S
         with self._changed:
-            while self._thread is not None and time.monotonic() < deadline and self._thread is not threading.current_thread():
-                self._changed.wait(1.0)
+            if self._thread is threading.current_thread():
+                return
+            self._flushing += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._tasks and not self._is_writing, _LONGEST_S)
+            self._flushing -= 1
 
     def _enter_process(self) -> None:
         if self._pid != os.getpid():  # a forked child: what its parent has to write is not for it to write
             self._begin()
 
-    def _add(self, publish: _Publish | None, idx: int, data: Any) -> None:
-        self._tasks.append((publish, idx, data))
-        self._bytes += len(data) if publish is not None else 0
+    def _add(self, task: _Sample | Callable[[], None]) -> None:
+        self._tasks.append(task)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="stocache writes to disk")
             self._thread.start()
+        elif self._bytes >= _ENOUGH_BYTES:
+            self._changed.notify_all()
 
     def _run(self) -> None:
-        while batch := self._next():
-            publish = batch[0][0]
+        while self._wait():
+            samples, act = self._take()
             try:
-                if publish is None:
-                    batch[0][2]()
-                else:
-                    publish([idx for _, idx, _ in batch], [[data] for _, _, data in batch], [None] * len(batch))
+                if samples:
+                    _publish(samples)
+                if act is not None:
+                    act()
             except Exception as error:  # the next ones may go well; a sample that is missing is loaded again
                 logger.debug("not written: %s", error)
             with self._changed:
-                self._bytes -= sum(len(data) for publish, _, data in batch if publish is not None)
+                self._is_writing = False
+                self._bytes -= sum(len(sample.data) for sample in samples)
                 self._changed.notify_all()
 
-    def _next(self) -> list[tuple[_Publish | None, int, Any]]:
-        """Return samples to write together, or one other task; nothing if there is nothing more to do."""
+    def _wait(self) -> bool:
+        """Wait for tasks, and for others that may come with them. Return False if none came for a while."""
         with self._changed:
-            batch: list[tuple[_Publish | None, int, Any]] = []
-            while self._tasks and len(batch) < _TOGETHER and (not batch or (batch[0][0] and self._tasks[0][0])):
-                batch.append(self._tasks.popleft())
-            if not batch:
+            if not self._changed.wait_for(lambda: bool(self._tasks), 0.0 if self._flushing else _IDLE_S):
                 self._thread = None
-                self._changed.notify_all()
-            return batch
+                return False
+            self._changed.wait_for(lambda: self._bytes >= _ENOUGH_BYTES or self._flushing, _REST_S)
+            self._is_writing = True
+            return True
+
+    def _take(self) -> tuple[list[_Sample], Callable[[], None] | None]:
+        """Take samples to write together, and what is to be called after them."""
+        samples = list[_Sample]()
+        with self._changed:
+            while self._tasks and len(samples) < _TOGETHER:
+                task = self._tasks.popleft()
+                if not isinstance(task, _Sample):
+                    return samples, task
+                samples.append(task)
+        return samples, None
+
+
+def _publish(samples: list[_Sample]) -> None:
+    wanted = [sample for sample in samples if sample.wanted(sample.idx)]
+    if wanted:
+        samples[0].publish([sample.idx for sample in wanted], [[sample.data] for sample in wanted], [None] * len(wanted))
