@@ -41,11 +41,10 @@ from stocache.loader.torch_iterators import DatasetKind, QuickIterator
 from stocache.loader.worker_state import StatefulMap
 from stocache.threads.crew import Crew, RaisedError, Stopped, Worker, first_error, graph_lock, wrap_error
 from stocache.threads.info import Generators
-from stocache.threads.workers import WorkerThreads, stop_all, wait_for
+from stocache.threads.workers import Task, WorkerThreads, stop_all, wait_for
 
 _RUN_S = 0.002  # a run of samples takes about as long
 _FIRST_RUNS = 8  # for each thread, of a batch whose samples' cost is not known
-_LOADS, _GATHERS = range(2)  # priorities
 _PATIENCE_S = 5.0  # for running tasks, when the workers are shut down
 _CHECK_S = 1.0  # the loop looks so often whether threads can still answer
 
@@ -182,16 +181,16 @@ class ThreadMaker:
 
     # ------------------------------------------------------------------------------------------------ runs of samples
 
-    def submit(self, batch: Batch, put: Callable[[Any, int], None]) -> bool:
+    def submit(self, batch: Batch, put: Callable[[Task], None]) -> bool:
         """Put the tasks that make a batch. Return False if it is wholly cached, and is to be gathered with others."""
         if self.is_bound:
-            put(partial(self._fetch, batch), _LOADS)
+            put(partial(self._fetch, batch))
             return True
         index = batch.index = batch.request.answer()
         rows = list(range(len(_indices_of(index)))) if self._batched else [0]
         batch.samples = [_NOT_MADE] * len(rows)
         if self._batched and self._way is None:
-            put(partial(self._load_batch, batch, index), _LOADS)
+            put(partial(self._load_batch, batch, index))
             return True
         if self._batched and self._way is LazyBatch:
             try:
@@ -212,7 +211,7 @@ class ThreadMaker:
         runs = [rows[at : at + length] for at in range(0, len(rows), length)] or [[]]
         batch.runs_left = len(runs)
         for run in runs:
-            put(partial(self._load_run, batch, index, run), _LOADS)
+            put(partial(self._load_run, batch, index, run))
         return True
 
     def _run_length(self, count: int) -> int:
@@ -373,8 +372,9 @@ class ThreadIterator(QuickIterator):
         # One thread makes all batches where samples are made one at a time. With more, a sample that waits for its random
         # numbers could hold what an earlier one needs; and collating, which calls hooks of ``sample_seed``, could meet a sample
         pools = [1] * count if self._is_bound or self._in_turn else [count]
+        cores = len(os.sched_getaffinity(0))  # on which to gather: more threads would only take the GIL from each other
         self._threads = [
-            WorkerThreads(size, partial(_begin, crew, first), crew.end, priorities=2) for first, size in enumerate(pools)
+            WorkerThreads(size, partial(_begin, crew, first), crew.end, most_others=cores) for first, size in enumerate(pools)
         ]
         crew.stopped = self._threads[0].stopped
         self._reset(loader, first_iter=True)
@@ -451,7 +451,7 @@ class ThreadIterator(QuickIterator):
 
     def _put_group(self) -> None:
         if self._group.batches:
-            self._threads[-1].put(partial(self._maker.gather, self._group), _GATHERS)
+            self._threads[-1].put(partial(self._maker.gather, self._group), urgent=False)
             self._group = Group()
 
     def _next_data(self) -> Any:

@@ -6,12 +6,14 @@ NOTE [ Threads that end ]
     the queue is made of deques and a SimpleQueue, whose ``put`` may interrupt itself. For the end of a program, see daemons.py.
 """
 
+import contextlib
 import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -25,15 +27,17 @@ Task = Callable[[int], None]
 
 
 class _Tasks:
-    """The tasks that threads are to run: those of the lower priority number first, and each kind in order."""
+    """The tasks that threads are to run: the urgent ones first, and each kind in order."""
 
-    def __init__(self, count: int, priorities: int) -> None:
+    def __init__(self, count: int, most_others: int | None) -> None:
         self.count, self.stopped = count, False
-        self._queues: tuple[deque[Task], ...] = tuple(deque() for _ in range(priorities))
+        self._urgent: deque[Task] = deque()
+        self._others: deque[Task] = deque()
+        self._permits = deque([None] * (count if most_others is None else most_others))  # to run one of the others
         self._tokens: SimpleQueue[None] = SimpleQueue()  # one for each task, and one for each thread to end
 
-    def put(self, task: Task, priority: int) -> None:
-        self._queues[priority].append(task)
+    def put(self, task: Task, urgent: bool) -> None:
+        (self._urgent if urgent else self._others).append(task)
         self._tokens.put(None)
 
     def take(self) -> Task | None:
@@ -42,15 +46,29 @@ class _Tasks:
             self._tokens.get()
             if self.stopped:
                 return None
-            for queue in self._queues:
+            with contextlib.suppress(IndexError):
+                return self._urgent.popleft()
+            with contextlib.suppress(IndexError):
+                self._permits.pop()
                 try:
-                    return queue.popleft()
+                    return partial(self._run_other, self._others.popleft())
                 except IndexError:
-                    continue
+                    self._release()
+
+    def _run_other(self, task: Task, number: int) -> None:
+        try:
+            task(number)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._permits.append(None)
+        if self._others:  # the thread that had its token may have found no permit
+            self._tokens.put(None)
 
     def drop(self) -> None:
-        for queue in self._queues:
-            queue.clear()
+        self._urgent.clear()
+        self._others.clear()
 
     def stop(self) -> None:
         self.stopped = True
@@ -65,15 +83,17 @@ class WorkerThreads:
     Args:
         count: number of threads.
         begin, end: called in each thread with its number, before its first task and after its last. They must not raise.
-        priorities: how many kinds of tasks there are.
+        most_others: how many tasks that are not urgent may run at a time. By default as many as there are threads.
         name: of the threads.
 
     Raises:
         WorkerError: a thread cannot be started.
     """
 
-    def __init__(self, count: int, begin: Task, end: Task, priorities: int = 1, name: str = "stocache worker") -> None:
-        self._tasks, self.pid = _Tasks(count, priorities), os.getpid()
+    def __init__(
+        self, count: int, begin: Task, end: Task, most_others: int | None = None, name: str = "stocache worker"
+    ) -> None:
+        self._tasks, self.pid = _Tasks(count, most_others), os.getpid()
         self._threads: list[threading.Thread] = []
         began: SimpleQueue[None] = SimpleQueue()
         intra_op = torch.get_num_threads()
@@ -90,9 +110,9 @@ class WorkerThreads:
             torch.set_num_threads(intra_op)  # a worker has set 1 for itself, and for threads that begin later
         weakref.finalize(self, self._tasks.stop).atexit = False
 
-    def put(self, task: Task, priority: int = 0) -> None:
+    def put(self, task: Task, urgent: bool = True) -> None:
         """Have a thread run a task."""
-        self._tasks.put(task, priority)
+        self._tasks.put(task, urgent)
 
     def drop(self) -> None:
         """Drop all tasks that have not begun."""

@@ -108,6 +108,14 @@ def holdings() -> dict[str, object]:
     }
 
 
+def settled(before: dict[str, object]) -> dict[str, object]:
+    """Return what this process holds, when that is what it held before; else after a while. Threads may be ending."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (now := holdings()) != before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return now
+
+
 def is_open(fd: str) -> bool:
     """Whether a descriptor that was listed is still there: the directory's own is not."""
     return os.path.islink(f"/proc/self/fd/{fd}")
@@ -125,5 +133,5 @@ def leaves_no_trace(request: pytest.FixtureRequest):
         if thread.name == "QueueFeederThread":
             thread.join(20)
     if not request.node.get_closest_marker("leaves_descriptors"):
-        assert holdings() == before
+        assert settled(before) == before
     assert not names_that_stay(names)
