@@ -19,7 +19,8 @@ NOTE [ Nested loads ]
     Loading a sample may need other samples: A needs B, and in another process B needs A. Each process has claimed its own one
     and would wait for the other's. So a thread that loads a sample under a claim does not wait for claims of samples: it loads
     them at once, though another process may be loading them too. The same holds for a sample that its own load asks for. Within
-    the load of a sample a thread waits for claims of blocks only, and within the load of a block it does not wait.
+    the load of a sample a thread waits for claims of blocks only, and within the load of a block it does not wait. A cache on a
+    disk, which a cache in memory asks for its misses, may be waited for: who has claimed a sample there waits for no other.
 """
 
 import contextlib
@@ -568,6 +569,15 @@ class SampleCache:
         outer, _loading.samples = _loading.samples, True
         try:
             return list(load(indices))
+        finally:
+            _loading.samples = outer
+
+    @contextlib.contextmanager
+    def free_to_wait(self) -> Iterator[None]:
+        """Let this thread wait for samples, although it loads those of another cache. See NOTE [ Nested loads ]."""
+        outer, _loading.samples = _loading.samples, False
+        try:
+            yield
         finally:
             _loading.samples = outer
 

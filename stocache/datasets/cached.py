@@ -207,7 +207,10 @@ class CachedDataset(Dataset[Any]):
         """Return a function that loads from the disk what is there, and the rest with ``load_many``."""
         if self.disk_cache is None:
             return load_many
-        return partial(self.disk_cache.serve, load_many, self.cache.holds if self.cache.revises else self.cache.keeps)
+        if not self.cache.revises:
+            return partial(self.disk_cache.serve, load_many, self.cache.keeps)
+        serve = partial(self.disk_cache.serve, load_many, self.cache.holds)
+        return lambda indices: (serve([idx])[0] for idx in indices)  # each is timed by itself
 
     def _load_one(self, idx: int) -> Any:
         if self.disk_cache is None:
@@ -480,6 +483,7 @@ class CachedDataset(Dataset[Any]):
 
     def _fill_disk(self, disk: DiskCache, batch: list[int]) -> None:
         """Write to the disk what is not there yet: of the memory, or else of the dataset."""
+        disk.flush()
         empty = [idx for idx in batch if disk.aux_array[idx] == SlotState.EMPTY]
         load = partial(self.cache.get_or_load_many, load=self._loader.load_many, strict=False)
         disk.get_or_load_many(empty, load, strict=False)

@@ -36,6 +36,7 @@ logger = logging.getLogger("stocache")
 
 _WORDS_BYTES = 64
 _USED, _FULL = 0, 1  # words: where the next sample can be written; whether the disk has refused one
+_ENOUGH = 16  # samples, to tell the bytes of the others
 _LOCK = 1  # of the owner's locks; 0 is that of the claims
 
 _Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -159,11 +160,11 @@ class DiskStore:
         return not self._writable or self._words[_FULL] != 0
 
     def has_room_for(self, states: "np.ndarray[Any, np.dtype[np.uint8]]") -> bool:
-        """Whether all samples that are EMPTY will have room, with a quarter to spare."""
+        """Whether all samples that are EMPTY will have room, with a quarter to spare; or too few are here to tell."""
         if not self._listed:
             return True
         empty, filled = (int(np.count_nonzero(states == state)) for state in (EMPTY, SET))
-        return filled > 0 and 1.25 * empty * (self.used - BEGIN) / filled <= self._capacity - self.used
+        return filled < _ENOUGH or 1.25 * empty * (self.used - BEGIN) / filled <= self._capacity - self.used
 
     def has_room(self, encoded: Collection[Any]) -> bool:
         """Whether all of these samples fit."""
@@ -424,17 +425,25 @@ class DiskCache(ListCache):
         """Return the samples ``indices``: those that are here, and what ``load`` returns for the others.
 
         These are written behind the caller, by a thread. Those that are ``kept`` elsewhere by then are written only if all
-        samples have room.
+        samples have room. A sample that another thread or process has claimed is waited for, but only after all claims of this
+        thread were handed to its writer: so no two wait for each other.
         """
-        taken: set[int] = set()
-        has_room = self.holds_all()
+        taken, samples, has_room = set[int](), dict[int, Any](), self.holds_all()
+        load_claimed, outer = partial(self.loading, load=load), getattr(self._behind, "wanted", None)
         try:
             self.claim_to_load(list(indices), taken)
+            others = {idx for idx in indices if idx not in taken and self.fillable(idx)}
+            ours = list(dict.fromkeys(idx for idx in indices if idx not in others))
             self._behind.wanted = lambda idx: has_room or not kept(idx)
-            return self.get_or_load_many(indices, load, strict=False, claimed=taken)
+            samples.update(zip(ours, self.get_or_load_many(ours, load_claimed, strict=False, claimed=taken), strict=True))
         finally:
-            self._behind.wanted = None
+            self._behind.wanted = outer
             self._writer.then(partial(self.end_loading, taken))
+        # Within the load of another sample this thread does not wait
+        with self.free_to_wait() if outer is None else contextlib.nullcontext():
+            for idx in others:
+                samples[idx] = self.get_or_load(idx, lambda idx: next(iter(load_claimed([idx]))), strict=False)
+        return [samples[idx] for idx in indices]
 
     def _publish(
         self,

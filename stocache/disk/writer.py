@@ -1,10 +1,18 @@
-"""Write samples behind the process that loaded them: in a thread, within a bound of memory."""
+"""Write samples behind the process that loaded them: in a thread, within a bound of memory.
+
+NOTE [ Writing at exit ]
+    A process writes what it has before it ends, a worker of a DataLoader as well. Such a worker closes its shared memory before
+    Python waits for threads; so the threads are daemons, and a finalizer of multiprocessing, which runs before that, waits for
+    them. A disk that hangs is waited for 60 seconds.
+"""
 
 import logging
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
+from multiprocessing import util
 from typing import Any, NamedTuple
 
 logger = logging.getLogger("stocache")
@@ -12,7 +20,7 @@ logger = logging.getLogger("stocache")
 _MOST_BYTES = 64 << 20  # that wait to be written
 _TOGETHER = 128  # samples that are written together
 _ENOUGH_BYTES = 4 << 20  # are written at once; fewer wait for others
-_REST_S = 0.02
+_REST_S = 0.002
 _IDLE_S = 0.2  # after which the thread ends
 _LONGEST_S = 60.0  # to wait for a disk that does not take what is written
 
@@ -29,7 +37,7 @@ class _Sample(NamedTuple):
 class BehindWriter:
     """Publishes samples in a thread, in the order in which they come. The thread ends when there is nothing to write.
 
-    It is not a daemon: so a process that ends has written everything.
+    See NOTE [ Writing at exit ].
     """
 
     def __init__(self) -> None:
@@ -42,6 +50,9 @@ class BehindWriter:
         self._bytes = self._flushing = 0
         self._is_writing = False
         self._thread: threading.Thread | None = None
+        if not _writers:
+            util.Finalize(None, _flush_all, exitpriority=0)
+        _writers.add(self)
 
     def put(self, publish: _Publish, wanted: Callable[[int], bool], idx: int, data: bytes) -> None:
         """Have ``publish`` called with a sample if it is ``wanted`` then. Wait if too much is waiting already.
@@ -76,54 +87,65 @@ class BehindWriter:
 
     def _enter_process(self) -> None:
         if self._pid != os.getpid():  # a forked child: what its parent has to write is not for it to write
+            _writers.clear()
             self._begin()
 
     def _add(self, task: _Sample | Callable[[], None]) -> None:
         self._tasks.append(task)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="stocache writes to disk")
+            self._thread = threading.Thread(target=self._run, name="stocache writes to disk", daemon=True)
             self._thread.start()
         elif self._bytes >= _ENOUGH_BYTES:
             self._changed.notify_all()
 
     def _run(self) -> None:
         while self._wait():
-            samples, act = self._take()
+            samples, acts = self._take()
             try:
-                if samples:
-                    _publish(samples)
-                if act is not None:
-                    act()
+                _publish(samples)
             except Exception as error:  # the next ones may go well; a sample that is missing is loaded again
                 logger.debug("not written: %s", error)
+            for act in acts:
+                act()
             with self._changed:
                 self._is_writing = False
                 self._bytes -= sum(len(sample.data) for sample in samples)
                 self._changed.notify_all()
 
     def _wait(self) -> bool:
-        """Wait for tasks, and for others that may come with them. Return False if none came for a while."""
+        """Wait for tasks, and for others that may come behind them. Return False if none came for a while."""
         with self._changed:
-            if not self._changed.wait_for(lambda: bool(self._tasks), 0.0 if self._flushing else _IDLE_S):
-                self._thread = None
-                return False
-            self._changed.wait_for(lambda: self._bytes >= _ENOUGH_BYTES or self._flushing, _REST_S)
+            if not self._tasks:
+                self._changed.wait_for(lambda: self._tasks or self._flushing, _IDLE_S)
+                if not self._tasks:
+                    self._thread = None
+                    return False
+                self._changed.wait_for(lambda: self._bytes >= _ENOUGH_BYTES or self._flushing, _REST_S)
             self._is_writing = True
             return True
 
-    def _take(self) -> tuple[list[_Sample], Callable[[], None] | None]:
+    def _take(self) -> tuple[list[_Sample], list[Callable[[], None]]]:
         """Take samples to write together, and what is to be called after them."""
-        samples = list[_Sample]()
+        samples, acts = list[_Sample](), list[Callable[[], None]]()
         with self._changed:
             while self._tasks and len(samples) < _TOGETHER:
                 task = self._tasks.popleft()
-                if not isinstance(task, _Sample):
-                    return samples, task
-                samples.append(task)
-        return samples, None
+                if isinstance(task, _Sample):
+                    samples.append(task)
+                else:
+                    acts.append(task)
+        return samples, acts
 
 
 def _publish(samples: list[_Sample]) -> None:
     wanted = [sample for sample in samples if sample.wanted(sample.idx)]
     if wanted:
         samples[0].publish([sample.idx for sample in wanted], [[sample.data] for sample in wanted], [None] * len(wanted))
+
+
+_writers: "weakref.WeakSet[BehindWriter]" = weakref.WeakSet()  # of this process
+
+
+def _flush_all() -> None:
+    for writer in list(_writers):
+        writer.flush()
