@@ -148,6 +148,7 @@ class DiskStore:
                 buffers += own
                 end = at + room
         self.file.write(begin, buffers)
+        self.file.drop_pages(end)
 
     def _outcome(self, idx: int, at: int) -> int | None:
         if at:
@@ -208,23 +209,20 @@ class DiskStore:
         assert isinstance(self._form, Rows)
         if self.file is None:
             return [False] * len(indices)
-        file, nbytes, trailer, buffers = self.file, self._form.nbytes, bytearray(16), self._form.buffers(items, rows)
-
-        def read(number: int, wait: bool) -> bool | None:
-            idx = indices[number]
-            at = file.offsets[idx]
-            there: bool | None = False
-            with contextlib.suppress(OSError):
-                there = file.sizes[idx] == nbytes and file.read_into(idx, buffers[number], trailer, wait)
-            if there is False:
-                self.lose(idx, at)
-            return there
-
-        found = [read(number, wait=False) for number in range(len(indices))]
+        places = self.file.offsets_of(indices)
+        buffers, nbytes = self._form.buffers(items, rows), self._form.nbytes
+        found = self.file.read_into(indices, buffers, nbytes, wait=False)
         waiting = [number for number, there in enumerate(found) if there is None]
-        self.read_ahead([indices[number] for number in waiting])  # all at the same time
-        for number in waiting:
-            found[number] = read(number, wait=True)
+        if waiting:
+            late = [indices[number] for number in waiting]
+            self.read_ahead(late)  # all at the same time
+            read = self.file.read_into(late, [buffers[number] for number in waiting], nbytes, wait=True)
+            for number, there in zip(waiting, read, strict=True):
+                found[number] = there
+        if not all(found):
+            for idx, at, there in zip(indices, places, found, strict=True):
+                if not there:
+                    self.lose(idx, at)
         return list(map(bool, found))
 
     def _place(self, idx: int) -> int:

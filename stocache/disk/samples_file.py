@@ -30,6 +30,7 @@ BEGIN = 4096
 _MASK = (1 << 64) - 1
 CHECKSUM_BYTES = 8
 _ENTRY = 16  # bytes of the index for each sample
+_WINDOW = 32 << 20  # bytes, after which pages are dropped
 _CHUNK = 1 << 20  # entries of the index that are read at a time
 
 _NOT_NOW = {errno.EAGAIN, errno.EOPNOTSUPP}  # some file systems cannot tell what the page cache has
@@ -47,6 +48,7 @@ class SamplesFile:
     def __init__(self, folder: Folder, offsets: memoryview, sizes: memoryview) -> None:
         self._index, self._samples, self._seed = folder.index, folder.samples, folder.seed
         self.offsets, self.sizes = offsets, sizes
+        self._advised = 0  # pages up to here were written to the disk, and dropped
 
     @staticmethod
     def room(nbytes: int) -> int:
@@ -63,37 +65,48 @@ class SamplesFile:
         found = int.from_bytes(rest[-CHECKSUM_BYTES:], "little")
         return data if _hash(rest[:-CHECKSUM_BYTES], self._seed + idx & _MASK) == found else None
 
-    def read_into(self, idx: int, buffers: Sequence[Any], trailer: bytearray, wait: bool) -> bool | None:
-        """Read a sample into ``buffers``, which are contiguous and together as large as it. Return False where it is damaged.
+    def read_into(self, indices: list[int], buffers: list[list[Any]], nbytes: int, wait: bool) -> list[bool | None]:
+        """Read samples of ``nbytes`` bytes into memory. Return for each whether it is there, and sound.
 
         Args:
-            idx: of the sample.
-            buffers: memory for it.
-            trailer: memory for what follows it, for several calls.
-            wait: False returns None where the page cache does not have all of the sample.
-
-        Raises OSError.
+            indices: of the samples.
+            buffers: for each sample contiguous memory, together as large as it.
+            wait: False returns None for samples of which the page cache does not have all.
         """
-        nbytes = self.sizes[idx]
-        rest = self.room(nbytes) - nbytes
-        end = memoryview(trailer)[:rest]
-        try:
-            count = os.preadv(self._samples, [*buffers, end], self.offsets[idx], 0 if wait else os.RWF_NOWAIT)
-        except OSError as error:
-            if not wait and error.errno in _NOT_NOW:
-                return None
-            raise
-        if count != nbytes + rest:
-            return None if not wait else False
-        digest = xxhash.xxh3_64(seed=self._seed + idx & _MASK)
-        for buffer in buffers:
-            digest.update(buffer)
-        digest.update(end[:-CHECKSUM_BYTES])
-        return digest.intdigest() == int.from_bytes(end[-CHECKSUM_BYTES:], "little")
+        fd, offsets, sizes, seed = self._samples, self.offsets, self.sizes, self._seed
+        flags, not_now = (0, False) if wait else (os.RWF_NOWAIT, None)
+        end = memoryview(bytearray(self.room(nbytes) - nbytes))
+        padding, checksum = end[:-CHECKSUM_BYTES], end[-CHECKSUM_BYTES:].cast("Q")
+        whole, found = nbytes + len(end), list[bool | None]()
+        for idx, own in zip(indices, buffers, strict=True):
+            if sizes[idx] != nbytes:
+                found.append(False)
+                continue
+            try:
+                count = os.preadv(fd, [*own, end], offsets[idx], flags)
+            except OSError as error:
+                found.append(not_now if error.errno in _NOT_NOW else False)
+                continue
+            if count != whole:
+                found.append(not_now)
+            elif len(own) == 1 and not padding:
+                found.append(_hash(own[0], seed + idx & _MASK) == checksum[0])
+            else:
+                digest = xxhash.xxh3_64(seed=seed + idx & _MASK)
+                for buffer in own:
+                    digest.update(buffer)
+                digest.update(padding)
+                found.append(digest.intdigest() == checksum[0])
+        return found
 
     def read_ahead(self, idx: int) -> None:
         """Have the kernel read a sample into the page cache."""
         os.posix_fadvise(self._samples, self.offsets[idx], self.room(self.sizes[idx]), os.POSIX_FADV_WILLNEED)
+
+    def offsets_of(self, indices: list[int]) -> list[int]:
+        """Return where samples are; 0 for those that are not there."""
+        found: list[int] = np.frombuffer(self.offsets, np.uint64)[indices].tolist()
+        return found
 
     def pack(self, idx: int, buffers: Sequence[Any]) -> tuple[list[Any], int]:
         """Return what is written for a sample, and its bytes in all."""
@@ -118,14 +131,19 @@ class SamplesFile:
                     written += os.pwrite(self._samples, data[written:], at + written)
             at += nbytes
 
+    def drop_pages(self, end: int) -> None:
+        """Have the kernel write what lies before ``end`` to the disk soon, and drop the pages that are there already.
+
+        So what was written once, and is read an epoch later, does not fill the memory.
+        """
+        if end - self._advised >= 2 * _WINDOW:
+            os.posix_fadvise(self._samples, self._advised, end - self._advised, os.POSIX_FADV_DONTNEED)
+            self._advised = end - _WINDOW  # once more: these are being written
+
     def enter(self, idx: int, at: int, nbytes: int) -> None:
         """Enter a written sample of ``nbytes`` bytes into the index. Raises OSError."""
         os.pwrite(self._index, at.to_bytes(8, "little") + nbytes.to_bytes(8, "little"), idx * _ENTRY)
         self.offsets[idx], self.sizes[idx] = at, nbytes
-
-    def drop_pages(self, at: int, nbytes: int) -> None:
-        """Have the kernel write a range to the disk, and drop the pages of it that are there."""
-        os.posix_fadvise(self._samples, at, nbytes, os.POSIX_FADV_DONTNEED)
 
     def clear(self) -> None:
         """Forget all samples, and give their room back to the disk. Raises OSError."""

