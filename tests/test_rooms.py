@@ -24,7 +24,7 @@ IMPORTS = {  # besides errors; from the ground up, so that each folder's row nam
     "loader": "cache datasets ring samplers samples shm system threads",
     "preparation": "datasets samples storage system",
     "text": "cache loader samples system",
-    "cli": "cache datasets preparation shm storage system",
+    "cli": "cache datasets disk preparation shm storage system",
     "reading/graph": "cache ring samples system threads",
     "reading/run": "loader reading/graph ring system threads",
     "reading": "cache reading/graph reading/run samples system",

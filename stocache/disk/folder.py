@@ -30,15 +30,15 @@ from stocache.system.waiting import describe_first, flock_owners, printable, try
 logger = logging.getLogger("stocache")
 
 MANIFEST, LOCK, INDEX, SAMPLES = "cache.json", "lock", "index", "samples"
-_FILES = frozenset({MANIFEST, LOCK, INDEX, SAMPLES, f"{MANIFEST}.new"})
+FILES = frozenset({MANIFEST, LOCK, INDEX, SAMPLES, f"{MANIFEST}.new", "lost+found"})
 _MARK, _VERSION = b'"checksum": "', 1
 _LONGEST_S = 60.0  # to wait for a process that loads the index
 _MOST = 1 << 20  # bytes of a manifest
 
 _MOUNTS, _MACHINE, _BOOT = "/proc/self/mountinfo", "/etc/machine-id", "/proc/sys/kernel/random/boot_id"
-_IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
-_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "fuse.sshfs"}
-_NETWORK |= {"fuse.glusterfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.juicefs"}
+IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
+NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "fuse.sshfs"}
+NETWORK |= {"fuse.glusterfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.juicefs"}
 
 
 class Folder:
@@ -132,14 +132,14 @@ class Folder:
         if status.st_mode & forbidden:
             raise DiskError(f"others may write to {path} (mode {status.st_mode & 0o777:o}). Change it: chmod 700 {path}")
         names = set(os.listdir(self._at))
-        if others := sorted(names - _FILES - {"lost+found"}):
+        if others := sorted(names - FILES):
             raise DiskError(
                 f"{path} holds {printable(others[0])!r}, which is not of a disk cache. Give a folder of its own; it may be new."
             )
         self._kind = filesystem_of(self._at)
-        if self._kind in _IN_MEMORY:
+        if self._kind in IN_MEMORY:
             logger.warning("disk=%r is on %s, which is memory. Give a folder on a local disk.", self.path, self._kind)
-        elif self._kind in _NETWORK:
+        elif self._kind in NETWORK:
             logger.warning(
                 "disk=%r is on a network file system (%s): it may be as slow as the source. Give a folder on a local disk.",
                 self.path, self._kind,
@@ -195,7 +195,7 @@ class Folder:
 
     def _is_of_another_machine(self, found: str, ours: str) -> bool:
         machines = [text.partition(" ")[0] for text in (found, ours)]
-        return bool(found) and getattr(self, "_kind", "") in _NETWORK and all(machines) and machines[0] != machines[1]
+        return bool(found) and getattr(self, "_kind", "") in NETWORK and all(machines) and machines[0] != machines[1]
 
     def share(self) -> None:
         """Let other processes of this machine use the folder, too."""
@@ -289,6 +289,8 @@ def read_manifest(at: int) -> dict[str, Any]:
         text = os.read(fd, _MOST)
     finally:
         os.close(fd)
+    if _MARK not in text:
+        raise ValueError("it has no checksum")
     found, expected = read_checksum(text, _MARK)
     if found != expected:
         raise ValueError(f"its checksum is {found}, expected {expected}")

@@ -35,6 +35,8 @@ _CHUNK = 1 << 20  # entries of the index that are read at a time
 
 _NOT_NOW = {errno.EAGAIN, errno.EOPNOTSUPP}  # some file systems cannot tell what the page cache has
 
+_Numbers = np.ndarray[Any, np.dtype[np.uint64]]
+
 _hash = xxhash.xxh3_64_intdigest
 
 
@@ -153,14 +155,19 @@ class SamplesFile:
         os.ftruncate(self._samples, 0)
 
 
+def may_be_true(at: _Numbers, nbytes: _Numbers, size: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+    """Return which entries of an index can be true, for a file of samples of ``size`` bytes. 0 stands for no sample."""
+    room = (nbytes + np.uint64(7) & ~np.uint64(7)) + np.uint64(CHECKSUM_BYTES)
+    true: np.ndarray[Any, np.dtype[np.bool_]] = (at >= BEGIN) & (at <= size) & (nbytes <= size) & (at + room <= size)
+    return true
+
+
 def index_bytes(dataset_len: int) -> int:
     """Return the bytes that the index of so many samples takes on the disk."""
     return _ENTRY * dataset_len
 
 
-def load_index(
-    folder: Folder, offsets: "np.ndarray[Any, np.dtype[np.uint64]]", sizes: "np.ndarray[Any, np.dtype[np.uint64]]"
-) -> int:
+def load_index(folder: Folder, offsets: _Numbers, sizes: _Numbers) -> int:
     """Read the index into shared memory. Return where the next sample can be written.
 
     Entries that cannot be true are left out, those that are not true are found when a sample is read.
@@ -172,8 +179,7 @@ def load_index(
         data = os.pread(folder.index, (last - first) * _ENTRY, first * _ENTRY)
         entries = np.frombuffer(data[: len(data) // _ENTRY * _ENTRY], "<u8").reshape(-1, 2)
         at, nbytes = entries[:, 0], entries[:, 1]
-        room = (nbytes + np.uint64(7) & ~np.uint64(7)) + np.uint64(CHECKSUM_BYTES)
-        true = (at >= BEGIN) & (at <= size) & (nbytes <= size) & (at + room <= size)
+        true = may_be_true(at, nbytes, size)
         part = slice(first, first + len(entries))
         offsets[part] = np.where(true, at, 0)
         sizes[part] = np.where(true, nbytes, 0)
