@@ -160,7 +160,7 @@ def live_table(caches: list[NamedCache], rates: dict[str, float], width: int) ->
         _Column("state", [cache.state for cache in caches]),
     ]
     title = "stocache top: quit with q" + ". There are no named caches." * (not caches)
-    return _fit(columns, width, ["limit", "misses", "samples", "kind", "processes", *_SIZES, "bar", "state", "hit rate"], title)
+    return _fit(columns, width, ["misses", "samples", "bar", "kind", "limit", "processes", *_SIZES, "state", "hit rate"], title)
 
 
 def watch(look: Callable[[], list[NamedCache]], interval_s: float) -> None:

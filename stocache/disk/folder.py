@@ -295,6 +295,8 @@ def read_manifest(at: int) -> dict[str, Any]:
     if found != expected:
         raise ValueError(f"its checksum is {found}, expected {expected}")
     manifest: dict[str, Any] = json.loads(text)
+    if not isinstance(manifest, dict):
+        raise ValueError("it is not a mapping")
     if manifest.get("version") != _VERSION:
         raise ValueError(f"it has format version {manifest.get('version')}, this stocache reads version {_VERSION}")
     return manifest

@@ -262,7 +262,7 @@ def _read_manifest(at: int, path: str) -> dict[str, Any]:
         problem = f"is missing: the cache is not made yet, or its making was interrupted. {_remedy(shown)}"
     except OSError as error:
         problem = f"cannot be read: {error.strerror}."
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         problem = f"is damaged: {printable(str(error))}. {_remedy(shown)}"
     else:
         return manifest
