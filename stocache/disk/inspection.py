@@ -28,7 +28,7 @@ _PIECE = 4 << 20  # bytes that are read at a time
 _NAMED = 10  # damaged samples that are named
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-_Entries = np.ndarray[Any, np.dtype[np.uint64]]
+_Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,9 @@ def describe(path: str | os.PathLike[str]) -> DiskFolder:
         DiskError: it is not the folder of a disk cache, or is damaged.
     """
     with _open(path) as files:
-        filled = sum(int(np.count_nonzero(_possible(files, entries))) for _, entries in _index(files))
+        filled = 0
+        for _, rows in _index(files):
+            filled += int(np.count_nonzero(may_be_true(rows[:, 0], rows[:, 1], os.fstat(files.samples_fd).st_size)))
         folder, disk = os.fstat(files.at), os.fstatvfs(files.at)
         identity = files.manifest["identity"]
         return DiskFolder(
@@ -119,9 +121,10 @@ def find_damage(path: str | os.PathLike[str], threads: int) -> Damage:
         with tqdm(total=total, desc="checking", unit="sample") as bar:
             for first, entries in _index(files):
                 there = np.flatnonzero(entries[:, 0])
-                there = there[np.argsort(entries[there, 0])] + first  # as they lie on the disk
-                filled += len(there)
-                runs = [there[begin : begin + _RUN] for begin in range(0, len(there), _RUN)]
+                rows = np.column_stack([there.astype(np.uint64) + np.uint64(first), entries[there]])
+                rows = rows[np.argsort(rows[:, 1])]  # as they lie on the disk
+                filled += len(rows)
+                runs = [rows[begin : begin + _RUN] for begin in range(0, len(rows), _RUN)]
                 for run, bad in zip(runs, pool.map(partial(_damaged, files), runs), strict=True):
                     damaged += bad
                     bar.update(len(run))
@@ -298,35 +301,30 @@ def _users(at: int) -> list[int]:
 # ---------------------------------------------------------------------------------------------------- the samples
 
 
-def _index(files: _Files) -> Iterator[tuple[int, _Entries]]:
+def _index(files: _Files) -> Iterator[tuple[int, _Numbers]]:
     """Yield the index in pieces, each with the number of its first sample: rows of offset and size."""
     length = min(files.manifest["identity"]["dataset_len"], os.fstat(files.index_fd).st_size // _ENTRY)
     for first in range(0, length, _CHUNK):
         yield first, _entries(files, first, min(_CHUNK, length - first))
 
 
-def _entries(files: _Files, first: int, count: int) -> _Entries:
+def _entries(files: _Files, first: int, count: int) -> _Numbers:
     data = os.pread(files.index_fd, count * _ENTRY, first * _ENTRY)
     return np.frombuffer(data[: len(data) // _ENTRY * _ENTRY], "<u8").reshape(-1, 2)
 
 
-def _possible(files: _Files, entries: _Entries) -> "np.ndarray[Any, np.dtype[np.bool_]]":
-    return may_be_true(entries[:, 0], entries[:, 1], os.fstat(files.samples_fd).st_size)
+def _damaged(files: _Files, rows: _Numbers) -> list[int]:
+    """Return which samples of rows of (index, offset, size) are damaged."""
+    return [row[0] for row in rows.tolist() if not _is_sound(files, *row) and not _is_sound_now(files, row[0])]
 
 
-def _damaged(files: _Files, indices: "np.ndarray[Any, np.dtype[np.int64]]") -> list[int]:
-    """Return which samples are damaged. The second look is for one that is being written again at this moment."""
-    return [idx for idx in indices.tolist() if not (_is_sound(files, idx) or _is_sound(files, idx))]
+def _is_sound_now(files: _Files, idx: int) -> bool:
+    """Look again at a sample: it may have been written anew, or the cache may have been cleared."""
+    return all(at == 0 or _is_sound(files, idx, at, nbytes) for at, nbytes in _entries(files, idx, 1).tolist())
 
 
-def _is_sound(files: _Files, idx: int) -> bool:
-    """Whether the bytes of a sample pass their checksum, as far as it is there. They are read in pieces: they may be many."""
-    entries = _entries(files, idx, 1)
-    if not entries[:, 0].any():
-        return True  # it was there before: the cache was cleared
-    if not _possible(files, entries).all():
-        return False
-    at, nbytes = entries[0].tolist()
+def _is_sound(files: _Files, idx: int, at: int, nbytes: int) -> bool:
+    """Whether the bytes of a sample pass their checksum. They are read in pieces: a false index may say that they are many."""
     end, digest = at + (nbytes + 7 & ~7), xxhash.xxh3_64(seed=int(files.manifest["key"], 16) + idx & (1 << 64) - 1)
     try:
         while at < end:
@@ -336,5 +334,5 @@ def _is_sound(files: _Files, idx: int) -> bool:
             digest.update(data)
             at += len(data)
         return digest.intdigest() == int.from_bytes(os.pread(files.samples_fd, CHECKSUM_BYTES, end), "little")
-    except OSError:
+    except (OSError, OverflowError):
         return False
