@@ -460,7 +460,7 @@ def ls(user: _User = None, as_json: _Json = False) -> None:
 def stat(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="The name, as 'stocache ls' shows it; or the path of a folder, with a '/' in it."),
+        typer.Argument(metavar="NAME", help="The name, as 'stocache ls' shows it; or a path with a '/', such as ./folder."),
     ],
     user: _User = None,
     as_json: _Json = False,

@@ -219,6 +219,8 @@ def _open(path: str | os.PathLike[str]) -> Iterator[_Files]:
         for name in (INDEX, SAMPLES):
             fds.append(_open_file(at, path, name, os.O_RDONLY))
             stack.callback(os.close, fds[-1])
+        if _read_manifest(at, path)["key"] != manifest["key"]:
+            raise DiskError(f"{printable(path)} is being made anew. Look again.")
         yield _Files(path, at, manifest, *fds)
 
 
@@ -244,11 +246,13 @@ def _remedy(shown: str) -> str:
 
 def _check_names(at: int, shown: str) -> None:
     """Raise DiskError if there are files that do not belong to a disk cache, or none that do."""
-    names = set(os.listdir(at))
-    kinds = {name: os.stat(name, dir_fd=at, follow_symlinks=False).st_mode for name in names - {"lost+found"}}
-    folders = {name for name, mode in kinds.items() if stat.S_ISDIR(mode)}
-    if others := sorted(names - FILES | folders):
-        raise DiskError(f"{shown} is not the folder of a disk cache: it holds {printable(others[0])!r}.")
+    names, others = set(os.listdir(at)), set[str]()
+    for name in names - {"lost+found"}:
+        with contextlib.suppress(FileNotFoundError):
+            if name not in FILES or stat.S_ISDIR(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
+                others.add(name)
+    if others:
+        raise DiskError(f"{shown} is not the folder of a disk cache: it holds {printable(min(others))!r}.")
     if not names & {MANIFEST, LOCK}:
         raise DiskError(f"{shown} is not the folder of a disk cache: it holds no {MANIFEST}.")
 
@@ -262,7 +266,10 @@ def _read_manifest(at: int, path: str) -> dict[str, Any]:
             raise ValueError("it holds other values")
     except FileNotFoundError:
         _check_names(at, shown)
-        problem = f"is missing: the cache is not made yet, or its making was interrupted. {_remedy(shown)}"
+        problem = (
+            f"is missing: the cache is being made, or its making was interrupted. The next run makes it. To remove it: "
+            f"stocache rm --force {shown}"
+        )
     except OSError as error:
         problem = f"cannot be read: {error.strerror}."
     except (ValueError, RecursionError) as error:

@@ -257,6 +257,22 @@ def test_an_index_that_is_too_long_is_read_as_far_as_there_are_samples(run, fold
     assert run("check", folder).stdout == f"{FILLED} of {N} samples are there, no damage\n"
 
 
+@pytest.mark.parametrize("command", ["stat", "check"])
+def test_a_folder_that_is_made_anew_at_this_moment_is_not_mixed_up(run, folder, monkeypatch, command):
+    open_file = inspection._open_file
+
+    def make_anew(*arguments):
+        monkeypatch.undo()
+        with open_cache(folder, fingerprint="v2") as cache:
+            cache.set_slot(0, sample(0))
+        return open_file(*arguments)
+
+    monkeypatch.setattr(inspection, "_open_file", make_anew)
+    result = run(command, folder)
+    assert (result.exit_code, result.output) == (1, f"{folder} is being made anew. Look again.\n")
+    assert run(command, folder).exit_code == 0
+
+
 # ---------------------------------------------------------------------------------------------------- names and bad folders
 
 
@@ -516,7 +532,8 @@ def test_rm_of_an_interrupted_making_needs_force(run, tmp_path):
     for command in ("stat", "check", "rm"):
         result = run(command, tmp_path / "photos")
         assert result.exit_code == 1
-        assert "cache.json is missing: the cache is not made yet, or its making was interrupted." in result.output
+        assert "cache.json is missing: the cache is being made, or its making was interrupted." in result.output
+        assert result.output.endswith(f"To remove it: stocache rm --force {tmp_path / 'photos'}\n")
     assert run("rm", "--force", tmp_path / "photos").exit_code == 0
     assert not (tmp_path / "photos").exists()
 
