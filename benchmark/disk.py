@@ -325,7 +325,9 @@ def reads(folder: Path, rounds: int, seconds: float, sizes: list[str]) -> None:
                     at = (turn + offset) % len(contenders)
                     rates.setdefault((at, column), []).append(apart(lambda: rate_of(contenders[at], *column, seconds)))
         print(f"\n{count:,} rows of {size}, per second\n")
-        print("| cache | " + " | ".join(f"{n} thread{'s' * (n > 1)}, {'cold' if cold else 'warm'}" for n, cold in columns) + " |")
+        print(
+            "| cache | " + " | ".join(f"{n} thread{'s' * (n > 1)}, {'cold' if cold else 'warm'}" for n, cold in columns) + " |"
+        )
         print("| --- |" + " ---: |" * len(columns))
         for at, contender in enumerate(contenders):
             print(f"| {contender.name} | " + " | ".join(f"{statistics.median(rates[at, c]):,.0f}" for c in columns) + " |")
@@ -457,6 +459,7 @@ def main() -> None:
     parser.add_argument("--steps-ms", default="0,20", help="of a batch")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; by default one for temporary files")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # its pool would hang in forked children
     print(machine())
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         if options.experiment == "reads":

@@ -1,5 +1,6 @@
 """CachedDataset with a tier on a disk: the source is read once in the life of the folder."""
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -13,7 +14,17 @@ import torch
 from torch.utils.data import Dataset, StackDataset
 
 import stocache
-from stocache import CachedDataset, DiskError, LimitError, MismatchError, OnDiskBlockDataStorage, StorageDataset, prepare
+from stocache import (
+    CachedDataset,
+    DiskError,
+    LimitError,
+    LocalityDistributedSampler,
+    MismatchError,
+    OnDiskBlockDataStorage,
+    Placement,
+    StorageDataset,
+    prepare,
+)
 from tests.support.equality import same
 from tests.support.processes import run_all
 
@@ -318,3 +329,32 @@ def test_views_of_some_samples_use_the_disk(tmp_path):
                 assert same(subset[idx], source.sample(2 * idx))
             cached.disk_cache.flush()
         assert source.reads.counted() <= N // 2 + 9  # the probe looks at others, too
+
+
+@pytest.mark.parametrize("stratify", [False, True])
+def test_the_disks_of_two_machines_add_up_as_their_memories_do(tmp_path, stratify):
+    sources, reads = [Source(), Source()], []
+    with contextlib.ExitStack() as stack:
+        nodes = [
+            stack.enter_context(
+                open_tiers(source, tmp_path / str(node), disk_limit="10KB", placement=Placement(nodes=2, node=node))
+            )
+            for node, source in enumerate(sources)
+        ]
+        samplers = [
+            LocalityDistributedSampler(cached, 8, num_replicas=2, rank=node, num_nodes=2, stratify=stratify)
+            for node, cached in enumerate(nodes)
+        ]
+        for epoch in range(3):
+            for sampler, cached, source in zip(samplers, nodes, sources, strict=True):
+                sampler.set_epoch(epoch)
+                for idx in sampler:
+                    assert same(cached[idx], source.sample(idx))
+                cached.disk_cache.flush()
+            reads.append(sum(source.reads.counted() for source in sources))
+        kept = [(cached.cache.aux_array == 1) | (cached.disk_cache.aux_array == 1) for cached in nodes]
+    assert N / 4 < kept[0].sum() <= N / 2  # so much more than memory has room for
+    assert not (kept[0] & kept[1]).any()
+    missing = N - int((kept[0] | kept[1]).sum())
+    assert reads[0] >= N
+    assert reads[2] == missing if stratify else missing <= reads[2] < N / 2
