@@ -4,10 +4,10 @@
     python -m benchmark disk epochs    # epochs over a slow source: without a cache, with memory, with memory and a disk
     python -m benchmark disk once      # how often the source is read in three runs of three epochs
 
-``reads``: rows of uint8 of 12 KB, 150 KB and 1 MB, some 250 MB of each, in batches of 64 in random order. *bare*: `preadv` of each row
-into its place in the memory of a batch, by as many threads; nothing is checked. *stocache*: `DiskCache.fill` into the same memory, every
-row under its checksum. The others return a sample each, which is copied into the batch. All are forked processes of their own that take
-turns; figures are medians. *Cold*: the files' pages are dropped before each pass.
+``reads``: rows of uint8 of 12 KB, 150 KB and 1 MB, some 250 MB of each, in batches of 64 in random order. *bare*: `preadv` of
+each row into its place in the memory of a batch, by as many threads; nothing is checked. *stocache*: `DiskCache.fill` into the
+same memory, every row under its checksum. The others return a sample each, which is copied into the batch. All are forked
+processes of their own that take turns; figures are medians. *Cold*: the files' pages are dropped before each pass.
 
 ``epochs``: a source of 10 ms a sample, 2 workers, batches of 32, a step of some ms for each batch.
 """
@@ -21,7 +21,9 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
+import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -323,11 +325,10 @@ def reads(folder: Path, rounds: int, seconds: float, sizes: list[str]) -> None:
             for column in columns:
                 for offset in range(len(contenders)):
                     at = (turn + offset) % len(contenders)
-                    rates.setdefault((at, column), []).append(apart(lambda: rate_of(contenders[at], *column, seconds)))
+                    rates.setdefault((at, column), []).append(apart(partial(rate_of, contenders[at], *column, seconds)))
         print(f"\n{count:,} rows of {size}, per second\n")
-        print(
-            "| cache | " + " | ".join(f"{n} thread{'s' * (n > 1)}, {'cold' if cold else 'warm'}" for n, cold in columns) + " |"
-        )
+        titles = [f"{threads} thread{'s' * (threads > 1)}, {'cold' if cold else 'warm'}" for threads, cold in columns]
+        print("| cache | " + " | ".join(titles) + " |")
         print("| --- |" + " ---: |" * len(columns))
         for at, contender in enumerate(contenders):
             print(f"| {contender.name} | " + " | ".join(f"{statistics.median(rates[at, c]):,.0f}" for c in columns) + " |")
@@ -459,6 +460,7 @@ def main() -> None:
     parser.add_argument("--steps-ms", default="0,20", help="of a batch")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; by default one for temporary files")
     options = parser.parse_args()
+    warnings.simplefilter("ignore")  # of more workers than processors
     torch.set_num_threads(1)  # its pool would hang in forked children
     print(machine())
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
