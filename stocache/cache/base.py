@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.cache.stats import EMPTY, FILLS, HITS, MISSES, MISSING, OOB, RACES, REFUSED, REJECTED, SET, CacheStats
+from stocache.cache.stats import EMPTY, FILLS, HITS, LOAD_NS, MISSES, MISSING, OOB, RACES, REFUSED, REJECTED, SET, CacheStats
 from stocache.errors import BusyError, ClosedError, SampleError, SampleIndexError, SlotError
 from stocache.samples.indices import check_index, check_indices
 from stocache.shm.claims import Claims
@@ -385,7 +385,9 @@ class SampleCache:
                 began = time.perf_counter()
                 self._segment.count(MISSES)
                 value = load(idx)
-                self._keep([idx], [value], [time.perf_counter() - began], strict)
+                cost_s = time.perf_counter() - began
+                self._segment.count(LOAD_NS, int(1e9 * cost_s))
+                self._keep([idx], [value], [cost_s], strict)
             return value
         finally:
             _loading.samples = outer
@@ -462,6 +464,7 @@ class SampleCache:
             if taken or claimed or not self._store.unreadable:
                 missing = [idx for idx in missing if states[idx] != SET]  # set meanwhile
             for part, values, costs_s in self._loaded(missing, load):
+                self._segment.count(LOAD_NS, int(1e9 * sum(costs_s)))
                 places = [rows[idx] for idx in part]
                 for row, value in zip(places, values, strict=True):
                     samples[row] = value

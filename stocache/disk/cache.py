@@ -5,7 +5,8 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from stocache.cache.placement import Placement, residency
 from stocache.cache.ragged import ListCache
-from stocache.cache.stats import DAMAGED, EMPTY, FILLS, HITS, MISSING, OOB, REFUSED, SET, CacheStats
+from stocache.cache.stats import DAMAGED, EMPTY, FILLS, HITS, MISSING, OOB, READ_NS, REFUSED, SET, CacheStats
 from stocache.disk.folder import Folder, read_manifest
 from stocache.disk.samples_file import BEGIN, SamplesFile, index_bytes, load_index
 from stocache.disk.store import Records, Rows, pack_example, unpack_example
@@ -176,6 +177,10 @@ class DiskStore:
 
     def load(self, idx: int, copy: bool) -> Any:
         """Return a sample in memory of its own; MISSING if it is damaged, or its class is in a module that is not imported."""
+        with self._timed():
+            return self._load(idx)
+
+    def _load(self, idx: int) -> Any:
         at = self._place(idx)
         data = None
         if self.file is not None:
@@ -194,8 +199,9 @@ class DiskStore:
     def load_many(self, indices: _Indices) -> list[Any]:
         """Return samples as `load` does; the kernel reads all that are not in its page cache at the same time."""
         numbers = indices.tolist()
-        self.read_ahead(numbers)
-        return [self.load(idx, True) for idx in numbers]
+        with self._timed():
+            self.read_ahead(numbers)
+            return [self._load(idx) for idx in numbers]
 
     def read_ahead(self, indices: list[int]) -> None:
         """Have the kernel read samples into its page cache."""
@@ -209,14 +215,17 @@ class DiskStore:
         assert isinstance(self._form, Rows)
         if self.file is None:
             return [False] * len(indices)
-        places = self.file.offsets_of(indices)
-        buffers, nbytes = self._form.buffers(items, rows), self._form.nbytes
-        found = self.file.read_into(indices, buffers, nbytes, wait=False)
+        with self._timed():
+            return self._fill(self.file, indices, self._form.buffers(items, rows), self._form.nbytes)
+
+    def _fill(self, file: SamplesFile, indices: list[int], buffers: list[list[Any]], nbytes: int) -> list[bool]:
+        places = file.offsets_of(indices)
+        found = file.read_into(indices, buffers, nbytes, wait=False)
         waiting = [number for number, there in enumerate(found) if there is None]
         if waiting:
             late = [indices[number] for number in waiting]
             self.read_ahead(late)  # all at the same time
-            read = self.file.read_into(late, [buffers[number] for number in waiting], nbytes, wait=True)
+            read = file.read_into(late, [buffers[number] for number in waiting], nbytes, wait=True)
             for number, there in zip(waiting, read, strict=True):
                 found[number] = there
         if not all(found):
@@ -224,6 +233,14 @@ class DiskStore:
                 if not there:
                     self.lose(idx, at)
         return list(map(bool, found))
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self._segment.count(READ_NS, time.perf_counter_ns() - began)
 
     def _place(self, idx: int) -> int:
         return self.file.offsets[idx] if self.file is not None else 0

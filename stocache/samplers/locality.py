@@ -48,7 +48,8 @@ class LocalityDistributedSampler(ResumableSampler):
         stratify: True takes equally many samples from the part of each node at each step, and gives each rank equally many
             cached samples (give or take one), in memory or on its disk. No rank waits for another that has more to read, and
             only samples that no cache holds are read. The order is still random, with each sample once in an epoch, but not
-            that of torch. A rank plans only its own samples. Needs a `CachedDataset` with samples of one shape, and caches of one size on all nodes.
+            that of torch. A rank plans only its own samples. Needs a `CachedDataset` with samples of one shape, and caches of
+            one size on all nodes.
 
     Raises:
         LimitError: a number is out of range, or numbers contradict each other; ``stratify`` lacks what it needs.

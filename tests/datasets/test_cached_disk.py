@@ -318,6 +318,10 @@ def test_stats_tell_hits_of_both_tiers(tmp_path):
         assert after.total.hits - before.total.hits == in_memory
         assert after.disk.hits - before.disk.hits == N - in_memory
         assert after.disk.misses == before.disk.misses
+        assert after.disk.load_s == before.disk.load_s > 0
+        assert after.disk.read_s > before.disk.read_s
+        assert after.total.read_s == 0
+        assert after.disk.hit_bytes == after.disk.hits * after.disk.slot_bytes
 
 
 def test_views_of_some_samples_use_the_disk(tmp_path):
