@@ -125,7 +125,8 @@ class LazyBatch:
     def claim_missing(self) -> list[int]:
         """Claim the samples that are not cached. Return the rows to load: of these, and of those that cannot be cached.
 
-        A sample that another thread or process is loading is waited for when the batch is gathered.
+        A sample that another thread or process is loading is waited for when the batch is gathered. Then those of the next tier
+        are read, too.
         """
         indices = check_indices(self._indices, self._cache.dataset_len, "batch")
         is_set = self._cache.set_among(indices)
@@ -133,11 +134,18 @@ class LazyBatch:
             self._hits = indices
             return []
         rows: dict[int, int] = {}
+        if self._next_tier is not None:
+            is_set |= self._cache.outside(indices) & self._next_tier.has_rows(indices)
         for row in np.flatnonzero(~is_set).tolist():
             rows.setdefault(int(indices[row]), row)
         self._cache.claim_to_load(list(rows), self._claimed)
         others = {idx for idx in rows if idx not in self._claimed and (self._cache.fillable(idx) or self._cache.has([idx]))}
         return [row for idx, row in rows.items() if idx not in others]
+
+    @property
+    def found_all(self) -> bool:
+        """Whether `claim_missing` has found all samples in the cache."""
+        return self._hits is not None
 
     def load_all(self) -> dict[int, Any]:
         """Return the samples, by index, without asking the cache. Another `LazyBatch` has claimed them."""

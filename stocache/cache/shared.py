@@ -28,9 +28,8 @@ logger = logging.getLogger("stocache")
 class NextTier(Protocol):
     """A cache behind one in memory, such as a `DiskCache`."""
 
-    @property
-    def fills_batches(self) -> bool:
-        """Whether `fill` can be called."""
+    def has_rows(self, indices: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Return which of the samples ``indices`` `fill` can read."""
 
     def fill(
         self, indices: np.ndarray[Any, np.dtype[np.int64]], rows: np.ndarray[Any, np.dtype[np.int64]], items: list[Any]
@@ -174,6 +173,11 @@ class SharedCache(SampleCache):
         self._segment.count(HITS, hits)
         return mask, hits
 
+    def outside(self, indices: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Return which of the samples ``indices`` have no slot."""
+        outside: np.ndarray[Any, np.dtype[np.bool_]] = self._aux.numpy()[indices] == OOB
+        return outside
+
     def gather(self, indices: np.ndarray[Any, np.dtype[np.int64]], items: list[Any]) -> None:
         """Copy samples that are set into the rows of a contiguous batch, in one thread."""
         self._columns.gather(indices, items, parallel=False)
@@ -219,8 +223,8 @@ class SharedCache(SampleCache):
         if hits == len(index):
             return None
         columns, encode, done = self._columns, self._structure.encode, set[int]()
-        if next_tier is not None and next_tier.fills_batches:
-            outside = np.flatnonzero(self._aux.numpy()[index] == OOB)
+        if next_tier is not None:
+            outside = np.flatnonzero(self.outside(index) & next_tier.has_rows(index))
             done.update(next_tier.fill(index[outside], outside, items).tolist())
         samples: list[Any] = [None if hit or row in done else MISSING for row, hit in enumerate(mask.tolist())]
 

@@ -416,10 +416,9 @@ class DiskCache(ListCache):
 
     # ------------------------------------------------------------------------------------------------ behind a cache in memory
 
-    @property
-    def fills_batches(self) -> bool:
-        """Whether `fill` can read samples into batches."""
-        return self._rows is not None
+    def has_rows(self, indices: _Indices) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Return which of the samples ``indices`` are here, in a form in which `fill` can read them into batches."""
+        return self.set_among(indices) if self._rows is not None else np.zeros(len(indices), bool)
 
     def fill(self, indices: _Indices, rows: _Indices, items: list[Any]) -> _Indices:
         """Read those samples that are here into rows of a contiguous batch, as `SharedCache.fill_batch` has it.
