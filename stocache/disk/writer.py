@@ -50,9 +50,6 @@ class BehindWriter:
         self._bytes = self._flushing = 0
         self._is_writing = False
         self._thread: threading.Thread | None = None
-        if not _writers:
-            util.Finalize(None, _flush_all, exitpriority=0)
-        _writers.add(self)
 
     def put(self, publish: _Publish, wanted: Callable[[int], bool], idx: int, data: bytes) -> None:
         """Have ``publish`` called with a sample if it is ``wanted`` then. Wait if too much is waiting already.
@@ -93,6 +90,9 @@ class BehindWriter:
     def _add(self, task: _Sample | Callable[[], None]) -> None:
         self._tasks.append(task)
         if self._thread is None:
+            if not _writers:  # not before: a process that is spawned forgets its finalizers after unpickling
+                util.Finalize(None, _flush_all, exitpriority=0)
+            _writers.add(self)
             self._thread = threading.Thread(target=self._run, name="stocache writes to disk", daemon=True)
             self._thread.start()
         elif self._bytes >= _ENOUGH_BYTES:

@@ -124,6 +124,15 @@ def test_batches_are_read_from_the_disk_into_tensors(tmp_path, loader, memory, m
             assert source.reads.counted() == (0 if run else ONCE)
 
 
+@pytest.mark.parametrize("start", ["spawn", "forkserver"])
+def test_workers_that_do_not_inherit_the_folder_open_it(tmp_path, start):
+    source = Source()
+    for run in range(2):
+        with open_tiers(source, tmp_path / "disk") as cached:
+            check_epochs(cached, source, epochs=1, workers=2, multiprocessing_context=start)
+            assert source.reads.counted() == (0 if run else ONCE)
+
+
 def _run_job(number, folder, source, ready):
     with open_tiers(source, folder) as cached:
         ready.wait(30)
