@@ -96,9 +96,11 @@ class Folder:
         self._check(private)
         self._take_lock()
         manifest = self._read_manifest() if self._has(MANIFEST) else None
-        if manifest is not None:
-            self._check_identity(manifest, identity)
-        if manifest is None or (manifest["fingerprint"] != fingerprint):
+        changed = manifest is not None and manifest["fingerprint"] != fingerprint
+        if manifest is not None:  # other data may be more or fewer samples
+            fixed = {key: value for key, value in identity.items() if not changed or key != "dataset_len"}
+            self._check_identity(manifest, fixed)
+        if manifest is None or changed:
             manifest = self._make(manifest, identity, fingerprint, facts)
         elif fingerprint is None and self.alone and os.stat(INDEX, dir_fd=self._at).st_blocks:
             logger.warning(
