@@ -222,6 +222,7 @@ class Buffers:
                 return None if self._full_only and found.rows < self.lines.buffer_size else found
         if self._is_over(number):
             self._check_files(number)
+            self._keep_positions()
             return None
         begin = self._find(number)
         if begin.rows < number * self.lines.buffer_size:
@@ -306,6 +307,11 @@ class Buffers:
             return tree, bad
 
     # ------------------------------------------------------------------------------------------------ life
+
+    def flush(self) -> None:
+        """Wait until the disk has what this process has parsed, so that the next epoch need not read it; 60 seconds at most."""
+        if self._disk is not None:
+            self._disk.flush()
 
     def close(self) -> None:
         """Close files and release memory. May be called twice."""
