@@ -92,10 +92,9 @@ class Buffers:
         table_name = None if options.name is None else f"{options.name}.lines"
         table = replace(options, size_limit_gib=table_gib, name=table_name)
         self._table = SharedCache.from_options(table, self._len * world_size, (3,), torch.int64)
-        if self._disk is not None:
-            for each in range(world_size):
-                self._recall_positions(self._disk, each)
-            self._sound |= self._disk.holds(self._base + self._len - 1)
+        if positions := self._kept_positions(rank):
+            self._known |= dict(enumerate(positions, 1))
+            self._end, self._sound = positions[-1], True
 
     @property
     def _disk(self) -> DiskCache | None:
@@ -153,7 +152,10 @@ class Buffers:
     def total_rows_of(self, rank: int) -> int | None:
         """Rows of the share of another rank, if a process of this machine has read to its end."""
         row = self._table.peek(rank * self._len)
-        return None if row is MISSING else int(row[-1])
+        if row is not MISSING:
+            return int(row[-1])
+        positions = self._kept_positions(rank)
+        return positions[-1].rows if positions else None
 
     def count(self, progress: Callable[[LinePosition], object] | None = None) -> int:
         """Find where every buffer begins, and return the number of rows. Calls ``progress`` with each position."""
@@ -176,13 +178,10 @@ class Buffers:
         if len(positions) == len(numbers) and None not in positions:  # they are not all known if an epoch was resumed
             disk.set_if_empty([index], [torch.tensor(positions)])
 
-    def _recall_positions(self, disk: DiskCache, rank: int) -> None:
-        """Take over where all buffers of a rank begin, if an earlier run has kept that."""
-        base = rank * self._len
-        positions = MISSING if self._table.holds(base) else disk.hit(base + self._len - 1, True)
-        if positions is not MISSING:
-            indices = range(base, base + len(positions) + 1)
-            self._table.set_if_empty(indices, torch.cat([positions[-1:], positions]))
+    def _kept_positions(self, rank: int) -> list[LinePosition]:
+        """Return where the buffers of a rank begin, from number 1 on, if an earlier run has kept that; the last is the end."""
+        found = MISSING if self._disk is None else self._disk.hit((rank + 1) * self._len - 1, True)
+        return [] if found is MISSING else [LinePosition(*row) for row in found.tolist()]
 
     def resume_at(self, number: int, file: int, offset: int) -> None:
         """Set where a buffer begins, as a state says.
