@@ -66,6 +66,7 @@ class Folder:
         self.path = os.path.abspath(os.fspath(path))
         self._fds: list[int] = []
         self._close = weakref.finalize(self, _close_all, self._fds)
+        self._close.atexit = False  # samples may still be written then
         try:
             self._open(dict(identity), fingerprint, private, facts)
         except BaseException:
@@ -78,6 +79,7 @@ class Folder:
         folder = cls.__new__(cls)
         folder.path, folder._fds = path, []
         folder._close = weakref.finalize(folder, _close_all, folder._fds)
+        folder._close.atexit = False
         try:
             folder._open_directory()
             folder._take_lock()
