@@ -1,5 +1,6 @@
 """Reading services, which run the graph of a `DataLoader2`."""
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from stocache.cache.ragged import RaggedCache
 from stocache.disk.cache import DiskCache
-from stocache.errors import StateError
+from stocache.errors import ClosedError, StateError
 from stocache.reading.graph.caching import put_cache
 from stocache.reading.graph.feed import Feed
 from stocache.reading.graph.graph import Adapt, DataPipe, end_of, replace_dp, traverse_dps
@@ -352,6 +353,12 @@ class CachingReadingService(ReadingServiceInterface):
     def initialize_iteration(self, seed_generator: SeedGenerator, iter_reset_fn: Adapt | None = None) -> Adapt | None:
         """Do nothing: this service has no epochs."""
         return iter_reset_fn
+
+    def finalize(self) -> None:
+        """Wait until the disk has what this process has loaded; 60 seconds at most. Workers wait for what they have loaded."""
+        if self.disk_cache is not None:
+            with contextlib.suppress(ClosedError):
+                self.disk_cache.flush()
 
 
 class SequentialReadingService(StatefulService):

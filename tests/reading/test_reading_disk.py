@@ -94,10 +94,11 @@ def test_shared_cache_of_a_graph_takes_a_disk(folder):
         return pipe.shared_cache(number_of, 0, dataset_len=COUNT, **options) if options else pipe
 
     expected = run(graph())
-    for calls in (COUNT, COUNT, 0):  # the first are those of the graph without a cache
-        assert count.taken() == calls
+    count.taken()
+    for calls in (COUNT, 0):
         pipe = graph(disk=folder, disk_limit="4MB", fingerprint="1")
         assert same(run(pipe), expected)
+        assert count.taken() == calls
         copied = pickle.loads(pickle.dumps(pipe))
         assert copied.disk_cache.stats() == pipe.disk_cache.stats()
         for each in (pipe, copied):
