@@ -125,13 +125,25 @@ def test_three_runs_of_three_epochs_read_and_parse_the_text_once(way, memory, nu
 
 
 def rank_job(rank, path, folder, options):
-    found = epochs(path, rank=rank, world_size=2, cache=on(folder / "disk", "2KB"), **options)
+    found = epochs(path, rank=rank, world_size=2, cache=on(folder / "disk", "10KB"), **options)
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
 @pytest.mark.usefixtures("_removed")
-@pytest.mark.parametrize("options", [{"drop_last": False}, {"shuffle": "buffers"}, {"num_workers": 2}], ids=str)
-def test_two_ranks_read_and_parse_the_text_once(options, numbered, tmp_path, work):
+RANKS = {  # options, and how many buffers are parsed of shares of 229 and 208 rows, or of one compressed file
+    "all rows": ({"drop_last": False}, 23),
+    "buffers": ({"shuffle": "buffers"}, 21),
+    "workers": ({"num_workers": 2}, 21),
+    "gzip": ({"drop_last": "batch", "count_rows": True}, 22),
+}
+
+
+@pytest.mark.usefixtures("_removed")
+@pytest.mark.parametrize("way", RANKS)
+def test_two_ranks_read_and_parse_the_text_once(way, numbered, tmp_path, work):
+    options, parsed = RANKS[way]
+    if way == "gzip":
+        numbered.write_bytes(gzip.compress(rows()))
     expected = [epochs(numbered, rank=rank, world_size=2, **options) for rank in range(2)]
     work.taken()
     counts = []
@@ -139,7 +151,7 @@ def test_two_ranks_read_and_parse_the_text_once(options, numbered, tmp_path, wor
         run_all(multiprocessing.get_context("fork"), 2, rank_job, numbered, tmp_path, options)
         assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == expected
         counts.append(work.taken())
-    assert counts[0][1] == (23 if "drop_last" in options else 21)  # shares of 229 and 208 rows; full buffers only, or all
+    assert counts[0][1] == parsed
     assert counts[1:] == [(0, 0), (0, 0)]
     assert not ours()
 
