@@ -170,7 +170,7 @@ class Buffers:
 
     def _keep_positions(self) -> None:
         """Keep on the disk where all buffers begin, once that is known."""
-        index, disk, rows = self._base + self._len - 1, self._disk, self.total_rows
+        index, disk, rows = self._positions_at(self._base // self._len), self._disk, self.total_rows
         if disk is None or rows is None or not self._sound or not disk.fillable(index):
             return
         numbers = range(1, rows // self.lines.buffer_size + 2)  # the last position is the end
@@ -178,9 +178,13 @@ class Buffers:
         if len(positions) == len(numbers) and None not in positions:  # they are not all known if an epoch was resumed
             disk.set_if_empty([index], [torch.tensor(positions)])
 
+    def _positions_at(self, rank: int) -> int:
+        """Return the index under which the positions of a rank are on the disk; one for ranks that take every R-th buffer."""
+        return (1 if self.lines.step > 1 else rank + 1) * self._len - 1
+
     def _kept_positions(self, rank: int) -> list[LinePosition]:
         """Return where the buffers of a rank begin, from number 1 on, if an earlier run has kept that; the last is the end."""
-        found = MISSING if self._disk is None else self._disk.hit((rank + 1) * self._len - 1, True)
+        found = MISSING if self._disk is None else self._disk.hit(self._positions_at(rank), True)
         return [] if found is MISSING else [LinePosition(*row) for row in found.tolist()]
 
     def resume_at(self, number: int, file: int, offset: int) -> None:

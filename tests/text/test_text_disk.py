@@ -129,7 +129,6 @@ def rank_job(rank, path, folder, options):
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
-@pytest.mark.usefixtures("_removed")
 RANKS = {  # options, and how many buffers are parsed of shares of 229 and 208 rows, or of one compressed file
     "all rows": ({"drop_last": False}, 23),
     "buffers": ({"shuffle": "buffers"}, 21),
