@@ -23,11 +23,11 @@ IMPORTS = {  # besides errors; from the ground up, so that each folder's row nam
     "samplers": "cache samples system",
     "loader": "cache datasets ring samplers samples shm system threads",
     "preparation": "datasets samples storage system",
-    "text": "cache loader samples system",
+    "text": "cache disk loader samples system",
     "cli": "cache datasets disk preparation shm storage system",
-    "reading/graph": "cache ring samples system threads",
+    "reading/graph": "cache disk ring samples system threads",
     "reading/run": "loader reading/graph ring system threads",
-    "reading": "cache reading/graph reading/run samples system",
+    "reading": "cache disk reading/graph reading/run samples system",
 }
 MOST_FILES = 12
 

@@ -161,11 +161,16 @@ class DiskStore:
         """Whether the disk has refused a sample."""
         return not self._writable or self._words[_FULL] != 0
 
-    def has_room_for(self, states: "np.ndarray[Any, np.dtype[np.uint8]]") -> bool:
-        """Whether all samples that are EMPTY will have room, with a quarter to spare; or too few are here to tell."""
+    def has_room_for(self, states: "np.ndarray[Any, np.dtype[np.uint8]]", expected: int | None = None) -> bool:
+        """Whether all samples that are EMPTY will have room, with a quarter to spare; or too few are here to tell.
+
+        ``expected``: how many samples there will be, if the dataset's length is only a bound.
+        """
         if not self._listed:
             return True
         empty, filled = (int(np.count_nonzero(states == state)) for state in (EMPTY, SET))
+        if expected is not None:
+            empty = min(empty, max(0, expected - filled))
         return filled < _ENOUGH or 1.25 * empty * (self.used - BEGIN) / filled <= self._capacity - self.used
 
     def has_room(self, encoded: Collection[Any]) -> bool:
@@ -434,15 +439,21 @@ class DiskCache(ListCache):
         return filled
 
     def serve(
-        self, load: Callable[[list[int]], Iterable[Any]], kept: Callable[[int], bool], indices: Sequence[int]
+        self,
+        load: Callable[[list[int]], Iterable[Any]],
+        kept: Callable[[int], bool],
+        indices: Sequence[int],
+        expected: int | None = None,
     ) -> list[Any]:
         """Return the samples ``indices``: those that are here, and what ``load`` returns for the others.
 
         These are written behind the caller, by a thread. Those that are ``kept`` elsewhere by then are written only if all
-        samples have room. A sample that another thread or process has claimed is waited for, but only after all claims of this
-        thread were handed to its writer: so no two wait for each other.
+        samples have room; ``expected`` says how many there will be, if the dataset's length is only a bound. A sample that
+        another thread or process has claimed is waited for, but only after all claims of this thread were handed to its writer:
+        so no two wait for each other.
         """
-        taken, samples, has_room = set[int](), dict[int, Any](), self.holds_all()
+        taken, samples = set[int](), dict[int, Any]()
+        has_room = self._disk.has_room_for(self._aux.numpy(), expected)
         load_claimed, outer = partial(self.loading, load=load), getattr(self._behind, "wanted", None)
         try:
             self.claim_to_load(list(indices), taken)

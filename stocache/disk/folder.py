@@ -66,6 +66,7 @@ class Folder:
         self.path = os.path.abspath(os.fspath(path))
         self._fds: list[int] = []
         self._close = weakref.finalize(self, _close_all, self._fds)
+        self._close.atexit = False  # samples may still be written then
         try:
             self._open(dict(identity), fingerprint, private, facts)
         except BaseException:
@@ -78,6 +79,7 @@ class Folder:
         folder = cls.__new__(cls)
         folder.path, folder._fds = path, []
         folder._close = weakref.finalize(folder, _close_all, folder._fds)
+        folder._close.atexit = False
         try:
             folder._open_directory()
             folder._take_lock()
@@ -96,9 +98,11 @@ class Folder:
         self._check(private)
         self._take_lock()
         manifest = self._read_manifest() if self._has(MANIFEST) else None
-        if manifest is not None:
-            self._check_identity(manifest, identity)
-        if manifest is None or (manifest["fingerprint"] != fingerprint):
+        changed = manifest is not None and manifest["fingerprint"] != fingerprint
+        if manifest is not None:  # other data may be more or fewer samples
+            fixed = {key: value for key, value in identity.items() if not changed or key != "dataset_len"}
+            self._check_identity(manifest, fixed)
+        if manifest is None or changed:
             manifest = self._make(manifest, identity, fingerprint, facts)
         elif fingerprint is None and self.alone and os.stat(INDEX, dir_fd=self._at).st_blocks:
             logger.warning(
