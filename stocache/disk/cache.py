@@ -18,7 +18,7 @@ from stocache.cache.placement import Placement, residency
 from stocache.cache.ragged import ListCache
 from stocache.cache.stats import DAMAGED, EMPTY, FILLS, HITS, MISSING, OOB, READ_NS, REFUSED, SET, CacheStats
 from stocache.disk.folder import Folder, read_manifest
-from stocache.disk.samples_file import BEGIN, SamplesFile, index_bytes, load_index
+from stocache.disk.samples_file import BEGIN, SamplesFile, free_rows, index_bytes, load_index
 from stocache.disk.store import Records, Rows, pack_example, unpack_example
 from stocache.disk.writer import BehindWriter
 from stocache.errors import DiskError, LimitError, SegmentError
@@ -186,14 +186,14 @@ class DiskStore:
             return self._load(idx)
 
     def _load(self, idx: int) -> Any:
-        at = self._place(idx)
-        data = None
-        if self.file is not None:
-            with contextlib.suppress(OSError):  # as damage: where it is written anew, it may be well
-                data = self.file.read(idx)
-        if data is not None:
+        if self.file is None:  # which says nothing about the sample
+            return MISSING
+        at, found = self.file.offsets[idx], None
+        with contextlib.suppress(OSError, MemoryError):  # as damage: where it is written anew, it may be well
+            found = self.file.read(idx)
+        if found is not None:
             try:
-                return self._form.decode(data, self.file.sizes[idx])  # type: ignore[union-attr]
+                return self._form.decode(*found)
             except NotImported:
                 return MISSING
             except SegmentError:
@@ -247,13 +247,10 @@ class DiskStore:
         finally:
             self._segment.count(READ_NS, time.perf_counter_ns() - began)
 
-    def _place(self, idx: int) -> int:
-        return self.file.offsets[idx] if self.file is not None else 0
-
     def lose(self, idx: int, at: int) -> None:
         """Note that a sample is not what was written at ``at``: it is EMPTY from now on."""
         with self._segment.guard:
-            if self._states[idx] == SET and self._place(idx) == at:
+            if self._states[idx] == SET and self.file is not None and self.file.offsets[idx] == at:
                 self._states[idx] = EMPTY
                 self._segment.counters[DAMAGED] += 1
         self._warn("has lost samples, which are damaged or cannot be read. They come from the dataset, and are written again.")
@@ -261,7 +258,9 @@ class DiskStore:
     def _warn(self, problem: str) -> None:
         if not self._warned:
             self._warned = True
-            if self._segment.first_to_warn(DISK_WARNING):
+            with self._segment.guard:
+                first = self._segment.first_to_warn(DISK_WARNING)
+            if first:
                 logger.warning("the disk cache %s %s", self._path, problem)
 
     # ------------------------------------------------------------------------------------------------ the others
@@ -270,7 +269,7 @@ class DiskStore:
         """Give all room back to the disk."""
         if self.file is not None:
             self.file.clear()
-        self._words[_USED] = BEGIN
+        self._words[_USED], self._words[_FULL] = BEGIN, 0
         if self._listed:
             np.asarray(self._states).fill(EMPTY)
 
@@ -377,15 +376,17 @@ class DiskCache(ListCache):
         )
         limit = parse_size(disk_limit, "disk_limit")
         capacity = _capacity(options, limit)
-        folder = None
+        folder: Folder | None = None
         try:
             folder = Folder(options.disk, options.identity, fingerprint, allow_pickle, options.facts)
             capacity = _affordable(options, folder, limit, capacity)
             segment = _open_control(options, folder, capacity)
             folder.share()
-        except (DiskError, SegmentError):
-            raise
         except OSError as error:
+            if folder is not None:
+                folder.close()
+            if isinstance(error, DiskError | SegmentError):
+                raise
             logger.warning("disk=%r is not used: %s. Nothing is cached there.", options.disk, error.strerror or error)
             folder, capacity = None, 0
             segment = _blank(options)
@@ -502,9 +503,7 @@ class DiskCache(ListCache):
         """Write what is to be written, and close the files in this process. They stay on the disk. Twice is fine."""
         if "_writer" in self.__dict__:
             self.flush()
-            if self._folder is not None:
-                self._folder.close()
-        self.__dict__.pop("_disk", None)
+        self.__dict__.pop("_disk", None)  # with the last thread that uses it, the files are closed
         super().close()
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -516,8 +515,12 @@ class DiskCache(ListCache):
         if key is not None:
             try:
                 folder = Folder.reopen(options.disk, key)
-            except (OSError, DiskError) as error:
-                logger.warning("disk=%r is not used in this process: %s.", options.disk, str(error).rstrip("."))
+            except OSError as error:
+                with segment.guard:
+                    first = segment.first_to_warn(DISK_WARNING)
+                if first:
+                    problem = str(error).rstrip(".")
+                    logger.warning("disk=%r is not used in process %d: %s.", options.disk, os.getpid(), problem)
         self._assemble(options, capacity, segment, folder)
 
 
@@ -594,7 +597,8 @@ def _initialise(options: DiskOptions, folder: Folder, capacity: int, control: me
     words = np.frombuffer(control, np.uint64, _WORDS_BYTES // 8, at)
     offsets = np.frombuffer(control, np.uint64, count, at + _WORDS_BYTES)
     sizes = np.frombuffer(control, np.uint64, count, at + _WORDS_BYTES + 8 * count)
-    words[_USED] = load_index(folder, offsets, sizes)
+    row_bytes = None if options.structure is None else Rows(options.structure).nbytes
+    words[_USED] = load_index(folder, offsets, sizes, row_bytes)
     states = np.frombuffer(control, np.uint8, count)
     states[:] = np.where(offsets > 0, SET, EMPTY)
     if not folder.writable:
@@ -602,6 +606,10 @@ def _initialise(options: DiskOptions, folder: Folder, capacity: int, control: me
     elif options.structure is not None and count:
         chosen = _resident(options, int(folder.facts["memory_slots"]), capacity)
         states[(states == EMPTY) & ~chosen] = OOB
+    if row_bytes is not None:
+        places, empty = free_rows(offsets, row_bytes, int(words[_USED])), np.flatnonzero(states == EMPTY)
+        empty = empty[: len(places)]
+        offsets[empty], sizes[empty] = places[: len(empty)], row_bytes
 
 
 def _resident(options: DiskOptions, memory_slots: int, capacity: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":

@@ -9,15 +9,17 @@ NOTE [ Who uses a folder ]
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
 import os
+import re
 import secrets
 import stat
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ FILES = frozenset({MANIFEST, LOCK, INDEX, SAMPLES, f"{MANIFEST}.new", "lost+foun
 _MARK, _VERSION = b'"checksum": "', 1
 _LONGEST_S = 60.0  # to wait for a process that loads the index
 _MOST = 1 << 20  # bytes of a manifest
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 _MOUNTS, _MACHINE, _BOOT = "/proc/self/mountinfo", "/etc/machine-id", "/proc/sys/kernel/random/boot_id"
 IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
@@ -82,17 +85,18 @@ class Folder:
         folder._close.atexit = False
         try:
             folder._open_directory()
-            folder._take_lock()
-            if folder._read_manifest()["key"] != key:
+            if folder._read_manifest()["key"] != key:  # before anything is made there
                 raise DiskError(f"{printable(path)} is another cache by now.")
+            folder._take_lock()
             folder._set(key)
+            folder.share()
         except BaseException:
             folder.close()
             raise
         return folder
 
     def _open(self, identity: dict[str, Any], fingerprint: str | None, private: bool, facts: dict[str, Any]) -> None:
-        with contextlib.suppress(FileExistsError):
+        with contextlib.suppress(FileExistsError, NotADirectoryError):
             os.makedirs(self.path, 0o700)
         self._open_directory()
         self._check(private)
@@ -104,7 +108,7 @@ class Folder:
             self._check_identity(manifest, fixed)
         if manifest is None or changed:
             manifest = self._make(manifest, identity, fingerprint, facts)
-        elif fingerprint is None and self.alone and os.stat(INDEX, dir_fd=self._at).st_blocks:
+        elif fingerprint is None and self.alone and self._has(INDEX) and os.stat(INDEX, dir_fd=self._at).st_blocks:
             logger.warning(
                 "the disk cache %s is from an earlier run, of %s. Without a fingerprint it is unknown whether its data has "
                 "changed since: pass fingerprint=…, or remove it: stocache rm %s",
@@ -115,7 +119,7 @@ class Folder:
 
     def _set(self, key: str) -> None:
         self.key, self.seed = key, int(key, 16)
-        mode = os.O_RDWR if self.writable else os.O_RDONLY
+        mode = os.O_RDWR | os.O_CREAT if self.writable else os.O_RDONLY  # without one of them, all samples are misses
         self.index, self.samples = (self._open_file(name, mode) for name in (INDEX, SAMPLES))
 
     # ------------------------------------------------------------------------------------------------ the checks
@@ -162,33 +166,20 @@ class Folder:
 
     def _take_lock(self) -> None:
         """Lock the folder: alone, or together with other processes of this machine. See NOTE [ Who uses a folder ]."""
-        self.writable = True
-        try:
-            lock = self._open_file(LOCK, os.O_RDWR | os.O_CREAT)
-        except OSError:
-            self.writable = False
-            lock = self._open_file(LOCK, os.O_RDONLY)
-        self._lock, self.alone = lock, False
+        lock = self._lock = self._open_lock()
 
         def taken() -> bool:
             self.alone = try_flock(lock)
-            if self.alone:
-                return True
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return True
-            return False
+            return self.alone or _try_shared_flock(lock)
 
-        if not wait_until(taken, _LONGEST_S):
-            holder = describe_first(flock_owners(lock))
-            raise DiskError(f"{printable(self.path)} has been locked by {holder} for {_LONGEST_S:.0f} s.")
+        self._wait_for_lock(taken)
         found, ours = os.pread(lock, 4096, 0).decode("utf-8", "replace"), domain()
         if self.alone and self._is_of_another_machine(found, ours):
             raise DiskError(
                 f"{printable(self.path)} was made by another machine, and is on a network file system. Give each machine a "
                 f"folder of its own, on a local disk."
             )
-        if not self.alone and found != ours:
+        if not self.alone and self.writable and found != ours:  # who only reads takes no room
             raise DiskError(
                 f"{printable(self.path)} is in use by another machine, or by a container with another {limits.SHM_DIR}. Give "
                 f"each of them a folder of its own."
@@ -205,7 +196,25 @@ class Folder:
         """Let other processes of this machine use the folder, too."""
         if self.alone:
             self.alone = False
-            fcntl.flock(self._lock, fcntl.LOCK_SH)
+            self._wait_for_lock(lambda: _try_shared_flock(self._lock))  # the kernel may let another process in between
+
+    def _wait_for_lock(self, taken: Callable[[], bool]) -> None:
+        if not wait_until(taken, _LONGEST_S):
+            holder = describe_first(flock_owners(self._lock))
+            raise DiskError(f"{printable(self.path)} has been locked by {holder} for {_LONGEST_S:.0f} s.")
+
+    def _open_lock(self) -> int:
+        self.writable = True
+        try:
+            return self._open_file(LOCK, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            if error.errno not in _READ_ONLY:
+                raise
+            self.writable = False
+            try:
+                return self._open_file(LOCK, os.O_RDONLY)
+            except FileNotFoundError:
+                raise error from None
 
     # ------------------------------------------------------------------------------------------------ the files
 
@@ -216,24 +225,30 @@ class Folder:
         return False
 
     def _open_file(self, name: str, flags: int) -> int:
+        """Open a file of the folder. Raises DiskError where something else has its name."""
+        with contextlib.suppress(FileNotFoundError):
+            status = os.stat(name, dir_fd=self._at, follow_symlinks=False)  # opening a device may have effects
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                raise DiskError(f"{printable(self.path)}/{name} is not a file of this user. Remove it.")
         fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=self._at)
         self._fds.append(fd)
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            raise DiskError(f"{printable(self.path)}/{name} is not a file of this user. Remove it.")
         return fd
 
     def _read_manifest(self) -> dict[str, Any]:
+        path = printable(self.path)
         try:
+            if not stat.S_ISREG(os.stat(MANIFEST, dir_fd=self._at, follow_symlinks=False).st_mode):
+                raise ValueError("it is not a file")
             return read_manifest(self._at)
         except ValueError as error:
-            path = printable(self.path)
             raise DiskError(f"{path}/{MANIFEST} is damaged: {error}. Remove the cache: stocache rm --force {path}") from None
 
     def _make(
         self, before: dict[str, Any] | None, identity: dict[str, Any], fingerprint: str | None, facts: dict[str, Any]
     ) -> dict[str, Any]:
-        """Make the files anew: there are none, or they hold samples of another fingerprint."""
+        """Make the files anew: there are none, or they hold samples of another fingerprint. Raises OSError."""
+        if not self.writable:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         if before is not None:
             difference = f"fingerprint {before['fingerprint']!r}, now {fingerprint!r}"
             if not self.alone:
@@ -256,7 +271,8 @@ class Folder:
         text = embed_checksum(json.dumps(manifest | {"checksum": ZEROS}, indent=1).encode(), _MARK)
         draft = os.open(f"{MANIFEST}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600, dir_fd=self._at)
         try:
-            os.write(draft, text)
+            if os.write(draft, text) != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(draft)
         finally:
             os.close(draft)
@@ -298,12 +314,40 @@ def read_manifest(at: int) -> dict[str, Any]:
     found, expected = read_checksum(text, _MARK)
     if found != expected:
         raise ValueError(f"its checksum is {found}, expected {expected}")
-    manifest: dict[str, Any] = json.loads(text)
-    if not isinstance(manifest, dict):
-        raise ValueError("it is not a mapping")
-    if manifest.get("version") != _VERSION:
-        raise ValueError(f"it has format version {manifest.get('version')}, this stocache reads version {_VERSION}")
-    return manifest
+    try:
+        manifest = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+    version = manifest.get("version") if isinstance(manifest, dict) else None
+    if version != _VERSION:
+        raise ValueError(f"it has format version {version}, this stocache reads version {_VERSION}")
+    if not _is_sane(manifest):
+        raise ValueError("it lacks an entry, or has one of another type")
+    return dict(manifest)
+
+
+def _is_sane(manifest: dict[str, Any]) -> bool:
+    """Whether a manifest has all entries that are read, each of the right type."""
+    key, created, facts = manifest.get("key"), manifest.get("created", -1), manifest.get("facts")
+    return (
+        isinstance(key, str)
+        and re.fullmatch("[0-9a-f]{16}", key) is not None
+        and type(created) in (int, float)
+        and 0 <= created < 2**40
+        and isinstance(manifest.get("fingerprint", 0), str | None)
+        and isinstance(manifest.get("identity"), dict)
+        and isinstance(facts, dict)
+        and type(facts.get("memory_slots")) is int
+        and 0 <= facts["memory_slots"] < 2**60
+        and isinstance(facts.get("example", 0), str | None)
+    )
+
+
+def _try_shared_flock(fd: int) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def fingerprint_of(path: str | os.PathLike[str]) -> str | None:

@@ -10,13 +10,14 @@ NOTE [ The files ]
     disk: after a power cut any part of both files may be missing, and what is missing or torn is a miss.
 
     Room is taken under a lock, by raising a number in shared memory. The next run, which has no such number any more, begins
-    behind everything that the index or the size of the file speaks of.
+    behind everything that the index speaks of. Rows are written between others, too, where the index speaks of nothing. No two
+    samples have the same room (`_drop_overlapping`), so a damaged one is written where it was.
 """
 
 import errno
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
@@ -31,13 +32,14 @@ _MASK = (1 << 64) - 1
 CHECKSUM_BYTES = 8
 _ENTRY = 16  # bytes of the index for each sample
 _WINDOW = 32 << 20  # bytes, after which pages are dropped
+_LARGE = 1 << 24  # bytes of a sample whose checksum is looked at before memory is taken
 _CHUNK = 1 << 20  # entries of the index that are read at a time
 
 _NOT_NOW = {errno.EAGAIN, errno.EOPNOTSUPP}  # some file systems cannot tell what the page cache has
 
-_Numbers = np.ndarray[Any, np.dtype[np.uint64]]
-
 _hash = xxhash.xxh3_64_intdigest
+
+_Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class SamplesFile:
@@ -48,6 +50,7 @@ class SamplesFile:
     """
 
     def __init__(self, folder: Folder, offsets: memoryview, sizes: memoryview) -> None:
+        self._folder = folder  # keeps the descriptors open: another file could have their numbers
         self._index, self._samples, self._seed = folder.index, folder.samples, folder.seed
         self.offsets, self.sizes = offsets, sizes
         self._advised = 0  # pages up to here were written to the disk, and dropped
@@ -57,15 +60,27 @@ class SamplesFile:
         """Return the bytes that a sample of ``nbytes`` bytes takes in the file."""
         return (nbytes + 7 & ~7) + CHECKSUM_BYTES
 
-    def read(self, idx: int) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
-        """Return the bytes of a sample in new memory; None where they are not what was written. Raises OSError."""
-        nbytes = self.sizes[idx]
-        data = np.empty(self.room(nbytes), np.uint8)
-        if os.preadv(self._samples, [data], self.offsets[idx]) != len(data):  # type: ignore[list-item]
-            return None
-        rest = memoryview(data)  # type: ignore[arg-type]
-        found = int.from_bytes(rest[-CHECKSUM_BYTES:], "little")
-        return data if _hash(rest[:-CHECKSUM_BYTES], self._seed + idx & _MASK) == found else None
+    def read(self, idx: int) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], int] | None:
+        """Return new memory that begins with the bytes of a sample, and how many they are; None where they are damaged.
+
+        Raises:
+            OSError: they cannot be read.
+            MemoryError: there is not so much memory.
+        """
+        at, nbytes = self.offsets[idx], self.sizes[idx]
+        room = self.room(nbytes)
+        if room > _LARGE and not any(os.pread(self._samples, CHECKSUM_BYTES, at + room - CHECKSUM_BYTES)):
+            return None  # nothing was written there, so do not take memory for it
+        data = np.empty(room, np.uint8)
+        memory = memoryview(data)  # type: ignore[arg-type]
+        done = os.preadv(self._samples, [memory], at)
+        while done < room:  # Linux reads at most 2 GiB at once
+            count = os.preadv(self._samples, [memory[done:]], at + done)
+            if not count:
+                return None
+            done += count
+        found = int.from_bytes(memory[-CHECKSUM_BYTES:], "little")
+        return (data, nbytes) if _hash(memory[:-CHECKSUM_BYTES], self._seed + idx & _MASK) == found else None
 
     def read_into(self, indices: list[int], buffers: list[list[Any]], nbytes: int, wait: bool) -> list[bool | None]:
         """Read samples of ``nbytes`` bytes into memory. Return for each whether it is there, and sound.
@@ -130,7 +145,10 @@ class SamplesFile:
             if written != nbytes:  # the disk is full, or a signal came
                 data = memoryview(b"".join(part))
                 while written < nbytes:
-                    written += os.pwrite(self._samples, data[written:], at + written)
+                    more = os.pwrite(self._samples, data[written:], at + written)
+                    if not more:
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    written += more
             at += nbytes
 
     def drop_pages(self, end: int) -> None:
@@ -167,20 +185,57 @@ def index_bytes(dataset_len: int) -> int:
     return _ENTRY * dataset_len
 
 
-def load_index(folder: Folder, offsets: _Numbers, sizes: _Numbers) -> int:
+def load_index(folder: Folder, offsets: _Numbers, sizes: _Numbers, row_bytes: int | None) -> int:
     """Read the index into shared memory. Return where the next sample can be written.
 
     Entries that cannot be true are left out, those that are not true are found when a sample is read.
+
+    Args:
+        folder: has the index.
+        offsets, sizes: of the samples; all 0.
+        row_bytes: the size that each sample must have, if there is one.
     """
     size = os.fstat(folder.samples).st_size
-    end = max(BEGIN, size)
     for first in range(0, len(offsets), _CHUNK):
         last = min(first + _CHUNK, len(offsets))
         data = os.pread(folder.index, (last - first) * _ENTRY, first * _ENTRY)
         entries = np.frombuffer(data[: len(data) // _ENTRY * _ENTRY], "<u8").reshape(-1, 2)
         at, nbytes = entries[:, 0], entries[:, 1]
         true = may_be_true(at, nbytes, size)
+        if row_bytes is not None:
+            true &= nbytes == row_bytes
         part = slice(first, first + len(entries))
         offsets[part] = np.where(true, at, 0)
         sizes[part] = np.where(true, nbytes, 0)
-    return -(-end // 8) * 8
+    return _drop_overlapping(offsets, sizes)
+
+
+def _drop_overlapping(offsets: _Numbers, sizes: _Numbers) -> int:
+    """Leave out each entry that reaches into the next one, in the order of the file. Return where the last one ends.
+
+    So no two samples have the same room: one that is damaged is written where it was. And an entry with a wrong size takes the
+    room of one other at most.
+    """
+    used = np.flatnonzero(offsets)
+    used = used[np.argsort(offsets[used])]
+    begins = offsets[used]
+    ends = begins + _rooms(sizes[used])
+    wrong = used[:-1][ends[:-1] > begins[1:]]
+    offsets[wrong] = sizes[wrong] = 0
+    return -(-max(BEGIN, int(ends[-1]) if len(ends) else 0) // 8) * 8
+
+
+def free_rows(offsets: _Numbers, row_bytes: int, end: int) -> _Numbers:
+    """Return where samples of ``row_bytes`` fit between the others: room that was taken before a kill or a power cut."""
+    room = SamplesFile.room(row_bytes)
+    taken = np.sort(offsets[offsets > 0]).astype(np.int64)
+    begins = np.append(BEGIN, taken + room)
+    counts = (np.append(taken, end) - begins) // room
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    places: _Numbers = (np.repeat(begins, counts) + number * room).astype(np.uint64)
+    return places
+
+
+def _rooms(sizes: _Numbers) -> _Numbers:
+    rooms: _Numbers = (sizes + np.uint64(7) & ~np.uint64(7)) + np.uint64(CHECKSUM_BYTES)
+    return rooms

@@ -18,9 +18,11 @@ from stocache.samples.record_encoder import RecordPacker, integers_codec
 from stocache.samples.spec import Structure
 from stocache.samples.type_lookup import NotImported
 from stocache.shm.pool import Pool
+from stocache.shm.segment import MOST_BUFFERS
 
 _FOOT = struct.Struct("<QII")  # behind a record: bytes of its leaves, the number for its integers, bytes of its treedef
 _MOST = 1 << 32  # bytes of an example
+_MOST_AT_ONCE = 1 << 30  # bytes of a row that is read into a batch; Linux reads at most 2 GiB at once
 _READERS = 1024  # readers of treedefs that a process keeps
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -67,7 +69,8 @@ class Rows:
             self._places.append(end + gap)
             end += gap + column.nbytes
         self.nbytes = end
-        self.fills_batches = not any(column.is_ordered for column in self._columns)
+        self.fills_batches = 2 * len(self._columns) < MOST_BUFFERS and end < _MOST_AT_ONCE
+        self.fills_batches &= not any(column.is_ordered for column in self._columns)
 
     def encode(self, sample: Any, where: str) -> list[Any]:
         """See `SampleFormat`."""
