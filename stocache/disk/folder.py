@@ -128,7 +128,7 @@ class Folder:
         try:
             self._at = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except NotADirectoryError:
-            raise DiskError(f"disk={self.path!r} is a file. Give a folder of its own, which may be new.") from None
+            raise DiskError(f"disk={self.path!r} is or lies below a file. Give a folder of its own; it may be new.") from None
         self._fds.append(self._at)
 
     def _check(self, private: bool) -> None:
@@ -254,7 +254,7 @@ class Folder:
             if not self.alone:
                 raise MismatchError(f"the disk cache {printable(self.path)} is in use for other data: {difference}.")
             logger.warning("the disk cache %s was left behind for other data: %s. Starting afresh.", self.path, difference)
-        for name in (MANIFEST, INDEX, SAMPLES):  # the manifest first: without one, nobody reads the others
+        for name in (MANIFEST, f"{MANIFEST}.new", INDEX, SAMPLES):  # the manifest first: without one, nobody reads the others
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self._at)
         for name in (INDEX, SAMPLES):
@@ -269,7 +269,7 @@ class Folder:
             "facts": facts,
         }
         text = embed_checksum(json.dumps(manifest | {"checksum": ZEROS}, indent=1).encode(), _MARK)
-        draft = os.open(f"{MANIFEST}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600, dir_fd=self._at)
+        draft = os.open(f"{MANIFEST}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._at)
         try:
             if os.write(draft, text) != len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
