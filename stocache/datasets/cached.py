@@ -508,9 +508,9 @@ class CachedDataset(Dataset[Any]):
             self._loader.close()
         with contextlib.suppress(ClosedError):
             self._epochs.update(self.cache)
-        self.cache.close()
         if self.disk_cache is not None:
-            self.disk_cache.close()
+            self.disk_cache.close()  # first: what is to be written depends on what the memory holds
+        self.cache.close()
 
     def __enter__(self: _Self) -> _Self:
         return self
