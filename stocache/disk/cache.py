@@ -569,7 +569,12 @@ def _affordable(options: DiskOptions, folder: Folder, limit: int, capacity: int)
 def _open_control(options: DiskOptions, folder: Folder, capacity: int) -> Segment:
     """Return the shared memory with the states of the samples of a folder, attached to or new."""
     name = f"disk.{folder.key}"
-    identity: Identity = {"disk": folder.path, "dataset_len": options.dataset_len, "limit": str(options.limit)}
+    identity: Identity = {
+        "disk": folder.path,
+        "dataset_len": options.dataset_len,
+        "limit": str(options.limit),
+        "fingerprint": folder.key,
+    }
     if folder.alone:  # what killed processes left behind is not newer than the index
         with contextlib.suppress(OSError):
             named.remove(named.find(name), dead=True)

@@ -170,7 +170,14 @@ class Folder:
 
         def taken() -> bool:
             self.alone = try_flock(lock)
-            return self.alone or _try_shared_flock(lock)
+            if self.alone:
+                return True
+            if not _try_shared_flock(lock):
+                return False
+            if self.writable and not (self._has(MANIFEST) and os.fstat(lock).st_size):
+                fcntl.flock(lock, fcntl.LOCK_UN)  # the process that was alone has ended before it was done
+                return False
+            return True
 
         self._wait_for_lock(taken)
         found, ours = os.pread(lock, 4096, 0).decode("utf-8", "replace"), domain()
@@ -185,8 +192,9 @@ class Folder:
                 f"each of them a folder of its own."
             )
         if self.alone and self.writable:
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, ours.encode(), 0)
+            text = ours.encode()
+            os.pwrite(lock, text, 0)
+            os.ftruncate(lock, len(text))
 
     def _is_of_another_machine(self, found: str, ours: str) -> bool:
         machines = [text.partition(" ")[0] for text in (found, ours)]

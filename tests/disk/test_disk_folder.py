@@ -1,6 +1,7 @@
 """The folder of a disk cache: what is refused, what is warned of, and who finds it again."""
 
 import ctypes
+import fcntl
 import functools
 import json
 import multiprocessing
@@ -9,6 +10,7 @@ import pickle
 import random
 import signal
 import stat
+import threading
 import time
 from pathlib import Path
 
@@ -405,6 +407,15 @@ def test_two_processes_load_each_sample_once(tmp_path, start_method):
     assert sorted(int.from_bytes(data[at : at + 2], "little") for at in range(0, len(data), 2)) == list(range(COUNT))
     with open_disk("rows", tmp_path / "disk") as cache:
         assert loaded(cache, "rows") == []
+
+
+def test_a_process_that_ended_early_is_not_in_the_way(tmp_path):
+    """One that was alone has ended before it wrote anything, when another had found the folder locked."""
+    at = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(at, fcntl.LOCK_SH)  # as of others that have come too late
+    threading.Timer(0.2, os.close, [at]).start()
+    with open_disk("rows", tmp_path) as cache:
+        assert len(loaded(cache, "rows")) == COUNT
 
 
 def test_what_killed_processes_left_in_shared_memory_goes(tmp_path):
