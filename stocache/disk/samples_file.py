@@ -14,6 +14,7 @@ NOTE [ The files ]
     samples have the same room (`_drop_overlapping`), so a damaged one is written where it was.
 """
 
+import contextlib
 import errno
 import os
 from collections.abc import Sequence
@@ -188,14 +189,14 @@ def index_bytes(dataset_len: int) -> int:
 def load_index(folder: Folder, offsets: _Numbers, sizes: _Numbers, row_bytes: int | None) -> int:
     """Read the index into shared memory. Return where the next sample can be written.
 
-    Entries that cannot be true are left out, those that are not true are found when a sample is read.
+    Entries that cannot be true are deleted, those that are not true are found when a sample is read.
 
     Args:
         folder: has the index.
         offsets, sizes: of the samples; all 0.
         row_bytes: the size that each sample must have, if there is one.
     """
-    size = os.fstat(folder.samples).st_size
+    size, there = os.fstat(folder.samples).st_size, np.zeros(len(offsets), bool)
     for first in range(0, len(offsets), _CHUNK):
         last = min(first + _CHUNK, len(offsets))
         data = os.pread(folder.index, (last - first) * _ENTRY, first * _ENTRY)
@@ -205,9 +206,15 @@ def load_index(folder: Folder, offsets: _Numbers, sizes: _Numbers, row_bytes: in
         if row_bytes is not None:
             true &= nbytes == row_bytes
         part = slice(first, first + len(entries))
+        there[part] = entries.any(axis=1)
         offsets[part] = np.where(true, at, 0)
         sizes[part] = np.where(true, nbytes, 0)
-    return _drop_overlapping(offsets, sizes)
+    end = _drop_overlapping(offsets, sizes)
+    if folder.writable:
+        with contextlib.suppress(OSError):
+            for idx in np.flatnonzero(there & (offsets == 0)).tolist():  # or they would speak of what is written there later
+                os.pwrite(folder.index, bytes(_ENTRY), idx * _ENTRY)
+    return end
 
 
 def _drop_overlapping(offsets: _Numbers, sizes: _Numbers) -> int:

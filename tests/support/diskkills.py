@@ -48,12 +48,13 @@ def kill_trial(seed, folder, way, kind=None):
     fill, longest_s = (_fill, 0.012) if way == "get_or_load_many" else (_fill_behind, 0.045)
     orders = [rng.sample(range(COUNT), COUNT) for _ in range(3)]
     shares = rng.random() < 0.5  # the processes are forked from one that has the folder open, or each opens it
+    early = rng.random() < 0.3  # the clock starts before it does
     with contextlib.ExitStack() as stack:
         ready, write_end = os.pipe()
         stack.callback(os.close, ready)
         stack.callback(os.close, write_end)
         opened = stack.enter_context(_open(way, kind, folder)) if shares else None
-        victim = _fork(fill, way, kind, folder, opened, orders[0], write_end)
+        victim = _fork(fill, way, kind, folder, opened, orders[0], write_end, early)
         rival = _fork(fill, way, kind, folder, opened, orders[1], write_end) if rng.random() < 0.5 else None
         os.read(ready, 1)
         time.sleep(rng.random() ** 2 * longest_s)
@@ -95,17 +96,17 @@ def _fill_behind(opened, kind, order):
         assert all(same(value, sample(kind, idx)) for idx, value in zip(indices, opened.__getitems__(indices), strict=True))
 
 
-def _fork(fill, way, kind, folder, opened, order, ready):
+def _fork(fill, way, kind, folder, opened, order, ready, early=False):
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
             sys.settrace(None)
             torch.set_num_threads(1)  # as in a DataLoader's worker
-            if opened is not None:
+            if early:
                 os.write(ready, b"x")
             with opened or _open(way, kind, folder) as cache:
-                if opened is None:
+                if not early:
                     os.write(ready, b"x")
                 fill(cache, kind, order)
             status = 0
