@@ -558,7 +558,8 @@ def _affordable(options: DiskOptions, folder: Folder, limit: int, capacity: int)
     if not folder.writable:
         logger.warning("disk=%r is read-only: its samples are read, and no others are added.", options.disk)
         return capacity
-    room = folder.free_bytes + os.fstat(folder.samples).st_size
+    room = folder.free_bytes + sum(os.fstat(fd).st_size for fd in (folder.samples, folder.index))
+    room = max(0, room - index_bytes(options.dataset_len))
     if room < capacity:
         logger.warning(
             "disk_limit=%s is more than %r has room for: %s.", options.limit, options.disk, format_size(room + limit - capacity)

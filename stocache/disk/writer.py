@@ -6,6 +6,7 @@ NOTE [ Writing at exit ]
     them. A disk that hangs is waited for 60 seconds.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -14,6 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from multiprocessing import util
 from typing import Any, NamedTuple
+
+from stocache.errors import ClosedError
 
 logger = logging.getLogger("stocache")
 
@@ -106,7 +109,8 @@ class BehindWriter:
             except Exception as error:  # the next ones may go well; a sample that is missing is loaded again
                 logger.debug("not written: %s", error)
             for act in acts:
-                act()
+                with contextlib.suppress(ClosedError):  # while the disk did not take what came before
+                    act()
             with self._changed:
                 self._is_writing = False
                 self._bytes -= sum(len(sample.data) for sample in samples)
