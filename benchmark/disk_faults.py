@@ -3,6 +3,7 @@
     python -m benchmark disk_faults kills [--trials 1000]    # SIGKILLs of processes that fill it
     python -m benchmark disk_faults cuts  [--trials 200]     # power cuts: unsynced pages and sectors are dropped
     python -m benchmark disk_faults flips [--trials 10000]   # single bits
+    sudo python -m benchmark disk_faults full                # a disk of 100 MB for 150 MB, three epochs
 
 A wrong sample, an error of any kind, or a process that hangs ends the run. After each fault all samples are read twice: the
 first time those that were lost come from the dataset, the second time none may; and the next opening has to find all.
@@ -10,18 +11,23 @@ first time those that were lost come from the dataset, the second time none may;
 
 import argparse
 import collections
+import contextlib
 import os
 import random
 import sys
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
+import torch
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from benchmark.sigkill import holdings
-from stocache import DiskError
+from stocache import CachedDataset, DataLoader, DiskError
 from tests.support.diskkills import WAYS, kill_trial
-from tests.support.disks import COUNT, KINDS, after_power_cut, contents, flip, loaded, open_disk, put
+from tests.support.disks import COUNT, KINDS, after_power_cut, contents, flip, loaded, mounted, open_disk, put
+from tests.support.traces import mount_private
 
 CLAIM = "After SIGKILLs, power cuts and flipped bits, a disk cache gives no wrong sample, and has all of them again."
 
@@ -81,6 +87,46 @@ def flips(trials: int, seed: int, folder: str) -> _Rows:
     return rows
 
 
+def full(trials: int, seed: int, folder: str) -> _Rows:
+    """Train on a tmpfs of 100 MB with 150 MB of samples; and again while another file takes what is free."""
+    rows: _Rows = collections.defaultdict(collections.Counter)
+    kept, large = OneSize(1500), f"{folder}/others"
+    for number in range(trials):
+        with mounted(folder, "size=100m,mode=700"):
+            with CachedDataset(kept, 0, disk=f"{folder}/disk", disk_limit="1GB", fingerprint="1", split=False) as dataset:
+                for epoch in range(3):
+                    for batch, (images, indices) in enumerate(DataLoader(dataset, 50, shuffle=True, num_workers=2)):
+                        if number % 2 and (epoch, batch) == (0, 8):
+                            _fill(large)
+                        assert torch.equal(images, torch.stack([kept[idx][0] for idx in indices.tolist()]))
+                stats = dataset.disk_cache.stats()
+            rows[f"100 MB, {'others fill the rest' if number % 2 else 'alone'}"].update(
+                trials=1, samples=4500, on_disk=stats.filled, hits=stats.hits
+            )
+            del dataset
+    return rows
+
+
+def _fill(path: str) -> None:
+    """Write a file until the disk is full."""
+    with contextlib.suppress(OSError), open(path, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 20))
+
+
+class OneSize(Dataset[Any]):
+    """So many samples of 100 KB."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, idx: int) -> Any:
+        return torch.full((100_000,), idx % 251, dtype=torch.uint8), idx
+
+
 def _read_all(kind: str, path: str, count: int, indices: "range | list[int]") -> dict[str, int]:
     """Read samples twice, and once more after the folder was opened again; return how many were lost."""
     with open_disk(kind, path, count) as cache:
@@ -95,6 +141,7 @@ _PARTS: dict[str, tuple[Callable[[int, int, str], _Rows], int]] = {
     "kills": (kills, 1000),
     "cuts": (cuts, 200),
     "flips": (flips, 10_000),
+    "full": (full, 2),
 }
 
 
@@ -106,6 +153,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     run, usual = _PARTS[arguments.part]
+    if arguments.part == "full" and not mount_private():
+        raise SystemExit("mounting needs root")
     tqdm.get_lock()  # takes a page of /dev/shm
     before = holdings()
     with tempfile.TemporaryDirectory(prefix="disk-faults-") as folder:

@@ -139,6 +139,8 @@ def pack_example(sample: Any) -> str:
 
 def unpack_example(text: str) -> Any:
     """Return the sample in a text that `pack_example` has made. Raises ValueError, SegmentError or NotImported."""
-    unpacker = zlib.decompressobj()
-    data = unpacker.decompress(base64.b64decode(text), _MOST)
+    try:
+        data = zlib.decompressobj().decompress(base64.b64decode(text), _MOST)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
     return Records(False, None).decode(np.frombuffer(bytearray(data), np.uint8), len(data))

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import stocache
-from stocache import CachedDataset
+from stocache import CachedDataset, DiskCache
 from stocache.disk import writer
+from stocache.samples.spec import Structure
 from tests.support import traces
 from tests.support.disks import COUNT, KINDS, Samples, contents, loaded, mounted, open_disk, put, row, sample
 from tests.support.equality import same
@@ -308,3 +309,12 @@ def test_a_disk_that_hangs_does_not_write_into_other_files(tmp_path, monkeypatch
         os.close(other)
     with open_disk("rows", tmp_path / "disk") as cache:
         loaded(cache, "rows")
+
+
+def test_samples_of_more_parts_than_one_call_takes(tmp_path):
+    parts = {f"part {number}": torch.tensor([number]) for number in range(1500)}
+    with DiskCache(tmp_path, "1GB", 3, structure=Structure.of(parts), fingerprint="1") as cache:
+        for _ in range(2):
+            assert same(cache.get_or_load(1, lambda idx: parts), parts)
+        assert cache.stats().hits == 1
+        assert not cache.fills_batches
