@@ -65,13 +65,13 @@ def cuts(trials: int, seed: int, folder: str) -> _Rows:
 def flips(trials: int, seed: int, folder: str) -> _Rows:
     """Flip one bit in each trial, in a file that is drawn by its size, or the manifest."""
     rows: _Rows = collections.defaultdict(collections.Counter)
-    for kind in KINDS:
+    for number, kind in enumerate(KINDS):
         rng, path = random.Random(seed), f"{folder}/{kind}"
         with open_disk(kind, path) as cache:
             loaded(cache, kind)
         with open(f"{path}/cache.json", "rb") as file:
             files = contents(path) | {"cache.json": file.read()}
-        for _ in tqdm(range(trials // len(KINDS)), unit="flip"):
+        for _ in tqdm(range((trials + number) // len(KINDS)), unit="flip"):
             name = rng.choice(["samples", "samples", "index", "cache.json"])
             put(path, {name: flip(rng, files[name])})
             if name == "cache.json":
@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     run, usual = _PARTS[arguments.part]
+    torch.set_num_threads(1)  # threads of torch that wait would take the processors from the workers
     if arguments.part == "full" and not mount_private():
         raise SystemExit("mounting needs root")
     tqdm.get_lock()  # takes a page of /dev/shm
