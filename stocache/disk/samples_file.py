@@ -176,8 +176,7 @@ class SamplesFile:
 
 def may_be_true(at: _Numbers, nbytes: _Numbers, size: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":
     """Return which entries of an index can be true, for a file of samples of ``size`` bytes. 0 stands for no sample."""
-    room = (nbytes + np.uint64(7) & ~np.uint64(7)) + np.uint64(CHECKSUM_BYTES)
-    true: np.ndarray[Any, np.dtype[np.bool_]] = (at >= BEGIN) & (at <= size) & (nbytes <= size) & (at + room <= size)
+    true: np.ndarray[Any, np.dtype[np.bool_]] = (at >= BEGIN) & (at <= size) & (nbytes <= size) & (at + _rooms(nbytes) <= size)
     return true
 
 
