@@ -128,7 +128,7 @@ class Folder:
         try:
             self._at = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except NotADirectoryError:
-            raise DiskError(f"disk={self.path!r} is or lies below a file. Give a folder of its own; it may be new.") from None
+            raise DiskError(f"disk={self.path!r} is a file or below one. Give a folder of its own; it may be new.") from None
         self._fds.append(self._at)
 
     def _check(self, private: bool) -> None:
@@ -326,24 +326,29 @@ def read_manifest(at: int) -> dict[str, Any]:
         manifest = json.loads(text)
     except RecursionError as error:
         raise ValueError(str(error)) from None
-    version = manifest.get("version") if isinstance(manifest, dict) else None
-    if version != _VERSION:
-        raise ValueError(f"it has format version {version}, this stocache reads version {_VERSION}")
+    if not isinstance(manifest, dict):
+        raise ValueError("it is not a mapping")
+    if manifest.get("version") != _VERSION:
+        raise ValueError(f"it has format version {manifest.get('version')}, this stocache reads version {_VERSION}")
     if not _is_sane(manifest):
-        raise ValueError("it lacks an entry, or has one of another type")
+        raise ValueError("it holds other values")
     return dict(manifest)
 
 
 def _is_sane(manifest: dict[str, Any]) -> bool:
     """Whether a manifest has all entries that are read, each of the right type."""
-    key, created, facts = manifest.get("key"), manifest.get("created", -1), manifest.get("facts")
+    key, created = manifest.get("key"), manifest.get("created", -1)
+    identity, facts = manifest.get("identity"), manifest.get("facts")
     return (
         isinstance(key, str)
         and re.fullmatch("[0-9a-f]{16}", key) is not None
         and type(created) in (int, float)
-        and 0 <= created < 2**40
+        and 0 <= created < 2**32
         and isinstance(manifest.get("fingerprint", 0), str | None)
-        and isinstance(manifest.get("identity"), dict)
+        and isinstance(identity, dict)
+        and type(identity.get("dataset_len")) is int
+        and identity["dataset_len"] >= 0
+        and isinstance(identity.get("samples"), str)
         and isinstance(facts, dict)
         and type(facts.get("memory_slots")) is int
         and 0 <= facts["memory_slots"] < 2**60

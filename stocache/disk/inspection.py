@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,6 @@ from stocache.errors import DiskError
 from stocache.shm import named
 from stocache.system.waiting import describe_first, flock_owners, printable, try_flock
 
-_KEY = re.compile("[0-9a-f]{16}")
 _ENTRY = 16  # bytes of the index for each sample
 _CHUNK = 1 << 20  # entries of the index that are read at a time
 _RUN = 256  # samples that a thread checks at a time
@@ -258,12 +256,10 @@ def _check_names(at: int, shown: str) -> None:
 
 
 def _read_manifest(at: int, path: str) -> dict[str, Any]:
-    """Return the manifest, of which the values that are used here have the right types. Raises DiskError."""
+    """Return the manifest. Raises DiskError."""
     shown = printable(path)
     try:
         manifest = read_manifest(at)
-        if not _is_sane(manifest):
-            raise ValueError("it holds other values")
     except FileNotFoundError:
         _check_names(at, shown)
         problem = (
@@ -272,26 +268,11 @@ def _read_manifest(at: int, path: str) -> dict[str, Any]:
         )
     except OSError as error:
         problem = f"cannot be read: {error.strerror}."
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         problem = f"is damaged: {printable(str(error))}. {_remedy(shown)}"
     else:
         return manifest
     raise DiskError(f"{shown}/{MANIFEST} {problem}")
-
-
-def _is_sane(manifest: dict[str, Any]) -> bool:
-    key, created, identity = manifest.get("key"), manifest.get("created"), manifest.get("identity")
-    return (
-        isinstance(key, str)
-        and _KEY.fullmatch(key) is not None
-        and isinstance(created, int | float)
-        and 0 <= created < 2**32
-        and isinstance(manifest.get("fingerprint"), str | None)
-        and isinstance(identity, dict)
-        and type(identity.get("dataset_len")) is int
-        and identity["dataset_len"] >= 0
-        and isinstance(identity.get("samples"), str)
-    )
 
 
 def _users(at: int) -> list[int]:

@@ -333,6 +333,7 @@ def test_check_of_a_prepared_folder_is_as_ever(run, tmp_path):
 def manifest_of(**changes):
     """A manifest whose checksum is right, with other values."""
     whole = {"version": 1, "key": "0" * 16, "created": 1.0, "fingerprint": None, "identity": {"dataset_len": 5, "samples": "x"}}
+    whole["facts"] = {"memory_slots": 0, "example": None}
     return embed_checksum(json.dumps(whole | changes | {"checksum": ZEROS}).encode(), b'"checksum": "')
 
 
