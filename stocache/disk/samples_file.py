@@ -211,6 +211,7 @@ def load_index(folder: Folder, offsets: _Numbers, sizes: _Numbers, row_bytes: in
     end = _drop_overlapping(offsets, sizes)
     if folder.writable:
         with contextlib.suppress(OSError):
+            os.ftruncate(folder.index, os.fstat(folder.index).st_size // _ENTRY * _ENTRY)  # the last one may be cut
             for idx in np.flatnonzero(there & (offsets == 0)).tolist():  # or they would speak of what is written there later
                 os.pwrite(folder.index, bytes(_ENTRY), idx * _ENTRY)
     return end

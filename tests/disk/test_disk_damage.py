@@ -172,6 +172,18 @@ def test_two_samples_with_one_place_are_not_written_over_each_other(kind, filled
     assert missed == []
 
 
+def test_an_entry_that_was_cut_does_not_come_back(kind, filled):
+    true = entries(filled)
+    enter(filled, 50, *map(int, true[7]))
+    put(filled, {"index": (filled / "index").read_bytes()[: 16 * 50 + 9]})
+    with open_disk(kind, filled) as cache:
+        assert loaded(cache, kind, range(40)) == []
+        assert loaded(cache, kind, range(55, 60)) == list(range(55, 60))
+    with open_disk(kind, filled) as cache:
+        assert loaded(cache, kind, range(40)) == []
+        assert loaded(cache, kind, range(55, 60)) == []
+
+
 def test_a_size_of_gigabytes_takes_no_memory(filled, kind):
     with open(filled / "samples", "r+b") as file:
         file.truncate(1 << 42)
