@@ -20,8 +20,8 @@ import statistics
 import tempfile
 import threading
 import time
-from abc import ABC, abstractmethod
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path

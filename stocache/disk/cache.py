@@ -5,8 +5,7 @@ import dataclasses
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -16,16 +15,16 @@ from torch import Tensor
 
 from stocache.cache.placement import Placement, residency
 from stocache.cache.ragged import ListCache
-from stocache.cache.stats import DAMAGED, EMPTY, FILLS, HITS, MISSING, OOB, READ_NS, REFUSED, SET, CacheStats
+from stocache.cache.stats import EMPTY, HITS, MISSING, OOB, SET, CacheStats
 from stocache.disk.folder import Folder, read_manifest
+from stocache.disk.formats import Records, Rows, pack_example, unpack_example
 from stocache.disk.samples_file import BEGIN, SamplesFile, free_rows, index_bytes, load_index
-from stocache.disk.store import Records, Rows, pack_example, unpack_example
+from stocache.disk.store import USED, Control, DiskStore, control_bytes
 from stocache.disk.writer import BehindWriter
 from stocache.errors import DiskError, LimitError, SegmentError
 from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_len
 from stocache.samples.spec import Structure
-from stocache.samples.type_lookup import NotImported
 from stocache.shm import claims, named
 from stocache.shm.claims import Claims
 from stocache.shm.layout import Layout
@@ -35,252 +34,7 @@ from stocache.system.limits import format_size, parse_size
 
 logger = logging.getLogger("stocache")
 
-_WORDS_BYTES = 64
-_USED, _FULL = 0, 1  # words: where the next sample can be written; whether the disk has refused one
-_ENOUGH = 16  # samples, to tell the bytes of the others
-_LOCK = 1  # of the owner's locks; 0 is that of the claims
-
 _Indices = np.ndarray[Any, np.dtype[np.int64]]
-
-
-def _words_at(dataset_len: int) -> int:
-    return -(-dataset_len // 8) * 8
-
-
-def control_bytes(dataset_len: int) -> int:
-    """Return the bytes of shared memory for the states and the places of samples: 17 for each, and 64."""
-    return _words_at(dataset_len) + _WORDS_BYTES + 16 * dataset_len
-
-
-class DiskStore:
-    """The `SampleStore` of a DiskCache. The slot of a sample is its index.
-
-    Attributes:
-        may_miss: `load` may return MISSING, for a sample that is damaged: it is EMPTY then, and can be written again.
-    """
-
-    gathers_from = 2
-    may_miss = True
-
-    def __init__(
-        self, segment: Segment, dataset_len: int, folder: Folder | None, form: Rows | Records, capacity: int, listed: bool
-    ) -> None:
-        self._segment, self._form, self._capacity, self._listed = segment, form, capacity, listed
-        self._states = segment.control[:dataset_len]
-        at = _words_at(dataset_len)
-        self._words = segment.control[at : at + _WORDS_BYTES].cast("Q")
-        places = segment.control[at + _WORDS_BYTES : at + _WORDS_BYTES + 16 * dataset_len].cast("Q")
-        self.file = None
-        if folder is not None:
-            self.file = SamplesFile(folder, places[:dataset_len], places[dataset_len:])
-        self._writable = folder is not None and folder.writable
-        self._path = "" if folder is None else folder.path
-        self._warned = False
-        self.slot = int
-        self.encode = form.encode
-
-    @property
-    def unreadable(self) -> str:
-        """See `SampleStore`."""
-        return self._form.unreadable
-
-    @property
-    def used(self) -> int:
-        """Bytes of the file that are taken."""
-        return self._words[_USED]
-
-    def encode_many(self, samples: list[Any]) -> list[list[Any]] | None:
-        """See `SampleStore`: one by one."""
-        return None
-
-    # ------------------------------------------------------------------------------------------------ writing
-
-    def write_many(self, indices: list[int], encoded: Sequence[Any], costs_s: Sequence[float | None]) -> list[int | None]:
-        """Append samples to the file, as long as there is room, and enter them into the index. See `SampleStore`."""
-        if self.file is None or not self._writable:
-            return [REFUSED] * len(indices)
-        packed = [self.file.pack(idx, buffers) for idx, buffers in zip(indices, encoded, strict=True)]
-        sizes = [sum(memoryview(buffer).nbytes for buffer in buffers) for buffers in encoded]
-        with self._segment.guard:
-            places = self._segment.run_locked(_LOCK, 1, lambda: self._take(indices, sizes, [room for _, room in packed]), None)
-        if places is None:
-            return [REFUSED] * len(indices)
-        try:
-            self._write(places, packed)
-            for idx, at, nbytes in zip(indices, places, sizes, strict=True):
-                if at:
-                    self._states[idx] = EMPTY  # nobody reads it while its place changes
-                    self.file.enter(idx, at, nbytes)
-        except OSError as error:
-            self._words[_FULL] = 1
-            self._warn(f"takes no more samples: {error.strerror}. The others come from the dataset.")
-            return [REFUSED] * len(indices)
-        return [self._outcome(idx, at) for idx, at in zip(indices, places, strict=True)]
-
-    def write(self, idx: int, encoded: Any, cost_s: float | None) -> int | None:
-        """See `SampleStore`."""
-        return self.write_many([idx], [encoded], [cost_s])[0]
-
-    def _take(self, indices: list[int], sizes: list[int], rooms: list[int]) -> list[int]:
-        """Take room for samples; 0 where there is none. A sample that was there, of the same size, has its room again."""
-        assert self.file is not None
-        places, at = [], self._words[_USED]
-        for idx, nbytes, room in zip(indices, sizes, rooms, strict=True):
-            if self.file.offsets[idx] and self.file.sizes[idx] == nbytes:
-                places.append(self.file.offsets[idx])
-            elif at + room <= self._capacity:
-                places.append(at)
-                at += room
-            else:
-                places.append(0)
-        self._words[_USED] = at
-        return places
-
-    def _write(self, places: list[int], packed: list[tuple[list[Any], int]]) -> None:
-        """Write packed samples, those that lie one behind the other together."""
-        assert self.file is not None
-        buffers: list[Any] = []
-        begin = end = 0
-        for at, (own, room) in zip(places, packed, strict=True):
-            if at:
-                if at != end:
-                    self.file.write(begin, buffers)
-                    begin, buffers = at, []
-                buffers += own
-                end = at + room
-        self.file.write(begin, buffers)
-        self.file.drop_pages(end)
-
-    def _outcome(self, idx: int, at: int) -> int | None:
-        if at:
-            return FILLS
-        self._states[idx] = OOB  # room is never freed
-        return None
-
-    def refused(self, idx: int) -> bool:
-        """Whether the disk has refused a sample."""
-        return not self._writable or self._words[_FULL] != 0
-
-    def has_room_for(self, states: "np.ndarray[Any, np.dtype[np.uint8]]", expected: int | None = None) -> bool:
-        """Whether all samples that are EMPTY will have room, with a quarter to spare; or too few are here to tell.
-
-        ``expected``: how many samples there will be, if the dataset's length is only a bound.
-        """
-        if not self._listed:
-            return True
-        empty, filled = (int(np.count_nonzero(states == state)) for state in (EMPTY, SET))
-        if expected is not None:
-            empty = min(empty, max(0, expected - filled))
-        return filled < _ENOUGH or 1.25 * empty * (self.used - BEGIN) / filled <= self._capacity - self.used
-
-    def has_room(self, encoded: Collection[Any]) -> bool:
-        """Whether all of these samples fit."""
-        rooms = sum(SamplesFile.room(sum(memoryview(buffer).nbytes for buffer in buffers)) for buffers in encoded)
-        return rooms <= self._capacity - self.used
-
-    # ------------------------------------------------------------------------------------------------ reading
-
-    def load(self, idx: int, copy: bool) -> Any:
-        """Return a sample in memory of its own; MISSING if it is damaged, or its class is in a module that is not imported."""
-        with self._timed():
-            return self._load(idx)
-
-    def _load(self, idx: int) -> Any:
-        if self.file is None:  # which says nothing about the sample
-            return MISSING
-        at, found = self.file.offsets[idx], None
-        with contextlib.suppress(OSError, MemoryError):  # as damage: where it is written anew, it may be well
-            found = self.file.read(idx)
-        if found is not None:
-            try:
-                return self._form.decode(*found)
-            except NotImported:
-                return MISSING
-            except SegmentError:
-                pass
-        self.lose(idx, at)
-        return MISSING
-
-    def load_many(self, indices: _Indices) -> list[Any]:
-        """Return samples as `load` does; the kernel reads all that are not in its page cache at the same time."""
-        numbers = indices.tolist()
-        with self._timed():
-            self.read_ahead(numbers)
-            return [self._load(idx) for idx in numbers]
-
-    def read_ahead(self, indices: list[int]) -> None:
-        """Have the kernel read samples into its page cache."""
-        if self.file is not None:
-            with contextlib.suppress(OSError):
-                for idx in indices:
-                    self.file.read_ahead(idx)
-
-    def fill(self, indices: list[int], rows: Sequence[int], items: list[Any]) -> list[bool]:
-        """Read samples into rows of a contiguous batch. Return which of them are there."""
-        assert isinstance(self._form, Rows)
-        if self.file is None:
-            return [False] * len(indices)
-        with self._timed():
-            return self._fill(self.file, indices, self._form.buffers(items, rows), self._form.nbytes)
-
-    def _fill(self, file: SamplesFile, indices: list[int], buffers: list[list[Any]], nbytes: int) -> list[bool]:
-        places = file.offsets_of(indices)
-        found = file.read_into(indices, buffers, nbytes, wait=False)
-        waiting = [number for number, there in enumerate(found) if there is None]
-        if waiting:
-            late = [indices[number] for number in waiting]
-            self.read_ahead(late)  # all at the same time
-            read = file.read_into(late, [buffers[number] for number in waiting], nbytes, wait=True)
-            for number, there in zip(waiting, read, strict=True):
-                found[number] = there
-        if not all(found):
-            for idx, at, there in zip(indices, places, found, strict=True):
-                if not there:
-                    self.lose(idx, at)
-        return list(map(bool, found))
-
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        began = time.perf_counter_ns()
-        try:
-            yield
-        finally:
-            self._segment.count(READ_NS, time.perf_counter_ns() - began)
-
-    def lose(self, idx: int, at: int) -> None:
-        """Note that a sample is not what was written at ``at``: it is EMPTY from now on."""
-        with self._segment.guard:
-            if self._states[idx] == SET and self.file is not None and self.file.offsets[idx] == at:
-                self._states[idx] = EMPTY
-                self._segment.counters[DAMAGED] += 1
-        self._warn("has lost samples, which are damaged or cannot be read. They come from the dataset, and are written again.")
-
-    def _warn(self, problem: str) -> None:
-        if not self._warned:
-            self._warned = True
-            with self._segment.guard:
-                first = self._segment.first_to_warn(DISK_WARNING)
-            if first:
-                logger.warning("the disk cache %s %s", self._path, problem)
-
-    # ------------------------------------------------------------------------------------------------ the others
-
-    def clear(self) -> None:
-        """Give all room back to the disk."""
-        if self.file is not None:
-            self.file.clear()
-        self._words[_USED], self._words[_FULL] = BEGIN, 0
-        if self._listed:
-            np.asarray(self._states).fill(EMPTY)
-
-    def amounts(self, filled: int) -> dict[str, int]:
-        """See `SampleStore`."""
-        slots = len(self._states) - int(np.count_nonzero(np.asarray(self._states) == OOB))
-        return {
-            "slots": slots,
-            "slot_bytes": (self.used - BEGIN) // max(1, filled),
-            "capacity_bytes": max(0, self._capacity - BEGIN),
-        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -599,13 +353,10 @@ def _blank(options: DiskOptions) -> Segment:
 
 def _initialise(options: DiskOptions, folder: Folder, capacity: int, control: memoryview) -> None:
     """Write the states and the places of samples into new shared memory."""
-    count, at = options.dataset_len, _words_at(options.dataset_len)
-    words = np.frombuffer(control, np.uint64, _WORDS_BYTES // 8, at)
-    offsets = np.frombuffer(control, np.uint64, count, at + _WORDS_BYTES)
-    sizes = np.frombuffer(control, np.uint64, count, at + _WORDS_BYTES + 8 * count)
+    count = options.dataset_len
+    states, words, offsets, sizes = map(np.asarray, Control.of(control, count))
     row_bytes = None if options.structure is None else Rows(options.structure).nbytes
-    words[_USED] = load_index(folder, offsets, sizes, row_bytes)
-    states = np.frombuffer(control, np.uint8, count)
+    words[USED] = load_index(folder, offsets, sizes, row_bytes)
     states[:] = np.where(offsets > 0, SET, EMPTY)
     if not folder.writable:
         states[states == EMPTY] = OOB
@@ -613,7 +364,7 @@ def _initialise(options: DiskOptions, folder: Folder, capacity: int, control: me
         chosen = _resident(options, int(folder.facts["memory_slots"]), capacity)
         states[(states == EMPTY) & ~chosen] = OOB
     if row_bytes is not None:
-        places, empty = free_rows(offsets, row_bytes, int(words[_USED])), np.flatnonzero(states == EMPTY)
+        places, empty = free_rows(offsets, row_bytes, int(words[USED])), np.flatnonzero(states == EMPTY)
         empty = empty[: len(places)]
         offsets[empty], sizes[empty] = places[: len(empty)], row_bytes
 

@@ -1,146 +1,280 @@
-"""The samples of a disk cache as bytes: rows, where all samples have one structure, or records of any size."""
+"""DiskStore: the samples of a DiskCache in its files, and what all processes know of them in shared memory."""
 
-import base64
-import functools
-import struct
-import zlib
-from collections.abc import Sequence
-from typing import Any, Protocol
+import contextlib
+import logging
+import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from stocache.cache.slots import as_bytes, make_column
+from stocache.cache.stats import DAMAGED, EMPTY, FILLS, MISSING, OOB, READ_NS, REFUSED, SET
+from stocache.disk.folder import Folder
+from stocache.disk.formats import Records, Rows
+from stocache.disk.samples_file import BEGIN, SamplesFile
 from stocache.errors import SegmentError
-from stocache.samples.codecs import Codec
-from stocache.samples.record_decoder import RecordReader
-from stocache.samples.record_encoder import RecordPacker, integers_codec
-from stocache.samples.spec import Structure
 from stocache.samples.type_lookup import NotImported
-from stocache.shm.pool import Pool
-from stocache.shm.segment import MOST_BUFFERS
+from stocache.shm.segment import DISK_WARNING, Segment
 
-_FOOT = struct.Struct("<QII")  # behind a record: bytes of its leaves, the number for its integers, bytes of its treedef
-_MOST = 1 << 32  # bytes of an example
-_MOST_AT_ONCE = 1 << 30  # bytes of a row that is read into a batch; Linux reads at most 2 GiB at once
-_READERS = 1024  # readers of treedefs that a process keeps
+logger = logging.getLogger("stocache")
 
-_Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_WORDS_BYTES = 64
+USED, FULL = 0, 1
+"""Words: where the next sample can be written; whether the disk has refused one."""
+_ENOUGH = 16  # samples, to tell the bytes of the others
+_LOCK = 1  # of the owner's locks; 0 is that of the claims
 
-
-class SampleFormat(Protocol):
-    """How samples become bytes and samples again.
-
-    Attributes:
-        unreadable: why `decode` raised NotImported in this process, if it did.
-    """
-
-    unreadable: str
-
-    def encode(self, sample: Any, where: str, /) -> list[Any]:
-        """Return the bytes of a sample, in buffers that may be its own memory. Raises SampleError, which names ``where``."""
-
-    def decode(self, data: _Bytes, nbytes: int, /) -> Any:
-        """Return the sample in the first ``nbytes`` of memory that the sample may keep.
-
-        Raises:
-            SegmentError: it is damaged.
-            NotImported: it has a class of a module that is not imported here.
-        """
+_Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class Rows:
-    """Samples of one structure: the values of their leaves, each at a multiple of 8 bytes.
+class Control(NamedTuple):
+    """The shared memory of a disk cache.
 
     Attributes:
-        nbytes: bytes of a sample.
-        fills_batches: whether rows can be read into the memory of a batch.
+        states: a byte for each sample.
+        words: eight numbers; see `USED`.
+        offsets, sizes: of the samples in their file.
     """
 
-    unreadable = ""
+    states: memoryview
+    words: memoryview
+    offsets: memoryview
+    sizes: memoryview
 
-    def __init__(self, structure: Structure) -> None:
-        self._encode, self._join, pool = structure.encode, structure.joiner(), Pool()
-        self._columns = [make_column(leaf, torch.empty(leaf.nbytes, dtype=torch.uint8), 1, pool) for leaf in structure.leaves]
-        self._places, self._gaps, end = list[int](), list[int](), 0
-        for column in self._columns:
-            gap = -end & 7
-            self._gaps.append(gap)
-            self._places.append(end + gap)
-            end += gap + column.nbytes
-        self.nbytes = end
-        self.fills_batches = 2 * len(self._columns) < MOST_BUFFERS and end < _MOST_AT_ONCE
-        self.fills_batches &= not any(column.is_ordered for column in self._columns)
-
-    def encode(self, sample: Any, where: str) -> list[Any]:
-        """See `SampleFormat`."""
-        buffers = []
-        for gap, buffer in zip(self._gaps, self._encode(sample, where), strict=True):
-            if gap:
-                buffers.append(bytes(gap))
-            buffers.append(buffer)
-        return buffers
-
-    def decode(self, data: _Bytes, nbytes: int) -> Any:
-        """See `SampleFormat`."""
-        if nbytes != self.nbytes:
-            raise SegmentError(f"a sample has {nbytes} bytes, expected {self.nbytes}")
-        return self._join([column.decode(data, at) for column, at in zip(self._columns, self._places, strict=True)])
-
-    def buffers(self, items: list[Any], rows: Sequence[int]) -> list[list[Any]]:
-        """Return the memory of rows of a contiguous batch, for each row as buffers that one sample fills."""
-        parts: list[Any] = []
-        for gap, item in zip(self._gaps, map(as_bytes, items), strict=True):
-            if gap:
-                parts.append([bytearray(gap)] * len(rows))
-            parts.append([item[row] for row in rows])
-        return list(map(list, zip(*parts, strict=True))) if parts else [[] for _ in rows]
+    @classmethod
+    def of(cls, memory: memoryview, dataset_len: int) -> "Control":
+        """Return the parts of `control_bytes` bytes."""
+        at = -(-dataset_len // 8) * 8
+        words, places = memory[at : at + _WORDS_BYTES], memory[at + _WORDS_BYTES : control_bytes(dataset_len)].cast("Q")
+        return cls(memory[:dataset_len], words.cast("Q"), places[:dataset_len], places[dataset_len:])
 
 
-class Records:
-    """Samples of any size: records as those of a `RaggedCache`, each with the text of its treedef behind it."""
+def control_bytes(dataset_len: int) -> int:
+    """Return the bytes of a `Control`: 17 for each sample, and 64."""
+    return -(-dataset_len // 8) * 8 + _WORDS_BYTES + 16 * dataset_len
 
-    def __init__(self, allow_pickle: bool, codec: Codec | None) -> None:
-        self.unreadable = ""
-        self._allow_pickle, self._codec, self._packer = allow_pickle, codec, RecordPacker(allow_pickle, codec)
-        self._reader = functools.lru_cache(_READERS)(lambda text: RecordReader(text, allow_pickle))
 
-    def encode(self, sample: Any, where: str) -> list[Any]:
-        """See `SampleFormat`."""
-        record = self._packer.pack(sample, where)
-        foot = _FOOT.pack(record.nbytes, record.packed, len(record.treedef))
-        return [*record.leaves, record.tail, record.treedef, foot]
+class DiskStore:
+    """The `SampleStore` of a DiskCache. The slot of a sample is its index.
 
-    def decode(self, data: _Bytes, nbytes: int) -> Any:
-        """See `SampleFormat`."""
-        memory = memoryview(data)  # type: ignore[arg-type]
+    Attributes:
+        may_miss: `load` may return MISSING, for a sample that is damaged: it is EMPTY then, and can be written again.
+    """
+
+    gathers_from = 2
+    may_miss = True
+
+    def __init__(
+        self, segment: Segment, dataset_len: int, folder: Folder | None, form: Rows | Records, capacity: int, listed: bool
+    ) -> None:
+        self._segment, self._form, self._capacity, self._listed = segment, form, capacity, listed
+        self._states, self._words, offsets, sizes = Control.of(segment.control, dataset_len)
+        self.file = None if folder is None else SamplesFile(folder, offsets, sizes)
+        self._writable = folder is not None and folder.writable
+        self._path = "" if folder is None else folder.path
+        self._warned = False
+        self.slot = int
+        self.encode = form.encode
+
+    @property
+    def unreadable(self) -> str:
+        """See `SampleStore`."""
+        return self._form.unreadable
+
+    @property
+    def used(self) -> int:
+        """Bytes of the file that are taken."""
+        return self._words[USED]
+
+    def encode_many(self, samples: list[Any]) -> list[list[Any]] | None:
+        """See `SampleStore`: one by one."""
+        return None
+
+    # ------------------------------------------------------------------------------------------------ writing
+
+    def write_many(self, indices: list[int], encoded: Sequence[Any], costs_s: Sequence[float | None]) -> list[int | None]:
+        """Append samples to the file, as long as there is room, and enter them into the index. See `SampleStore`."""
+        if self.file is None or not self._writable:
+            return [REFUSED] * len(indices)
+        packed = [self.file.pack(idx, buffers) for idx, buffers in zip(indices, encoded, strict=True)]
+        sizes = [sum(memoryview(buffer).nbytes for buffer in buffers) for buffers in encoded]
+        with self._segment.guard:
+            places = self._segment.run_locked(_LOCK, 1, lambda: self._take(indices, sizes, [room for _, room in packed]), None)
+        if places is None:
+            return [REFUSED] * len(indices)
         try:
-            leaves, packed, text_bytes = _FOOT.unpack_from(memory, nbytes - _FOOT.size)
-            end = nbytes - _FOOT.size - text_bytes
-            integers = integers_codec(packed).unpack_from(memory, leaves)
-            reader = self._reader(bytes(memory[end : end + text_bytes]))
-            if packed & RecordPacker.COMPRESSED:
-                if self._codec is None:
-                    raise SegmentError("a sample is compressed")
-                memory = memoryview(bytearray(self._codec.decompress(memory[:leaves], reader.nbytes(integers))))
-                data, leaves = np.frombuffer(memory, np.uint8), len(memory)
-            return reader.read(memory, data.ctypes.data, 0, leaves, integers, False)
-        except NotImported as error:
-            self.unreadable = str(error)
-            raise
-        except (struct.error, ValueError, OverflowError, MemoryError) as error:
-            raise SegmentError(str(error)) from error
+            self._write(places, packed)
+            for idx, at, nbytes in zip(indices, places, sizes, strict=True):
+                if at:
+                    self._states[idx] = EMPTY  # nobody reads it while its place changes
+                    self.file.enter(idx, at, nbytes)
+        except OSError as error:
+            self._words[FULL] = 1
+            self._warn(f"takes no more samples: {error.strerror}. The others come from the dataset.")
+            return [REFUSED] * len(indices)
+        return [self._outcome(idx, at) for idx, at in zip(indices, places, strict=True)]
 
+    def write(self, idx: int, encoded: Any, cost_s: float | None) -> int | None:
+        """See `SampleStore`."""
+        return self.write_many([idx], [encoded], [cost_s])[0]
 
-def pack_example(sample: Any) -> str:
-    """Return a sample as text."""
-    return base64.b64encode(zlib.compress(b"".join(Records(False, None).encode(sample, "sample")))).decode()
+    def _take(self, indices: list[int], sizes: list[int], rooms: list[int]) -> list[int]:
+        """Take room for samples; 0 where there is none. A sample that was there, of the same size, has its room again."""
+        assert self.file is not None
+        places, at = [], self._words[USED]
+        for idx, nbytes, room in zip(indices, sizes, rooms, strict=True):
+            if self.file.offsets[idx] and self.file.sizes[idx] == nbytes:
+                places.append(self.file.offsets[idx])
+            elif at + room <= self._capacity:
+                places.append(at)
+                at += room
+            else:
+                places.append(0)
+        self._words[USED] = at
+        return places
 
+    def _write(self, places: list[int], packed: list[tuple[list[Any], int]]) -> None:
+        """Write packed samples, those that lie one behind the other together."""
+        assert self.file is not None
+        buffers: list[Any] = []
+        begin = end = 0
+        for at, (own, room) in zip(places, packed, strict=True):
+            if at:
+                if at != end:
+                    self.file.write(begin, buffers)
+                    begin, buffers = at, []
+                buffers += own
+                end = at + room
+        self.file.write(begin, buffers)
+        self.file.drop_pages(end)
 
-def unpack_example(text: str) -> Any:
-    """Return the sample in a text that `pack_example` has made. Raises ValueError, SegmentError or NotImported."""
-    try:
-        data = zlib.decompressobj().decompress(base64.b64decode(text), _MOST)
-    except zlib.error as error:
-        raise ValueError(str(error)) from error
-    return Records(False, None).decode(np.frombuffer(bytearray(data), np.uint8), len(data))
+    def _outcome(self, idx: int, at: int) -> int | None:
+        if at:
+            return FILLS
+        self._states[idx] = OOB  # room is never freed
+        return None
+
+    def refused(self, idx: int) -> bool:
+        """Whether the disk has refused a sample."""
+        return not self._writable or self._words[FULL] != 0
+
+    def has_room_for(self, states: "np.ndarray[Any, np.dtype[np.uint8]]", expected: int | None = None) -> bool:
+        """Whether all samples that are EMPTY will have room, with a quarter to spare; or too few are here to tell.
+
+        ``expected``: how many samples there will be, if the dataset's length is only a bound.
+        """
+        if not self._listed:
+            return True
+        empty, filled = (int(np.count_nonzero(states == state)) for state in (EMPTY, SET))
+        if expected is not None:
+            empty = min(empty, max(0, expected - filled))
+        return filled < _ENOUGH or 1.25 * empty * (self.used - BEGIN) / filled <= self._capacity - self.used
+
+    def has_room(self, encoded: Collection[Any]) -> bool:
+        """Whether all of these samples fit."""
+        rooms = sum(SamplesFile.room(sum(memoryview(buffer).nbytes for buffer in buffers)) for buffers in encoded)
+        return rooms <= self._capacity - self.used
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    def load(self, idx: int, copy: bool) -> Any:
+        """Return a sample in memory of its own; MISSING if it is damaged, or its class is in a module that is not imported."""
+        with self._timed():
+            return self._load(idx)
+
+    def _load(self, idx: int) -> Any:
+        if self.file is None:  # which says nothing about the sample
+            return MISSING
+        at, found = self.file.offsets[idx], None
+        with contextlib.suppress(OSError, MemoryError):  # as damage: where it is written anew, it may be well
+            found = self.file.read(idx)
+        if found is not None:
+            try:
+                return self._form.decode(*found)
+            except NotImported:
+                return MISSING
+            except SegmentError:
+                pass
+        self.lose(idx, at)
+        return MISSING
+
+    def load_many(self, indices: _Indices) -> list[Any]:
+        """Return samples as `load` does; the kernel reads all that are not in its page cache at the same time."""
+        numbers = indices.tolist()
+        with self._timed():
+            self.read_ahead(numbers)
+            return [self._load(idx) for idx in numbers]
+
+    def read_ahead(self, indices: list[int]) -> None:
+        """Have the kernel read samples into its page cache."""
+        if self.file is not None:
+            with contextlib.suppress(OSError):
+                for idx in indices:
+                    self.file.read_ahead(idx)
+
+    def fill(self, indices: list[int], rows: Sequence[int], items: list[Any]) -> list[bool]:
+        """Read samples into rows of a contiguous batch. Return which of them are there."""
+        assert isinstance(self._form, Rows)
+        if self.file is None:
+            return [False] * len(indices)
+        with self._timed():
+            return self._fill(self.file, indices, self._form.buffers(items, rows), self._form.nbytes)
+
+    def _fill(self, file: SamplesFile, indices: list[int], buffers: list[list[Any]], nbytes: int) -> list[bool]:
+        places = file.offsets_of(indices)
+        found = file.read_into(indices, buffers, nbytes, wait=False)
+        waiting = [number for number, there in enumerate(found) if there is None]
+        if waiting:
+            late = [indices[number] for number in waiting]
+            self.read_ahead(late)  # all at the same time
+            read = file.read_into(late, [buffers[number] for number in waiting], nbytes, wait=True)
+            for number, there in zip(waiting, read, strict=True):
+                found[number] = there
+        if not all(found):
+            for idx, at, there in zip(indices, places, found, strict=True):
+                if not there:
+                    self.lose(idx, at)
+        return list(map(bool, found))
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self._segment.count(READ_NS, time.perf_counter_ns() - began)
+
+    def lose(self, idx: int, at: int) -> None:
+        """Note that a sample is not what was written at ``at``: it is EMPTY from now on."""
+        with self._segment.guard:
+            if self._states[idx] == SET and self.file is not None and self.file.offsets[idx] == at:
+                self._states[idx] = EMPTY
+                self._segment.counters[DAMAGED] += 1
+        self._warn("has lost samples, which are damaged or cannot be read. They come from the dataset, and are written again.")
+
+    def _warn(self, problem: str) -> None:
+        if not self._warned:
+            self._warned = True
+            with self._segment.guard:
+                first = self._segment.first_to_warn(DISK_WARNING)
+            if first:
+                logger.warning("the disk cache %s %s", self._path, problem)
+
+    # ------------------------------------------------------------------------------------------------ the others
+
+    def clear(self) -> None:
+        """Give all room back to the disk."""
+        if self.file is not None:
+            self.file.clear()
+        self._words[USED], self._words[FULL] = BEGIN, 0
+        if self._listed:
+            np.asarray(self._states).fill(EMPTY)
+
+    def amounts(self, filled: int) -> dict[str, int]:
+        """See `SampleStore`."""
+        slots = len(self._states) - int(np.count_nonzero(np.asarray(self._states) == OOB))
+        return {
+            "slots": slots,
+            "slot_bytes": (self.used - BEGIN) // max(1, filled),
+            "capacity_bytes": max(0, self._capacity - BEGIN),
+        }

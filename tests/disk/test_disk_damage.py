@@ -10,8 +10,8 @@ import pytest
 import torch
 import xxhash
 
+from stocache.disk.formats import Records, Rows
 from stocache.disk.samples_file import BEGIN, SamplesFile, index_bytes
-from stocache.disk.store import Records, Rows
 from stocache.samples.spec import Structure
 from tests.support.disks import COUNT, KINDS, after_power_cut, contents, flip, loaded, open_disk, put, record, row
 
