@@ -129,6 +129,8 @@ class _Wrapper:
         if self._unit is None and self._options.admission == "all":  # by cost, only timed samples are kept
             cache.get_or_load_many(list(probe.samples), lambda indices: [probe.samples[idx] for idx in indices], strict=False)
         disk = self._open_disk(cache, split)
+        if disk is not None and self._options.fingerprint is None:
+            _warn_of_other_samples(disk, probe.samples)
         if disk is not None and self._unit is None:
             disk.get_or_load_many(list(probe.samples), lambda indices: [probe.samples[idx] for idx in indices], strict=False)
         return Wrapped(cache, probe, split, self._plan, self._make_loader(cache, split, probe, disk), disk)
@@ -183,7 +185,7 @@ class _Wrapper:
             raise LimitError(f"probe={count!r} is not a number of samples. Use 1 or more, or 0 for no probe.")
         if example is not None:
             return Probe(example=example)
-        if self._options.disk is not None and count:
+        if self._options.fingerprint is not None and self._options.disk is not None and count:
             known = known_example(self._options.disk, self._length, self._disk_fingerprint(split))
             if known is not MISSING and not (known is None and self._samples.variable is False):
                 return Probe(example=known)
@@ -228,6 +230,18 @@ def check_dataset(dataset: Any) -> int:
             f"its values, CachedDataset({kind.lower()}[{next(iter(dataset))!r}]), or list({kind.lower()}.values())."
         )
     return length
+
+
+def _warn_of_other_samples(disk: DiskCache, samples: Mapping[int, Any]) -> None:
+    """Warn if samples of the dataset are not those on the disk."""
+    for idx, sample in samples.items():
+        if not disk.agrees(idx, sample):
+            logger.warning(
+                "sample %d in %s is not that of the dataset: it is of other data, or made with random numbers. The samples "
+                "there are used. Pass fingerprint=…, which tells data apart, or remove them: stocache rm %s",
+                idx, disk.disk, disk.disk,
+            )  # fmt: skip
+            return
 
 
 def _read_before_text(name: str | None) -> str | None:

@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -33,6 +34,8 @@ from stocache.shm.segment import DISK_WARNING, Segment
 from stocache.system.limits import format_size, parse_size
 
 logger = logging.getLogger("stocache")
+
+_LOOK_S = 0.1
 
 _Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -158,6 +161,7 @@ class DiskCache(ListCache):
         self._disk = store = DiskStore(segment, options.dataset_len, folder, form, capacity, listed)
         self._writer = BehindWriter()
         self._behind = threading.local()
+        self._has_room_for_all, self._looks_at = True, 0.0
         self._share(
             segment, options.dataset_len, store, Claims(segment, options.dataset_len),
             "samples of any size" if listed else str(options.structure), self._room_text(capacity),
@@ -208,7 +212,7 @@ class DiskCache(ListCache):
         so no two wait for each other.
         """
         taken, samples = set[int](), dict[int, Any]()
-        has_room = self._disk.has_room_for(self._aux.numpy(), expected)
+        has_room = self._has_room(expected)
         load_claimed, outer = partial(self.loading, load=load), getattr(self._behind, "wanted", None)
         try:
             self.claim_to_load(list(indices), taken)
@@ -224,6 +228,13 @@ class DiskCache(ListCache):
             for idx in others:
                 samples[idx] = self.get_or_load(idx, lambda idx: next(iter(load_claimed([idx]))), strict=False)
         return [samples[idx] for idx in indices]
+
+    def _has_room(self, expected: int | None) -> bool:
+        """Whether all samples will have room on the disk. Looking at all states is too slow for each sample."""
+        now = time.monotonic()
+        if now >= self._looks_at:
+            self._has_room_for_all, self._looks_at = self._disk.has_room_for(self._aux.numpy(), expected), now + _LOOK_S
+        return self._has_room_for_all
 
     def _publish(
         self,
@@ -242,6 +253,11 @@ class DiskCache(ListCache):
         else:
             for idx, buffers in zip(indices, encoded, strict=True):
                 self._writer.put(publish, wanted, idx, b"".join(buffers))
+
+    def agrees(self, idx: int, sample: Any) -> bool:
+        """Whether sample ``idx`` is not here, or has the same bytes as ``sample``. Raises SampleError if it does not fit."""
+        found = self._disk.read(idx) if self.holds(idx) else None
+        return found is None or found == b"".join(self._disk.encode(sample, f"sample {idx}"))
 
     def flush(self) -> None:
         """Wait until all that `serve` has loaded in this process is written; 60 seconds at most."""

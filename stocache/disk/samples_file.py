@@ -17,7 +17,7 @@ NOTE [ The files ]
 import contextlib
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,6 +32,7 @@ BEGIN = 4096
 _MASK = (1 << 64) - 1
 CHECKSUM_BYTES = 8
 _ENTRY = 16  # bytes of the index for each sample
+_PIECE = 1 << 18  # bytes of a sample that are read and hashed at a time
 _WINDOW = 32 << 20  # bytes, after which pages are dropped
 _LARGE = 1 << 24  # bytes of a sample whose checksum is looked at before memory is taken
 _CHUNK = 1 << 20  # entries of the index that are read at a time
@@ -41,6 +42,13 @@ _NOT_NOW = {errno.EAGAIN, errno.EOPNOTSUPP}  # some file systems cannot tell wha
 _hash = xxhash.xxh3_64_intdigest
 
 _Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+def _hash_all(parts: Iterable[Any], seed: int) -> int:
+    digest = xxhash.xxh3_64(seed=seed)
+    for part in parts:
+        digest.update(part)
+    return digest.intdigest()
 
 
 class SamplesFile:
@@ -91,31 +99,43 @@ class SamplesFile:
             buffers: for each sample contiguous memory, together as large as it.
             wait: False returns None for samples of which the page cache does not have all.
         """
-        fd, offsets, sizes, seed = self._samples, self.offsets, self.sizes, self._seed
+        fd, numbers, found = self._samples, np.array(indices, np.uint64), list[bool | None]()
+        offsets, sizes = (np.frombuffer(places, np.uint64)[indices] for places in (self.offsets, self.sizes))
+        seeds = numbers + np.uint64(self._seed)  # modulo 2^64
         flags, not_now = (0, False) if wait else (os.RWF_NOWAIT, None)
         end = memoryview(bytearray(self.room(nbytes) - nbytes))
         padding, checksum = end[:-CHECKSUM_BYTES], end[-CHECKSUM_BYTES:].cast("Q")
-        whole, found = nbytes + len(end), list[bool | None]()
-        for idx, own in zip(indices, buffers, strict=True):
-            if sizes[idx] != nbytes:
-                found.append(False)
-                continue
+        whole, is_one = nbytes + len(end), not padding and all(len(own) == 1 for own in buffers)
+        rows = zip(buffers, offsets.tolist(), seeds.tolist(), (sizes == nbytes).tolist(), strict=True)
+        for own, at, seed, has_size in rows:
             try:
-                count = os.preadv(fd, [*own, end], offsets[idx], flags)
+                if not has_size:
+                    found.append(False)
+                    continue
+                if nbytes > _PIECE:
+                    count, digest = self._read_pieces(own, end, at, seed, flags)
+                else:
+                    count = os.preadv(fd, [*own, end], at, flags)
+                    digest = _hash(own[0], seed) if is_one else _hash_all((*own, padding), seed)
+                found.append(digest == checksum[0] if count == whole else not_now)
             except OSError as error:
                 found.append(not_now if error.errno in _NOT_NOW else False)
-                continue
-            if count != whole:
-                found.append(not_now)
-            elif len(own) == 1 and not padding:
-                found.append(_hash(own[0], seed + idx & _MASK) == checksum[0])
-            else:
-                digest = xxhash.xxh3_64(seed=seed + idx & _MASK)
-                for buffer in own:
-                    digest.update(buffer)
-                digest.update(padding)
-                found.append(digest.intdigest() == checksum[0])
         return found
+
+    def _read_pieces(self, buffers: list[Any], end: memoryview, at: int, seed: int, flags: int) -> tuple[int, int]:
+        """Read a large sample and its end. Return how many bytes were there, and the hash of all but the checksum.
+
+        It is read in pieces, and each is hashed while it is in the caches of the processor.
+        """
+        digest, count = xxhash.xxh3_64(seed=seed), 0
+        for buffer in buffers:
+            for begin in range(0, len(buffer), _PIECE):
+                piece = buffer[begin : begin + _PIECE]
+                count += os.preadv(self._samples, [piece], at + count, flags)
+                digest.update(piece)
+        count += os.preadv(self._samples, [end], at + count, flags)
+        digest.update(end[:-CHECKSUM_BYTES])
+        return count, digest.intdigest()
 
     def read_ahead(self, idx: int) -> None:
         """Have the kernel read a sample into the page cache."""

@@ -198,6 +198,13 @@ class DiskStore:
         self.lose(idx, at)
         return MISSING
 
+    def read(self, idx: int) -> bytes | None:
+        """Return the bytes of a sample; None where they are damaged, or cannot be read."""
+        with contextlib.suppress(OSError, MemoryError):
+            if self.file is not None and (found := self.file.read(idx)) is not None:
+                return found[0][: found[1]].tobytes()
+        return None
+
     def load_many(self, indices: _Indices) -> list[Any]:
         """Return samples as `load` does; the kernel reads all that are not in its page cache at the same time."""
         numbers = indices.tolist()

@@ -278,6 +278,20 @@ def test_another_fingerprint_reads_the_source_again(tmp_path, caplog):
     assert caplog.text.count("fingerprint '1', now '2'") == 1
 
 
+@SIZES
+def test_without_a_fingerprint_samples_are_compared(tmp_path, ragged, caplog):
+    class Others(Source):
+        def sample(self, idx):
+            image, label = super().sample(idx)
+            return 255 - image, label
+
+    for kind, told in ((Source, 0), (Source, 0), (Others, 1)):
+        caplog.clear()
+        with open_tiers(kind(ragged), tmp_path / "disk", fingerprint=None) as cached:
+            assert caplog.text.count("is not that of the dataset") == told
+            cached.warm(progress=False)
+
+
 def test_another_structure_is_refused(tmp_path):
     with open_tiers(Source(), tmp_path / "disk") as cached:
         cached.warm(progress=False)
