@@ -189,12 +189,11 @@ class DiskCache(ListCache):
 
         Return the rows that were filled.
         """
-        there = np.flatnonzero(self.set_among(indices))
-        if not len(there):
-            return rows[:0]
-        found = self._disk.fill(indices[there].tolist(), rows[there].tolist(), items)
-        self._segment.count(HITS, sum(found))
-        filled: _Indices = rows[there[np.array(found, bool)]]
+        is_set = self.set_among(indices)
+        if not is_set.all():
+            indices, rows = indices[is_set], rows[is_set]
+        filled: _Indices = rows[self._disk.fill(indices, rows, items)]
+        self._segment.count(HITS, len(filled))
         return filled
 
     def serve(

@@ -42,6 +42,7 @@ _NOT_NOW = {errno.EAGAIN, errno.EOPNOTSUPP}  # some file systems cannot tell wha
 _hash = xxhash.xxh3_64_intdigest
 
 _Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
+_Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def _hash_all(parts: Iterable[Any], seed: int) -> int:
@@ -91,27 +92,29 @@ class SamplesFile:
         found = int.from_bytes(memory[-CHECKSUM_BYTES:], "little")
         return (data, nbytes) if _hash(memory[:-CHECKSUM_BYTES], self._seed + idx & _MASK) == found else None
 
-    def read_into(self, indices: list[int], buffers: list[list[Any]], nbytes: int, wait: bool) -> list[bool | None]:
+    def places_of(self, indices: _Indices) -> tuple[_Numbers, _Numbers]:
+        """Return where samples are, and their sizes; 0 for those that are not there."""
+        return np.frombuffer(self.offsets, np.uint64)[indices], np.frombuffer(self.sizes, np.uint64)[indices]
+
+    def read_into(
+        self, indices: _Indices, offsets: _Numbers, buffers: list[list[Any]], nbytes: int, wait: bool
+    ) -> list[bool | None]:
         """Read samples of ``nbytes`` bytes into memory. Return for each whether it is there, and sound.
 
         Args:
             indices: of the samples.
+            offsets: where they are.
             buffers: for each sample contiguous memory, together as large as it.
             wait: False returns None for samples of which the page cache does not have all.
         """
-        fd, numbers, found = self._samples, np.array(indices, np.uint64), list[bool | None]()
-        offsets, sizes = (np.frombuffer(places, np.uint64)[indices] for places in (self.offsets, self.sizes))
-        seeds = numbers + np.uint64(self._seed)  # modulo 2^64
+        fd, found = self._samples, list[bool | None]()
+        seeds = indices.astype(np.uint64) + np.uint64(self._seed)  # modulo 2^64
         flags, not_now = (0, False) if wait else (os.RWF_NOWAIT, None)
         end = memoryview(bytearray(self.room(nbytes) - nbytes))
         padding, checksum = end[:-CHECKSUM_BYTES], end[-CHECKSUM_BYTES:].cast("Q")
-        whole, is_one = nbytes + len(end), not padding and all(len(own) == 1 for own in buffers)
-        rows = zip(buffers, offsets.tolist(), seeds.tolist(), (sizes == nbytes).tolist(), strict=True)
-        for own, at, seed, has_size in rows:
+        whole, is_one = nbytes + len(end), not padding and len(buffers[0]) == 1
+        for own, at, seed in zip(buffers, offsets.tolist(), seeds.tolist(), strict=True):
             try:
-                if not has_size:
-                    found.append(False)
-                    continue
                 if nbytes > _PIECE:
                     count, digest = self._read_pieces(own, end, at, seed, flags)
                 else:
@@ -140,11 +143,6 @@ class SamplesFile:
     def read_ahead(self, idx: int) -> None:
         """Have the kernel read a sample into the page cache."""
         os.posix_fadvise(self._samples, self.offsets[idx], self.room(self.sizes[idx]), os.POSIX_FADV_WILLNEED)
-
-    def offsets_of(self, indices: list[int]) -> list[int]:
-        """Return where samples are; 0 for those that are not there."""
-        found: list[int] = np.frombuffer(self.offsets, np.uint64)[indices].tolist()
-        return found
 
     def pack(self, idx: int, buffers: Sequence[Any]) -> tuple[list[Any], int]:
         """Return what is written for a sample, and its bytes in all."""

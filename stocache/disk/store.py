@@ -219,26 +219,32 @@ class DiskStore:
                 for idx in indices:
                     self.file.read_ahead(idx)
 
-    def fill(self, indices: list[int], rows: Sequence[int], items: list[Any]) -> list[bool]:
+    def fill(self, indices: _Indices, rows: _Indices, items: list[Any]) -> "np.ndarray[Any, np.dtype[np.bool_]]":
         """Read samples into rows of a contiguous batch. Return which of them are there."""
         assert isinstance(self._form, Rows)
-        if self.file is None:
-            return [False] * len(indices)
+        nothing = np.zeros(len(indices), bool)
+        if self.file is None or not len(indices):
+            return nothing
         with self._timed():
-            return self._fill(self.file, indices, self._form.buffers(items, rows), self._form.nbytes)
+            offsets, sizes = self.file.places_of(indices)
+            if not (sizes == self._form.nbytes).all():
+                return nothing
+            buffers = self._form.buffers(items, rows.tolist())
+            return np.array(self._read_rows(self.file, indices, offsets, buffers, self._form.nbytes))
 
-    def _fill(self, file: SamplesFile, indices: list[int], buffers: list[list[Any]], nbytes: int) -> list[bool]:
-        places = file.offsets_of(indices)
-        found = file.read_into(indices, buffers, nbytes, wait=False)
-        waiting = [number for number, there in enumerate(found) if there is None]
-        if waiting:
-            late = [indices[number] for number in waiting]
-            self.read_ahead(late)  # all at the same time
-            read = file.read_into(late, [buffers[number] for number in waiting], nbytes, wait=True)
-            for number, there in zip(waiting, read, strict=True):
+    def _read_rows(
+        self, file: SamplesFile, indices: _Indices, offsets: Any, buffers: list[list[Any]], nbytes: int
+    ) -> list[bool]:
+        """Read samples that the page cache has, then the others, which the kernel reads at the same time."""
+        found = file.read_into(indices, offsets, buffers, nbytes, wait=False)
+        if None in found:
+            late = [number for number, there in enumerate(found) if there is None]
+            self.read_ahead(indices[late].tolist())
+            read = file.read_into(indices[late], offsets[late], [buffers[number] for number in late], nbytes, wait=True)
+            for number, there in zip(late, read, strict=True):
                 found[number] = there
-        if not all(found):
-            for idx, at, there in zip(indices, places, found, strict=True):
+        if False in found:
+            for idx, at, there in zip(indices.tolist(), offsets.tolist(), found, strict=True):
                 if not there:
                     self.lose(idx, at)
         return list(map(bool, found))
