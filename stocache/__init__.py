@@ -10,6 +10,7 @@ from stocache.errors import (
     CodecError,
     DamagedError,
     DatasetError,
+    DiskError,
     LimitError,
     MismatchError,
     SampleError,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from stocache.datasets.cached import CachedDataset
     from stocache.datasets.epochs import DatasetStats, EpochStats
     from stocache.datasets.stored import StorageDataset
+    from stocache.disk.cache import DiskCache
     from stocache.loader.dataloader import DataLoader, LoaderStats
     from stocache.loader.sample_seed import SampleSeed
     from stocache.preparation.prepare import DataPreparer, prepare
@@ -67,6 +69,8 @@ __all__ = [
     "DataStorage",
     "DatasetError",
     "DatasetStats",
+    "DiskCache",
+    "DiskError",
     "EpochStats",
     "FixedWidthFormat",
     "InMemoryDataStorage",
@@ -117,6 +121,7 @@ _LAZY_EXPORTS = {  # imported on first use: torch takes seconds to import
     "datasets.cached": "CachedDataset",
     "datasets.epochs": "DatasetStats EpochStats",
     "datasets.stored": "StorageDataset",
+    "disk.cache": "DiskCache",
     "loader.dataloader": "DataLoader LoaderStats",
     "loader.sample_seed": "SampleSeed",
     "preparation.prepare": "DataPreparer prepare",

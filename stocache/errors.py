@@ -11,6 +11,7 @@ StocacheError
 ├── SegmentError      (OSError)                     shared memory cannot be allocated or attached to
 │   ├── MismatchError (ValueError)                  a named cache is in use for other data
 │   └── BusyError     (TimeoutError)                another process does not release a lock
+├── DiskError         (OSError)                     a folder cannot be a disk cache
 ├── ClosedError       (ValueError)                  a cache was used after close()
 ├── StorageError      (RuntimeError)                a storage was used in the wrong order, or its files cannot be read
 │   └── DamagedError  (OSError)                     a file of a storage is missing, cut or changed
@@ -66,6 +67,10 @@ class MismatchError(SegmentError, ValueError):
 
 class BusyError(SegmentError, TimeoutError):
     """Another process, which may be stopped, does not release a lock that it should hold for milliseconds."""
+
+
+class DiskError(StocacheError, OSError):
+    """A folder cannot be a disk cache: it is a file, another user's, open to others, or in use by another machine."""
 
 
 class ClosedError(StocacheError, ValueError):

@@ -74,6 +74,14 @@ def test_a_benchmark_runs_by_its_name():
     assert "3 trials" in printed
 
 
+@pytest.mark.parametrize(("part", "rows"), [("kills", 2), ("cuts", 1), ("flips", 3)])
+def test_disk_faults_counts_each_fault(part, rows):
+    printed = run("disk_faults", part, "--trials", "3")
+    counts = re.findall(r"^\| [\w, .]+ \| (\d) \|.*\| 0 \|$", printed, re.MULTILINE)
+    assert len(counts) == rows
+    assert sum(map(int, counts)) == 3
+
+
 def test_filling_measures_each_source(tmp_path):
     pytest.importorskip("datasets")
     quick = ["--samples", "600", "--photos", "8", "--repeats", "1", "--workers", "0"]

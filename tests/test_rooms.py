@@ -18,15 +18,16 @@ IMPORTS = {  # besides errors; from the ground up, so that each folder's row nam
     "storage": "samples system",
     "transforms": "samples system",
     "cache": "samples shm system",
-    "datasets": "cache samples shm storage system transforms",
+    "disk": "cache samples shm system",
+    "datasets": "cache disk samples shm storage system transforms",
     "samplers": "cache samples system",
     "loader": "cache datasets ring samplers samples shm system threads",
     "preparation": "datasets samples storage system",
-    "text": "cache loader samples system",
-    "cli": "cache datasets preparation shm storage system",
-    "reading/graph": "cache ring samples system threads",
+    "text": "cache disk loader samples system",
+    "cli": "cache datasets disk preparation shm storage system",
+    "reading/graph": "cache disk ring samples system threads",
     "reading/run": "loader reading/graph ring system threads",
-    "reading": "cache reading/graph reading/run samples system",
+    "reading": "cache disk reading/graph reading/run samples system",
 }
 MOST_FILES = 12
 
@@ -117,7 +118,7 @@ def test_every_error_is_a_stocache_error_and_drawn_in_the_docstring():
     from stocache import errors
 
     classes = [item for item in vars(errors).values() if isinstance(item, type)]
-    assert len(classes) == 18
+    assert len(classes) == 19
     for item in classes:
         assert issubclass(item, errors.StocacheError)
         assert item.__name__ in errors.__doc__

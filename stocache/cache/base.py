@@ -19,7 +19,8 @@ NOTE [ Nested loads ]
     Loading a sample may need other samples: A needs B, and in another process B needs A. Each process has claimed its own one
     and would wait for the other's. So a thread that loads a sample under a claim does not wait for claims of samples: it loads
     them at once, though another process may be loading them too. The same holds for a sample that its own load asks for. Within
-    the load of a sample a thread waits for claims of blocks only, and within the load of a block it does not wait.
+    the load of a sample a thread waits for claims of blocks only, and within the load of a block it does not wait. A cache on a
+    disk, which a cache in memory asks for its misses, may be waited for: who has claimed a sample there waits for no other.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.cache.stats import EMPTY, FILLS, HITS, MISSES, MISSING, OOB, RACES, REFUSED, REJECTED, SET, CacheStats
+from stocache.cache.stats import EMPTY, FILLS, HITS, LOAD_NS, MISSES, MISSING, OOB, RACES, REFUSED, REJECTED, SET, CacheStats
 from stocache.errors import BusyError, ClosedError, SampleError, SampleIndexError, SlotError
 from stocache.samples.indices import check_index, check_indices
 from stocache.shm.claims import Claims
@@ -75,10 +76,15 @@ class SampleStore(Protocol):
     Attributes:
         gathers_from: batches of at least so many samples are read by `load_many`; smaller ones are faster sample by sample.
         unreadable: why `load` returned MISSING in this process, if it did: the module of a sample's class is not imported here.
+        may_miss: whether `load` may return MISSING for a sample that was set, because it is damaged. The sample is EMPTY then.
     """
 
     gathers_from: int
-    unreadable: str
+    may_miss: bool
+
+    @property
+    def unreadable(self) -> str:
+        """See the attributes."""
 
     def encode(self, sample: Any, where: str, /) -> Any:
         """Return what `write` is to write. Raises SampleError, whose message begins with ``where``."""
@@ -379,7 +385,9 @@ class SampleCache:
                 began = time.perf_counter()
                 self._segment.count(MISSES)
                 value = load(idx)
-                self._keep([idx], [value], [time.perf_counter() - began], strict)
+                cost_s = time.perf_counter() - began
+                self._segment.count(LOAD_NS, int(1e9 * cost_s))
+                self._keep([idx], [value], [cost_s], strict)
             return value
         finally:
             _loading.samples = outer
@@ -416,7 +424,8 @@ class SampleCache:
         else:
             found = (self._load(self._slot(idx), copy) for idx in hits.tolist())
         samples = list(found) if len(hits) == len(indices) else [next(found) if hit else MISSING for hit in is_set.tolist()]
-        count = sum(sample is not MISSING for sample in samples) if self._store.unreadable else len(hits)
+        may_miss = self._store.unreadable or self._store.may_miss
+        count = sum(sample is not MISSING for sample in samples) if may_miss else len(hits)
         self._segment.count(HITS, count)
         if count < len(indices):
             self._load_missing(indices, samples, load, None, strict, claimed)
@@ -455,6 +464,7 @@ class SampleCache:
             if taken or claimed or not self._store.unreadable:
                 missing = [idx for idx in missing if states[idx] != SET]  # set meanwhile
             for part, values, costs_s in self._loaded(missing, load):
+                self._segment.count(LOAD_NS, int(1e9 * sum(costs_s)))
                 places = [rows[idx] for idx in part]
                 for row, value in zip(places, values, strict=True):
                     samples[row] = value
@@ -527,6 +537,14 @@ class SampleCache:
         """Whether sample ``idx`` is not cached, and can be. A process without a counter row cannot: all are taken."""
         return self._states[idx] == EMPTY and self._segment.holder > 0 and not self._store.refused(idx)
 
+    def holds(self, idx: int) -> bool:
+        """Whether sample ``idx`` is cached."""
+        return self._states[idx] == SET
+
+    def keeps(self, idx: int) -> bool:
+        """Whether sample ``idx`` is cached, or can be."""
+        return self.holds(idx) or self.fillable(idx)
+
     def peek(self, idx: int) -> Any:
         """Return a copy of sample ``idx`` if it is set, else MISSING. Do not count it."""
         return self._load(self._slot(idx), True) if self.set_among(np.array([idx]))[0] else MISSING
@@ -554,6 +572,15 @@ class SampleCache:
         outer, _loading.samples = _loading.samples, True
         try:
             return list(load(indices))
+        finally:
+            _loading.samples = outer
+
+    @contextlib.contextmanager
+    def free_to_wait(self) -> Iterator[None]:
+        """Let this thread wait for samples, although it loads those of another cache. See NOTE [ Nested loads ]."""
+        outer, _loading.samples = _loading.samples, False
+        try:
+            yield
         finally:
             _loading.samples = outer
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map  # documented, for extending default_collate
 
-from stocache.cache.shared import SharedCache
+from stocache.cache.shared import NextTier, SharedCache
 from stocache.errors import SampleError
 from stocache.samples.indices import check_indices
 from stocache.samples.spec import Structure
@@ -112,8 +112,10 @@ def _split(tensor: Tensor, starts: list[int], ends: list[int]) -> list[Tensor]:
 class LazyBatch:
     """A batch whose samples have not been read yet. It can be read as a list of samples, or gathered as a collated batch."""
 
-    def __init__(self, cache: SharedCache, indices: Sequence[int], load: Load, spec: BatchSpec) -> None:
-        self._cache, self._indices, self._load, self._spec = cache, indices, load, spec
+    def __init__(
+        self, cache: SharedCache, indices: Sequence[int], load: Load, spec: BatchSpec, next_tier: NextTier | None = None
+    ) -> None:
+        self._cache, self._indices, self._load, self._spec, self._next_tier = cache, indices, load, spec, next_tier
         self._samples: list[Any] | None = None
         self._join = spec.join
         self._claimed: set[int] = set()  # by `claim_missing`
@@ -123,7 +125,8 @@ class LazyBatch:
     def claim_missing(self) -> list[int]:
         """Claim the samples that are not cached. Return the rows to load: of these, and of those that cannot be cached.
 
-        A sample that another thread or process is loading is waited for when the batch is gathered.
+        A sample that another thread or process is loading is waited for when the batch is gathered. Then those of the next tier
+        are read, too.
         """
         indices = check_indices(self._indices, self._cache.dataset_len, "batch")
         is_set = self._cache.set_among(indices)
@@ -131,11 +134,18 @@ class LazyBatch:
             self._hits = indices
             return []
         rows: dict[int, int] = {}
+        if self._next_tier is not None:
+            is_set |= self._cache.outside(indices) & self._next_tier.has_rows(indices)
         for row in np.flatnonzero(~is_set).tolist():
             rows.setdefault(int(indices[row]), row)
         self._cache.claim_to_load(list(rows), self._claimed)
         others = {idx for idx in rows if idx not in self._claimed and (self._cache.fillable(idx) or self._cache.has([idx]))}
         return [row for idx, row in rows.items() if idx not in others]
+
+    @property
+    def found_all(self) -> bool:
+        """Whether `claim_missing` has found all samples in the cache."""
+        return self._hits is not None
 
     def load_all(self) -> dict[int, Any]:
         """Return the samples, by index, without asking the cache. Another `LazyBatch` has claimed them."""
@@ -184,7 +194,7 @@ class LazyBatch:
         if self._hits is not None:
             self._cache.gather(self._hits, tensors)
             return self._join(tensors)
-        self._samples = self._cache.fill_batch(self._indices, tensors, self._load_rest, self._claimed)
+        self._samples = self._cache.fill_batch(self._indices, tensors, self._load_rest, self._claimed, self._next_tier)
         return None if self._samples is not None else self._join(tensors)
 
     @property

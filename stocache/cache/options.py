@@ -1,7 +1,8 @@
 """CacheOptions: the size of a cache, the name by which other processes find it, and how samples of varying size are kept."""
 
+import os
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from stocache.errors import CacheNameError, LimitError
 from stocache.samples.codecs import Codec
@@ -27,6 +28,8 @@ class CacheOptions:
         persist: True keeps a named cache when no process uses it, so that the next run starts warm. ``stocache rm`` deletes it.
         fingerprint: a text that identifies the samples in a named cache. Change it whenever the samples change: a cache that
             was left behind with another fingerprint is made anew.
+        disk: a folder on a local disk for the samples that do not fit in memory; see `DiskCache`. Needs ``disk_limit``.
+        disk_limit: bytes for that folder: 500 (GiB), "500GB".
         on_busy: what to do when another process, which may be stopped, holds the lock of the named caches for 10 seconds:
             "uncached" warns and caches nothing, "raise" raises `BusyError`.
         admission: which samples a `RaggedCache` keeps when not all fit. "all" keeps the first ones until the limit is reached:
@@ -39,7 +42,7 @@ class CacheOptions:
             with programs that you trust.
 
     Raises:
-        LimitError: the size is not a size, or the admission is unknown.
+        LimitError: a size is not a size, the admission is unknown, or only one of ``disk`` and ``disk_limit`` is given.
         CodecError: the codec is unknown, or not installed.
         CacheNameError: ``persist`` or ``fingerprint`` is given without a name, or is not a text; ``on_busy`` is unknown.
     """
@@ -53,6 +56,8 @@ class CacheOptions:
     admission: Literal["all", "cost"] = "all"
     codec: Literal["zstd", "lz4"] | None = None
     allow_pickle: bool = False
+    disk: str | os.PathLike[str] | None = None
+    disk_limit: float | str | None = None
 
     def __post_init__(self) -> None:
         if self.size_limit_gib != "auto":
@@ -63,8 +68,18 @@ class CacheOptions:
             Codec(self.codec)
         if self.on_busy not in ("uncached", "raise"):
             raise CacheNameError(f"on_busy={self.on_busy!r} is unknown. Use 'uncached' or 'raise'.")
-        if self.name is None and (self.persist or self.fingerprint is not None):
-            raise CacheNameError("persist and fingerprint are for caches with a name. Give one.")
+        if self.name is None and (self.persist or (self.fingerprint is not None and self.disk is None)):
+            raise CacheNameError("persist and fingerprint are for caches with a name, fingerprint also for a disk. Give one.")
+        if (self.disk is None) != (self.disk_limit is None):
+            raise LimitError("disk and disk_limit go together: a folder, and the bytes that it may have. Give both.")
+        if self.disk_limit is not None:
+            parse_size(self.disk_limit, "disk_limit")
         if not isinstance(self.fingerprint, str | None):
             kind = type(self.fingerprint).__name__
             raise CacheNameError(f"fingerprint={self.fingerprint!r:.100} is a {kind}. Give a str, or None.")
+
+    def in_memory(self, *, ragged: bool) -> dict[str, Any]:
+        """Return the arguments of a `SharedCache`, or of a `RaggedCache`, with these options."""
+        left_out = {"disk", "disk_limit"} | (set() if ragged else {"admission", "codec", "allow_pickle"})
+        arguments = {name: value for name, value in vars(self).items() if name not in left_out}
+        return arguments if self.name is not None else arguments | {"fingerprint": None}

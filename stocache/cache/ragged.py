@@ -25,7 +25,44 @@ from stocache.system.limits import format_size
 logger = logging.getLogger("stocache")
 
 
-class RaggedCache(SampleCache):
+class ListCache(SampleCache):
+    """A cache whose batches are lists of samples."""
+
+    def get_slots(self, indices: Sequence[int] | Tensor) -> tuple[list[Any], Tensor]:
+        """Return the samples ``indices``, with None for those that are not cached, and a mask of those that are.
+
+        Returns:
+            ``(samples, mask)``: a list of B samples, and a bool tensor of shape (B,).
+
+        Raises:
+            SampleIndexError: an index is not an integer or lies outside the dataset.
+        """
+        index = check_indices(indices, self._dataset_len, "get_slots")
+        samples = [self.hit(idx, True) for idx in index.tolist()]
+        mask = np.array([sample is not MISSING for sample in samples], dtype=bool)
+        if self._store.unreadable and self.set_among(index[~mask]).any():
+            self._warn_of_unreadable()
+        self._miss_many(index[~mask])
+        return [None if sample is MISSING else sample for sample in samples], torch.from_numpy(mask)
+
+    def set_slots(
+        self, indices: Sequence[int] | Tensor, values: Sequence[Any], allow_oob_idx: bool = True, allow_overwrite: bool = False
+    ) -> None:
+        """Cache B samples: `set_slot` for each of ``indices`` with its item of ``values``.
+
+        Raises:
+            SampleError: there are not B values, and nothing is stored; or as `set_slot`.
+            SampleIndexError, SlotError: as `set_slot`. The samples before the wrong one are stored.
+        """
+        index = check_indices(indices, self._dataset_len, "set_slots")
+        if len(values) != len(index):
+            raise SampleError(f"set_slots: {len(values)} values for {len(index)} indices.")
+        encode = self._store.encode
+        named = [(value, f"set_slot({idx})") for idx, value in zip(index.tolist(), values, strict=True)]
+        self._set_many(index, lambda: list(starmap(encode, named)), lambda: values, allow_oob_idx, allow_overwrite)
+
+
+class RaggedCache(ListCache):
     """A cache in shared memory for samples that vary in size: images, detection targets, text, token lists, point clouds.
 
         cache = RaggedCache(size_limit_gib=32, dataset_len=len(dataset))
@@ -90,7 +127,7 @@ class RaggedCache(SampleCache):
     @classmethod
     def from_options(cls, options: CacheOptions, dataset_len: int) -> "RaggedCache":
         """Return a cache with these options."""
-        return cls(dataset_len=dataset_len, **vars(options))
+        return cls(dataset_len=dataset_len, **options.in_memory(ragged=True))
 
     def _assemble(self, dataset_len: int, options: CacheOptions, segment: Segment) -> None:
         """Set all attributes. Each process computes those that follow from the arguments; they are not pickled."""
@@ -99,41 +136,6 @@ class RaggedCache(SampleCache):
         self._share(
             segment, dataset_len, store, Claims(segment, dataset_len), "samples of any size", format_size(segment.data_bytes)
         )
-
-    # ------------------------------------------------------------------------------------------------ many samples
-
-    def get_slots(self, indices: Sequence[int] | Tensor) -> tuple[list[Any], Tensor]:
-        """Return the samples ``indices``, with None for those that are not cached, and a mask of those that are.
-
-        Returns:
-            ``(samples, mask)``: a list of B samples, and a bool tensor of shape (B,).
-
-        Raises:
-            SampleIndexError: an index is not an integer or lies outside the dataset.
-        """
-        index = check_indices(indices, self._dataset_len, "get_slots")
-        samples = [self.hit(idx, True) for idx in index.tolist()]
-        mask = np.array([sample is not MISSING for sample in samples], dtype=bool)
-        if self._store.unreadable and self.set_among(index[~mask]).any():
-            self._warn_of_unreadable()
-        self._miss_many(index[~mask])
-        return [None if sample is MISSING else sample for sample in samples], torch.from_numpy(mask)
-
-    def set_slots(
-        self, indices: Sequence[int] | Tensor, values: Sequence[Any], allow_oob_idx: bool = True, allow_overwrite: bool = False
-    ) -> None:
-        """Cache B samples: `set_slot` for each of ``indices`` with its item of ``values``.
-
-        Raises:
-            SampleError: there are not B values, and nothing is stored; or as `set_slot`.
-            SampleIndexError, SlotError: as `set_slot`. The samples before the wrong one are stored.
-        """
-        index = check_indices(indices, self._dataset_len, "set_slots")
-        if len(values) != len(index):
-            raise SampleError(f"set_slots: {len(values)} values for {len(index)} indices.")
-        encode = self._store.encode
-        named = [(value, f"set_slot({idx})") for idx, value in zip(index.tolist(), values, strict=True)]
-        self._set_many(index, lambda: list(starmap(encode, named)), lambda: values, allow_oob_idx, allow_overwrite)
 
     @property
     def compresses(self) -> bool:

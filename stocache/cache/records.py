@@ -16,12 +16,11 @@ from stocache.cache.stats import EMPTY, FILLS, MISSING, OOB, REFUSED, SET
 from stocache.errors import SampleError, SegmentError
 from stocache.samples.codecs import Codec
 from stocache.samples.record_decoder import RecordReader
-from stocache.samples.record_encoder import HEAD, EncodedRecord, RecordEncoder, integers_codec, pack_integers
+from stocache.samples.record_encoder import HEAD, EncodedRecord, RecordPacker, integers_codec
 from stocache.samples.type_lookup import NotImported
 from stocache.shm.segment import MOST_BUFFERS, Segment
 
 _unpack_head = HEAD.unpack_from
-_COMPRESSED = 4  # a bit of the head's last number, between the width of the integers and their count
 _READERS = 4096  # readers of treedefs that a process keeps
 _JOINED = 2048  # mean bytes of buffers, below which joining them costs less than passing each to the kernel (measured)
 _MANY = 64  # records, for which room is taken at once
@@ -39,13 +38,14 @@ class RecordStore:
 
     gathers_from = 16
     unreadable = ""
+    may_miss = False
     slot = staticmethod(operator.index)
 
     def __init__(self, segment: Segment, dataset_len: int, options: CacheOptions) -> None:
         self._segment, self._dataset_len, self._allow_pickle = segment, dataset_len, options.allow_pickle
         self._states = segment.control[:dataset_len]
         self._codec = Codec(options.codec) if options.codec is not None else None
-        self._encoder = RecordEncoder(options.allow_pickle)
+        self._packer = RecordPacker(options.allow_pickle, self._codec)
         self.arena = Arena(segment, dataset_len)
         self._offsets = self.arena.offsets
         self._memory = segment.view(0, segment.data_bytes)
@@ -59,12 +59,7 @@ class RecordStore:
 
     def encode(self, sample: Any, where: str) -> EncodedRecord:
         """Return the parts of a sample's record, compressed where that makes it smaller."""
-        treedef, sample_leaves = self._encoder.encode(sample, where)
-        leaves, nbytes, integers = sample_leaves.parts()
-        tail, packed = pack_integers(integers)
-        if self._codec is not None and (smaller := self._codec.compress(b"".join(leaves))) is not None:
-            leaves, nbytes, packed = [smaller], len(smaller), packed | _COMPRESSED
-        return EncodedRecord(treedef, leaves, nbytes, packed, tail + bytes(-(nbytes + len(tail)) & 7))
+        return self._packer.pack(sample, where)
 
     def overhead_of(self, samples: list[Any]) -> tuple[int, int] | None:
         """Return the most bytes that a record of such samples has besides its leaves, and those of their treedefs.
@@ -188,7 +183,7 @@ class RecordStore:
             if reader is None:
                 return MISSING
             read = reader.read
-        if packed & _COMPRESSED:
+        if packed & RecordPacker.COMPRESSED:
             data = self._decompressed(memory[at : at + nbytes], self._readers[number].nbytes(integers))
             address = np.frombuffer(data, np.uint8).ctypes.data if data else 0
             return read(data, address, 0, len(data), integers, True)

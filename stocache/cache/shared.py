@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from stocache.cache.base import SampleCache
 from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import SlotArrays
-from stocache.cache.stats import HITS, MISSING, SET
+from stocache.cache.stats import HITS, MISSING, OOB, SET
 from stocache.errors import CacheNameError, SampleError, SampleIndexError, SegmentError
 from stocache.samples.indices import check_indices, check_len
 from stocache.samples.spec import Structure
@@ -23,6 +23,18 @@ from stocache.shm.segment import Segment
 from stocache.system.limits import format_size
 
 logger = logging.getLogger("stocache")
+
+
+class NextTier(Protocol):
+    """A cache behind one in memory, such as a `DiskCache`."""
+
+    def has_rows(self, indices: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Return which of the samples ``indices`` `fill` can read."""
+
+    def fill(
+        self, indices: np.ndarray[Any, np.dtype[np.int64]], rows: np.ndarray[Any, np.dtype[np.int64]], items: list[Any]
+    ) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Read those samples that are there into rows of a contiguous batch. Return the rows that were filled."""
 
 
 class SharedCache(SampleCache):
@@ -98,7 +110,7 @@ class SharedCache(SampleCache):
         placement: Literal["prefix", "scattered"] | Placement = "prefix",
     ) -> "SharedCache":
         """Return a cache with these options. ``admission``, ``codec`` and ``allow_pickle`` have no effect."""
-        shared = {name: value for name, value in vars(options).items() if name not in ("admission", "codec", "allow_pickle")}
+        shared = options.in_memory(ragged=False)
         return cls(dataset_len=dataset_len, data_dims=data_dims, dtype=dtype, placement=placement, **shared)
 
     @classmethod
@@ -161,6 +173,11 @@ class SharedCache(SampleCache):
         self._segment.count(HITS, hits)
         return mask, hits
 
+    def outside(self, indices: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Return which of the samples ``indices`` have no slot."""
+        outside: np.ndarray[Any, np.dtype[np.bool_]] = self._aux.numpy()[indices] == OOB
+        return outside
+
     def gather(self, indices: np.ndarray[Any, np.dtype[np.int64]], items: list[Any]) -> None:
         """Copy samples that are set into the rows of a contiguous batch, in one thread."""
         self._columns.gather(indices, items, parallel=False)
@@ -188,6 +205,7 @@ class SharedCache(SampleCache):
         items: list[Tensor],
         load: Callable[[list[int]], Iterable[Any]],
         claimed: Collection[int] = (),
+        next_tier: NextTier | None = None,
     ) -> list[Any] | None:
         """Write the samples ``indices`` into memory of the caller. Those that are not cached come from ``load``.
 
@@ -195,6 +213,7 @@ class SharedCache(SampleCache):
             indices: B sample indices.
             items: for each leaf of the structure a contiguous tensor of any dtype, with B times the bytes of the leaf.
             load, claimed: as in `get_or_load_many`.
+            next_tier: a cache that has samples outside of this one.
 
         Returns:
             None. If a loaded sample does not fit: the list of samples; the content of ``items`` is then undefined.
@@ -203,8 +222,13 @@ class SharedCache(SampleCache):
         mask, hits = self._gather_hits(index, items)
         if hits == len(index):
             return None
-        samples: list[Any] = [None if hit else MISSING for hit in mask.tolist()]
         columns, encode, done = self._columns, self._structure.encode, set[int]()
+        if next_tier is not None:
+            outside = np.flatnonzero(self.outside(index) & next_tier.has_rows(index))
+            done.update(next_tier.fill(index[outside], outside, items).tolist())
+        samples: list[Any] = [None if hit or row in done else MISSING for row, hit in enumerate(mask.tolist())]
+
+        filled = set(done)
 
         def encode_rows(rows: list[int], values: list[Any]) -> list[Any] | None:
             encoded = columns.pack(values, items, rows)
@@ -224,7 +248,7 @@ class SharedCache(SampleCache):
             for row, idx in enumerate(index.tolist()):
                 if mask[row]:
                     samples[row] = next(found)
-                elif samples[row] is MISSING:
+                elif samples[row] is MISSING or row in filled:
                     samples[row] = self.get_or_load(idx, lambda idx: next(iter(load([idx]))), strict=False)
             return samples
         return None

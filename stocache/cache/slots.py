@@ -80,6 +80,10 @@ class Column(ABC):
     def leased(self, memory: Any, offsets: list[int]) -> list[Any]:
         """Return the values whose bytes are at ``offsets`` in the memory of a lease. They are views."""
 
+    def decode(self, memory: Any, at: int) -> Any:
+        """Return the value whose bytes are at an offset in a buffer; a view, if the type has views."""
+        return self.leased(memory, [at])[0]
+
     def check_batch(self, batch: Any, count: int, where: str) -> None:
         """Raise SampleError unless ``batch`` has the type, dtype and shape of ``self.batch(count)``."""
         like = self._like
@@ -251,6 +255,10 @@ class _ArrayColumn(Column):
         values: list[Any] = [np.ndarray((1, *self._stored), self._like.dtype, memory, at) for at in offsets]
         return [self._ordered(value)[0, ...] for value in values]
 
+    def decode(self, memory: Any, at: int) -> Any:
+        value = self.leased(memory, [at])[0]
+        return value[()] if self._scalar else value
+
     def values(self, batch: np.ndarray[Any, Any]) -> list[Any]:
         return list(batch) if self._scalar or batch.ndim > 1 else [batch[position, ...] for position in range(len(batch))]
 
@@ -265,7 +273,10 @@ class _NumberColumn(Column):
         self._codec = leaf.codec
 
     def load(self, slot: int, copy: bool) -> Any:
-        numbers = self._codec.unpack_from(self._memory, slot * self.nbytes)
+        return self.decode(self._memory, slot * self.nbytes)
+
+    def decode(self, memory: Any, at: int) -> Any:
+        numbers = self._codec.unpack_from(memory, at)
         return complex(*numbers) if self._type is complex else numbers[0]
 
     def takes(self, values: Sequence[Any]) -> bool:
@@ -291,7 +302,8 @@ def as_bytes(batch: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return matrix
 
 
-def _make_column(leaf: Leaf, memory: Tensor, slots: int, pool: Pool) -> Column:
+def make_column(leaf: Leaf, memory: Tensor, slots: int, pool: Pool) -> Column:
+    """Return the column of a leaf in ``memory``, which has room for so many values."""
     if isinstance(leaf, TensorLeaf):
         return _TensorColumn(leaf, memory, slots, pool)
     if isinstance(leaf, ArrayLeaf):
@@ -312,6 +324,7 @@ class SlotArrays:
     """
 
     unreadable = ""
+    may_miss = False
     slot: Callable[[int], int]
     load: Callable[[int, bool], Any]
     encode: Callable[[Any, str], list[Any]]
@@ -324,7 +337,7 @@ class SlotArrays:
         self._places = list(zip(column_offsets(structure, slots), (leaf.nbytes for leaf in leaves), strict=False))
         pool = Pool()
         self._columns = [
-            _make_column(leaf, segment.tensor(offset, slots * nbytes), slots, pool)
+            make_column(leaf, segment.tensor(offset, slots * nbytes), slots, pool)
             for leaf, (offset, nbytes) in zip(leaves, self._places, strict=True)
         ]
         # the columns whose values are leased instead of copied; see NOTE [ Private views ]

@@ -1,7 +1,7 @@
 """Count the events of a cache, and describe its content."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stocache.system.deprecation import old_name
@@ -13,7 +13,7 @@ MISSING: Any = object()
 """Stands for a sample that is not there. (None may be a sample.)"""
 
 # Which word of Segment.counters counts what; each process has a row of such words
-HITS, MISSES, FILLS, RACES, REFUSED, REJECTED = range(6)
+HITS, MISSES, FILLS, RACES, REFUSED, REJECTED, DAMAGED, LOAD_NS, READ_NS = range(9)
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,15 @@ class CacheStats:
         races: sets that came too late, because another process or thread was faster. They changed nothing.
         refused: sets that were dropped, because the machine gave no memory for their slots.
         rejected: loaded samples that did not fit: their structure is not that of the cache.
+        damaged: samples that were lost from the disk: damaged, cut, or not readable. Each is a miss, and is written again.
         dataset_len: samples in the dataset.
         slots: the most samples that can be cached.
         filled: samples that are cached now.
         slot_bytes: bytes of one sample; if sizes vary, the average of the cached ones, as they are stored.
         capacity_bytes: bytes of samples that the cache can hold.
         reserved_bytes: memory that is reserved for samples now.
+        load_s: seconds in which samples that were missed were loaded, the sum over all processes and threads.
+        read_s: seconds in which samples were read from a disk, the sum over all. Memory is not timed.
 
     Free-threaded Python may lose counts if threads share a cache; otherwise they are exact.
     """
@@ -43,17 +46,21 @@ class CacheStats:
     races: int
     refused: int
     rejected: int
+    damaged: int
     dataset_len: int
     slots: int
     filled: int
     slot_bytes: int
     capacity_bytes: int
     reserved_bytes: int
+    load_s: float = 0.0
+    read_s: float = 0.0
 
     @classmethod
     def of(cls, counts: Sequence[int], **amounts: int) -> "CacheStats":
         """Return the statistics from the sums of the counters and from the other attributes."""
-        return cls(*counts[: REJECTED + 1], **amounts)
+        stats = cls(*counts[: DAMAGED + 1], **amounts)
+        return replace(stats, load_s=counts[LOAD_NS] / 1e9, read_s=counts[READ_NS] / 1e9)
 
     @property
     def hit_rate(self) -> float:
@@ -61,6 +68,11 @@ class CacheStats:
         return self.hits / max(1, self.hits + self.misses)
 
     misfits = old_name("misfits", "rejected")
+
+    @property
+    def hit_bytes(self) -> int:
+        """Bytes of the samples that were served, each counted as `slot_bytes`."""
+        return self.hits * self.slot_bytes
 
     @property
     def filled_bytes(self) -> int:

@@ -227,6 +227,9 @@ class _OnError(str, Enum):
 
 
 _Prepared = Annotated[Path, typer.Argument(metavar="DIR", readable=False, help="A folder that was prepared.")]
+_PreparedOrCache = Annotated[
+    Path, typer.Argument(metavar="DIR", readable=False, help="A folder that was prepared, or the folder of a disk cache.")
+]
 
 
 @_command()
@@ -382,8 +385,16 @@ def inspect(folder: _Prepared, as_json: _Json = False) -> None:
 
 
 @_command()
-def check(folder: _Prepared, workers: _Workers = _CORES) -> None:
-    """Read a whole prepared folder and list its damage. Exits with 1 if there is any."""
+def check(folder: _PreparedOrCache, workers: _Workers = _CORES) -> None:
+    """Read a whole prepared folder, or all samples of a disk cache, and list the damage. Exits with 1 if there is any."""
+    from stocache.disk.inspection import is_disk_cache
+
+    if is_disk_cache(folder):
+        from stocache.cli import disk
+
+        with _errors_in_one_line():
+            disk.check(str(folder), workers)
+        return
     from stocache.errors import StorageError
     from stocache.storage.inspection import find_damage
     from stocache.storage.storage import OnDiskBlockDataStorage
@@ -447,11 +458,23 @@ def ls(user: _User = None, as_json: _Json = False) -> None:
 
 @_command()
 def stat(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The name, as 'stocache ls' shows it.")],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="The name, as 'stocache ls' shows it; or a path with a '/', such as ./folder."),
+    ],
     user: _User = None,
     as_json: _Json = False,
 ) -> None:
-    """Show everything about one named cache."""
+    """Show everything about one named cache, or about the folder of a disk cache."""
+    if _is_path(name):
+        from stocache.cli import disk
+
+        with _errors_in_one_line():
+            if as_json:
+                typer.echo(json.dumps(disk.as_dict(name), indent=2))
+            else:
+                disk.show(name)
+        return
     from stocache.cli import listing
     from stocache.system.limits import format_size
 
@@ -482,20 +505,27 @@ def stat(
 
 @_command()
 def rm(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Caches to remove.")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Caches to remove; or folders, as paths with a '/', such as ./folder."),
+    ] = None,
     dead: Annotated[bool, typer.Option("--dead", help="Remove caches that killed processes left, if not persistent.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Also remove caches in use, damaged, or of another user.")] = False,
     user: _User = None,
 ) -> None:
-    """Remove named caches that are not in use. With --force, processes that use one keep it, but no other can join."""
+    """Remove named caches, or folders of disk caches, that are not in use.
+
+    With --force, processes that use one keep it, but no other can join.
+    """
     from stocache.cli import listing
     from stocache.errors import StocacheError
     from stocache.shm import named
     from stocache.system import limits
+    from stocache.system.waiting import printable
 
     if bool(names) == dead:
         _fail("say which: stocache rm NAME..., or stocache rm --dead", 2)
-    uid = _uid(user)
+    uid, folders = _uid(user), [name for name in names or () if _is_path(name)]
     if dead:
         caches = [cache for cache in listing.find(uid) if cache.state == "dead"]
         paths, size = [cache.path for cache in caches], sum(cache.memory_bytes for cache in caches)
@@ -506,14 +536,19 @@ def rm(
         paths = []
         for name in names or ():
             try:
-                paths.append(named.find(name, uid))
+                paths.append(name if name in folders else named.find(name, uid))
             except StocacheError as error:
                 _fail(str(error))
     failed = False
     for path in paths:
         try:
-            named.remove(path, force, dead)
-            echo(f"removed {path}")
+            if path in folders:
+                from stocache.disk import inspection
+
+                inspection.remove(path, force)
+            else:
+                named.remove(path, force, dead)
+            echo(f"removed {printable(path)}")
         except OSError as error:
             failed = True
             echo(str(error), err=True)
@@ -542,6 +577,10 @@ def doctor(
     size_limit_gib: Annotated[
         str | None, typer.Option(metavar="SIZE", help="The limit of a planned cache, such as 32 or 500MB.")
     ] = None,
+    disk: Annotated[str | None, typer.Option(metavar="FOLDER", help="The folder of a planned disk cache.")] = None,
+    disk_limit: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="With --disk: the limit of the planned disk cache, such as 500GB.")
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Find settings of this machine that hinder a cache. Names the remedies. Exits with 1 if there is a problem."""
@@ -551,9 +590,12 @@ def doctor(
 
     try:
         size_limit = limits.parse_size(size_limit_gib) if size_limit_gib not in (None, "auto") else None
+        limit = None if disk_limit is None else limits.parse_size(disk_limit, "disk_limit")
     except LimitError as error:
         _fail(str(error), 2)
-    findings = doctor.examine(size_limit)
+    if limit is not None and disk is None:
+        _fail("--disk-limit needs --disk FOLDER.", 2)
+    findings = doctor.examine(size_limit, disk, limit)
     if as_json:
         typer.echo(json.dumps([vars(finding) for finding in findings], indent=2))
     else:
@@ -563,6 +605,11 @@ def doctor(
         problems = sum(finding.kind == "problem" for finding in findings)
         echo(f"{problems} problem{'s' * (problems != 1)} found")
     raise typer.Exit(any(finding.kind == "problem" for finding in findings))
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name is the path of a folder: a cache's own name has no "/"."""
+    return "/" in name or name in (".", "..")
 
 
 def _uid(user: str | None) -> int | None:

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Literal
 
 from stocache.cli import listing
+from stocache.disk.folder import IN_MEMORY, NETWORK
+from stocache.disk.inspection import place_of
 from stocache.shm import named
 from stocache.shm.registry import directory_of
 from stocache.system import limits
 from stocache.system.limits import GIB, SHM_DIR, format_size
+from stocache.system.waiting import printable
 
 _LEAST_SHM = 1 * GIB  # Docker gives 64 MiB
 _LEAST_DESCRIPTORS = 4096  # each tensor that a worker sends needs one until it is received
@@ -29,9 +32,14 @@ class Finding:
     remedy: str
 
 
-def examine(size_limit: int | None = None) -> list[Finding]:
-    """Return all findings on this machine, for a cache of ``size_limit`` bytes if given."""
-    return [*_shm(size_limit), *_memory(size_limit), *_named(), *_remove_ipc(), *_process()]
+def examine(size_limit: int | None = None, disk: str | None = None, disk_limit: int | None = None) -> list[Finding]:
+    """Return all findings on this machine.
+
+    Args:
+        size_limit: bytes of a planned cache.
+        disk, disk_limit: folder and bytes of a planned disk cache.
+    """
+    return [*_shm(size_limit), *_memory(size_limit), *_named(), *_disks(disk, disk_limit), *_remove_ipc(), *_process()]
 
 
 def _problem(what: str, remedy: str) -> Finding:
@@ -110,7 +118,7 @@ def _named() -> Iterator[Finding]:
     dead = [cache for cache in caches if cache.state == "dead"]
     if dead:
         size = format_size(sum(cache.memory_bytes for cache in dead))
-        names = ", ".join(cache.name for cache in dead)
+        names = ", ".join(f"states of the samples in {cache.name}" if cache.folder else cache.name for cache in dead)
         yield _problem(f"left behind by processes that were killed: {names} ({size}).", "stocache rm --dead")
     for cache in caches:
         if cache.state == "bad":
@@ -122,6 +130,37 @@ def _named() -> Iterator[Finding]:
         yield _problem(
             f"processes {', '.join(map(str, cut_off))} use a named cache whose file was deleted: no other process can join.",
             "if no person deleted it, systemd did: as root set RemoveIPC=no in /etc/systemd/logind.conf",
+        )
+
+
+def _disks(disk: str | None, limit: int | None) -> Iterator[Finding]:
+    """Look at the folders of disk caches: of those in use, and of a planned one."""
+    places = {cache.folder: cache.limit_bytes for cache in listing.find() if cache.folder and cache.alive}
+    if disk is not None:
+        path = os.path.abspath(disk)
+        places[path] = places.get(path) if limit is None else limit
+    for folder, bound in places.items():
+        yield from _disk(folder, bound)
+
+
+def _disk(folder: str, limit: int | None) -> Iterator[Finding]:
+    shown = printable(folder)
+    try:
+        kind, room = place_of(folder)
+    except OSError as error:
+        yield _problem(str(error), "give a folder of its own, which may be new: disk=...")
+        return
+    if kind in IN_MEMORY:
+        yield _problem(f"the disk cache {shown} is on {kind}, which is memory.", "give a folder on a local disk: disk=...")
+    elif kind in NETWORK:
+        yield _problem(
+            f"the disk cache {shown} is on a network file system ({kind}): it may be as slow as the source.",
+            "give a folder on a local disk: disk=...",
+        )
+    if limit is not None and room < limit:
+        yield _problem(
+            f"the disk cache {shown} has room for {format_size(room)}, its limit is {format_size(limit)}.",
+            f"remove other files from that disk, or lower disk_limit to {format_size(room).replace(' ', '')}",
         )
 
 

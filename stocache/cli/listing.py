@@ -1,21 +1,26 @@
-"""Find the named caches of this machine, and read their state without attaching to them."""
+"""Find the named caches of this machine, and read their state without attaching to them.
+
+A disk cache that is in use is one of them: its samples are in a folder, and their states are in shared memory.
+"""
 
 import os
 import pwd
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
 from stocache.cache import arena
-from stocache.cache.stats import SET, CacheStats
+from stocache.cache.stats import OOB, SET, CacheStats
 from stocache.errors import SegmentError, StocacheError
 from stocache.shm import named, registry
 from stocache.shm.layout import EXTENTS_AT, ROWS_AT, Layout, persists, read_chunks, sum_rows
 from stocache.shm.named import Descriptor
+from stocache.system.limits import parse_size
 from stocache.system.waiting import FileKey, identify, printable
 
 
@@ -32,6 +37,7 @@ class NamedCache:
     """One file in a user's directory of named caches.
 
     Attributes:
+        name: of the cache; the folder of a disk cache.
         memory_bytes: memory that the file takes now: what is reserved for samples, their states, and counters.
         max_memory_bytes: memory that it takes once all its samples have memory.
         alive: whether a process uses it. If none does, it is a leftover, unless ``persistent``.
@@ -39,6 +45,8 @@ class NamedCache:
         created: seconds since 1970.
         samples: shape and dtype of a sample, or its structure.
         stats: its statistics since its oldest holder attached; None if it cannot be read, and ``problem`` says why.
+        folder: the folder of a disk cache; "" if the samples are in memory.
+        limit_bytes: what the folder of a disk cache may take.
     """
 
     name: str
@@ -54,6 +62,18 @@ class NamedCache:
     fingerprint: str | None = None
     stats: CacheStats | None = None
     problem: str = ""
+    folder: str = ""
+    limit_bytes: int | None = None
+
+    @property
+    def kind(self) -> Literal["memory", "disk"]:
+        """Where the samples are."""
+        return "disk" if self.folder else "memory"
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory that the file takes; of a disk cache, the bytes of samples on the disk."""
+        return self.stats.reserved_bytes if self.folder and self.stats else self.memory_bytes
 
     @property
     def state(self) -> str:
@@ -65,13 +85,7 @@ class NamedCache:
     @property
     def age(self) -> str:
         """The time since the cache was created, as "3 h"; "" if unknown."""
-        if not self.created:
-            return ""
-        seconds = max(0.0, time.time() - self.created)
-        for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
-            if seconds >= unit:
-                return f"{seconds / unit:.0f} {name}"
-        return f"{seconds:.0f} s"
+        return age_of(self.created) if self.created else ""
 
     @property
     def hit_percent(self) -> str:
@@ -81,7 +95,16 @@ class NamedCache:
     def as_dict(self) -> dict[str, Any]:
         """Return all attributes, as JSON can hold them."""
         extra = {"hit_rate": self.stats.hit_rate, "fill_fraction": self.stats.fill_fraction} if self.stats else {}
-        return asdict(self) | {"state": self.state} | extra
+        return asdict(self) | {"kind": self.kind, "state": self.state} | extra
+
+
+def age_of(created: float) -> str:
+    """Return the time since ``created``, in seconds since 1970, as "3 h"."""
+    seconds = max(0.0, time.time() - created)
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"
 
 
 def find(uid: int | None = None) -> list[NamedCache]:
@@ -120,30 +143,32 @@ def _read(at: int, path: str, shown: str, user: str, pids: dict[FileKey, list[in
         layout = Layout.read(fd)
         descriptor = Descriptor.read(layout)
         facts, identity = descriptor.facts, descriptor.identity
-        samples = facts["dataset_len"]
-        filled = sum(states.count(SET) for _, states in read_chunks(fd, layout.control_at, samples))
+        samples, folder, limit = facts["dataset_len"], "", None
+        chunks = [(states.count(SET), states.count(OOB)) for _, states in read_chunks(fd, layout.control_at, samples)]
+        filled, outside = (sum(counts) for counts in zip((0, 0), *chunks, strict=True))
         rows = os.pread(fd, EXTENTS_AT - ROWS_AT, ROWS_AT)
-        stats = CacheStats.of(
-            sum_rows(rows),
-            dataset_len=samples,
-            filled=filled,
-            reserved_bytes=layout.count_reserved(fd),
-            **_amounts(fd, layout, facts, filled),
-        )
+        if "disk" in identity:
+            folder, limit = str(identity["disk"]), parse_size(str(identity.get("limit")), "disk_limit")
+            amounts = _amounts_on_disk(fd, layout, samples, filled, limit) | {"slots": samples - outside}
+        else:
+            amounts = {"reserved_bytes": layout.count_reserved(fd)} | _amounts(fd, layout, facts, filled)
+        stats = CacheStats.of(sum_rows(rows), dataset_len=samples, filled=filled, **amounts)
         memory_bytes = os.fstat(fd).st_blocks * 512
         return NamedCache(
-            shown,
+            printable(folder) or shown,
             user,
             f"{os.path.dirname(path)}/{shown}",
             memory_bytes=memory_bytes,
             max_memory_bytes=max(memory_bytes, layout.memory_bytes(layout.data_bytes)),  # huge pages take more
             alive=held,
             persistent=persists(fd),
-            holders=[holder for pid in pids.get(identify(fd), []) if (holder := _holder(pid))],
+            holders=find_holders(pids.get(identify(fd), [])),
             created=descriptor.created,
             samples=printable(str(identity.get("samples", "?"))),
             fingerprint=None if identity.get("fingerprint") is None else printable(str(identity["fingerprint"])),
             stats=stats,
+            folder=folder,
+            limit_bytes=limit,
         )
 
 
@@ -151,10 +176,28 @@ def _amounts(fd: int, layout: Layout, facts: Mapping[str, Any], filled: int) -> 
     capacity, samples = facts["capacity"], facts["dataset_len"]
     if "slot_bytes" in facts:  # a SharedCache, whose capacity is in slots
         return {"slots": capacity, "slot_bytes": facts["slot_bytes"], "capacity_bytes": capacity * facts["slot_bytes"]}
+    return arena.amounts(_words(fd, layout, samples), samples, capacity, filled)
+
+
+def _amounts_on_disk(fd: int, layout: Layout, samples: int, filled: int, limit: int) -> dict[str, int]:
+    from stocache.disk.samples_file import BEGIN, index_bytes  # with numpy, which other caches do not need
+
+    used = max(0, int.from_bytes(_words(fd, layout, samples)[:8], sys.byteorder) - BEGIN)
+    capacity = max(0, limit - index_bytes(samples) - BEGIN)
+    return {"slot_bytes": used // max(1, filled), "capacity_bytes": capacity, "reserved_bytes": used}
+
+
+def _words(fd: int, layout: Layout, samples: int) -> bytes:
+    """Return the words of an arena or a disk cache, which lie at the same place."""
     words = os.pread(fd, arena.WORDS_BYTES, layout.control_at + arena.words_at(samples))
     if len(words) < arena.WORDS_BYTES or arena.control_bytes(samples) > layout.control_bytes:
         raise SegmentError("is damaged: its control is too small.")
-    return arena.amounts(words, samples, capacity, filled)
+    return words
+
+
+def find_holders(pids: list[int]) -> list[Holder]:
+    """Describe processes, as far as they still run."""
+    return [holder for pid in pids if (holder := _holder(pid))]
 
 
 def _holder(pid: int) -> Holder | None:

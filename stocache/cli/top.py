@@ -22,6 +22,7 @@ from stocache.cli.listing import NamedCache
 from stocache.system.limits import format_size
 
 _LEAST_NAME, _LEAST_HELD = 16, 20  # columns of the terminal
+_SIZES = ["memory", "size"]
 
 
 @dataclass(frozen=True)
@@ -60,18 +61,29 @@ def table(caches: list[NamedCache], width: int, users: bool = False) -> Table:
     stats = [cache.stats for cache in caches]
     columns = [
         _Column("name", [cache.name for cache in caches], least=_LEAST_NAME),
-        _Column("memory", [format_size(cache.memory_bytes) for cache in caches], right=True),
+        *_sizes(caches),
         _Column("filled", [f"{each.fill_fraction:.0%}" if each else "" for each in stats], right=True),
         _Column("samples", [f"{each.filled} of {each.dataset_len}" if each else "" for each in stats], right=True),
         _Column("hit rate", [cache.hit_percent for cache in caches], right=True),
         _Column("state", [cache.state for cache in caches]),
-        _Column("keep", ["yes" if cache.persistent else "no" for cache in caches]),
+        _Column("keep", ["yes" if cache.persistent or cache.folder else "no" for cache in caches]),
         _Column("age", [cache.age for cache in caches]),
         _Column("held by", [_holders(cache) for cache in caches], least=_LEAST_HELD),
     ]
     if users:
         columns.insert(0, _Column("user", [cache.user for cache in caches], least=8))
-    return _fit(columns, width, ["keep", "age", "samples", "held by", "hit rate", "memory"])
+    return _fit(columns, width, ["keep", "age", "limit", "samples", "held by", "kind", "hit rate", *_SIZES])
+
+
+def _sizes(caches: list[NamedCache]) -> list[_Column]:
+    """Return the columns that say how large caches are: their memory, or more where there are disk caches among them."""
+    if not any(cache.folder for cache in caches):
+        return [_Column("memory", [format_size(cache.memory_bytes) for cache in caches], right=True)]
+    return [
+        _Column("kind", [cache.kind for cache in caches]),
+        _Column("size", [format_size(cache.size_bytes) for cache in caches], right=True),
+        _Column("limit", ["" if cache.limit_bytes is None else format_size(cache.limit_bytes) for cache in caches], right=True),
+    ]
 
 
 def _fit(columns: list[_Column], width: int, spare: Sequence[str], title: str | None = None) -> Table:
@@ -137,7 +149,7 @@ def live_table(caches: list[NamedCache], rates: dict[str, float], width: int) ->
     shares = [each.filled / max(1, each.slots) if each else 0.0 for each in stats]
     columns = [
         _Column("name", [cache.name for cache in caches], least=_LEAST_NAME),
-        _Column("memory", [format_size(cache.memory_bytes) for cache in caches], right=True),
+        *_sizes(caches),
         _Column("samples", [f"{each.filled} of {each.slots}" if each else "" for each in stats], right=True),
         _Column("bar", ["█" * round(10 * share) + "░" * (10 - round(10 * share)) for share in shares]),
         _Column("full", [f"{share:.0%}" for share in shares], right=True),
@@ -148,7 +160,7 @@ def live_table(caches: list[NamedCache], rates: dict[str, float], width: int) ->
         _Column("state", [cache.state for cache in caches]),
     ]
     title = "stocache top: quit with q" + ". There are no named caches." * (not caches)
-    return _fit(columns, width, ["misses", "samples", "processes", "memory", "bar", "state", "hit rate"], title)
+    return _fit(columns, width, ["misses", "samples", "bar", "kind", "limit", "processes", *_SIZES, "state", "hit rate"], title)
 
 
 def watch(look: Callable[[], list[NamedCache]], interval_s: float) -> None:

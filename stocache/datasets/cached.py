@@ -24,6 +24,7 @@ from stocache.datasets.epochs import DatasetStats, EpochCounter
 from stocache.datasets.indexing import Collate, find_collate, indices_in
 from stocache.datasets.loaders import BlockLoader, SampleLoader
 from stocache.datasets.wrapping import SampleOptions, check_dataset, wrap
+from stocache.disk.cache import DiskCache
 from stocache.errors import ClosedError, DatasetError, LimitError
 from stocache.samples.indices import check_index, check_indices, length_of
 from stocache.system.children import in_children_or_here
@@ -79,11 +80,14 @@ class CachedDataset(Dataset[Any]):
             smallest, but not one that saves next to nothing.
         store: "encoded" caches the bytes of image files, and decodes them after the cache: for datasets that call an attribute
             ``loader`` with a path, such as torchvision's folders, and for datasets of Hugging Face with images.
+        disk, disk_limit: a folder on a local disk, and the bytes that it may have, for the samples that do not fit in memory.
+            Each sample is read from the dataset once, also by later runs with the same ``fingerprint``. See `DiskCache`.
         admission, codec, allow_pickle: see `CacheOptions`. "cost" and a codec keep samples in a `RaggedCache`.
 
     Attributes:
         dataset: the wrapped dataset. Its own attributes (``classes``, ``targets``) can be read and set here, too.
         cache: the `SharedCache` or `RaggedCache`.
+        disk_cache: the `DiskCache` behind it, or None.
         after_cache: the ``transform`` argument. It may be set.
         transform: the transform of the dataset; setting it splits it anew. Where the dataset has none, ``after_cache``.
 
@@ -130,6 +134,8 @@ class CachedDataset(Dataset[Any]):
         admission: Literal["all", "cost"] = "all",
         codec: Literal["zstd", "lz4"] | None = None,
         allow_pickle: bool = False,
+        disk: str | os.PathLike[str] | None = None,
+        disk_limit: float | str | None = None,
     ) -> None:
         self._len = check_dataset(dataset)
         self.dataset = dataset  # before others that hold it: MONAI walks through the attributes in order, and seeds them
@@ -148,12 +154,14 @@ class CachedDataset(Dataset[Any]):
             admission=admission,
             codec=codec,
             allow_pickle=allow_pickle,
+            disk=disk,
+            disk_limit=disk_limit,
         )
         samples = SampleOptions(
             placement=placement, variable=variable, probe=probe, example=example, split=split, cut=cut, store=store
         )
         wrapped = wrap(dataset, self._len, options, samples)
-        self.cache, self._loader = wrapped.cache, wrapped.loader
+        self.cache, self.disk_cache, self._loader = wrapped.cache, wrapped.disk, wrapped.loader
         self._split, self._plan = wrapped.split, wrapped.plan
         self._reads, self._loaded_here = wrapped.probe.reads, wrapped.probe.loaded_here
         if isinstance(self.after_cache, PartTransform) and not self._has_rest:
@@ -193,7 +201,21 @@ class CachedDataset(Dataset[Any]):
 
     @property
     def _load_many(self) -> Callable[[list[int]], Iterable[Any]]:
-        return undrawn_many(self._loader.load_many, self._loader.load)
+        return self._tiered(undrawn_many(self._loader.load_many, self._loader.load))
+
+    def _tiered(self, load_many: Callable[[list[int]], Iterable[Any]]) -> Callable[[list[int]], Iterable[Any]]:
+        """Return a function that loads from the disk what is there, and the rest with ``load_many``."""
+        if self.disk_cache is None:
+            return load_many
+        if not self.cache.revises:
+            return partial(self.disk_cache.serve, load_many, self.cache.keeps)
+        serve = partial(self.disk_cache.serve, load_many, self.cache.holds)
+        return lambda indices: (serve([idx])[0] for idx in indices)  # each is timed by itself
+
+    def _load_one(self, idx: int) -> Any:
+        if self.disk_cache is None:
+            return undrawn(self._loader.load)(idx)
+        return next(iter(self._load_many([idx])))
 
     @property
     def _source(self) -> Any:
@@ -238,7 +260,7 @@ class CachedDataset(Dataset[Any]):
             self._follow_transforms()
         sample = self.cache.hit(idx, self._copy)
         if sample is MISSING:
-            sample = self.cache.get_or_load(idx, undrawn(self._loader.load), copy=self._copy, strict=False)
+            sample = self.cache.get_or_load(idx, self._load_one, copy=self._copy, strict=False)
         if self._split is not None and self._split.has_rest:
             sample = self._split.finish(idx, sample)
         return sample if self.after_cache is None else self.after_cache(sample)
@@ -260,7 +282,8 @@ class CachedDataset(Dataset[Any]):
         if self._split is not None and self._split.has_changed(indices):
             self._follow_transforms()
         if self._batch_spec is not None and isinstance(self.cache, SharedCache) and not self._is_transformed:
-            return LazyBatch(self.cache, indices, self._loader.load_many, self._batch_spec)
+            load_many = self._tiered(self._loader.load_many)
+            return LazyBatch(self.cache, indices, load_many, self._batch_spec, self.disk_cache)
         samples: Iterable[Any]
         if self._is_transformed and self._reads_in_turn:
             samples = self.cache.each(indices, self._load_many, copy=self._copy, strict=False)
@@ -431,7 +454,10 @@ class CachedDataset(Dataset[Any]):
         """Return the indices of all samples that may be cached and are not."""
         states = self.cache.aux_array.numpy()
         indices = np.arange(len(states)) if self._rows is None else np.unique(self._rows)
-        unfilled: list[int] = indices[states[indices] == SlotState.EMPTY].tolist()
+        empty = states[indices] == SlotState.EMPTY
+        if self.disk_cache is not None:
+            empty |= self.disk_cache.aux_array.numpy()[indices] == SlotState.EMPTY
+        unfilled: list[int] = indices[empty].tolist()
         return unfilled
 
     def _warm(self, batches: list[list[int]], num_workers: int, bar: Any) -> None:
@@ -450,15 +476,25 @@ class CachedDataset(Dataset[Any]):
             if isinstance(self._loader, BlockLoader):
                 self._loader.copy_samples(batch)
             empty = [idx for idx in batch if self.cache.aux_array[idx] == SlotState.EMPTY]
-            self.cache.get_or_load_many(empty, self._loader.load_many, copy=False, strict=False)
+            self.cache.get_or_load_many(empty, self._tiered(self._loader.load_many), copy=False, strict=False)
+            if self.disk_cache is not None:
+                self._fill_disk(self.disk_cache, batch)
             yield len(batch)
+
+    def _fill_disk(self, disk: DiskCache, batch: list[int]) -> None:
+        """Write to the disk what is not there yet: of the memory, or else of the dataset."""
+        disk.flush()
+        empty = [idx for idx in batch if disk.aux_array[idx] == SlotState.EMPTY]
+        load = partial(self.cache.get_or_load_many, load=self._loader.load_many, strict=False)
+        disk.get_or_load_many(empty, load, strict=False)
 
     # ------------------------------------------------------------------------------------------------ life
 
     def stats(self) -> DatasetStats:
         """Return the counts of all processes, in total and for each epoch."""
         self._epochs.update(self.cache)
-        return DatasetStats(self.cache.stats(), self._epochs.stats(self.cache))
+        disk = None if self.disk_cache is None else self.disk_cache.stats()
+        return DatasetStats(self.cache.stats(), self._epochs.stats(self.cache), disk)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, for `stats`, which otherwise finds epochs by itself; and in the dataset, if it has ``set_epoch``."""
@@ -472,6 +508,8 @@ class CachedDataset(Dataset[Any]):
             self._loader.close()
         with contextlib.suppress(ClosedError):
             self._epochs.update(self.cache)
+        if self.disk_cache is not None:
+            self.disk_cache.close()  # first: what is to be written depends on what the memory holds
         self.cache.close()
 
     def __enter__(self: _Self) -> _Self:

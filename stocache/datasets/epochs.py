@@ -49,11 +49,13 @@ class DatasetStats:
 
     Attributes:
         total: the counts since the cache was made, and its content.
-        epochs: the counts of each epoch, in order; the last one may still be running.
+        epochs: the counts of each epoch, in order; the last one may still be running. Only hits in memory count as hits.
+        disk: the counts of the disk behind the memory, if there is one. Its misses are the reads of the dataset.
     """
 
     total: CacheStats
     epochs: tuple[EpochStats, ...]
+    disk: CacheStats | None = None
 
 
 class EpochCounter:

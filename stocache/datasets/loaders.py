@@ -89,19 +89,20 @@ class BlockLoader:
         dataset: the samples of a storage, by the block.
         cache: has room for whole blocks.
         chosen: which blocks will be cached; None if that is decided when they are read.
+        disk: the cache behind that one, or None. It keeps samples, not blocks; but of a block that has been fetched, all.
     """
 
-    __slots__ = ("__weakref__", "_bounds", "_cache", "_chosen", "_dataset", "_trees", "_whole")
+    __slots__ = ("__weakref__", "_bounds", "_cache", "_chosen", "_dataset", "_disk", "_trees", "_whole")
     _holds_dataset = True
 
-    def __init__(self, dataset: Any, cache: SampleCache, chosen: _Mask | None = None) -> None:
-        self._dataset, self._cache, self._chosen = dataset, cache, chosen
+    def __init__(self, dataset: Any, cache: SampleCache, chosen: _Mask | None = None, disk: SampleCache | None = None) -> None:
+        self._dataset, self._cache, self._chosen, self._disk = dataset, cache, chosen, disk
         self._bounds: np.ndarray[Any, Any] = dataset.block_bounds
         self._whole = bool(getattr(getattr(dataset, "storage", None), "reads_whole_blocks", False))
         self._trees: list[Tree] = []  # the structure of blocks whose columns can be copied into slots, when it is known
 
     def __reduce__(self) -> Any:
-        return BlockLoader, (self._dataset, self._cache, self._chosen)
+        return BlockLoader, (self._dataset, self._cache, self._chosen, self._disk)
 
     def load(self, idx: int) -> Any:
         """Return sample ``idx``."""
@@ -177,14 +178,21 @@ class BlockLoader:
         return kept
 
     def _load_from(self, block: int, indices: list[int]) -> Iterable[tuple[int, Any]]:
-        cache = self._cache
-        if any(map(cache.fillable, indices)):
+        cache, caches = self._cache, [self._cache] if self._disk is None else [self._cache, self._disk]
+
+        def fillable() -> bool:
+            return any(cache.fillable(idx) for cache in caches for idx in indices)
+
+        if fillable():
             with cache.claim(block):
                 members = range(int(self._bounds[block]), int(self._bounds[block + 1]))
-                if any(map(cache.fillable, indices)) and (samples := self._load_block(members)) is not None:
-                    cache.set_if_empty(members, samples)
+                if fillable() and (samples := self._load_block(members)) is not None:
+                    for each in caches:
+                        each.set_if_empty(members, samples)
                     return [(idx, samples[idx - members.start]) for idx in indices]
-        found = {idx: cache.peek(idx) for idx in indices}  # another thread or process may have read the block meanwhile
+        found = dict.fromkeys(indices, MISSING)
+        for each in caches:  # another thread or process may have read the block meanwhile
+            found.update({idx: each.peek(idx) for idx, sample in found.items() if sample is MISSING})
         missing = [idx for idx in indices if found[idx] is MISSING]
         found.update(zip(missing, self._dataset.__getitems__(missing), strict=True))
         return found.items()
@@ -200,9 +208,11 @@ class BlockLoader:
     def uncached(self, blocks: Iterable[int]) -> list[int]:
         """Return the blocks of the storage that are not cached."""
         indices, size = self._dataset.indices, self._dataset.storage.block_size
-        states = self._cache.aux_array.numpy()
+        cached = self._cache.aux_array.numpy() == SlotState.SET
+        if self._disk is not None:
+            cached |= self._disk.aux_array.numpy() == SlotState.SET
         bounds = ((b, *np.searchsorted(indices, (b * size, (b + 1) * size))) for b in blocks)
-        return [b for b, first, end in bounds if (states[first:end] != SlotState.SET).any()]
+        return [b for b, first, end in bounds if not cached[first:end].all()]
 
     def close(self) -> None:
         """Admit no more blocks."""

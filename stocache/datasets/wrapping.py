@@ -14,8 +14,11 @@ from stocache.cache.options import CacheOptions
 from stocache.cache.placement import Placement
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
+from stocache.cache.stats import MISSING
 from stocache.datasets.loaders import BlockLoader, SampleLoader, admission_unit, choose_blocks
 from stocache.datasets.probing import Probe, probe_samples
+from stocache.disk.cache import DiskCache, known_example
+from stocache.disk.folder import fingerprint_of
 from stocache.errors import DatasetError, LimitError, MismatchError, SampleError
 from stocache.samples.indices import check_len
 from stocache.samples.record_encoder import Record
@@ -60,7 +63,8 @@ class Wrapped:
         probe: the samples that were loaded.
         split: how samples are made in two parts, or None; see NOTE [ Splitting ].
         plan: called with a dataset to split its transforms anew; the arguments of `plan_split`.
-        loader: loads the samples that the cache misses.
+        loader: loads the samples that the caches miss.
+        disk: the cache behind the memory, or None.
     """
 
     cache: SharedCache | RaggedCache
@@ -68,6 +72,7 @@ class Wrapped:
     split: Split | None
     plan: Callable[..., Split | None]
     loader: SampleLoader | BlockLoader | Split
+    disk: DiskCache | None
 
 
 def wrap(dataset: Any, length: int, options: CacheOptions, samples: SampleOptions) -> Wrapped:
@@ -89,7 +94,7 @@ class _Wrapper:
         placement = samples.placement
         self._placement = placement if isinstance(placement, Placement) else Placement(placement)
         size = options.size_limit_gib
-        self._caches = size == "auto" or parse_size(size) > 0
+        self._caches = size == "auto" or parse_size(size) > 0 or options.disk is not None
         by_block = self._caches and options.admission == "all" and self._placement.unit == 1
         self._unit = admission_unit(dataset) if by_block else None
         self._probes = bool(samples.probe) and samples.example is None
@@ -105,14 +110,14 @@ class _Wrapper:
     def wrap(self) -> Wrapped:
         split = None
         if self._splits and self._probes:
-            split = self._plan(self._dataset, wanted=_read_before_text(self._options.name))
+            split = self._plan(self._dataset, wanted=self._wanted())
         elif self._splits:
             reason = "no sample was loaded" if self._samples.example is None else "only an example is known"
             warn_of_random_steps(self._dataset, reason)
         try:
             probe, cache = self._make_cache(split)
         except MismatchError:  # another process may have made it at this moment, and cut elsewhere
-            wanted = _read_before_text(self._options.name)
+            wanted = self._wanted()
             if split is None or wanted in (None, split.before_text()):
                 raise
             split = self._plan(self._dataset, wanted=wanted)
@@ -123,7 +128,38 @@ class _Wrapper:
             warn_of_random_steps(self._dataset, "no child process can load its samples")
         if self._unit is None and self._options.admission == "all":  # by cost, only timed samples are kept
             cache.get_or_load_many(list(probe.samples), lambda indices: [probe.samples[idx] for idx in indices], strict=False)
-        return Wrapped(cache, probe, split, self._plan, self._make_loader(cache, split, probe))
+        disk = self._open_disk(cache, split)
+        if disk is not None and self._options.fingerprint is None:
+            _warn_of_other_samples(disk, probe.samples)
+        if disk is not None and self._unit is None:
+            disk.get_or_load_many(list(probe.samples), lambda indices: [probe.samples[idx] for idx in indices], strict=False)
+        return Wrapped(cache, probe, split, self._plan, self._make_loader(cache, split, probe, disk), disk)
+
+    def _wanted(self) -> str | None:
+        """Return where the samples of an earlier run were cut; None if there are none."""
+        wanted = _read_before_text(self._options.name)
+        return _before_text(fingerprint_of(self._options.disk)) if wanted is None and self._options.disk is not None else wanted
+
+    def _open_disk(self, cache: SharedCache | RaggedCache, split: Split | None) -> DiskCache | None:
+        options = self._options
+        if options.disk is None or options.disk_limit is None:
+            return None
+        shared = cache if isinstance(cache, SharedCache) else None
+        return DiskCache(
+            options.disk,
+            options.disk_limit,
+            self._length,
+            structure=None if shared is None else shared.structure,
+            placement="scattered" if shared is None else shared.placement,
+            memory_slots=0 if shared is None else len(shared),
+            fingerprint=self._disk_fingerprint(split),
+            codec=options.codec,
+            allow_pickle=options.allow_pickle,
+        )
+
+    def _disk_fingerprint(self, split: Split | None) -> str | None:
+        before = "" if split is None else split.before_text()
+        return f"{self._options.fingerprint or ''}{DETAIL}{before}" if before else self._options.fingerprint
 
     def _make_cache(self, split: Split | None) -> tuple[Probe, SharedCache | RaggedCache]:
         probe = self._look(split) if self._caches else Probe()
@@ -149,6 +185,10 @@ class _Wrapper:
             raise LimitError(f"probe={count!r} is not a number of samples. Use 1 or more, or 0 for no probe.")
         if example is not None:
             return Probe(example=example)
+        if self._options.fingerprint is not None and self._options.disk is not None and count:
+            known = known_example(self._options.disk, self._length, self._disk_fingerprint(split))
+            if known is not MISSING and not (known is None and self._samples.variable is False):
+                return Probe(example=known)
         if count:
             return probe_samples(self._dataset, self._length, count, None if split is None else split.load)
         if self._samples.variable is False:
@@ -156,7 +196,7 @@ class _Wrapper:
         return Probe()
 
     def _make_loader(
-        self, cache: SharedCache | RaggedCache, split: Split | None, probe: Probe
+        self, cache: SharedCache | RaggedCache, split: Split | None, probe: Probe, disk: DiskCache | None
     ) -> SampleLoader | BlockLoader | Split:
         if self._unit is None:
             return split if split is not None and split.has_rest else SampleLoader(self._dataset)
@@ -165,7 +205,7 @@ class _Wrapper:
         if cache.stats().capacity_bytes and nothing:
             size = self._options.size_limit_gib
             logger.warning("size_limit_gib=%s is less than a block of the storage: nothing is cached.", size)
-        return BlockLoader(self._dataset, cache, chosen)
+        return BlockLoader(self._dataset, cache, chosen, disk)
 
 
 def check_dataset(dataset: Any) -> int:
@@ -192,10 +232,26 @@ def check_dataset(dataset: Any) -> int:
     return length
 
 
+def _warn_of_other_samples(disk: DiskCache, samples: Mapping[int, Any]) -> None:
+    """Warn if samples of the dataset are not those on the disk."""
+    for idx, sample in samples.items():
+        if not disk.agrees(idx, sample):
+            logger.warning(
+                "sample %d in %s is not that of the dataset: it is of other data, or made with random numbers. The samples "
+                "there are used. Pass fingerprint=…, which tells data apart, or remove them: stocache rm %s",
+                idx, disk.disk, disk.disk,
+            )  # fmt: skip
+            return
+
+
 def _read_before_text(name: str | None) -> str | None:
     """Return the `Split.before_text` of the cache of that name; None where there is no such cache."""
     identity = identity_of(name) if name is not None else None
-    return None if identity is None else str(identity.get("fingerprint") or "").partition(DETAIL)[2]
+    return None if identity is None else _before_text(identity.get("fingerprint") or "")
+
+
+def _before_text(fingerprint: object) -> str | None:
+    return None if fingerprint is None else str(fingerprint).partition(DETAIL)[2]
 
 
 def _common_structure(probe: Probe, variable: bool | None, allow_pickle: bool) -> Structure | None:

@@ -202,7 +202,7 @@ class ThreadMaker:
                     self.crew.release(batch.lazy)
                 batch.finish(error=wrap_error(error, batch.stream))
                 return True
-            if not rows:
+            if batch.lazy.found_all:
                 return False
             batch.samples = [None] * len(batch.samples)
             for row in rows:
@@ -231,7 +231,7 @@ class ThreadMaker:
             self._check(worker, batch)
             with self.crew.loading():
                 turn.position = at
-                if batch.lazy is not None:
+                if batch.lazy is not None and rows:
                     batch.lazy.take_loaded(worker.dataset.__getitems__(_part_of(index, rows)).load_all())
                     for at in rows:
                         batch.samples[at] = None
@@ -247,8 +247,9 @@ class ThreadMaker:
             if isinstance(error, Exception) and self.crew.shares_opened(worker, error):
                 return self._load_run(batch, index, rows, number)
             batch.errors.append((at, wrap_error(error, number)))
-        cost_s = (time.perf_counter() - began) / max(1, len(rows))
-        self._cost_s = cost_s if not self._cost_s else 0.9 * self._cost_s + 0.1 * cost_s
+        if rows:
+            cost_s = (time.perf_counter() - began) / len(rows)
+            self._cost_s = cost_s if not self._cost_s else 0.9 * self._cost_s + 0.1 * cost_s
         with batch.lock:
             batch.runs_left -= 1
             last = not batch.runs_left

@@ -1,5 +1,6 @@
 """Reading services, which run the graph of a `DataLoader2`."""
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from torch import multiprocessing
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from stocache.cache.ragged import RaggedCache
-from stocache.errors import StateError
+from stocache.disk.cache import DiskCache
+from stocache.errors import ClosedError, StateError
 from stocache.reading.graph.caching import put_cache
 from stocache.reading.graph.feed import Feed
 from stocache.reading.graph.graph import Adapt, DataPipe, end_of, replace_dp, traverse_dps
@@ -321,10 +323,12 @@ class CachingReadingService(ReadingServiceInterface):
             its number.
         dataset_len: number of elements; by default the length of the pipe before the chain.
         options: ``name`` (one cache for all ranks and jobs of this machine), ``persist``, ``fingerprint``, ``admission``,
-            ``codec`` and ``allow_pickle``, as for `RaggedCache`.
+            ``codec``, ``allow_pickle``, ``disk`` and ``disk_limit``, as for `CacheOptions`. What does not fit in memory is kept
+            on the disk, also for later runs with the same fingerprint.
 
     Attributes:
         cache: the `RaggedCache`; None before the first epoch, or if nothing can be cached, with a warning.
+        disk_cache: the `DiskCache` behind it, or None.
     """
 
     def __init__(
@@ -337,16 +341,24 @@ class CachingReadingService(ReadingServiceInterface):
     ) -> None:
         self._arguments, self._options = (key_fn, size_limit_gib, dataset_len), options
         self.cache: RaggedCache | None = None
+        self.disk_cache: DiskCache | None = None
 
     def initialize(self, datapipe: DataPipe) -> DataPipe:
         """Return the graph with a cache in it."""
         datapipe, cacher = put_cache(datapipe, *self._arguments, **self._options)
-        self.cache = None if cacher is None else cacher.cache
+        if cacher is not None:
+            self.cache, self.disk_cache = cacher.cache, cacher.disk_cache
         return datapipe
 
     def initialize_iteration(self, seed_generator: SeedGenerator, iter_reset_fn: Adapt | None = None) -> Adapt | None:
         """Do nothing: this service has no epochs."""
         return iter_reset_fn
+
+    def finalize(self) -> None:
+        """Wait until the disk has what this process has loaded; 60 seconds at most. Workers wait for what they have loaded."""
+        if self.disk_cache is not None:
+            with contextlib.suppress(ClosedError):
+                self.disk_cache.flush()
 
 
 class SequentialReadingService(StatefulService):

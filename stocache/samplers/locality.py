@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DistributedSampler, Subset
 
+from stocache.cache.base import SlotState
 from stocache.cache.placement import Placement, ordering_of
 from stocache.cache.shared import SharedCache
 from stocache.errors import LimitError, StateError
@@ -45,9 +46,10 @@ class LocalityDistributedSampler(ResumableSampler):
         seed: the same for all ranks.
         drop_last: True leaves out the last samples, so that all ranks have equally many; else some samples come twice.
         stratify: True takes equally many samples from the part of each node at each step, and gives each rank equally many
-            cached samples (give or take one). No rank waits for another that has more to read, and only samples that no cache
-            holds are read. The order is still random, with each sample once in an epoch, but not that of torch. A rank plans
-            only its own samples. Needs a `CachedDataset` with samples of one shape, and caches of one size on all nodes.
+            cached samples (give or take one), in memory or on its disk. No rank waits for another that has more to read, and
+            only samples that no cache holds are read. The order is still random, with each sample once in an epoch, but not
+            that of torch. A rank plans only its own samples. Needs a `CachedDataset` with samples of one shape, and caches of
+            one size on all nodes.
 
     Raises:
         LimitError: a number is out of range, or numbers contradict each other; ``stratify`` lacks what it needs.
@@ -110,7 +112,7 @@ class LocalityDistributedSampler(ResumableSampler):
         if stratify:
             if not (isinstance(cache, SharedCache) and shuffle):
                 raise LimitError("stratify needs shuffle=True, and a CachedDataset with samples of one shape. Leave it out.")
-            self._layout = StrataLayout(nodes, per_node, len(cache))
+            self._layout = StrataLayout(nodes, per_node, _slots_of(dataset, cache))
         self._resumed: tuple[int, StrataLayout | None] = -1, None  # a resumed epoch, and the layout it was begun with
 
     def __len__(self) -> int:
@@ -215,6 +217,15 @@ class LocalityDistributedSampler(ResumableSampler):
         if not ranks or self.global_batch_size % ranks:
             raise StateError(f"the state is damaged: its layout is {saved!r:.100}.")
         return layout
+
+
+def _slots_of(dataset: Any, cache: SharedCache) -> int:
+    """Return how many samples have room on this node: in memory, or on its disk."""
+    disk = getattr(dataset, "disk_cache", None)
+    if disk is None:
+        return len(cache)
+    kept = (cache.aux_array != SlotState.OOB) | (disk.aux_array != SlotState.OOB)
+    return int(kept.sum())
 
 
 def _choose_placement(given: Placement | None, placed: Placement | None, num_nodes: int | None, nodes_here: int) -> Placement:

@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from stocache.errors import SampleError
+from stocache.samples.codecs import Codec
 from stocache.samples.containers import describe, keys_to_literals, too_deep
 from stocache.samples.kinds import (
     ENCODERS,
@@ -179,6 +180,25 @@ class RecordEncoder:
         if len(known) < _ALTERNATIVES and (known or len(self._writers) < _KEYS):
             self._writers[key] = *known, (_compile(record.treedef, self._allow_pickle), text)
         return text, record
+
+
+class RecordPacker:
+    """Makes the parts of records of samples, compressed where that makes them smaller."""
+
+    COMPRESSED = 4
+    """A bit of `EncodedRecord.packed`, between the width of the integers and their count."""
+
+    def __init__(self, allow_pickle: bool, codec: Codec | None) -> None:
+        self._encoder, self._codec = RecordEncoder(allow_pickle), codec
+
+    def pack(self, sample: Any, where: str) -> "EncodedRecord":
+        """Return the parts of a sample's record. Raises SampleError, whose message begins with ``where``."""
+        treedef, sample_leaves = self._encoder.encode(sample, where)
+        leaves, nbytes, integers = sample_leaves.parts()
+        tail, packed = pack_integers(integers)
+        if self._codec is not None and (smaller := self._codec.compress(b"".join(leaves))) is not None:
+            leaves, nbytes, packed = [smaller], len(smaller), packed | self.COMPRESSED
+        return EncodedRecord(treedef, leaves, nbytes, packed, tail + bytes(-(nbytes + len(tail)) & 7))
 
 
 _PARTS = 16  # the most parts of a sample whose types are in its key

@@ -20,12 +20,12 @@ from stocache.errors import SegmentError
 from stocache.system.limits import MIB, format_size
 
 _HEADER = struct.Struct("<8sQQQQII")  # magic, version, control, data and extent bytes; bytes of the descriptor; CRC-32
-_MAGIC, _VERSION = b"stocache", 2
+_MAGIC, _VERSION = b"stocache", 3
 PERSISTS_AT = 4094  # set if the file stays when no process holds it
 WARNED_AT = 4095  # bits: the warnings that a process has given
 DESCRIPTOR_MAX = PERSISTS_AT - _HEADER.size
 
-ROWS_AT, ROWS, ROW_WORDS = 4096, 1024, 8
+ROWS_AT, ROWS, ROW_WORDS = 4096, 1024, 16
 EXTENTS_AT = ROWS_AT + ROWS * ROW_WORDS * 8
 
 UNRESERVED, RESERVED, REFUSED = range(3)  # the states of an extent

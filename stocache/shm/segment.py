@@ -56,7 +56,7 @@ logger = logging.getLogger("stocache")
 # Record locks need no bytes behind them, so each kind of lock has its own range of offsets.
 ROW_LOCKS, _EXTENTS_LOCK, _OWNER_LOCKS, _CLAIM_LOCKS = 1 << 40, 1 << 41, 1 << 42, 1 << 43
 
-_REFUSED_WARNING, REJECTED_WARNING = 1, 2  # bits of the byte of given warnings
+_REFUSED_WARNING, REJECTED_WARNING, DISK_WARNING = 1, 2, 4  # bits of the byte of given warnings
 
 _GENERATION, _GENERATIONS = ROW_WORDS - 1, 1 << 20  # a word of a counter row, and how many values of it differ
 

@@ -5,6 +5,10 @@ NOTE [ Where a buffer begins ]
     memory, for all workers. A process that needs a position that is not in the table reads on from the last one before it that
     is; this takes a twentieth of the time of parsing. A position is the end of all buffers if fewer rows lie before it than
     the buffers before it hold. Every process knows where the first buffer begins, so the table's first row holds the end.
+
+    The table ends with the last process. So a cached buffer has its two positions beside its rows: a later run that finds it on
+    the disk can read on behind it. The disk also keeps the whole table, under the last index of the share, from when the last
+    buffer was read: a later run then reads nothing, not even to count the rows.
 """
 
 from collections.abc import Callable
@@ -14,12 +18,16 @@ from typing import Any, NamedTuple
 import torch
 
 from stocache.cache.options import CacheOptions
-from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
 from stocache.cache.stats import MISSING
+from stocache.disk.cache import DiskCache
+from stocache.disk.tiers import TieredCache
 from stocache.errors import DamagedError, StateError, StreamError
 from stocache.text.lines import LineLocation, LinePosition, Lines, TextChunk
 from stocache.text.parsers import BadRows, Custom, RowParser, join_trees
+
+RECORD_VERSION = 2
+"""Of what is cached of a buffer."""
 
 _MAX_ROW_DENSITY = 4  # there is room for buffers of rows this many times shorter than the first; later buffers stay uncached
 _COMPRESSION = 16  # the same for compressed files: this many bytes of text for each stored byte
@@ -55,7 +63,7 @@ class Buffers:
         parser: makes arrays of rows.
         skip: True leaves bad rows out; False makes them an error.
         full_only: True leaves out a last buffer that is not full.
-        options: of the cache. The table of positions has the same name, with ".lines" behind it.
+        options: of the cache, whose samples are buffers. The table of positions has the same name, with ".lines" behind it.
         rank, world_size: of the share. The ranks of a machine have one cache.
     """
 
@@ -76,13 +84,21 @@ class Buffers:
         expected = lines.total_bytes * (_COMPRESSION if lines.compressed else 1) / lines.mean_row_bytes / lines.buffer_size
         self._len = int(_MAX_ROW_DENSITY * expected / (1 if lines.step > 1 else world_size)) + 16
         self._base = rank * self._len
-        self.cache: RaggedCache | None = None
-        if options.size_limit_gib != 0:
-            self.cache = RaggedCache.from_options(options, self._len * world_size)
+        self._sound = not lines.compressed  # whether the last buffer is known to be undamaged
+        self.cache: TieredCache | None = None
+        if options.size_limit_gib != 0 or options.disk is not None:
+            self.cache = TieredCache(options, self._len * world_size, int(expected) + 2 * world_size)
         table_gib = _TABLE_ROW * self._len * world_size / 2**30
         table_name = None if options.name is None else f"{options.name}.lines"
         table = replace(options, size_limit_gib=table_gib, name=table_name)
         self._table = SharedCache.from_options(table, self._len * world_size, (3,), torch.int64)
+        if positions := self._kept_positions(rank):
+            self._known |= dict(enumerate(positions, 1))
+            self._end, self._sound = positions[-1], True
+
+    @property
+    def _disk(self) -> DiskCache | None:
+        return None if self.cache is None else self.cache.disk
 
     # ------------------------------------------------------------------------------------------------ where they begin
 
@@ -116,11 +132,15 @@ class Buffers:
 
     def _read_from(self, number: int, begin: LinePosition) -> tuple[list[TextChunk], LinePosition]:
         chunks, end = self.lines.read(begin)
+        self._note_end(number, end)
+        return chunks, end
+
+    def _note_end(self, number: int, end: LinePosition) -> None:
+        """Publish where a buffer ends."""
         self._publish(number + 1, end)
         if end.rows < (number + 1) * self.lines.buffer_size:
             self._end = end
             self._write(0, end)
-        return chunks, end
 
     @property
     def total_rows(self) -> int | None:
@@ -128,6 +148,14 @@ class Buffers:
         if self._end is None and (row := self._table.peek(self._base)) is not MISSING:
             self._end = LinePosition(*row.tolist())
         return None if self._end is None else self._end.rows
+
+    def total_rows_of(self, rank: int) -> int | None:
+        """Rows of the share of another rank, if a process of this machine has read to its end."""
+        row = self._table.peek(rank * self._len)
+        if row is not MISSING:
+            return int(row[-1])
+        positions = self._kept_positions(rank)
+        return positions[-1].rows if positions else None
 
     def count(self, progress: Callable[[LinePosition], object] | None = None) -> int:
         """Find where every buffer begins, and return the number of rows. Calls ``progress`` with each position."""
@@ -137,7 +165,27 @@ class Buffers:
             position = self._find(number)
             if progress is not None:
                 progress(position)
+        self._keep_positions()
         return rows
+
+    def _keep_positions(self) -> None:
+        """Keep on the disk where all buffers begin, once that is known."""
+        index, disk, rows = self._positions_at(self._base // self._len), self._disk, self.total_rows
+        if disk is None or rows is None or not self._sound or not disk.fillable(index):
+            return
+        numbers = range(1, rows // self.lines.buffer_size + 2)  # the last position is the end
+        positions = [self.position(number) for number in numbers if number < self._len]
+        if len(positions) == len(numbers) and None not in positions:  # they are not all known if an epoch was resumed
+            disk.set_if_empty([index], [torch.tensor(positions)])
+
+    def _positions_at(self, rank: int) -> int:
+        """Return the index under which the positions of a rank are on the disk; one for ranks that take every R-th buffer."""
+        return (1 if self.lines.step > 1 else rank + 1) * self._len - 1
+
+    def _kept_positions(self, rank: int) -> list[LinePosition]:
+        """Return where the buffers of a rank begin, from number 1 on, if an earlier run has kept that; the last is the end."""
+        found = MISSING if self._disk is None else self._disk.hit(self._positions_at(rank), True)
+        return [] if found is MISSING else [LinePosition(*row) for row in found.tolist()]
 
     def resume_at(self, number: int, file: int, offset: int) -> None:
         """Set where a buffer begins, as a state says.
@@ -146,6 +194,8 @@ class Buffers:
             StateError: no line begins there.
         """
         position = LinePosition(file, offset, number * self.lines.buffer_size)
+        if self.position(number) == position:
+            return
         if not self.lines.begins_line(position):
             where = f"byte {offset} of file {file}"
             raise StateError(f"the files have changed since the state was taken: no line begins where {where} was.")
@@ -167,9 +217,16 @@ class Buffers:
         if index is not None and self.cache is not None:
             cached = self.cache.hit(index, copy)
             if cached is not MISSING:
-                self._check_files(number)
-                found = RowBuffer(*cached)
+                buffer, begin, end = cached
+                self._publish(number, begin)
+                self._note_end(number, end)
+                self.lines.check(begin, end)
+                found = RowBuffer(*buffer)
                 return None if self._full_only and found.rows < self.lines.buffer_size else found
+        if self._is_over(number):
+            self._check_files(number)
+            self._keep_positions()
+            return None
         begin = self._find(number)
         if begin.rows < number * self.lines.buffer_size:
             return None
@@ -177,9 +234,19 @@ class Buffers:
         damaged = next((chunk for chunk in chunks if chunk.damage), None)
         if damaged and not self._skip:
             raise DamagedError(f"{self.lines.where(damaged.location(damaged.rows))}: {damaged.damage}")
-        if self._full_only and end.rows - begin.rows < self.lines.buffer_size:
-            return None
+        if end.rows - begin.rows < self.lines.buffer_size:
+            self._sound = True
+            self._keep_positions()
+            if self._full_only:
+                return None
         return chunks or None
+
+    def _is_over(self, number: int) -> bool:
+        """Whether it is known that a buffer has no rows, or too few to be delivered."""
+        rows, size = self.total_rows, self.lines.buffer_size
+        if rows is None:
+            return False
+        return number * size >= rows or (self._full_only and self._sound and (number + 1) * size > rows)
 
     def parse(self, number: int, fetched: RowBuffer | list[TextChunk], copy: bool) -> RowBuffer:
         """Return what `fetch` returned; parse and cache it if it is text.
@@ -192,10 +259,14 @@ class Buffers:
         index = self._index(number)
         if index is None or self.cache is None:
             return self._parse(fetched)
-        return RowBuffer(*self.cache.get_or_load(index, lambda _: tuple(self._parse(fetched)), copy=copy, strict=False))
+
+        def load(_: int) -> Any:
+            return tuple(self._parse(fetched)), self.position(number), self.position(number + 1)
+
+        return RowBuffer(*self.cache.get_or_load(index, load, copy=copy, strict=False)[0])
 
     def _index(self, number: int) -> int | None:
-        return self._base + number if number < self._len else None
+        return self._base + number if number < self._len - 1 else None  # the last has the positions
 
     def _check_files(self, number: int) -> None:
         begin, end = self.position(number), self.position(number + 1)
@@ -239,6 +310,11 @@ class Buffers:
             return tree, bad
 
     # ------------------------------------------------------------------------------------------------ life
+
+    def flush(self) -> None:
+        """Wait until the disk has what this process has parsed, so that the next epoch need not read it; 60 seconds at most."""
+        if self._disk is not None:
+            self._disk.flush()
 
     def close(self) -> None:
         """Close files and release memory. May be called twice."""

@@ -19,7 +19,7 @@ from stocache.system.deprecation import renamed_arguments
 from stocache.system.hashing import checksum
 from stocache.system.ranks import is_first_rank
 from stocache.system.state import StateForm
-from stocache.text.buffers import Buffers
+from stocache.text.buffers import RECORD_VERSION, Buffers
 from stocache.text.files import Paths, TextFile, find_files
 from stocache.text.flat import flat_arguments
 from stocache.text.formats import Column, CsvFormat, CustomFormat, TextFormat
@@ -67,6 +67,7 @@ class StreamStats:
         skipped: number of bad lines among them that were left out (``on_error="skip"``).
         dropped: number of good rows among them that were left out because they do not fill a batch (``drop_last``).
         cache: counts of all processes that share the cache, where a sample is a buffer. None without a cache.
+        disk: the counts of the disk behind the memory, if there is one. Its misses are buffers that were read and parsed.
     """
 
     epochs: int
@@ -75,6 +76,7 @@ class StreamStats:
     skipped: int
     dropped: int
     cache: CacheStats | None
+    disk: CacheStats | None = None
 
 
 class StreamLoader(IterableDataset[Any]):
@@ -87,7 +89,7 @@ class StreamLoader(IterableDataset[Any]):
 
     Rows are read into buffers of ``buffer_size`` rows and parsed in bulk, ahead of the training step. Each iteration is one
     epoch. Parsed buffers stay in a shared cache while there is room; from the second epoch on they are neither read nor
-    parsed. The other buffers are read again, from where they begin.
+    parsed. The other buffers are read again, from where they begin; or, with a disk, they are kept there, also for later runs.
 
     Args:
         path: a file, a glob or an fsspec URL, or a sequence of these. They are read as one text, in this order. Files
@@ -105,8 +107,10 @@ class StreamLoader(IterableDataset[Any]):
         transform: called with each batch; its result is delivered instead. Results are not cached.
         num_workers: processes that read, parse and transform; 0 uses threads of this process. The order is the same.
         size_limit_gib: memory for the cache on this machine; None for no cache.
-        cache: `CacheOptions`, in place of ``size_limit_gib``: also a name by which jobs share the cache, and a codec. The ranks
-            of one job share a cache without a name, unless the format is a `CustomFormat`.
+        cache: `CacheOptions`, in place of ``size_limit_gib``: also a name by which jobs share the cache, a codec, and a disk.
+            The ranks of one job share a cache without a name, unless the format is a `CustomFormat`. The folder on the disk is
+            for these files (path, size, time, both ends), format, buffer size and number of ranks, and for ``fingerprint``,
+            which a `CustomFormat` needs; where one of them changes, it is made anew.
         count_rows: True reads the files once when the loader is made, without parsing. The length is then known. Several
             ranks then deliver equally many batches, unless ``drop_last`` is False or lines are skipped.
         rank, world_size: this process, and how many share the rows; by default as torch.distributed or torchrun say.
@@ -118,7 +122,8 @@ class StreamLoader(IterableDataset[Any]):
         StreamError: the arguments contradict each other or the first row; while iterating, a line is bad.
         DamagedError: while iterating, a file changes, or compressed data ends too soon.
         FileNotFoundError: a file does not exist.
-        LimitError, CacheNameError, MismatchError, SegmentError: as for `RaggedCache`.
+        LimitError, CacheNameError, MismatchError, SegmentError: as for `RaggedCache`; and, with a disk, DiskError as for
+            `DiskCache`.
 
     A file that has changed when an epoch begins is read anew. In a `torch.utils.data.DataLoader` (``batch_size=None``) each
     worker takes a part of the buffers; the order is then reproducible by torch's seed, or after `set_epoch`. The state of a
@@ -177,12 +182,8 @@ class StreamLoader(IterableDataset[Any]):
             )
         if seed >= 2**63:
             raise StreamError(f"seed={seed} has more than 63 bits.")
-        is_cached, has_name = self._cache_options.size_limit_gib != 0, self._cache_options.name is not None
-        if isinstance(self._format, CustomFormat) and self._world_size > 1 and is_cached and not has_name:
-            raise CacheNameError(
-                "ranks cannot tell whether their CustomFormats parse alike. To share a cache, pass cache=CacheOptions(…) with "
-                "a name, and with a fingerprint that changes with the function."
-            )
+        if isinstance(self._format, CustomFormat):
+            self._check_custom(self._cache_options)
         self._paths, self._buffer_size = path, buffer_size
         self._order_options: dict[str, Any] = {
             "batch_size": batch_size,
@@ -203,6 +204,20 @@ class StreamLoader(IterableDataset[Any]):
         self._warned_of_rest = False
         self._windows: Windows | None = None
         self._open(find_files(path, self._read.storage_options))
+
+    def _check_custom(self, options: CacheOptions) -> None:
+        """Raise CacheNameError if a cache could hold rows of another `CustomFormat`."""
+        is_cached = options.size_limit_gib != 0 or options.disk is not None
+        if self._world_size > 1 and is_cached and options.name is None:
+            raise CacheNameError(
+                "ranks cannot tell whether their CustomFormats parse alike. To share a cache, pass cache=CacheOptions(…) with "
+                "a name, and with a fingerprint that changes with the function."
+            )
+        if options.disk is not None and options.fingerprint is None:
+            raise CacheNameError(
+                "a later run cannot tell whether its CustomFormat parses like the one whose rows are on the disk. Pass "
+                "cache=CacheOptions(…, fingerprint=…), and change the fingerprint with the function."
+            )
 
     # ------------------------------------------------------------------------------------------------ files
 
@@ -232,14 +247,18 @@ class StreamLoader(IterableDataset[Any]):
                 self._count(self._windows)
 
     def _shared_options(self, files: list[TextFile]) -> CacheOptions:
-        """Return the options of the cache; with a fingerprint of its content, unless the cache is this loader's own."""
+        """Return the options of the cache; with a fingerprint of its content, unless it is this loader's own, and in memory."""
         given, world_size = self._cache_options, self._world_size
-        if given.name is None and world_size == 1:
+        is_own = given.name is None and world_size == 1
+        if is_own and given.disk is None:
             return given
         facts = [(os.path.abspath(file.path), file.size, file.stamp, file.ends) for file in files]
-        settings = (self._buffer_size, self._format.skip_header, self._format.skip_identity, world_size, given.fingerprint)
+        skipped = self._format.skip_header, self._format.skip_identity
+        settings = (self._buffer_size, *skipped, world_size, given.fingerprint, RECORD_VERSION)
         identity = checksum(repr((facts, settings, self._format.identity)).encode())
-        name = given.name or f"rows-{checksum(identity.encode(), repr(given.size_limit_gib).encode())}"
+        name = given.name
+        if name is None and not is_own:
+            name = f"rows-{checksum(identity.encode(), repr(given.size_limit_gib).encode())}"
         return replace(given, name=name, fingerprint=identity)
 
     def _count(self, windows: Windows) -> None:
@@ -253,7 +272,8 @@ class StreamLoader(IterableDataset[Any]):
         for rank in range(self._world_size):
             with contextlib.closing(lines.share_of(rank, self._world_size)) as share:
                 known = lines.step > 1 or rank == self._rank  # ranks that take every R-th buffer count the same rows
-                windows.limit = min(windows.limit, windows.batches_of(rows if known else share.count(), share.first))
+                its_rows = rows if known else windows.buffers.total_rows_of(rank) or share.count()
+                windows.limit = min(windows.limit, windows.batches_of(its_rows, share.first))
         if not windows.limit:
             raise StreamError(
                 f"{self._paths}: with buffer_size={self._buffer_size}, a rank of {self._world_size} has no batch."
@@ -429,7 +449,8 @@ class StreamLoader(IterableDataset[Any]):
     def stats(self) -> StreamStats:
         """Return counts of the epochs so far."""
         cache = self._current().buffers.cache
-        return StreamStats(**self._totals, cache=None if cache is None else cache.stats())
+        memory, disk = (None, None) if cache is None else cache.stats()
+        return StreamStats(**self._totals, cache=memory, disk=disk)
 
     # ------------------------------------------------------------------------------------------------ closing
 

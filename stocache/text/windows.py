@@ -156,6 +156,7 @@ def one_by_one(windows: Windows, key: ShuffleKey, start: int, step: int) -> Deli
         for number in itertools.count(start, step):
             fetched = windows.fetch(key, number)
             if fetched is None:
+                windows.buffers.flush()
                 return
             yield number, windows.deliver(key, number, fetched)
 
@@ -179,6 +180,7 @@ def by_threads(windows: Windows, key: ShuffleKey, start: int) -> Deliveries:
                 number, future = ahead.popleft()
                 delivery = future.result()
                 if delivery is None:
+                    windows.buffers.flush()
                     return
                 yield number, delivery
         finally:

@@ -1,26 +1,23 @@
 """The screens of the command line on terminals of several widths."""
 
-import os
-import pty
 import re
-import subprocess
 import sys
 
 import pytest
-from rich.console import Console
 
 from stocache import SharedCacheDDP
 from stocache.cache.stats import CacheStats
 from stocache.cli import doctor, output, top
 from stocache.cli.app import app
 from stocache.cli.listing import Holder, NamedCache
+from tests.support.terminals import in_terminal, shown
 
 WIDTHS = [50, 80, 200]
 LONG = "imagenet-train-256-px-augmented-by-the-team-of-the-second-flo"  # 60 letters and one
 
 
 def a_cache(name=LONG, filled=1281167, **options):
-    stats = CacheStats(10**7, 1281167, filled, 0, 0, 0, 1281167, 1281167, filled, 3072, 3072 * 1281167, 3072 * 1281167)
+    stats = CacheStats(10**7, 1281167, filled, 0, 0, 0, 0, 1281167, 1281167, filled, 3072, 3072 * 1281167, 3072 * 1281167)
     options = {"memory_bytes": 4 * 10**9, "alive": True, "created": 1.0, "stats": stats} | options
     return NamedCache(
         name, "somebody", f"/dev/shm/{name}", holders=[Holder(123456, "python " + "train.py " * 30)] * 3, **options
@@ -32,13 +29,6 @@ CACHES = [
     a_cache("short", 5000),
     NamedCache("broken", "root", "/dev/shm/broken", problem="/dev/shm/broken is a symbolic link, so it is not used."),
 ]
-
-
-def shown(view, width):
-    console = Console(width=width, color_system=None)
-    with console.capture() as capture:
-        console.print(view)
-    return [line.rstrip() for line in capture.get().splitlines()]
 
 
 def headings(line):
@@ -103,28 +93,6 @@ def test_top_leaves_out_columns_that_have_no_room(width, expected):
 )
 def test_names_are_shortened_in_the_middle(text, width, expected):
     assert top._shorten(text, width) == expected
-
-
-def in_terminal(width, *arguments, until=None):
-    """The output of a command in a pseudo-terminal; ``q`` is typed as soon as it matches ``until``."""
-    ours, theirs = pty.openpty()
-    terminal = {"TERM": "xterm", "COLUMNS": str(width), "LINES": "30", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "stocache", *arguments]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | terminal)
-    os.close(theirs)
-    text, typed = b"", False
-    while True:
-        try:
-            piece = os.read(ours, 65536)
-        except OSError:  # the other end is closed
-            break
-        text += piece
-        if until and not typed and re.search(until, text.decode(errors="replace")):
-            os.write(ours, b"q")
-            typed = True
-    os.close(ours)
-    process.wait(20)
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "\n", text.decode(errors="replace")).replace("\r", "").splitlines()
 
 
 @pytest.mark.parametrize("width", WIDTHS)

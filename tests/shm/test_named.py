@@ -502,7 +502,7 @@ def forge_slots(target):
         (lambda target: os.truncate(target, 10), "is not a segment of stocache: it begins with b'stocache'"),
         (lambda target: os.truncate(target, 0), "is not a segment of stocache: it begins with b''"),
         (patch(0, b"STOCACHE"), "is not a segment of stocache: it begins with b'STOCACHE'"),
-        (patch(8, b"\3"), "has format version 3, this stocache reads version 2"),
+        (patch(8, b"\2"), "has format version 2, this stocache reads version 3"),
         (patch(16, b"\xff"), "has a damaged header"),
         (patch(60, b"~"), "has a damaged header"),
         (patch(40, b"\xff\xff\xff\xff"), "has a damaged header"),

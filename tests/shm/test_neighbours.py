@@ -239,7 +239,7 @@ def header(control=N, data=HUGE_PAGE, extent=HUGE_PAGE, descriptor=b"", claimed=
     sizes = struct.pack("<QQQI", control, data, extent, len(descriptor) if claimed is None else claimed)
 
     def packed(checksum):
-        return struct.pack("<8sQ", b"stocache", 2) + sizes + struct.pack("<I", checksum)
+        return struct.pack("<8sQ", b"stocache", 3) + sizes + struct.pack("<I", checksum)
 
     return packed(zlib.crc32(packed(0) + descriptor)) + descriptor
 

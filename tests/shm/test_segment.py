@@ -221,7 +221,7 @@ def test_attaching_after_the_owner_let_go_is_a_clear_error(segment):
 def test_a_file_of_another_format_is_refused(segment):
     function, (key, *handle) = segment.__reduce__()
     os.pwrite(segment.fd, b"stocache\x63", 0)
-    with nothing_attached(), pytest.raises(SegmentError, match="format version 99, this stocache reads version 2"):
+    with nothing_attached(), pytest.raises(SegmentError, match="format version 99, this stocache reads version 3"):
         function(key, *handle)
 
 

@@ -2,11 +2,17 @@
 
 import os
 import pickle
+import shutil
+import tempfile
+import weakref
 
 import torch
 
 from stocache import Placement, RaggedCache, SharedCache, SharedCacheDDP
 from stocache.cache import arena
+from stocache.disk.cache import DiskCache
+from stocache.disk.samples_file import BEGIN, index_bytes
+from stocache.samples.spec import Structure
 from stocache.system import limits
 from tests.support.processes import in_child
 
@@ -107,3 +113,48 @@ def ragged_attached():
 
 
 RAGGED = [ragged, ragged_zstd, ragged_lz4, ragged_named, ragged_unpickled, ragged_attached]
+
+
+def disk(record_bytes=None, folder=None, **options):
+    """A cache in a new folder, which goes with the cache; with ``record_bytes``, for samples of any size."""
+    if record_bytes is None:
+        options["structure"], room = Structure.from_dims(DIMS, torch.uint8), 60 + 4 + 8
+    else:
+        room = record_bytes
+    path = folder or tempfile.mkdtemp()
+    cache = DiskCache(path, f"{index_bytes(N) + BEGIN + SLOTS * room}B", N, **options)
+    if folder is None:
+        weakref.finalize(cache, shutil.rmtree, path)
+    if record_bytes is not None:
+        cache.aux_array[SLOTS:] = 2  # as after looking for room in vain
+    return cache
+
+
+def disk_prefix():
+    return disk(placement="prefix")
+
+
+def disk_records():
+    return disk(112)
+
+
+def disk_zstd():
+    return disk(112, codec="zstd")
+
+
+def disk_unpickled():
+    path = tempfile.mkdtemp()
+    original = disk(folder=path)
+    cache = pickle.loads(pickle.dumps(original))
+    weakref.finalize(cache, shutil.rmtree, path)
+    return cache
+
+
+def disk_reopened():
+    path = tempfile.mkdtemp()
+    cache = left_behind(lambda: disk(folder=path, fingerprint="1"))
+    weakref.finalize(cache, shutil.rmtree, path)
+    return cache
+
+
+DISK = [disk, disk_prefix, disk_records, disk_zstd, disk_unpickled, disk_reopened]

@@ -29,7 +29,7 @@ def test_from_the_second_epoch_on_what_is_cached_is_neither_read_nor_parsed(numb
 def test_what_is_not_cached_is_found_by_its_bytes(numbered, monkeypatch):
     watch = Watch(monkeypatch)
     form = CustomFormat(watch.parse)
-    with StreamLoader(numbered, 10, 20, format=form, drop_last=False, size_limit_gib="3KB") as loader:
+    with StreamLoader(numbered, 10, 20, format=form, drop_last=False, size_limit_gib="4KB") as loader:
         list(loader)
         cached = loader.stats().cache.filled
         assert 3 < cached < 20

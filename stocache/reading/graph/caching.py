@@ -16,12 +16,16 @@ from typing import Any, NamedTuple
 from torch.utils.data import IterDataPipe
 from torch.utils.data.datapipes.iter import Mapper, ShardingFilter, Shuffler
 
+from stocache.cache.options import CacheOptions
 from stocache.cache.ragged import RaggedCache
+from stocache.disk.cache import DiskCache
+from stocache.disk.tiers import TieredCache
 from stocache.errors import DatasetError
 from stocache.reading.graph.graph import DataPipe, end_of, is_random, pipes_of, relink, remove_dp, sources, traverse_dps
 from stocache.reading.graph.pipes import Prefetcher, register
 from stocache.reading.graph.seeds import is_dispatching, is_pure, is_sharding_point
 from stocache.samples.indices import length_of
+from stocache.system.deprecation import renamed_arguments
 from stocache.system.rng import RngMonitor
 
 logger = logging.getLogger("stocache")
@@ -69,17 +73,21 @@ class SharedCacher(IterDataPipe[Any]):
             None if elements are `Keyed` already.
         size_limit_gib: GiB for the cache on this machine, as for `RaggedCache`.
         dataset_len: number of keys; by default the length of ``datapipe``.
-        options: ``name``, ``persist``, ``fingerprint``, ``admission``, ``codec`` and ``allow_pickle``, as for `RaggedCache`.
+        options: ``name``, ``persist``, ``fingerprint``, ``admission``, ``codec``, ``allow_pickle``, ``disk``, ``disk_limit``:
+            see `CacheOptions`. What does not fit in memory is kept on the disk, also for later runs with the same fingerprint.
 
     Attributes:
         cache: the `RaggedCache`.
+        disk_cache: the `DiskCache` behind it, or None.
 
     Raises:
         DatasetError: ``datapipe`` has no length, and ``dataset_len`` is not given.
         SampleIndexError: while iterating: a key is outside ``[0, dataset_len)``.
         LimitError, CacheNameError, CodecError, MismatchError, SegmentError: as for `RaggedCache`.
+        DiskError: as for `DiskCache`.
     """
 
+    @renamed_arguments(admit="admission")
     def __init__(
         self,
         datapipe: IterDataPipe[Any],
@@ -101,9 +109,19 @@ class SharedCacher(IterDataPipe[Any]):
             dataset_len = length_of(datapipe)
             if dataset_len is None:
                 raise DatasetError("shared_cache needs the number of keys, and the pipe has no length. Pass dataset_len=.")
-        self.cache, self._dataset_len = RaggedCache(size_limit_gib, dataset_len, **options), dataset_len
+        self._tiers, self._dataset_len = TieredCache(CacheOptions(size_limit_gib, **options), dataset_len), dataset_len
         self._maps = _Maps(maps)
         self._warned = False
+
+    @property
+    def cache(self) -> RaggedCache:
+        """The cache in memory."""
+        return self._tiers.memory
+
+    @property
+    def disk_cache(self) -> DiskCache | None:
+        """The cache behind it."""
+        return self._tiers.disk
 
     def __iter__(self) -> Iterator[Any]:
         key_fn = self.key_fn
@@ -126,7 +144,7 @@ class SharedCacher(IterDataPipe[Any]):
             return value
 
         try:
-            return self.cache.get_or_load(key, load, strict=False)
+            return self._tiers.get_or_load(key, load, strict=False)
         except _RandomError as random:
             if not self._warned:
                 self._warned = True

@@ -1,0 +1,401 @@
+"""DiskCache: keep samples in a folder on a local disk, for all processes of this machine and for later runs."""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stocache.cache.placement import Placement, residency
+from stocache.cache.ragged import ListCache
+from stocache.cache.stats import EMPTY, HITS, MISSING, OOB, SET, CacheStats
+from stocache.disk.folder import Folder, read_manifest
+from stocache.disk.formats import Records, Rows, pack_example, unpack_example
+from stocache.disk.samples_file import BEGIN, SamplesFile, free_rows, index_bytes, load_index
+from stocache.disk.store import USED, Control, DiskStore, control_bytes
+from stocache.disk.writer import BehindWriter
+from stocache.errors import DiskError, LimitError, SegmentError
+from stocache.samples.codecs import Codec
+from stocache.samples.indices import check_len
+from stocache.samples.spec import Structure
+from stocache.shm import claims, named
+from stocache.shm.claims import Claims
+from stocache.shm.layout import Layout
+from stocache.shm.named import Descriptor, Identity
+from stocache.shm.segment import DISK_WARNING, Segment
+from stocache.system.limits import format_size, parse_size
+
+logger = logging.getLogger("stocache")
+
+_LOOK_S = 0.1
+
+_Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclasses.dataclass(frozen=True)
+class DiskOptions:
+    """The options of a `DiskCache`, which describes them."""
+
+    disk: str
+    limit: float | str
+    dataset_len: int
+    structure: Structure | None
+    placement: Placement
+    memory_slots: int
+    fingerprint: str | None
+    codec: Literal["zstd", "lz4"] | None
+    allow_pickle: bool
+
+    @property
+    def identity(self) -> Identity:
+        """What the folder is for. Another fingerprint is another matter: then it is made anew."""
+        samples = "any size" if self.structure is None else self.structure.identity
+        return {
+            "dataset_len": self.dataset_len,
+            "samples": samples,
+            "placement": "" if self.structure is None else str(self.placement),
+            "codec": self.codec,
+            "allow_pickle": self.allow_pickle,
+        }
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What later runs are to know: which samples have room first, and what samples look like."""
+        example = None if self.structure is None else pack_example(self.structure.example())
+        return {"memory_slots": self.memory_slots, "example": example}
+
+
+class DiskCache(ListCache):
+    """A cache in a folder on a local disk: for samples that come from a network, or take long to make.
+
+        cache = DiskCache("/nvme/photos", "500GB", dataset_len=len(dataset), fingerprint="v1")
+        sample = cache.get_or_load(idx, load)       # or get_slot and set_slot, as with SharedCache
+
+    The folder stays. Later runs find its samples, and all processes of this machine use it together. Each sample is under a
+    checksum, which every read checks: one that is torn, damaged or lost is a miss. The states of samples are in shared memory,
+    21 bytes for each sample of the dataset.
+
+    Args:
+        disk: the folder. It is made if it does not exist. It must be this user's own, and holds nothing else.
+        disk_limit: bytes for the folder: 500 (GiB), "500GB".
+        dataset_len: samples in the whole dataset.
+        structure: the `Structure` of all samples, if they have one; None if they vary in size.
+        placement: which samples are kept if not all have room, for samples of one structure. Others are kept in the order in
+            which they come.
+        memory_slots: how many samples a `SharedCache` with the same placement holds. The others have room here first.
+        fingerprint: a text that identifies the samples. Change it whenever they change: the folder is then made anew.
+        codec, allow_pickle: as in `CacheOptions`, for samples of any size.
+
+    Raises:
+        LimitError: the limit is not a size, or leaves no room for one sample.
+        CodecError: the codec is unknown, or not installed.
+        DiskError: the folder is a file, another user's, open to others, or in use by another machine or container.
+        MismatchError: the folder is for samples of another dataset.
+
+    If the disk does not take the folder (read-only, full, not there), the cache holds nothing, and says so once.
+    """
+
+    _RELEASED = (*ListCache._RELEASED, "_folder", "_writer")
+
+    def __init__(
+        self,
+        disk: str | os.PathLike[str],
+        disk_limit: float | str,
+        dataset_len: int,
+        *,
+        structure: Structure | None = None,
+        placement: Placement | Literal["prefix", "scattered"] = "scattered",
+        memory_slots: int = 0,
+        fingerprint: str | None = None,
+        codec: Literal["zstd", "lz4"] | None = None,
+        allow_pickle: bool = False,
+    ) -> None:
+        if codec is not None:
+            Codec(codec)
+        options = DiskOptions(
+            os.path.abspath(os.fspath(disk)),
+            disk_limit,
+            check_len(dataset_len),
+            structure,
+            placement if isinstance(placement, Placement) else Placement(placement),
+            memory_slots,
+            fingerprint,
+            codec,
+            allow_pickle,
+        )
+        limit = parse_size(disk_limit, "disk_limit")
+        capacity = _capacity(options, limit)
+        folder: Folder | None = None
+        try:
+            folder = Folder(options.disk, options.identity, fingerprint, allow_pickle, options.facts)
+            capacity = _affordable(options, folder, limit, capacity)
+            segment = _open_control(options, folder, capacity)
+            folder.share()
+        except OSError as error:
+            if folder is not None:
+                folder.close()
+            if isinstance(error, DiskError | SegmentError):
+                raise
+            logger.warning("disk=%r is not used: %s. Nothing is cached there.", options.disk, error.strerror or error)
+            folder, capacity = None, 0
+            segment = _blank(options)
+        self._assemble(options, capacity, segment, folder)
+        logger.info("%r", self)
+
+    def _assemble(self, options: DiskOptions, capacity: int, segment: Segment, folder: Folder | None) -> None:
+        """Set all attributes. Each process computes those that follow from the arguments; they are not pickled."""
+        self._options, self._capacity, self._folder = options, capacity, folder
+        form: Rows | Records = Records(options.allow_pickle, Codec(options.codec) if options.codec else None)
+        if options.structure is not None:
+            form = Rows(options.structure)
+        self._rows = form if isinstance(form, Rows) and form.fills_batches else None
+        listed = options.structure is None
+        self._disk = store = DiskStore(segment, options.dataset_len, folder, form, capacity, listed)
+        self._writer = BehindWriter()
+        self._behind = threading.local()
+        self._has_room_for_all, self._looks_at = True, 0.0
+        self._share(
+            segment, options.dataset_len, store, Claims(segment, options.dataset_len),
+            "samples of any size" if listed else str(options.structure), self._room_text(capacity),
+        )  # fmt: skip
+
+    def _room_text(self, capacity: int) -> str:
+        room, structure = max(0, capacity - BEGIN), self._options.structure
+        if structure is None:
+            return format_size(room)
+        return f"{min(self._options.dataset_len, room // SamplesFile.room(Rows(structure).nbytes))} ({format_size(room)})"
+
+    @property
+    def disk(self) -> str:
+        """The folder."""
+        return self._options.disk
+
+    # ------------------------------------------------------------------------------------------------ behind a cache in memory
+
+    def has_rows(self, indices: _Indices) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Return which of the samples ``indices`` are here, in a form in which `fill` can read them into batches."""
+        return self.set_among(indices) if self._rows is not None else np.zeros(len(indices), bool)
+
+    def fill(self, indices: _Indices, rows: _Indices, items: list[Any]) -> _Indices:
+        """Read those samples that are here into rows of a contiguous batch, as `SharedCache.fill_batch` has it.
+
+        Return the rows that were filled.
+        """
+        is_set = self.set_among(indices)
+        if not is_set.all():
+            indices, rows = indices[is_set], rows[is_set]
+        filled: _Indices = rows[self._disk.fill(indices, rows, items)]
+        self._segment.count(HITS, len(filled))
+        return filled
+
+    def serve(
+        self,
+        load: Callable[[list[int]], Iterable[Any]],
+        kept: Callable[[int], bool],
+        indices: Sequence[int],
+        expected: int | None = None,
+    ) -> list[Any]:
+        """Return the samples ``indices``: those that are here, and what ``load`` returns for the others.
+
+        These are written behind the caller, by a thread. Those that are ``kept`` elsewhere by then are written only if all
+        samples have room; ``expected`` says how many there will be, if the dataset's length is only a bound. A sample that
+        another thread or process has claimed is waited for, but only after all claims of this thread were handed to its writer:
+        so no two wait for each other.
+        """
+        taken, samples = set[int](), dict[int, Any]()
+        has_room = self._has_room(expected)
+        load_claimed, outer = partial(self.loading, load=load), getattr(self._behind, "wanted", None)
+        try:
+            self.claim_to_load(list(indices), taken)
+            others = {idx for idx in indices if idx not in taken and self.fillable(idx)}
+            ours = list(dict.fromkeys(idx for idx in indices if idx not in others))
+            self._behind.wanted = lambda idx: has_room or not kept(idx)
+            samples.update(zip(ours, self.get_or_load_many(ours, load_claimed, strict=False, claimed=taken), strict=True))
+        finally:
+            self._behind.wanted = outer
+            self._writer.then(partial(self.end_loading, taken))
+        # Within the load of another sample this thread does not wait
+        with self.free_to_wait() if outer is None else contextlib.nullcontext():
+            for idx in others:
+                samples[idx] = self.get_or_load(idx, lambda idx: next(iter(load_claimed([idx]))), strict=False)
+        return [samples[idx] for idx in indices]
+
+    def _has_room(self, expected: int | None) -> bool:
+        """Whether all samples will have room on the disk. Looking at all states is too slow for each sample."""
+        now = time.monotonic()
+        if now >= self._looks_at:
+            self._has_room_for_all, self._looks_at = self._disk.has_room_for(self._aux.numpy(), expected), now + _LOOK_S
+        return self._has_room_for_all
+
+    def _publish(
+        self,
+        indices: list[int],
+        encoded: Sequence[Any],
+        costs_s: Sequence[float | None],
+        overwrite: bool = False,
+        count_races: bool = True,
+    ) -> None:
+        publish, wanted = super()._publish, getattr(self._behind, "wanted", None)
+        if wanted is None or overwrite:
+            publish(indices, encoded, costs_s, overwrite, count_races)
+        elif not count_races:  # a block, which others may be waiting for
+            rows = [row for row, idx in enumerate(indices) if wanted(idx)]
+            publish([indices[row] for row in rows], [encoded[row] for row in rows], [None] * len(rows), False, False)
+        else:
+            for idx, buffers in zip(indices, encoded, strict=True):
+                self._writer.put(publish, wanted, idx, b"".join(buffers))
+
+    def agrees(self, idx: int, sample: Any) -> bool:
+        """Whether sample ``idx`` is not here, or has the same bytes as ``sample``. Raises SampleError if it does not fit."""
+        found = self._disk.read(idx) if self.holds(idx) else None
+        return found is None or found == b"".join(self._disk.encode(sample, f"sample {idx}"))
+
+    def flush(self) -> None:
+        """Wait until all that `serve` has loaded in this process is written; 60 seconds at most."""
+        self._writer.flush()
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    def stats(self) -> CacheStats:
+        """Return the current counts and sizes, summed over all processes. ``reserved_bytes`` are those taken on the disk."""
+        return dataclasses.replace(super().stats(), reserved_bytes=self._disk.used - BEGIN)
+
+    def close(self) -> None:
+        """Write what is to be written, and close the files in this process. They stay on the disk. Twice is fine."""
+        if "_writer" in self.__dict__:
+            self.flush()
+        self.__dict__.pop("_disk", None)  # with the last thread that uses it, the files are closed
+        super().close()
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._options, self._capacity, self._segment, self._folder and self._folder.key
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        options, capacity, segment, key = state
+        folder = None
+        if key is not None:
+            try:
+                folder = Folder.reopen(options.disk, key)
+            except OSError as error:
+                with segment.guard:
+                    first = segment.first_to_warn(DISK_WARNING)
+                if first:
+                    problem = str(error).rstrip(".")
+                    logger.warning("disk=%r is not used in process %d: %s.", options.disk, os.getpid(), problem)
+        self._assemble(options, capacity, segment, folder)
+
+
+def known_example(disk: str | os.PathLike[str], dataset_len: int, fingerprint: str | None) -> Any:
+    """Return a sample as a disk cache holds them; None where they vary in size; MISSING where there is no such cache."""
+    at = None
+    try:
+        at = os.open(disk, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        manifest = read_manifest(at)
+        if (manifest["identity"]["dataset_len"], manifest["fingerprint"]) != (dataset_len, fingerprint):
+            return MISSING
+        example = manifest["facts"]["example"]
+        return None if example is None else unpack_example(example)
+    except (OSError, ValueError, LookupError, TypeError, SegmentError):
+        return MISSING
+    finally:
+        if at is not None:
+            os.close(at)
+
+
+def _capacity(options: DiskOptions, limit: int) -> int:
+    """Return the bytes that the file of samples may have. Raises LimitError where that is less than one sample."""
+    capacity = max(0, limit - index_bytes(options.dataset_len))
+    least = BEGIN + SamplesFile.room(0 if options.structure is None else Rows(options.structure).nbytes)
+    if options.dataset_len and capacity < least:
+        raise LimitError(
+            f"disk_limit={options.limit!r} leaves {capacity} bytes after the index, which takes 16 for each sample; one sample "
+            f"needs {least}. Raise disk_limit."
+        )
+    return capacity
+
+
+def _affordable(options: DiskOptions, folder: Folder, limit: int, capacity: int) -> int:
+    """Return the capacity; or what the disk has room for if that is less, with a warning."""
+    if not folder.writable:
+        logger.warning("disk=%r is read-only: its samples are read, and no others are added.", options.disk)
+        return capacity
+    room = folder.free_bytes + sum(os.fstat(fd).st_size for fd in (folder.samples, folder.index))
+    room = max(0, room - index_bytes(options.dataset_len))
+    if room < capacity:
+        logger.warning(
+            "disk_limit=%s is more than %r has room for: %s.", options.limit, options.disk, format_size(room + limit - capacity)
+        )
+    return min(capacity, room)
+
+
+def _open_control(options: DiskOptions, folder: Folder, capacity: int) -> Segment:
+    """Return the shared memory with the states of the samples of a folder, attached to or new."""
+    name = f"disk.{folder.key}"
+    identity: Identity = {
+        "disk": folder.path,
+        "dataset_len": options.dataset_len,
+        "limit": str(options.limit),
+        "fingerprint": folder.key,
+    }
+    if folder.alone:  # what killed processes left behind is not newer than the index
+        with contextlib.suppress(OSError):
+            named.remove(named.find(name), dead=True)
+    descriptor = Descriptor(identity, {"dataset_len": options.dataset_len, "capacity": 0})
+    layout = Layout.for_sizes(claims.with_words(control_bytes(options.dataset_len), options.dataset_len), 0, descriptor.pack())
+
+    def new() -> tuple[Layout, Callable[[memoryview], None]]:
+        return layout, partial(_initialise, options, folder, capacity)
+
+    found = named.join(name, identity, False, new)
+    assert found is not None
+    return found[0]
+
+
+def _blank(options: DiskOptions) -> Segment:
+    """Return memory of this process and its children, for a cache that holds nothing."""
+    segment = Segment.create(claims.with_words(control_bytes(options.dataset_len), options.dataset_len), 0)
+    np.asarray(segment.control[: options.dataset_len]).fill(OOB)
+    return segment
+
+
+def _initialise(options: DiskOptions, folder: Folder, capacity: int, control: memoryview) -> None:
+    """Write the states and the places of samples into new shared memory."""
+    count = options.dataset_len
+    states, words, offsets, sizes = map(np.asarray, Control.of(control, count))
+    row_bytes = None if options.structure is None else Rows(options.structure).nbytes
+    words[USED] = load_index(folder, offsets, sizes, row_bytes)
+    states[:] = np.where(offsets > 0, SET, EMPTY)
+    if not folder.writable:
+        states[states == EMPTY] = OOB
+    elif options.structure is not None and count:
+        chosen = _resident(options, int(folder.facts["memory_slots"]), capacity)
+        states[(states == EMPTY) & ~chosen] = OOB
+    if row_bytes is not None:
+        places, empty = free_rows(offsets, row_bytes, int(words[USED])), np.flatnonzero(states == EMPTY)
+        empty = empty[: len(places)]
+        offsets[empty], sizes[empty] = places[: len(empty)], row_bytes
+
+
+def _resident(options: DiskOptions, memory_slots: int, capacity: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+    """Return which samples have room on the disk: first those behind the ones in memory, then these, in the same order."""
+    assert options.structure is not None
+    count = options.dataset_len
+    slots = min(count, (capacity - BEGIN) // SamplesFile.room(Rows(options.structure).nbytes))
+    indices = torch.arange(count)
+
+    def first(number: int) -> Tensor:
+        return residency(options.placement, count, min(count, number)).resident(indices)
+
+    chosen = first(memory_slots + slots) & ~first(memory_slots)
+    if memory_slots + slots > count:
+        chosen |= first(memory_slots + slots - count)
+    found: np.ndarray[Any, np.dtype[np.bool_]] = chosen.numpy()
+    return found

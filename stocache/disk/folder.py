@@ -1,0 +1,400 @@
+"""Open the folder of a disk cache: check where it lies and whose it is, what it is for, and who else uses it.
+
+NOTE [ Who uses a folder ]
+    Each process that uses a folder has a shared flock on its file ``lock``; forked children share it. The kernel drops it when
+    the last of them ends. Who gets the exclusive flock is alone: it writes its *domain* into the file, loads the index into
+    shared memory, and then takes the shared flock instead. The domain says on which machine that shared memory is. A process
+    of another domain (a second machine on a network file system, another container with a /dev/shm of its own) would not see
+    the room that others take in the files, so it is refused as long as the folder is in use.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import re
+import secrets
+import stat
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from stocache.errors import DiskError, MismatchError
+from stocache.shm.named import Identity
+from stocache.system import limits
+from stocache.system.hashing import ZEROS, embed_checksum, read_checksum
+from stocache.system.waiting import describe_first, flock_owners, printable, try_flock, wait_until
+
+logger = logging.getLogger("stocache")
+
+MANIFEST, LOCK, INDEX, SAMPLES = "cache.json", "lock", "index", "samples"
+FILES = frozenset({MANIFEST, LOCK, INDEX, SAMPLES, f"{MANIFEST}.new", "lost+found"})
+_MARK, _VERSION = b'"checksum": "', 1
+_LONGEST_S = 60.0  # to wait for a process that loads the index
+_MOST = 1 << 20  # bytes of a manifest
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+_MOUNTS, _MACHINE, _BOOT = "/proc/self/mountinfo", "/etc/machine-id", "/proc/sys/kernel/random/boot_id"
+IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
+NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "fuse.sshfs"}
+NETWORK |= {"fuse.glusterfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.juicefs"}
+
+
+class Folder:
+    """An open folder of samples.
+
+    Attributes:
+        path: the absolute path.
+        key: 16 hexadecimal digits, drawn when the folder was made. Another folder at the same path has another one.
+        seed: for the checksums of its samples.
+        facts: what the process that made the folder has noted.
+        writable: whether samples can be added.
+        alone: whether no other process uses the folder; until `share`.
+        index, samples: descriptors of the two files.
+
+    Raises:
+        DiskError: the path is not a folder, or not one of this user's alone, or holds other files; or it is in use by another
+            machine or container.
+        MismatchError: the folder is for other samples.
+        OSError: the disk does not take a folder.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], identity: Identity, fingerprint: str | None, private: bool, facts: dict[str, Any]
+    ) -> None:
+        self.path = os.path.abspath(os.fspath(path))
+        self._fds: list[int] = []
+        self._close = weakref.finalize(self, _close_all, self._fds)
+        self._close.atexit = False  # samples may still be written then
+        try:
+            self._open(dict(identity), fingerprint, private, facts)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def reopen(cls, path: str, key: str) -> "Folder":
+        """Return the folder that another process has open. Raises OSError or DiskError where it has been replaced."""
+        folder = cls.__new__(cls)
+        folder.path, folder._fds = path, []
+        folder._close = weakref.finalize(folder, _close_all, folder._fds)
+        folder._close.atexit = False
+        try:
+            folder._open_directory()
+            if folder._read_manifest()["key"] != key:  # before anything is made there
+                raise DiskError(f"{printable(path)} is another cache by now.")
+            folder._take_lock()
+            folder._set(key)
+            folder.share()
+        except BaseException:
+            folder.close()
+            raise
+        return folder
+
+    def _open(self, identity: dict[str, Any], fingerprint: str | None, private: bool, facts: dict[str, Any]) -> None:
+        with contextlib.suppress(FileExistsError, NotADirectoryError):
+            os.makedirs(self.path, 0o700)
+        self._open_directory()
+        self._check(private)
+        self._take_lock()
+        manifest = self._read_manifest() if self._has(MANIFEST) else None
+        changed = manifest is not None and manifest["fingerprint"] != fingerprint
+        if manifest is not None:  # other data may be more or fewer samples
+            fixed = {key: value for key, value in identity.items() if not changed or key != "dataset_len"}
+            self._check_identity(manifest, fixed)
+        if manifest is None or changed:
+            manifest = self._make(manifest, identity, fingerprint, facts)
+        elif fingerprint is None and self.alone and self._has(INDEX) and os.stat(INDEX, dir_fd=self._at).st_blocks:
+            logger.warning(
+                "the disk cache %s is from an earlier run, of %s. Without a fingerprint it is unknown whether its data has "
+                "changed since: pass fingerprint=…, or remove it: stocache rm %s",
+                self.path, time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest["created"])), self.path,
+            )  # fmt: skip
+        self.facts = dict(manifest["facts"])
+        self._set(manifest["key"])
+
+    def _set(self, key: str) -> None:
+        self.key, self.seed = key, int(key, 16)
+        mode = os.O_RDWR | os.O_CREAT if self.writable else os.O_RDONLY  # without one of them, all samples are misses
+        self.index, self.samples = (self._open_file(name, mode) for name in (INDEX, SAMPLES))
+
+    # ------------------------------------------------------------------------------------------------ the checks
+
+    def _open_directory(self) -> None:
+        try:
+            self._at = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except NotADirectoryError:
+            raise DiskError(f"disk={self.path!r} is a file or below one. Give a folder of its own; it may be new.") from None
+        self._fds.append(self._at)
+
+    def _check(self, private: bool) -> None:
+        """Raise DiskError unless the folder is this user's alone; warn of where it lies."""
+        status, path = os.fstat(self._at), printable(self.path)
+        if status.st_uid != os.geteuid():
+            raise DiskError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}. Give a folder of your own.")
+        forbidden = stat.S_IWOTH | (stat.S_IWGRP if private else 0)
+        if status.st_mode & forbidden:
+            raise DiskError(f"others may write to {path} (mode {status.st_mode & 0o777:o}). Change it: chmod 700 {path}")
+        names = set(os.listdir(self._at))
+        if others := sorted(names - FILES):
+            raise DiskError(
+                f"{path} holds {printable(others[0])!r}, which is not of a disk cache. Give a folder of its own; it may be new."
+            )
+        self._kind = filesystem_of(self._at)
+        if self._kind in IN_MEMORY:
+            logger.warning("disk=%r is on %s, which is memory. Give a folder on a local disk.", self.path, self._kind)
+        elif self._kind in NETWORK:
+            logger.warning(
+                "disk=%r is on a network file system (%s): it may be as slow as the source. Give a folder on a local disk.",
+                self.path, self._kind,
+            )  # fmt: skip
+
+    def _check_identity(self, manifest: dict[str, Any], identity: dict[str, Any]) -> None:
+        held = manifest["identity"]
+        wrong = [f"{key} {held.get(key)!r}, now {value!r}" for key, value in identity.items() if held.get(key) != value]
+        if wrong:
+            raise MismatchError(
+                f"the disk cache {printable(self.path)} is for other samples: {'; '.join(wrong)}. Give another folder, or "
+                f"remove it: stocache rm {printable(self.path)}"
+            )
+
+    # ------------------------------------------------------------------------------------------------ the lock
+
+    def _take_lock(self) -> None:
+        """Lock the folder: alone, or together with other processes of this machine. See NOTE [ Who uses a folder ]."""
+        lock = self._lock = self._open_lock()
+
+        def taken() -> bool:
+            self.alone = try_flock(lock)
+            if self.alone:
+                return True
+            if not _try_shared_flock(lock):
+                return False
+            if self.writable and not (self._has(MANIFEST) and os.fstat(lock).st_size):
+                fcntl.flock(lock, fcntl.LOCK_UN)  # the process that was alone has ended before it was done
+                return False
+            return True
+
+        self._wait_for_lock(taken)
+        found, ours = os.pread(lock, 4096, 0).decode("utf-8", "replace"), domain()
+        if self.alone and self._is_of_another_machine(found, ours):
+            raise DiskError(
+                f"{printable(self.path)} was made by another machine, and is on a network file system. Give each machine a "
+                f"folder of its own, on a local disk."
+            )
+        if not self.alone and self.writable and found != ours:  # who only reads takes no room
+            raise DiskError(
+                f"{printable(self.path)} is in use by another machine, or by a container with another {limits.SHM_DIR}. Give "
+                f"each of them a folder of its own."
+            )
+        if self.alone and self.writable:
+            text = ours.encode()
+            os.pwrite(lock, text, 0)
+            os.ftruncate(lock, len(text))
+
+    def _is_of_another_machine(self, found: str, ours: str) -> bool:
+        machines = [text.partition(" ")[0] for text in (found, ours)]
+        return bool(found) and getattr(self, "_kind", "") in NETWORK and all(machines) and machines[0] != machines[1]
+
+    def share(self) -> None:
+        """Let other processes of this machine use the folder, too."""
+        if self.alone:
+            self.alone = False
+            self._wait_for_lock(lambda: _try_shared_flock(self._lock))  # the kernel may let another process in between
+
+    def _wait_for_lock(self, taken: Callable[[], bool]) -> None:
+        if not wait_until(taken, _LONGEST_S):
+            holder = describe_first(flock_owners(self._lock))
+            raise DiskError(f"{printable(self.path)} has been locked by {holder} for {_LONGEST_S:.0f} s.")
+
+    def _open_lock(self) -> int:
+        self.writable = True
+        try:
+            return self._open_file(LOCK, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            if error.errno not in _READ_ONLY:
+                raise
+            self.writable = False
+            try:
+                return self._open_file(LOCK, os.O_RDONLY)
+            except FileNotFoundError:
+                raise error from None
+
+    # ------------------------------------------------------------------------------------------------ the files
+
+    def _has(self, name: str) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(name, dir_fd=self._at, follow_symlinks=False)
+            return True
+        return False
+
+    def _open_file(self, name: str, flags: int) -> int:
+        """Open a file of the folder. Raises DiskError where something else has its name."""
+        with contextlib.suppress(FileNotFoundError):
+            status = os.stat(name, dir_fd=self._at, follow_symlinks=False)  # opening a device may have effects
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                raise DiskError(f"{printable(self.path)}/{name} is not a file of this user. Remove it.")
+        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=self._at)
+        self._fds.append(fd)
+        return fd
+
+    def _read_manifest(self) -> dict[str, Any]:
+        path = printable(self.path)
+        try:
+            if not stat.S_ISREG(os.stat(MANIFEST, dir_fd=self._at, follow_symlinks=False).st_mode):
+                raise ValueError("it is not a file")
+            return read_manifest(self._at)
+        except ValueError as error:
+            raise DiskError(f"{path}/{MANIFEST} is damaged: {error}. Remove the cache: stocache rm --force {path}") from None
+
+    def _make(
+        self, before: dict[str, Any] | None, identity: dict[str, Any], fingerprint: str | None, facts: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Make the files anew: there are none, or they hold samples of another fingerprint. Raises OSError."""
+        if not self.writable:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        if before is not None:
+            difference = f"fingerprint {before['fingerprint']!r}, now {fingerprint!r}"
+            if not self.alone:
+                raise MismatchError(f"the disk cache {printable(self.path)} is in use for other data: {difference}.")
+            logger.warning("the disk cache %s was left behind for other data: %s. Starting afresh.", self.path, difference)
+        for name in (MANIFEST, f"{MANIFEST}.new", INDEX, SAMPLES):  # the manifest first: without one, nobody reads the others
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self._at)
+        for name in (INDEX, SAMPLES):
+            os.close(os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._at))
+        manifest = {
+            "format": "stocache disk cache",
+            "version": _VERSION,
+            "key": secrets.token_hex(8),
+            "created": time.time(),
+            "fingerprint": fingerprint,
+            "identity": identity,
+            "facts": facts,
+        }
+        text = embed_checksum(json.dumps(manifest | {"checksum": ZEROS}, indent=1).encode(), _MARK)
+        draft = os.open(f"{MANIFEST}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._at)
+        try:
+            if os.write(draft, text) != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(draft)
+        finally:
+            os.close(draft)
+        os.rename(f"{MANIFEST}.new", MANIFEST, src_dir_fd=self._at, dst_dir_fd=self._at)
+        os.fsync(self._at)
+        return manifest
+
+    @property
+    def free_bytes(self) -> int:
+        """The bytes that this user may still write on the disk."""
+        status = os.fstatvfs(self._at)
+        return status.f_bavail * status.f_frsize if self.writable else 0
+
+    def close(self) -> None:
+        """Close all files. Twice is fine."""
+        self._close()
+
+
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        with contextlib.suppress(OSError):
+            os.close(fds.pop())
+
+
+def read_manifest(at: int) -> dict[str, Any]:
+    """Return the manifest of the folder with a descriptor.
+
+    Raises:
+        ValueError: it is damaged, or of another version.
+        OSError: it cannot be read.
+    """
+    fd = os.open(MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
+    try:
+        text = os.read(fd, _MOST)
+    finally:
+        os.close(fd)
+    if _MARK not in text:
+        raise ValueError("it has no checksum")
+    found, expected = read_checksum(text, _MARK)
+    if found != expected:
+        raise ValueError(f"its checksum is {found}, expected {expected}")
+    try:
+        manifest = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(manifest, dict):
+        raise ValueError("it is not a mapping")
+    if manifest.get("version") != _VERSION:
+        raise ValueError(f"it has format version {manifest.get('version')}, this stocache reads version {_VERSION}")
+    if not _is_sane(manifest):
+        raise ValueError("it holds other values")
+    return dict(manifest)
+
+
+def _is_sane(manifest: dict[str, Any]) -> bool:
+    """Whether a manifest has all entries that are read, each of the right type."""
+    key, created = manifest.get("key"), manifest.get("created", -1)
+    identity, facts = manifest.get("identity"), manifest.get("facts")
+    return (
+        isinstance(key, str)
+        and re.fullmatch("[0-9a-f]{16}", key) is not None
+        and type(created) in (int, float)
+        and 0 <= created < 2**32
+        and isinstance(manifest.get("fingerprint", 0), str | None)
+        and isinstance(identity, dict)
+        and type(identity.get("dataset_len")) is int
+        and identity["dataset_len"] >= 0
+        and isinstance(identity.get("samples"), str)
+        and isinstance(facts, dict)
+        and type(facts.get("memory_slots")) is int
+        and 0 <= facts["memory_slots"] < 2**60
+        and isinstance(facts.get("example", 0), str | None)
+    )
+
+
+def _try_shared_flock(fd: int) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def fingerprint_of(path: str | os.PathLike[str]) -> str | None:
+    """Return the fingerprint of the samples in a folder: "" if they have none; None if there is no cache."""
+    with contextlib.suppress(OSError, ValueError):
+        at = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return read_manifest(at)["fingerprint"] or ""
+        finally:
+            os.close(at)
+    return None
+
+
+def domain() -> str:
+    """Return a text that is the same in all processes with the same shared memory, and in no others."""
+    return f"{_read(_MACHINE)} {_read(_BOOT)} {os.stat(limits.SHM_DIR).st_dev if os.path.isdir(limits.SHM_DIR) else 0}"
+
+
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text().strip()
+    return ""
+
+
+def filesystem_of(fd: int) -> str:
+    """Return the type of the file system of a file: "ext4", "tmpfs", "nfs4"; "" if it is not known."""
+    device = os.fstat(fd).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    return next((kind for number, kind in _mounts() if number == wanted), "")
+
+
+def _mounts() -> Iterator[tuple[str, str]]:
+    for line in _read(_MOUNTS).splitlines():
+        left, _, right = line.partition(" - ")
+        fields, others = left.split(), right.split()
+        if len(fields) > 2 and others:
+            yield fields[2], others[0]

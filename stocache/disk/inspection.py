@@ -1,0 +1,326 @@
+"""Describe the folder of a disk cache, find what is damaged in it, and remove it. What lies in the folder is not trusted."""
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+from tqdm import tqdm
+
+from stocache.disk.folder import FILES, INDEX, LOCK, MANIFEST, SAMPLES, filesystem_of, read_manifest
+from stocache.disk.samples_file import CHECKSUM_BYTES, may_be_true
+from stocache.errors import DiskError
+from stocache.shm import named
+from stocache.system.waiting import describe_first, flock_owners, printable, try_flock
+
+_ENTRY = 16  # bytes of the index for each sample
+_CHUNK = 1 << 20  # entries of the index that are read at a time
+_RUN = 256  # samples that a thread checks at a time
+_PIECE = 4 << 20  # bytes that are read at a time
+_NAMED = 10  # damaged samples that are named
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+_Numbers = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+@dataclass(frozen=True)
+class DiskFolder:
+    """What is known of the folder of a disk cache.
+
+    Attributes:
+        path: the absolute path.
+        uid: the user to whom it belongs.
+        key: 16 hexadecimal digits; the shared memory of the cache is named after them.
+        created: seconds since 1970.
+        dataset_len: samples in the dataset.
+        filled: samples that the index has.
+        samples: structure of a sample.
+        fingerprint: the user's text that identifies the samples.
+        disk_bytes: bytes that the files take on the disk.
+        free_bytes: bytes that are free on the disk.
+        file_system: its type; "" if it is not known.
+        pids: processes that use the folder, as far as this process can see them.
+    """
+
+    path: str
+    uid: int
+    key: str
+    created: float
+    dataset_len: int
+    filled: int
+    samples: str
+    fingerprint: str | None
+    disk_bytes: int
+    free_bytes: int
+    file_system: str
+    pids: list[int]
+
+
+class Damage(NamedTuple):
+    """What `find_damage` has found: how many samples there are, and are damaged, and the first of these."""
+
+    dataset_len: int
+    filled: int
+    damaged: int
+    first: list[int]
+
+
+def is_disk_cache(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder is that of a disk cache, by the names of its files. It may be damaged."""
+    with contextlib.suppress(OSError):
+        names = set(os.listdir(path))
+        return MANIFEST in names or (LOCK in names and names <= FILES)
+    return False
+
+
+def describe(path: str | os.PathLike[str]) -> DiskFolder:
+    """Describe a folder, without changing or locking anything.
+
+    Raises:
+        DiskError: it is not the folder of a disk cache, or is damaged.
+    """
+    with _open(path) as files:
+        filled = 0
+        for _, rows in _index(files):
+            filled += int(np.count_nonzero(may_be_true(rows[:, 0], rows[:, 1], os.fstat(files.samples_fd).st_size)))
+        folder, disk = os.fstat(files.at), os.fstatvfs(files.at)
+        identity = files.manifest["identity"]
+        return DiskFolder(
+            files.path,
+            folder.st_uid,
+            files.manifest["key"],
+            files.manifest["created"],
+            identity["dataset_len"],
+            filled,
+            identity["samples"],
+            files.manifest["fingerprint"],
+            sum(os.fstat(fd).st_blocks * 512 for fd in (files.index_fd, files.samples_fd)),
+            disk.f_bavail * disk.f_frsize,
+            filesystem_of(files.at),
+            _users(files.at),
+        )
+
+
+def find_damage(path: str | os.PathLike[str], threads: int) -> Damage:
+    """Read all samples of a folder with so many threads, and a progress bar. Nothing is changed.
+
+    Raises:
+        DiskError: it is not the folder of a disk cache, or its manifest is damaged.
+    """
+    with _open(path) as files, ThreadPoolExecutor(max(1, threads)) as pool:
+        filled, damaged = 0, list[int]()
+        total = sum(int(np.count_nonzero(entries[:, 0])) for _, entries in _index(files))
+        with tqdm(total=total, desc="checking", unit="sample") as bar:
+            for first, entries in _index(files):
+                there = np.flatnonzero(entries[:, 0])
+                rows = np.column_stack([there.astype(np.uint64) + np.uint64(first), entries[there]])
+                rows = rows[np.argsort(rows[:, 1])]  # as they lie on the disk
+                filled += len(rows)
+                runs = [rows[begin : begin + _RUN] for begin in range(0, len(rows), _RUN)]
+                for run, bad in zip(runs, pool.map(partial(_damaged, files), runs), strict=True):
+                    damaged += bad
+                    bar.update(len(run))
+    return Damage(files.manifest["identity"]["dataset_len"], filled, len(damaged), sorted(damaged)[:_NAMED])
+
+
+def remove(path: str | os.PathLike[str], force: bool = False) -> None:
+    """Remove a folder. It is emptied only where it cannot be removed, such as a mount point.
+
+    Args:
+        path: the folder.
+        force: remove it also if it is in use, damaged, or another user's. Processes that use it keep it.
+
+    Raises:
+        DiskError: it is in use, damaged or another user's; or it is not the folder of a disk cache, or has other files.
+        OSError: the disk does not allow it.
+    """
+    path = os.path.abspath(path)
+    shown = printable(path)
+    if os.path.islink(path):
+        raise DiskError(f"{shown} is a symbolic link. Give the folder itself.")
+    key = None
+    with _directory(path) as at, contextlib.ExitStack() as stack:
+        _check_names(at, shown)
+        if os.fstat(at).st_uid != os.geteuid() and not force:
+            raise DiskError(f"{shown} belongs to user {os.fstat(at).st_uid}. Nevertheless: stocache rm --force {shown}")
+        with contextlib.nullcontext() if not force else contextlib.suppress(DiskError):
+            key = _read_manifest(at, path)["key"]
+        if not force:
+            lock = _open_file(at, path, LOCK, os.O_RDWR)
+            stack.callback(os.close, lock)
+            if not try_flock(lock):
+                user = describe_first(flock_owners(lock))
+                raise DiskError(f"{shown} is in use by {user}. Nevertheless: stocache rm --force {shown}")
+        for name in (MANIFEST, f"{MANIFEST}.new", INDEX, SAMPLES, LOCK):  # without a manifest, nobody reads the others
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=at)
+    with contextlib.suppress(OSError):
+        os.rmdir(path)
+    if key is not None:
+        with contextlib.suppress(OSError):  # what killed processes left in shared memory
+            named.remove(named.find(f"disk.{key}"), dead=True)
+
+
+def place_of(path: str | os.PathLike[str]) -> tuple[str, int]:
+    """Return the type of the file system of a folder, and the bytes that a disk cache may have there. It may be new.
+
+    Raises:
+        DiskError: it is a file.
+        OSError: it cannot be reached.
+    """
+    path = folder = os.path.abspath(path)
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    with _directory(folder) as at:
+        disk, taken = os.fstatvfs(at), 0
+        if folder == path:
+            with contextlib.suppress(FileNotFoundError):
+                taken = os.stat(SAMPLES, dir_fd=at, follow_symlinks=False).st_blocks * 512
+        return filesystem_of(at), disk.f_bavail * disk.f_frsize + taken
+
+
+# ---------------------------------------------------------------------------------------------------- the files
+
+
+class _Files(NamedTuple):
+    path: str
+    at: int
+    manifest: dict[str, Any]
+    index_fd: int
+    samples_fd: int
+
+
+@contextlib.contextmanager
+def _directory(path: str) -> Iterator[int]:
+    try:
+        at = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise DiskError(f"{printable(path)} is not the folder of a disk cache: {error.strerror}.") from None
+    try:
+        yield at
+    finally:
+        os.close(at)
+
+
+@contextlib.contextmanager
+def _open(path: str | os.PathLike[str]) -> Iterator[_Files]:
+    path = os.path.abspath(path)
+    with _directory(path) as at, contextlib.ExitStack() as stack:
+        manifest = _read_manifest(at, path)
+        fds = []
+        for name in (INDEX, SAMPLES):
+            fds.append(_open_file(at, path, name, os.O_RDONLY))
+            stack.callback(os.close, fds[-1])
+        if _read_manifest(at, path)["key"] != manifest["key"]:
+            raise DiskError(f"{printable(path)} is being made anew. Look again.")
+        yield _Files(path, at, manifest, *fds)
+
+
+def _open_file(at: int, path: str, name: str, mode: int) -> int:
+    """Open a regular file of a folder. Raises DiskError."""
+    path = printable(path)
+    try:
+        fd = os.open(name, mode | _READ, dir_fd=at)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+        os.close(fd)
+        problem = f"is not a regular file. {_remedy(path)}"
+    except FileNotFoundError:
+        problem = f"is missing. {_remedy(path)}"
+    except OSError as error:
+        problem = f"cannot be opened: {error.strerror}."
+    raise DiskError(f"{path}/{name} {problem}")
+
+
+def _remedy(shown: str) -> str:
+    return f"Remove the cache: stocache rm --force {shown}"
+
+
+def _check_names(at: int, shown: str) -> None:
+    """Raise DiskError if there are files that do not belong to a disk cache, or none that do."""
+    names, others = set(os.listdir(at)), set[str]()
+    for name in names - {"lost+found"}:
+        with contextlib.suppress(FileNotFoundError):
+            if name not in FILES or stat.S_ISDIR(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
+                others.add(name)
+    if others:
+        raise DiskError(f"{shown} is not the folder of a disk cache: it holds {printable(min(others))!r}.")
+    if not names & {MANIFEST, LOCK}:
+        raise DiskError(f"{shown} is not the folder of a disk cache: it holds no {MANIFEST}.")
+
+
+def _read_manifest(at: int, path: str) -> dict[str, Any]:
+    """Return the manifest. Raises DiskError."""
+    shown = printable(path)
+    try:
+        manifest = read_manifest(at)
+    except FileNotFoundError:
+        _check_names(at, shown)
+        problem = (
+            f"is missing: the cache is being made, or its making was interrupted. The next run makes it. To remove it: "
+            f"stocache rm --force {shown}"
+        )
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}."
+    except ValueError as error:
+        problem = f"is damaged: {printable(str(error))}. {_remedy(shown)}"
+    else:
+        return manifest
+    raise DiskError(f"{shown}/{MANIFEST} {problem}")
+
+
+def _users(at: int) -> list[int]:
+    """Return the processes that have a flock of the folder. Nothing is locked: that could disturb one that opens it."""
+    with contextlib.suppress(OSError):
+        lock = os.open(LOCK, _READ, dir_fd=at)
+        try:
+            return flock_owners(lock)
+        finally:
+            os.close(lock)
+    return []
+
+
+# ---------------------------------------------------------------------------------------------------- the samples
+
+
+def _index(files: _Files) -> Iterator[tuple[int, _Numbers]]:
+    """Yield the index in pieces, each with the number of its first sample: rows of offset and size."""
+    length = min(files.manifest["identity"]["dataset_len"], os.fstat(files.index_fd).st_size // _ENTRY)
+    for first in range(0, length, _CHUNK):
+        yield first, _entries(files, first, min(_CHUNK, length - first))
+
+
+def _entries(files: _Files, first: int, count: int) -> _Numbers:
+    data = os.pread(files.index_fd, count * _ENTRY, first * _ENTRY)
+    return np.frombuffer(data[: len(data) // _ENTRY * _ENTRY], "<u8").reshape(-1, 2)
+
+
+def _damaged(files: _Files, rows: _Numbers) -> list[int]:
+    """Return which samples of rows of (index, offset, size) are damaged."""
+    return [row[0] for row in rows.tolist() if not _is_sound(files, *row) and not _is_sound_now(files, row[0])]
+
+
+def _is_sound_now(files: _Files, idx: int) -> bool:
+    """Look again at a sample: it may have been written anew, or the cache may have been cleared."""
+    return all(at == 0 or _is_sound(files, idx, at, nbytes) for at, nbytes in _entries(files, idx, 1).tolist())
+
+
+def _is_sound(files: _Files, idx: int, at: int, nbytes: int) -> bool:
+    """Whether the bytes of a sample pass their checksum. They are read in pieces: a false index may say that they are many."""
+    end, digest = at + (nbytes + 7 & ~7), xxhash.xxh3_64(seed=int(files.manifest["key"], 16) + idx & (1 << 64) - 1)
+    try:
+        while at < end:
+            data = os.pread(files.samples_fd, min(_PIECE, end - at), at)
+            if not data:
+                return False
+            digest.update(data)
+            at += len(data)
+        return digest.intdigest() == int.from_bytes(os.pread(files.samples_fd, CHECKSUM_BYTES, end), "little")
+    except (OSError, OverflowError):
+        return False

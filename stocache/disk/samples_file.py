@@ -1,0 +1,266 @@
+"""Append samples to a file, find them by an index, and read them back under a checksum.
+
+NOTE [ The files ]
+    ``samples``    after 4 KiB of zeros, the bytes of samples, each at a multiple of 8 and followed by its checksum
+    ``index``      for each sample of the dataset two numbers of 64 bits: where its bytes are in ``samples``, and how many; both
+                   are 0 if it is not there
+
+    A checksum is the XXH3-64 of the bytes, with the key of the folder plus the index of the sample as its seed. So bytes of
+    another sample, of an older folder or of nothing do not pass, whatever the index says. Nothing is ever synchronised with the
+    disk: after a power cut any part of both files may be missing, and what is missing or torn is a miss.
+
+    Room is taken under a lock, by raising a number in shared memory. The next run, which has no such number any more, begins
+    behind everything that the index speaks of. Rows are written between others, too, where the index speaks of nothing. No two
+    samples have the same room (`_drop_overlapping`), so a damaged one is written where it was.
+"""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import xxhash
+
+from stocache.disk.folder import Folder
+from stocache.shm.segment import MOST_BUFFERS
+
+BEGIN = 4096
+"""The offset of the first sample: 0 means that there is none."""
+
+_MASK = (1 << 64) - 1
+CHECKSUM_BYTES = 8
+_ENTRY = 16  # bytes of the index for each sample
+_PIECE = 1 << 18  # bytes of a sample that are read and hashed at a time
+_WINDOW = 32 << 20  # bytes, after which pages are dropped
+_LARGE = 1 << 24  # bytes of a sample whose checksum is looked at before memory is taken
+_CHUNK = 1 << 20  # entries of the index that are read at a time
+
+_NOT_NOW = {errno.EAGAIN, errno.EOPNOTSUPP}  # some file systems cannot tell what the page cache has
+
+_hash = xxhash.xxh3_64_intdigest
+
+_Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
+_Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def _hash_all(parts: Iterable[Any], seed: int) -> int:
+    digest = xxhash.xxh3_64(seed=seed)
+    for part in parts:
+        digest.update(part)
+    return digest.intdigest()
+
+
+class SamplesFile:
+    """The two files of a folder; see NOTE [ The files ].
+
+    Args:
+        offsets, sizes: of the samples, in shared memory.
+    """
+
+    def __init__(self, folder: Folder, offsets: memoryview, sizes: memoryview) -> None:
+        self._folder = folder  # keeps the descriptors open: another file could have their numbers
+        self._index, self._samples, self._seed = folder.index, folder.samples, folder.seed
+        self.offsets, self.sizes = offsets, sizes
+        self._advised = 0  # pages up to here were written to the disk, and dropped
+
+    @staticmethod
+    def room(nbytes: int) -> int:
+        """Return the bytes that a sample of ``nbytes`` bytes takes in the file."""
+        return (nbytes + 7 & ~7) + CHECKSUM_BYTES
+
+    def read(self, idx: int) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], int] | None:
+        """Return new memory that begins with the bytes of a sample, and how many they are; None where they are damaged.
+
+        Raises:
+            OSError: they cannot be read.
+            MemoryError: there is not so much memory.
+        """
+        at, nbytes = self.offsets[idx], self.sizes[idx]
+        room = self.room(nbytes)
+        if room > _LARGE and not any(os.pread(self._samples, CHECKSUM_BYTES, at + room - CHECKSUM_BYTES)):
+            return None  # nothing was written there, so do not take memory for it
+        data = np.empty(room, np.uint8)
+        memory = memoryview(data)  # type: ignore[arg-type]
+        done = os.preadv(self._samples, [memory], at)
+        while done < room:  # Linux reads at most 2 GiB at once
+            count = os.preadv(self._samples, [memory[done:]], at + done)
+            if not count:
+                return None
+            done += count
+        found = int.from_bytes(memory[-CHECKSUM_BYTES:], "little")
+        return (data, nbytes) if _hash(memory[:-CHECKSUM_BYTES], self._seed + idx & _MASK) == found else None
+
+    def places_of(self, indices: _Indices) -> tuple[_Numbers, _Numbers]:
+        """Return where samples are, and their sizes; 0 for those that are not there."""
+        return np.frombuffer(self.offsets, np.uint64)[indices], np.frombuffer(self.sizes, np.uint64)[indices]
+
+    def read_into(
+        self, indices: _Indices, offsets: _Numbers, buffers: list[list[Any]], nbytes: int, wait: bool
+    ) -> list[bool | None]:
+        """Read samples of ``nbytes`` bytes into memory. Return for each whether it is there, and sound.
+
+        Args:
+            indices: of the samples.
+            offsets: where they are.
+            buffers: for each sample contiguous memory, together as large as it.
+            wait: False returns None for samples of which the page cache does not have all.
+        """
+        fd, found = self._samples, list[bool | None]()
+        seeds = indices.astype(np.uint64) + np.uint64(self._seed)  # modulo 2^64
+        flags, not_now = (0, False) if wait else (os.RWF_NOWAIT, None)
+        end = memoryview(bytearray(self.room(nbytes) - nbytes))
+        padding, checksum = end[:-CHECKSUM_BYTES], end[-CHECKSUM_BYTES:].cast("Q")
+        whole, is_one = nbytes + len(end), not padding and len(buffers[0]) == 1
+        for own, at, seed in zip(buffers, offsets.tolist(), seeds.tolist(), strict=True):
+            try:
+                if nbytes > _PIECE:
+                    count, digest = self._read_pieces(own, end, at, seed, flags)
+                else:
+                    count = os.preadv(fd, [*own, end], at, flags)
+                    digest = _hash(own[0], seed) if is_one else _hash_all((*own, padding), seed)
+                found.append(digest == checksum[0] if count == whole else not_now)
+            except OSError as error:
+                found.append(not_now if error.errno in _NOT_NOW else False)
+        return found
+
+    def _read_pieces(self, buffers: list[Any], end: memoryview, at: int, seed: int, flags: int) -> tuple[int, int]:
+        """Read a large sample and its end. Return how many bytes were there, and the hash of all but the checksum.
+
+        It is read in pieces, and each is hashed while it is in the caches of the processor.
+        """
+        digest, count = xxhash.xxh3_64(seed=seed), 0
+        for buffer in buffers:
+            for begin in range(0, len(buffer), _PIECE):
+                piece = buffer[begin : begin + _PIECE]
+                count += os.preadv(self._samples, [piece], at + count, flags)
+                digest.update(piece)
+        count += os.preadv(self._samples, [end], at + count, flags)
+        digest.update(end[:-CHECKSUM_BYTES])
+        return count, digest.intdigest()
+
+    def read_ahead(self, idx: int) -> None:
+        """Have the kernel read a sample into the page cache."""
+        os.posix_fadvise(self._samples, self.offsets[idx], self.room(self.sizes[idx]), os.POSIX_FADV_WILLNEED)
+
+    def pack(self, idx: int, buffers: Sequence[Any]) -> tuple[list[Any], int]:
+        """Return what is written for a sample, and its bytes in all."""
+        digest = xxhash.xxh3_64(seed=self._seed + idx & _MASK)
+        nbytes = 0
+        for buffer in buffers:
+            digest.update(buffer)
+            nbytes += memoryview(buffer).nbytes
+        padding = bytes(-nbytes & 7)
+        digest.update(padding)
+        return [*buffers, padding + digest.intdigest().to_bytes(CHECKSUM_BYTES, "little")], self.room(nbytes)
+
+    def write(self, at: int, buffers: list[Any]) -> None:
+        """Write packed samples, which lie one behind the other. Raises OSError."""
+        for begin in range(0, len(buffers), MOST_BUFFERS):
+            part = buffers[begin : begin + MOST_BUFFERS]
+            nbytes = sum(memoryview(buffer).nbytes for buffer in part)
+            written = os.pwritev(self._samples, part, at)
+            if written != nbytes:  # the disk is full, or a signal came
+                data = memoryview(b"".join(part))
+                while written < nbytes:
+                    more = os.pwrite(self._samples, data[written:], at + written)
+                    if not more:
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    written += more
+            at += nbytes
+
+    def drop_pages(self, end: int) -> None:
+        """Have the kernel write what lies before ``end`` to the disk soon, and drop the pages that are there already.
+
+        So what was written once, and is read an epoch later, does not fill the memory.
+        """
+        if end - self._advised >= 2 * _WINDOW:
+            os.posix_fadvise(self._samples, self._advised, end - self._advised, os.POSIX_FADV_DONTNEED)
+            self._advised = end - _WINDOW  # once more: these are being written
+
+    def enter(self, idx: int, at: int, nbytes: int) -> None:
+        """Enter a written sample of ``nbytes`` bytes into the index. Raises OSError."""
+        os.pwrite(self._index, at.to_bytes(8, "little") + nbytes.to_bytes(8, "little"), idx * _ENTRY)
+        self.offsets[idx], self.sizes[idx] = at, nbytes
+
+    def clear(self) -> None:
+        """Forget all samples, and give their room back to the disk. Raises OSError."""
+        for numbers in (self.offsets, self.sizes):
+            np.frombuffer(numbers, np.uint64).fill(0)
+        os.ftruncate(self._index, 0)
+        os.ftruncate(self._samples, 0)
+
+
+def may_be_true(at: _Numbers, nbytes: _Numbers, size: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+    """Return which entries of an index can be true, for a file of samples of ``size`` bytes. 0 stands for no sample."""
+    true: np.ndarray[Any, np.dtype[np.bool_]] = (at >= BEGIN) & (at <= size) & (nbytes <= size) & (at + _rooms(nbytes) <= size)
+    return true
+
+
+def index_bytes(dataset_len: int) -> int:
+    """Return the bytes that the index of so many samples takes on the disk."""
+    return _ENTRY * dataset_len
+
+
+def load_index(folder: Folder, offsets: _Numbers, sizes: _Numbers, row_bytes: int | None) -> int:
+    """Read the index into shared memory. Return where the next sample can be written.
+
+    Entries that cannot be true are deleted, those that are not true are found when a sample is read.
+
+    Args:
+        folder: has the index.
+        offsets, sizes: of the samples; all 0.
+        row_bytes: the size that each sample must have, if there is one.
+    """
+    size, there = os.fstat(folder.samples).st_size, np.zeros(len(offsets), bool)
+    for first in range(0, len(offsets), _CHUNK):
+        last = min(first + _CHUNK, len(offsets))
+        data = os.pread(folder.index, (last - first) * _ENTRY, first * _ENTRY)
+        entries = np.frombuffer(data[: len(data) // _ENTRY * _ENTRY], "<u8").reshape(-1, 2)
+        at, nbytes = entries[:, 0], entries[:, 1]
+        true = may_be_true(at, nbytes, size)
+        if row_bytes is not None:
+            true &= nbytes == row_bytes
+        part = slice(first, first + len(entries))
+        there[part] = entries.any(axis=1)
+        offsets[part] = np.where(true, at, 0)
+        sizes[part] = np.where(true, nbytes, 0)
+    end = _drop_overlapping(offsets, sizes)
+    if folder.writable:
+        with contextlib.suppress(OSError):
+            os.ftruncate(folder.index, os.fstat(folder.index).st_size // _ENTRY * _ENTRY)  # the last one may be cut
+            for idx in np.flatnonzero(there & (offsets == 0)).tolist():  # or they would speak of what is written there later
+                os.pwrite(folder.index, bytes(_ENTRY), idx * _ENTRY)
+    return end
+
+
+def _drop_overlapping(offsets: _Numbers, sizes: _Numbers) -> int:
+    """Leave out each entry that reaches into the next one, in the order of the file. Return where the last one ends.
+
+    So no two samples have the same room: one that is damaged is written where it was. And an entry with a wrong size takes the
+    room of one other at most.
+    """
+    used = np.flatnonzero(offsets)
+    used = used[np.argsort(offsets[used])]
+    begins = offsets[used]
+    ends = begins + _rooms(sizes[used])
+    wrong = used[:-1][ends[:-1] > begins[1:]]
+    offsets[wrong] = sizes[wrong] = 0
+    return -(-max(BEGIN, int(ends[-1]) if len(ends) else 0) // 8) * 8
+
+
+def free_rows(offsets: _Numbers, row_bytes: int, end: int) -> _Numbers:
+    """Return where samples of ``row_bytes`` fit between the others: room that was taken before a kill or a power cut."""
+    room = SamplesFile.room(row_bytes)
+    taken = np.sort(offsets[offsets > 0]).astype(np.int64)
+    begins = np.append(BEGIN, taken + room)
+    counts = (np.append(taken, end) - begins) // room
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    places: _Numbers = (np.repeat(begins, counts) + number * room).astype(np.uint64)
+    return places
+
+
+def _rooms(sizes: _Numbers) -> _Numbers:
+    rooms: _Numbers = (sizes + np.uint64(7) & ~np.uint64(7)) + np.uint64(CHECKSUM_BYTES)
+    return rooms

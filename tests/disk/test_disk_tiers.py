@@ -1,0 +1,125 @@
+"""A TieredCache searches memory, then the disk, then the source, and keeps in both what it found last."""
+
+import pickle
+
+import pytest
+import torch
+
+from stocache import CacheOptions
+from stocache.cache.stats import MISSING
+from stocache.disk.tiers import TieredCache
+from stocache.errors import ClosedError, MismatchError, SampleError
+
+COUNT = 20
+
+
+def sample(idx):
+    return {"row": torch.full((idx + 1,), idx), "name": str(idx)}
+
+
+class Source:
+    def __init__(self):
+        self.loaded = []
+
+    def __call__(self, idx):
+        self.loaded.append(idx)
+        return sample(idx)
+
+
+@pytest.fixture
+def source():
+    return Source()
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Return a function that opens a cache over one folder; it closes the one before."""
+    caches = []
+
+    def open_cache(memory=0, **options):
+        for cache in caches:
+            cache.close()
+        options = {"disk": tmp_path / "disk", "disk_limit": "1MB", "fingerprint": "1"} | options
+        caches.append(TieredCache(CacheOptions(memory, **options), COUNT))
+        return caches[-1]
+
+    yield open_cache
+    for cache in caches:
+        cache.close()
+
+
+def check(found, idx):
+    assert torch.equal(found["row"], sample(idx)["row"])
+    assert found["name"] == str(idx)
+
+
+def test_each_sample_is_loaded_once_in_two_runs(opened, source):
+    for run in range(2):
+        cache = opened()
+        for idx in [*range(COUNT), *range(COUNT)]:
+            check(cache.get_or_load(idx, source), idx)
+        memory, disk = cache.stats()
+        assert (memory.filled, disk.filled) == (0, COUNT)
+        assert disk.misses == (0 if run else COUNT)
+    assert source.loaded == list(range(COUNT))
+
+
+def test_a_hit_of_the_disk_is_kept_in_memory(opened, source):
+    cache = opened()
+    assert cache.hit(3, True) is MISSING
+    cache.get_or_load(3, source)
+    cache = opened("1MB")
+    for _ in range(3):
+        check(cache.hit(3, True), 3)
+    memory, disk = cache.stats()
+    assert (memory.filled, memory.hits, disk.hits) == (1, 2, 1)
+    assert cache.hit(4, True) is MISSING
+    assert source.loaded == [3]
+
+
+@pytest.mark.parametrize("options", [{"admission": "cost"}, {"codec": "zstd"}, {"allow_pickle": True}], ids=str)
+def test_the_options_of_the_memory_go_together_with_a_disk(options, opened, source):
+    for memory in ("5KB", "1MB", 0):
+        cache = opened(memory, **options)
+        for idx in [*range(COUNT), *range(COUNT)]:
+            check(cache.get_or_load(idx, source), idx)
+    assert source.loaded == list(range(COUNT))
+    if "admission" not in options:  # that of the memory alone
+        with pytest.raises(MismatchError, match="is for other samples"):
+            opened()
+
+
+def test_without_a_disk_it_is_the_cache_in_memory(source):
+    cache = TieredCache(CacheOptions("1MB"), COUNT)
+    assert cache.hit(3, True) is MISSING
+    for _ in range(2):
+        check(cache.get_or_load(3, source), 3)
+    check(cache.hit(3, True), 3)
+    memory, disk = cache.stats()
+    assert (memory.hits, memory.misses, disk) == (2, 1, None)
+    cache.close()
+
+
+def test_a_copy_by_pickle_shares_both_tiers(opened, source):
+    cache = opened("400B")
+    copied = pickle.loads(pickle.dumps(cache))
+    for idx in range(COUNT):
+        check(cache.get_or_load(idx, source), idx)
+    cache.disk.flush()
+    for idx in range(COUNT):
+        check(copied.hit(idx, True), idx)
+    copied.close()
+
+
+def test_errors_of_the_source_and_samples_that_do_not_fit(opened, source):
+    cache = opened("1MB")
+    with pytest.raises(ZeroDivisionError, match="by zero"):
+        cache.get_or_load(3, lambda idx: idx / 0)
+    with pytest.raises(SampleError, match="set_slot"):
+        cache.get_or_load(3, lambda idx: object())
+    assert type(cache.get_or_load(4, lambda idx: object(), strict=False)) is object
+    check(cache.get_or_load(3, source), 3)
+    for _ in range(2):
+        cache.close()
+    with pytest.raises(ClosedError, match="the cache is closed"):
+        cache.get_or_load(3, source)
