@@ -17,7 +17,7 @@ from torch import Tensor
 from stocache.cache.placement import Placement, residency
 from stocache.cache.ragged import ListCache
 from stocache.cache.stats import EMPTY, HITS, MISSING, OOB, SET, CacheStats
-from stocache.disk.folder import Folder, read_manifest
+from stocache.disk.folder import MOST_TEXT, Folder, read_manifest
 from stocache.disk.formats import Records, Rows, pack_example, unpack_example
 from stocache.disk.samples_file import BEGIN, SamplesFile, free_rows, index_bytes, load_index
 from stocache.disk.store import USED, Control, DiskStore, control_bytes
@@ -68,9 +68,10 @@ class DiskOptions:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What later runs are to know: which samples have room first, and what samples look like."""
+        """What later runs are to know: which samples have room first, and what samples look like, if that is not too long."""
+        facts = {"memory_slots": self.memory_slots}
         example = None if self.structure is None else pack_example(self.structure.example())
-        return {"memory_slots": self.memory_slots, "example": example}
+        return facts | {"example": example} if example is None or len(example) <= MOST_TEXT else facts
 
 
 class DiskCache(ListCache):

@@ -36,6 +36,8 @@ FILES = frozenset({MANIFEST, LOCK, INDEX, SAMPLES, f"{MANIFEST}.new", "lost+foun
 _MARK, _VERSION = b'"checksum": "', 1
 _LONGEST_S = 60.0  # to wait for a process that loads the index
 _MOST = 1 << 20  # bytes of a manifest
+MOST_TEXT = 1 << 16
+"""Bytes of one of its facts."""
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 _MOUNTS, _MACHINE, _BOOT = "/proc/self/mountinfo", "/etc/machine-id", "/proc/sys/kernel/random/boot_id"
@@ -352,7 +354,7 @@ def _is_sane(manifest: dict[str, Any]) -> bool:
         and isinstance(facts, dict)
         and type(facts.get("memory_slots")) is int
         and 0 <= facts["memory_slots"] < 2**60
-        and isinstance(facts.get("example", 0), str | None)
+        and isinstance(facts.get("example"), str | None)
     )
 
 

@@ -21,7 +21,7 @@ from stocache.shm.pool import Pool
 from stocache.shm.segment import MOST_BUFFERS
 
 _FOOT = struct.Struct("<QII")  # behind a record: bytes of its leaves, the number for its integers, bytes of its treedef
-_MOST = 1 << 32  # bytes of an example
+_MOST = 1 << 26  # bytes of an example
 _MOST_AT_ONCE = 1 << 30  # bytes of a row that is read into a batch; Linux reads at most 2 GiB at once
 _READERS = 1024  # readers of treedefs that a process keeps
 

@@ -278,6 +278,15 @@ def test_another_fingerprint_reads_the_source_again(tmp_path, caplog):
     assert caplog.text.count("fingerprint '1', now '2'") == 1
 
 
+def test_samples_that_are_too_large_to_be_described_are_probed_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("stocache.disk.cache.MOST_TEXT", 10)
+    source = Source()
+    for reads in (ONCE, 9):  # the probe loads 8 samples, the first one twice
+        with open_tiers(source, tmp_path / "disk") as cached:
+            check_epochs(cached, source, epochs=1)
+            assert source.reads.counted() == reads
+
+
 @SIZES
 def test_without_a_fingerprint_samples_are_compared(tmp_path, ragged, caplog):
     class Others(Source):
