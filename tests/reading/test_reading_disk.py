@@ -128,7 +128,7 @@ def test_another_fingerprint_or_length_makes_the_folder_anew(folder, caplog):
 
 def test_what_cannot_be_a_disk_is_refused_at_once(folder):
     folder.touch()
-    with pytest.raises(DiskError, match=r"is a file\. Give a folder of its own"):
+    with pytest.raises(DiskError, match=r"is a file or below one\. Give a folder of its own"):
         run(source().map(tensor), **options_of(folder))
     with pytest.raises(LimitError, match="disk and disk_limit go together"):
         source().map(tensor).shared_cache(number_of, 0, disk=folder)
