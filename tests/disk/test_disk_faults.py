@@ -30,18 +30,6 @@ def kind(request):
     return request.param
 
 
-@pytest.fixture
-def warnings(caplog):
-    """Return the warnings given since the last call."""
-
-    def since():
-        found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        caplog.clear()
-        return found
-
-    return since
-
-
 def failing(monkeypatch, name, cache, fails):
     """Have a function of os call ``fails`` with the file of samples, and what it was called with, before it does its work."""
     real, fd = getattr(os, name), cache._folder.samples

@@ -32,18 +32,6 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 
 @pytest.fixture
-def warnings(caplog):
-    """Return the warnings given since the last call."""
-
-    def since():
-        found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        caplog.clear()
-        return found
-
-    return since
-
-
-@pytest.fixture
 def filled(tmp_path):
     """A folder with all samples."""
     with open_disk("rows", tmp_path / "disk") as cache:
