@@ -480,7 +480,7 @@ def stat(
 
     cache = next((cache for cache in listing.find(_uid(user)) if cache.name == name), None)
     if cache is None:
-        _fail(f"there is no cache {name!r}. 'stocache ls' lists all caches.")
+        _fail(f"there is no cache {name!r}. 'stocache ls' lists all caches.{_folder_hint(name)}")
     if as_json:
         typer.echo(json.dumps(cache.as_dict(), indent=2))
         return
@@ -538,7 +538,7 @@ def rm(
             try:
                 paths.append(name if name in folders else named.find(name, uid))
             except StocacheError as error:
-                _fail(str(error))
+                _fail(f"{error}{_folder_hint(name)}")
     failed = False
     for path in paths:
         try:
@@ -610,6 +610,10 @@ def doctor(
 def _is_path(name: str) -> bool:
     """Whether a name is the path of a folder: a cache's own name has no "/"."""
     return "/" in name or name in (".", "..")
+
+
+def _folder_hint(name: str) -> str:
+    return f" The folder is ./{name}" if os.path.isdir(name) else ""
 
 
 def _uid(user: str | None) -> int | None:
