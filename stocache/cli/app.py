@@ -538,7 +538,7 @@ def rm(
             try:
                 paths.append(name if name in folders else named.find(name, uid))
             except StocacheError as error:
-                _fail(f"{error}{_folder_hint(name)}")
+                _fail(str(error))
     failed = False
     for path in paths:
         try:
@@ -551,7 +551,8 @@ def rm(
             echo(f"removed {printable(path)}")
         except OSError as error:
             failed = True
-            echo(str(error), err=True)
+            is_missing = path not in folders and not os.path.exists(path)
+            echo(f"{error}{_folder_hint(os.path.basename(path)) if is_missing else ''}", err=True)
     raise typer.Exit(failed)
 
 
