@@ -482,10 +482,8 @@ def test_rm_removes_a_folder_that_is_not_in_use(run, folder, monkeypatch, path):
     (folder.parent / "x").mkdir()
     result = run("rm", path)
     if "/" not in path:
-        assert (result.exit_code, result.output) == (
-            1,
-            "there is no cache 'photos'. The folder is ./photos\n",
-        )  # a name, as ever
+        told = "there is no cache 'photos'. The folder is ./photos\n"
+        assert (result.exit_code, result.output) == (1, told)  # a name, as ever
         assert "The folder is ./photos" in run("stat", path).output
         return
     assert (result.exit_code, result.output) == (0, f"removed {path}\n")
