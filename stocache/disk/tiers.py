@@ -78,10 +78,10 @@ class TieredCache:
         return self.memory.stats(), None if self.disk is None else self.disk.stats()
 
     def close(self) -> None:
-        """Release the memory, write what is to be written, and close the files, in this process. Twice is fine."""
-        self.memory.close()
+        """Write what is to be written, close the files, and release the memory, in this process. Twice is fine."""
         if self.disk is not None:
-            self.disk.close()
+            self.disk.close()  # first: what is to be written depends on what the memory holds
+        self.memory.close()
 
 
 class _LostError(Exception):

@@ -7,6 +7,7 @@ import torch
 
 from stocache import CacheOptions
 from stocache.cache.stats import MISSING
+from stocache.disk.store import DiskStore
 from stocache.disk.tiers import TieredCache
 from stocache.errors import ClosedError, MismatchError, SampleError
 
@@ -51,6 +52,17 @@ def opened(tmp_path):
 def check(found, idx):
     assert torch.equal(found["row"], sample(idx)["row"])
     assert found["name"] == str(idx)
+
+
+def test_what_was_loaded_before_closing_is_written(opened, source, monkeypatch):
+    monkeypatch.setattr(DiskStore, "has_room_for", lambda *_: False)  # so what memory keeps is not written
+    cache = opened("2KB")
+    for idx in range(COUNT):
+        cache.get_or_load(idx, source)
+    kept = cache.memory.stats().filled
+    cache.close()
+    assert 0 < kept < COUNT
+    assert opened(0).stats()[1].filled == COUNT - kept
 
 
 def test_each_sample_is_loaded_once_in_two_runs(opened, source):
