@@ -542,8 +542,8 @@ class SampleCache:
         return self._states[idx] == SET
 
     def keeps(self, idx: int) -> bool:
-        """Whether sample ``idx`` is cached, or can be."""
-        return self.holds(idx) or self.fillable(idx)
+        """Whether sample ``idx`` is cached, or will be. Where cost decides, only those that are cached are known to stay."""
+        return self.holds(idx) or (not self.revises and self.fillable(idx))
 
     def peek(self, idx: int) -> Any:
         """Return a copy of sample ``idx`` if it is set, else MISSING. Do not count it."""

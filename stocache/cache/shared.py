@@ -224,7 +224,7 @@ class SharedCache(SampleCache):
             return None
         columns, encode, done = self._columns, self._structure.encode, set[int]()
         if next_tier is not None:
-            outside = np.flatnonzero(self.outside(index) & next_tier.has_rows(index))
+            outside = np.flatnonzero(self.outside(index))
             done.update(next_tier.fill(index[outside], outside, items).tolist())
         samples: list[Any] = [None if hit or row in done else MISSING for row, hit in enumerate(mask.tolist())]
 

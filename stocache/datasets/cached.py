@@ -207,10 +207,10 @@ class CachedDataset(Dataset[Any]):
         """Return a function that loads from the disk what is there, and the rest with ``load_many``."""
         if self.disk_cache is None:
             return load_many
-        if not self.cache.revises:
-            return partial(self.disk_cache.serve, load_many, self.cache.keeps)
-        serve = partial(self.disk_cache.serve, load_many, self.cache.holds)
-        return lambda indices: (serve([idx])[0] for idx in indices)  # each is timed by itself
+        serve = partial(self.disk_cache.serve, load_many, self.cache.keeps)
+        if self.cache.revises:  # each is timed by itself
+            return lambda indices: (serve([idx])[0] for idx in indices)
+        return serve
 
     def _load_one(self, idx: int) -> Any:
         if self.disk_cache is None:

@@ -128,7 +128,8 @@ class _Wrapper:
             warn_of_random_steps(self._dataset, "no child process can load its samples")
         if self._unit is None and self._options.admission == "all":  # by cost, only timed samples are kept
             cache.get_or_load_many(list(probe.samples), lambda indices: [probe.samples[idx] for idx in indices], strict=False)
-        disk = self._open_disk(cache, split)
+        memory = cache if isinstance(cache, SharedCache) else None
+        disk = DiskCache.from_options(self._options_for(split), self._length, memory)
         if disk is not None and self._options.fingerprint is None:
             _warn_of_other_samples(disk, probe.samples)
         if disk is not None and self._unit is None:
@@ -140,33 +141,16 @@ class _Wrapper:
         wanted = _read_before_text(self._options.name)
         return _before_text(fingerprint_of(self._options.disk)) if wanted is None and self._options.disk is not None else wanted
 
-    def _open_disk(self, cache: SharedCache | RaggedCache, split: Split | None) -> DiskCache | None:
-        options = self._options
-        if options.disk is None or options.disk_limit is None:
-            return None
-        shared = cache if isinstance(cache, SharedCache) else None
-        return DiskCache(
-            options.disk,
-            options.disk_limit,
-            self._length,
-            structure=None if shared is None else shared.structure,
-            placement="scattered" if shared is None else shared.placement,
-            memory_slots=0 if shared is None else len(shared),
-            fingerprint=self._disk_fingerprint(split),
-            codec=options.codec,
-            allow_pickle=options.allow_pickle,
-        )
-
-    def _disk_fingerprint(self, split: Split | None) -> str | None:
-        before = "" if split is None else split.before_text()
-        return f"{self._options.fingerprint or ''}{DETAIL}{before}" if before else self._options.fingerprint
+    def _options_for(self, split: Split | None) -> CacheOptions:
+        """Return the options, whose fingerprint tells where samples are cut, if later runs or other jobs can see them."""
+        options, before = self._options, "" if split is None else split.before_text()
+        if not before or (options.name is None and options.disk is None):
+            return options
+        return dataclasses.replace(options, fingerprint=f"{options.fingerprint or ''}{DETAIL}{before}")
 
     def _make_cache(self, split: Split | None) -> tuple[Probe, SharedCache | RaggedCache]:
         probe = self._look(split) if self._caches else Probe()
-        options = self._options
-        before = "" if split is None else split.before_text()
-        if before and options.name is not None:
-            options = dataclasses.replace(options, fingerprint=f"{options.fingerprint or ''}{DETAIL}{before}")
+        options = self._options_for(split)
         structure = _common_structure(probe, self._variable, options.allow_pickle)
         if structure is not None:
             placement = self._placement if self._unit is None else dataclasses.replace(self._placement, unit=self._unit)
@@ -186,7 +170,7 @@ class _Wrapper:
         if example is not None:
             return Probe(example=example)
         if self._options.fingerprint is not None and self._options.disk is not None and count:
-            known = known_example(self._options.disk, self._length, self._disk_fingerprint(split))
+            known = known_example(self._options.disk, self._length, self._options_for(split).fingerprint)
             if known is not MISSING and not (known is None and self._samples.variable is False):
                 return Probe(example=known)
         if count:

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stocache.cache.options import CacheOptions
 from stocache.cache.placement import Placement, residency
 from stocache.cache.ragged import ListCache
+from stocache.cache.shared import SharedCache
 from stocache.cache.stats import EMPTY, HITS, MISSING, OOB, SET, CacheStats
 from stocache.disk.folder import MOST_TEXT, Folder, read_manifest
 from stocache.disk.formats import Records, Rows, pack_example, unpack_example
@@ -151,6 +153,23 @@ class DiskCache(ListCache):
         self._assemble(options, capacity, segment, folder)
         logger.info("%r", self)
 
+    @classmethod
+    def from_options(cls, options: CacheOptions, dataset_len: int, memory: SharedCache | None = None) -> "DiskCache | None":
+        """Return a cache with these options, None without a disk. ``memory``: the cache before it, for samples of one shape."""
+        if options.disk is None or options.disk_limit is None:
+            return None
+        return cls(
+            options.disk,
+            options.disk_limit,
+            dataset_len,
+            structure=None if memory is None else memory.structure,
+            placement="scattered" if memory is None else memory.placement,
+            memory_slots=0 if memory is None else len(memory),
+            fingerprint=options.fingerprint,
+            codec=options.codec,
+            allow_pickle=options.allow_pickle,
+        )
+
     def _assemble(self, options: DiskOptions, capacity: int, segment: Segment, folder: Folder | None) -> None:
         """Set all attributes. Each process computes those that follow from the arguments; they are not pickled."""
         self._options, self._capacity, self._folder = options, capacity, folder
@@ -190,9 +209,9 @@ class DiskCache(ListCache):
 
         Return the rows that were filled.
         """
-        is_set = self.set_among(indices)
-        if not is_set.all():
-            indices, rows = indices[is_set], rows[is_set]
+        there = self.has_rows(indices)
+        if not there.all():
+            indices, rows = indices[there], rows[there]
         filled: _Indices = rows[self._disk.fill(indices, rows, items)]
         self._segment.count(HITS, len(filled))
         return filled

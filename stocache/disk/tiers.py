@@ -31,16 +31,7 @@ class TieredCache:
 
     def __init__(self, options: CacheOptions, dataset_len: int, expected_len: int | None = None) -> None:
         self.memory, self._expected_len = RaggedCache.from_options(options, dataset_len), expected_len
-        self.disk: DiskCache | None = None
-        if options.disk is not None and options.disk_limit is not None:
-            self.disk = DiskCache(
-                options.disk,
-                options.disk_limit,
-                dataset_len,
-                fingerprint=options.fingerprint,
-                codec=options.codec,
-                allow_pickle=options.allow_pickle,
-            )
+        self.disk = DiskCache.from_options(options, dataset_len)
 
     def hit(self, idx: int, copy: bool) -> Any:
         """Return sample ``idx`` if it is in memory or on the disk; else MISSING. ``copy`` as for `RaggedCache.get_slot`."""
@@ -70,7 +61,7 @@ class TieredCache:
     def _behind(self, load: Callable[[int], Any]) -> Callable[[int], Any]:
         """Return a function that loads a sample from the disk, or with ``load``."""
         assert self.disk is not None
-        serve, kept = self.disk.serve, self.memory.holds if self.memory.revises else self.memory.keeps
+        serve, kept = self.disk.serve, self.memory.keeps
         return lambda idx: serve(lambda indices: map(load, indices), kept, [idx], self._expected_len)[0]
 
     def stats(self) -> tuple[CacheStats, CacheStats | None]:
