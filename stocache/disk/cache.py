@@ -56,6 +56,12 @@ class DiskOptions:
     codec: Literal["zstd", "lz4"] | None
     allow_pickle: bool
 
+    def make_form(self) -> Rows | Records:
+        """Return how samples become bytes."""
+        if self.structure is not None:
+            return Rows(self.structure)
+        return Records(self.allow_pickle, Codec(self.codec) if self.codec else None)
+
     @property
     def identity(self) -> Identity:
         """What the folder is for. Another fingerprint is another matter: then it is made anew."""
@@ -134,13 +140,13 @@ class DiskCache(ListCache):
             codec,
             allow_pickle,
         )
-        limit = parse_size(disk_limit, "disk_limit")
-        capacity = _capacity(options, limit)
+        limit, form = parse_size(disk_limit, "disk_limit"), options.make_form()
+        capacity = _capacity(options, form, limit)
         folder: Folder | None = None
         try:
             folder = Folder(options.disk, options.identity, fingerprint, allow_pickle, options.facts)
             capacity = _affordable(options, folder, limit, capacity)
-            segment = _open_control(options, folder, capacity)
+            segment = _open_control(options, form, folder, capacity)
             folder.share()
         except OSError as error:
             if folder is not None:
@@ -150,7 +156,7 @@ class DiskCache(ListCache):
             logger.warning("disk=%r is not used: %s. Nothing is cached there.", options.disk, error.strerror or error)
             folder, capacity = None, 0
             segment = _blank(options)
-        self._assemble(options, capacity, segment, folder)
+        self._assemble(options, form, capacity, segment, folder)
         logger.info("%r", self)
 
     @classmethod
@@ -170,28 +176,22 @@ class DiskCache(ListCache):
             allow_pickle=options.allow_pickle,
         )
 
-    def _assemble(self, options: DiskOptions, capacity: int, segment: Segment, folder: Folder | None) -> None:
+    def _assemble(
+        self, options: DiskOptions, form: Rows | Records, capacity: int, segment: Segment, folder: Folder | None
+    ) -> None:
         """Set all attributes. Each process computes those that follow from the arguments; they are not pickled."""
         self._options, self._capacity, self._folder = options, capacity, folder
-        form: Rows | Records = Records(options.allow_pickle, Codec(options.codec) if options.codec else None)
-        if options.structure is not None:
-            form = Rows(options.structure)
-        self._rows = form if isinstance(form, Rows) and form.fills_batches else None
-        listed = options.structure is None
-        self._disk = store = DiskStore(segment, options.dataset_len, folder, form, capacity, listed)
+        self._fills_batches = form.fills_batches
+        self._disk = store = DiskStore(segment, options.dataset_len, folder, form, capacity)
         self._writer = BehindWriter()
         self._behind = threading.local()
         self._has_room_for_all, self._looks_at = True, 0.0
-        self._share(
-            segment, options.dataset_len, store, Claims(segment, options.dataset_len),
-            "samples of any size" if listed else str(options.structure), self._room_text(capacity),
-        )  # fmt: skip
-
-    def _room_text(self, capacity: int) -> str:
-        room, structure = max(0, capacity - BEGIN), self._options.structure
-        if structure is None:
-            return format_size(room)
-        return f"{min(self._options.dataset_len, room // SamplesFile.room(Rows(structure).nbytes))} ({format_size(room)})"
+        samples, room = "samples of any size", max(0, capacity - BEGIN)
+        room_text = format_size(room)
+        if form.nbytes is not None:
+            samples = str(options.structure)
+            room_text = f"{min(options.dataset_len, room // SamplesFile.room(form.nbytes))} ({room_text})"
+        self._share(segment, options.dataset_len, store, Claims(segment, options.dataset_len), samples, room_text)
 
     @property
     def disk(self) -> str:
@@ -202,7 +202,7 @@ class DiskCache(ListCache):
 
     def has_rows(self, indices: _Indices) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Return which of the samples ``indices`` are here, in a form in which `fill` can read them into batches."""
-        return self.set_among(indices) if self._rows is not None else np.zeros(len(indices), bool)
+        return self.set_among(indices) if self._fills_batches else np.zeros(len(indices), bool)
 
     def fill(self, indices: _Indices, rows: _Indices, items: list[Any]) -> _Indices:
         """Read those samples that are here into rows of a contiguous batch, as `SharedCache.fill_batch` has it.
@@ -310,7 +310,7 @@ class DiskCache(ListCache):
                 if first:
                     problem = str(error).rstrip(".")
                     logger.warning("disk=%r is not used in process %d: %s.", options.disk, os.getpid(), problem)
-        self._assemble(options, capacity, segment, folder)
+        self._assemble(options, options.make_form(), capacity, segment, folder)
 
 
 def known_example(disk: str | os.PathLike[str], dataset_len: int, fingerprint: str | None) -> Any:
@@ -330,10 +330,10 @@ def known_example(disk: str | os.PathLike[str], dataset_len: int, fingerprint: s
             os.close(at)
 
 
-def _capacity(options: DiskOptions, limit: int) -> int:
+def _capacity(options: DiskOptions, form: Rows | Records, limit: int) -> int:
     """Return the bytes that the file of samples may have. Raises LimitError where that is less than one sample."""
     capacity = max(0, limit - index_bytes(options.dataset_len))
-    least = BEGIN + SamplesFile.room(0 if options.structure is None else Rows(options.structure).nbytes)
+    least = BEGIN + SamplesFile.room(form.nbytes or 0)
     if options.dataset_len and capacity < least:
         raise LimitError(
             f"disk_limit={options.limit!r} leaves {capacity} bytes after the index, which takes 16 for each sample; one sample "
@@ -356,7 +356,7 @@ def _affordable(options: DiskOptions, folder: Folder, limit: int, capacity: int)
     return min(capacity, room)
 
 
-def _open_control(options: DiskOptions, folder: Folder, capacity: int) -> Segment:
+def _open_control(options: DiskOptions, form: Rows | Records, folder: Folder, capacity: int) -> Segment:
     """Return the shared memory with the states of the samples of a folder, attached to or new."""
     name = f"disk.{folder.key}"
     identity: Identity = {
@@ -372,7 +372,7 @@ def _open_control(options: DiskOptions, folder: Folder, capacity: int) -> Segmen
     layout = Layout.for_sizes(claims.with_words(control_bytes(options.dataset_len), options.dataset_len), 0, descriptor.pack())
 
     def new() -> tuple[Layout, Callable[[memoryview], None]]:
-        return layout, partial(_initialise, options, folder, capacity)
+        return layout, partial(_initialise, options, form.nbytes, folder, capacity)
 
     found = named.join(name, identity, False, new)
     assert found is not None
@@ -386,17 +386,17 @@ def _blank(options: DiskOptions) -> Segment:
     return segment
 
 
-def _initialise(options: DiskOptions, folder: Folder, capacity: int, control: memoryview) -> None:
-    """Write the states and the places of samples into new shared memory."""
+def _initialise(options: DiskOptions, row_bytes: int | None, folder: Folder, capacity: int, control: memoryview) -> None:
+    """Write the states and the places of samples, each of ``row_bytes`` if that is one number, into new shared memory."""
     count = options.dataset_len
     states, words, offsets, sizes = map(np.asarray, Control.of(control, count))
-    row_bytes = None if options.structure is None else Rows(options.structure).nbytes
     words[USED] = load_index(folder, offsets, sizes, row_bytes)
     states[:] = np.where(offsets > 0, SET, EMPTY)
     if not folder.writable:
         states[states == EMPTY] = OOB
-    elif options.structure is not None and count:
-        chosen = _resident(options, int(folder.facts["memory_slots"]), capacity)
+    elif row_bytes is not None and count:
+        slots = min(count, (capacity - BEGIN) // SamplesFile.room(row_bytes))
+        chosen = _resident(options, int(folder.facts["memory_slots"]), slots)
         states[(states == EMPTY) & ~chosen] = OOB
     if row_bytes is not None:
         places, empty = free_rows(offsets, row_bytes, int(words[USED])), np.flatnonzero(states == EMPTY)
@@ -404,11 +404,9 @@ def _initialise(options: DiskOptions, folder: Folder, capacity: int, control: me
         offsets[empty], sizes[empty] = places[: len(empty)], row_bytes
 
 
-def _resident(options: DiskOptions, memory_slots: int, capacity: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+def _resident(options: DiskOptions, memory_slots: int, slots: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":
     """Return which samples have room on the disk: first those behind the ones in memory, then these, in the same order."""
-    assert options.structure is not None
     count = options.dataset_len
-    slots = min(count, (capacity - BEGIN) // SamplesFile.room(Rows(options.structure).nbytes))
     indices = torch.arange(count)
 
     def first(number: int) -> Tensor:

@@ -32,9 +32,13 @@ class SampleFormat(Protocol):
     """How samples become bytes and samples again.
 
     Attributes:
+        nbytes: bytes of each sample; None if they vary.
+        fills_batches: whether `Rows.buffers` can be read into.
         unreadable: why `decode` raised NotImported in this process, if it did.
     """
 
+    nbytes: int | None
+    fills_batches: bool
     unreadable: str
 
     def encode(self, sample: Any, where: str, /) -> list[Any]:
@@ -99,6 +103,9 @@ class Rows:
 
 class Records:
     """Samples of any size: records as those of a `RaggedCache`, each with the text of its treedef behind it."""
+
+    nbytes = None
+    fills_batches = False
 
     def __init__(self, allow_pickle: bool, codec: Codec | None) -> None:
         self.unreadable = ""

@@ -14,13 +14,11 @@ import xxhash
 from tqdm import tqdm
 
 from stocache.disk.folder import FILES, INDEX, LOCK, MANIFEST, SAMPLES, filesystem_of, read_manifest
-from stocache.disk.samples_file import CHECKSUM_BYTES, may_be_true
+from stocache.disk.samples_file import CHECKSUM_BYTES, CHUNK, ENTRY_BYTES, SamplesFile, may_be_true, read_entries, seed_of
 from stocache.errors import DiskError
 from stocache.shm import named
 from stocache.system.waiting import describe_first, flock_owners, printable, try_flock
 
-_ENTRY = 16  # bytes of the index for each sample
-_CHUNK = 1 << 20  # entries of the index that are read at a time
 _RUN = 256  # samples that a thread checks at a time
 _PIECE = 4 << 20  # bytes that are read at a time
 _NAMED = 10  # damaged samples that are named
@@ -291,14 +289,9 @@ def _users(at: int) -> list[int]:
 
 def _index(files: _Files) -> Iterator[tuple[int, _Numbers]]:
     """Yield the index in pieces, each with the number of its first sample: rows of offset and size."""
-    length = min(files.manifest["identity"]["dataset_len"], os.fstat(files.index_fd).st_size // _ENTRY)
-    for first in range(0, length, _CHUNK):
-        yield first, _entries(files, first, min(_CHUNK, length - first))
-
-
-def _entries(files: _Files, first: int, count: int) -> _Numbers:
-    data = os.pread(files.index_fd, count * _ENTRY, first * _ENTRY)
-    return np.frombuffer(data[: len(data) // _ENTRY * _ENTRY], "<u8").reshape(-1, 2)
+    length = min(files.manifest["identity"]["dataset_len"], os.fstat(files.index_fd).st_size // ENTRY_BYTES)
+    for first in range(0, length, CHUNK):
+        yield first, read_entries(files.index_fd, first, min(CHUNK, length - first))
 
 
 def _damaged(files: _Files, rows: _Numbers) -> list[int]:
@@ -308,12 +301,13 @@ def _damaged(files: _Files, rows: _Numbers) -> list[int]:
 
 def _is_sound_now(files: _Files, idx: int) -> bool:
     """Look again at a sample: it may have been written anew, or the cache may have been cleared."""
-    return all(at == 0 or _is_sound(files, idx, at, nbytes) for at, nbytes in _entries(files, idx, 1).tolist())
+    return all(at == 0 or _is_sound(files, idx, at, nbytes) for at, nbytes in read_entries(files.index_fd, idx, 1).tolist())
 
 
 def _is_sound(files: _Files, idx: int, at: int, nbytes: int) -> bool:
     """Whether the bytes of a sample pass their checksum. They are read in pieces: a false index may say that they are many."""
-    end, digest = at + (nbytes + 7 & ~7), xxhash.xxh3_64(seed=int(files.manifest["key"], 16) + idx & (1 << 64) - 1)
+    end = at + SamplesFile.room(nbytes) - CHECKSUM_BYTES
+    digest = xxhash.xxh3_64(seed=seed_of(int(files.manifest["key"], 16), idx))
     try:
         while at < end:
             data = os.pread(files.samples_fd, min(_PIECE, end - at), at)

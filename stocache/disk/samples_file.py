@@ -29,13 +29,14 @@ from stocache.shm.segment import MOST_BUFFERS
 BEGIN = 4096
 """The offset of the first sample: 0 means that there is none."""
 
-_MASK = (1 << 64) - 1
 CHECKSUM_BYTES = 8
-_ENTRY = 16  # bytes of the index for each sample
+ENTRY_BYTES = 16
+"""Bytes of the index for each sample."""
 _PIECE = 1 << 18  # bytes of a sample that are read and hashed at a time
 _WINDOW = 32 << 20  # bytes, after which pages are dropped
 _LARGE = 1 << 24  # bytes of a sample whose checksum is looked at before memory is taken
-_CHUNK = 1 << 20  # entries of the index that are read at a time
+CHUNK = 1 << 20
+"""Entries of the index that are read at a time."""
 
 _NOT_NOW = {errno.EAGAIN, errno.EOPNOTSUPP}  # some file systems cannot tell what the page cache has
 
@@ -90,7 +91,7 @@ class SamplesFile:
                 return None
             done += count
         found = int.from_bytes(memory[-CHECKSUM_BYTES:], "little")
-        return (data, nbytes) if _hash(memory[:-CHECKSUM_BYTES], self._seed + idx & _MASK) == found else None
+        return (data, nbytes) if _hash(memory[:-CHECKSUM_BYTES], seed_of(self._seed, idx)) == found else None
 
     def places_of(self, indices: _Indices) -> tuple[_Numbers, _Numbers]:
         """Return where samples are, and their sizes; 0 for those that are not there."""
@@ -146,7 +147,7 @@ class SamplesFile:
 
     def pack(self, idx: int, buffers: Sequence[Any]) -> tuple[list[Any], int]:
         """Return what is written for a sample, and its bytes in all."""
-        digest = xxhash.xxh3_64(seed=self._seed + idx & _MASK)
+        digest = xxhash.xxh3_64(seed=seed_of(self._seed, idx))
         nbytes = 0
         for buffer in buffers:
             digest.update(buffer)
@@ -181,7 +182,7 @@ class SamplesFile:
 
     def enter(self, idx: int, at: int, nbytes: int) -> None:
         """Enter a written sample of ``nbytes`` bytes into the index. Raises OSError."""
-        os.pwrite(self._index, at.to_bytes(8, "little") + nbytes.to_bytes(8, "little"), idx * _ENTRY)
+        os.pwrite(self._index, at.to_bytes(8, "little") + nbytes.to_bytes(8, "little"), idx * ENTRY_BYTES)
         self.offsets[idx], self.sizes[idx] = at, nbytes
 
     def clear(self) -> None:
@@ -192,6 +193,17 @@ class SamplesFile:
         os.ftruncate(self._samples, 0)
 
 
+def read_entries(index: int, first: int, count: int) -> _Numbers:
+    """Return entries of the index with a descriptor, as rows of offset and size; fewer where the file ends."""
+    data = os.pread(index, count * ENTRY_BYTES, first * ENTRY_BYTES)
+    return np.frombuffer(data[: len(data) // ENTRY_BYTES * ENTRY_BYTES], "<u8").reshape(-1, 2)
+
+
+def seed_of(key: int, idx: int) -> int:
+    """Return the seed of a sample's checksum."""
+    return key + idx & (1 << 64) - 1
+
+
 def may_be_true(at: _Numbers, nbytes: _Numbers, size: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":
     """Return which entries of an index can be true, for a file of samples of ``size`` bytes. 0 stands for no sample."""
     true: np.ndarray[Any, np.dtype[np.bool_]] = (at >= BEGIN) & (at <= size) & (nbytes <= size) & (at + _rooms(nbytes) <= size)
@@ -200,7 +212,7 @@ def may_be_true(at: _Numbers, nbytes: _Numbers, size: int) -> "np.ndarray[Any, n
 
 def index_bytes(dataset_len: int) -> int:
     """Return the bytes that the index of so many samples takes on the disk."""
-    return _ENTRY * dataset_len
+    return ENTRY_BYTES * dataset_len
 
 
 def load_index(folder: Folder, offsets: _Numbers, sizes: _Numbers, row_bytes: int | None) -> int:
@@ -214,10 +226,8 @@ def load_index(folder: Folder, offsets: _Numbers, sizes: _Numbers, row_bytes: in
         row_bytes: the size that each sample must have, if there is one.
     """
     size, there = os.fstat(folder.samples).st_size, np.zeros(len(offsets), bool)
-    for first in range(0, len(offsets), _CHUNK):
-        last = min(first + _CHUNK, len(offsets))
-        data = os.pread(folder.index, (last - first) * _ENTRY, first * _ENTRY)
-        entries = np.frombuffer(data[: len(data) // _ENTRY * _ENTRY], "<u8").reshape(-1, 2)
+    for first in range(0, len(offsets), CHUNK):
+        entries = read_entries(folder.index, first, min(CHUNK, len(offsets) - first))
         at, nbytes = entries[:, 0], entries[:, 1]
         true = may_be_true(at, nbytes, size)
         if row_bytes is not None:
@@ -229,9 +239,9 @@ def load_index(folder: Folder, offsets: _Numbers, sizes: _Numbers, row_bytes: in
     end = _drop_overlapping(offsets, sizes)
     if folder.writable:
         with contextlib.suppress(OSError):
-            os.ftruncate(folder.index, os.fstat(folder.index).st_size // _ENTRY * _ENTRY)  # the last one may be cut
+            os.ftruncate(folder.index, os.fstat(folder.index).st_size // ENTRY_BYTES * ENTRY_BYTES)  # the last one may be cut
             for idx in np.flatnonzero(there & (offsets == 0)).tolist():  # or they would speak of what is written there later
-                os.pwrite(folder.index, bytes(_ENTRY), idx * _ENTRY)
+                os.pwrite(folder.index, bytes(ENTRY_BYTES), idx * ENTRY_BYTES)
     return end
 
 

@@ -64,10 +64,8 @@ class DiskStore:
     gathers_from = 2
     may_miss = True
 
-    def __init__(
-        self, segment: Segment, dataset_len: int, folder: Folder | None, form: Rows | Records, capacity: int, listed: bool
-    ) -> None:
-        self._segment, self._form, self._capacity, self._listed = segment, form, capacity, listed
+    def __init__(self, segment: Segment, dataset_len: int, folder: Folder | None, form: Rows | Records, capacity: int) -> None:
+        self._segment, self._form, self._capacity = segment, form, capacity
         self._states, self._words, offsets, sizes = Control.of(segment.control, dataset_len)
         self.file = None if folder is None else SamplesFile(folder, offsets, sizes)
         self._writable = folder is not None and folder.writable
@@ -163,7 +161,7 @@ class DiskStore:
 
         ``expected``: how many samples there will be, if the dataset's length is only a bound.
         """
-        if not self._listed:
+        if self._form.nbytes is not None:  # it was decided beforehand which have room
             return True
         empty, filled = (int(np.count_nonzero(states == state)) for state in (EMPTY, SET))
         if expected is not None:
@@ -185,9 +183,7 @@ class DiskStore:
     def _load(self, idx: int) -> Any:
         if self.file is None:  # which says nothing about the sample
             return MISSING
-        at, found = self.file.offsets[idx], None
-        with contextlib.suppress(OSError, MemoryError):  # as damage: where it is written anew, it may be well
-            found = self.file.read(idx)
+        at, found = self.file.offsets[idx], self._read(self.file, idx)
         if found is not None:
             try:
                 return self._form.decode(*found)
@@ -200,9 +196,13 @@ class DiskStore:
 
     def read(self, idx: int) -> bytes | None:
         """Return the bytes of a sample; None where they are damaged, or cannot be read."""
+        found = None if self.file is None else self._read(self.file, idx)
+        return None if found is None else found[0][: found[1]].tobytes()
+
+    def _read(self, file: SamplesFile, idx: int) -> tuple[Any, int] | None:
+        """Return what `SamplesFile.read` does. What cannot be read is as damage: where it is written anew, it may be well."""
         with contextlib.suppress(OSError, MemoryError):
-            if self.file is not None and (found := self.file.read(idx)) is not None:
-                return found[0][: found[1]].tobytes()
+            return file.read(idx)
         return None
 
     def load_many(self, indices: _Indices) -> list[Any]:
@@ -221,10 +221,10 @@ class DiskStore:
 
     def fill(self, indices: _Indices, rows: _Indices, items: list[Any]) -> "np.ndarray[Any, np.dtype[np.bool_]]":
         """Read samples into rows of a contiguous batch. Return which of them are there."""
-        assert isinstance(self._form, Rows)
         nothing = np.zeros(len(indices), bool)
         if self.file is None or not len(indices):
             return nothing
+        assert isinstance(self._form, Rows)
         with self._timed():
             offsets, sizes = self.file.places_of(indices)
             if not (sizes == self._form.nbytes).all():
@@ -280,7 +280,7 @@ class DiskStore:
         if self.file is not None:
             self.file.clear()
         self._words[USED], self._words[FULL] = BEGIN, 0
-        if self._listed:
+        if self._form.nbytes is None:
             np.asarray(self._states).fill(EMPTY)
 
     def amounts(self, filled: int) -> dict[str, int]:
