@@ -181,7 +181,7 @@ class BlockLoader:
         cache, caches = self._cache, [self._cache] if self._disk is None else [self._cache, self._disk]
 
         def fillable() -> bool:
-            return any(cache.fillable(idx) for cache in caches for idx in indices)
+            return any(each.fillable(idx) for each in caches for idx in indices)
 
         if fillable():
             with cache.claim(block):

@@ -18,7 +18,7 @@ from stocache.cache.stats import MISSING
 from stocache.datasets.loaders import BlockLoader, SampleLoader, admission_unit, choose_blocks
 from stocache.datasets.probing import Probe, probe_samples
 from stocache.disk.cache import DiskCache, known_example
-from stocache.disk.folder import fingerprint_of
+from stocache.disk.folder import manifest_of
 from stocache.errors import DatasetError, LimitError, MismatchError, SampleError
 from stocache.samples.indices import check_len
 from stocache.samples.record_encoder import Record
@@ -139,7 +139,9 @@ class _Wrapper:
     def _wanted(self) -> str | None:
         """Return where the samples of an earlier run were cut; None if there are none."""
         wanted = _read_before_text(self._options.name)
-        return _before_text(fingerprint_of(self._options.disk)) if wanted is None and self._options.disk is not None else wanted
+        if wanted is None and self._options.disk is not None and (manifest := manifest_of(self._options.disk)) is not None:
+            wanted = _before_text(manifest["fingerprint"] or "")
+        return wanted
 
     def _options_for(self, split: Split | None) -> CacheOptions:
         """Return the options, whose fingerprint tells where samples are cut, if later runs or other jobs can see them."""
@@ -234,8 +236,8 @@ def _read_before_text(name: str | None) -> str | None:
     return None if identity is None else _before_text(identity.get("fingerprint") or "")
 
 
-def _before_text(fingerprint: object) -> str | None:
-    return None if fingerprint is None else str(fingerprint).partition(DETAIL)[2]
+def _before_text(fingerprint: object) -> str:
+    return str(fingerprint).partition(DETAIL)[2]
 
 
 def _common_structure(probe: Probe, variable: bool | None, allow_pickle: bool) -> Structure | None:

@@ -19,7 +19,7 @@ from stocache.cache.placement import Placement, residency
 from stocache.cache.ragged import ListCache
 from stocache.cache.shared import SharedCache
 from stocache.cache.stats import EMPTY, HITS, MISSING, OOB, SET, CacheStats
-from stocache.disk.folder import MOST_TEXT, Folder, read_manifest
+from stocache.disk.folder import MOST_TEXT, Folder, manifest_of
 from stocache.disk.formats import Records, Rows, pack_example, unpack_example
 from stocache.disk.samples_file import BEGIN, SamplesFile, free_rows, index_bytes, load_index
 from stocache.disk.store import USED, Control, DiskStore, control_bytes
@@ -315,19 +315,14 @@ class DiskCache(ListCache):
 
 def known_example(disk: str | os.PathLike[str], dataset_len: int, fingerprint: str | None) -> Any:
     """Return a sample as a disk cache holds them; None where they vary in size; MISSING where there is no such cache."""
-    at = None
+    manifest = manifest_of(disk)
+    if manifest is None or (manifest["identity"]["dataset_len"], manifest["fingerprint"]) != (dataset_len, fingerprint):
+        return MISSING
     try:
-        at = os.open(disk, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        manifest = read_manifest(at)
-        if (manifest["identity"]["dataset_len"], manifest["fingerprint"]) != (dataset_len, fingerprint):
-            return MISSING
         example = manifest["facts"]["example"]
         return None if example is None else unpack_example(example)
-    except (OSError, ValueError, LookupError, TypeError, SegmentError):
+    except (ValueError, LookupError, TypeError, SegmentError):
         return MISSING
-    finally:
-        if at is not None:
-            os.close(at)
 
 
 def _capacity(options: DiskOptions, form: Rows | Records, limit: int) -> int:

@@ -365,12 +365,12 @@ def _try_shared_flock(fd: int) -> bool:
     return False
 
 
-def fingerprint_of(path: str | os.PathLike[str]) -> str | None:
-    """Return the fingerprint of the samples in a folder: "" if they have none; None if there is no cache."""
+def manifest_of(path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Return the manifest of the folder at a path; None if there is no cache that can be read."""
     with contextlib.suppress(OSError, ValueError):
         at = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            return read_manifest(at)["fingerprint"] or ""
+            return read_manifest(at)
         finally:
             os.close(at)
     return None
