@@ -25,9 +25,10 @@ NOTE [ Nested loads ]
 
 import contextlib
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar
@@ -43,6 +44,8 @@ from stocache.shm.claims import Claims
 from stocache.shm.load_order import WEAKLY_ORDERED, order_loads
 from stocache.shm.segment import FREE_THREADED, REJECTED_WARNING, Segment
 from stocache.system.waiting import PATIENCE_S, describe_process, wait_until
+from stocache.timing.record import note_loads
+from stocache.timing.spans import LOAD, in_spans, span
 
 logger = logging.getLogger("stocache")
 
@@ -136,6 +139,8 @@ class SampleCache:
     thread_safe = True  # worker threads share it
 
     _warned_of_unreadable: bool = False
+
+    _records_loads: ClassVar[bool] = True  # False for a cache behind another one, which does
 
     revises: bool = False
     """Whether a sample that was not kept when it was set may be kept when it is set again."""
@@ -384,9 +389,10 @@ class SampleCache:
             if value is MISSING:
                 began = time.perf_counter()
                 self._segment.count(MISSES)
-                value = load(idx)
+                with span(LOAD):
+                    value = load(idx)
                 cost_s = time.perf_counter() - began
-                self._segment.count(LOAD_NS, int(1e9 * cost_s))
+                self._note_loads([cost_s])
                 self._keep([idx], [value], [cost_s], strict)
             return value
         finally:
@@ -403,6 +409,7 @@ class SampleCache:
         strict: bool = True,
         timeout_s: float = 10.0,
         claimed: Collection[int] = (),
+        ahead: Container[int] = (),
     ) -> list[Any]:
         """Return the samples ``indices``. Load those that are not cached with one call of ``load``, and cache them.
 
@@ -412,6 +419,7 @@ class SampleCache:
                 waited for after that, and loaded with further calls if needed.
             copy, strict, timeout_s: as in `get_or_load`.
             claimed: samples that the caller has claimed; see `claim_to_load`.
+            ahead: samples that `load_ahead` has loaded; ``load`` only returns them.
 
         Raises:
             SampleIndexError, SampleError: as `get_or_load`.
@@ -428,7 +436,7 @@ class SampleCache:
         count = sum(sample is not MISSING for sample in samples) if may_miss else len(hits)
         self._segment.count(HITS, count)
         if count < len(indices):
-            self._load_missing(indices, samples, load, None, strict, claimed)
+            self._load_missing(indices, samples, load, None, strict, claimed, ahead)
             for row, idx in enumerate(indices.tolist()):  # claimed by another process, or repeated
                 if samples[row] is MISSING:
                     samples[row] = self.get_or_load(
@@ -444,11 +452,12 @@ class SampleCache:
         encode_rows: Callable[[list[int], list[Any]], list[Any] | None] | None,
         strict: bool,
         claimed: Collection[int] = (),
+        ahead: Container[int] = (),
     ) -> None:
         """Put into ``samples``, where it has MISSING, what ``load`` returns; except samples that others are loading. Cache it.
 
-        ``encode_rows`` is called with rows of the batch and their samples, in place of `SampleStore.encode_many`. ``claimed``:
-        samples that the caller has claimed.
+        ``encode_rows`` is called with rows of the batch and their samples, in place of `SampleStore.encode_many`. ``claimed``
+        and ``ahead``: as for `get_or_load_many`.
         """
         rows: dict[int, int] = {}  # by index of a missing sample: its first row in the batch
         for row, idx in enumerate(indices.tolist()):
@@ -464,7 +473,7 @@ class SampleCache:
             if taken or claimed or not self._store.unreadable:
                 missing = [idx for idx in missing if states[idx] != SET]  # set meanwhile
             for part, values, costs_s in self._loaded(missing, load):
-                self._segment.count(LOAD_NS, int(1e9 * sum(costs_s)))
+                self._note_loads([cost_s for idx, cost_s in zip(part, costs_s, strict=True) if idx not in ahead])
                 places = [rows[idx] for idx in part]
                 for row, value in zip(places, values, strict=True):
                     samples[row] = value
@@ -505,14 +514,15 @@ class SampleCache:
         if not indices:
             return
         started = began = time.perf_counter()
-        values = load(indices)
+        with span(LOAD):
+            values = load(indices)
         self._segment.count(MISSES, len(indices))
         share_s, began = (time.perf_counter() - began) / len(indices), time.perf_counter()
         part: list[int] = []
         loaded: list[Any] = []
         costs_s: list[float] = []
         try:
-            for idx, value in zip(indices, values, strict=True):
+            for idx, value in zip(indices, in_spans(LOAD, values), strict=True):
                 part.append(idx)
                 loaded.append(value)
                 now = time.perf_counter()
@@ -574,6 +584,32 @@ class SampleCache:
             return list(load(indices))
         finally:
             _loading.samples = outer
+
+    def load_ahead(self, indices: list[int], load: Callable[[list[int]], Iterable[Any]]) -> list[Any]:
+        """Return ``load(indices)`` for samples that were claimed, and count the time. See ``ahead`` of `get_or_load_many`."""
+        costs_s: list[float] = []
+
+        def load_timed(indices: list[int]) -> Iterator[Any]:
+            began = time.perf_counter()
+            values = load(indices)
+            share_s, began = (time.perf_counter() - began) / max(1, len(indices)), time.perf_counter()
+            for value in values:
+                costs_s.append(share_s + time.perf_counter() - began)
+                yield value
+                began = time.perf_counter()
+
+        try:
+            with span(LOAD):
+                return self.loading(indices, load_timed)
+        finally:
+            self._note_loads(costs_s)
+
+    def _note_loads(self, costs_s: Sequence[float]) -> None:
+        """Count the seconds that samples took to load."""
+        if costs_s:
+            self._segment.count(LOAD_NS, int(1e9 * sum(costs_s)))
+            if self._records_loads:
+                note_loads(costs_s)
 
     @contextlib.contextmanager
     def free_to_wait(self) -> Iterator[None]:
@@ -717,6 +753,11 @@ class SampleCache:
         return self._dataset_len
 
     @property
+    def shared_name(self) -> str | None:
+        """The name under which other processes find the cache; None for a cache without a name."""
+        return None if self._segment.path is None else os.path.basename(self._segment.path)
+
+    @property
     def aux_array(self) -> Tensor:
         """The live state of each sample, uint8 of shape (dataset_len,): 0 empty, 1 set, 2 outside the cache."""
         return self._aux
@@ -766,6 +807,11 @@ class SampleCache:
         for name in self._RELEASED:
             self.__dict__.pop(name, None)
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called in this process."""
+        return "_segment" not in self.__dict__
+
     def __enter__(self: _Self) -> _Self:
         return self
 
@@ -782,7 +828,7 @@ class SampleCache:
 
     def __repr__(self) -> str:
         name = type(self).__name__
-        if "_segment" not in self.__dict__:
+        if self.closed:
             return f"<{name}, closed>"
         stats = self.stats()
         return (

@@ -150,7 +150,7 @@ class LazyBatch:
     def load_all(self) -> dict[int, Any]:
         """Return the samples, by index, without asking the cache. Another `LazyBatch` has claimed them."""
         indices = [int(idx) for idx in self._indices]
-        return dict(zip(indices, self._cache.loading(indices, self._load), strict=True))
+        return dict(zip(indices, self._cache.load_ahead(indices, self._load), strict=True))
 
     def take_loaded(self, samples: dict[int, Any]) -> None:
         """Take samples that were loaded ahead: `gather` and `read` cache them. Threads may call it at the same time."""
@@ -178,7 +178,9 @@ class LazyBatch:
     def read(self) -> list[Any]:
         """Return the samples."""
         if self._samples is None:
-            self._samples = self._cache.get_or_load_many(self._indices, self._load_rest, strict=False, claimed=self._claimed)
+            self._samples = self._cache.get_or_load_many(
+                self._indices, self._load_rest, strict=False, claimed=self._claimed, ahead=self._loaded
+            )
         return self._samples
 
     @property
@@ -194,7 +196,9 @@ class LazyBatch:
         if self._hits is not None:
             self._cache.gather(self._hits, tensors)
             return self._join(tensors)
-        self._samples = self._cache.fill_batch(self._indices, tensors, self._load_rest, self._claimed, self._next_tier)
+        self._samples = self._cache.fill_batch(
+            self._indices, tensors, self._load_rest, self._claimed, self._next_tier, self._loaded
+        )
         return None if self._samples is not None else self._join(tensors)
 
     @property

@@ -1,7 +1,8 @@
 """SharedCache: keep samples of one shape in shared memory, in a slot for each resident sample."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -14,13 +15,15 @@ from stocache.cache.base import SampleCache
 from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import SlotArrays
-from stocache.cache.stats import HITS, MISSING, OOB, SET
+from stocache.cache.stats import HITS, MISSES, MISSING, OOB, SET
 from stocache.errors import CacheNameError, SampleError, SampleIndexError, SegmentError
 from stocache.samples.indices import check_indices, check_len
 from stocache.samples.spec import Structure
 from stocache.shm.claims import Claims
 from stocache.shm.segment import Segment
 from stocache.system.limits import format_size
+from stocache.timing.record import note_loads
+from stocache.timing.spans import GATHER, span
 
 logger = logging.getLogger("stocache")
 
@@ -169,7 +172,8 @@ class SharedCache(SampleCache):
         if hits:
             # for each missing sample a row of a hit is gathered: its memory is safe to touch
             there = index if hits == len(index) else np.where(mask, index, index[mask.argmax()])
-            self._columns.gather(there, items)
+            with span(GATHER):
+                self._columns.gather(there, items)
         self._segment.count(HITS, hits)
         return mask, hits
 
@@ -180,7 +184,8 @@ class SharedCache(SampleCache):
 
     def gather(self, indices: np.ndarray[Any, np.dtype[np.int64]], items: list[Any]) -> None:
         """Copy samples that are set into the rows of a contiguous batch, in one thread."""
-        self._columns.gather(indices, items, parallel=False)
+        with span(GATHER):
+            self._columns.gather(indices, items, parallel=False)
         self._segment.count(HITS, len(indices))
 
     @property
@@ -206,13 +211,14 @@ class SharedCache(SampleCache):
         load: Callable[[list[int]], Iterable[Any]],
         claimed: Collection[int] = (),
         next_tier: NextTier | None = None,
+        ahead: Container[int] = (),
     ) -> list[Any] | None:
         """Write the samples ``indices`` into memory of the caller. Those that are not cached come from ``load``.
 
         Args:
             indices: B sample indices.
             items: for each leaf of the structure a contiguous tensor of any dtype, with B times the bytes of the leaf.
-            load, claimed: as in `get_or_load_many`.
+            load, claimed, ahead: as in `get_or_load_many`.
             next_tier: a cache that has samples outside of this one.
 
         Returns:
@@ -224,8 +230,10 @@ class SharedCache(SampleCache):
             return None
         columns, encode, done = self._columns, self._structure.encode, set[int]()
         if next_tier is not None:
-            outside = np.flatnonzero(self.outside(index))
+            outside, began = np.flatnonzero(self.outside(index)), time.perf_counter()
             done.update(next_tier.fill(index[outside], outside, items).tolist())
+            self._segment.count(MISSES, len(done))
+            note_loads([(time.perf_counter() - began) / max(1, len(done))] * len(done))
         samples: list[Any] = [None if hit or row in done else MISSING for row, hit in enumerate(mask.tolist())]
 
         filled = set(done)
@@ -236,7 +244,7 @@ class SharedCache(SampleCache):
                 done.update(rows)
             return encoded
 
-        self._load_missing(index, samples, load, encode_rows, False, claimed)
+        self._load_missing(index, samples, load, encode_rows, False, claimed, ahead)
         try:
             for row, idx in enumerate(index.tolist()):
                 if not mask[row] and row not in done:  # not alike; or another process was loading it; or repeated

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stocache.system.deprecation import old_name
+from stocache.timing.flat import flat_numbers
 
 # The state byte of a sample, as in SlotState; plain ints, for an enum look-up costs as much as the byte itself
 EMPTY, SET, OOB = range(3)
@@ -66,6 +67,11 @@ class CacheStats:
     def hit_rate(self) -> float:
         """Hits among all gets; 0 before the first."""
         return self.hits / max(1, self.hits + self.misses)
+
+    def flat(self, prefix: str = "cache") -> dict[str, float]:
+        """Return all numbers in one dict, as ``{"cache/hits": 7, "cache/hit_rate": 0.5}``."""
+        rates = {"hit_rate": self.hit_rate, "fill_fraction": self.fill_fraction, "filled_bytes": self.filled_bytes}
+        return flat_numbers(prefix, self, rates)
 
     misfits = old_name("misfits", "rejected")
 

@@ -394,6 +394,7 @@ class CachedDataset(Dataset[Any]):
             self._split, self._loader = split, split if split.has_rest else SampleLoader(self._source)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._epochs.workers_start()
         self._follow_transforms()
         return vars(self)
 
@@ -495,6 +496,10 @@ class CachedDataset(Dataset[Any]):
         self._epochs.update(self.cache)
         disk = None if self.disk_cache is None else self.disk_cache.stats()
         return DatasetStats(self.cache.stats(), self._epochs.stats(self.cache), disk)
+
+    def begin_loop(self, loader: Any) -> None:
+        """Note for `stats` that a loop over a loader begins. `DataLoader` calls it."""
+        self._epochs.loop_begins(self.cache, loader)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, for `stats`, which otherwise finds epochs by itself; and in the dataset, if it has ``set_epoch``."""

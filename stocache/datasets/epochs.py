@@ -2,21 +2,31 @@
 
 NOTE [ Epochs ]
     Samples are requested in worker processes, which do not know epochs. The counters in shared memory know how many samples all
-    processes have requested together, and one epoch is as many requests as the dataset has samples. The main process reads the
-    counters whenever it touches the dataset. Samplers ask for its length when an epoch begins, and by then the epoch before is
-    complete. Up to 5 % of the requests may be missing, because a last batch was dropped, if two readings in a row are equal:
-    RandomSampler asks twice. So `stats` has an entry for each epoch, and each epoch is logged, without a call in the training
-    loop. `set_epoch` begins one explicitly.
+    processes have requested together. The main process reads them when an epoch begins.
+
+    `stocache.DataLoader` says when its loops begin (`EpochCounter.loop_begins`). Several loaders may read one dataset, say for
+    training and for validation. So an epoch ends when a loader begins that has begun in it before, or when all loaders that
+    have begun in it are gone.
+
+    Other loaders do not say it. There an epoch is as many requests as the dataset has samples. The main process looks whenever
+    it touches the dataset: samplers ask for its length when an epoch begins, and a process that starts workers forks them, or
+    pickles the dataset for them. Up to 5 % of the requests may be missing, because a last batch was dropped, if two readings in
+    a row are equal (RandomSampler asks twice) or workers start. `set_epoch` begins an epoch explicitly.
 """
 
+import contextlib
 import logging
 import os
 import time
+import weakref
 from dataclasses import dataclass
+from typing import Any
 
 from stocache.cache.base import SampleCache
 from stocache.cache.stats import CacheStats
+from stocache.errors import ClosedError
 from stocache.system.ranks import is_first_rank
+from stocache.timing.flat import flat_numbers
 
 logger = logging.getLogger("stocache")
 
@@ -57,6 +67,19 @@ class DatasetStats:
     epochs: tuple[EpochStats, ...]
     disk: CacheStats | None = None
 
+    def flat(self, prefix: str = "cache") -> dict[str, float]:
+        """Return all numbers in one dict, for W&B, MLflow, TensorBoard or Lightning's ``log_dict``.
+
+        ``cache/hits`` is in total, ``cache/epoch_hits`` of the last epoch, and ``cache/disk_hits`` of the disk.
+        """
+        numbers = self.total.flat(prefix)
+        if self.epochs:
+            epoch = self.epochs[-1]
+            numbers |= flat_numbers(f"{prefix}/epoch_", epoch, {"hit_rate": epoch.hit_rate})
+        if self.disk is not None:
+            numbers |= self.disk.flat(f"{prefix}/disk_")
+        return numbers
+
 
 class EpochCounter:
     """Finds the ends of epochs, in the process that made it; see NOTE [ Epochs ]."""
@@ -64,22 +87,38 @@ class EpochCounter:
     def __init__(self, dataset_len: int, cache: SampleCache) -> None:
         self._dataset_len, self._pid = dataset_len, os.getpid()
         self._complete: list[EpochStats] = []
+        self._cache: weakref.ref[SampleCache] | None = weakref.ref(cache)
+        self._loops: list[weakref.ref[Any]] = []
         self.begin(cache)
+        _counters.add(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_cache": None, "_loops": []}  # another process does not count epochs
 
     def begin(self, cache: SampleCache) -> None:
         """Begin an epoch. Requests since the end of the last one are not counted."""
         self._began_at, self._began_with = time.monotonic(), cache.counts()
         self._last_requests = -1  # at the last update
+        self._loops = []
 
-    def update(self, cache: SampleCache, begins: bool = False) -> None:
+    def loop_begins(self, cache: SampleCache, loader: Any) -> None:
+        """Note that a loop over a loader begins."""
+        again = any(loop() is loader for loop in self._loops)
+        gone = bool(self._loops) and all(loop() is None for loop in self._loops)
+        self.update(cache, begins=again or gone, workers_start=True)
+        if not any(loop() is loader for loop in self._loops):
+            self._loops.append(weakref.ref(loader))
+
+    def update(self, cache: SampleCache, begins: bool = False, workers_start: bool = False) -> None:
         """End the running epoch if it is complete, or if another one ``begins``."""
         if os.getpid() != self._pid:  # a worker
             return
         epoch = self._running(cache)
         requests = epoch.hits + epoch.misses
-        almost = requests >= 0.95 * self._dataset_len and requests == self._last_requests
+        almost = requests >= 0.95 * self._dataset_len and (workers_start or requests == self._last_requests)
         self._last_requests = requests
-        if requests and (begins or almost or requests >= self._dataset_len):
+        complete = all(loop() is None for loop in self._loops) and (almost or requests >= self._dataset_len)
+        if requests and (begins or complete):
             self._complete.append(epoch)
             self.begin(cache)
             if is_first_rank():
@@ -87,6 +126,15 @@ class EpochCounter:
                     "epoch %d: %d samples requested, %.1f %% from the cache, %d read from the dataset, %d newly cached, %.1f s",
                     len(self._complete), requests, 100 * epoch.hit_rate, epoch.misses, epoch.fills, epoch.seconds,
                 )  # fmt: skip
+        elif begins:
+            self._loops = []
+
+    def workers_start(self) -> None:
+        """Note that this process starts workers, or forks for another reason."""
+        cache = None if self._cache is None else self._cache()
+        if cache is not None:
+            with contextlib.suppress(ClosedError):
+                self.update(cache, workers_start=True)
 
     def stats(self, cache: SampleCache) -> tuple[EpochStats, ...]:
         """Return the counts of all epochs; of the running one, too, if it has requests."""
@@ -96,3 +144,14 @@ class EpochCounter:
     def _running(self, cache: SampleCache) -> EpochStats:
         hits, misses, fills = (now - then for now, then in zip(cache.counts(), self._began_with, strict=True))
         return EpochStats(hits, misses, fills, time.monotonic() - self._began_at)
+
+
+_counters: "weakref.WeakSet[EpochCounter]" = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for counter in list(_counters):
+        counter.workers_start()
+
+
+os.register_at_fork(before=_before_fork)

@@ -113,6 +113,7 @@ class DiskCache(ListCache):
     """
 
     _RELEASED = (*ListCache._RELEASED, "_folder", "_writer")
+    _records_loads = False  # the cache in memory does
 
     def __init__(
         self,

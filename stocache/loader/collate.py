@@ -1,6 +1,7 @@
 """Makes the batches of a DataLoader: in worker processes into the ring, or in this process into memory of a pool."""
 
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,10 +15,12 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map  # documented, for extending default_collate
 
 from stocache.cache.batches import Empty, LazyBatch
-from stocache.loader.requests import current_answer
+from stocache.loader.requests import current_answer, request_began_ns
 from stocache.loader.sample_seed import SampleSeed, is_pure, seed_thread
-from stocache.ring.ring import FULL, NO_LANE, NO_MEMORY, Ring, fallback
+from stocache.ring.ring import FULL, NO_LANE, NO_MEMORY, BatchHandle, Ring, fallback
 from stocache.shm.pool import Pool
+from stocache.timing.record import Record, Row, row_here
+from stocache.timing.spans import COLLATE, span
 
 _STACK = default_collate_fn_map[Tensor]
 
@@ -33,28 +36,48 @@ class RingCollate:
     Args:
         collate_fn: the user's collate function.
         stacking: whether it `stacks`, so that tensors can be stacked straight into the ring.
-        iteration: the number of the iteration in the ring.
+        batched: whether the loader makes batches of samples.
+        ring, iteration: the ring, and the number of the iteration in it.
+        record: of the loader. It is here so that workers get it.
     """
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any], stacking: bool, ring: Ring, iteration: int) -> None:
-        self._collate_fn, self._stacking, self._ring, self._iteration = collate_fn, stacking, ring, iteration
+    def __init__(
+        self, collate_fn: Callable[[list[Any]], Any], stacking: bool, batched: bool, ring: Ring, iteration: int, record: Record
+    ) -> None:
+        self._collate_fn, self._stacking, self._batched = collate_fn, stacking, batched
+        self._ring, self._iteration, self._record = ring, iteration, record
 
     def __call__(self, samples: Any) -> Any:
         """Return the handle to send for a list of samples, or for a `LazyBatch`."""
+        row = row_here()
+        if row is None:
+            batch, pack = self._collate(samples)
+            return pack(batch)
+        row.begin_step(request_began_ns())
+        row.add_making(len(samples) if self._batched else 1)
+        with span(COLLATE):
+            batch, pack = self._collate(samples)
+        row.add_collating()
+        handle = pack(batch)
+        row.add_packing(handle.note_packing)
+        return handle
+
+    def _collate(self, samples: Any) -> tuple[Any, Callable[[Any], BatchHandle]]:
+        """Return the batch, and a function that packs it."""
         lane = self._ring.lane(self._iteration)
         buffer = None if lane is None else lane.take()
         if isinstance(samples, LazyBatch):
             batch = None if buffer is None else samples.gather(buffer.empty)
             if buffer is not None and batch is not None:
-                return buffer.publish(batch, kind=len(samples))
+                return batch, partial(buffer.publish, kind=len(samples))
             samples = samples.read()
         if buffer is None:
             reason = FULL if lane is not None else NO_LANE if self._ring.works else NO_MEMORY
-            return fallback(self._ring.key, reason, self._collate_fn(samples))
+            return self._collate_fn(samples), partial(fallback, self._ring.key, reason)
         if self._stacking:
             into_buffer = default_collate_fn_map | {Tensor: partial(_stack, buffer.empty)}
-            return buffer.publish(collate(samples, collate_fn_map=into_buffer))
-        return buffer.publish(self._collate_fn(samples))
+            return collate(samples, collate_fn_map=into_buffer), buffer.publish
+        return self._collate_fn(samples), buffer.publish
 
 
 class ThreadCollate:
@@ -111,6 +134,27 @@ def as_is(samples: Any) -> Any:
     return samples
 
 
+class MainCollate:
+    """The collate function of a loader without workers: that of the user, timed.
+
+    Args:
+        collate_fn: the user's collate function.
+        batched: whether the loader makes batches of samples.
+        row: of the main process.
+    """
+
+    def __init__(self, collate_fn: Callable[[Any], Any], batched: bool, row: Row) -> None:
+        self._collate_fn, self._batched, self._row = collate_fn, batched, row
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch of a list of samples, or of one sample."""
+        self._row.add_making(len(samples) if self._batched else 1)
+        with span(COLLATE):
+            batch = self._collate_fn(samples)
+        self._row.add_collating()
+        return batch
+
+
 class Gatherer:
     """An iterator that gathers lazy batches into memory of a pool; a thread gathers ``depth`` of them in advance.
 
@@ -118,8 +162,9 @@ class Gatherer:
     samples are loaded by the thread that asks for the batch, in the same order as without a cache.
     """
 
-    def __init__(self, lazy_batches: Iterator[LazyBatch], pool: Pool, depth: int) -> None:
+    def __init__(self, lazy_batches: Iterator[LazyBatch], pool: Pool, depth: int, row: Row) -> None:
         self._lazy_batches, self._pool, self._depth, self._pid = lazy_batches, pool, depth, os.getpid()
+        self._row = row  # of the main process
         self._waiting: deque[tuple[LazyBatch | None, Future[Any]]] = deque()
         self._thread = ThreadPoolExecutor(1, "stocache-gather")
         weakref.finalize(self, self._thread.shutdown, wait=False).atexit = False
@@ -133,13 +178,22 @@ class Gatherer:
     def __next__(self) -> Any:
         self._look_ahead()
         if not self._waiting:
-            return _gather(next(self._lazy_batches), self._pool)
+            return self._gather(next(self._lazy_batches))
         lazy, future = self._waiting.popleft()
         forked = os.getpid() != self._pid  # a forked child does not have the thread
-        batch = None if forked and lazy is not None else future.result()
-        if batch is None and lazy is not None:
-            batch = _gather(lazy, self._pool)
+        batch, took_ns = (None, 0) if forked and lazy is not None else future.result()
+        if lazy is not None:
+            if batch is None:
+                batch = self._gather(lazy)
+            else:
+                self._row.add_gathered(len(lazy), 1, took_ns)
         self._look_ahead()
+        return batch
+
+    def _gather(self, lazy: LazyBatch) -> Any:
+        self._row.add_making(len(lazy))
+        batch = _gather(lazy, self._pool)
+        self._row.add_collating()
         return batch
 
     def _look_ahead(self) -> None:
@@ -156,8 +210,10 @@ class Gatherer:
                 self._waiting.append((lazy, self._thread.submit(_gather_cached, lazy, self._pool)))
 
 
-def _gather_cached(lazy: LazyBatch, pool: Pool) -> Any:
-    return _gather(lazy, pool) if lazy.cached else None
+def _gather_cached(lazy: LazyBatch, pool: Pool) -> tuple[Any, int]:
+    """Return a batch that is wholly cached, and the nanoseconds that gathering it took; None if it is not."""
+    began = time.perf_counter_ns()
+    return (_gather(lazy, pool), time.perf_counter_ns() - began) if lazy.cached else (None, 0)
 
 
 def _gather(lazy: LazyBatch, pool: Pool) -> Any:

@@ -11,7 +11,6 @@ NOTE [ How torch's DataLoader is used ]
     and ``_shutdown_workers``, which ends them. Lightning uses the first and the last in the same way.
 """
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -22,14 +21,17 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.utils.data
 
 from stocache.datasets.cached import CachedDataset, with_lazy_batches
-from stocache.errors import ClosedError, LimitError, WorkerError
-from stocache.loader.collate import Gatherer, RingCollate, ThreadCollate, as_is, stacks
+from stocache.diagnosis.epochs import EpochLog, LoaderEpochStats, RunningEpoch
+from stocache.diagnosis.verdict import Verdict
+from stocache.errors import LimitError, WorkerError
+from stocache.loader.collate import Gatherer, MainCollate, RingCollate, ThreadCollate, as_is, stacks
 from stocache.loader.order import Order, Progress
 from stocache.loader.requests import RequestContext, layers
 from stocache.loader.resumable import ResumableLoader
@@ -44,6 +46,11 @@ from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.shm.pool import Pool
 from stocache.system.children import fork_lock
 from stocache.system.deprecation import old_name
+from stocache.system.ranks import ranks_here
+from stocache.timing.flat import flat_numbers
+from stocache.timing.histogram import NOTHING, Distribution
+from stocache.timing.record import COLLATE_NS, HAND_OVER_NS, LOAD_NS, SAMPLES, WAIT_NS, Record, record_here
+from stocache.timing.spans import WAIT, span
 
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., None])
@@ -70,8 +77,15 @@ class LoaderStats:
         ring: batches that arrived through the ring.
         fallbacks: batches that workers sent without the ring, as torch does, by reason.
         ring_bytes: memory that the ring takes now.
-        hit_rate: share of samples found in the cache, of all that any process read since the loader was made; None if the
-            dataset is not a `CachedDataset`.
+        hit_rate: share of samples that were in memory, of all that this process and its workers asked for; None if the dataset
+            is not a `CachedDataset`, or is closed.
+        wait: how long the loop waited for each batch.
+        load: how long it took to load each sample that was not in memory.
+        collate: how long collating or gathering each batch took, without loading.
+        hand_over: how long it took to pack each batch in a worker process, and to unpack it here.
+        ring_occupancy: the share of the ring's buffers that hold a batch now; None if the workers are not processes.
+        epochs: the figures of each epoch, in order, of the last 1000; the last one may still be running.
+        verdict: what made the trainer wait in the last epoch that has ended; None if it hardly waited.
     """
 
     batches: int
@@ -80,8 +94,31 @@ class LoaderStats:
     fallbacks: dict[str, int]
     ring_bytes: int
     hit_rate: float | None
+    wait: Distribution = NOTHING
+    load: Distribution = NOTHING
+    collate: Distribution = NOTHING
+    hand_over: Distribution = NOTHING
+    ring_occupancy: float | None = None
+    epochs: tuple[LoaderEpochStats, ...] = ()
+    verdict: Verdict | None = None
 
     outside = old_name("outside", "fallbacks")
+
+    def flat(self, prefix: str = "loader") -> dict[str, float]:
+        """Return all numbers in one dict, for W&B, MLflow, TensorBoard or Lightning's ``log_dict``.
+
+        ``loader/wait_p95_s`` is over all epochs, ``loader/epoch_wait_p95_s`` of the last epoch, and
+        ``loader/epoch_worker_0_wait_p95_s`` of worker 0 in it. Counts of batches by reason add up to ``loader/fallbacks``.
+        """
+        own = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        own |= {"fallbacks": sum(self.fallbacks.values()), "verdict": None}
+        if not self.epochs:
+            return flat_numbers(prefix, own)
+        epoch = self.epochs[-1]
+        last = {item.name: getattr(epoch, item.name) for item in dataclasses.fields(epoch) if item.name != "verdict"}
+        last |= {"hit_rate": epoch.hit_rate, "waited_share": epoch.waited_share}
+        last |= {f"worker_{number}_wait": wait for number, wait in enumerate(epoch.wait_by_worker)}
+        return flat_numbers(prefix, own, {"epoch": last})
 
 
 class DataLoader(ResumableLoader[_T]):
@@ -153,7 +190,9 @@ class DataLoader(ResumableLoader[_T]):
         self._pool = Pool()  # for batches without workers
         self._reset_position()
         self._epoch: int | None = None
-        self._totals = _Totals(self._cache_counts())
+        self._totals = _Totals()
+        self._record: Record | None = None
+        self._log = EpochLog()
 
     # ------------------------------------------------------------------------------------------------ iterating
 
@@ -176,6 +215,7 @@ class DataLoader(ResumableLoader[_T]):
         progress = self._next_progress()
         if self._worker_group is not None and self._worker_group.dead:
             self.end_workers()
+        epoch = self._begin_epoch()
         if self._iterator is None or self._worker_group is None:  # torch sets _iterator only for persistent workers
             made = progress.workers_made
             batches, group = self._make_iterator(progress)
@@ -187,7 +227,17 @@ class DataLoader(ResumableLoader[_T]):
         self._worker_group = group if self.persistent_workers else None
         self._progress, self._loaded, self._iterations = progress, None, self._iterations + 1
         self._worker_states.begin(progress.delivered)
-        return _Iteration(batches, progress, self._totals, group, self._worker_states, self._in_order)
+        epoch.ring, epoch.threads = group.ring, self._uses_threads
+        return _Iteration(batches, progress, self._totals, group, self._worker_states, self._in_order, epoch, self._log)
+
+    def _begin_epoch(self) -> RunningEpoch:
+        cached = self._cached_dataset()
+        cache = disk = None
+        if cached is not None:
+            cached.begin_loop(self)
+            cache, disk = cached.cache, cached.disk_cache
+        persistent = bool(self.num_workers and self.persistent_workers)
+        return self._log.begin(self.record, cache, disk is not None, self.num_workers, persistent, self._ring)
 
     def _make_iterator(self, progress: Progress) -> "tuple[Any, WorkerGroup]":
         # see NOTE [ How torch's DataLoader is used ]
@@ -207,13 +257,14 @@ class DataLoader(ResumableLoader[_T]):
             dataset, collate_fn = seeded(dataset, collate_fn, seed, lazy=lazy is not None)
         replaced: dict[str, Any] = {"batch_sampler" if self.batch_sampler is not None else "sampler": order}
         if alone:
-            replaced |= {"dataset": self._restored_here(dataset), "collate_fn": collate_fn}
+            replaced |= {"dataset": self._restored_here(dataset)}
             if lazy is None:
+                replaced |= {"collate_fn": MainCollate(collate_fn, self.batch_sampler is not None, self.record.main)}
                 return self._torch_iterator(order, progress, replaced), WorkerGroup(order)
             replaced |= {"collate_fn": as_is}
             lazy_batches = self._torch_iterator(order, progress, replaced)
             depth = 0 if self._keeps_states else self.prefetch_factor or 0  # a state is that of the delivered batches
-            return Gatherer(lazy_batches, self._pool, depth), WorkerGroup(order)
+            return Gatherer(lazy_batches, self._pool, depth, self.record.main), WorkerGroup(order)
         if self._uses_threads:
             in_threads = ThreadCollate(collate_fn, stacking, self.batch_sampler is not None, self._pool, seed)
             return self._threaded_iterator(order, progress, dataset, in_threads, lazy)
@@ -221,7 +272,9 @@ class DataLoader(ResumableLoader[_T]):
         ring = self.ring
         iteration = ring.begin()
         order.context = RequestContext(ring, iteration, arrays=lazy is not None, epoch=self._epoch)
-        collate: Any = RingCollate(collate_fn, stacking, ring, iteration)
+        ring.on_receive = partial(self.record.main.add, HAND_OVER_NS)
+        self.record.answer_to(ring.key)
+        collate: Any = RingCollate(collate_fn, stacking, self.batch_sampler is not None, ring, iteration, self.record)
         replaced |= self._restored_in_workers(dataset, collate) | {"multiprocessing_context": context}
         order.farewells = self._farewells
         group = WorkerGroup(order, ring if iteration else None, self._start_method, persistent=self.persistent_workers)
@@ -263,6 +316,7 @@ class DataLoader(ResumableLoader[_T]):
     def _torch_iterator(self, order: Order, progress: Progress, replaced: dict[str, Any]) -> Any:
         """Return the iterator that torch makes from a copy of this loader with some attributes replaced."""
         changed = copy.copy(self)
+        changed._record = self._record
         for name, value in replaced.items():
             object.__setattr__(changed, name, value)  # torch's __setattr__ refuses these names, to protect loaders in use
         with order.rng_during_creation(progress), fork_lock():
@@ -288,47 +342,66 @@ class DataLoader(ResumableLoader[_T]):
             self._ring = Ring(2 * self.num_workers, depth, pinned=self._pins)
         return self._ring
 
+    @property
+    def record(self) -> Record:
+        """Where the loader and its workers record how long the steps of loading take, made at first use."""
+        if self._record is None or not self._record.mine:
+            cached = self._cached_dataset()
+            name = None if cached is None or cached.cache.closed else cached.cache.shared_name
+            has_processes = self.num_workers > 0 and self.worker_method != "thread"
+            self._record = Record(self.num_workers, has_processes, name, ranks_here().rank)
+        return self._record
+
     def dead_worker(self) -> str | None:
         """Return how a persistent worker died; None while all live."""
         return None if self._worker_group is None else self._worker_group.death()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_ring": None, "_worker_group": None, "_iterator": None, "_iterable": None}  # another process makes its own
+        own = {
+            "_ring": None,
+            "_record": None,
+            "_worker_group": None,
+            "_iterator": None,
+            "_iterable": None,
+        }  # another process makes its own
         return vars(self) | own
 
     # ------------------------------------------------------------------------------------------------ observing
 
     def stats(self) -> LoaderStats:
         """Return the counts and times of the loader so far."""
-        ring, totals = self._ring, self._totals
-        counts = self._cache_counts()
-        hit_rate = None
-        if counts is not None and totals.counts is not None:
-            hits, misses = (now - then for now, then in zip(counts, totals.counts, strict=True))
-            hit_rate = hits / max(1, hits + misses)
+        ring, totals, cached = self._ring, self._totals, self._cached_dataset()
+        counted = None if self._record is None else self._record.read()
+        wait, load, collate, hand_over = (
+            Distribution() if counted is None else counted.distribution(quantity)
+            for quantity in (WAIT_NS, LOAD_NS, COLLATE_NS, HAND_OVER_NS)
+        )
+        samples = 0 if counted is None else counted.sum(SAMPLES)
+        is_open = cached is not None and not cached.cache.closed
         return LoaderStats(
             batches=totals.batches,
             waited_s=totals.waited_s,
             ring=0 if ring is None else ring.received,
             fallbacks={} if ring is None else {reason: count for reason, count in ring.fallbacks.items() if count},
             ring_bytes=0 if ring is None else ring.nbytes,
-            hit_rate=hit_rate,
+            hit_rate=max(0, samples - load.count) / max(1, samples) if is_open else None,
+            wait=wait,
+            load=load,
+            collate=collate,
+            hand_over=hand_over,
+            ring_occupancy=None if ring is None else ring.occupancy,
+            epochs=self._log.epochs(),
+            verdict=self._log.verdict,
         )
 
-    def _cache_counts(self) -> tuple[int, int] | None:
-        """Return hits and misses of the cache; None without a cache, or if it is closed."""
-        for layer in layers(self.dataset):
-            if isinstance(layer, CachedDataset):
-                with contextlib.suppress(ClosedError):
-                    return layer.cache.counts()[:2]
-        return None
+    def _cached_dataset(self) -> CachedDataset | None:
+        return next((layer for layer in layers(self.dataset) if isinstance(layer, CachedDataset)), None)
 
 
 @dataclass
 class _Totals:
-    """The running totals of `LoaderStats`; ``counts`` are hits and misses of the cache when the loader was made."""
+    """The running totals of `LoaderStats`."""
 
-    counts: tuple[int, int] | None
     batches: int = 0
     waited_s: float = 0.0
 
@@ -378,10 +451,14 @@ class _Iteration:
         group: WorkerGroup,
         states: WorkerStates,
         ordered: bool,
+        epoch: RunningEpoch,
+        log: EpochLog,
     ) -> None:
         self._batches, self._progress, self._totals, self._worker_group = batches, progress, totals, group
         self._worker_states = states
         self._ordered = ordered
+        self._epoch, self._log = epoch, log
+        self._own_row = None if epoch.workers else epoch.record.main  # where this thread makes the batches
 
     def __iter__(self) -> "_Iteration":
         return self
@@ -395,14 +472,19 @@ class _Iteration:
         return len(self._batches)  # type: ignore[arg-type]  # torch's iterators have a length
 
     def __next__(self) -> Any:
-        began = time.perf_counter()
+        began, before = time.perf_counter_ns(), None
         try:
-            batch = self._next()
-            while self._progress.replay:
-                self._progress.replay -= 1
+            with span(WAIT):
+                if self._own_row is not None:
+                    before = record_here(self._own_row)
+                    self._own_row.begin_step()
                 batch = self._next()
+                while self._progress.replay:
+                    self._progress.replay -= 1
+                    batch = self._next()
         except StopIteration:
             self._progress.finished = True
+            self._log.end(self._epoch)
             raise
         except Exception as error:
             death = self._worker_group.explanation(error)
@@ -415,8 +497,12 @@ class _Iteration:
                 self._worker_states.note_error()
             raise
         finally:
-            self._totals.waited_s += time.perf_counter() - began
+            if self._own_row is not None:
+                record_here(before)
+            waited_ns = time.perf_counter_ns() - began
+            self._totals.waited_s += waited_ns / 1e9
         self._totals.batches += 1
+        self._epoch.note_batch(waited_ns, getattr(self._batches, "last_worker", None))
         return batch
 
     def _next(self) -> Any:

@@ -1,6 +1,7 @@
 """What the loader sends to its workers with each batch of indices."""
 
 import threading
+import time
 from array import array
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from torch.utils.data import Subset, get_worker_info
 
 from stocache.datasets.cached import CachedDataset
 from stocache.ring.ring import Ring, ring_of
+from stocache.timing.record import record_here, record_of, row_here
 
 
 @dataclass
@@ -73,6 +75,7 @@ class BatchRequest:
 
 class _Here(threading.local):
     request = 0
+    began_ns = 0
     answer: Any = None
 
 
@@ -85,6 +88,11 @@ def current_request() -> int:
     return _here.request
 
 
+def request_began_ns() -> int:
+    """Return when this worker process began with its request, by `time.perf_counter_ns`."""
+    return _here.began_ns
+
+
 def current_answer() -> Any:
     """Return the indices, or `EpochIndices`, that this worker thread works on."""
     return _here.answer
@@ -94,10 +102,12 @@ def _unpickle_request(
     key: str, iteration: int, number: int, epoch: int | None, sample_epoch: int | None, index: Any, width: int = 0
 ) -> Any:
     global _epoch
-    _here.request = number
+    _here.request, _here.began_ns = number, time.perf_counter_ns()
     lane = ring_of(key).lane(iteration)
     if lane is not None:
         lane.record_request(number)
+    if row_here() is None and (record := record_of(key)) is not None and (worker := get_worker_info()) is not None:
+        record_here(record.claim(worker.id))
     if epoch is not None and epoch != _epoch and (worker := get_worker_info()) is not None:
         _epoch = epoch
         set_epoch(worker.dataset, epoch)

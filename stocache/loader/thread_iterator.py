@@ -42,6 +42,9 @@ from stocache.loader.worker_state import StatefulMap
 from stocache.threads.crew import Crew, RaisedError, Stopped, Worker, first_error, graph_lock, wrap_error
 from stocache.threads.info import Generators
 from stocache.threads.workers import Task, WorkerThreads, stop_all, wait_for
+from stocache.timing.gil import GilWatch
+from stocache.timing.record import Row, record_here, row_here
+from stocache.timing.spans import COLLATE, span
 
 _RUN_S = 0.002  # a run of samples takes about as long
 _FIRST_RUNS = 8  # for each thread, of a batch whose samples' cost is not known
@@ -66,6 +69,7 @@ class Batch:
         error: what to raise instead.
         done: whether ``data`` or ``error`` is set.
         group: the group with which the batch is gathered, if it is wholly cached.
+        maker: the number of the thread that finished it; None for the loop itself.
         ended: whether the iterable dataset of the worker had no more samples.
     """
 
@@ -77,6 +81,7 @@ class Batch:
         self.error: ExceptionWrapper | None = None
         self.done = self.ended = False
         self.group: Group | None = None
+        self.maker: int | None = None
         self.index: Any = None
         self.samples: list[Any] = []
         self.lazy: LazyBatch | None = None
@@ -135,7 +140,7 @@ class ThreadMaker:
     """Makes batches in threads. It is what the tasks hold, and does not hold the iterator."""
 
     def __init__(self, loader: Any, crew: Crew, pin: Any) -> None:
-        self.crew, self._pin = crew, pin
+        self.crew, self._pin, self.record = crew, pin, loader.record
         self._batched, self._drop_last, self._kind = loader._auto_collation, loader.drop_last, loader._dataset_kind
         dataset = crew.workers[0].dataset
         iterable = self._kind == DatasetKind.Iterable
@@ -156,8 +161,9 @@ class ThreadMaker:
 
     def _fetch(self, batch: Batch, _: int) -> None:
         """Make a batch of a bound worker, as torch's worker process does."""
-        number = batch.stream
+        number = batch.maker = batch.stream
         worker = self.crew.workers[number]
+        row = self._begin_step(number)
         try:
             self._check(worker, batch)
             with self.crew.loading():
@@ -166,7 +172,9 @@ class ThreadMaker:
                     fetcher = self._fetchers[number] = DatasetKind.create_fetcher(
                         self._kind, worker.dataset, self._batched, worker.collate_fn, self._drop_last
                     )
-                data = fetcher.fetch(batch.request.answer())
+                data = fetcher.fetch(index := batch.request.answer())
+            row.add_making(len(_indices_of(index)) if self._batched and self._kind != DatasetKind.Iterable else 1)
+            row.add_collating()
             batch.finish(self._pinned(data))
         except StopIteration as error:
             batch.ended = self._kind == DatasetKind.Iterable
@@ -175,6 +183,15 @@ class ThreadMaker:
             return
         except BaseException as error:
             batch.finish(error=wrap_error(error, number))
+
+    def _begin_step(self, number: int) -> Row:
+        """Return the row of this thread, and record from now on."""
+        row = row_here()
+        if row is None:
+            row = self.record.take(number)
+            record_here(row)
+        row.begin_step()
+        return row
 
     def _pinned(self, data: Any) -> Any:
         return data if self._pin is None else _pin_memory(data, self._pin)
@@ -226,7 +243,7 @@ class ThreadMaker:
         at = rows[0] if rows else 0
         turn = _Turn(self.crew, batch)
         worker.rng.draws = turn
-        began = time.perf_counter()
+        began, row = time.perf_counter(), self._begin_step(number)
         try:
             self._check(worker, batch)
             with self.crew.loading():
@@ -250,6 +267,7 @@ class ThreadMaker:
         if rows:
             cost_s = (time.perf_counter() - began) / len(rows)
             self._cost_s = cost_s if not self._cost_s else 0.9 * self._cost_s + 0.1 * cost_s
+        row.add_making(0)
         with batch.lock:
             batch.runs_left -= 1
             last = not batch.runs_left
@@ -260,6 +278,7 @@ class ThreadMaker:
     def _load_batch(self, batch: Batch, index: Any, number: int) -> None:
         worker = self.crew.workers[number]
         worker.rng.draws = _Turn(self.crew, batch)
+        self._begin_step(number)
         try:
             self._check(worker, batch)
             with self.crew.loading():
@@ -280,14 +299,19 @@ class ThreadMaker:
             set_epoch(worker.dataset, epoch)
 
     def _collate(self, batch: Batch, worker: Worker) -> None:
-        error, data = first_error(batch.errors), None
+        error, data, row = first_error(batch.errors), None, self._begin_step(worker.number)
+        batch.maker = worker.number
+        row.add_making(len(batch.samples))
         try:
             if error is None:
                 batch.request.note(batch.index)
                 if batch.lazy is not None:  # what it still has to load is loaded by this thread, from its own dataset
                     batch.lazy.load_as(worker.dataset.__getitems__(batch.index))
                 samples = batch.samples if self._batched else batch.samples[0]
-                data = self._pinned(worker.collate_fn(samples if batch.lazy is None else batch.lazy))
+                with span(COLLATE):
+                    data = worker.collate_fn(samples if batch.lazy is None else batch.lazy)
+                data = self._pinned(data)
+                row.add_collating()
         except Stopped:
             return
         except BaseException as raised:
@@ -297,14 +321,19 @@ class ThreadMaker:
         batch.finish(data, error)
         self.crew.tell_progress()
 
-    def gather(self, group: Group, number: int) -> None:
-        """Gather the batches of a group, unless another thread has begun to. ``number``: of the thread; 0 for the loop."""
+    def gather(self, group: Group, number: int | None) -> None:
+        """Gather the batches of a group, unless another thread has begun to. ``number``: of the thread; None for the loop."""
         if not group.claim():
             return
-        worker, batches = self.crew.workers[number], [batch for batch in group.batches if not batch.done]
+        worker, batches = self.crew.workers[number or 0], [batch for batch in group.batches if not batch.done]
+        row = self.record.main if number is None else self._begin_step(number)
+        began = time.perf_counter_ns()
         try:
             gathered = worker.collate_fn.gather([batch.lazy for batch in batches])
             made = list(map(self._pinned, gathered))
+            if batches:
+                samples = sum(len(batch.samples) for batch in batches)
+                row.add_gathered(samples, len(batches), time.perf_counter_ns() - began)
         except Exception:  # of one of them
             for batch in batches:
                 self._collate(batch, worker)
@@ -314,6 +343,7 @@ class ThreadMaker:
         else:
             for batch, data in zip(batches, made, strict=True):
                 self.crew.claiming.discard(batch.lazy)
+                batch.maker = number
                 batch.finish(data)
 
 
@@ -369,6 +399,7 @@ class ThreadIterator(QuickIterator):
         crew = Crew(count, parts, self._base_seed, self._shared_seed, bool(hooks), loader.warned)
         pin = self._pin_memory_device if self._pin_memory else None
         self._maker = ThreadMaker(loader, crew, pin)
+        self._gil_watch = GilWatch(self._maker.record.main.add_look)
         self._is_bound, self._in_turn = self._maker.is_bound, crew.in_turn
         # One thread makes all batches where samples are made one at a time. With more, a sample that waits for its random
         # numbers could hold what an earlier one needs; and collating, which calls hooks of ``sample_seed``, could meet a sample
@@ -468,6 +499,7 @@ class ThreadIterator(QuickIterator):
             if batch.error is not None:
                 batch.error.reraise()  # type: ignore[no-untyped-call]
             data, batch.data = batch.data, None
+            self.last_worker = batch.maker
             return data
 
     def _await(self) -> int:
@@ -484,6 +516,7 @@ class ThreadIterator(QuickIterator):
             return number
         until = time.monotonic() + self._timeout if self._timeout else None
         self._maker.crew.begin_wait()
+        watch = self._gil_watch
         try:
             while True:
                 number = self._done()
@@ -493,7 +526,7 @@ class ThreadIterator(QuickIterator):
                 rest_s = _CHECK_S if until is None else until - time.monotonic()
                 if rest_s <= 0:
                     raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
-                wait_for(self._finished, min(rest_s, _CHECK_S))
+                watch.wait(partial(wait_for, self._finished), min(rest_s, _CHECK_S))
         finally:
             self._maker.crew.waiting = False
 
@@ -504,7 +537,7 @@ class ThreadIterator(QuickIterator):
             raise StopIteration
         for number, batch in islice(self._batches.items(), 1 if self._in_order else None):
             if not batch.done and batch.group is not None:
-                self._maker.gather(batch.group, 0)
+                self._maker.gather(batch.group, None)
             if batch.done:
                 return number
         return None

@@ -28,7 +28,13 @@ DatasetKind: Any = torch_dataloader._DatasetKind
 
 
 class QuickIterator(BaseIterator):  # type: ignore[misc]
-    """An iterator of torch that tells the profiler about its batches only while one is on."""
+    """An iterator of torch that tells the profiler about its batches only while one is on.
+
+    Attributes:
+        last_worker: the number of the worker that made the last batch; None if that is not known.
+    """
+
+    last_worker: int | None = None
 
     def __next__(self) -> Any:
         iterable = self._dataset_kind == DatasetKind.Iterable  # torch compares its length
@@ -53,6 +59,10 @@ class ProcessIterator(QuickIterator, torch_dataloader._MultiProcessingDataLoader
         key = next(_numbers)
         _kept[key] = [self._worker_result_queue, *self._index_queues]
         weakref.finalize(self, _kept.pop, key, None).atexit = False
+
+    def _process_data(self, data: Any, *worker: int) -> Any:
+        self.last_worker = worker[0] if worker else None  # torch tells it from 2.6 on
+        return super()._process_data(data, *worker)  # type: ignore[no-untyped-call]
 
 
 _kept: dict[int, list[Any]] = {}

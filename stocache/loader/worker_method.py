@@ -7,7 +7,6 @@ for moments only, and the second is inexact on a busy machine. What threads wait
 programs may use it. A child process makes the samples, so that the user's dataset stays as it is.
 """
 
-import contextlib
 import logging
 import os
 import statistics
@@ -28,6 +27,7 @@ from stocache.loader.requests import layers
 from stocache.loader.worker_state import has_state
 from stocache.system.children import in_children
 from stocache.threads.copies import copy_dataset, find_open_handle, holds_generator
+from stocache.timing.gil import LATE_S, LOOK_S, queued_seconds
 
 logger = logging.getLogger("stocache")
 
@@ -36,7 +36,6 @@ METHODS = "multiprocessing", "thread", "auto"
 _CACHED = 0.9  # the share of samples in the cache, from which batches are mostly gathered, which leaves the GIL free
 _SPEED_UP = 1.2  # of two threads over one, from which threads are chosen
 _HELD = 0.5  # the share of looks that find the GIL held, from which processes are chosen
-_LOOK_S, _LATE_S = 0.0007, 0.00025  # to sleep before a look; to wake up so much later means that the GIL was held
 _ROUND_S, _TRIAL_S, _ROUNDS = 0.01, 0.1, 3
 _PATIENCE_S = 30.0  # for one round
 
@@ -136,14 +135,14 @@ def _time(datasets: Sequence[Any], parts: list[list[int]]) -> float:
         begin.wait()
         for idx in part:
             dataset[idx]
-        ended, queued_s = time.perf_counter(), _queued_s(own)
+        ended, queued_s = time.perf_counter(), queued_seconds(own)
         return max(ended - began - (queued_s - before_s[own]), time.thread_time() - cpu_s)
 
     with ThreadPoolExecutor(len(datasets)) as threads:
         took_s = [threads.submit(load, *arguments) for arguments in zip(datasets, parts, strict=False)]
         for _ in datasets:
             ready.acquire()
-        before_s.update({thread: _queued_s(thread) for thread in before_s})  # only what comes after `began` is to be left out
+        before_s.update({thread: queued_seconds(thread) for thread in before_s})  # what comes after `began` is left out
         began = time.perf_counter()
         begin.set()
         return statistics.mean(took.result() for took in took_s)
@@ -156,16 +155,9 @@ def _look(dataset: Any, part: list[int]) -> tuple[int, int]:
     with ThreadPoolExecutor(1) as threads:
         loaded = threads.submit(lambda: [dataset[idx] for idx in part] and None)
         while not loaded.done():
-            queued_s, began = _queued_s(own), time.perf_counter()
-            time.sleep(_LOOK_S)
-            held += time.perf_counter() - began - (_queued_s(own) - queued_s) > _LOOK_S + _LATE_S
+            queued_s, began = queued_seconds(own), time.perf_counter()
+            time.sleep(LOOK_S)
+            held += time.perf_counter() - began - (queued_seconds(own) - queued_s) > LOOK_S + LATE_S
             looks += 1
         loaded.result()
     return held, looks
-
-
-def _queued_s(thread: int | None) -> float:
-    """Return the seconds for which a thread could run, but processors were busy with others. 0 if Linux does not tell."""
-    with contextlib.suppress(OSError, LookupError, ValueError), open(f"/proc/self/task/{thread}/schedstat") as file:
-        return int(file.read().split()[1]) / 1e9
-    return 0.0

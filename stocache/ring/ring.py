@@ -22,6 +22,7 @@ import math
 import os
 import pickle
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -39,6 +40,7 @@ from stocache.ring.pinned import Pinned
 from stocache.shm.leases import LeaseTracker
 from stocache.shm.segment import Segment
 from stocache.system.limits import GIB, KIB, MIB, format_size
+from stocache.timing.spans import RECEIVE, span
 
 STRIDE = 2 * GIB  # bytes of addresses of a buffer
 _EXTENT = 2 * MIB  # a buffer takes memory in steps of this size
@@ -71,7 +73,10 @@ class Ring:
 
     Attributes:
         received: batches that came through the ring.
+        on_receive: called with the nanoseconds that packing and unpacking each batch took; None if that is not wanted.
     """
+
+    on_receive: Callable[[int], None] | None = None
 
     def __init__(self, lanes: int, depth: int, pinned: bool = False) -> None:
         words = _LIVE + lanes * (_LANE_WORDS + depth)
@@ -132,6 +137,12 @@ class Ring:
     def nbytes(self) -> int:
         """Bytes of memory that the buffers take now."""
         return self._segment.reserved_bytes
+
+    @property
+    def occupancy(self) -> float:
+        """The share of all buffers that hold a batch: one on its way, or one that the user holds."""
+        words = np.frombuffer(self._words, np.uint64)
+        return float(np.count_nonzero(words & np.uint64(3))) / max(1, len(words))
 
     def offset_of(self, tensor: Tensor) -> int | None:
         """Return the offset of a contiguous tensor in the memory of the buffers; None if it lies elsewhere."""
@@ -339,10 +350,10 @@ class RingBuffer:
             if self.problem is NOTHING:
                 lane.record_small()
                 return BatchHandle(pickle.loads, payload)
-            return BatchHandle(_receive_fallback, lane.key, self.problem, payload)
+            return BatchHandle(_receive_fallback, 0, lane.key, self.problem, payload)
         number = (lane.words[self._at] >> 2) + 1
         lane.words[self._at] = number << 2 | _SENT
-        return BatchHandle(_receive, lane.key, self._slot, number, self._used, places, payload)
+        return BatchHandle(_receive, 0, lane.key, self._slot, number, self._used, places, payload)
 
     def _write(self, pieces: list[bytes]) -> tuple[int, int] | None:
         """Write a pickle into the buffer, and return its offset and size; None if it is small, or if there is no room."""
@@ -384,6 +395,14 @@ class BatchHandle:
     def __init__(self, receive: Callable[..., Any], *content: Any) -> None:
         self._reduced = receive, content
 
+    def note_packing(self, duration_ns: int) -> bool:
+        """Send along how long it took to pack the batch. False if the receiver takes no note of it, for a small batch."""
+        receive, content = self._reduced
+        if receive is pickle.loads:
+            return False
+        self._reduced = receive, (duration_ns, *content[1:])
+        return True
+
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return self._reduced
 
@@ -395,16 +414,25 @@ def fallback(key: str, reason: str, batch: Any) -> BatchHandle:
     batch, and the parent would wait for ever.
     """
     pieces, _ = pack(batch, lambda address, nbytes: None)
-    return BatchHandle(_receive_fallback, key, reason, b"".join(pieces))
+    return BatchHandle(_receive_fallback, 0, key, reason, b"".join(pieces))
 
 
-def _receive(key: str, *content: Any) -> Any:
-    return ring_of(key).receive(*content)
+def _receive(packing_ns: int, key: str, *content: Any) -> Any:
+    began, ring = time.perf_counter_ns(), ring_of(key)
+    with span(RECEIVE):
+        batch = ring.receive(*content)
+    if ring.on_receive is not None:
+        ring.on_receive(packing_ns + time.perf_counter_ns() - began)
+    return batch
 
 
-def _receive_fallback(key: str, reason: str, payload: bytes) -> Any:
-    batch = unpack(payload, memoryview(b""), [])
-    ring_of(key).record_fallback(reason)
+def _receive_fallback(packing_ns: int, key: str, reason: str, payload: bytes) -> Any:
+    began, ring = time.perf_counter_ns(), ring_of(key)
+    with span(RECEIVE):
+        batch = unpack(payload, memoryview(b""), [])
+    ring.record_fallback(reason)
+    if ring.on_receive is not None:
+        ring.on_receive(packing_ns + time.perf_counter_ns() - began)
     return batch
 
 

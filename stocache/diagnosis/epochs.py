@@ -1,0 +1,219 @@
+"""The figures of each epoch of a loader: how long the trainer waited, how long each part took, and the verdict."""
+
+import contextlib
+import itertools
+import logging
+import os
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+
+from stocache.cache.base import SampleCache
+from stocache.cache.shared import SharedCache
+from stocache.diagnosis.verdict import CacheFacts, EpochFacts, Verdict, judge
+from stocache.errors import ClosedError
+from stocache.ring.ring import FULL, Ring
+from stocache.system import limits
+from stocache.system.ranks import is_first_rank
+from stocache.timing.histogram import NOTHING, Distribution
+from stocache.timing.record import COLLATE_NS, HAND_OVER_NS, LOAD_NS, SAMPLES, WAIT_NS, Record
+
+logger = logging.getLogger("stocache")
+
+_KEPT = 1000  # epochs
+_EVERY = 8  # batches, the ring is looked at
+_OVERHEAD = 32  # bytes of a cache for each sample of the dataset, at most
+
+
+@dataclass(frozen=True)
+class LoaderEpochStats:
+    """What one epoch of a loader took. It is of this process and its workers: the shares of several ranks add up.
+
+    Attributes:
+        number: of the epoch since the loader was made, from 0.
+        batches: batches delivered.
+        samples: samples of the batches that were made.
+        hits, misses: those of them that were in memory, and that were not; None if the dataset is not a `CachedDataset`.
+        seconds: duration of the epoch.
+        waited_s: the part of it in which the loop waited for batches.
+        wait: how long it waited for each batch.
+        wait_by_worker: the same for the batches of each worker.
+        load: how long each sample took that was not in memory.
+        collate: how long collating or gathering each batch took, without loading.
+        hand_over: how long it took to pack each batch in a worker process, and to unpack it here.
+        ring_occupancy: the mean share of the ring's buffers that held a batch; None if the workers are not processes.
+        outside: batches that went around the ring, because all of its buffers were held.
+        verdict: what made the trainer wait; None if it hardly waited, or the epoch is still running.
+    """
+
+    number: int
+    batches: int = 0
+    samples: int = 0
+    hits: int | None = None
+    misses: int | None = None
+    seconds: float = 0.0
+    waited_s: float = 0.0
+    wait: Distribution = NOTHING
+    wait_by_worker: tuple[Distribution, ...] = ()
+    load: Distribution = NOTHING
+    collate: Distribution = NOTHING
+    hand_over: Distribution = NOTHING
+    ring_occupancy: float | None = None
+    outside: int = 0
+    verdict: Verdict | None = None
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of hits among all requests; None without a cache."""
+        return None if self.hits is None or self.misses is None else self.hits / max(1, self.hits + self.misses)
+
+    @property
+    def waited_share(self) -> float:
+        """Share of the time in which the loop waited."""
+        return self.waited_s / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class RunningEpoch:
+    """An epoch that runs, and what it runs on. It does not hold the loader, which may be gone while its batches come.
+
+    Attributes:
+        cache: of the dataset, if it has one; ``disk``: whether a disk is behind that.
+        ring: of worker processes, from the first iteration on.
+        threads: whether the workers are threads.
+    """
+
+    number: int
+    record: Record
+    cache: SampleCache | None
+    disk: bool
+    workers: int
+    persistent: bool
+    ring: Ring | None = None
+    threads: bool = False
+
+    def __post_init__(self) -> None:
+        self.began_at = self.last_at = time.monotonic()  # `last_at`: when the last batch came
+        self.counted, self.outside, self.fills = self.record.read(), self.count_outside(), self.count_fills()
+        self.waited_s = self.first_wait_s = self.occupancy = 0.0
+        self.batches = self.looks = 0
+
+    def count_outside(self) -> int:
+        """Return how many batches have found the ring full so far."""
+        return 0 if self.ring is None else self.ring.fallbacks[FULL]
+
+    def count_fills(self) -> int:
+        """Return how many samples were cached so far; 0 if the cache is closed."""
+        with contextlib.suppress(ClosedError):
+            return 0 if self.cache is None else self.cache.counts()[2]
+        return 0
+
+    def note_batch(self, duration_ns: int, worker: int | None) -> None:
+        """Note that a batch came, how long the loop waited for it, and which worker made it, if known."""
+        self.record.row(0 if worker is None else 1 + worker).add(WAIT_NS, duration_ns)
+        if not self.batches:
+            self.first_wait_s = duration_ns / 1e9
+        self.waited_s += duration_ns / 1e9
+        self.batches += 1
+        self.last_at = time.monotonic()
+        if self.ring is not None and self.batches % _EVERY == 1:
+            self.occupancy += self.ring.occupancy
+            self.looks += 1
+
+    def figures(self, until: float | None = None) -> tuple[LoaderEpochStats, EpochFacts]:
+        """Return the figures of the epoch, until now or an earlier time, and the facts for the verdict."""
+        counted, cache = self.record.read().since(self.counted), self._cache_facts()
+        load, samples = counted.distribution(LOAD_NS), counted.sum(SAMPLES)
+        seconds = (time.monotonic() if until is None else until) - self.began_at
+        outside = self.count_outside() - self.outside
+        stats = LoaderEpochStats(
+            number=self.number,
+            batches=self.batches,
+            samples=samples,
+            hits=None if self.cache is None else max(0, samples - load.count),
+            misses=None if self.cache is None else load.count,
+            seconds=seconds,
+            waited_s=self.waited_s,
+            wait=counted.distribution(WAIT_NS),
+            wait_by_worker=tuple(counted.distribution(WAIT_NS, 1 + worker) for worker in range(counted.workers)),
+            load=load,
+            collate=counted.distribution(COLLATE_NS),
+            hand_over=counted.distribution(HAND_OVER_NS),
+            ring_occupancy=self.occupancy / self.looks if self.looks else None,
+            outside=outside,
+        )
+        facts = EpochFacts(
+            counted=counted,
+            seconds=seconds,
+            waited_s=self.waited_s,
+            first_wait_s=self.first_wait_s,
+            batches=self.batches,
+            samples=samples,
+            misses=load.count,
+            workers=self.workers,
+            threads=self.threads,
+            persistent=self.persistent,
+            outside=outside,
+            buffers=0 if self.ring is None else self.ring.depth,
+            cores=len(os.sched_getaffinity(0)),
+            cache=cache,
+        )
+        return stats, facts
+
+    def _cache_facts(self) -> CacheFacts | None:
+        if self.cache is None:
+            return None
+        try:
+            stats = self.cache.stats()
+        except ClosedError:
+            return None
+        return CacheFacts(
+            fills=stats.fills - self.fills,
+            filled=stats.filled,
+            dataset_len=stats.dataset_len,
+            sample_bytes=stats.slot_bytes if stats.filled or isinstance(self.cache, SharedCache) else 0,
+            overhead_bytes=_OVERHEAD * stats.dataset_len,
+            room_bytes=limits.shared_memory_room() + stats.reserved_bytes,
+            disk=self.disk,
+        )
+
+
+class EpochLog:
+    """Keeps the figures of the epochs of one loader, the last 1000."""
+
+    def __init__(self) -> None:
+        self._done: deque[LoaderEpochStats] = deque(maxlen=_KEPT)
+        self._running: RunningEpoch | None = None
+        self._numbers = itertools.count()
+
+    def begin(
+        self, record: Record, cache: SampleCache | None, disk: bool, workers: int, persistent: bool, ring: Ring | None
+    ) -> RunningEpoch:
+        """Begin an epoch. One that was left early ends."""
+        if self._running is not None:
+            self.end(self._running, self._running.last_at)
+        self._running = RunningEpoch(next(self._numbers), record, cache, disk, workers, persistent, ring)
+        return self._running
+
+    def end(self, epoch: RunningEpoch, at: float | None = None) -> None:
+        """End an epoch, now or at an earlier time, unless it has ended or had no batches."""
+        if epoch is not self._running:
+            return
+        self._running = None
+        if not epoch.batches:
+            return
+        stats, facts = epoch.figures(at)
+        verdict = judge(facts)
+        self._done.append(replace(stats, verdict=verdict))
+        if verdict is not None and is_first_rank():
+            logger.info("epoch %d: %s", epoch.number + 1, verdict.text)
+
+    def epochs(self) -> tuple[LoaderEpochStats, ...]:
+        """Return the figures of all epochs; of the running one, too, if it has batches."""
+        running = self._running
+        return (*self._done, running.figures()[0]) if running is not None and running.batches else tuple(self._done)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict on the last epoch that has ended."""
+        return self._done[-1].verdict if self._done else None

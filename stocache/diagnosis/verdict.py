@@ -1,0 +1,280 @@
+"""Say in one line what made the trainer wait, and what would remove it.
+
+NOTE [ The verdict ]
+    The trainer waits if the workers need longer for a batch than the trainer for its step. What the workers did in an epoch is
+    recorded in parts: loading samples that were not cached, making the rest (reading cached ones, transforms), collating,
+    handing over. The largest part is the limit, unless the cause lies elsewhere: workers that are only starting, a ring whose
+    buffers are all held, a GIL that one thread at a time can have. What a change would bring follows from the parts: W workers
+    that need c seconds each for a batch deliver one every c / W seconds; the trainer waits for what that is longer than its
+    step.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from stocache.system.limits import GIB, format_size
+from stocache.timing.record import COLLATE_NS, CPU_NS, HAND_OVER_NS, HELD, LOAD_NS, LOOKS, MAKE_NS, SEEN_BUSY_NS, Counted
+
+Limit = Literal["source", "cold cache", "transform", "collate", "workers", "ring", "GIL", "hand-over", "start", "stalls"]
+
+_SILENT = 0.05  # of its time the trainer may wait
+_SHORTEST_S = 0.01  # of waiting that is worth a word
+_OUTSIDE = 0.2  # of the batches that go around the ring, from which the ring is full
+_HELD = 0.5  # of the looks that find the GIL held
+_LOOKS = 5  # that are enough
+_WAITING = 0.5  # of its time a thread has no processor: then more workers than processors help
+_SLOW = 5.0  # times the median is what a slow sample takes
+_IDLE = 0.6  # of the workers' time: they are busy for less than that
+
+
+@dataclass(frozen=True)
+class CacheFacts:
+    """What is known of the cache after an epoch.
+
+    Attributes:
+        fills: samples that were cached in the epoch, by all processes.
+        filled: samples that are cached now.
+        dataset_len: samples of the dataset.
+        sample_bytes: of one sample in the cache; 0 if none is cached.
+        overhead_bytes: of the cache, besides samples.
+        room_bytes: the largest cache that the machine can give, this one included.
+        disk: whether a disk is behind it.
+    """
+
+    fills: int
+    filled: int
+    dataset_len: int
+    sample_bytes: int
+    overhead_bytes: int
+    room_bytes: int
+    disk: bool = False
+
+
+@dataclass(frozen=True)
+class EpochFacts:
+    """What is known of an epoch of a loader.
+
+    Attributes:
+        counted: what was recorded in it.
+        seconds, waited_s: its duration, and the part of it in which the trainer waited.
+        first_wait_s: how long it waited for the first batch.
+        batches: delivered.
+        samples, misses: made, and those of them that were not in memory.
+        workers: their number.
+        threads: whether they are threads.
+        persistent: whether they serve the next epochs, too.
+        outside: batches that went around the ring because all of its buffers were held.
+        buffers: of the ring, for each worker.
+        cores: processors for this process.
+        cache: facts of the cache, if the dataset has one.
+    """
+
+    counted: Counted
+    seconds: float
+    waited_s: float
+    first_wait_s: float
+    batches: int
+    samples: int
+    misses: int
+    workers: int
+    threads: bool
+    persistent: bool
+    outside: int
+    buffers: int
+    cores: int
+    cache: CacheFacts | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What made the trainer wait.
+
+    Attributes:
+        limit: the part that was the limit.
+        share: the share of the time for which the trainer waited.
+        text: all of it in one line, with what would remove it.
+    """
+
+    limit: Limit
+    share: float
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def judge(facts: EpochFacts) -> Verdict | None:
+    """Return what made the trainer wait; None if it hardly waited. See NOTE [ The verdict ]."""
+    share = facts.waited_s / facts.seconds if facts.seconds > 0 else 0.0
+    if share < _SILENT or facts.waited_s < _SHORTEST_S or not facts.batches:
+        return None
+    limit, text = _Parts(facts).find()
+    waited = f"the trainer waited {share:.0%} of the time ({_seconds(facts.waited_s)} of {_seconds(facts.seconds)})"
+    return Verdict(limit, share, f"{waited}; {text}")
+
+
+class _Parts:
+    """The seconds of an epoch, by part."""
+
+    def __init__(self, facts: EpochFacts) -> None:
+        counted = facts.counted
+        self.facts, self.workers = facts, max(1, facts.workers)
+        self.load_s, self.make_s = counted.sum(LOAD_NS) / 1e9, counted.sum(MAKE_NS) / 1e9
+        self.collate_s, self.hand_over_s = counted.sum(COLLATE_NS) / 1e9, counted.sum(HAND_OVER_NS) / 1e9
+        self.work_s = self.load_s + self.make_s + self.collate_s + self.hand_over_s
+        self.step_s = max(0.0, facts.seconds - facts.waited_s) / facts.batches
+        seen = counted.of_workers(SEEN_BUSY_NS)
+        self.on_processor = counted.of_workers(CPU_NS) / seen if seen > 0 else 1.0
+
+    def find(self) -> tuple[Limit, str]:
+        """Return the limit, and what to say of it."""
+        facts = self.facts
+        parts = {"load": self.load_s, "make": self.make_s, "collate": self.collate_s, "hand over": self.hand_over_s}
+        largest = max(parts, key=lambda name: parts[name])
+        starting_s = facts.first_wait_s - self.work_s / facts.batches
+        if facts.workers and starting_s > 0.5 * facts.waited_s:
+            return self._start(starting_s)
+        if facts.outside >= _OUTSIDE * facts.batches and self.load_s + self.make_s < 0.5 * self.work_s:
+            return self._ring()
+        looks = facts.counted.sum(LOOKS)
+        if facts.threads and facts.workers > 1 and looks >= _LOOKS and facts.counted.sum(HELD) >= _HELD * looks:
+            return self._gil()
+        if largest == "load":
+            return self._load()
+        if self._stalls():
+            return self._stall()
+        if largest == "make" and facts.cache is None:
+            return self._uncached()
+        more = self._needed_workers() > facts.workers
+        if more and facts.workers < facts.cores and largest != "collate":
+            return self._more_workers()
+        if largest == "make":
+            each = _seconds(self.make_s / max(1, facts.samples))
+            remedy = self._try_workers() if more else "do what is the same in each epoch before the cache, or make it cheaper"
+            return (
+                "transform",
+                f"making {facts.samples} samples of {each} each of cached ones (transforms) is the limit; {remedy}",
+            )
+        if largest == "collate":
+            each = _seconds(self.collate_s / facts.batches)
+            remedy = self._try_workers() if more else "only cheaper batches would remove it"
+            return "collate", f"collating {facts.batches} batches of {each} each is the limit; {remedy}"
+        each = _seconds(self.hand_over_s / facts.batches)
+        remedy = "larger batches, or worker_method='thread', cost less"
+        return "hand-over", f"handing over {facts.batches} batches of {each} each is the limit; {remedy}"
+
+    # ------------------------------------------------------------------------------------------------ what would be
+
+    def share_with(self, work_s: float, workers: int) -> float:
+        """Return for which share of the time the trainer would wait with so much work in an epoch, and so many workers."""
+        facts = self.facts
+        each_s = work_s / facts.batches
+        wait_s = each_s if not workers else max(0.0, each_s / workers - self.step_s)
+        return wait_s / max(1e-9, wait_s + self.step_s)
+
+    def _brings(self, share: float) -> str:
+        now = self.facts.waited_s / self.facts.seconds
+        return "would remove it" if share < _SILENT else f"would cut it to {share:.0%}" if share < 0.9 * now else "helps little"
+
+    @property
+    def _most_workers(self) -> int:
+        """The most workers that the processors can keep busy."""
+        return max(1, int(self.facts.cores / max(0.05, self.on_processor)))
+
+    def _needed_workers(self) -> int:
+        """Return how many workers would keep up with the trainer, as far as the processors allow."""
+        if not self.step_s:
+            return self._most_workers
+        return min(self._most_workers, math.ceil(1.05 * self.work_s / self.facts.batches / self.step_s))
+
+    def _try_workers(self) -> str:
+        needed = self._needed_workers()
+        return f"num_workers={needed} {self._brings(self.share_with(self.work_s, needed))}"
+
+    def _stalls(self) -> bool:
+        """Whether workers were idle although the trainer waited: a few slow samples hold up batches, which come in order."""
+        facts, load = self.facts, self.facts.counted.distribution(LOAD_NS)
+        idle = self.work_s < _IDLE * self.workers * facts.seconds
+        return facts.workers > 1 and idle and load.count > 0 and load.p99_s > _SLOW * load.p50_s
+
+    # ------------------------------------------------------------------------------------------------ what is said
+
+    def _load(self) -> tuple[Limit, str]:
+        facts, cache = self.facts, self.facts.cache
+        each = f"loading {facts.misses} uncached samples of {_seconds(self.load_s / max(1, facts.misses))} each"
+        if cache is None:
+            return "source", f"{each} is the limit; {self._try_workers()}"
+        if cache.fills >= 0.5 * facts.misses:
+            kept = cache.filled / max(1, cache.dataset_len)
+            return (
+                "cold cache",
+                f"{each} is the limit, which filled the cache; the next epoch finds {kept:.0%} of the samples there",
+            )
+        rest_s = self.work_s - self.load_s
+        needed = cache.dataset_len * cache.sample_bytes + cache.overhead_bytes
+        if not cache.sample_bytes:
+            return "source", f"{each} is the limit, and the cache takes none of them"
+        if needed <= cache.room_bytes:
+            remedy = f"size_limit_gib={_gib(needed)} {self._brings(self.share_with(rest_s, facts.workers))}"
+            return "source", f"{each} is the limit; {remedy}"
+        missing = max(0.0, 1 - cache.room_bytes / needed)
+        found = facts.misses / max(1, facts.samples)
+        left_s = rest_s + self.load_s * min(1.0, missing / found if found else 1.0)
+        brings = self._brings(self.share_with(left_s, facts.workers))
+        remedy = f"all samples need {format_size(needed)}; size_limit_gib={_gib(cache.room_bytes)}, all that there is, {brings}"
+        return "source", f"{each} is the limit; {remedy}{'' if cache.disk else '; disk= keeps the rest on a local disk'}"
+
+    def _uncached(self) -> tuple[Limit, str]:
+        facts = self.facts
+        each = f"making {facts.samples} uncached samples of {_seconds(self.make_s / max(1, facts.samples))} each"
+        needed = self._needed_workers()
+        if needed > facts.workers and self.share_with(self.work_s, needed) < _SILENT:
+            return self._more_workers()
+        return "source", f"{each} is the limit; CachedDataset would make them once"
+
+    def _more_workers(self) -> tuple[Limit, str]:
+        facts = self.facts
+        busy = _seconds(self.work_s / facts.batches)
+        if not facts.workers:
+            return "workers", f"this process makes the batches itself, {busy} each; {self._try_workers()}"
+        few = f"{facts.workers} worker{'s are' if facts.workers > 1 else ' is'} too few for batches of {busy} each"
+        return "workers", f"{few}; {self._try_workers()}"
+
+    def _start(self, starting_s: float) -> tuple[Limit, str]:
+        if self.facts.persistent:
+            return "start", f"starting the workers took {_seconds(starting_s)}; the next epochs use the same workers"
+        return "start", f"starting the workers took {_seconds(starting_s)}; persistent_workers=True would do it once"
+
+    def _ring(self) -> tuple[Limit, str]:
+        facts = self.facts
+        what = f"{facts.outside} of {facts.batches} batches found the ring full, with {facts.buffers} buffers for each worker"
+        return "ring", f"{what}, and were copied; hold fewer batches at a time, or raise prefetch_factor, which adds buffers"
+
+    def _gil(self) -> tuple[Limit, str]:
+        facts = self.facts
+        held = facts.counted.sum(HELD) / facts.counted.sum(LOOKS)
+        what = f"worker threads hold the GIL {held:.0%} of the time, so one works at a time"
+        return "GIL", f"{what}; worker_method='multiprocessing' would let {facts.workers} work at once"
+
+    def _stall(self) -> tuple[Limit, str]:
+        load = self.facts.counted.distribution(LOAD_NS)
+        what = f"some samples take {_seconds(load.p99_s)}, half of them at most {_seconds(load.p50_s)}"
+        remedy = "worker_method='thread', or a larger prefetch_factor, lets others go on meanwhile"
+        return "stalls", f"{what}, and batches come in order; {remedy}"
+
+
+def _seconds(seconds: float) -> str:
+    """Return a duration with two or three digits, as "9.1 ms"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 0.995 * size:
+            value = seconds / size
+            return f"{value:.0f} {unit}" if value >= 99.5 else f"{value:.2g} {unit}" if value < 9.95 else f"{value:.3g} {unit}"
+    return f"{seconds * 1e6:.0f} µs"
+
+
+def _gib(nbytes: float) -> str:
+    """Return a number of GiB that is enough for so many bytes, with few digits."""
+    gib = nbytes / GIB
+    step = 10.0 ** (math.floor(math.log10(gib)) - 1) if gib > 0 else 1.0
+    return f"{math.ceil(round(gib / step, 6)) * step:.10g}"

@@ -1,0 +1,51 @@
+"""Find out how often other threads hold the GIL, while a thread waits for them anyway."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+LOOK_S, LATE_S = 0.0007, 0.00025
+"""To sleep before a look; to wake up so much later means that the GIL was held."""
+
+_EACH_S = 0.02  # a look
+
+
+class GilWatch:
+    """Looks at the GIL now and then, where its thread waits.
+
+    A thread that sleeps for a moment has to take the GIL to go on. If it goes on late, another thread held the GIL. The time in
+    which it waits for a processor does not count: other programs may use that.
+
+    Args:
+        tell: called after each look with whether the GIL was held.
+    """
+
+    def __init__(self, tell: Callable[[bool], None]) -> None:
+        self._tell, self._next_look = tell, 0.0
+
+    def wait(self, wait: Callable[[float], bool], timeout_s: float) -> bool:
+        """Return ``wait(timeout_s)``, which waits for something and tells whether it came."""
+        began = time.perf_counter()
+        if began < self._next_look or timeout_s <= LOOK_S:
+            return wait(timeout_s)
+        queued_s, began = queued_seconds(), time.perf_counter()
+        came = wait(LOOK_S)
+        if not came:
+            took_s = time.perf_counter() - began - (queued_seconds() - queued_s)
+            self._tell(took_s > LOOK_S + LATE_S)
+            self._next_look = time.perf_counter() + _EACH_S
+            came = wait(timeout_s - LOOK_S)
+        return came
+
+
+def queued_seconds(thread: int | None = None) -> float:
+    """Return the seconds for which a thread, by default this one, could run, but processors were busy with others.
+
+    0 if Linux does not tell.
+    """
+    path = Path(f"/proc/self/task/{threading.get_native_id() if thread is None else thread}/schedstat")
+    with contextlib.suppress(OSError, LookupError, ValueError):
+        return int(path.read_bytes().split()[1]) / 1e9
+    return 0.0

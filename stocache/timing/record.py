@@ -1,0 +1,363 @@
+"""Record how long the steps of loading take, in shared memory: a row for each worker of a loader, one for its main process.
+
+NOTE [ Who writes a row ]
+    Row 0 is that of the main process, the others are those of workers. A worker process claims its row by a kernel lock, which
+    ends with it, so the next worker adds to the same row. Worker threads have the rows of their numbers. Each word has one
+    writer, and needs no lock: workers write what they do, and the main process writes, in the row of the worker that made a
+    batch, how long it waited for that batch and what handing it over took. Readers see a count at most one batch late.
+
+    A loader over a named cache records in a file beside the cache, under a name of its own, which ends with the loader. So
+    other processes can read it (`open_named`). It has 21 KiB for each row, and two rows for each worker: two iterators over
+    a loader may overlap.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from stocache.errors import StocacheError
+from stocache.shm import named, registry
+from stocache.shm.layout import Layout
+from stocache.shm.segment import Segment
+from stocache.timing.gil import queued_seconds
+from stocache.timing.histogram import BUCKETS, Counts, Distribution, bucket_of, count_all
+
+logger = logging.getLogger("stocache")
+
+# The words of a row. Sums are of nanoseconds
+WAIT_NS, LOAD_NS, COLLATE_NS, HAND_OVER_NS = range(4)  # those that have a histogram as well
+MAKE_NS = 4  # to make the samples of batches, without loading: to read cached ones, transforms; without a cache all of it
+SAMPLES, BATCHES, WORKER, PID = 5, 6, 7, 8  # of made batches; the worker's number plus 1, and its process
+CPU_NS, QUEUED_NS, SEEN_BUSY_NS = 9, 10, 11  # of the thread: with a processor, waiting for one, and busy in all, when looked
+LOOKS, HELD = 12, 13  # how often the main process looked at the GIL while it waited, and found it held
+_WORDS = 16
+
+HISTOGRAMS = ("wait", "load", "collate", "hand_over")
+ROW_WORDS = _WORDS + len(HISTOGRAMS) * BUCKETS
+_MOST_WORKERS, _MOST_COUNTED = 4096, 1 << 40
+
+_MANY = 8  # costs, from which numpy is faster
+_LOOK_NS = 50_000_000  # a thread looks so often at its processor time
+
+SUFFIX = ".loader-"
+"""Stands in the name of a file between the name of the cache and a number."""
+
+
+class Row:
+    """What one thread records, in words of shared memory; see NOTE [ Who writes a row ].
+
+    A worker calls `begin_step`, `add_making`, `add_collating` and `add_packing` for each batch, in this order. Each of them
+    adds the time since the one before, without the time that went into `add_loads` meanwhile.
+    """
+
+    def __init__(self, words: "memoryview[int]") -> None:
+        self._words = words
+        self.counts: Counts = np.frombuffer(words, np.int64)[_WORDS:].reshape(len(HISTOGRAMS), BUCKETS)
+        self._looked_ns, self._before = 0, (0, 0)
+        self._now = 0
+        self._loads = words[LOAD_NS]  # when the step before ended
+
+    def begin(self, worker: int) -> None:
+        """Note who writes the row: this thread, of worker ``worker``; -1 for the main process."""
+        self._words[WORKER], self._words[PID] = worker + 1, os.getpid()
+        self._before, self._words[SEEN_BUSY_NS] = _thread_times(), self._busy_ns
+        self._looked_ns = time.perf_counter_ns()
+
+    @property
+    def _busy_ns(self) -> int:
+        words = self._words
+        return words[LOAD_NS] + words[MAKE_NS] + words[COLLATE_NS] + words[HAND_OVER_NS]
+
+    def add(self, quantity: int, duration_ns: int) -> None:
+        """Add a duration to one of the quantities that have a histogram."""
+        words = self._words
+        words[quantity] += duration_ns
+        words[_WORDS + quantity * BUCKETS + bucket_of(duration_ns)] += 1
+
+    def add_loads(self, costs_s: Sequence[float]) -> None:
+        """Add what it took to load samples that were not in memory."""
+        if len(costs_s) < _MANY:
+            for cost_s in costs_s:
+                self.add(LOAD_NS, int(1e9 * cost_s))
+        else:
+            self._words[LOAD_NS] += int(1e9 * sum(costs_s))
+            count_all(self.counts[LOAD_NS], costs_s)
+
+    def begin_step(self, now_ns: int | None = None) -> None:
+        """Begin a batch, or a part of one, now or at an earlier time."""
+        self._now = time.perf_counter_ns() if now_ns is None else now_ns
+
+    def _step(self) -> int:
+        """Return the time since the last step ended, without loads, and begin the next step."""
+        now, loads = time.perf_counter_ns(), self._words[LOAD_NS]
+        took_ns = max(0, now - self._now - (loads - self._loads))
+        self._now, self._loads = now, loads
+        return took_ns
+
+    def add_making(self, samples: int) -> None:
+        """Add the samples of a batch, or some of them, and what it took to make them."""
+        self._words[SAMPLES] += samples
+        self._words[MAKE_NS] += self._step()
+
+    def add_collating(self) -> None:
+        """Add a batch, and what it took to put it together."""
+        self.add(COLLATE_NS, self._step())
+        self._words[BATCHES] += 1
+        if self._now - self._looked_ns > _LOOK_NS:
+            self._look(self._now)
+
+    def add_packing(self, send_along: Callable[[int], bool]) -> None:
+        """Add what it took to pack the batch, unless the receiver does so; see `BatchHandle.note_packing`."""
+        duration_ns = self._step()
+        if not send_along(duration_ns):
+            self.add(HAND_OVER_NS, duration_ns)
+
+    def add_gathered(self, samples: int, batches: int, duration_ns: int) -> None:
+        """Add whole batches that were gathered together, or by another thread."""
+        self._words[SAMPLES] += samples
+        self._words[BATCHES] += batches
+        for _ in range(batches):
+            self.add(COLLATE_NS, duration_ns // batches)
+
+    def add_look(self, held: bool) -> None:
+        """Add a look at the GIL."""
+        self._words[LOOKS] += 1
+        self._words[HELD] += held
+
+    def _look(self, now: int) -> None:
+        words, times = self._words, _thread_times()
+        words[CPU_NS] += times[0] - self._before[0]
+        words[QUEUED_NS] += times[1] - self._before[1]
+        words[SEEN_BUSY_NS] = self._busy_ns
+        self._looked_ns, self._before = now, times
+
+
+def _thread_times() -> tuple[int, int]:
+    """Return the nanoseconds for which this thread has had a processor, and has waited for one."""
+    return time.thread_time_ns(), int(1e9 * queued_seconds())
+
+
+class _Here(threading.local):
+    row: Row | None = None
+
+
+_here = _Here()
+
+
+def record_here(row: Row | None) -> Row | None:
+    """Let this thread record the loads of caches in ``row``; not at all if None. Return the row before."""
+    before, _here.row = _here.row, row
+    return before
+
+
+def row_here() -> Row | None:
+    """Return the row of this thread, if it has one."""
+    return _here.row
+
+
+def note_loads(costs_s: Sequence[float]) -> None:
+    """Record what it took to load samples that were not in memory, if this thread records."""
+    if _here.row is not None:
+        _here.row.add_loads(costs_s)
+
+
+class Record:
+    """The rows of one loader. The main process makes it, and pickles it to its worker processes.
+
+    Args:
+        workers: their number.
+        shared: whether workers may be processes.
+        cache_name: the name of the cache, under which other processes find the record; None for a cache without a name.
+        rank: of this process, for those that find it.
+    """
+
+    def __init__(self, workers: int, shared: bool, cache_name: str | None = None, rank: int = 0) -> None:
+        rows = 1 + 2 * workers
+        segment = None if cache_name is None else make_named(cache_name, rows, rank)
+        if segment is None and shared:
+            segment = Segment.create(rows * ROW_WORDS * 8, 0)
+        self._key, self._segment, self._pid = "", segment, os.getpid()
+        self._own = None if segment is not None else memoryview(bytearray(rows * ROW_WORDS * 8)).cast("Q")
+        self._assemble()
+        self.main = self.row(0)
+        self.main.begin(-1)
+
+    def _assemble(self) -> None:
+        if self._segment is not None:
+            self._own = self._segment.control.cast("Q")
+        assert self._own is not None
+        self._words = self._own
+        self._rows: dict[int, Row] = {}
+        if self._key:
+            _records[self._key] = self
+        self._claimed: tuple[int, Row | None] = 0, None
+        self._taking, self._takers = threading.Lock(), dict[int, int]()  # threads, by the number of their row
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_key": self._key, "_segment": self._segment, "_pid": self._pid, "_own": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._assemble()
+
+    @property
+    def mine(self) -> bool:
+        """Whether this process made the record; False in a forked child."""
+        return self._pid == os.getpid()
+
+    def answer_to(self, key: str) -> None:
+        """Let worker processes find the record by a key, with `record_of`."""
+        self._key = key
+        _records[key] = self
+
+    def row(self, number: int) -> Row:
+        """Return a row: 0 for the main process, and 1 + w for worker w."""
+        row = self._rows.get(number)
+        if row is None:
+            row = self._rows[number] = Row(self._words[number * ROW_WORDS : (number + 1) * ROW_WORDS])
+        return row
+
+    def claim(self, worker: int) -> Row | None:
+        """Return the row of this process, worker ``worker``, claimed at the first call; None if there is none for it."""
+        if self._claimed[0] != os.getpid():
+            self._claimed = os.getpid(), self._claim(worker)
+        return self._claimed[1]
+
+    def _claim(self, worker: int) -> Row | None:
+        segment, workers = self._segment, (len(self._words) // ROW_WORDS - 1) // 2
+        if segment is None or segment.backing == "none" or self.mine:
+            return None
+        for number in (1 + worker, 1 + workers + worker):  # the second, if another iterator's worker has the first
+            with segment.guard:
+                claimed = segment.try_lock(number)
+            if claimed:
+                row = self.row(number)
+                row.begin(worker)
+                return row
+        return None
+
+    def take(self, worker: int) -> Row:
+        """Return a row for this thread, of worker ``worker``, that no other living thread has taken."""
+        thread, workers = threading.get_native_id(), (len(self._words) // ROW_WORDS - 1) // 2
+        with self._taking:
+            candidates = (1 + worker, *range(1, 1 + 2 * workers))
+            number = next((each for each in candidates if not self._is_taken(each)), 1 + worker)
+            self._takers[number] = thread
+        row = self.row(number)
+        row.begin(worker)
+        return row
+
+    def _is_taken(self, number: int) -> bool:
+        thread = self._takers.get(number)
+        return thread is not None and os.path.exists(f"/proc/self/task/{thread}")
+
+    def read(self) -> "Counted":
+        """Return a copy of all rows."""
+        return Counted(np.frombuffer(self._words, np.int64).reshape(-1, ROW_WORDS).copy())
+
+
+_records: "weakref.WeakValueDictionary[str, Record]" = weakref.WeakValueDictionary()
+
+
+def record_of(key: str) -> Record | None:
+    """Return the record that answers to a key; None if this process does not have it."""
+    return _records.get(key)
+
+
+class Counted:
+    """The counts of a record at one moment, or between two.
+
+    Attributes:
+        rows: of shape (1 + 2 workers, ROW_WORDS).
+    """
+
+    def __init__(self, rows: "np.ndarray[Any, np.dtype[np.int64]]") -> None:
+        self.rows = rows
+
+    def since(self, earlier: "Counted | None") -> "Counted":
+        """Return what was counted since an earlier moment."""
+        return self if earlier is None else Counted(self.rows - earlier.rows)
+
+    @property
+    def workers(self) -> int:
+        """The number of workers."""
+        return (len(self.rows) - 1) // 2
+
+    def sum(self, word: int) -> int:
+        """Return the sum of a word over all rows."""
+        return sum(self.rows[:, word].tolist())
+
+    def of_workers(self, word: int) -> int:
+        """Return the sum of a word over the rows of workers; where there are none, that of the main process."""
+        return sum(self.rows[1 if self.workers else 0 :, word].tolist())
+
+    def distribution(self, quantity: int, row: int | None = None) -> Distribution:
+        """Return the distribution of a quantity that has a histogram: in one row, or in all."""
+        rows = self.rows if row is None else self.rows[row : row + 1]
+        begin = _WORDS + quantity * BUCKETS
+        return Distribution.of(rows[:, begin : begin + BUCKETS].sum(0), int(rows[:, quantity].sum()))
+
+    def counts(self, quantity: int) -> Counts:
+        """Return the buckets of a quantity that has a histogram, summed over all rows."""
+        begin = _WORDS + quantity * BUCKETS
+        return self.rows[:, begin : begin + BUCKETS].sum(0)  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------------------------------------------- named records
+
+
+def make_named(cache_name: str, rows: int, rank: int) -> Segment | None:
+    """Return the segment of a new named record, beside the cache of that name; None if it cannot be made.
+
+    Records that killed processes left behind for the same cache are removed.
+    """
+    prefix = f"{cache_name[:60]}{SUFFIX}"
+    try:
+        _remove_dead(prefix)
+        for number in range(_MOST_WORKERS):
+            name = f"{prefix}{os.getpid()}-{number}"
+            if not os.path.lexists(registry.path_of(name)):
+                break
+        identity: named.Identity = {"loader": name, "cache": cache_name, "rank": rank, "pid": os.getpid()}
+        facts = {"dataset_len": 0, "capacity": 0, "rows": rows}
+        descriptor = named.Descriptor(identity, facts).pack()
+        layout = Layout.for_sizes(rows * ROW_WORDS * 8, 0, descriptor)
+        joined = named.join(name, identity, False, lambda: (layout, lambda control: None))
+    except (StocacheError, OSError) as error:
+        logger.debug("the loader is not shown by 'stocache metrics': %s", error)
+        return None
+    return None if joined is None else joined[0]
+
+
+def _remove_dead(prefix: str) -> None:
+    for folder in registry.directories_of():
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder):
+                if name.startswith(prefix):
+                    with contextlib.suppress(StocacheError, OSError):
+                        named.remove(f"{folder}/{name}", dead=True)
+
+
+def read_named(fd: int, layout: Layout) -> Counted:
+    """Return the counts of a named record that another process may be writing, or may have forged.
+
+    Raises:
+        ValueError: it is not a record.
+    """
+    row_bytes = ROW_WORDS * 8
+    count = layout.control_bytes // row_bytes
+    if not 1 <= count <= 1 + 2 * _MOST_WORKERS or layout.control_bytes % row_bytes:
+        raise ValueError("is not the record of a loader.")
+    data = os.pread(fd, layout.control_bytes, layout.control_at)
+    if len(data) < layout.control_bytes:
+        raise ValueError("is damaged: it was cut.")
+    rows = np.frombuffer(data, np.int64).reshape(count, ROW_WORDS).clip(0)
+    np.minimum(rows[:, _WORDS:], _MOST_COUNTED, out=rows[:, _WORDS:])  # so that no sum overflows
+    return Counted(rows)
