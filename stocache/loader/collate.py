@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map  # documented, for extending default_collate
 
 from stocache.cache.batches import Empty, LazyBatch
-from stocache.loader.requests import current_answer, request_began_ns
+from stocache.loader.requests import count_samples, current_answer, request_began
 from stocache.loader.sample_seed import SampleSeed, is_pure, seed_thread
 from stocache.ring.ring import FULL, NO_LANE, NO_MEMORY, BatchHandle, Ring, fallback
 from stocache.shm.pool import Pool
@@ -36,15 +36,14 @@ class RingCollate:
     Args:
         collate_fn: the user's collate function.
         stacking: whether it `stacks`, so that tensors can be stacked straight into the ring.
-        batched: whether the loader makes batches of samples.
         ring, iteration: the ring, and the number of the iteration in it.
         record: of the loader. It is here so that workers get it.
     """
 
     def __init__(
-        self, collate_fn: Callable[[list[Any]], Any], stacking: bool, batched: bool, ring: Ring, iteration: int, record: Record
+        self, collate_fn: Callable[[list[Any]], Any], stacking: bool, ring: Ring, iteration: int, record: Record
     ) -> None:
-        self._collate_fn, self._stacking, self._batched = collate_fn, stacking, batched
+        self._collate_fn, self._stacking = collate_fn, stacking
         self._ring, self._iteration, self._record = ring, iteration, record
 
     def __call__(self, samples: Any) -> Any:
@@ -53,8 +52,9 @@ class RingCollate:
         if row is None:
             batch, pack = self._collate(samples)
             return pack(batch)
-        row.begin_step(request_began_ns())
-        row.add_making(len(samples) if self._batched else 1)
+        began_ns, count = request_began()
+        row.begin_step(began_ns)
+        row.add_making(count)
         with span(COLLATE):
             batch, pack = self._collate(samples)
         row.add_collating()
@@ -148,7 +148,7 @@ class MainCollate:
 
     def __call__(self, samples: Any) -> Any:
         """Return the batch of a list of samples, or of one sample."""
-        self._row.add_making(len(samples) if self._batched else 1)
+        self._row.add_making(count_samples(samples) if self._batched else 1)
         with span(COLLATE):
             batch = self._collate_fn(samples)
         self._row.add_collating()

@@ -274,7 +274,7 @@ class DataLoader(ResumableLoader[_T]):
         order.context = RequestContext(ring, iteration, arrays=lazy is not None, epoch=self._epoch)
         ring.on_receive = partial(self.record.main.add, HAND_OVER_NS)
         self.record.answer_to(ring.key)
-        collate: Any = RingCollate(collate_fn, stacking, self.batch_sampler is not None, ring, iteration, self.record)
+        collate: Any = RingCollate(collate_fn, stacking, ring, iteration, self.record)
         replaced |= self._restored_in_workers(dataset, collate) | {"multiprocessing_context": context}
         order.farewells = self._farewells
         group = WorkerGroup(order, ring if iteration else None, self._start_method, persistent=self.persistent_workers)

@@ -73,8 +73,14 @@ class BatchRequest:
         _here.request, _here.answer = self.number, answer
 
 
+def count_samples(indices: Any) -> int:
+    """Return how many samples are asked for: by a batch of indices, by one index, or by a batch that is dropped."""
+    return len(indices) if isinstance(indices, list | tuple | np.ndarray) else int(indices is not NoIndices)
+
+
 class _Here(threading.local):
     request = 0
+    samples = 0
     began_ns = 0
     answer: Any = None
 
@@ -88,9 +94,9 @@ def current_request() -> int:
     return _here.request
 
 
-def request_began_ns() -> int:
-    """Return when this worker process began with its request, by `time.perf_counter_ns`."""
-    return _here.began_ns
+def request_began() -> tuple[int, int]:
+    """Return when this worker process began with its request, by `time.perf_counter_ns`, and the number of its samples."""
+    return _here.began_ns, _here.samples
 
 
 def current_answer() -> Any:
@@ -113,6 +119,7 @@ def _unpickle_request(
         set_epoch(worker.dataset, epoch)
     if width:
         index = _unpack_indices(index, width)
+    _here.samples = count_samples(index)
     return index if sample_epoch is None else EpochIndices(sample_epoch, index)
 
 

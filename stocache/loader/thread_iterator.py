@@ -35,7 +35,7 @@ from torch.utils.data._utils import pin_memory as torch_pinning
 from stocache.cache.batches import LazyBatch
 from stocache.datasets.cached import CachedDataset
 from stocache.errors import WorkerError
-from stocache.loader.requests import BatchRequest, EpochIndices, set_epoch
+from stocache.loader.requests import BatchRequest, EpochIndices, count_samples, set_epoch
 from stocache.loader.sample_seed import ThreadSeededDataset, is_cache
 from stocache.loader.torch_iterators import DatasetKind, QuickIterator
 from stocache.loader.worker_state import StatefulMap
@@ -173,7 +173,7 @@ class ThreadMaker:
                         self._kind, worker.dataset, self._batched, worker.collate_fn, self._drop_last
                     )
                 data = fetcher.fetch(index := batch.request.answer())
-            row.add_making(len(_indices_of(index)) if self._batched and self._kind != DatasetKind.Iterable else 1)
+            row.add_making(count_samples(_indices_of(index)))
             row.add_collating()
             batch.finish(self._pinned(data))
         except StopIteration as error:
@@ -273,12 +273,12 @@ class ThreadMaker:
             last = not batch.runs_left
         if last:
             turn.position = len(batch.samples)
-            self._collate(batch, worker)
+            self._collate(batch, worker, row)
 
     def _load_batch(self, batch: Batch, index: Any, number: int) -> None:
         worker = self.crew.workers[number]
         worker.rng.draws = _Turn(self.crew, batch)
-        self._begin_step(number)
+        row = self._begin_step(number)
         try:
             self._check(worker, batch)
             with self.crew.loading():
@@ -287,7 +287,7 @@ class ThreadMaker:
             if isinstance(error, Exception) and self.crew.shares_opened(worker, error):
                 return self._load_batch(batch, index, number)
             batch.errors.append((0, wrap_error(error, number)))
-        self._collate(batch, worker)
+        self._collate(batch, worker, row)
 
     def _check(self, worker: Worker, batch: Batch) -> None:
         """Tell the dataset the epoch. Raise what ``worker_init_fn`` raised: the worker cannot make any batch."""
@@ -298,8 +298,9 @@ class ThreadMaker:
             self._epoch[worker.number] = epoch
             set_epoch(worker.dataset, epoch)
 
-    def _collate(self, batch: Batch, worker: Worker) -> None:
-        error, data, row = first_error(batch.errors), None, self._begin_step(worker.number)
+    def _collate(self, batch: Batch, worker: Worker, row: Row) -> None:
+        error, data = first_error(batch.errors), None
+        row.begin_step()
         batch.maker = worker.number
         row.add_making(len(batch.samples))
         try:
@@ -336,7 +337,7 @@ class ThreadMaker:
                 row.add_gathered(samples, len(batches), time.perf_counter_ns() - began)
         except Exception:  # of one of them
             for batch in batches:
-                self._collate(batch, worker)
+                self._collate(batch, worker, row)
         except BaseException:  # an interrupt of the loop
             group.give_up()
             raise

@@ -149,6 +149,7 @@ class _Here(threading.local):
 
 
 _here = _Here()
+os.register_at_fork(after_in_child=lambda: record_here(None))  # the row belongs to the parent
 
 
 def record_here(row: Row | None) -> Row | None:

@@ -52,8 +52,12 @@ def no_thread_stays():
     """No worker thread of a test may be there after it."""
     before = set(workers())
     yield
-    gc.collect()
-    wait_until(lambda: not set(workers()) - before)
+
+    def all_have_ended():
+        gc.collect()  # which does nothing while a thread collects
+        return not set(workers()) - before
+
+    wait_until(all_have_ended)
 
 
 def thread_loader(dataset, **options):
