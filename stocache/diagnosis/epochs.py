@@ -152,6 +152,7 @@ class RunningEpoch:
             misses=load.count,
             workers=self.workers,
             threads=self.threads,
+            starts_workers=self.workers > 0 and not self.threads and not (self.persistent and self.number),
             persistent=self.persistent,
             outside=outside,
             buffers=0 if self.ring is None else self.ring.depth,

@@ -14,7 +14,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stocache.system.limits import GIB, format_size
-from stocache.timing.record import COLLATE_NS, CPU_NS, HAND_OVER_NS, HELD, LOAD_NS, LOOKS, MAKE_NS, SEEN_BUSY_NS, Counted
+from stocache.timing.record import (
+    COLLATE_NS,
+    CPU_NS,
+    HAND_OVER_NS,
+    HELD,
+    LOAD_NS,
+    LOOKS,
+    MAKE_NS,
+    QUEUED_NS,
+    SEEN_BUSY_NS,
+    Counted,
+)
 
 Limit = Literal["source", "cold cache", "transform", "collate", "workers", "ring", "GIL", "hand-over", "start", "stalls"]
 
@@ -22,8 +33,7 @@ _SILENT = 0.05  # of its time the trainer may wait
 _SHORTEST_S = 0.01  # of waiting that is worth a word
 _OUTSIDE = 0.2  # of the batches that go around the ring, from which the ring is full
 _HELD = 0.5  # of the looks that find the GIL held
-_LOOKS = 5  # that are enough
-_WAITING = 0.5  # of its time a thread has no processor: then more workers than processors help
+_LOOKS, _ONE = 5, (0.6, 1.3)  # looks that are enough; fewer are if threads together have about one processor
 _SLOW = 5.0  # times the median is what a slow sample takes
 _IDLE = 0.6  # of the workers' time: they are busy for less than that
 
@@ -63,6 +73,7 @@ class EpochFacts:
         samples, misses: made, and those of them that were not in memory.
         workers: their number.
         threads: whether they are threads.
+        starts_workers: whether processes were started for this epoch.
         persistent: whether they serve the next epochs, too.
         outside: batches that went around the ring because all of its buffers were held.
         buffers: of the ring, for each worker.
@@ -79,6 +90,7 @@ class EpochFacts:
     misses: int
     workers: int
     threads: bool
+    starts_workers: bool
     persistent: bool
     outside: int
     buffers: int
@@ -125,7 +137,9 @@ class _Parts:
         self.work_s = self.load_s + self.make_s + self.collate_s + self.hand_over_s
         self.step_s = max(0.0, facts.seconds - facts.waited_s) / facts.batches
         seen = counted.of_workers(SEEN_BUSY_NS)
+        # the share of its time for which a worker has a processor, and for which it has or wants one
         self.on_processor = counted.of_workers(CPU_NS) / seen if seen > 0 else 1.0
+        self.wants_processor = min(1.0, self.on_processor + counted.of_workers(QUEUED_NS) / seen) if seen > 0 else 1.0
 
     def find(self) -> tuple[Limit, str]:
         """Return the limit, and what to say of it."""
@@ -133,29 +147,23 @@ class _Parts:
         parts = {"load": self.load_s, "make": self.make_s, "collate": self.collate_s, "hand over": self.hand_over_s}
         largest = max(parts, key=lambda name: parts[name])
         starting_s = facts.first_wait_s - self.work_s / facts.batches
-        if facts.workers and starting_s > 0.5 * facts.waited_s:
+        if facts.starts_workers and starting_s > 0.5 * facts.waited_s:
             return self._start(starting_s)
         if facts.outside >= _OUTSIDE * facts.batches and self.load_s + self.make_s < 0.5 * self.work_s:
             return self._ring()
-        looks = facts.counted.sum(LOOKS)
-        if facts.threads and facts.workers > 1 and looks >= _LOOKS and facts.counted.sum(HELD) >= _HELD * looks:
+        if facts.threads and self._shares_gil():
             return self._gil()
         if largest == "load":
             return self._load()
-        if self._stalls():
-            return self._stall()
         if largest == "make" and facts.cache is None:
             return self._uncached()
         more = self._needed_workers() > facts.workers
         if more and facts.workers < facts.cores and largest != "collate":
             return self._more_workers()
         if largest == "make":
-            each = _seconds(self.make_s / max(1, facts.samples))
+            what = f"transforming {facts.samples} cached samples, {_seconds(self.make_s / max(1, facts.samples))} each,"
             remedy = self._try_workers() if more else "do what is the same in each epoch before the cache, or make it cheaper"
-            return (
-                "transform",
-                f"making {facts.samples} samples of {each} each of cached ones (transforms) is the limit; {remedy}",
-            )
+            return "transform", f"{what} is the limit; {remedy}"
         if largest == "collate":
             each = _seconds(self.collate_s / facts.batches)
             remedy = self._try_workers() if more else "only cheaper batches would remove it"
@@ -180,7 +188,7 @@ class _Parts:
     @property
     def _most_workers(self) -> int:
         """The most workers that the processors can keep busy."""
-        return max(1, int(self.facts.cores / max(0.05, self.on_processor)))
+        return max(1, int(self.facts.cores / max(0.05, self.wants_processor)))
 
     def _needed_workers(self) -> int:
         """Return how many workers would keep up with the trainer, as far as the processors allow."""
@@ -191,6 +199,13 @@ class _Parts:
     def _try_workers(self) -> str:
         needed = self._needed_workers()
         return f"num_workers={needed} {self._brings(self.share_with(self.work_s, needed))}"
+
+    def _shares_gil(self) -> bool:
+        """Whether worker threads wait for each other's GIL: it is held when looked at, and all have one processor together."""
+        looks, held = self.facts.counted.sum(LOOKS), self.facts.counted.sum(HELD)
+        processors = self.on_processor * self.workers
+        enough = looks >= _LOOKS or (looks > 0 and _ONE[0] <= processors <= _ONE[1])
+        return self.workers > 1 and enough and held >= _HELD * looks
 
     def _stalls(self) -> bool:
         """Whether workers were idle although the trainer waited: a few slow samples hold up batches, which come in order."""
@@ -218,6 +233,8 @@ class _Parts:
         if needed <= cache.room_bytes:
             remedy = f"size_limit_gib={_gib(needed)} {self._brings(self.share_with(rest_s, facts.workers))}"
             return "source", f"{each} is the limit; {remedy}"
+        if self._stalls():
+            return self._stall()
         missing = max(0.0, 1 - cache.room_bytes / needed)
         found = facts.misses / max(1, facts.samples)
         left_s = rest_s + self.load_s * min(1.0, missing / found if found else 1.0)

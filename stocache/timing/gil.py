@@ -9,7 +9,7 @@ from pathlib import Path
 LOOK_S, LATE_S = 0.0007, 0.00025
 """To sleep before a look; to wake up so much later means that the GIL was held."""
 
-_EACH_S = 0.02  # a look
+_EACH_S = 0.01  # a look
 
 
 class GilWatch:
