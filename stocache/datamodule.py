@@ -5,10 +5,12 @@ from typing import Any, Generic
 
 import numpy as np
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from stocache.datasets.cached import CachedDataset
 from stocache.datasets.stored import StorageDataset
+from stocache.diagnosis.verdict import Verdict
 from stocache.errors import LimitError, StateError
 from stocache.loader.dataloader import DataLoader
 from stocache.preparation.prepare import DataPreparer, prepare
@@ -239,32 +241,44 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
 
 
 class CacheMonitor(Callback):
-    """Logs statistics of the cache after each training epoch, to all loggers of the Trainer. Covers the machine of rank 0.
+    """Logs statistics of the cache after each training epoch, to all loggers of the Trainer.
 
-    ``cache/hit_rate``: share of this epoch's samples that came from the cache; ``cache/fill``: share of all samples that it
-    holds; ``cache/waited_s``: seconds of this epoch in which the trainer waited for batches.
+    ``cache/hit_rate``: share of this epoch's samples of rank 0 that came from the cache; ``cache/fill``: share of all samples
+    that it holds; ``cache/waited_s``, ``cache/waited_share``: seconds of the epoch in which the trainer waited, and their share;
+    ``cache/wait_p50_s``, ``_p95_s``, ``_p99_s``, ``_max_s``: how long it waited for each batch;
+    ``cache/load_p50_s`` and so on: how long it took to load each sample that was not cached.
+
+    Says in one line what made the trainer wait, where it waited.
+
+    Attributes:
+        verdict: what it has said of the last epoch; None if the trainer hardly waited.
     """
 
     def __init__(self) -> None:
-        self._hits = self._misses = 0
-        self._waited_s = 0.0
+        self.verdict: Verdict | None = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch that has ended."""
         loader = trainer.train_dataloader
         if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, CachedDataset):
             return
-        stats, waited_s = loader.dataset.stats().total, loader.stats().waited_s
-        hits, misses = stats.hits - self._hits, stats.misses - self._misses
-        metrics = {
-            "cache/hit_rate": hits / max(1, hits + misses),
-            "cache/fill": stats.fill_fraction,
-            "cache/waited_s": waited_s - self._waited_s,
+        epochs = loader.stats().epochs
+        if not epochs:
+            return
+        epoch = epochs[-1]
+        percentiles = {f"{name}_{key}": value for name in ("wait", "load") for key, value in vars(getattr(epoch, name)).items()}
+        metrics = {f"cache/{name}": value for name, value in percentiles.items() if name.endswith("_s")} | {
+            "cache/hit_rate": epoch.hit_rate or 0.0,
+            "cache/fill": loader.dataset.stats().total.fill_fraction,
+            "cache/waited_s": epoch.waited_s,
+            "cache/waited_share": epoch.waited_share,
         }
-        self._hits, self._misses, self._waited_s = stats.hits, stats.misses, waited_s
+        self.verdict = epoch.verdict
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics({**metrics, "epoch": trainer.current_epoch}, step=trainer.global_step)
+            if epoch.verdict is not None:
+                rank_zero_info(f"epoch {trainer.current_epoch}: {epoch.verdict}")
 
 
 def _check_parts(mapping: Mapping[str, Any], name: str) -> None:

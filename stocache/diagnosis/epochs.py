@@ -43,7 +43,8 @@ class LoaderEpochStats:
         hand_over: how long it took to pack each batch in a worker process, and to unpack it here.
         ring_occupancy: the mean share of the ring's buffers that held a batch; None if the workers are not processes.
         outside: batches that went around the ring, because all of its buffers were held.
-        verdict: what made the trainer wait; None if it hardly waited, or the epoch is still running.
+        complete: whether it is over: all batches were delivered, or the loop has left it.
+        verdict: what made the trainer wait; None if it hardly waited, or the epoch is not over.
     """
 
     number: int
@@ -60,6 +61,7 @@ class LoaderEpochStats:
     hand_over: Distribution = NOTHING
     ring_occupancy: float | None = None
     outside: int = 0
+    complete: bool = False
     verdict: Verdict | None = None
 
     @property
@@ -81,6 +83,7 @@ class RunningEpoch:
         cache: of the dataset, if it has one; ``disk``: whether a disk is behind that.
         ring: of worker processes, from the first iteration on.
         threads: whether the workers are threads.
+        expected: the number of batches; None if that is not known.
     """
 
     number: int
@@ -91,6 +94,7 @@ class RunningEpoch:
     persistent: bool
     ring: Ring | None = None
     threads: bool = False
+    expected: int | None = None
 
     def __post_init__(self) -> None:
         self.began_at = self.last_at = time.monotonic()  # `last_at`: when the last batch came
@@ -161,6 +165,11 @@ class RunningEpoch:
         )
         return stats, facts
 
+    def finished(self, until: float | None = None) -> LoaderEpochStats:
+        """Return the figures of the epoch, which is over, with the verdict."""
+        stats, facts = self.figures(until)
+        return replace(stats, complete=True, verdict=judge(facts))
+
     def _cache_facts(self) -> CacheFacts | None:
         if self.cache is None:
             return None
@@ -203,18 +212,14 @@ class EpochLog:
         self._running = None
         if not epoch.batches:
             return
-        stats, facts = epoch.figures(at)
-        verdict = judge(facts)
-        self._done.append(replace(stats, verdict=verdict))
-        if verdict is not None and is_first_rank():
-            logger.info("epoch %d: %s", epoch.number + 1, verdict.text)
+        stats = epoch.finished(at)
+        self._done.append(stats)
+        if stats.verdict is not None and is_first_rank():
+            logger.info("epoch %d: %s", epoch.number + 1, stats.verdict)
 
     def epochs(self) -> tuple[LoaderEpochStats, ...]:
         """Return the figures of all epochs; of the running one, too, if it has batches."""
         running = self._running
-        return (*self._done, running.figures()[0]) if running is not None and running.batches else tuple(self._done)
-
-    @property
-    def verdict(self) -> Verdict | None:
-        """The verdict on the last epoch that has ended."""
-        return self._done[-1].verdict if self._done else None
+        if running is None or not running.batches:
+            return tuple(self._done)
+        return (*self._done, running.finished() if running.batches == running.expected else running.figures()[0])

@@ -11,6 +11,7 @@ NOTE [ How torch's DataLoader is used ]
     and ``_shutdown_workers``, which ends them. Lightning uses the first and the last in the same way.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -228,6 +229,9 @@ class DataLoader(ResumableLoader[_T]):
         self._progress, self._loaded, self._iterations = progress, None, self._iterations + 1
         self._worker_states.begin(progress.delivered)
         epoch.ring, epoch.threads = group.ring, self._uses_threads
+        if not self._is_iterable:
+            with contextlib.suppress(TypeError, NotImplementedError):  # a sampler without a length
+                epoch.expected = len(batches) - progress.delivered
         return _Iteration(batches, progress, self._totals, group, self._worker_states, self._in_order, epoch, self._log)
 
     def _begin_epoch(self) -> RunningEpoch:
@@ -376,7 +380,7 @@ class DataLoader(ResumableLoader[_T]):
             Distribution() if counted is None else counted.distribution(quantity)
             for quantity in (WAIT_NS, LOAD_NS, COLLATE_NS, HAND_OVER_NS)
         )
-        samples = 0 if counted is None else counted.sum(SAMPLES)
+        samples, epochs = 0 if counted is None else counted.sum(SAMPLES), self._log.epochs()
         is_open = cached is not None and not cached.cache.closed
         return LoaderStats(
             batches=totals.batches,
@@ -390,8 +394,8 @@ class DataLoader(ResumableLoader[_T]):
             collate=collate,
             hand_over=hand_over,
             ring_occupancy=None if ring is None else ring.occupancy,
-            epochs=self._log.epochs(),
-            verdict=self._log.verdict,
+            epochs=epochs,
+            verdict=next((epoch.verdict for epoch in reversed(epochs) if epoch.complete), None),
         )
 
     def _cached_dataset(self) -> CachedDataset | None:

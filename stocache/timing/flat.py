@@ -19,7 +19,7 @@ def _numbers(value: Any) -> Iterator[tuple[str, float]]:
     if dataclasses.is_dataclass(value):
         value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
     for name, part in value.items():
-        if isinstance(part, int | float):
+        if isinstance(part, int | float) and not isinstance(part, bool):
             yield name, part
         elif dataclasses.is_dataclass(part) or isinstance(part, Mapping):
             yield from ((f"{name}_{inner}", number) for inner, number in _numbers(part))

@@ -14,7 +14,6 @@ from stocache.timing.record import (
     CPU_NS,
     HAND_OVER_NS,
     HELD,
-    LOAD_NS,
     LOOKS,
     MAKE_NS,
     ROW_WORDS,
@@ -60,7 +59,7 @@ HALF = (0.03,) * 500
         (
             facts(HALF, cache=replace(CACHE, room_bytes=int(1.5 * GIB))),
             "source",
-            "all samples need 1.9 GiB; size_limit_gib=1.5, all that there is, would remove it; disk= keeps the rest on a local disk",
+            "all samples need 1.9 GiB; size_limit_gib=1.5, all that there is, would remove it; disk= keeps the rest",
         ),
         (
             facts(HALF, cache=replace(CACHE, room_bytes=int(1.0 * GIB), disk=True), waited_s=8.0),
