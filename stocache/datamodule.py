@@ -244,7 +244,7 @@ class CacheMonitor(Callback):
     """Logs statistics of the cache after each training epoch, to all loggers of the Trainer.
 
     ``cache/hit_rate``: share of this epoch's samples of rank 0 that came from the cache; ``cache/fill``: share of all samples
-    that it holds; ``cache/waited_s``, ``cache/waited_share``: seconds of the epoch in which the trainer waited, and their share;
+    that it holds; ``cache/waited_s``, ``cache/waited_share``: seconds for which the trainer waited, and their share;
     ``cache/wait_p50_s``, ``_p95_s``, ``_p99_s``, ``_max_s``: how long it waited for each batch;
     ``cache/load_p50_s`` and so on: how long it took to load each sample that was not cached.
 
