@@ -509,7 +509,10 @@ def rm(
         list[str] | None,
         typer.Argument(metavar="NAME", help="Caches to remove; or folders, as paths with a '/', such as ./folder."),
     ] = None,
-    dead: Annotated[bool, typer.Option("--dead", help="Remove caches that killed processes left, if not persistent.")] = False,
+    dead: Annotated[
+        bool,
+        typer.Option("--dead", help="Remove what killed processes left: caches, if not persistent, and records of loaders."),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Also remove caches in use, damaged, or of another user.")] = False,
     user: _User = None,
 ) -> None:
@@ -528,8 +531,11 @@ def rm(
     uid, folders = _uid(user), [name for name in names or () if _is_path(name)]
     if dead:
         caches = [cache for cache in listing.find(uid) if cache.state == "dead"]
-        paths, size = [cache.path for cache in caches], sum(cache.memory_bytes for cache in caches)
-        echo(f"{len(paths)} dead cache{'s' * (len(paths) != 1)}, {limits.format_size(size)}")
+        loaders = [loader for loader in listing.find_loaders(uid, count=False) if loader.state == "dead"]
+        files: list[listing.NamedFile] = [*caches, *loaders]
+        paths, size = [file.path for file in files], sum(file.memory_bytes for file in files)
+        of_loaders = f" and {len(loaders)} dead loader{'s' * (len(loaders) != 1)}" if loaders else ""
+        echo(f"{len(caches)} dead cache{'s' * (len(caches) != 1)}{of_loaders}, {limits.format_size(size)}")
     else:
         if uid == -1:
             _fail("--user all works with --dead only. Name one user.", 2)
