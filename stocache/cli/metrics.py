@@ -243,15 +243,16 @@ class _Names:
     """Gives the second cache of a name, which may be in another directory, another label: series must differ."""
 
     def __init__(self) -> None:
-        self._counts: Counter[tuple[str, ...]] = Counter()
+        self._taken: set[tuple[str, tuple[str, ...]]] = set()
+        self._numbers: Counter[tuple[str, tuple[str, ...]]] = Counter()
 
     def unique(self, name: str, *others: str) -> str:
         """Return the name, or "name (2)" if a file with the same other labels has it."""
         label = name
-        while self._counts[(label, *others)]:
-            self._counts[(name, *others)] += 1
-            label = f"{name} ({self._counts[(name, *others)]})"
-        self._counts[(label, *others)] += 1
+        while (label, others) in self._taken:
+            self._numbers[name, others] += 1
+            label = f"{name} ({self._numbers[name, others] + 1})"
+        self._taken.add((label, others))
         return label
 
 

@@ -77,7 +77,7 @@ class Server(ThreadingMixIn, WSGIServer):
         self.address_family = family
         self._lock = threading.Lock()
         self._ends: dict[Any, float] = {}  # of connections that are not cut off, the oldest first
-        self._threads = 0
+        self._working = 0
         super().__init__(address, _Handler)
         self.set_app(_app(registry))
 
@@ -98,9 +98,9 @@ class Server(ThreadingMixIn, WSGIServer):
         with self._lock:
             if len(self._ends) >= _MOST:
                 self._cut_off(next(iter(self._ends)))
-            has_room = self._threads < 2 * _MOST  # a thread that was cut off may be collecting
+            has_room = self._working < 2 * _MOST  # a thread that was cut off may be collecting
             if has_room:
-                self._threads += 1
+                self._working += 1
                 self._ends[request] = time.monotonic() + _LONGEST_S
         if not has_room:
             super().shutdown_request(request)
@@ -109,7 +109,7 @@ class Server(ThreadingMixIn, WSGIServer):
             super().process_request(request, client_address)
         except BaseException:  # the machine gives no more threads
             with self._lock:
-                self._threads -= 1
+                self._working -= 1
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -118,7 +118,7 @@ class Server(ThreadingMixIn, WSGIServer):
             super().process_request_thread(request, client_address)
         finally:
             with self._lock:
-                self._threads -= 1
+                self._working -= 1
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection."""
