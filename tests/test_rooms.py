@@ -26,7 +26,7 @@ IMPORTS = {  # besides errors; from the ground up, so that each folder's row nam
     "loader": "cache datasets diagnosis ring samplers samples shm system threads timing",
     "preparation": "datasets samples storage system",
     "text": "cache disk loader samples system",
-    "cli": "cache datasets disk preparation shm storage system",
+    "cli": "cache datasets disk preparation shm storage system timing",
     "reading/graph": "cache disk ring samples system threads",
     "reading/run": "loader reading/graph ring system threads",
     "reading": "cache disk reading/graph reading/run samples system",

@@ -1,6 +1,6 @@
-"""The commands bench, info, prepare, inspect, check, ls, stat, rm, top and doctor.
+"""The commands bench, info, prepare, inspect, check, ls, stat, rm, top, metrics and doctor.
 
-Each command imports what it needs: torch takes seconds to import, and info, ls, stat and rm work without it.
+Each command imports what it needs: torch takes seconds to import, and info, ls, stat, rm, top and metrics work without it.
 """
 
 import json
@@ -509,7 +509,10 @@ def rm(
         list[str] | None,
         typer.Argument(metavar="NAME", help="Caches to remove; or folders, as paths with a '/', such as ./folder."),
     ] = None,
-    dead: Annotated[bool, typer.Option("--dead", help="Remove caches that killed processes left, if not persistent.")] = False,
+    dead: Annotated[
+        bool,
+        typer.Option("--dead", help="Remove what killed processes left: caches, if not persistent, and records of loaders."),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Also remove caches in use, damaged, or of another user.")] = False,
     user: _User = None,
 ) -> None:
@@ -528,8 +531,11 @@ def rm(
     uid, folders = _uid(user), [name for name in names or () if _is_path(name)]
     if dead:
         caches = [cache for cache in listing.find(uid) if cache.state == "dead"]
-        paths, size = [cache.path for cache in caches], sum(cache.memory_bytes for cache in caches)
-        echo(f"{len(paths)} dead cache{'s' * (len(paths) != 1)}, {limits.format_size(size)}")
+        loaders = [loader for loader in listing.find_loaders(uid, count=False) if loader.state == "dead"]
+        files: list[listing.NamedFile] = [*caches, *loaders]
+        paths, size = [file.path for file in files], sum(file.memory_bytes for file in files)
+        of_loaders = f" and {len(loaders)} dead loader{'s' * (len(loaders) != 1)}" if loaders else ""
+        echo(f"{len(caches)} dead cache{'s' * (len(caches) != 1)}{of_loaders}, {limits.format_size(size)}")
     else:
         if uid == -1:
             _fail("--user all works with --dead only. Name one user.", 2)
@@ -571,6 +577,55 @@ def top(
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         _fail("top needs a terminal. In scripts: stocache ls --json")
     watch(lambda: listing.find(uid), interval)
+
+
+@_command()
+def metrics(
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Serve the metrics over HTTP until Ctrl-C, at /metrics. Default host: 127.0.0.1; port 0 takes a free one.",
+        ),
+    ] = None,
+    allow_remote: Annotated[
+        bool, typer.Option("--allow-remote", help="With --listen: let other machines read the metrics, without a password.")
+    ] = False,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Print a dashboard for Grafana, to import there, instead of metrics.")
+    ] = False,
+    user: _User = None,
+) -> None:
+    """Print what named caches and their loaders count, for Prometheus. Or serve it over HTTP."""
+    if dashboard:
+        if listen is not None or allow_remote or user is not None:
+            _fail("--dashboard goes alone: it prints a file that is the same for all.", 2)
+        typer.echo(Path(__file__).with_name("grafana.json").read_text(), nl=False)
+        return
+    if allow_remote and listen is None:
+        _fail("--allow-remote needs --listen HOST:PORT.", 2)
+    uid = _uid(user)
+    try:
+        from stocache.cli import metrics, metrics_server
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "prometheus_client":
+            raise
+        _fail("This command needs prometheus-client: pip install 'stocache[metrics]'", 2)
+    if listen is None:
+        typer.echo(metrics.text_of(uid), nl=False)
+        return
+    with metrics_server.until_ended():
+        try:
+            addresses = metrics_server.resolve(listen, allow_remote)
+        except metrics_server.ListenError as error:
+            _fail(str(error), 2)
+        try:
+            server = metrics_server.open_server(addresses, metrics.registry_of(uid))
+        except OSError as error:
+            _fail(f"--listen {listen}: {error.strerror or error}. Choose another port, or end what uses this one.")
+        with server:
+            echo(f"serving {server.url} until Ctrl-C")
+            server.serve_forever()
 
 
 @_command()

@@ -114,16 +114,16 @@ def _memory(size_limit: int | None) -> Iterator[Finding]:
 
 
 def _named() -> Iterator[Finding]:
-    caches = listing.find()
-    dead = [cache for cache in caches if cache.state == "dead"]
+    files: list[listing.NamedFile] = [*listing.find(), *listing.find_loaders()]
+    dead = [file for file in files if file.state == "dead"]
     if dead:
-        size = format_size(sum(cache.memory_bytes for cache in dead))
-        names = ", ".join(f"states of the samples in {cache.name}" if cache.folder else cache.name for cache in dead)
+        size = format_size(sum(file.memory_bytes for file in dead))
+        names = ", ".join(f"states of the samples in {file.name}" if file.kind == "disk" else file.name for file in dead)
         yield _problem(f"left behind by processes that were killed: {names} ({size}).", "stocache rm --dead")
-    for cache in caches:
-        if cache.state == "bad":
-            named_problem = cache.problem if cache.problem.startswith(cache.path) else f"{cache.path}: {cache.problem}"
-            yield _problem(named_problem, f"stocache rm --force {cache.name}")
+    for file in files:
+        if file.state == "bad":
+            named_problem = file.problem if file.problem.startswith(file.path) else f"{file.path}: {file.problem}"
+            yield _problem(named_problem, f"stocache rm --force {file.name}")
     deleted = named.deleted_in_use(os.stat(SHM_DIR).st_dev) if os.path.exists(SHM_DIR) else {}
     cut_off = sorted({pid for path, pids in deleted.items() if path.startswith(f"{directory_of()}/") for pid in pids})
     if cut_off:

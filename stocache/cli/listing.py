@@ -1,16 +1,18 @@
-"""Find the named caches of this machine, and read their state without attaching to them.
+"""Find the named caches and loaders of this machine, and read their state without attaching to them.
 
-A disk cache that is in use is one of them: its samples are in a folder, and their states are in shared memory.
+A disk cache that is in use is one of them: its samples are in a folder, and their states are in shared memory. A loader over a
+named cache records its times in a file beside the cache; see `stocache.timing.record`.
 """
 
 import os
 import pwd
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import psutil
 
@@ -20,8 +22,15 @@ from stocache.errors import SegmentError, StocacheError
 from stocache.shm import named, registry
 from stocache.shm.layout import EXTENTS_AT, ROWS_AT, Layout, persists, read_chunks, sum_rows
 from stocache.shm.named import Descriptor
-from stocache.system.limits import parse_size
+from stocache.system.limits import MIB, format_size, parse_size
 from stocache.system.waiting import FileKey, identify, printable
+
+if TYPE_CHECKING:  # it needs numpy, which ls, stat and rm do not
+    from stocache.timing.record import Counted
+
+_LOADER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.loader-[0-9]+-[0-9]+")  # the names that `record.make_named` gives
+_MOST_BYTES = 256 * MIB  # of the records of one user that are read at a time; a loader with 32 workers has 1.2 MiB
+_MOST_CHARACTERS = 400  # of the name of a cache that the record of a loader tells
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,42 @@ class NamedCache:
         return asdict(self) | {"kind": self.kind, "state": self.state} | extra
 
 
+@dataclass(frozen=True)
+class NamedLoader:
+    """The record of a loader over a named cache: a file in a user's directory of named caches.
+
+    Attributes:
+        name: of the file: the cache's name, cut after 60 characters, the loader's process, and a number.
+        cache: the name of the cache.
+        rank: of the loader's process among those that train together.
+        pid: of the loader's process.
+        alive: whether that process or a worker of it runs. If none does, it was killed, and the record is a leftover.
+        created: seconds since 1970.
+        counted: what the loader has recorded; None if it was not asked for, or cannot be read, and ``problem`` says why.
+    """
+
+    name: str
+    user: str
+    path: str
+    cache: str = ""
+    rank: int = 0
+    pid: int = 0
+    memory_bytes: int = 0
+    alive: bool = False
+    created: float = 0.0
+    counted: "Counted | None" = None
+    problem: str = ""
+    kind: ClassVar = "loader"
+
+    @property
+    def state(self) -> Literal["live", "dead", "bad"]:
+        """One word, as that of a cache."""
+        return "bad" if self.problem else "live" if self.alive else "dead"
+
+
+NamedFile: TypeAlias = NamedCache | NamedLoader
+
+
 def age_of(created: float) -> str:
     """Return the time since ``created``, in seconds since 1970, as "3 h"."""
     seconds = max(0.0, time.time() - created)
@@ -109,12 +154,36 @@ def age_of(created: float) -> str:
 
 def find(uid: int | None = None) -> list[NamedCache]:
     """Return the named caches of the user ``uid``; None for the user of this process, -1 for all users."""
-    uids = registry.users() if uid == -1 else [os.geteuid() if uid is None else uid]
     pids = named.holders()
-    return [cache for each in uids for cache in _find(each, pids)]
+    return [file for each in _uids(uid) for file in _find(each, pids) if isinstance(file, NamedCache)]
 
 
-def _find(uid: int, pids: dict[FileKey, list[int]]) -> Iterator[NamedCache]:
+def find_loaders(uid: int | None = None, count: bool = True) -> list[NamedLoader]:
+    """Return the loaders over named caches of the user ``uid``, as `find` takes it.
+
+    ``count=False`` does not read what they have recorded. Directories that cannot be read are told by `find` alone.
+    """
+    found = []
+    for each in _uids(uid):
+        left = _MOST_BYTES
+        for loader in (file for file in _find(each, None) if isinstance(file, NamedLoader)):
+            left -= loader.memory_bytes
+            if count and left < 0 and not loader.problem:
+                loader = replace(loader, problem=f"is not read: the records of this user exceed {format_size(_MOST_BYTES)}.")
+            counted = _count(loader) if count else loader
+            if counted is not None:
+                found.append(counted)
+    return found
+
+
+def _uids(uid: int | None) -> list[int]:
+    return registry.users() if uid == -1 else [os.geteuid() if uid is None else uid]
+
+
+_Pids: TypeAlias = dict[FileKey, list[int]] | None  # the processes attached to each file; None: only loaders are looked for
+
+
+def _find(uid: int, pids: _Pids) -> Iterator[NamedFile]:
     user = user_name(uid)
     for folder in registry.directories_of(uid):
         try:
@@ -125,24 +194,33 @@ def _find(uid: int, pids: dict[FileKey, list[int]]) -> Iterator[NamedCache]:
             yield NamedCache("?", user, folder, problem=printable(str(error)))
 
 
-def _list(at: int | None, folder: str, user: str, pids: dict[FileKey, list[int]]) -> list[NamedCache]:
-    return [] if at is None else [_look_at(at, folder, name, user, pids) for name in sorted(os.listdir(at))]
+def _list(at: int | None, folder: str, user: str, pids: _Pids) -> list[NamedFile]:
+    found = [] if at is None else [_look_at(at, folder, name, user, pids) for name in sorted(os.listdir(at))]
+    return [file for file in found if file is not None]
 
 
-def _look_at(at: int, folder: str, name: str, user: str, pids: dict[FileKey, list[int]]) -> NamedCache:
+def _look_at(at: int, folder: str, name: str, user: str, pids: _Pids) -> NamedFile | None:
     """Describe a file. It is not trusted: it may belong to another user, and may change at any moment."""
     shown = printable(name)
     try:
         return _read(at, f"{folder}/{name}", shown, user, pids)
     except (StocacheError, OSError) as error:
-        return NamedCache(shown, user, f"{folder}/{shown}", problem=printable(str(error)))
+        kind = NamedLoader if _LOADER.fullmatch(name) else NamedCache
+        return kind(shown, user, f"{folder}/{shown}", problem=printable(str(error)))
 
 
-def _read(at: int, path: str, shown: str, user: str, pids: dict[FileKey, list[int]]) -> NamedCache:
+def _read(at: int, path: str, shown: str, user: str, pids: _Pids) -> NamedFile | None:
     with named.peek(at, path) as (fd, held):
         layout = Layout.read(fd)
         descriptor = Descriptor.read(layout)
         facts, identity = descriptor.facts, descriptor.identity
+        if "loader" in identity:
+            if not _LOADER.fullmatch(os.path.basename(path)):
+                raise SegmentError("has the descriptor of a loader, but its name is not that of one.")
+            loader = NamedLoader(shown, user, path, alive=held, created=descriptor.created)
+            return replace(loader, memory_bytes=os.fstat(fd).st_blocks * 512, **_loader_of(identity))
+        if pids is None:
+            return None
         samples, folder, limit = facts["dataset_len"], "", None
         chunks = [(states.count(SET), states.count(OOB)) for _, states in read_chunks(fd, layout.control_at, samples)]
         filled, outside = (sum(counts) for counts in zip((0, 0), *chunks, strict=True))
@@ -170,6 +248,43 @@ def _read(at: int, path: str, shown: str, user: str, pids: dict[FileKey, list[in
             folder=folder,
             limit_bytes=limit,
         )
+
+
+def _loader_of(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a loader that its descriptor tells.
+
+    Raises:
+        SegmentError: it has values that no loader writes.
+    """
+    cache, rank, pid = (identity.get(name) for name in ("cache", "rank", "pid"))
+    if not (type(cache) is str and type(rank) is type(pid) is int and 0 <= rank < 2**31 and 0 < pid < 2**31):
+        raise SegmentError("is damaged: its descriptor is not that of a loader.")
+    return {"cache": printable(cache)[:_MOST_CHARACTERS], "rank": rank, "pid": pid}
+
+
+def _count(loader: NamedLoader) -> NamedLoader | None:
+    """Read what a loader has recorded; None if it has ended since it was found.
+
+    The directory is locked for one record at a time: a forged record may be large.
+    """
+    from stocache.timing.record import read_named
+
+    def read(at: int | None) -> NamedLoader | None:
+        if at is None or registry.key_of(at, loader.path) is None:
+            return None
+        with named.peek(at, loader.path) as (fd, _):
+            layout = Layout.read(fd)
+            counted, rows = read_named(fd, layout), Descriptor.read(layout).facts.get("rows")
+        if rows != len(counted.rows):
+            raise SegmentError(f"is damaged: it has {len(counted.rows)} rows, its descriptor says {rows!r:.40}.")
+        return replace(loader, counted=counted)
+
+    if loader.problem:
+        return loader
+    try:
+        return registry.run_locked(os.path.dirname(loader.path), read)
+    except (StocacheError, OSError, ValueError) as error:
+        return replace(loader, problem=printable(str(error)))
 
 
 def _amounts(fd: int, layout: Layout, facts: Mapping[str, Any], filled: int) -> dict[str, int]:

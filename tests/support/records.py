@@ -1,0 +1,47 @@
+"""Records of loaders over named caches: left by killed processes, and forged."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import torch
+
+from stocache.shm import layout, registry
+from stocache.timing.record import ROW_WORDS, WAIT_NS, Record
+
+FOLDER = Path(registry.directory_of())
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, idx):
+        return torch.tensor([idx, idx * idx])
+
+
+def leave_loader_behind(cache_name, rank=0):
+    """Have a killed process leave the record of a loader; return the process."""
+    pid = os.fork()
+    if pid == 0:
+        kept = Record(0, False, cache_name, rank)
+        kept.main.add(WAIT_NS, 5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return pid
+
+
+def forge(name, identity=None, facts=None, rows=1, control=None):
+    """Write the file of a loader as another process might; return its path."""
+    identity = {"loader": name, "cache": "c", "rank": 0, "pid": 1} if identity is None else identity
+    facts = {"dataset_len": 0, "capacity": 0, "rows": rows} if facts is None else facts
+    descriptor = json.dumps({"identity": identity, "facts": facts, "created": 1.0}).encode()
+    FOLDER.mkdir(mode=0o700, exist_ok=True)
+    path = FOLDER / name
+    fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    plan = layout.Layout.for_sizes(rows * ROW_WORDS * 8 if control is None else len(control), 0, descriptor)
+    plan.allocate(fd)
+    os.pwrite(fd, control or b"", plan.control_at)
+    os.close(fd)
+    return path
