@@ -1,17 +1,16 @@
 """The figures of each epoch of a loader: how long the trainer waited, how long each part took, and the verdict."""
 
-import contextlib
 import itertools
 import logging
 import os
 import time
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import partial
 
 from stocache.cache.base import SampleCache
 from stocache.cache.shared import SharedCache
 from stocache.diagnosis.verdict import CacheFacts, EpochFacts, Verdict, judge
-from stocache.errors import ClosedError
 from stocache.ring.ring import FULL, Ring
 from stocache.system import limits
 from stocache.system.ranks import is_first_rank
@@ -108,9 +107,7 @@ class RunningEpoch:
 
     def count_fills(self) -> int:
         """Return how many samples were cached so far; 0 if the cache is closed."""
-        with contextlib.suppress(ClosedError):
-            return 0 if self.cache is None else self.cache.counts()[2]
-        return 0
+        return 0 if self.cache is None or self.cache.closed else self.cache.counts()[2]
 
     def note_batch(self, duration_ns: int, worker: int | None) -> None:
         """Note that a batch came, how long the loop waited for it, and which worker made it, if known."""
@@ -126,7 +123,7 @@ class RunningEpoch:
 
     def figures(self, until: float | None = None) -> tuple[LoaderEpochStats, EpochFacts]:
         """Return the figures of the epoch, until now or an earlier time, and the facts for the verdict."""
-        counted, cache = self.record.read().since(self.counted), self._cache_facts()
+        counted = self.record.read().since(self.counted)
         load, samples = counted.distribution(LOAD_NS), counted.sum(SAMPLES)
         seconds = (time.monotonic() if until is None else until) - self.began_at
         outside = self.count_outside() - self.outside
@@ -161,7 +158,7 @@ class RunningEpoch:
             outside=outside,
             buffers=0 if self.ring is None else self.ring.depth,
             cores=len(os.sched_getaffinity(0)),
-            cache=cache,
+            cache=None if self.cache is None or self.cache.closed else partial(self._cache_facts, self.cache),
         )
         return stats, facts
 
@@ -170,18 +167,13 @@ class RunningEpoch:
         stats, facts = self.figures(until)
         return replace(stats, complete=True, verdict=judge(facts))
 
-    def _cache_facts(self) -> CacheFacts | None:
-        if self.cache is None:
-            return None
-        try:
-            stats = self.cache.stats()
-        except ClosedError:
-            return None
+    def _cache_facts(self, cache: SampleCache) -> CacheFacts:
+        stats = cache.stats()
         return CacheFacts(
             fills=stats.fills - self.fills,
             filled=stats.filled,
             dataset_len=stats.dataset_len,
-            sample_bytes=stats.slot_bytes if stats.filled or isinstance(self.cache, SharedCache) else 0,
+            sample_bytes=stats.slot_bytes if stats.filled or isinstance(cache, SharedCache) else 0,
             overhead_bytes=_OVERHEAD * stats.dataset_len,
             room_bytes=limits.shared_memory_room() + stats.reserved_bytes,
             disk=self.disk,

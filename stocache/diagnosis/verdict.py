@@ -10,6 +10,7 @@ NOTE [ The verdict ]
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -78,7 +79,7 @@ class EpochFacts:
         outside: batches that went around the ring because all of its buffers were held.
         buffers: of the ring, for each worker.
         cores: processors for this process.
-        cache: facts of the cache, if the dataset has one.
+        cache: returns facts of the cache; None if the dataset has none.
     """
 
     counted: Counted
@@ -95,7 +96,7 @@ class EpochFacts:
     outside: int
     buffers: int
     cores: int
-    cache: CacheFacts | None
+    cache: Callable[[], CacheFacts] | None
 
 
 @dataclass(frozen=True)
@@ -216,10 +217,11 @@ class _Parts:
     # ------------------------------------------------------------------------------------------------ what is said
 
     def _load(self) -> tuple[Limit, str]:
-        facts, cache = self.facts, self.facts.cache
+        facts = self.facts
         each = f"loading {facts.misses} uncached samples of {_seconds(self.load_s / max(1, facts.misses))} each"
-        if cache is None:
+        if facts.cache is None:
             return "source", f"{each} is the limit; {self._try_workers()}"
+        cache = facts.cache()
         if cache.fills >= 0.5 * facts.misses:
             kept = cache.filled / max(1, cache.dataset_len)
             return (

@@ -32,6 +32,7 @@ UNRESERVED, RESERVED, REFUSED = range(3)  # the states of an extent
 
 HUGE_PAGE = 2 * MIB
 _CHUNK = MIB  # read at a time
+_ZEROS = bytes(4096)
 
 
 @dataclass(frozen=True)
@@ -171,9 +172,11 @@ def persists(fd: int) -> bool:
 def sum_rows(rows: bytes | memoryview) -> list[int]:
     """Return the sums of the counter rows. Of a file that is being cut, only whole rows count."""
     row_bytes = 8 * ROW_WORDS
-    whole = len(rows) // row_bytes * row_bytes
-    used = _round_up(len(bytes(rows[:whole]).rstrip(b"\0")), row_bytes)  # most rows are zero
-    words = memoryview(rows)[:used].cast("Q")
+    data = bytes(rows[: len(rows) // row_bytes * row_bytes])
+    used = len(data)
+    while used and data.endswith(_ZEROS, 0, used):  # most rows are zero
+        used -= len(_ZEROS)
+    words = memoryview(data)[: _round_up(len(data[:used].rstrip(b"\0")), row_bytes)].cast("Q")
     return [sum(words[number::ROW_WORDS]) for number in range(ROW_WORDS)]
 
 

@@ -14,6 +14,7 @@ _GROWTH = 1.04
 _SHORTEST_NS, _LONGEST_NS = 250.0, 4e12  # shorter and longer durations are counted in the first and the last bucket
 _SCALE = 1 / math.log(_GROWTH)
 _SHIFT = math.log(_SHORTEST_NS) * _SCALE
+_log = math.log  # a look-up less for each batch
 
 BUCKETS = math.ceil(math.log(_LONGEST_NS) * _SCALE - _SHIFT)
 """The number of buckets."""
@@ -29,9 +30,9 @@ _MIDDLES_S = BOUNDS_S / math.sqrt(_GROWTH)
 
 def bucket_of(duration_ns: float) -> int:
     """Return the bucket of a duration, in nanoseconds."""
-    if duration_ns <= _SHORTEST_NS:
-        return 0
-    return min(int(math.log(duration_ns) * _SCALE - _SHIFT), BUCKETS - 1)
+    if _SHORTEST_NS < duration_ns < _LONGEST_NS:
+        return int(_log(duration_ns) * _SCALE - _SHIFT)
+    return 0 if duration_ns < _LONGEST_NS else BUCKETS - 1
 
 
 def count_all(counts: Counts, durations_s: Sequence[float]) -> None:

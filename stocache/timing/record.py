@@ -31,6 +31,8 @@ from stocache.timing.histogram import BUCKETS, Counts, Distribution, bucket_of, 
 
 logger = logging.getLogger("stocache")
 
+_clock_ns = time.perf_counter_ns
+
 # The words of a row. Sums are of nanoseconds
 WAIT_NS, LOAD_NS, COLLATE_NS, HAND_OVER_NS = range(4)  # those that have a histogram as well
 MAKE_NS = 4  # to make the samples of batches, without loading: to read cached ones, transforms; without a cache all of it
@@ -41,6 +43,7 @@ _WORDS = 16
 
 HISTOGRAMS = ("wait", "load", "collate", "hand_over")
 ROW_WORDS = _WORDS + len(HISTOGRAMS) * BUCKETS
+_HISTOGRAM_AT = tuple(range(_WORDS, ROW_WORDS, BUCKETS))
 _MOST_WORKERS, _MOST_COUNTED = 4096, 1 << 40
 
 _MANY = 8  # costs, from which numpy is faster
@@ -60,7 +63,7 @@ class Row:
     def __init__(self, words: "memoryview[int]") -> None:
         self._words = words
         self.counts: Counts = np.frombuffer(words, np.int64)[_WORDS:].reshape(len(HISTOGRAMS), BUCKETS)
-        self._looked_ns, self._before = 0, (0, 0)
+        self._look_again_ns, self._before = 0, (0, 0)
         self._now = 0
         self._loads = words[LOAD_NS]  # when the step before ended
 
@@ -68,7 +71,7 @@ class Row:
         """Note who writes the row: this thread, of worker ``worker``; -1 for the main process."""
         self._words[WORKER], self._words[PID] = worker + 1, os.getpid()
         self._before, self._words[SEEN_BUSY_NS] = _thread_times(), self._busy_ns
-        self._looked_ns = time.perf_counter_ns()
+        self._look_again_ns = _clock_ns() + _LOOK_NS
 
     @property
     def _busy_ns(self) -> int:
@@ -79,7 +82,7 @@ class Row:
         """Add a duration to one of the quantities that have a histogram."""
         words = self._words
         words[quantity] += duration_ns
-        words[_WORDS + quantity * BUCKETS + bucket_of(duration_ns)] += 1
+        words[_HISTOGRAM_AT[quantity] + bucket_of(duration_ns)] += 1
 
     def add_loads(self, costs_s: Sequence[float]) -> None:
         """Add what it took to load samples that were not in memory."""
@@ -90,27 +93,28 @@ class Row:
             self._words[LOAD_NS] += int(1e9 * sum(costs_s))
             count_all(self.counts[LOAD_NS], costs_s)
 
-    def begin_step(self, now_ns: int | None = None) -> None:
+    def begin_step(self, now_ns: int = 0) -> None:
         """Begin a batch, or a part of one, now or at an earlier time."""
-        self._now = time.perf_counter_ns() if now_ns is None else now_ns
+        self._now = now_ns or _clock_ns()
 
     def _step(self) -> int:
         """Return the time since the last step ended, without loads, and begin the next step."""
-        now, loads = time.perf_counter_ns(), self._words[LOAD_NS]
-        took_ns = max(0, now - self._now - (loads - self._loads))
+        now, loads = _clock_ns(), self._words[LOAD_NS]
+        took_ns = now - self._now - loads + self._loads
         self._now, self._loads = now, loads
-        return took_ns
+        return took_ns if took_ns > 0 else 0
 
     def add_making(self, samples: int) -> None:
         """Add the samples of a batch, or some of them, and what it took to make them."""
-        self._words[SAMPLES] += samples
-        self._words[MAKE_NS] += self._step()
+        words = self._words
+        words[SAMPLES] += samples
+        words[MAKE_NS] += self._step()
 
     def add_collating(self) -> None:
         """Add a batch, and what it took to put it together."""
         self.add(COLLATE_NS, self._step())
         self._words[BATCHES] += 1
-        if self._now - self._looked_ns > _LOOK_NS:
+        if self._now > self._look_again_ns:
             self._look(self._now)
 
     def add_packing(self, send_along: Callable[[int], bool]) -> None:
@@ -136,7 +140,7 @@ class Row:
         words[CPU_NS] += times[0] - self._before[0]
         words[QUEUED_NS] += times[1] - self._before[1]
         words[SEEN_BUSY_NS] = self._busy_ns
-        self._looked_ns, self._before = now, times
+        self._look_again_ns, self._before = now + _LOOK_NS, times
 
 
 def _thread_times() -> tuple[int, int]:

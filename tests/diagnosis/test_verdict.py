@@ -45,7 +45,9 @@ def facts(
         "misses": len(load_s), "workers": 2, "threads": False, "starts_workers": True, "persistent": False, "outside": 0,
         "buffers": 10, "cores": 2, "cache": CACHE,
     }  # fmt: skip
-    return EpochFacts(**known | others)
+    known |= others
+    cache = known["cache"]
+    return EpochFacts(**known | {"cache": None if cache is None else lambda: cache})
 
 
 HALF = (0.03,) * 500

@@ -87,8 +87,8 @@ def test_threads_take_rows_that_no_living_thread_has():
 
 
 def test_loads_are_not_part_of_the_step_in_which_they_happen(monkeypatch):
-    now = [0]
-    monkeypatch.setattr(recording.time, "perf_counter_ns", lambda: now[0])
+    now = [1]
+    monkeypatch.setattr(recording, "_clock_ns", lambda: now[0])
     record = Record(0, False)
     row = record.main
     row.begin_step()
