@@ -35,6 +35,7 @@ _SHORTEST_S = 0.01  # of waiting that is worth a word
 _OUTSIDE = 0.2  # of the batches that go around the ring, from which the ring is full
 _HELD = 0.5  # of the looks that find the GIL held
 _LOOKS, _ONE = 5, (0.6, 1.3)  # looks that are enough; fewer are if threads together have about one processor
+_FASTER = 1.2  # times as fast, from which a change is worth a word
 _SLOW = 5.0  # times the median is what a slow sample takes
 _IDLE = 0.6  # of the workers' time: they are busy for less than that
 
@@ -175,16 +176,24 @@ class _Parts:
 
     # ------------------------------------------------------------------------------------------------ what would be
 
-    def share_with(self, work_s: float, workers: int) -> float:
-        """Return for which share of the time the trainer would wait with so much work in an epoch, and so many workers."""
-        facts = self.facts
-        each_s = work_s / facts.batches
-        wait_s = each_s if not workers else max(0.0, each_s / workers - self.step_s)
+    def _wait_s(self, work_s: float, workers: int) -> float:
+        """Return how long the trainer would wait for each batch with so much work in an epoch, and so many workers."""
+        each_s = work_s / self.facts.batches
+        return max(0.0, each_s / workers - self.step_s) if workers else each_s
+
+    def _share_with(self, work_s: float, workers: int) -> float:
+        wait_s = self._wait_s(work_s, workers)
         return wait_s / max(1e-9, wait_s + self.step_s)
 
-    def _brings(self, share: float) -> str:
-        now = self.facts.waited_s / self.facts.seconds
-        return "would remove it" if share < _SILENT else f"would cut it to {share:.0%}" if share < 0.9 * now else "helps little"
+    def _brings(self, work_s: float, workers: int) -> str:
+        """Return what so much work and so many workers would bring."""
+        facts, share = self.facts, self._share_with(work_s, workers)
+        faster = facts.seconds / max(1e-9, facts.batches * (self._wait_s(work_s, workers) + self.step_s))
+        if share < _SILENT:
+            return "would remove it"
+        if share < 0.9 * facts.waited_s / facts.seconds:
+            return f"would cut it to {share:.0%}"
+        return f"would make the epoch {faster:.2g} times as fast" if faster >= _FASTER else "helps little"
 
     @property
     def _most_workers(self) -> int:
@@ -199,7 +208,7 @@ class _Parts:
 
     def _try_workers(self) -> str:
         needed = self._needed_workers()
-        return f"num_workers={needed} {self._brings(self.share_with(self.work_s, needed))}"
+        return f"num_workers={needed} {self._brings(self.work_s, needed)}"
 
     def _shares_gil(self) -> bool:
         """Whether worker threads wait for each other's GIL: it is held when looked at, and all have one processor together."""
@@ -233,14 +242,14 @@ class _Parts:
         if not cache.sample_bytes:
             return "source", f"{each} is the limit, and the cache takes none of them"
         if needed <= cache.room_bytes:
-            remedy = f"size_limit_gib={_gib(needed)} {self._brings(self.share_with(rest_s, facts.workers))}"
+            remedy = f"size_limit_gib={_gib(needed)} {self._brings(rest_s, facts.workers)}"
             return "source", f"{each} is the limit; {remedy}"
         if self._stalls():
             return self._stall()
         missing = max(0.0, 1 - cache.room_bytes / needed)
         found = facts.misses / max(1, facts.samples)
         left_s = rest_s + self.load_s * min(1.0, missing / found if found else 1.0)
-        brings = self._brings(self.share_with(left_s, facts.workers))
+        brings = self._brings(left_s, facts.workers)
         remedy = f"all samples need {format_size(needed)}; size_limit_gib={_gib(cache.room_bytes)}, all that there is, {brings}"
         return "source", f"{each} is the limit; {remedy}{'' if cache.disk else '; disk= keeps the rest on a local disk'}"
 
@@ -248,7 +257,7 @@ class _Parts:
         facts = self.facts
         each = f"making {facts.samples} uncached samples of {_seconds(self.make_s / max(1, facts.samples))} each"
         needed = self._needed_workers()
-        if needed > facts.workers and self.share_with(self.work_s, needed) < _SILENT:
+        if needed > facts.workers and self._share_with(self.work_s, needed) < _SILENT:
             return self._more_workers()
         return "source", f"{each} is the limit; CachedDataset would make them once"
 

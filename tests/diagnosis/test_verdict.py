@@ -69,6 +69,7 @@ HALF = (0.03,) * 500
             r"size_limit_gib=1, all that there is, would cut it to 71%$",
         ),
         (facts(HALF, cache=replace(CACHE, sample_bytes=0)), "source", "the limit, and the cache takes none of them"),
+        (facts(HALF, make_s=5.0, waited_s=9.99), "source", "size_limit_gib=1.9 would make the epoch 4 times as fast"),
         (facts(HALF, make_s=13.0), "source", "size_limit_gib=1.9 would cut it to 8%"),
         (facts(make_s=16.0), "transform", "transforming 1000 cached samples, 16 ms each, is the limit; do what is the same"),
         (facts(make_s=16.0, cpu=0.05), "transform", "each, is the limit; num_workers=3 would remove it"),
