@@ -1,0 +1,386 @@
+"""Measure what samples and batches of a dataset cost here, in child processes, within a limited time.
+
+NOTE [ What is measured ]
+    Samples are loaded by one process, each twice: the second time files are in the page cache. Then as many processes as there
+    are processors load the same samples and more, because shared caches and memory make all of them slower. Samples that were
+    loaded fill small caches, one without a codec and one for each codec, and the real loader runs a few short epochs over these,
+    and over samples that are not cached. The processor time of the workers and of the main process is read from Linux, so what
+    other programs take does not count. Two batch sizes tell what a sample costs and what a batch costs.
+
+    The epochs of a setting are not measured but predicted from these (model.py).
+"""
+
+import contextlib
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stocache.datasets.loaders import SampleLoader
+from stocache.errors import DatasetError, StocacheError, WorkerError
+from stocache.forecast.costs import UNCACHED, BatchCosts, Costs, WayCosts
+from stocache.forecast.epochs import CACHE_BYTES, Cached, MakeLoader, Run, Skipped, Trials, nbytes_of, run_epochs
+from stocache.forecast.loads import Loads, time_busy_loads, time_loads
+from stocache.forecast.model import play
+from stocache.system.children import ChildError, in_children
+from stocache.system.limits import MIB, recommended_limit
+from stocache.transforms.planning import plan_split
+from stocache.transforms.splitting import Split
+
+logger = logging.getLogger("stocache")
+
+_ALONE_S, _BUSY_S = 1.5, 2.0  # for loads, where they are fast
+_ALONE_SHARE, _BUSY_SHARE, _EPOCHS_SHARE = 0.35, 0.3, 0.8  # of the time that is left, at most
+_SPLIT_LOADS = 40  # loads that it takes to find out where to split transforms
+_KEPT, _KEPT_BYTES = 256, 96 * MIB  # samples that are kept to fill caches
+_MOST = 8192  # samples of a short epoch
+_MOST_WORKERS = 16  # that are started
+_SPARE_S = 1.0  # to end all processes
+
+
+class _Split(NamedTuple):
+    """Sent by the child: whether transforms run after the cache."""
+
+    has_rest: bool
+
+
+@dataclass
+class _Found:
+    """What the children have sent."""
+
+    loads: list[Loads] = field(default_factory=list)
+    busy: list[Loads] = field(default_factory=list)
+    cached: dict[str | None, Cached] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    has_transform: bool = False
+
+
+def count_cores() -> int:
+    """Return the processors that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def measure(
+    dataset: Any,
+    *,
+    batch_sizes: Sequence[int],
+    make_loader: MakeLoader,
+    time_limit_s: float,
+    codecs: Sequence[str | None] = (None, "lz4", "zstd"),
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    transform: Callable[[Any], Any] | None = None,
+    passes: int = 2,
+    on_progress: Callable[[float, str], None] = lambda seconds, what: None,
+) -> Costs:
+    """Return what samples and batches of a map-style dataset cost; see NOTE [ What is measured ].
+
+    Args:
+        batch_sizes: of the settings that are to be predicted.
+        make_loader: makes a DataLoader from the arguments of torch's.
+        time_limit_s: seconds after which it ends. The fewer samples it could load by then, the less exact are the costs.
+        codecs: the ways to cache that are of interest; those whose package is not installed are left out.
+        collate_fn: makes the batches; None for torch's function, or for lists where that does not take the samples.
+        transform: called with each sample after the cache, as `CachedDataset` does.
+        passes: how often epochs are run; in the second pass they are less likely to meet what disturbs the first.
+        on_progress: called with the seconds so far and with what is measured now.
+
+    Raises:
+        DatasetError: no sample was loaded in time.
+        WorkerError: a child process died.
+        Exception: the error of the first sample that cannot be loaded.
+
+    The dataset, and the random generators of this process, stay as they are: all of it happens in child processes.
+    """
+    options = _Options(
+        tuple(batch_sizes), make_loader, time_limit_s, tuple(codecs), collate_fn, transform, passes, on_progress
+    )
+    return _Study(dataset, options).run()
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The arguments of `measure`."""
+
+    batch_sizes: tuple[int, ...]
+    make_loader: MakeLoader
+    time_limit_s: float
+    codecs: tuple[str | None, ...]
+    collate_fn: Callable[[list[Any]], Any] | None
+    transform: Callable[[Any], Any] | None
+    passes: int
+    on_progress: Callable[[float, str], None]
+
+
+class _Study:
+    def __init__(self, dataset: Any, options: _Options) -> None:
+        self._dataset, self._options, self._length, self._cores = dataset, options, len(dataset), count_cores()
+        self._began = time.monotonic()
+        largest, smallest = max(options.batch_sizes), min(options.batch_sizes)
+        self._group = min(smallest, self._length) if hasattr(dataset, "__getitems__") else 1
+        self._sizes = (largest, max(1, min(smallest, largest // 4)))
+        self._order: list[int] = np.random.default_rng(0).permutation(self._length).tolist()
+        self._found = _Found()
+
+    @property
+    def _left_s(self) -> float:
+        return self._began + self._options.time_limit_s - _SPARE_S - time.monotonic()
+
+    def _report(self, what: str) -> None:
+        self._options.on_progress(time.monotonic() - self._began, what)
+
+    def run(self) -> Costs:
+        self._report("loading samples")
+        self._measure_here()
+        self._report("loading samples with all processors")
+        self._measure_busy()
+        costs = self._assemble()
+        self._report("done")
+        return costs
+
+    # ------------------------------------------------------------------------------------------------ the children
+
+    def _measure_here(self) -> None:
+        found, patience_s = self._found, max(0.5, self._left_s * _EPOCHS_SHARE)
+        jobs = [partial(self._load_and_run, self._left_s)]
+        try:
+            with contextlib.closing(in_children(jobs, self._dataset, patience_s)) as items:
+                for item in items:
+                    self._take(item)
+                    if self._left_s < 0:
+                        break
+        except ChildError as error:
+            if not found.loads:
+                raise DatasetError(
+                    f"{type(self._dataset).__name__}: no sample was loaded within {self._options.time_limit_s:.0f} s ({error})."
+                ) from error
+            found.missing.append(f"measuring ended early: {error}")
+        except WorkerError as error:
+            if not found.loads:
+                raise
+            found.missing.append(f"measuring ended early: {error}")
+
+    def _take(self, item: Any) -> None:
+        found = self._found
+        if isinstance(item, Loads):
+            found.loads.append(item)
+        elif isinstance(item, _Split):
+            found.has_transform = item.has_rest
+            found.loads.clear()  # of samples with all transforms
+        elif isinstance(item, Cached):
+            found.cached[item.way] = item
+            self._report("batches, not cached" if item.way == UNCACHED else f"batches, cached, codec {item.way}")
+        elif isinstance(item, Run):
+            found.runs.append(item)
+            self._report(f"batches of {item.batch_size} with {item.workers} workers")
+        elif isinstance(item, Skipped):
+            name = "the cache" if item.way is None else f"codec={item.way!r}"
+            found.missing.append(f"{name} is left out: {item.reason}")
+
+    def _measure_busy(self) -> None:
+        found, processes = self._found, min(self._cores, _MOST_WORKERS)
+        alone = [idx for loads in found.loads if loads.again_s for idx in loads.indices]
+        mean_s = _mean_s(found.loads)
+        budget_s = min(_BUSY_S + 2 * self._group * mean_s, self._left_s * 0.9)
+        if processes < 2 or not alone or budget_s < 2 * self._group * mean_s:
+            if processes > 1:
+                found.missing.append("loads with all processors were not timed; they are taken to cost as much as alone")
+            return
+        rest = self._order[len(alone) :]
+        jobs = [
+            partial(self._load_busy, [alone[number::processes], rest[number::processes]], budget_s)
+            for number in range(processes)
+        ]
+        try:
+            with contextlib.closing(in_children(jobs, self._dataset, max(0.5, self._left_s))) as items:
+                found.busy += items
+        except (ChildError, WorkerError) as error:
+            found.missing.append(f"loads with all processors were not timed: {error}")
+
+    # ------------------------------------------------------------------------------------------------ in a child
+
+    def _loader(self, split: Split | None) -> SampleLoader | Split:
+        return split if split is not None and split.has_rest else SampleLoader(self._dataset)
+
+    def _load_and_run(self, left_s: float) -> Iterator[Any]:
+        logging.getLogger("stocache").setLevel(logging.ERROR)
+        began, split = time.monotonic(), None
+        loader: SampleLoader | Split = SampleLoader(self._dataset)
+        alone_s = min(_ALONE_S, left_s * _ALONE_SHARE)
+        for first in time_loads(loader.load_many, self._order[:1], 1, left_s * _ALONE_SHARE, lambda sample: None):
+            yield first
+            if first.first_s[0] * _SPLIT_LOADS < left_s / 4:
+                with contextlib.suppress(StocacheError):
+                    split = plan_split(self._dataset, self._length, recommended_limit(), None, False)
+        if split is not None and split.has_rest:
+            loader = split
+            yield _Split(True)
+        samples: list[Any] = []
+        size = 0
+
+        def keep(sample: Any) -> None:
+            nonlocal size
+            if not samples or (len(samples) < _KEPT and size < _KEPT_BYTES):
+                samples.append(sample)
+                size += nbytes_of(sample)
+
+        budget_s = max(alone_s, min(left_s * _ALONE_SHARE, 8 * self._group * first.first_s[0]))
+        for loads in time_loads(loader.load_many, self._order, self._group, budget_s, keep):
+            yield loads
+        finish = self._options.transform
+        if split is not None and split.has_rest:
+            rest = partial(split.finish, self._order[0])
+            finish = rest if finish is None else partial(_both, rest, finish)
+        until = began + min(left_s * _EPOCHS_SHARE, left_s - 3 * self._group * first.first_s[0])
+        workers = [min(self._cores, _MOST_WORKERS), 1, 0, min(2 * self._cores, _MOST_WORKERS)]
+        trials = Trials(
+            ways=(None, UNCACHED, *(codec for codec in self._options.codecs if codec is not None)),
+            workers=list(dict.fromkeys(workers)),
+            batch_sizes=tuple(dict.fromkeys(self._sizes)),
+            most=min(self._length, _MOST),
+            cache_bytes=min(CACHE_BYTES, recommended_limit() // 16),
+            make_loader=self._options.make_loader,
+            collate_fn=self._options.collate_fn,
+            passes=self._options.passes,
+            until=until,
+        )
+        yield from run_epochs(samples, finish, trials)
+
+    def _load_busy(self, parts: Sequence[Sequence[int]], budget_s: float) -> Iterator[Loads]:
+        logging.getLogger("stocache").setLevel(logging.ERROR)
+        split = None
+        if self._found.has_transform:
+            split = plan_split(self._dataset, self._length, recommended_limit(), None, False)
+        return time_busy_loads(self._loader(split).load_many, parts, self._group, budget_s)
+
+    # ------------------------------------------------------------------------------------------------ the costs
+
+    def _assemble(self) -> Costs:
+        found = self._found
+        alone = [loads for loads in found.loads if loads.again_s] or found.loads
+        again_s = [second for loads in alone for second in loads.again_s or loads.first_s]
+        cpu_s, total_s = sum(loads.cpu_s for loads in alone), sum(again_s)
+        cpu_share = min(1.0, cpu_s / max(total_s, 1e-12))
+        seconds, busy_ratio = self._with_busy(again_s, cpu_s / max(1, len(again_s)))
+        timed = [loads for loads in found.loads if loads.again_s and loads.first_s]
+        firsts, agains = (sum(map(sum, each)) for each in zip(*[(l.first_s, l.again_s) for l in timed], strict=True)) if timed else (1.0, 1.0)
+        ways = self._ways()
+        begins = [run.begin_s / run.workers for run in found.runs if run.workers > 1]
+        batch_bytes = max((cached.batch_bytes for cached in found.cached.values()), default=0.0)
+        return Costs(
+            samples=self._length,
+            cores=self._cores,
+            loads_s=tuple(seconds),
+            ways=ways,
+            cpu_share=cpu_share,
+            busy_ratio=busy_ratio,
+            cold_ratio=max(1.0, firsts / max(agains, 1e-12)),
+            batch_bytes=batch_bytes,
+            worker_start_s=max(0.0, statistics.median(begins)) if begins else 0.0,
+            timed=len(seconds),
+            has_transform=found.has_transform,
+            took_s=time.monotonic() - self._began,
+            missing=tuple(found.missing),
+        )
+
+    def _with_busy(self, alone_s: list[float], alone_cpu_s: float) -> tuple[list[float], float]:
+        """Return the seconds of all loads as they would be alone, and how much more processor time a load takes when busy."""
+        same = self._found.busy[::1]
+        count = len(alone_s)
+        first = set(self._order[:count])
+        paired = [loads for loads in same if loads.indices and loads.indices[0] in first]
+        others = [loads for loads in same if loads.indices and loads.indices[0] not in first]
+        paired_count = sum(len(loads.indices) for loads in paired)
+        if paired_count < count / 2 or alone_cpu_s <= 0:
+            return alone_s, 1.0
+        ratio = sum(loads.cpu_s for loads in paired) / paired_count / alone_cpu_s
+        ratio = max(1.0, ratio)
+        slower = sum(second for loads in paired for second in loads.again_s) / paired_count / statistics.mean(alone_s)
+        return alone_s + [second / slower for loads in others for second in loads.again_s], ratio
+
+    def _ways(self) -> Mapping[str | None, WayCosts]:
+        found, ways = self._found, dict[str | None, WayCosts]()
+        for way, cached in found.cached.items():
+            by_workers = {}
+            for workers in dict.fromkeys(run.workers for run in found.runs if run.way == way):
+                runs = [run for run in found.runs if (run.way, run.workers) == (way, workers)]
+                by_workers[workers] = fit_costs(_best_of(runs), self._cores)
+            if by_workers:
+                by_workers.setdefault(0, _alone(by_workers))
+                by_workers.setdefault(1, by_workers[min(number for number in by_workers if number)] if len(by_workers) > 1 else by_workers[0])
+                ways[way] = WayCosts(by_workers, cached.sample_bytes, cached.extra_bytes, cached.fill_s)
+        if UNCACHED not in ways:
+            ways[UNCACHED] = WayCosts({0: BatchCosts(0, 0), 1: BatchCosts(0, 0)})
+            found.missing.append("batches could not be timed; they are taken to cost nothing")
+        return ways
+
+
+def _both(first: Callable[[Any], Any], second: Callable[[Any], Any], sample: Any) -> Any:
+    return second(first(sample))
+
+
+def _mean_s(loads: Sequence[Loads]) -> float:
+    seconds = [second for each in loads for second in each.again_s or each.first_s]
+    return statistics.mean(seconds) if seconds else 0.0
+
+
+def _best_of(runs: Sequence[Run]) -> list[Run]:
+    """Return one run for each batch size, with the shorter times of its passes."""
+    best = []
+    for size in dict.fromkeys(run.batch_size for run in runs):
+        own = [run for run in runs if run.batch_size == size]
+        least = {name: min(getattr(run, name) for run in own) for name in ("epoch_s", "main_s", "workers_s", "begin_s")}
+        best.append(own[0]._replace(**least))
+    return best
+
+
+def _alone(by_workers: Mapping[int, BatchCosts]) -> BatchCosts:
+    """Return about what batches cost without workers, if only those with workers were measured."""
+    costs = by_workers[min(by_workers)]
+    return BatchCosts(costs.sample_s, costs.batch_s)
+
+
+def fit_costs(runs: Sequence[Run], cores: int) -> BatchCosts:
+    """Return the costs of a sample and of a batch that explain runs with one number of workers and two batch sizes, or one."""
+    workers = runs[0].workers
+    if not workers:
+        return BatchCosts(*_line(runs, [run.main_s for run in runs]))
+    costs = BatchCosts(
+        *_line(runs, [run.workers_s for run in runs]), *_line(runs, [run.main_s for run in runs])
+    )
+    rests, lengths = [], []
+    for run in runs:
+        batches = run.batches
+        cpu_s = [costs.batch_s + costs.sample_s * run.batch_size] * batches
+        main_s = [costs.main_batch_s + costs.main_sample_s * run.batch_size] * batches
+        rests.append(run.epoch_s - play(cpu_s, [0.0] * batches, main_s, 0.0, workers, cores)[-1])
+        lengths.append(batches / workers)
+    start_s, wake_s = _fit_latency(lengths, rests)
+    return replace(costs, start_s=start_s, wake_s=wake_s)
+
+
+def _fit_latency(lengths: Sequence[float], rests: Sequence[float]) -> tuple[float, float]:
+    """Return the seconds of an epoch, and of each batch of a worker, that explain what epochs take beyond the model."""
+    if len(set(lengths)) > 1:
+        wake_s, start_s = np.polyfit(lengths, rests, 1).tolist()
+        if wake_s >= 0 and start_s >= 0:
+            return start_s, wake_s
+        if start_s < 0:  # all of it for each batch
+            return 0.0, max(0.0, float(np.mean(np.array(rests) / lengths)))
+    return max(0.0, rests[0]), 0.0
+
+
+def _line(runs: Sequence[Run], seconds: Sequence[float]) -> tuple[float, float]:
+    """Return the seconds of a sample and of a batch; all of them of the sample, if one batch size was measured."""
+    each_s = {run.batch_size: took_s / run.batches for run, took_s in zip(runs, seconds, strict=True)}
+    small, large = min(each_s), max(each_s)
+    if small == large:
+        return each_s[large] / large, 0.0
+    sample_s = min(max(0.0, (each_s[large] - each_s[small]) / (large - small)), each_s[large] / large)
+    return sample_s, each_s[large] - sample_s * large
