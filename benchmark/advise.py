@@ -4,8 +4,8 @@ python -m benchmark advise [--folder PHOTOS]              # decoded photographs;
 python -m benchmark advise --step-ms 10                   # with a training step that leaves the processors free
 python -m benchmark advise --load-ms 5                    # samples that wait 5 ms for a server, in place of photographs
 
-In each round `advise` measures and predicts anew, and then each setting runs: half of the rounds backwards. A setting has a cache
-of its own that is filled before, a loader whose workers are kept, one epoch that is not counted, and then epochs for at least
+In each round `advise` measures and predicts anew, and then each setting runs, every other round backwards. Its cache is filled
+before. It has a loader whose workers are kept, one epoch that is not counted, and then epochs for at least
 half a second; the median of these is the time of the setting in the round. What ran while other programs took more than a tenth
 of a processor runs again, `advise` too. *Predicted* and *measured* are medians over the
 rounds. *Error* is predicted to measured, less 1. *Of a round*: the same error in each round, of the prediction made in it.
@@ -16,6 +16,7 @@ torch has one thread, as it has in a worker.
 
 import argparse
 import dataclasses
+import functools
 import gc
 import statistics
 import time
@@ -37,7 +38,7 @@ from stocache.cli.bench import find_jpegs, photo_folder
 from stocache.forecast.model import Setting
 from stocache.system.limits import GIB, MIB
 
-CLAIM = "What advise predicts is within 5 % of measured epochs (median of 36 settings), and what it chooses is within 5 % of the best."
+CLAIM = "What advise predicts is within 5 % of measured epochs (median of 36 settings), what it chooses within 5 % of the best."
 NEEDS = (("PIL", '-e ".[bench]"'), ("lz4", '-e ".[bench]"'), ("zstandard", '-e ".[bench]"'))
 
 WORKERS = 0, 1, 2, 4
@@ -103,24 +104,28 @@ def measure_epochs(cached: CachedDataset, setting: Setting, step_s: float) -> fl
         persistent_workers=setting.workers > 0,
     )
 
-    def run() -> float:
-        began = time.perf_counter()
-        for _ in loader:
-            if step_s:
-                time.sleep(step_s)
-        return time.perf_counter() - began
-
-    def run_all() -> float:
-        seconds: list[float] = []
-        while sum(seconds) < MEASURED_S:
-            seconds.append(run())
-        return statistics.median(seconds)
-
-    run()
-    found = undisturbed(run_all)
+    run_epoch(loader, step_s)
+    found = undisturbed(functools.partial(run_epochs, loader, step_s))
     del loader
     gc.collect()
     return found
+
+
+def run_epochs(loader: Any, step_s: float) -> float:
+    """Return the median seconds of several epochs."""
+    seconds: list[float] = []
+    while sum(seconds) < MEASURED_S:
+        seconds.append(run_epoch(loader, step_s))
+    return statistics.median(seconds)
+
+
+def run_epoch(loader: Any, step_s: float) -> float:
+    """Return the seconds of an epoch."""
+    began = time.perf_counter()
+    for _ in loader:
+        if step_s:
+            time.sleep(step_s)
+    return time.perf_counter() - began
 
 
 def open_cache(dataset: Any, setting: Setting) -> CachedDataset:
@@ -201,16 +206,20 @@ def show(rows: Sequence[Row], choices: Sequence[Advice], chosen: Sequence[float]
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for row in rows:
         setting, measured = row.setting, row.measured_s
-        spread = (max(measured) - min(measured)) / statistics.median(measured)
-        each = ", ".join(f"{error:+.1%}" for error in row.errors)
-        print(
-            f"| {setting.limit_bytes / GIB:.3f} | {setting.codec or '-'} | {setting.batch_size} | {setting.workers} | "
-            f"{statistics.median(row.predicted_s):.4f} | {statistics.median(measured):.4f} | {spread:.0%} | {row.error:+.1%} | {each} |"
-        )
+        middle_s, spread = statistics.median(measured), (max(measured) - min(measured)) / statistics.median(measured)
+        cells = [
+            f"{setting.limit_bytes / GIB:.3f}", setting.codec or "-", setting.batch_size, setting.workers,
+            f"{statistics.median(row.predicted_s):.4f}", f"{middle_s:.4f}", f"{spread:.0%}", f"{row.error:+.1%}",
+            ", ".join(f"{error:+.1%}" for error in row.errors),
+        ]  # fmt: skip
+        print(f"| {' | '.join(map(str, cells))} |")
     errors = [abs(row.error) for row in rows]
     single = [abs(error) for row in rows for error in row.errors]
     worst = max(rows, key=lambda row: abs(row.error)).setting
-    print(f"\nerror of {len(rows)} settings: median {np.median(errors):.1%} (at most 5 %), worst {max(errors):.1%} (at most 15 %): {worst}")
+    print(
+        f"\nerror of {len(rows)} settings: median {np.median(errors):.1%} (at most 5 %), worst {max(errors):.1%} (at most 15 %)"
+    )
+    print(f"the worst: {worst}")
     print(f"of a round: median {np.median(single):.1%}, 95 % {np.quantile(single, 0.95):.1%}, worst {max(single):.1%}")
     least = min(rows, key=lambda row: statistics.median(row.measured_s))
     ratio = statistics.median(chosen) / statistics.median(least.measured_s)

@@ -3,8 +3,9 @@
 import itertools
 import logging
 import math
+import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -61,7 +62,7 @@ def round_down(gib: float) -> float:
 
 def candidates(costs: Costs, batch_sizes: Sequence[int], most_bytes: int) -> list[Setting]:
     """Return all settings to choose among, with caches of at most ``most_bytes``."""
-    caches = [(0.0, None)]
+    caches: list[tuple[float, str | None]] = [(0.0, None)]
     caches += [(limit, codec) for codec in (None, "lz4", "zstd") for limit in limits_gib(costs, codec, most_bytes)]
     return [
         Setting(int(limit * GIB), workers, codec, size)
@@ -89,8 +90,26 @@ def _price(forecast: Forecast) -> tuple[bool, int, int, float]:
     return setting.codec is not None, setting.workers, forecast.memory_bytes, forecast.epoch_s
 
 
+def with_chosen_workers(dataset: Any, arguments: Mapping[str, Any], make_loader: MakeLoader) -> dict[str, Any]:
+    """Return arguments of torch's DataLoader with a number in place of ``num_workers="auto"``.
+
+    If it is 0, arguments that torch refuses without workers are left out.
+
+    Args:
+        arguments: of the constructor, without default values; "self" and "dataset" are left out of the result.
+    """
+    chosen = {name: value for name, value in arguments.items() if name not in ("self", "dataset")}
+    size = chosen.get("batch_size", getattr(chosen.get("batch_sampler"), "batch_size", 1))
+    size = size if isinstance(size, int) and size > 0 else 1
+    chosen["num_workers"] = choose_workers(dataset, size, chosen.get("collate_fn"), make_loader)
+    if not chosen["num_workers"]:
+        for name in ("persistent_workers", "multiprocessing_context"):
+            chosen.pop(name, None)
+    return chosen
+
+
 def choose_workers(
-    dataset: Any, batch_size: int | None, collate_fn: Callable[[list[Any]], Any] | None, make_loader: MakeLoader
+    dataset: Any, batch_size: int, collate_fn: Callable[[list[Any]], Any] | None, make_loader: MakeLoader
 ) -> int:
     """Return the number of workers for a loader, for ``num_workers="auto"``, and log why.
 
@@ -98,7 +117,7 @@ def choose_workers(
     samples and batches is measured for up to 10 s. An iterable dataset gets 0 workers, because each would yield all samples.
     What cannot be measured gets as many as there are processors, at most 8.
     """
-    workers, reason = _choose(dataset, batch_size or 1, collate_fn, make_loader)
+    workers, reason = _choose(dataset, batch_size, collate_fn, make_loader)
     logger.info("num_workers='auto' chooses %d: %s", workers, reason)
     return workers
 
@@ -108,6 +127,8 @@ def _choose(
 ) -> tuple[int, str]:
     if isinstance(dataset, IterableDataset):
         return 0, "the dataset is iterable, and each worker would yield all of its samples"
+    if multiprocessing.current_process().daemon:
+        return 0, "this process is daemonic, and may not start workers"
     fallback, cores = min(count_cores(), _FALLBACK), count_cores()
     cached = dataset if isinstance(dataset, CachedDataset) else None
     source = dataset if cached is None else cached.dataset

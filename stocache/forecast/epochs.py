@@ -116,9 +116,7 @@ class _Repeated(Dataset[Any]):
         return self._samples[idx % len(self._samples)]
 
 
-def run_epochs(
-    samples: Sequence[Any], finish: Callable[[Any], Any] | None, trials: Trials
-) -> Iterator[Cached | Run | Skipped]:
+def run_epochs(samples: Sequence[Any], finish: Callable[[Any], Any] | None, trials: Trials) -> Iterator[Cached | Run | Skipped]:
     """Yield what epochs over ``samples`` cost. ``finish`` is called with each sample after the cache.
 
     All epochs are run, and then all again: another program that is busy for a moment spoils one of the two at most.

@@ -41,7 +41,8 @@ def time_loads(
             return
         cpu_s = time.process_time()
         first_s, samples = _time(load_many, part)
-        cpu_s, again_s = time.process_time() - cpu_s, ()
+        cpu_s = time.process_time() - cpu_s
+        again_s: tuple[float, ...] = ()
         for sample in samples:
             keep(sample)
         del samples

@@ -3,7 +3,7 @@
 NOTE [ What is measured ]
     Samples are loaded by one process, each twice: the second time files are in the page cache. Then as many processes as there
     are processors load the same samples and more, because shared caches and memory make all of them slower. Samples that were
-    loaded fill small caches, one without a codec and one for each codec, and the real loader runs a few short epochs over these,
+    loaded fill small caches, one without a codec and one for each codec. The real loader runs a few short epochs over these,
     and over samples that are not cached. The processor time of the workers and of the main process is read from Linux, so what
     other programs take does not count. Two batch sizes tell what a sample costs and what a batch costs.
 
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from stocache.datasets.loaders import SampleLoader
 from stocache.errors import DatasetError, StocacheError, WorkerError
 from stocache.forecast.costs import UNCACHED, BatchCosts, Costs, WayCosts
 from stocache.forecast.epochs import CACHE_BYTES, Cached, MakeLoader, Run, Skipped, Trials, nbytes_of, run_epochs
-from stocache.forecast.loads import Loads, time_busy_loads, time_loads
+from stocache.forecast.loads import LoadMany, Loads, time_busy_loads, time_loads
 from stocache.forecast.model import play
 from stocache.system.children import ChildError, in_children
 from stocache.system.limits import MIB, recommended_limit
@@ -36,18 +36,12 @@ from stocache.transforms.splitting import Split
 logger = logging.getLogger("stocache")
 
 _ALONE_S, _BUSY_S = 1.5, 2.0  # for loads, where they are fast
-_ALONE_SHARE, _BUSY_SHARE, _EPOCHS_SHARE = 0.35, 0.3, 0.8  # of the time that is left, at most
-_SPLIT_LOADS = 40  # loads that it takes to find out where to split transforms
+_FIRST_SHARE, _ALONE_SHARE, _EPOCHS_SHARE = 0.5, 0.35, 0.8  # of the time that is left, at most
+_SPLIT_LOADS = 80  # loads that it takes to find out where to split transforms
 _KEPT, _KEPT_BYTES = 256, 96 * MIB  # samples that are kept to fill caches
 _MOST = 8192  # samples of a short epoch
 _MOST_WORKERS = 16  # that are started
 _SPARE_S = 1.0  # to end all processes
-
-
-class _Split(NamedTuple):
-    """Sent by the child: whether transforms run after the cache."""
-
-    has_rest: bool
 
 
 @dataclass
@@ -59,7 +53,6 @@ class _Found:
     cached: dict[str | None, Cached] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    has_transform: bool = False
 
 
 def count_cores() -> int:
@@ -98,9 +91,7 @@ def measure(
 
     The dataset, and the random generators of this process, stay as they are: all of it happens in child processes.
     """
-    options = _Options(
-        tuple(batch_sizes), make_loader, time_limit_s, tuple(codecs), collate_fn, transform, passes, on_progress
-    )
+    options = _Options(tuple(batch_sizes), make_loader, time_limit_s, tuple(codecs), collate_fn, transform, passes, on_progress)
     return _Study(dataset, options).run()
 
 
@@ -127,6 +118,7 @@ class _Study:
         self._sizes = (largest, max(1, min(smallest, largest // 4)))
         self._order: list[int] = np.random.default_rng(0).permutation(self._length).tolist()
         self._found = _Found()
+        self._split: Split | None = None  # if transforms run after the cache
 
     @property
     def _left_s(self) -> float:
@@ -137,32 +129,50 @@ class _Study:
 
     def run(self) -> Costs:
         self._report("loading samples")
-        self._measure_here()
+        first = self._load_first()
+        self._plan_split(first.first_s[0])
+        self._measure_here(first.first_s[0])
         self._report("loading samples with all processors")
         self._measure_busy()
-        costs = self._assemble()
+        costs = self._assemble(first)
         self._report("done")
         return costs
 
     # ------------------------------------------------------------------------------------------------ the children
 
-    def _measure_here(self) -> None:
-        found, patience_s = self._found, max(0.5, self._left_s * _EPOCHS_SHARE)
-        jobs = [partial(self._load_and_run, self._left_s)]
+    def _load_first(self) -> Loads:
+        """Return the first load of one sample."""
+        patience_s = self._left_s * _FIRST_SHARE
+        load_many = SampleLoader(self._dataset).load_many
+        job = partial(time_loads, load_many, self._order[:1], 1, 0.0, lambda sample: None)
         try:
-            with contextlib.closing(in_children(jobs, self._dataset, patience_s)) as items:
+            with contextlib.closing(in_children([job], self._dataset, patience_s)) as items:
+                return next(items)  # type: ignore[no-any-return]
+        except ChildError as error:
+            raise DatasetError(
+                f"{type(self._dataset).__name__}: no sample was loaded in {patience_s:.0f} s: {error}"
+            ) from error
+
+    def _plan_split(self, load_s: float) -> None:
+        """Find out which transforms run after the cache, if that does not take long."""
+        if load_s * _SPLIT_LOADS > self._left_s / 2:
+            self._found.missing.append("samples are too slow to find out whether transforms can run after the cache")
+            return
+        with contextlib.suppress(StocacheError):
+            split = plan_split(self._dataset, self._length, recommended_limit(), None, False)
+            self._split = split if split is not None and split.has_rest else None
+
+    def _measure_here(self, load_s: float) -> None:
+        found, left_s = self._found, self._left_s
+        try:
+            job = partial(self._load_and_run, left_s, load_s)
+            with contextlib.closing(in_children([job], self._dataset, max(0.5, left_s * _EPOCHS_SHARE))) as items:
                 for item in items:
                     self._take(item)
                     if self._left_s < 0:
                         break
-        except ChildError as error:
-            if not found.loads:
-                raise DatasetError(
-                    f"{type(self._dataset).__name__}: no sample was loaded within {self._options.time_limit_s:.0f} s ({error})."
-                ) from error
-            found.missing.append(f"measuring ended early: {error}")
-        except WorkerError as error:
-            if not found.loads:
+        except (ChildError, WorkerError) as error:
+            if not found.loads and isinstance(error, WorkerError):
                 raise
             found.missing.append(f"measuring ended early: {error}")
 
@@ -170,9 +180,6 @@ class _Study:
         found = self._found
         if isinstance(item, Loads):
             found.loads.append(item)
-        elif isinstance(item, _Split):
-            found.has_transform = item.has_rest
-            found.loads.clear()  # of samples with all transforms
         elif isinstance(item, Cached):
             found.cached[item.way] = item
             self._report("batches, not cached" if item.way == UNCACHED else f"batches, cached, codec {item.way}")
@@ -205,22 +212,13 @@ class _Study:
 
     # ------------------------------------------------------------------------------------------------ in a child
 
-    def _loader(self, split: Split | None) -> SampleLoader | Split:
-        return split if split is not None and split.has_rest else SampleLoader(self._dataset)
+    @property
+    def _load_many(self) -> LoadMany:
+        return SampleLoader(self._dataset).load_many if self._split is None else self._split.load_many
 
-    def _load_and_run(self, left_s: float) -> Iterator[Any]:
+    def _load_and_run(self, left_s: float, load_s: float) -> Iterator[Any]:
         logging.getLogger("stocache").setLevel(logging.ERROR)
-        began, split = time.monotonic(), None
-        loader: SampleLoader | Split = SampleLoader(self._dataset)
-        alone_s = min(_ALONE_S, left_s * _ALONE_SHARE)
-        for first in time_loads(loader.load_many, self._order[:1], 1, left_s * _ALONE_SHARE, lambda sample: None):
-            yield first
-            if first.first_s[0] * _SPLIT_LOADS < left_s / 4:
-                with contextlib.suppress(StocacheError):
-                    split = plan_split(self._dataset, self._length, recommended_limit(), None, False)
-        if split is not None and split.has_rest:
-            loader = split
-            yield _Split(True)
+        began = time.monotonic()
         samples: list[Any] = []
         size = 0
 
@@ -230,79 +228,71 @@ class _Study:
                 samples.append(sample)
                 size += nbytes_of(sample)
 
-        budget_s = max(alone_s, min(left_s * _ALONE_SHARE, 8 * self._group * first.first_s[0]))
-        for loads in time_loads(loader.load_many, self._order, self._group, budget_s, keep):
-            yield loads
+        budget_s = min(left_s * _ALONE_SHARE, max(_ALONE_S, 8 * self._group * load_s))
+        yield from time_loads(self._load_many, self._order, self._group, budget_s, keep)
         finish = self._options.transform
-        if split is not None and split.has_rest:
-            rest = partial(split.finish, self._order[0])
+        if self._split is not None:
+            rest = partial(self._split.finish, self._order[0])
             finish = rest if finish is None else partial(_both, rest, finish)
-        until = began + min(left_s * _EPOCHS_SHARE, left_s - 3 * self._group * first.first_s[0])
-        workers = [min(self._cores, _MOST_WORKERS), 1, 0, min(2 * self._cores, _MOST_WORKERS)]
+        processes = min(self._cores, _MOST_WORKERS)
         trials = Trials(
             ways=(None, UNCACHED, *(codec for codec in self._options.codecs if codec is not None)),
-            workers=list(dict.fromkeys(workers)),
+            workers=tuple(dict.fromkeys((processes, 1, 0, min(2 * self._cores, _MOST_WORKERS)))),
             batch_sizes=tuple(dict.fromkeys(self._sizes)),
             most=min(self._length, _MOST),
             cache_bytes=min(CACHE_BYTES, recommended_limit() // 16),
             make_loader=self._options.make_loader,
             collate_fn=self._options.collate_fn,
             passes=self._options.passes,
-            until=until,
+            until=began + min(left_s * _EPOCHS_SHARE, left_s - _BUSY_S - 3 * self._group * load_s),
         )
         yield from run_epochs(samples, finish, trials)
 
     def _load_busy(self, parts: Sequence[Sequence[int]], budget_s: float) -> Iterator[Loads]:
         logging.getLogger("stocache").setLevel(logging.ERROR)
-        split = None
-        if self._found.has_transform:
-            split = plan_split(self._dataset, self._length, recommended_limit(), None, False)
-        return time_busy_loads(self._loader(split).load_many, parts, self._group, budget_s)
+        return time_busy_loads(self._load_many, parts, self._group, budget_s)
 
     # ------------------------------------------------------------------------------------------------ the costs
 
-    def _assemble(self) -> Costs:
+    def _assemble(self, first: Loads) -> Costs:
         found = self._found
+        if not found.loads:
+            found.loads.append(first)
         alone = [loads for loads in found.loads if loads.again_s] or found.loads
-        again_s = [second for loads in alone for second in loads.again_s or loads.first_s]
-        cpu_s, total_s = sum(loads.cpu_s for loads in alone), sum(again_s)
-        cpu_share = min(1.0, cpu_s / max(total_s, 1e-12))
-        seconds, busy_ratio = self._with_busy(again_s, cpu_s / max(1, len(again_s)))
-        timed = [loads for loads in found.loads if loads.again_s and loads.first_s]
-        firsts, agains = (sum(map(sum, each)) for each in zip(*[(l.first_s, l.again_s) for l in timed], strict=True)) if timed else (1.0, 1.0)
-        ways = self._ways()
+        alone_s = [second for loads in alone for second in loads.again_s or loads.first_s]
+        cpu_s = sum(loads.cpu_s for loads in alone)
+        loads_s, busy_ratio = self._with_busy(alone_s, cpu_s / len(alone_s))
+        both = [loads for loads in alone if loads.again_s]
+        cold_s = sum(sum(loads.first_s) for loads in both) + first.first_s[0] * bool(both)
+        again_s = sum(sum(loads.again_s) for loads in both) + (both[0].again_s[0] if both else 0.0)
         begins = [run.begin_s / run.workers for run in found.runs if run.workers > 1]
-        batch_bytes = max((cached.batch_bytes for cached in found.cached.values()), default=0.0)
         return Costs(
             samples=self._length,
             cores=self._cores,
-            loads_s=tuple(seconds),
-            ways=ways,
-            cpu_share=cpu_share,
+            loads_s=tuple(loads_s),
+            ways=self._ways(),
+            cpu_share=min(1.0, cpu_s / max(sum(alone_s), 1e-12)),
             busy_ratio=busy_ratio,
-            cold_ratio=max(1.0, firsts / max(agains, 1e-12)),
-            batch_bytes=batch_bytes,
+            cold_ratio=max(1.0, cold_s / again_s) if again_s > 0 else 1.0,
+            batch_bytes=max((cached.batch_bytes for cached in found.cached.values()), default=0.0),
             worker_start_s=max(0.0, statistics.median(begins)) if begins else 0.0,
-            timed=len(seconds),
-            has_transform=found.has_transform,
+            timed=len(loads_s),
+            has_transform=self._split is not None,
             took_s=time.monotonic() - self._began,
             missing=tuple(found.missing),
         )
 
     def _with_busy(self, alone_s: list[float], alone_cpu_s: float) -> tuple[list[float], float]:
         """Return the seconds of all loads as they would be alone, and how much more processor time a load takes when busy."""
-        same = self._found.busy[::1]
-        count = len(alone_s)
-        first = set(self._order[:count])
-        paired = [loads for loads in same if loads.indices and loads.indices[0] in first]
-        others = [loads for loads in same if loads.indices and loads.indices[0] not in first]
-        paired_count = sum(len(loads.indices) for loads in paired)
-        if paired_count < count / 2 or alone_cpu_s <= 0:
+        known = set(self._order[: len(alone_s)])
+        same = [loads for loads in self._found.busy if loads.indices and loads.indices[0] in known]
+        others = [loads for loads in self._found.busy if loads.indices and loads.indices[0] not in known]
+        count = sum(len(loads.indices) for loads in same)
+        if count < len(alone_s) / 2 or alone_cpu_s <= 0:
             return alone_s, 1.0
-        ratio = sum(loads.cpu_s for loads in paired) / paired_count / alone_cpu_s
-        ratio = max(1.0, ratio)
-        slower = sum(second for loads in paired for second in loads.again_s) / paired_count / statistics.mean(alone_s)
-        return alone_s + [second / slower for loads in others for second in loads.again_s], ratio
+        ratio = sum(loads.cpu_s for loads in same) / count / alone_cpu_s
+        slower = sum(second for loads in same for second in loads.again_s) / count / statistics.mean(alone_s)
+        return alone_s + [second / slower for loads in others for second in loads.again_s], max(1.0, ratio)
 
     def _ways(self) -> Mapping[str | None, WayCosts]:
         found, ways = self._found, dict[str | None, WayCosts]()
@@ -313,7 +303,7 @@ class _Study:
                 by_workers[workers] = fit_costs(_best_of(runs), self._cores)
             if by_workers:
                 by_workers.setdefault(0, _alone(by_workers))
-                by_workers.setdefault(1, by_workers[min(number for number in by_workers if number)] if len(by_workers) > 1 else by_workers[0])
+                by_workers.setdefault(1, by_workers[min((number for number in by_workers if number), default=0)])
                 ways[way] = WayCosts(by_workers, cached.sample_bytes, cached.extra_bytes, cached.fill_s)
         if UNCACHED not in ways:
             ways[UNCACHED] = WayCosts({0: BatchCosts(0, 0), 1: BatchCosts(0, 0)})
@@ -351,9 +341,7 @@ def fit_costs(runs: Sequence[Run], cores: int) -> BatchCosts:
     workers = runs[0].workers
     if not workers:
         return BatchCosts(*_line(runs, [run.main_s for run in runs]))
-    costs = BatchCosts(
-        *_line(runs, [run.workers_s for run in runs]), *_line(runs, [run.main_s for run in runs])
-    )
+    costs = BatchCosts(*_line(runs, [run.workers_s for run in runs]), *_line(runs, [run.main_s for run in runs]))
     rests, lengths = [], []
     for run in runs:
         batches = run.batches

@@ -1,9 +1,9 @@
 """Predict the seconds of an epoch for a setting, from measured costs. Nothing is read, timed or drawn here.
 
 NOTE [ An epoch as events ]
-    An epoch is played batch by batch. Worker w makes the batches w, w + W, w + 2 W, ... of W workers, as torch's DataLoader gives
-    them out, and has at most ``prefetch_factor`` of them that the main process has not taken. Batches come in order: the main
-    process takes a batch, hands out the next one, and then does its step. What runs at the same time shares the processors
+    An epoch is played batch by batch. Worker w makes the batches w, w + W, w + 2 W, ... of W workers, as torch's DataLoader
+    gives them out, and has at most ``prefetch_factor`` of them that the main process has not taken. Batches come in order: the
+    main process takes a batch, hands out the next one, and then does its step. What runs at the same time shares the processors
     evenly. A worker that waits for a disk or a server needs a processor only for a part of its time. The step is thought to be
     one of a GPU, which leaves the processors free.
 
@@ -14,12 +14,17 @@ NOTE [ An epoch as events ]
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from stocache.forecast.costs import UNCACHED, BatchCosts, Costs
 
 PREFETCH = 2  # torch's default
+
+_Counts: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+_Seconds: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+
 _PLAYED = 160  # batches, and at least eight of each worker
 _TINY_S = 1e-12
 
@@ -100,10 +105,10 @@ def _epoch(costs: Costs, setting: Setting, share: float, step_s: float, cold: bo
         missing = _spread(rng.binomial(sizes, missed), sizes, missed)
     elif missed:
         missing = sizes
-    loads_s = _draw(rng, costs.loads_s, missing) * (costs.cold_ratio if cold else 1.0)
+    loads_s: _Seconds = _draw(rng, costs.loads_s, missing) * (costs.cold_ratio if cold else 1.0)
     hit, miss = costs.ways[setting.codec].at(workers), costs.ways[UNCACHED].at(workers)
-    cpu_s = loads_s * costs.cpu_share * costs.contention(workers)
-    wait_s = loads_s * (1 - costs.cpu_share)
+    cpu_s: _Seconds = loads_s * costs.cpu_share * costs.contention(workers)
+    wait_s: _Seconds = loads_s * (1 - costs.cpu_share)
     cpu_s = cpu_s + missing * miss.sample_s + (sizes - missing) * hit.sample_s
     missed_part = float(missing.sum() / sizes.sum())
     cpu_s += missed_part * miss.batch_s + (1 - missed_part) * hit.batch_s
@@ -125,14 +130,12 @@ def _epoch(costs: Costs, setting: Setting, share: float, step_s: float, cold: bo
     return total_s, max(0.0, total_s - batches * step_s)
 
 
-def _main_s(costs: BatchCosts, sizes: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
-    each: np.ndarray[tuple[int], np.dtype[np.float64]] = costs.main_batch_s + costs.main_sample_s * sizes
+def _main_s(costs: BatchCosts, sizes: _Counts) -> _Seconds:
+    each: _Seconds = costs.main_batch_s + costs.main_sample_s * sizes
     return each
 
 
-def _spread(
-    drawn: "np.ndarray[tuple[int], np.dtype[np.int64]]", sizes: "np.ndarray[tuple[int], np.dtype[np.int64]]", share: float
-) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+def _spread(drawn: _Counts, sizes: _Counts, share: float) -> _Counts:
     """Return numbers near the drawn ones whose sum is the expected one: an epoch misses a fixed number of samples."""
     surplus = int(drawn.sum()) - round(share * int(sizes.sum()))
     at = 0
@@ -145,9 +148,7 @@ def _spread(
     return drawn
 
 
-def _draw(
-    rng: np.random.Generator, loads_s: Sequence[float], counts: "np.ndarray[tuple[int], np.dtype[np.int64]]"
-) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+def _draw(rng: np.random.Generator, loads_s: Sequence[float], counts: _Counts) -> _Seconds:
     """Return the seconds of so many loads each, drawn from the measured ones, with the mean of these."""
     total, known = int(counts.sum()), np.asarray(loads_s, np.float64)
     if not total:
@@ -157,14 +158,14 @@ def _draw(
     drawn *= known.mean() / max(drawn.mean(), _TINY_S)
     sums = np.concatenate([[0.0], np.cumsum(drawn)])
     ends = np.cumsum(counts)
-    each: np.ndarray[tuple[int], np.dtype[np.float64]] = sums[ends] - sums[ends - counts]
+    each: _Seconds = sums[ends] - sums[ends - counts]
     return each
 
 
 def play(
-    cpu_s: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.float64]],
-    wait_s: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.float64]],
-    main_s: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.float64]],
+    cpu_s: Sequence[float] | _Seconds,
+    wait_s: Sequence[float] | _Seconds,
+    main_s: Sequence[float] | _Seconds,
     step_s: float,
     workers: int,
     cores: int,
