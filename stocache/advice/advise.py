@@ -203,8 +203,8 @@ def _describe(advice: Advice) -> list[str]:
     cuts = statistics.quantiles(loads, n=20) if len(loads) > 1 else loads * 19
     first = f", the first time {costs.cold_ratio:.2f} times as long" if costs.cold_ratio > 1 else ""
     lines = [
-        f"{advice.name}: {costs.samples} samples, {format_size(costs.batch_bytes)} each in a batch. Measured for "
-        f"{costs.took_s:.0f} s, on {costs.timed} sample{'s' * (costs.timed != 1)}, with {costs.cores} processors.",
+        f"{advice.name}: {_samples(costs.samples)}, {format_size(costs.batch_bytes)} each in a batch. Measured for "
+        f"{costs.took_s:.0f} s, on {_samples(costs.timed)}, with {costs.cores} processors.",
         f"  load      {_time(costs.load_s)} (median {_time(statistics.median(loads))}, 95 % {_time(cuts[18])}, longest "
         f"{_time(loads[-1])}), {costs.cpu_share:.0%} of it processor time{first}; with all processors busy "
         f"{costs.busy_ratio:.2f} times the processor time",
@@ -263,8 +263,12 @@ def _notes(advice: Advice) -> list[str]:
     if advice.costs.has_transform:
         notes.append("Transforms of the dataset run after the cache, and are part of these times.")
     if advice.costs.timed < 20:
-        notes.append(f"This rests on {advice.costs.timed} sample{'s' * (advice.costs.timed != 1)} only.")
+        notes.append(f"This rests on {_samples(advice.costs.timed)} only.")
     return notes + [f"{text[0].upper()}{text[1:]}." for text in advice.costs.missing]
+
+
+def _samples(count: int) -> str:
+    return f"{count} sample{'s' * (count != 1)}"
 
 
 def _time(seconds: float) -> str:

@@ -15,8 +15,10 @@ class BatchCosts:
     Attributes:
         sample_s, batch_s: seconds of processor time in the worker; without workers, in the main process.
         main_sample_s, main_batch_s: seconds of processor time in the main process; 0 without workers.
-        start_s: seconds from asking for an epoch to the begin of its first batch, with workers that are kept.
+        start_s: seconds that an epoch takes beyond the model, with workers that are kept.
         wake_s: seconds for which a worker waits for each batch.
+
+    A batch of n samples costs ``batch_s + n * sample_s``. ``batch_s`` may be negative: samples of large batches cost more.
     """
 
     sample_s: float

@@ -295,12 +295,11 @@ class _Study:
         return alone_s + [second / slower for loads in others for second in loads.again_s], max(1.0, ratio)
 
     def _ways(self) -> Mapping[str | None, WayCosts]:
-        found, ways = self._found, dict[str | None, WayCosts]()
+        found = self._found
+        ways = {}
+        costs = fit_costs(found.runs, self._cores)
         for way, cached in found.cached.items():
-            by_workers = {}
-            for workers in dict.fromkeys(run.workers for run in found.runs if run.way == way):
-                runs = [run for run in found.runs if (run.way, run.workers) == (way, workers)]
-                by_workers[workers] = fit_costs(_best_of(runs), self._cores)
+            by_workers = {workers: each for (other, workers), each in costs.items() if other == way}
             if by_workers:
                 by_workers.setdefault(0, _alone(by_workers))
                 by_workers.setdefault(1, by_workers[min((number for number in by_workers if number), default=0)])
@@ -320,6 +319,33 @@ def _mean_s(loads: Sequence[Loads]) -> float:
     return statistics.mean(seconds) if seconds else 0.0
 
 
+def _alone(by_workers: Mapping[int, BatchCosts]) -> BatchCosts:
+    """Return about what batches cost without workers, if only those with workers were measured."""
+    costs = by_workers[min(by_workers)]
+    return BatchCosts(costs.sample_s, costs.batch_s)
+
+
+def fit_costs(runs: Sequence[Run], cores: int) -> dict[tuple[str | None, int], BatchCosts]:
+    """Return the costs that explain runs, by way and number of workers."""
+    costs: dict[tuple[str | None, int], BatchCosts] = {}
+    rests: dict[tuple[str | None, int], list[tuple[float, float]]] = {}
+    for key in dict.fromkeys((run.way, run.workers) for run in runs):
+        own, workers = _best_of([run for run in runs if (run.way, run.workers) == key]), key[1]
+        if workers:
+            fitted = BatchCosts(*_line(own, [run.workers_s for run in own]), *_line(own, [run.main_s for run in own]))
+            rests[key] = [(run.batches / workers, run.epoch_s - _played_s(run, fitted, cores)) for run in own]
+        else:
+            fitted = BatchCosts(*_line(own, [run.main_s for run in own]))
+        costs[key] = fitted
+    for key, own_rests in rests.items():
+        # what a batch takes beyond the model is alike for all ways, and too small to be told from one of them
+        slopes = [_slope(each) for other, each in rests.items() if other[1] == key[1] and len(each) > 1]
+        wake_s = max(0.0, statistics.median(slopes)) if slopes else 0.0
+        start_s = statistics.mean(rest_s - wake_s * length for length, rest_s in own_rests)
+        costs[key] = replace(costs[key], start_s=start_s, wake_s=wake_s)
+    return costs
+
+
 def _best_of(runs: Sequence[Run]) -> list[Run]:
     """Return one run for each batch size, with the shorter times of its passes."""
     best = []
@@ -330,45 +356,26 @@ def _best_of(runs: Sequence[Run]) -> list[Run]:
     return best
 
 
-def _alone(by_workers: Mapping[int, BatchCosts]) -> BatchCosts:
-    """Return about what batches cost without workers, if only those with workers were measured."""
-    costs = by_workers[min(by_workers)]
-    return BatchCosts(costs.sample_s, costs.batch_s)
+def _played_s(run: Run, costs: BatchCosts, cores: int) -> float:
+    """Return the seconds of a run in the model."""
+    cpu_s = [costs.batch_s + costs.sample_s * run.batch_size] * run.batches
+    main_s = [costs.main_batch_s + costs.main_sample_s * run.batch_size] * run.batches
+    return play(cpu_s, [0.0] * run.batches, main_s, 0.0, run.workers, cores)[-1]
 
 
-def fit_costs(runs: Sequence[Run], cores: int) -> BatchCosts:
-    """Return the costs of a sample and of a batch that explain runs with one number of workers and two batch sizes, or one."""
-    workers = runs[0].workers
-    if not workers:
-        return BatchCosts(*_line(runs, [run.main_s for run in runs]))
-    costs = BatchCosts(*_line(runs, [run.workers_s for run in runs]), *_line(runs, [run.main_s for run in runs]))
-    rests, lengths = [], []
-    for run in runs:
-        batches = run.batches
-        cpu_s = [costs.batch_s + costs.sample_s * run.batch_size] * batches
-        main_s = [costs.main_batch_s + costs.main_sample_s * run.batch_size] * batches
-        rests.append(run.epoch_s - play(cpu_s, [0.0] * batches, main_s, 0.0, workers, cores)[-1])
-        lengths.append(batches / workers)
-    start_s, wake_s = _fit_latency(lengths, rests)
-    return replace(costs, start_s=start_s, wake_s=wake_s)
-
-
-def _fit_latency(lengths: Sequence[float], rests: Sequence[float]) -> tuple[float, float]:
-    """Return the seconds of an epoch, and of each batch of a worker, that explain what epochs take beyond the model."""
-    if len(set(lengths)) > 1:
-        wake_s, start_s = np.polyfit(lengths, rests, 1).tolist()
-        if wake_s >= 0 and start_s >= 0:
-            return start_s, wake_s
-        if start_s < 0:  # all of it for each batch
-            return 0.0, max(0.0, float(np.mean(np.array(rests) / lengths)))
-    return max(0.0, rests[0]), 0.0
+def _slope(points: Sequence[tuple[float, float]]) -> float:
+    (one, one_s), (other, other_s) = points[0], points[-1]
+    return (other_s - one_s) / (other - one) if other != one else 0.0
 
 
 def _line(runs: Sequence[Run], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return the seconds of a sample and of a batch; all of them of the sample, if one batch size was measured."""
+    """Return the seconds of a sample and of a batch; all of them of the sample, if one batch size was measured.
+
+    Those of a batch may be negative: samples of large batches cost more, because they do not stay in the processor's caches.
+    """
     each_s = {run.batch_size: took_s / run.batches for run, took_s in zip(runs, seconds, strict=True)}
     small, large = min(each_s), max(each_s)
     if small == large:
         return each_s[large] / large, 0.0
-    sample_s = min(max(0.0, (each_s[large] - each_s[small]) / (large - small)), each_s[large] / large)
+    sample_s = max(0.0, (each_s[large] - each_s[small]) / (large - small))
     return sample_s, each_s[large] - sample_s * large

@@ -71,6 +71,8 @@ class Forecast:
 
 def cached_share(costs: Costs, limit_bytes: int, codec: str | None) -> float:
     """Return the share of the samples that a cache of that size holds."""
+    if codec not in costs.ways:
+        return 0.0
     way = costs.ways[codec]
     room = limit_bytes - costs.samples * way.extra_bytes
     if room <= 0 or not costs.samples:
@@ -106,15 +108,17 @@ def _epoch(costs: Costs, setting: Setting, share: float, step_s: float, cold: bo
     elif missed:
         missing = sizes
     loads_s: _Seconds = _draw(rng, costs.loads_s, missing) * (costs.cold_ratio if cold else 1.0)
-    hit, miss = costs.ways[setting.codec].at(workers), costs.ways[UNCACHED].at(workers)
+    way = costs.ways.get(setting.codec, costs.ways[UNCACHED])  # the same where nothing is cached
+    hit, miss = way.at(workers), costs.ways[UNCACHED].at(workers)
     cpu_s: _Seconds = loads_s * costs.cpu_share * costs.contention(workers)
     wait_s: _Seconds = loads_s * (1 - costs.cpu_share)
     cpu_s = cpu_s + missing * miss.sample_s + (sizes - missing) * hit.sample_s
     missed_part = float(missing.sum() / sizes.sum())
     cpu_s += missed_part * miss.batch_s + (1 - missed_part) * hit.batch_s
     wait_s = wait_s + missed_part * miss.wake_s + (1 - missed_part) * hit.wake_s
+    cpu_s = np.maximum(0.0, cpu_s)
     if cold:
-        cpu_s += missing * share * costs.ways[setting.codec].fill_s
+        cpu_s += missing * share * way.fill_s
     main_s = _main_s(miss, sizes) * missed_part + _main_s(hit, sizes) * (1 - missed_part)
     start_s = missed_part * miss.start_s + (1 - missed_part) * hit.start_s
     if not workers:
@@ -126,12 +130,12 @@ def _epoch(costs: Costs, setting: Setting, share: float, step_s: float, cold: bo
     if played < batches:
         half = played // 2
         total_s += (batches - played) * (taken_s[-1] - taken_s[half - 1]) / (played - half)
-    total_s += start_s
+    total_s = max(total_s + start_s, total_s / 2, batches * step_s)
     return total_s, max(0.0, total_s - batches * step_s)
 
 
 def _main_s(costs: BatchCosts, sizes: _Counts) -> _Seconds:
-    each: _Seconds = costs.main_batch_s + costs.main_sample_s * sizes
+    each: _Seconds = np.maximum(0.0, costs.main_batch_s + costs.main_sample_s * sizes)
     return each
 
 
@@ -150,7 +154,8 @@ def _spread(drawn: _Counts, sizes: _Counts, share: float) -> _Counts:
 
 def _draw(rng: np.random.Generator, loads_s: Sequence[float], counts: _Counts) -> _Seconds:
     """Return the seconds of so many loads each, drawn from the measured ones, with the mean of these."""
-    total, known = int(counts.sum()), np.asarray(loads_s, np.float64)
+    total = int(counts.sum())
+    known: _Seconds = np.asarray(loads_s, np.float64)
     if not total:
         return np.zeros(len(counts))
     deck = np.tile(known, -(-total // len(known)))
