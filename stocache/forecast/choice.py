@@ -25,13 +25,14 @@ SAME = 1.02  # settings whose times differ by less are taken to be equally fast
 _SHARES = (0.25, 0.5, 0.75, 1.0)  # of the largest limit that is of use
 _ROOM = 1.02  # of a cache that holds all samples, to the bytes that were measured
 _WAITS = 0.8  # the share of processor time in a load, below which more workers than processors are of use
+_MOST_WORKERS = 128
 _AUTO_S = 10.0  # for num_workers="auto"
 _FALLBACK = 8
 
 
 def worker_counts(costs: Costs) -> list[int]:
     """Return the numbers of workers that are worth a forecast."""
-    most = costs.cores if costs.cpu_share >= _WAITS else 4 * costs.cores
+    most = min(costs.cores if costs.cpu_share >= _WAITS else 4 * costs.cores, _MOST_WORKERS)
     powers = itertools.takewhile(lambda number: number < most, (2**power for power in itertools.count()))
     return [0, *powers, most]
 

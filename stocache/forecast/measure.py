@@ -39,6 +39,7 @@ _ALONE_S, _BUSY_S = 1.5, 2.0  # for loads, where they are fast
 _FIRST_SHARE, _ALONE_SHARE, _EPOCHS_SHARE = 0.5, 0.35, 0.8  # of the time that is left, at most
 _SPLIT_LOADS = 80  # loads that it takes to find out where to split transforms
 _KEPT, _KEPT_BYTES = 256, 96 * MIB  # samples that are kept to fill caches
+_MOST_ORDERED = 200_000  # indices
 _MOST = 8192  # samples of a short epoch
 _MOST_WORKERS = 16  # that are started
 _SPARE_S = 1.0  # to end all processes
@@ -116,7 +117,7 @@ class _Study:
         largest, smallest = max(options.batch_sizes), min(options.batch_sizes)
         self._group = min(smallest, self._length) if hasattr(dataset, "__getitems__") else 1
         self._sizes = (largest, max(1, min(smallest, largest // 4)))
-        self._order: list[int] = np.random.default_rng(0).permutation(self._length).tolist()
+        self._order = _random_order(self._length)
         self._found = _Found()
         self._split: Split | None = None  # if transforms run after the cache
 
@@ -308,6 +309,14 @@ class _Study:
             ways[UNCACHED] = WayCosts({0: BatchCosts(0, 0), 1: BatchCosts(0, 0)})
             found.missing.append("batches could not be timed; they are taken to cost nothing")
         return ways
+
+
+def _random_order(length: int) -> list[int]:
+    """Return indices of a dataset in random order, each once: all of them, or as many as could be loaded in the time."""
+    rng = np.random.default_rng(0)
+    indices = np.arange(length) if length <= _MOST_ORDERED else np.unique(rng.integers(0, length, _MOST_ORDERED))
+    order: list[int] = rng.permutation(indices).tolist()
+    return order
 
 
 def _both(first: Callable[[Any], Any], second: Callable[[Any], Any], sample: Any) -> Any:

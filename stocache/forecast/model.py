@@ -25,7 +25,7 @@ PREFETCH = 2  # torch's default
 _Counts: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 _Seconds: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
-_PLAYED = 160  # batches, and at least eight of each worker
+_PLAYED = 160  # batches, and at least four of each worker
 _TINY_S = 1e-12
 
 
@@ -96,7 +96,7 @@ def _epoch(costs: Costs, setting: Setting, share: float, step_s: float, cold: bo
     """Return the seconds of an epoch, and those for which the main process waits."""
     size, workers = min(setting.batch_size, costs.samples), setting.workers
     batches = math.ceil(costs.samples / size)
-    played = min(batches, max(_PLAYED, 8 * workers))
+    played = min(batches, max(_PLAYED, 4 * workers))
     missing = np.zeros(played, np.int64)
     rng = np.random.default_rng(0)
     sizes = np.full(played, size)
