@@ -184,6 +184,7 @@ def main() -> None:
     with tqdm(total=options.rounds * (len(settings) + 1), unit="setting", smoothing=0) as bar:
         for number in range(options.rounds):
             bar.set_description("advise")
+            settle(1024 * MIB)
             advice = undisturbed(
                 lambda: stocache.advise(dataset, step_ms=options.step_ms, batch_size=(32, 128), progress=False), tries=3
             )

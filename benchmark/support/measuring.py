@@ -70,13 +70,25 @@ def others_s() -> float:
     return total_s - own_s
 
 
-def undisturbed(contender: Callable[[], Result], share: float = 0.1, tries: int = 6) -> Result:
-    """Return what a contender returns. Run it again while other programs take more than that share of a processor."""
+def undisturbed(contender: Callable[[], Result], share: float = 0.1, tries: int = 4, patience_s: float = 120.0) -> Result:
+    """Return what a contender returns while other programs take less than that share of a processor.
+
+    Wait for such a moment, for ``patience_s`` at most, and run it again if others have begun meanwhile. Of several tries the
+    least disturbed one counts.
+    """
     found: list[tuple[float, Result]] = []
+    until = time.perf_counter() + patience_s
     while len(found) < tries:
-        began, others = time.perf_counter(), others_s()
-        result = contender()
-        found.append(((others_s() - others) / (time.perf_counter() - began), result))
+        while _share_of_others(0.3, lambda: time.sleep(0.3))[0] > share and time.perf_counter() < until:
+            pass
+        found.append(_share_of_others(0.0, contender))
         if found[-1][0] <= share:
             break
     return min(found, key=lambda each: each[0])[1]
+
+
+def _share_of_others(least_s: float, contender: Callable[[], Result]) -> tuple[float, Result]:
+    """Return the share of a processor that other programs take meanwhile, and the result."""
+    began, others = time.perf_counter(), others_s()
+    result = contender()
+    return (others_s() - others) / max(least_s, time.perf_counter() - began, 1e-9), result

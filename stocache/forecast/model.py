@@ -7,7 +7,8 @@ NOTE [ An epoch as events ]
     evenly. A worker that waits for a disk or a server needs a processor only for a part of its time. The step is thought to be
     one of a GPU, which leaves the processors free.
 
-    Only the first batches are played; a long epoch goes on at the rate of the second half of them. The loads of a batch are
+    Of a long epoch only the first batches are played; it goes on at the rate of the second half of them. A short one is played
+    several times, and the mean counts. The loads of a batch are
     drawn from the measured ones, always the same for the same costs, and their sum is that of as many mean loads.
 """
 
@@ -26,6 +27,7 @@ _Counts: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 _Seconds: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
 _PLAYED = 160  # batches, and at least four of each worker
+_EPOCHS = 8  # that are played at most, if they are short: which worker gets the slow batches matters then
 _TINY_S = 1e-12
 
 
@@ -93,12 +95,21 @@ def predict(costs: Costs, setting: Setting, step_s: float = 0.0) -> Forecast:
 
 
 def _epoch(costs: Costs, setting: Setting, share: float, step_s: float, cold: bool) -> tuple[float, float]:
-    """Return the seconds of an epoch, and those for which the main process waits."""
+    """Return the mean seconds of epochs, and those for which the main process waits."""
+    batches = math.ceil(costs.samples / min(setting.batch_size, costs.samples))
+    rng = np.random.default_rng(0)
+    epochs = [_draw_epoch(costs, setting, share, step_s, cold, rng) for _ in range(max(1, min(_EPOCHS, _PLAYED // batches)))]
+    total_s, waited_s = (sum(each) / len(epochs) for each in zip(*epochs, strict=True))
+    return total_s, waited_s
+
+
+def _draw_epoch(
+    costs: Costs, setting: Setting, share: float, step_s: float, cold: bool, rng: np.random.Generator
+) -> tuple[float, float]:
     size, workers = min(setting.batch_size, costs.samples), setting.workers
     batches = math.ceil(costs.samples / size)
     played = min(batches, max(_PLAYED, 4 * workers))
     missing = np.zeros(played, np.int64)
-    rng = np.random.default_rng(0)
     sizes = np.full(played, size)
     if played == batches:
         sizes[-1] = costs.samples - size * (batches - 1)
