@@ -37,8 +37,7 @@ def time_loads(
         group: samples for each call of ``load_many``.
         keep: called with each sample.
 
-    A sample is loaded again after some others, as in an epoch. Right after the first time it would still be in the caches of
-    the processor, and cost a few percent less.
+    A sample is loaded again after up to 31 others, as in an epoch, where it is not in the caches of the processor.
     """
     began, most, left, longest_s = time.perf_counter(), 1, iter(indices), 0.0
     while part := tuple(islice(left, most * group)):

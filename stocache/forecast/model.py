@@ -8,8 +8,8 @@ NOTE [ An epoch as events ]
     one of a GPU, which leaves the processors free.
 
     Of a long epoch only the first batches are played; it goes on at the rate of the second half of them. A short one is played
-    several times, and the mean counts. The loads of a batch are
-    drawn from the measured ones, always the same for the same costs, and their sum is that of as many mean loads.
+    several times, and the mean counts. The loads of a batch are drawn from the measured ones, always the same for the same
+    costs, and their sum is that of as many mean loads.
 """
 
 import math
