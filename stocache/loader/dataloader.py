@@ -134,10 +134,11 @@ class DataLoader(ResumableLoader[_T]):
         worker_method: str = "multiprocessing",
         **kwargs: Any,
     ) -> None:
-        arguments = _SIGNATURE.bind(self, dataset, *args, **kwargs).arguments
+        arguments: dict[str, Any] = _SIGNATURE.bind(self, dataset, *args, **kwargs).arguments
         if arguments.get("num_workers") == "auto":
-            args, kwargs = (), with_chosen_workers(dataset, arguments, DataLoader)
-        alone = (kwargs or arguments).get("num_workers", 0) == 0
+            arguments = with_chosen_workers(dataset, arguments, DataLoader)
+            args, kwargs = (), arguments
+        alone = arguments.get("num_workers", 0) == 0
         super().__init__(dataset, *args, prefetch_factor=None if alone else prefetch_factor, **kwargs)
         if alone:
             if prefetch_factor is not None and prefetch_factor < 0:

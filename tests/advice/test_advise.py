@@ -234,6 +234,13 @@ def test_auto_falls_back_where_it_cannot_measure(dataset, reason, messages):
     assert reason in message
 
 
+def test_arguments_by_position_are_kept():
+    loader = DataLoader(torch.zeros(64, 2), 8, False, None, None, 2, drop_last=True, prefetch_factor=3)
+    assert (loader.num_workers, loader.prefetch_factor, loader.drop_last) == (2, 3, True)
+    loader = DataLoader(torch.zeros(64, 2), 8, False, None, None, "auto", drop_last=True)
+    assert (loader.num_workers, loader.batch_size, loader.drop_last) == (0, 8, True)
+
+
 def test_other_texts_are_refused_as_by_torch():
     with pytest.raises(TypeError):
         DataLoader([1], num_workers="many")
