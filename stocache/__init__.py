@@ -25,6 +25,7 @@ from stocache.errors import (
 )
 
 if TYPE_CHECKING:
+    from stocache.advice.advise import Advice, advise
     from stocache.cache.base import SlotState
     from stocache.cache.options import CacheOptions
     from stocache.cache.placement import Placement
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Advice",
     "BlockSampler",
     "BusyError",
     "CacheNameError",
@@ -103,6 +105,7 @@ __all__ = [
     "StreamStats",
     "Structure",
     "WorkerError",
+    "advise",
     "deterministic",
     "get_shm_size",
     "prepare",
@@ -112,6 +115,7 @@ __all__ = [
 ]
 
 _LAZY_EXPORTS = {  # imported on first use: torch takes seconds to import
+    "advice.advise": "Advice advise",
     "cache.base": "SlotState",
     "cache.options": "CacheOptions",
     "cache.placement": "Placement",

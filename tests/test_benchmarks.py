@@ -56,7 +56,7 @@ def test_only_the_experiments_that_need_a_package_ask_for_it():
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_names():
-    with pytest.raises(SystemExit, match=r"^benchmark 'macro' does not exist\. Use one of augment, .*, wrapping\.$"):
+    with pytest.raises(SystemExit, match=r"^benchmark 'macro' does not exist\. Use one of advise, augment, .*, wrapping\.$"):
         benchmark.main(["macro"])
 
 

@@ -7,10 +7,13 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import psutil
 import torch
+
+Result = TypeVar("Result")
 
 
 def alternate(contenders: dict[str, Callable[[], object]], rounds: int, calls: int = 1) -> dict[str, float]:
@@ -50,3 +53,42 @@ def pss(pid: int) -> int:
             continue
         total += next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")) * 1024
     return total
+
+
+def others_s() -> float:
+    """Return the processor seconds that other programs have taken, from some time on: only differences have a meaning."""
+    ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    idle = ticks[3] + ticks[4]
+    total_s = (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
+    process = psutil.Process()
+    own_s = sum(process.cpu_times()[:4])
+    for child in process.children(recursive=True):
+        try:
+            own_s += sum(child.cpu_times()[:4])
+        except psutil.Error:  # it has ended
+            continue
+    return total_s - own_s
+
+
+def undisturbed(contender: Callable[[], Result], share: float = 0.1, tries: int = 4, patience_s: float = 120.0) -> Result:
+    """Return what a contender returns while other programs take less than that share of a processor.
+
+    Wait for such a moment, for ``patience_s`` at most, and run it again if others have begun meanwhile. Of several tries the
+    least disturbed one counts.
+    """
+    found: list[tuple[float, Result]] = []
+    until = time.perf_counter() + patience_s
+    while len(found) < tries:
+        while _share_of_others(0.3, lambda: time.sleep(0.3))[0] > share and time.perf_counter() < until:
+            pass
+        found.append(_share_of_others(0.0, contender))
+        if found[-1][0] <= share:
+            break
+    return min(found, key=lambda each: each[0])[1]
+
+
+def _share_of_others(least_s: float, contender: Callable[[], Result]) -> tuple[float, Result]:
+    """Return the share of a processor that other programs take meanwhile, and the result."""
+    began, others = time.perf_counter(), others_s()
+    result = contender()
+    return (others_s() - others) / max(least_s, time.perf_counter() - began, 1e-9), result

@@ -138,6 +138,11 @@ class RaggedCache(ListCache):
         )
 
     @property
+    def codec(self) -> str | None:
+        """The codec that records are compressed with; None if they are not."""
+        return self._options.codec
+
+    @property
     def compresses(self) -> bool:
         """Whether records are compressed."""
         return self._options.codec is not None

@@ -1,4 +1,4 @@
-"""The commands bench, info, prepare, inspect, check, ls, stat, rm, top, metrics and doctor.
+"""The commands bench, advise, info, prepare, inspect, check, ls, stat, rm, top, metrics and doctor.
 
 Each command imports what it needs: torch takes seconds to import, and info, ls, stat, rm, top and metrics work without it.
 """
@@ -135,15 +135,57 @@ def bench(
     echo(f"wrote {csv_path} and {png_path}")
 
 
-def _load_dataset(context: typer.Context, source: str) -> Any:
-    """Return the dataset of ``module:function``."""
-    from stocache.cli.dataset import load_dataset
-    from stocache.errors import DatasetError
+@_command()
+def advise(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="MODULE:FUNCTION", show_default=False, help="A function that returns a map-style dataset."),
+    ],
+    step_ms: Annotated[
+        float, typer.Option(metavar="MS", help="Milliseconds of a training step, which leaves the processors free.")
+    ] = 0.0,
+    batch_size: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="N",
+            show_default="32",
+            help="Samples in a batch. Give it several times to choose among sizes: the step is that of the first.",
+        ),
+    ] = None,
+    time_limit_s: Annotated[float, typer.Option(metavar="S", help="Seconds after which it ends.")] = 60.0,
+) -> None:
+    """Measure a dataset for a while, and recommend a limit, workers and a codec. Predicts the seconds of an epoch."""
+    from stocache.advice.advise import advise as measure_and_rank
+    from stocache.cli.dataset import describe_error
+    from stocache.errors import DatasetError, LimitError
 
+    dataset = _load_source(source)
+    try:
+        advice = measure_and_rank(dataset, step_ms=step_ms, batch_size=batch_size or 32, time_limit_s=time_limit_s)
+    except (DatasetError, LimitError) as error:
+        _fail(" ".join(str(error).split()), 2)
+    except Exception as error:
+        _fail(f"{source}: a sample cannot be loaded: {describe_error(error)}", 2)
+    for line in str(advice).splitlines():
+        text = line.lstrip()
+        indent = " " * (len(line) - len(text))
+        echo(text, indent, f"{indent}  ")
+
+
+def _load_dataset(context: typer.Context, source: str) -> Any:
+    """Return the dataset of ``module:function``, without the options for photos."""
     for name in ("size", "repeat_folder", "photos", "warm_pages"):
         origin = context.get_parameter_source(name)
         if origin is not None and origin.name == "COMMANDLINE":
             _fail(f"--{name.replace('_', '-')} is for photos. Leave it out for a dataset of yours.", 2)
+    return _load_source(source)
+
+
+def _load_source(source: str) -> Any:
+    """Return the dataset of ``module:function``."""
+    from stocache.cli.dataset import load_dataset
+    from stocache.errors import DatasetError
+
     try:
         return load_dataset(source)
     except DatasetError as error:

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import sys
 import traceback
 from typing import Any
@@ -63,6 +64,9 @@ def load_dataset(where: str) -> Any:
     return dataset
 
 
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
+
+
 def describe_error(error: BaseException) -> str:
     """Return, in one line, the type and text of an error, and where it was raised; or what a DataLoader worker said."""
     text = " ".join(str(error).split())
@@ -72,6 +76,8 @@ def describe_error(error: BaseException) -> str:
         return " ".join(lines[last + 1 :])
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     file = frame.f_code.co_filename
+    if frames := _FRAME.findall(str(error.__cause__)):  # of a child process
+        file, line = frames[-1]
     place = f" ({os.path.basename(file)}, line {line})" if os.path.isfile(file) else ""  # importlib itself has no file
     return f"{type(error).__name__}: {text}{place}"
 

@@ -32,6 +32,7 @@ from stocache.datasets.cached import CachedDataset, with_lazy_batches
 from stocache.diagnosis.epochs import EpochLog, LoaderEpochStats, RunningEpoch
 from stocache.diagnosis.verdict import Verdict
 from stocache.errors import LimitError, WorkerError
+from stocache.forecast.choice import with_chosen_workers
 from stocache.loader.collate import Gatherer, MainCollate, RingCollate, ThreadCollate, as_is, stacks
 from stocache.loader.order import Order, Progress
 from stocache.loader.requests import RequestContext, layers
@@ -134,9 +135,13 @@ class DataLoader(ResumableLoader[_T]):
     small and without tensors) is sent as torch sends it.
 
     Args:
-        dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout,
+        dataset, batch_size, shuffle, sampler, batch_sampler, collate_fn, pin_memory, drop_last, timeout,
             worker_init_fn, multiprocessing_context, generator, persistent_workers, in_order: as for torch's DataLoader, which
             has ``in_order`` from torch 2.6 on.
+        num_workers: as for torch's DataLoader; or "auto": child processes measure for up to 10 s what samples and batches
+            cost, and the fewest workers are chosen with which an epoch is predicted to be as fast as it can be. The choice is
+            logged, and is the attribute ``num_workers`` then. An iterable dataset gets 0; what cannot be measured, as many as
+            there are processors, at most 8. With 0, ``persistent_workers`` and ``multiprocessing_context`` have no effect.
         prefetch_factor: as for torch's DataLoader. With ``num_workers=0``, and a cached dataset without a transform, the number
             of batches that a thread of this process gathers in advance.
         snapshot_every_n_steps: with which batches workers send the state of a dataset that has one: with those of every n-th
@@ -167,7 +172,11 @@ class DataLoader(ResumableLoader[_T]):
         worker_method: str = "multiprocessing",
         **kwargs: Any,
     ) -> None:
-        alone = _SIGNATURE.bind(self, dataset, *args, **kwargs).arguments.get("num_workers", 0) == 0
+        arguments: dict[str, Any] = _SIGNATURE.bind(self, dataset, *args, **kwargs).arguments
+        if arguments.get("num_workers") == "auto":
+            arguments = with_chosen_workers(dataset, arguments, DataLoader)
+            args, kwargs = (), arguments
+        alone = arguments.get("num_workers", 0) == 0
         super().__init__(dataset, *args, prefetch_factor=None if alone else prefetch_factor, **kwargs)
         if alone:
             if prefetch_factor is not None and prefetch_factor < 0:

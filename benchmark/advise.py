@@ -1,0 +1,234 @@
+"""What `stocache.advise` predicts, beside measured epochs: 36 settings of limit, workers, codec and batch size.
+
+python -m benchmark advise [--folder PHOTOS]              # decoded photographs; generated ones without a folder
+python -m benchmark advise --step-ms 10                   # with a training step that leaves the processors free
+python -m benchmark advise --load-ms 5                    # samples that wait 5 ms for a server, in place of photographs
+
+In each round `advise` measures and predicts anew, and then each setting runs, every other round backwards. Its cache is filled
+before. It has a loader whose workers are kept, one epoch that is not counted, and then epochs for at least
+half a second; the median of these is the time of the setting in the round. What ran while other programs took more than a tenth
+of a processor runs again, `advise` too. *Predicted* and *measured* are medians over the
+rounds. *Error* is predicted to measured, less 1. *Of a round*: the same error in each round, of the prediction made in it.
+
+The setting that `advise` recommends runs in each round as the others do. *Chosen to best* is its time to the least of all.
+torch has one thread, as it has in a worker.
+"""
+
+import argparse
+import dataclasses
+import functools
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+import stocache
+from benchmark.filling import Photos
+from benchmark.support.measuring import machine, settle, undisturbed
+from stocache import Advice, CachedDataset, DataLoader
+from stocache.cli.bench import find_jpegs, photo_folder
+from stocache.forecast.model import Setting
+from stocache.system.limits import GIB, MIB
+
+CLAIM = "What advise predicts is within 5 % of measured epochs (median of 36 settings), what it chooses within 5 % of the best."
+NEEDS = (("PIL", '-e ".[bench]"'), ("lz4", '-e ".[bench]"'), ("zstandard", '-e ".[bench]"'))
+
+WORKERS = 0, 1, 2, 4
+GROUPS = (  # codec, batch size, and limits as shares of the bytes of all samples without a codec
+    (None, 32, (0.0, 0.5, 1.1)),
+    ("lz4", 32, (0.25, 0.5, 1.1)),
+    ("zstd", 128, (0.25, 0.5, 1.1)),
+)
+MEASURED_S = 0.5
+
+
+class Waiting(Dataset[Any]):
+    """Samples that wait, as for a server: half of them for half as long, the others for one and a half times as long."""
+
+    def __init__(self, samples: int, load_s: float) -> None:
+        self.samples, self.load_s = samples, load_s
+        self.data = torch.randint(0, 256, (97, 3, 128, 128), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, idx: int) -> Any:
+        time.sleep(self.load_s * (0.5 + idx % 2))
+        return self.data[idx % 97].clone(), idx
+
+
+class Row(NamedTuple):
+    """A setting, what was predicted in each round, and what was measured."""
+
+    setting: Setting
+    predicted_s: list[float]
+    measured_s: list[float]
+
+    @property
+    def error(self) -> float:
+        """The error of the medians."""
+        return statistics.median(self.predicted_s) / statistics.median(self.measured_s) - 1
+
+    @property
+    def errors(self) -> list[float]:
+        """The error of each round."""
+        return [predicted / measured - 1 for predicted, measured in zip(self.predicted_s, self.measured_s, strict=True)]
+
+
+def all_settings(sample_bytes: int, samples: int) -> list[Setting]:
+    """Return the 36 settings."""
+    whole = sample_bytes * samples
+    return [
+        Setting(int(share * whole), workers, codec, size)
+        for codec, size, shares in GROUPS
+        for share in shares
+        for workers in WORKERS
+    ]
+
+
+def measure_epochs(cached: CachedDataset, setting: Setting, step_s: float) -> float:
+    """Return the median seconds of an epoch."""
+    loader = DataLoader(
+        cached,
+        batch_size=setting.batch_size,
+        shuffle=True,
+        num_workers=setting.workers,
+        persistent_workers=setting.workers > 0,
+    )
+
+    run_epoch(loader, step_s)
+    found = undisturbed(functools.partial(run_epochs, loader, step_s))
+    del loader
+    gc.collect()
+    return found
+
+
+def run_epochs(loader: Any, step_s: float) -> float:
+    """Return the median seconds of several epochs."""
+    seconds: list[float] = []
+    while sum(seconds) < MEASURED_S:
+        seconds.append(run_epoch(loader, step_s))
+    return statistics.median(seconds)
+
+
+def run_epoch(loader: Any, step_s: float) -> float:
+    """Return the seconds of an epoch."""
+    began = time.perf_counter()
+    for _ in loader:
+        if step_s:
+            time.sleep(step_s)
+    return time.perf_counter() - began
+
+
+def open_cache(dataset: Any, setting: Setting) -> CachedDataset:
+    """Return the dataset in a cache that is filled."""
+    codec: Any = setting.codec
+    cached = CachedDataset(dataset, f"{setting.limit_bytes}B", codec=codec)
+    if setting.limit_bytes:
+        cached.warm(progress=False, num_workers=2)
+    return cached
+
+
+def run_round(dataset: Any, settings: Sequence[Setting], backwards: bool, step_ms: float, bar: Any) -> dict[Setting, float]:
+    """Return the seconds of an epoch of each setting. Settings that differ in workers only share a cache."""
+    found: dict[Setting, float] = {}
+    order = list(reversed(settings)) if backwards else list(settings)
+    while order:
+        first = order[0]
+        alike = [each for each in order if dataclasses.replace(each, workers=first.workers) == first]
+        settle(512 * MIB)
+        with open_cache(dataset, first) as cached:
+            for setting in alike:
+                found[setting] = measure_epochs(cached, setting, step_of(step_ms, setting))
+                bar.update()
+        order = [each for each in order if each not in alike]
+    return found
+
+
+def step_of(step_ms: float, setting: Setting) -> float:
+    """Return the seconds of a step; ``step_ms`` is for 32 samples."""
+    return step_ms / 1000 * setting.batch_size / 32
+
+
+def main() -> None:
+    """Print the predictions and the measurements."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="of photographs; by default they are generated")
+    parser.add_argument("--photos", type=int, default=640, help="samples; each photograph is used several times")
+    parser.add_argument("--load-ms", type=float, help="samples that wait so long, in place of photographs")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="of a training step for 32 samples")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    print(f"{machine()}\n")
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than processors, which is wanted
+    dataset: Any
+    if options.load_ms is not None:
+        dataset = Waiting(options.photos, options.load_ms / 1000)
+    else:
+        paths = find_jpegs(options.folder or photo_folder(min(options.photos, 400)))
+        dataset = Photos((paths * -(-options.photos // len(paths)))[: options.photos])
+    sample = dataset[0]
+    settings = all_settings(sample[0].nbytes + 8, len(dataset))
+    rows = [Row(setting, [], []) for setting in settings]
+    chosen: list[float] = []
+    choices: list[Advice] = []
+    with tqdm(total=options.rounds * (len(settings) + 1), unit="setting", smoothing=0) as bar:
+        for number in range(options.rounds):
+            bar.set_description("advise")
+            settle(1024 * MIB)
+            advice = undisturbed(
+                lambda: stocache.advise(dataset, step_ms=options.step_ms, batch_size=(32, 128), progress=False), tries=3
+            )
+            choices.append(advice)
+            bar.set_description(f"round {number + 1}")
+            found = run_round(dataset, settings, bool(number % 2), options.step_ms, bar)
+            for row in rows:
+                row.predicted_s.append(advice.predict(row.setting).epoch_s)
+                row.measured_s.append(found[row.setting])
+            best = advice.best.forecast.setting
+            with open_cache(dataset, best) as cached:
+                chosen.append(measure_epochs(cached, best, step_of(options.step_ms, best)))
+            bar.update()
+    show(rows, choices, chosen)
+
+
+def show(rows: Sequence[Row], choices: Sequence[Advice], chosen: Sequence[float]) -> None:
+    """Print the tables."""
+    print("| limit, GiB | codec | batch | workers | predicted, s | measured, s | spread | error | of a round |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        setting, measured = row.setting, row.measured_s
+        middle_s, spread = statistics.median(measured), (max(measured) - min(measured)) / statistics.median(measured)
+        cells = [
+            f"{setting.limit_bytes / GIB:.3f}", setting.codec or "-", setting.batch_size, setting.workers,
+            f"{statistics.median(row.predicted_s):.4f}", f"{middle_s:.4f}", f"{spread:.0%}", f"{row.error:+.1%}",
+            ", ".join(f"{error:+.1%}" for error in row.errors),
+        ]  # fmt: skip
+        print(f"| {' | '.join(map(str, cells))} |")
+    errors = [abs(row.error) for row in rows]
+    single = [abs(error) for row in rows for error in row.errors]
+    worst = max(rows, key=lambda row: abs(row.error)).setting
+    print(
+        f"\nerror of {len(rows)} settings: median {np.median(errors):.1%} (at most 5 %), worst {max(errors):.1%} (at most 15 %)"
+    )
+    print(f"the worst: {worst}")
+    print(f"of a round: median {np.median(single):.1%}, 95 % {np.quantile(single, 0.95):.1%}, worst {max(single):.1%}")
+    least = min(rows, key=lambda row: statistics.median(row.measured_s))
+    ratio = statistics.median(chosen) / statistics.median(least.measured_s)
+    took = statistics.median(advice.costs.took_s for advice in choices)
+    print(f"chosen to best: {ratio:.3f} (at most 1.05); the best: {least.setting}; advise took {took:.0f} s, and chose")
+    for advice in choices:
+        print(f"  {advice.best.code}")
+
+
+if __name__ == "__main__":
+    main()

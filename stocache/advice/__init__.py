@@ -1,0 +1,1 @@
+"""Which settings to use for a dataset on this machine."""

@@ -1,0 +1,116 @@
+"""The measured parts of an epoch: what samples and batches cost on this machine."""
+
+import bisect
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+UNCACHED = "uncached"
+"""The way of a sample that is loaded and not cached: all that a batch costs besides loading."""
+
+
+@dataclass(frozen=True)
+class BatchCosts:
+    """What batches cost with a number of workers: a part for each sample, and a part for each batch.
+
+    Attributes:
+        sample_s, batch_s: seconds of processor time in the worker; without workers, in the main process.
+        main_sample_s, main_batch_s: seconds of processor time in the main process; 0 without workers.
+        start_s: seconds that an epoch takes beyond the model, with workers that are kept.
+        wake_s: seconds for which a worker waits for each batch.
+
+    A batch of n samples costs ``batch_s + n * sample_s``. ``batch_s`` may be negative: samples of large batches cost more.
+    """
+
+    sample_s: float
+    batch_s: float
+    main_sample_s: float = 0.0
+    main_batch_s: float = 0.0
+    start_s: float = 0.0
+    wake_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class WayCosts:
+    """What it costs to get samples into batches in one way: from the cache, with a codec or without; or from the dataset.
+
+    Attributes:
+        by_workers: the costs by the number of workers; 0 for none.
+        sample_bytes: bytes of a sample in the cache.
+        extra_bytes: bytes that the cache takes besides for each sample of the dataset.
+        fill_s: seconds of processor time to put one sample into the cache.
+    """
+
+    by_workers: Mapping[int, BatchCosts]
+    sample_bytes: float = 0.0
+    extra_bytes: float = 0.0
+    fill_s: float = 0.0
+
+    def at(self, workers: int) -> BatchCosts:
+        """Return the costs for a number of workers: between those that were measured; beyond them, those of the most."""
+        return _between(self.by_workers, workers)
+
+    def nbytes(self, samples: int) -> float:
+        """Return the bytes of a cache for that many samples."""
+        return samples * (self.sample_bytes + self.extra_bytes)
+
+
+def _between(by_workers: Mapping[int, BatchCosts], workers: int) -> BatchCosts:
+    if workers in by_workers or not workers:
+        return by_workers[workers]
+    known = sorted(number for number in by_workers if number)
+    above = bisect.bisect(known, workers)
+    if above in (0, len(known)):
+        return by_workers[known[min(above, len(known) - 1)]]
+    low, high = known[above - 1], known[above]
+    share = (workers - low) / (high - low)
+    one, other = by_workers[low], by_workers[high]
+    return BatchCosts(*(a + share * (b - a) for a, b in zip(vars(one).values(), vars(other).values(), strict=True)))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All that was measured of a dataset on a machine.
+
+    Attributes:
+        samples: samples of the dataset.
+        cores: processors that this process may use.
+        loads_s: seconds of each load that was timed: of a sample that was loaded before, with one process at work.
+        cpu_share: the share of that time for which the process had a processor; for the rest it waited.
+        busy_ratio: processor time of a load while all processors load, to that of a load alone.
+        cold_ratio: time of the first load of a sample to that of a later one.
+        ways: the costs of batches: `UNCACHED`, and by codec, of which None is the cache without a codec.
+        batch_bytes: bytes of one sample in a batch.
+        worker_start_s: seconds to start one worker.
+        thread_speed_up: samples that two threads make in the time of one; None if it was not measured.
+        gil_share: the share of its time for which a thread that loads holds the GIL.
+        timed: samples that were loaded to find this out.
+        has_transform: whether transforms of the dataset run after the cache. They are part of each way.
+        took_s: seconds that measuring took.
+        missing: what could not be measured, a sentence each.
+    """
+
+    samples: int
+    cores: int
+    loads_s: tuple[float, ...]
+    ways: Mapping[str | None, WayCosts]
+    cpu_share: float = 1.0
+    busy_ratio: float = 1.0
+    cold_ratio: float = 1.0
+    batch_bytes: float = 0.0
+    worker_start_s: float = 0.0
+    thread_speed_up: float | None = None
+    gil_share: float = 0.0
+    timed: int = 0
+    has_transform: bool = False
+    took_s: float = 0.0
+    missing: tuple[str, ...] = ()
+
+    @property
+    def load_s(self) -> float:
+        """The mean seconds of a load."""
+        return sum(self.loads_s) / len(self.loads_s)
+
+    def contention(self, workers: int) -> float:
+        """Return the processor time of a load while that many workers load, to that of a load alone."""
+        others = max(1, self.cores - 1)
+        return 1 + (self.busy_ratio - 1) * min(max(workers, 1) - 1, others) / others

@@ -1,0 +1,263 @@
+"""Run short epochs of the real loader over samples in memory, cached and not, in this process, which is a child."""
+
+import multiprocessing
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+from torch.utils.data._utils import worker as torch_worker  # for get_worker_info, which has no public counterpart
+
+from stocache.cache.shared import SharedCache
+from stocache.datasets.cached import CachedDataset
+from stocache.errors import CodecError, SampleError
+from stocache.forecast.costs import UNCACHED
+from stocache.samples.codecs import Codec
+from stocache.system.limits import MIB
+
+MakeLoader = Callable[..., Any]
+"""Makes a DataLoader from a dataset and the arguments of torch's DataLoader."""
+
+CACHE_BYTES = 160 * MIB  # of a cache to measure: more than the caches of a processor hold
+_FILL_S = 0.8  # to fill one
+_ROUND_S, _ROUNDS = 0.06, 3  # at least, for the epochs of one setting
+_WARM_UP = 2  # epochs that are not timed
+_CHUNK = 32  # samples that are filled at once
+
+
+class Cached(NamedTuple):
+    """The samples of a way in memory, as they were put there. ``way`` is a codec, or None, or `UNCACHED`."""
+
+    way: str | None
+    samples: int
+    sample_bytes: float
+    extra_bytes: float
+    fill_s: float
+    batch_bytes: float
+
+
+class Run(NamedTuple):
+    """Epochs of one setting: medians of their seconds, and mean processor seconds of an epoch.
+
+    Attributes:
+        begin_s: seconds from asking for the first epoch to its first batch.
+        main_s: processor seconds of the main process in an epoch.
+        workers_s: processor seconds of all workers in an epoch.
+    """
+
+    way: str | None
+    workers: int
+    batch_size: int
+    samples: int
+    epoch_s: float
+    main_s: float
+    workers_s: float
+    begin_s: float
+
+    @property
+    def batches(self) -> int:
+        """The batches of an epoch."""
+        return -(-self.samples // self.batch_size)
+
+
+class Skipped(NamedTuple):
+    """A way that does not work, and why."""
+
+    way: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Which epochs to run.
+
+    Attributes:
+        ways: codecs, None for the cache without one, and `UNCACHED`.
+        workers: numbers of workers, the most important first.
+        batch_sizes: two sizes, or one.
+        most: samples of an epoch.
+        cache_bytes: of each cache.
+        make_loader: makes the loader.
+        collate_fn: the collate function of the user; None for torch's, or for lists where that does not work.
+        passes: how often all epochs are run.
+        until: of `time.monotonic`: no more epochs begin then.
+    """
+
+    ways: Sequence[str | None]
+    workers: Sequence[int]
+    batch_sizes: Sequence[int]
+    most: int
+    cache_bytes: int
+    make_loader: MakeLoader
+    collate_fn: Callable[[list[Any]], Any] | None
+    passes: int
+    until: float
+
+
+class _Repeated(Dataset[Any]):
+    """Some samples, as often as it takes."""
+
+    def __init__(self, samples: Sequence[Any], length: int) -> None:
+        self._samples, self._length = samples, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, idx: int) -> Any:
+        return self._samples[idx % len(self._samples)]
+
+
+def run_epochs(samples: Sequence[Any], finish: Callable[[Any], Any] | None, trials: Trials) -> Iterator[Cached | Run | Skipped]:
+    """Yield what epochs over ``samples`` cost. ``finish`` is called with each sample after the cache.
+
+    All epochs are run, and then all again: another program that is busy for a moment spoils one of the two at most.
+    """
+    torch_worker._worker_info = None  # this child plays the main process: in a worker, torch stacks into shared memory
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than processors, which is wanted
+    with ExitStack() as stack:
+        datasets: list[tuple[str | None, CachedDataset, Callable[[list[Any]], Any]]] = []
+        for way in trials.ways:
+            if time.monotonic() > trials.until:
+                break
+            try:
+                if way not in (None, UNCACHED):
+                    Codec(str(way))
+                dataset, cached, collate_fn = _prepare(way, samples, finish, trials)
+            except (SampleError, CodecError) as error:
+                yield Skipped(way, str(error))
+            else:
+                stack.enter_context(dataset)
+                datasets.append((way, dataset, collate_fn))
+                yield cached
+        for _ in range(trials.passes):
+            for workers in trials.workers:
+                for size in trials.batch_sizes:
+                    for way, dataset, collate_fn in datasets:
+                        if time.monotonic() > trials.until:
+                            return
+                        yield _run(way, dataset, workers, size, collate_fn, trials.make_loader)
+
+
+def _prepare(
+    way: str | None, samples: Sequence[Any], finish: Callable[[Any], Any] | None, trials: Trials
+) -> tuple[CachedDataset, Cached, Callable[[list[Any]], Any]]:
+    """Return a dataset for a way, with its cache filled, what that cost, and the collate function."""
+    about, least = max(1, nbytes_of(samples[0])), 2 * max(trials.batch_sizes)
+    length = max(least, min(trials.most, trials.cache_bytes // about))
+    limit = 0 if way == UNCACHED else 4 * trials.cache_bytes + 2 * length * about
+    if limit:
+        with _cached(samples, length, limit, None, way) as first:
+            length = min(length, max(least, _length_for(first, samples)))
+    dataset = _cached(samples, length, limit, finish, way)
+    fill_s = _fill(dataset, samples, range(length)) / length if limit else 0.0
+    stats = dataset.cache.stats()
+    shared = isinstance(dataset.cache, SharedCache)  # whose capacity is that of all samples, if the limit is more
+    extra = 0.0 if not limit else 1.0 if shared else (limit - stats.capacity_bytes) / length
+    collate_fn = trials.collate_fn or _collate_for([dataset[0], dataset[min(1, length - 1)]])
+    batch_bytes = nbytes_of(collate_fn([dataset[0]]))
+    return dataset, Cached(way, length, float(stats.slot_bytes), extra, fill_s, batch_bytes), collate_fn
+
+
+def _cached(
+    samples: Sequence[Any], length: int, limit: int, finish: Callable[[Any], Any] | None, way: str | None
+) -> CachedDataset:
+    codec: Any = None if way == UNCACHED else way
+    return CachedDataset(_Repeated(samples, length), f"{limit}B", transform=finish, codec=codec, split=False)
+
+
+def _length_for(dataset: CachedDataset, samples: Sequence[Any]) -> int:
+    """Return how many samples can be put into a cache in the time for that."""
+    count = min(16, len(dataset))
+    took_s = _fill(dataset, samples, range(count)) / max(1, count)
+    return int(_FILL_S / max(took_s, 1e-9))
+
+
+def _fill(dataset: CachedDataset, samples: Sequence[Any], indices: range) -> float:
+    """Put samples into the cache. Return the processor seconds."""
+    cpu_s, count = time.process_time(), len(samples)
+    for start in range(0, len(indices), _CHUNK):
+        some = list(indices[start : start + _CHUNK])
+        dataset.cache.get_or_load_many(some, lambda wanted: [samples[idx % count] for idx in wanted], copy=False, strict=False)
+    return time.process_time() - cpu_s
+
+
+def _collate_for(samples: list[Any]) -> Callable[[list[Any]], Any]:
+    """Return torch's collate function; `list` if it does not take such samples."""
+    try:
+        default_collate(samples)
+    except (TypeError, RuntimeError, ValueError, KeyError, AttributeError):
+        return list
+    return default_collate
+
+
+def _run(
+    way: str | None,
+    dataset: CachedDataset,
+    workers: int,
+    size: int,
+    collate_fn: Callable[[list[Any]], Any],
+    make_loader: MakeLoader,
+) -> Run:
+    loader = make_loader(
+        dataset, batch_size=size, shuffle=True, num_workers=workers, persistent_workers=workers > 0, collate_fn=collate_fn
+    )
+    began, begin_s = time.perf_counter(), 0.0
+    for _ in range(_WARM_UP):
+        for _ in loader:
+            begin_s = begin_s or time.perf_counter() - began
+    pids = [child.pid for child in multiprocessing.active_children()] if workers else []
+    seconds: list[float] = []
+    main_s, workers_s = time.process_time(), _cpu_of(pids)
+    while len(seconds) < _ROUNDS or sum(seconds) < _ROUND_S:
+        began = time.perf_counter()
+        for _ in loader:
+            pass
+        seconds.append(time.perf_counter() - began)
+    count = len(seconds)
+    main_s, workers_s = (time.process_time() - main_s) / count, (_cpu_of(pids) - workers_s) / count
+    _end(loader, workers)
+    return Run(way, workers, size, len(dataset), statistics.median(seconds), main_s, workers_s, begin_s)
+
+
+def _end(loader: Any, workers: int) -> None:
+    """End the workers of a loader, and wait until they have ended."""
+    if workers:
+        loader._iterator = None
+        children = multiprocessing.active_children()
+        del loader
+        for child in children:
+            child.join(5)
+
+
+def _cpu_of(pids: Sequence[int | None]) -> float:
+    """Return the processor seconds of processes so far, of all their threads."""
+    total_s = 0.0
+    for pid in pids:
+        try:
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with suppress(OSError):
+                    total_s += int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+        except OSError:
+            with suppress(psutil.Error):
+                times = psutil.Process(pid).cpu_times()
+                total_s += times.user + times.system
+    return total_s
+
+
+def nbytes_of(value: Any) -> int:
+    """Return about how many bytes the values in a sample or a batch take."""
+    leaves = torch.utils._pytree.tree_leaves(value)
+    return sum(leaf.nbytes if isinstance(leaf, Tensor) or hasattr(leaf, "nbytes") else _plain_bytes(leaf) for leaf in leaves)
+
+
+def _plain_bytes(leaf: Any) -> int:
+    return len(leaf) if isinstance(leaf, str | bytes | bytearray) else 8

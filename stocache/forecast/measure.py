@@ -1,0 +1,390 @@
+"""Measure what samples and batches of a dataset cost here, in child processes, within a limited time.
+
+NOTE [ What is measured ]
+    Samples are loaded by one process, each twice: the second time files are in the page cache. Then as many processes as there
+    are processors load the same samples and more, because shared caches and memory make all of them slower. Samples that were
+    loaded fill small caches, one without a codec and one for each codec. The real loader runs a few short epochs over these,
+    and over samples that are not cached. The processor time of the workers and of the main process is read from Linux, so what
+    other programs take does not count. Two batch sizes tell what a sample costs and what a batch costs.
+
+    The epochs of a setting are not measured but predicted from these (model.py).
+"""
+
+import contextlib
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from stocache.datasets.loaders import SampleLoader
+from stocache.errors import DatasetError, StocacheError, WorkerError
+from stocache.forecast.costs import UNCACHED, BatchCosts, Costs, WayCosts
+from stocache.forecast.epochs import CACHE_BYTES, Cached, MakeLoader, Run, Skipped, Trials, nbytes_of, run_epochs
+from stocache.forecast.loads import LoadMany, Loads, time_busy_loads, time_loads
+from stocache.forecast.model import play
+from stocache.system.children import ChildError, in_children
+from stocache.system.limits import MIB, recommended_limit
+from stocache.transforms.planning import plan_split
+from stocache.transforms.splitting import Split
+
+logger = logging.getLogger("stocache")
+
+_ALONE_S, _BUSY_S = 1.5, 2.0  # for loads, where they are fast
+_FIRST_SHARE, _ALONE_SHARE, _EPOCHS_SHARE = 0.5, 0.35, 0.8  # of the time that is left, at most
+_SPLIT_LOADS = 80  # loads that it takes to find out where to split transforms
+_KEPT, _KEPT_BYTES = 256, 96 * MIB  # samples that are kept to fill caches
+_MOST_ORDERED = 200_000  # indices
+_MOST = 8192  # samples of a short epoch
+_MOST_WORKERS = 16  # that are started
+_SPARE_S = 1.0  # to end all processes
+
+
+@dataclass
+class _Found:
+    """What the children have sent."""
+
+    loads: list[Loads] = field(default_factory=list)
+    busy: list[Loads] = field(default_factory=list)
+    cached: dict[str | None, Cached] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+def count_cores() -> int:
+    """Return the processors that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def measure(
+    dataset: Any,
+    *,
+    batch_sizes: Sequence[int],
+    make_loader: MakeLoader,
+    time_limit_s: float,
+    codecs: Sequence[str | None] = (None, "lz4", "zstd"),
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    transform: Callable[[Any], Any] | None = None,
+    passes: int = 2,
+    on_progress: Callable[[float, str], None] = lambda seconds, what: None,
+) -> Costs:
+    """Return what samples and batches of a map-style dataset cost; see NOTE [ What is measured ].
+
+    Args:
+        batch_sizes: of the settings that are to be predicted.
+        make_loader: makes a DataLoader from the arguments of torch's.
+        time_limit_s: seconds after which it ends. The fewer samples it could load by then, the less exact are the costs.
+        codecs: the ways to cache that are of interest; those whose package is not installed are left out.
+        collate_fn: makes the batches; None for torch's function, or for lists where that does not take the samples.
+        transform: called with each sample after the cache, as `CachedDataset` does.
+        passes: how often epochs are run; in the second pass they are less likely to meet what disturbs the first.
+        on_progress: called with the seconds so far and with what is measured now.
+
+    Raises:
+        DatasetError: no sample was loaded in time.
+        WorkerError: a child process died.
+        Exception: the error of the first sample that cannot be loaded.
+
+    The dataset, and the random generators of this process, stay as they are: all of it happens in child processes.
+    """
+    options = _Options(tuple(batch_sizes), make_loader, time_limit_s, tuple(codecs), collate_fn, transform, passes, on_progress)
+    return _Study(dataset, options).run()
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The arguments of `measure`."""
+
+    batch_sizes: tuple[int, ...]
+    make_loader: MakeLoader
+    time_limit_s: float
+    codecs: tuple[str | None, ...]
+    collate_fn: Callable[[list[Any]], Any] | None
+    transform: Callable[[Any], Any] | None
+    passes: int
+    on_progress: Callable[[float, str], None]
+
+
+class _Study:
+    def __init__(self, dataset: Any, options: _Options) -> None:
+        self._dataset, self._options, self._length, self._cores = dataset, options, len(dataset), count_cores()
+        self._began = time.monotonic()
+        largest, smallest = max(options.batch_sizes), min(options.batch_sizes)
+        self._group = min(smallest, self._length) if hasattr(dataset, "__getitems__") else 1
+        self._sizes = (largest, max(1, min(smallest, largest // 4)))
+        self._order = _random_order(self._length)
+        self._found = _Found()
+        self._split: Split | None = None  # if transforms run after the cache
+
+    @property
+    def _left_s(self) -> float:
+        return self._began + self._options.time_limit_s - _SPARE_S - time.monotonic()
+
+    def _report(self, what: str) -> None:
+        self._options.on_progress(time.monotonic() - self._began, what)
+
+    def run(self) -> Costs:
+        self._report("loading samples")
+        first = self._load_first()
+        self._plan_split(first.first_s[0])
+        self._measure_here(first.first_s[0])
+        self._report("loading samples with all processors")
+        self._measure_busy()
+        costs = self._assemble(first)
+        self._report("done")
+        return costs
+
+    # ------------------------------------------------------------------------------------------------ the children
+
+    def _load_first(self) -> Loads:
+        """Return the first load of one sample."""
+        patience_s = self._left_s * _FIRST_SHARE
+        load_many = SampleLoader(self._dataset).load_many
+        job = partial(time_loads, load_many, self._order[:1], 1, 0.0, lambda sample: None)
+        try:
+            with contextlib.closing(in_children([job], self._dataset, patience_s)) as items:
+                return next(items)  # type: ignore[no-any-return]
+        except ChildError as error:
+            raise DatasetError(
+                f"{type(self._dataset).__name__}: no sample was loaded in {patience_s:.0f} s: {error}"
+            ) from error
+
+    def _plan_split(self, load_s: float) -> None:
+        """Find out which transforms run after the cache, if that does not take long."""
+        if load_s * _SPLIT_LOADS > self._left_s / 2:
+            self._found.missing.append("samples are too slow to find out whether transforms can run after the cache")
+            return
+        with contextlib.suppress(StocacheError):
+            split = plan_split(self._dataset, self._length, recommended_limit(), None, False)
+            self._split = split if split is not None and split.has_rest else None
+
+    def _measure_here(self, load_s: float) -> None:
+        found, left_s = self._found, self._left_s
+        try:
+            job = partial(self._load_and_run, left_s, load_s)
+            with contextlib.closing(in_children([job], self._dataset, max(0.5, left_s * _EPOCHS_SHARE))) as items:
+                for item in items:
+                    self._take(item)
+                    if self._left_s < 0:
+                        break
+        except (ChildError, WorkerError) as error:
+            if not found.loads and isinstance(error, WorkerError):
+                raise
+            found.missing.append(f"measuring ended early: {error}")
+
+    def _take(self, item: Any) -> None:
+        found = self._found
+        if isinstance(item, Loads):
+            found.loads.append(item)
+        elif isinstance(item, Cached):
+            found.cached[item.way] = item
+            self._report("batches, not cached" if item.way == UNCACHED else f"batches, cached, codec {item.way}")
+        elif isinstance(item, Run):
+            found.runs.append(item)
+            self._report(f"batches of {item.batch_size} with {item.workers} workers")
+        elif isinstance(item, Skipped):
+            name = "the cache" if item.way is None else f"codec={item.way!r}"
+            found.missing.append(f"{name} is left out: {item.reason}")
+
+    def _measure_busy(self) -> None:
+        found, processes = self._found, min(self._cores, _MOST_WORKERS)
+        alone = [idx for loads in found.loads if loads.again_s for idx in loads.indices]
+        mean_s = _mean_s(found.loads)
+        budget_s = min(_BUSY_S + 2 * self._group * mean_s, self._left_s * 0.9)
+        if processes < 2 or not alone or budget_s < 2 * self._group * mean_s:
+            if processes > 1:
+                found.missing.append("loads with all processors were not timed; they are taken to cost as much as alone")
+            return
+        rest = self._order[len(alone) :]
+        jobs = [
+            partial(self._load_busy, [alone[number::processes], rest[number::processes]], budget_s)
+            for number in range(processes)
+        ]
+        try:
+            with contextlib.closing(in_children(jobs, self._dataset, max(0.5, self._left_s))) as items:
+                found.busy += items
+        except (ChildError, WorkerError) as error:
+            found.missing.append(f"loads with all processors were not timed: {error}")
+
+    # ------------------------------------------------------------------------------------------------ in a child
+
+    @property
+    def _load_many(self) -> LoadMany:
+        return SampleLoader(self._dataset).load_many if self._split is None else self._split.load_many
+
+    def _load_and_run(self, left_s: float, load_s: float) -> Iterator[Any]:
+        logging.getLogger("stocache").setLevel(logging.ERROR)
+        began = time.monotonic()
+        samples: list[Any] = []
+        size = 0
+
+        def keep(sample: Any) -> None:
+            nonlocal size
+            if not samples or (len(samples) < _KEPT and size < _KEPT_BYTES):
+                samples.append(sample)
+                size += nbytes_of(sample)
+
+        budget_s = min(left_s * _ALONE_SHARE, max(_ALONE_S, 8 * self._group * load_s))
+        yield from time_loads(self._load_many, self._order, self._group, budget_s, keep)
+        finish = self._options.transform
+        if self._split is not None:
+            rest = partial(self._split.finish, self._order[0])
+            finish = rest if finish is None else partial(_both, rest, finish)
+        processes = min(self._cores, _MOST_WORKERS)
+        trials = Trials(
+            ways=(None, UNCACHED, *(codec for codec in self._options.codecs if codec is not None)),
+            workers=tuple(dict.fromkeys((processes, 1, 0, min(2 * self._cores, _MOST_WORKERS)))),
+            batch_sizes=tuple(dict.fromkeys(self._sizes)),
+            most=min(self._length, _MOST),
+            cache_bytes=min(CACHE_BYTES, recommended_limit() // 16),
+            make_loader=self._options.make_loader,
+            collate_fn=self._options.collate_fn,
+            passes=self._options.passes,
+            until=began + min(left_s * _EPOCHS_SHARE, left_s - _BUSY_S - 3 * self._group * load_s),
+        )
+        yield from run_epochs(samples, finish, trials)
+
+    def _load_busy(self, parts: Sequence[Sequence[int]], budget_s: float) -> Iterator[Loads]:
+        logging.getLogger("stocache").setLevel(logging.ERROR)
+        return time_busy_loads(self._load_many, parts, self._group, budget_s)
+
+    # ------------------------------------------------------------------------------------------------ the costs
+
+    def _assemble(self, first: Loads) -> Costs:
+        found = self._found
+        if not found.loads:
+            found.loads.append(first)
+        alone = [loads for loads in found.loads if loads.again_s] or found.loads
+        alone_s = [second for loads in alone for second in loads.again_s or loads.first_s]
+        cpu_s = sum(loads.cpu_s for loads in alone)
+        loads_s, busy_ratio = self._with_busy(alone_s, cpu_s / len(alone_s))
+        both = [loads for loads in alone if loads.again_s]
+        cold_s = sum(sum(loads.first_s) for loads in both) + first.first_s[0] * bool(both)
+        again_s = sum(sum(loads.again_s) for loads in both) + (both[0].again_s[0] if both else 0.0)
+        begins = [run.begin_s / run.workers for run in found.runs if run.workers > 1]
+        return Costs(
+            samples=self._length,
+            cores=self._cores,
+            loads_s=tuple(loads_s),
+            ways=self._ways(),
+            cpu_share=min(1.0, cpu_s / max(sum(alone_s), 1e-12)),
+            busy_ratio=busy_ratio,
+            cold_ratio=max(1.0, cold_s / again_s) if again_s > 0 else 1.0,
+            batch_bytes=max((cached.batch_bytes for cached in found.cached.values()), default=0.0),
+            worker_start_s=max(0.0, statistics.median(begins)) if begins else 0.0,
+            timed=len(loads_s),
+            has_transform=self._split is not None,
+            took_s=time.monotonic() - self._began,
+            missing=tuple(found.missing),
+        )
+
+    def _with_busy(self, alone_s: list[float], alone_cpu_s: float) -> tuple[list[float], float]:
+        """Return the seconds of all loads as they would be alone, and how much more processor time a load takes when busy."""
+        known = set(self._order[: len(alone_s)])
+        same = [loads for loads in self._found.busy if loads.indices and loads.indices[0] in known]
+        others = [loads for loads in self._found.busy if loads.indices and loads.indices[0] not in known]
+        count = sum(len(loads.indices) for loads in same)
+        if count < len(alone_s) / 2 or alone_cpu_s <= 0:
+            return alone_s, 1.0
+        ratio = sum(loads.cpu_s for loads in same) / count / alone_cpu_s
+        slower = sum(second for loads in same for second in loads.again_s) / count / statistics.mean(alone_s)
+        return alone_s + [second / slower for loads in others for second in loads.again_s], max(1.0, ratio)
+
+    def _ways(self) -> Mapping[str | None, WayCosts]:
+        found = self._found
+        ways = {}
+        costs = fit_costs(found.runs, self._cores)
+        for way, cached in found.cached.items():
+            by_workers = {workers: each for (other, workers), each in costs.items() if other == way}
+            if by_workers:
+                by_workers.setdefault(0, _alone(by_workers))
+                by_workers.setdefault(1, by_workers[min((number for number in by_workers if number), default=0)])
+                ways[way] = WayCosts(by_workers, cached.sample_bytes, cached.extra_bytes, cached.fill_s)
+        if UNCACHED not in ways:
+            ways[UNCACHED] = WayCosts({0: BatchCosts(0, 0), 1: BatchCosts(0, 0)})
+            found.missing.append("batches could not be timed; they are taken to cost nothing")
+        return ways
+
+
+def _random_order(length: int) -> list[int]:
+    """Return indices of a dataset in random order, each once: all of them, or as many as could be loaded in the time."""
+    rng = np.random.default_rng(0)
+    indices = np.arange(length) if length <= _MOST_ORDERED else np.unique(rng.integers(0, length, _MOST_ORDERED))
+    order: list[int] = rng.permutation(indices).tolist()
+    return order
+
+
+def _both(first: Callable[[Any], Any], second: Callable[[Any], Any], sample: Any) -> Any:
+    return second(first(sample))
+
+
+def _mean_s(loads: Sequence[Loads]) -> float:
+    seconds = [second for each in loads for second in each.again_s or each.first_s]
+    return statistics.mean(seconds) if seconds else 0.0
+
+
+def _alone(by_workers: Mapping[int, BatchCosts]) -> BatchCosts:
+    """Return about what batches cost without workers, if only those with workers were measured."""
+    costs = by_workers[min(by_workers)]
+    return BatchCosts(costs.sample_s, costs.batch_s)
+
+
+def fit_costs(runs: Sequence[Run], cores: int) -> dict[tuple[str | None, int], BatchCosts]:
+    """Return the costs that explain runs, by way and number of workers."""
+    costs: dict[tuple[str | None, int], BatchCosts] = {}
+    rests: dict[tuple[str | None, int], list[tuple[float, float]]] = {}
+    for key in dict.fromkeys((run.way, run.workers) for run in runs):
+        own, workers = _best_of([run for run in runs if (run.way, run.workers) == key]), key[1]
+        if workers:
+            fitted = BatchCosts(*_line(own, [run.workers_s for run in own]), *_line(own, [run.main_s for run in own]))
+            rests[key] = [(run.batches / workers, run.epoch_s - _played_s(run, fitted, cores)) for run in own]
+        else:
+            fitted = BatchCosts(*_line(own, [run.main_s for run in own]))
+        costs[key] = fitted
+    for key, own_rests in rests.items():
+        # what a batch takes beyond the model is alike for all ways, and too small to be told from one of them
+        slopes = [_slope(each) for other, each in rests.items() if other[1] == key[1] and len(each) > 1]
+        wake_s = max(0.0, statistics.median(slopes)) if slopes else 0.0
+        start_s = statistics.mean(rest_s - wake_s * length for length, rest_s in own_rests)
+        costs[key] = replace(costs[key], start_s=start_s, wake_s=wake_s)
+    return costs
+
+
+def _best_of(runs: Sequence[Run]) -> list[Run]:
+    """Return one run for each batch size, with the shorter times of its passes."""
+    best = []
+    for size in dict.fromkeys(run.batch_size for run in runs):
+        own = [run for run in runs if run.batch_size == size]
+        least = {name: min(getattr(run, name) for run in own) for name in ("epoch_s", "main_s", "workers_s", "begin_s")}
+        best.append(own[0]._replace(**least))
+    return best
+
+
+def _played_s(run: Run, costs: BatchCosts, cores: int) -> float:
+    """Return the seconds of a run in the model."""
+    cpu_s = [costs.batch_s + costs.sample_s * run.batch_size] * run.batches
+    main_s = [costs.main_batch_s + costs.main_sample_s * run.batch_size] * run.batches
+    return play(cpu_s, [0.0] * run.batches, main_s, 0.0, run.workers, cores)[-1]
+
+
+def _slope(points: Sequence[tuple[float, float]]) -> float:
+    (one, one_s), (other, other_s) = points[0], points[-1]
+    return (other_s - one_s) / (other - one) if other != one else 0.0
+
+
+def _line(runs: Sequence[Run], seconds: Sequence[float]) -> tuple[float, float]:
+    """Return the seconds of a sample and of a batch; all of them of the sample, if one batch size was measured.
+
+    Those of a batch may be negative: samples of large batches cost more, because they do not stay in the processor's caches.
+    """
+    each_s = {run.batch_size: took_s / run.batches for run, took_s in zip(runs, seconds, strict=True)}
+    small, large = min(each_s), max(each_s)
+    if small == large:
+        return each_s[large] / large, 0.0
+    sample_s = max(0.0, (each_s[large] - each_s[small]) / (large - small))
+    return sample_s, each_s[large] - sample_s * large
