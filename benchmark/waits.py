@@ -6,10 +6,10 @@ python -m benchmark waits bottlenecks [--repeats 5]           # loops that are s
 python -m benchmark waits trace --out trace.json              # a trace of torch's profiler, to open in Perfetto
 
 ``overhead``: one loader runs epochs that are recorded, as they always are, and epochs in which all functions that record do
-nothing, in this process and in its workers. They take turns, in an order that alternates. (Two loaders would differ by up to 5 %,
-because the memory of their batches lies elsewhere.) The overhead is the median of the ratios of neighbours, less 1, with the
-interval in which that median lies with 95 % (by the order statistics of the ratios). *Noise*: the same, where both are recorded.
-``--scrape``: meanwhile another process runs ``stocache metrics`` once a second.
+nothing, in this process and in its workers. They take turns, in an order that alternates. (Two loaders would differ by up to
+5 %, because the memory of their batches lies elsewhere.) The overhead is the median of the ratios of neighbours, less 1, with
+the interval in which that median lies with 95 % (by the order statistics of the ratios). *Noise*: the same, where both are
+recorded. ``--scrape``: meanwhile another process runs ``stocache metrics`` once a second.
 """
 
 import argparse

@@ -21,6 +21,7 @@ logger = logging.getLogger("stocache")
 
 _KEPT = 1000  # epochs
 _EVERY = 8  # batches, the ring is looked at
+_WRITE_NS = 250_000_000  # so often, what was noted is written for `stocache metrics`
 _OVERHEAD = 32  # bytes of a cache for each sample of the dataset, at most
 
 
@@ -96,10 +97,12 @@ class RunningEpoch:
     expected: int | None = None
 
     def __post_init__(self) -> None:
-        self.began_at = self.last_at = time.monotonic()  # `last_at`: when the last batch came
+        self.began_ns = self.last_ns = time.perf_counter_ns()  # `last_ns`: when the last batch came
+        self._write_at_ns = self.began_ns
+        self._rows = {worker: self.record.row(1 + worker) for worker in range(self.workers)} | {None: self.record.main}
         self.counted, self.outside, self.fills = self.record.read(), self.count_outside(), self.count_fills()
-        self.waited_s = self.first_wait_s = self.occupancy = 0.0
-        self.batches = self.looks = 0
+        self.first_wait_s = self.occupancy = 0.0
+        self.waited_ns = self.batches = self.looks = 0
 
     def count_outside(self) -> int:
         """Return how many batches have found the ring full so far."""
@@ -109,23 +112,26 @@ class RunningEpoch:
         """Return how many samples were cached so far; 0 if the cache is closed."""
         return 0 if self.cache is None or self.cache.closed else self.cache.counts()[2]
 
-    def note_batch(self, duration_ns: int, worker: int | None) -> None:
-        """Note that a batch came, how long the loop waited for it, and which worker made it, if known."""
-        self.record.row(0 if worker is None else 1 + worker).add(WAIT_NS, duration_ns)
+    def note_batch(self, now_ns: int, duration_ns: int, worker: int | None) -> None:
+        """Note that a batch came, when, how long the loop waited for it, and which worker made it, if known."""
+        self._rows[worker].add_later(WAIT_NS, duration_ns)
         if not self.batches:
             self.first_wait_s = duration_ns / 1e9
-        self.waited_s += duration_ns / 1e9
+        self.waited_ns += duration_ns
         self.batches += 1
-        self.last_at = time.monotonic()
+        self.last_ns = now_ns
         if self.ring is not None and self.batches % _EVERY == 1:
             self.occupancy += self.ring.occupancy
             self.looks += 1
+        if now_ns > self._write_at_ns:
+            self.record.write()
+            self._write_at_ns = now_ns + _WRITE_NS
 
-    def figures(self, until: float | None = None) -> tuple[LoaderEpochStats, EpochFacts]:
+    def figures(self, until_ns: int = 0) -> tuple[LoaderEpochStats, EpochFacts]:
         """Return the figures of the epoch, until now or an earlier time, and the facts for the verdict."""
         counted = self.record.read().since(self.counted)
         load, samples = counted.distribution(LOAD_NS), counted.sum(SAMPLES)
-        seconds = (time.monotonic() if until is None else until) - self.began_at
+        seconds = ((until_ns or time.perf_counter_ns()) - self.began_ns) / 1e9
         outside = self.count_outside() - self.outside
         stats = LoaderEpochStats(
             number=self.number,
@@ -134,7 +140,7 @@ class RunningEpoch:
             hits=None if self.cache is None else max(0, samples - load.count),
             misses=None if self.cache is None else load.count,
             seconds=seconds,
-            waited_s=self.waited_s,
+            waited_s=self.waited_ns / 1e9,
             wait=counted.distribution(WAIT_NS),
             wait_by_worker=tuple(counted.distribution(WAIT_NS, 1 + worker) for worker in range(counted.workers)),
             load=load,
@@ -146,7 +152,7 @@ class RunningEpoch:
         facts = EpochFacts(
             counted=counted,
             seconds=seconds,
-            waited_s=self.waited_s,
+            waited_s=self.waited_ns / 1e9,
             first_wait_s=self.first_wait_s,
             batches=self.batches,
             samples=samples,
@@ -162,9 +168,9 @@ class RunningEpoch:
         )
         return stats, facts
 
-    def finished(self, until: float | None = None) -> LoaderEpochStats:
+    def finished(self, until_ns: int = 0) -> LoaderEpochStats:
         """Return the figures of the epoch, which is over, with the verdict."""
-        stats, facts = self.figures(until)
+        stats, facts = self.figures(until_ns)
         return replace(stats, complete=True, verdict=judge(facts))
 
     def _cache_facts(self, cache: SampleCache) -> CacheFacts:
@@ -193,18 +199,18 @@ class EpochLog:
     ) -> RunningEpoch:
         """Begin an epoch. One that was left early ends."""
         if self._running is not None:
-            self.end(self._running, self._running.last_at)
+            self.end(self._running, self._running.last_ns)
         self._running = RunningEpoch(next(self._numbers), record, cache, disk, workers, persistent, ring)
         return self._running
 
-    def end(self, epoch: RunningEpoch, at: float | None = None) -> None:
+    def end(self, epoch: RunningEpoch, at_ns: int = 0) -> None:
         """End an epoch, now or at an earlier time, unless it has ended or had no batches."""
         if epoch is not self._running:
             return
         self._running = None
         if not epoch.batches:
             return
-        stats = epoch.finished(at)
+        stats = epoch.finished(at_ns)
         self._done.append(stats)
         if stats.verdict is not None and is_first_rank():
             logger.info("epoch %d: %s", epoch.number + 1, stats.verdict)

@@ -285,7 +285,7 @@ class DataLoader(ResumableLoader[_T]):
         ring = self.ring
         iteration = ring.begin()
         order.context = RequestContext(ring, iteration, arrays=lazy is not None, epoch=self._epoch)
-        ring.on_receive = partial(self.record.main.add, HAND_OVER_NS)
+        ring.on_receive = partial(self.record.main.add_later, HAND_OVER_NS)
         self.record.answer_to(ring.key)
         collate: Any = RingCollate(collate_fn, stacking, ring, iteration, self.record)
         replaced |= self._restored_in_workers(dataset, collate) | {"multiprocessing_context": context}
@@ -512,10 +512,10 @@ class _Iteration:
         finally:
             if self._own_row is not None:
                 record_here(before)
-            waited_ns = time.perf_counter_ns() - began
-            self._totals.waited_s += waited_ns / 1e9
+            ended = time.perf_counter_ns()
+            self._totals.waited_s += (ended - began) / 1e9
         self._totals.batches += 1
-        self._epoch.note_batch(waited_ns, getattr(self._batches, "last_worker", None))
+        self._epoch.note_batch(ended, ended - began, getattr(self._batches, "last_worker", None))
         return batch
 
     def _next(self) -> Any:

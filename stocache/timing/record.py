@@ -4,7 +4,9 @@ NOTE [ Who writes a row ]
     Row 0 is that of the main process, the others are those of workers. A worker process claims its row by a kernel lock, which
     ends with it, so the next worker adds to the same row. Worker threads have the rows of their numbers. Each word has one
     writer, and needs no lock: workers write what they do, and the main process writes, in the row of the worker that made a
-    batch, how long it waited for that batch and what handing it over took. Readers see a count at most one batch late.
+    batch, how long it waited for that batch and what handing it over took. In its own process, most of that is noted in a list
+    first, and written some times a second: a batch of 3 MB leaves little in the caches of the processor, so each access to
+    memory costs.
 
     A loader over a named cache records in a file beside the cache, under a name of its own, which ends with the loader. So
     other processes can read it (`open_named`). It has 21 KiB for each row, and two rows for each worker: two iterators over
@@ -17,6 +19,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,6 +50,7 @@ _HISTOGRAM_AT = tuple(range(_WORDS, ROW_WORDS, BUCKETS))
 _MOST_WORKERS, _MOST_COUNTED = 4096, 1 << 40
 
 _MANY = 8  # costs, from which numpy is faster
+_LATER = 256  # durations that are written together
 _LOOK_NS = 50_000_000  # a thread looks so often at its processor time
 
 SUFFIX = ".loader-"
@@ -66,12 +70,19 @@ class Row:
         self._look_again_ns, self._before = 0, (0, 0)
         self._now = 0
         self._loads = words[LOAD_NS]  # when the step before ended
+        self._later: deque[tuple[int, int]] = deque()  # what this process has not written yet; see `add_later`
+        self._writing = threading.Lock()
+        self._add_collate = self.add_later  # `add` in a worker process, which may not come to write it
 
     def begin(self, worker: int) -> None:
         """Note who writes the row: this thread, of worker ``worker``; -1 for the main process."""
         self._words[WORKER], self._words[PID] = worker + 1, os.getpid()
         self._before, self._words[SEEN_BUSY_NS] = _thread_times(), self._busy_ns
         self._look_again_ns = _clock_ns() + _LOOK_NS
+
+    def write_at_once(self) -> None:
+        """Write each duration when it is added: another process reads the row, and this one may end at any moment."""
+        self._add_collate = self.add
 
     @property
     def _busy_ns(self) -> int:
@@ -83,6 +94,24 @@ class Row:
         words = self._words
         words[quantity] += duration_ns
         words[_HISTOGRAM_AT[quantity] + bucket_of(duration_ns)] += 1
+
+    def add_later(self, quantity: int, duration_ns: int) -> None:
+        """Do the same at a tenth of the cost, in the process that reads the record: `write` does it for many at once."""
+        self._later.append((quantity, duration_ns))
+        if len(self._later) >= _LATER:
+            self.write()
+
+    def write(self) -> None:
+        """Write what `add_later` has noted. Any thread may call it."""
+        if self._later and self._writing.acquire(blocking=False):  # else another thread is writing
+            try:
+                noted = [self._later.popleft() for _ in range(len(self._later))]
+                for quantity in {quantity for quantity, _ in noted}:
+                    durations_ns = [duration_ns for each, duration_ns in noted if each == quantity]
+                    self._words[quantity] += sum(durations_ns)
+                    count_all(self.counts[quantity], [duration_ns / 1e9 for duration_ns in durations_ns])
+            finally:
+                self._writing.release()
 
     def add_loads(self, costs_s: Sequence[float]) -> None:
         """Add what it took to load samples that were not in memory."""
@@ -112,7 +141,7 @@ class Row:
 
     def add_collating(self) -> None:
         """Add a batch, and what it took to put it together."""
-        self.add(COLLATE_NS, self._step())
+        self._add_collate(COLLATE_NS, self._step())
         self._words[BATCHES] += 1
         if self._now > self._look_again_ns:
             self._look(self._now)
@@ -128,7 +157,7 @@ class Row:
         self._words[SAMPLES] += samples
         self._words[BATCHES] += batches
         for _ in range(batches):
-            self.add(COLLATE_NS, duration_ns // batches)
+            self._add_collate(COLLATE_NS, duration_ns // batches)
 
     def add_look(self, held: bool) -> None:
         """Add a look at the GIL."""
@@ -136,6 +165,7 @@ class Row:
         self._words[HELD] += held
 
     def _look(self, now: int) -> None:
+        self.write()
         words, times = self._words, _thread_times()
         words[CPU_NS] += times[0] - self._before[0]
         words[QUEUED_NS] += times[1] - self._before[1]
@@ -245,6 +275,7 @@ class Record:
             if claimed:
                 row = self.row(number)
                 row.begin(worker)
+                row.write_at_once()
                 return row
         return None
 
@@ -263,8 +294,14 @@ class Record:
         thread = self._takers.get(number)
         return thread is not None and os.path.exists(f"/proc/self/task/{thread}")
 
+    def write(self) -> None:
+        """Write what this process has not written yet; other processes see it then."""
+        for row in list(self._rows.values()):
+            row.write()
+
     def read(self) -> "Counted":
         """Return a copy of all rows."""
+        self.write()
         return Counted(np.frombuffer(self._words, np.int64).reshape(-1, ROW_WORDS).copy())
 
 

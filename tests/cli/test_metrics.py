@@ -118,15 +118,14 @@ def test_the_metrics_are_what_the_cache_and_the_loader_say(run, workers):
         assert value(samples, "stocache_loader_workers", **labels) == loader.num_workers
         assert value(samples, "stocache_loader_batches_total", **labels) == stats.batches == 12
         assert value(samples, "stocache_loader_samples_total", **labels) == 48
-        assert (
-            0 < value(samples, "stocache_loader_wait_seconds_sum", **labels) <= stats.waited_s
-        )  # which has the ends of epochs
+        assert 0 < value(samples, "stocache_loader_wait_seconds_sum", **labels) <= stats.waited_s  # this with ends of epochs
         for name in QUANTITIES:
             metric, told = f"stocache_loader_{name}_seconds", getattr(stats, name)
             assert value(samples, f"{metric}_count", **labels) == told.count
             assert math.isclose(value(samples, f"{metric}_sum", **labels), told.count * told.mean_s, rel_tol=1e-9)
         by_worker = [number for (name, _), number in samples.items() if name == "stocache_loader_worker_batches_total"]
-        assert sum(by_worker) == {"main": 0, "processes": 12, "threads": 6}[workers]  # the loop gathers what is cached
+        least = {"main": 0, "processes": 12, "threads": 6}[workers]
+        assert least <= sum(by_worker) <= (0 if workers == "main" else 12)  # the loop may gather what is cached itself
         assert len(by_worker) == loader.num_workers
         assert value(samples, "stocache_unreadable_files") == 0
         del loader
