@@ -419,6 +419,7 @@ class ThreadIterator(QuickIterator):
             super()._reset(loader, first_iter)
         if not first_iter:
             self._maker.begin_epoch(self._shared_seed)
+            self._gil_watch.begin()
         self._finished: SimpleQueue[None] = SimpleQueue()
         self._batches: dict[int, Batch] = {}  # those that were asked for, in order
         self._asked = 0

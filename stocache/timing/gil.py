@@ -9,7 +9,8 @@ from pathlib import Path
 LOOK_S, LATE_S = 0.0007, 0.00025
 """To sleep before a look; to wake up so much later means that the GIL was held."""
 
-_EACH_S = 0.01  # a look
+_EACH_S, _SOON_S = 0.02, 0.001  # between looks; between the first ones, so that a short epoch has some
+_FIRST = 16
 
 
 class GilWatch:
@@ -23,7 +24,11 @@ class GilWatch:
     """
 
     def __init__(self, tell: Callable[[bool], None]) -> None:
-        self._tell, self._next_look = tell, 0.0
+        self._tell, self._next_look, self._first = tell, 0.0, _FIRST
+
+    def begin(self) -> None:
+        """Begin an epoch."""
+        self._first = _FIRST
 
     def wait(self, wait: Callable[[float], bool], timeout_s: float) -> bool:
         """Return ``wait(timeout_s)``, which waits for something and tells whether it came."""
@@ -35,7 +40,8 @@ class GilWatch:
         if not came:
             took_s = time.perf_counter() - began - (queued_seconds() - queued_s)
             self._tell(took_s > LOOK_S + LATE_S)
-            self._next_look = time.perf_counter() + _EACH_S
+            self._next_look = time.perf_counter() + (_SOON_S if self._first > 0 else _EACH_S)
+            self._first -= 1
             came = wait(timeout_s - LOOK_S)
         return came
 

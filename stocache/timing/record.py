@@ -70,9 +70,11 @@ class Row:
         self._look_again_ns, self._before = 0, (0, 0)
         self._now = 0
         self._loads = words[LOAD_NS]  # when the step before ended
-        self._later: deque[tuple[int, int]] = deque()  # what this process has not written yet; see `add_later`
+        # What this process has not written yet, by quantity; see `add_later`. Plain numbers: the garbage collector would follow
+        # pairs, and run more often
+        self._later: list[deque[int]] = [deque() for _ in HISTOGRAMS]
         self._writing = threading.Lock()
-        self._add_collate = self.add_later  # `add` in a worker process, which may not come to write it
+        self._at_once = False
 
     def begin(self, worker: int) -> None:
         """Note who writes the row: this thread, of worker ``worker``; -1 for the main process."""
@@ -82,7 +84,7 @@ class Row:
 
     def write_at_once(self) -> None:
         """Write each duration when it is added: another process reads the row, and this one may end at any moment."""
-        self._add_collate = self.add
+        self._at_once = True
 
     @property
     def _busy_ns(self) -> int:
@@ -97,17 +99,17 @@ class Row:
 
     def add_later(self, quantity: int, duration_ns: int) -> None:
         """Do the same at a tenth of the cost, in the process that reads the record: `write` does it for many at once."""
-        self._later.append((quantity, duration_ns))
-        if len(self._later) >= _LATER:
+        later = self._later[quantity]
+        later.append(duration_ns)
+        if len(later) >= _LATER:
             self.write()
 
     def write(self) -> None:
         """Write what `add_later` has noted. Any thread may call it."""
-        if self._later and self._writing.acquire(blocking=False):  # else another thread is writing
+        if any(self._later) and self._writing.acquire(blocking=False):  # else another thread is writing
             try:
-                noted = [self._later.popleft() for _ in range(len(self._later))]
-                for quantity in {quantity for quantity, _ in noted}:
-                    durations_ns = [duration_ns for each, duration_ns in noted if each == quantity]
+                for quantity, later in enumerate(self._later):
+                    durations_ns = [later.popleft() for _ in range(len(later))]
                     self._words[quantity] += sum(durations_ns)
                     count_all(self.counts[quantity], [duration_ns / 1e9 for duration_ns in durations_ns])
             finally:
@@ -141,7 +143,7 @@ class Row:
 
     def add_collating(self) -> None:
         """Add a batch, and what it took to put it together."""
-        self._add_collate(COLLATE_NS, self._step())
+        (self.add if self._at_once else self.add_later)(COLLATE_NS, self._step())
         self._words[BATCHES] += 1
         if self._now > self._look_again_ns:
             self._look(self._now)
@@ -153,11 +155,11 @@ class Row:
             self.add(HAND_OVER_NS, duration_ns)
 
     def add_gathered(self, samples: int, batches: int, duration_ns: int) -> None:
-        """Add whole batches that were gathered together, or by another thread."""
+        """Add whole batches that threads of the main process have gathered together."""
         self._words[SAMPLES] += samples
         self._words[BATCHES] += batches
         for _ in range(batches):
-            self._add_collate(COLLATE_NS, duration_ns // batches)
+            self.add_later(COLLATE_NS, duration_ns // batches)
 
     def add_look(self, held: bool) -> None:
         """Add a look at the GIL."""
