@@ -34,7 +34,8 @@ _SILENT = 0.05  # of its time the trainer may wait
 _SHORTEST_S = 0.01  # of waiting that is worth a word
 _OUTSIDE = 0.2  # of the batches that go around the ring, from which the ring is full
 _HELD = 0.5  # of the looks that find the GIL held
-_LOOKS, _ONE = 3, (0.6, 1.5)  # looks that are enough; fewer are if threads together have about one processor
+_LOOKS = 3  # at the GIL that are enough
+_ONE, _ALL = (0.7, 1.5), 0.9  # the processors of threads that share a GIL; the share of its time for which a thread wants one
 _FASTER = 1.2  # times as fast, from which a change is worth a word
 _SLOW = 5.0  # times the median is what a slow sample takes
 _IDLE = 0.6  # of the workers' time: they are busy for less than that
@@ -213,9 +214,11 @@ class _Parts:
     def _shares_gil(self) -> bool:
         """Whether worker threads wait for each other's GIL: it is held when looked at, and all have one processor together."""
         looks, held = self.facts.counted.sum(LOOKS), self.facts.counted.sum(HELD)
-        processors = self.on_processor * self.workers
-        enough = looks >= _LOOKS or (looks > 0 and _ONE[0] <= processors <= _ONE[1])
-        return self.workers > 1 and enough and held >= _HELD * looks
+        if looks >= _LOOKS:
+            return self.workers > 1 and held >= _HELD * looks
+        # The loop itself hardly got the GIL. Fewer looks are enough if the threads have one processor, and want no other
+        have_one = _ONE[0] <= self.on_processor * self.workers <= _ONE[1]
+        return self.workers > 1 and have_one and held >= _HELD * looks and self.wants_processor < _ALL
 
     def _stalls(self) -> bool:
         """Whether workers were idle although the trainer waited: a few slow samples hold up batches, which come in order."""
@@ -281,8 +284,9 @@ class _Parts:
 
     def _gil(self) -> tuple[Limit, str]:
         facts = self.facts
-        held = facts.counted.sum(HELD) / facts.counted.sum(LOOKS)
-        what = f"worker threads hold the GIL {held:.0%} of the time, so one works at a time"
+        looks, held = facts.counted.sum(LOOKS), facts.counted.sum(HELD)
+        how = f"hold the GIL {held / looks:.0%} of the time" if looks else "wait for each other's GIL"
+        what = f"worker threads {how}, so one works at a time"
         return "GIL", f"{what}; worker_method='multiprocessing' would let {facts.workers} work at once"
 
     def _stall(self) -> tuple[Limit, str]:

@@ -108,6 +108,7 @@ HALF = (0.03,) * 500
             "hold the GIL 100% of the time.*'multiprocessing' would",
         ),
         (facts(make_s=8.0, cpu=0.5, threads=True, looks=1, held=1), "GIL", "let 2 work at once"),
+        (facts(make_s=8.0, cpu=0.55, threads=True), "GIL", "wait for each other's GIL, so one works at a time"),
         (facts(make_s=8.0, cpu=0.1, threads=True, looks=1, held=1), "transform", "each, is the limit"),
         (facts(make_s=8.0, cpu=0.9, threads=True, looks=9, held=1), "transform", "each, is the limit"),
         (

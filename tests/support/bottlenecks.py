@@ -154,7 +154,8 @@ BOTTLENECKS = {
     ),
     "GIL-bound": Bottleneck(
         "GIL",
-        r"worker threads hold the GIL \d+% of the time.*; worker_method='multiprocessing' would let 2 work at once",
+        r"worker threads (hold the GIL \d+% of the time|wait for each other's GIL), so one works at a time; "
+        r"worker_method='multiprocessing' would let 2 work at once",
         lambda: CachedDataset(Python(0.002), NEEDED_GIB, transform=Transform(0.002)),
         step_s=0.001,
         options={"worker_method": "thread"},
