@@ -221,16 +221,13 @@ class Record:
         if segment is None and shared:
             segment = Segment.create(rows * ROW_WORDS * 8, 0)
         self._key, self._segment, self._pid = "", segment, os.getpid()
-        self._own = None if segment is not None else memoryview(bytearray(rows * ROW_WORDS * 8)).cast("Q")
-        self._assemble()
+        self._workers = workers
+        self._assemble(memoryview(bytearray(rows * ROW_WORDS * 8)) if segment is None else segment.control)
         self.main = self.row(0)
         self.main.begin(-1)
 
-    def _assemble(self) -> None:
-        if self._segment is not None:
-            self._own = self._segment.control.cast("Q")
-        assert self._own is not None
-        self._words = self._own
+    def _assemble(self, memory: memoryview) -> None:
+        self._words = memory.cast("Q")
         self._rows: dict[int, Row] = {}
         if self._key:
             _records[self._key] = self
@@ -238,11 +235,12 @@ class Record:
         self._taking, self._takers = threading.Lock(), dict[int, int]()  # threads, by the number of their row
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_key": self._key, "_segment": self._segment, "_pid": self._pid, "_own": None}
+        return {name: getattr(self, name) for name in ("_key", "_segment", "_pid", "_workers")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._assemble()
+        assert self._segment is not None  # only a record with worker processes is sent
+        self._assemble(self._segment.control)
 
     @property
     def mine(self) -> bool:
@@ -268,10 +266,10 @@ class Record:
         return self._claimed[1]
 
     def _claim(self, worker: int) -> Row | None:
-        segment, workers = self._segment, (len(self._words) // ROW_WORDS - 1) // 2
+        segment = self._segment
         if segment is None or segment.backing == "none" or self.mine:
             return None
-        for number in (1 + worker, 1 + workers + worker):  # the second, if another iterator's worker has the first
+        for number in (1 + worker, 1 + self._workers + worker):  # the second, if another iterator's worker has the first
             with segment.guard:
                 claimed = segment.try_lock(number)
             if claimed:
@@ -283,9 +281,9 @@ class Record:
 
     def take(self, worker: int) -> Row:
         """Return a row for this thread, of worker ``worker``, that no other living thread has taken."""
-        thread, workers = threading.get_native_id(), (len(self._words) // ROW_WORDS - 1) // 2
+        thread = threading.get_native_id()
         with self._taking:
-            candidates = (1 + worker, *range(1, 1 + 2 * workers))
+            candidates = (1 + worker, *range(1, 1 + 2 * self._workers))
             number = next((each for each in candidates if not self._is_taken(each)), 1 + worker)
             self._takers[number] = thread
         row = self.row(number)
@@ -298,8 +296,9 @@ class Record:
 
     def write(self) -> None:
         """Write what this process has not written yet; other processes see it then."""
-        for row in list(self._rows.values()):
-            row.write()
+        if self.mine:  # a forked child has a copy of what its parent will write
+            for row in list(self._rows.values()):
+                row.write()
 
     def read(self) -> "Counted":
         """Return a copy of all rows."""
