@@ -37,13 +37,13 @@ class GilWatch:
             return wait(timeout_s)
         queued_s, began = queued_seconds(), time.perf_counter()
         came = wait(LOOK_S)
-        if not came:
-            took_s = time.perf_counter() - began - (queued_seconds() - queued_s)
-            self._tell(took_s > LOOK_S + LATE_S)
+        took_s = time.perf_counter() - began - (queued_seconds() - queued_s)
+        late = took_s > LOOK_S + LATE_S
+        if late or not came:  # what comes before the look is over tells nothing, unless it cannot be taken at once
+            self._tell(late)
             self._next_look = time.perf_counter() + (_SOON_S if self._first > 0 else _EACH_S)
             self._first -= 1
-            came = wait(timeout_s - LOOK_S)
-        return came
+        return came or wait(timeout_s - LOOK_S)
 
 
 def queued_seconds(thread: int | None = None) -> float:

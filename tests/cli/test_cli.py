@@ -10,19 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import stocache
 from stocache import OnDiskBlockDataStorage, RaggedCache, SharedCache, prepare
-from stocache.cli.app import app
 from stocache.system import limits
 from stocache.system.limits import GIB, CgroupMemory, Memory
-
-
-@pytest.fixture
-def run():
-    runner = CliRunner()
-    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.mark.leaves_descriptors

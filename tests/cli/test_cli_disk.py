@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from stocache import DiskCache, prepare
 from stocache.cli import doctor, listing, top
-from stocache.cli.app import app
 from stocache.disk import inspection
 from stocache.disk.samples_file import BEGIN, SamplesFile
 from stocache.samples.spec import Structure
@@ -66,12 +64,6 @@ def content(path):
 def no_segments():
     """Whether nothing is left in shared memory."""
     return not Path(registry.directory_of()).exists()
-
-
-@pytest.fixture
-def run():
-    runner = CliRunner()
-    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

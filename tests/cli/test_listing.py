@@ -15,11 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from stocache import SharedCacheDDP
 from stocache.cli import doctor, listing, top
-from stocache.cli.app import app
 from stocache.shm import layout, named, registry
 from stocache.shm.segment import ROW_LOCKS
 from stocache.system import limits
@@ -47,12 +45,6 @@ def leave_behind(name, **options):
         fill(cache, 3)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
-
-
-@pytest.fixture
-def run():
-    runner = CliRunner()
-    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 from pathlib import Path
 
@@ -16,19 +15,6 @@ from stocache.shm import registry
 from stocache.timing import record
 from stocache.timing.record import BATCHES, LOAD_NS, ROW_WORDS, SAMPLES, WAIT_NS, Record
 from tests.support.records import FOLDER, Squares, forge, leave_loader_behind
-
-
-@pytest.fixture
-def run():
-    runner = CliRunner()
-    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
-
-
-@pytest.fixture
-def clean():
-    """Remove afterwards what a test leaves in the directory."""
-    yield
-    shutil.rmtree(FOLDER, ignore_errors=True)
 
 
 def test_a_loader_over_a_named_cache_is_found_with_its_counts():

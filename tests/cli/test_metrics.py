@@ -18,12 +18,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import stocache
 from stocache import CachedDataset, DataLoader, SharedCache
 from stocache.cli import listing
-from stocache.cli.app import app
 from stocache.shm import registry
 from stocache.system.waiting import wait_until
 from stocache.timing.histogram import BOUNDS_S, BUCKETS, bucket_of
@@ -40,19 +38,6 @@ PACKAGE = Path(stocache.__file__).parent
 DASHBOARD = json.loads((PACKAGE / "cli" / "grafana.json").read_text())
 COUNTED = ("_total", "_bucket", "_sum", "_count")
 QUANTITIES = {"wait": WAIT_NS, "load": LOAD_NS, "collate": COLLATE_NS, "hand_over": HAND_OVER_NS}
-
-
-@pytest.fixture
-def run():
-    runner = CliRunner()
-    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
-
-
-@pytest.fixture
-def clean():
-    """Remove afterwards what a test leaves in the directory."""
-    yield
-    shutil.rmtree(FOLDER, ignore_errors=True)
 
 
 def samples_of(text, parse=parse):
