@@ -3,7 +3,6 @@
 Nothing is kept between two scrapes: each reads shared memory. It needs prometheus-client, the extra ``metrics``, but not torch.
 """
 
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +17,8 @@ from prometheus_client.openmetrics.exposition import generate_latest
 from stocache.cache.stats import CacheStats
 from stocache.cli import listing
 from stocache.cli.listing import NamedCache, NamedFile, NamedLoader
-from stocache.timing.histogram import BOUNDS_S
+from stocache.timing.histogram import BOUNDS_S, PER_DOUBLING
 from stocache.timing.record import (
-    BATCHES,
     COLLATE_NS,
     CPU_NS,
     HAND_OVER_NS,
@@ -38,8 +36,7 @@ CACHE_LABELS = ("name", "kind")
 LOADER_LABELS = ("cache", "loader", "rank", "pid")
 
 _SHORTEST_S, _LONGEST_S = 5e-6, 300.0
-_STEP = round(1 / math.log2(BOUNDS_S[1] / BOUNDS_S[0]))  # so many buckets of a record make one that is twice as wide
-_LAST = np.arange(np.searchsorted(BOUNDS_S, _SHORTEST_S), np.searchsorted(BOUNDS_S, _LONGEST_S), _STEP)
+_LAST = np.arange(np.searchsorted(BOUNDS_S, _SHORTEST_S), np.searchsorted(BOUNDS_S, _LONGEST_S), PER_DOUBLING)
 
 BUCKET_BOUNDS = tuple(str(float(f"{bound:.6g}")) for bound in BOUNDS_S[_LAST])
 """The label ``le`` of the buckets, except the last. Rounded: the last digits of a power differ from machine to machine."""
@@ -114,7 +111,7 @@ _OF_LOADER = (  # of the NamedLoader
         lambda loader: loader.created, "seconds"),
 )  # fmt: skip
 _OF_COUNTED: tuple[_Of, ...] = (  # of what it has counted
-    _Of(_COUNTER, "batches", "Batches that were made. Some of them wait to be used.", _sum(BATCHES)),
+    _Of(_COUNTER, "batches", "Batches that were made. Some of them wait to be used.", lambda counted: counted.batches),
     _Of(_COUNTER, "samples", "Samples of the batches that were made.", _sum(SAMPLES)),
     _Of(_COUNTER, "make_seconds", "Time in which samples were made, without loading: reads of the cache, transforms.",
         _seconds(MAKE_NS), "seconds"),

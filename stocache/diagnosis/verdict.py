@@ -216,9 +216,10 @@ class _Parts:
         looks, held = self.facts.counted.sum(LOOKS), self.facts.counted.sum(HELD)
         if looks >= _LOOKS:
             return self.workers > 1 and held >= _HELD * looks
-        # The loop itself hardly got the GIL. Fewer looks are enough if the threads have one processor, and want no other
-        have_one = _ONE[0] <= self.on_processor * self.workers <= _ONE[1]
-        return self.workers > 1 and have_one and held >= _HELD * looks and self.wants_processor < _ALL
+        # The loop itself hardly got the GIL: else it would look about once a batch. Then processors tell: the threads have one,
+        # and want no other
+        have_one = _ONE[0] <= self.on_processor * self.workers <= _ONE[1] and self.wants_processor < _ALL
+        return self.workers > 1 and have_one and (held >= _HELD * looks or self.facts.batches >= 2 * _LOOKS)
 
     def _stalls(self) -> bool:
         """Whether workers were idle although the trainer waited: a few slow samples hold up batches, which come in order."""
@@ -285,7 +286,7 @@ class _Parts:
     def _gil(self) -> tuple[Limit, str]:
         facts = self.facts
         looks, held = facts.counted.sum(LOOKS), facts.counted.sum(HELD)
-        how = f"hold the GIL {held / looks:.0%} of the time" if looks else "wait for each other's GIL"
+        how = f"hold the GIL {held / looks:.0%} of the time" if looks >= _LOOKS else "wait for each other's GIL"
         what = f"worker threads {how}, so one works at a time"
         return "GIL", f"{what}; worker_method='multiprocessing' would let {facts.workers} work at once"
 

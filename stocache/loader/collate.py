@@ -15,13 +15,14 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map  # documented, for extending default_collate
 
 from stocache.cache.batches import Empty, LazyBatch
-from stocache.loader.requests import count_samples, current_answer, request_began
+from stocache.loader.requests import count_samples, current_answer
 from stocache.loader.sample_seed import SampleSeed, is_pure, seed_thread
 from stocache.ring.ring import FULL, NO_LANE, NO_MEMORY, BatchHandle, Ring, fallback
 from stocache.shm.pool import Pool
-from stocache.timing.record import Record, Row, row_here
+from stocache.timing.record import HAND_OVER_NS, Record, Row, row_here
 from stocache.timing.spans import COLLATE, span
 
+_clock_ns = time.perf_counter_ns
 _STACK = default_collate_fn_map[Tensor]
 
 
@@ -52,14 +53,15 @@ class RingCollate:
         if row is None:
             batch, pack = self._collate(samples)
             return pack(batch)
-        began_ns, count = request_began()
-        row.begin_step(began_ns)
-        row.add_making(count)
+        made_ns, loaded_ns = _clock_ns(), row.loaded_ns
         with span(COLLATE):
             batch, pack = self._collate(samples)
-        row.add_collating()
+        collated_ns = _clock_ns()
+        row.add_batch(made_ns, loaded_ns, collated_ns)
         handle = pack(batch)
-        row.add_packing(handle.note_packing)
+        packing_ns = _clock_ns() - collated_ns
+        if not handle.note_packing(packing_ns):
+            row.add(HAND_OVER_NS, packing_ns)
         return handle
 
     def _collate(self, samples: Any) -> tuple[Any, Callable[[Any], BatchHandle]]:

@@ -80,8 +80,6 @@ def count_samples(indices: Any) -> int:
 
 class _Here(threading.local):
     request = 0
-    samples = 0
-    began_ns = 0
     answer: Any = None
 
 
@@ -94,11 +92,6 @@ def current_request() -> int:
     return _here.request
 
 
-def request_began() -> tuple[int, int]:
-    """Return when this worker process began with its request, by `time.perf_counter_ns`, and the number of its samples."""
-    return _here.began_ns, _here.samples
-
-
 def current_answer() -> Any:
     """Return the indices, or `EpochIndices`, that this worker thread works on."""
     return _here.answer
@@ -108,18 +101,21 @@ def _unpickle_request(
     key: str, iteration: int, number: int, epoch: int | None, sample_epoch: int | None, index: Any, width: int = 0
 ) -> Any:
     global _epoch
-    _here.request, _here.began_ns = number, time.perf_counter_ns()
+    _here.request, began_ns = number, time.perf_counter_ns()
     lane = ring_of(key).lane(iteration)
     if lane is not None:
         lane.record_request(number)
-    if row_here() is None and (record := record_of(key)) is not None and (worker := get_worker_info()) is not None:
-        record_here(record.claim(worker.id))
+    row = row_here()
+    if row is None and (record := record_of(key)) is not None and (worker := get_worker_info()) is not None:
+        row = record.claim(worker.id)
+        record_here(row)
     if epoch is not None and epoch != _epoch and (worker := get_worker_info()) is not None:
         _epoch = epoch
         set_epoch(worker.dataset, epoch)
     if width:
         index = _unpack_indices(index, width)
-    _here.samples = count_samples(index)
+    if row is not None:
+        row.begin_step(began_ns, count_samples(index))
     return index if sample_epoch is None else EpochIndices(sample_epoch, index)
 
 

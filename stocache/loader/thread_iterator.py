@@ -287,6 +287,7 @@ class ThreadMaker:
             if isinstance(error, Exception) and self.crew.shares_opened(worker, error):
                 return self._load_batch(batch, index, number)
             batch.errors.append((0, wrap_error(error, number)))
+        row.add_making(0)
         self._collate(batch, worker, row)
 
     def _check(self, worker: Worker, batch: Batch) -> None:

@@ -350,10 +350,10 @@ class RingBuffer:
             if self.problem is NOTHING:
                 lane.record_small()
                 return BatchHandle(pickle.loads, payload)
-            return BatchHandle(_receive_fallback, 0, lane.key, self.problem, payload)
+            return BatchHandle(_receive_fallback, lane.key, self.problem, payload)
         number = (lane.words[self._at] >> 2) + 1
         lane.words[self._at] = number << 2 | _SENT
-        return BatchHandle(_receive, 0, lane.key, self._slot, number, self._used, places, payload)
+        return BatchHandle(_receive, lane.key, self._slot, number, self._used, places, payload)
 
     def _write(self, pieces: list[bytes]) -> tuple[int, int] | None:
         """Write a pickle into the buffer, and return its offset and size; None if it is small, or if there is no room."""
@@ -390,21 +390,20 @@ class RingBuffer:
 class BatchHandle:
     """A handle that a worker sends. It unpickles to the batch."""
 
-    __slots__ = ("_reduced",)
+    __slots__ = ("_content", "_packing_ns", "_receive")
 
     def __init__(self, receive: Callable[..., Any], *content: Any) -> None:
-        self._reduced = receive, content
+        self._receive, self._content, self._packing_ns = receive, content, 0
 
     def note_packing(self, duration_ns: int) -> bool:
         """Send along how long it took to pack the batch. False if the receiver takes no note of it, for a small batch."""
-        receive, content = self._reduced
-        if receive is pickle.loads:
-            return False
-        self._reduced = receive, (duration_ns, *content[1:])
-        return True
+        self._packing_ns = duration_ns
+        return self._receive is not pickle.loads
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self._reduced
+        if self._receive is pickle.loads:
+            return self._receive, self._content
+        return self._receive, (self._packing_ns, *self._content)
 
 
 def fallback(key: str, reason: str, batch: Any) -> BatchHandle:
@@ -414,7 +413,7 @@ def fallback(key: str, reason: str, batch: Any) -> BatchHandle:
     batch, and the parent would wait for ever.
     """
     pieces, _ = pack(batch, lambda address, nbytes: None)
-    return BatchHandle(_receive_fallback, 0, key, reason, b"".join(pieces))
+    return BatchHandle(_receive_fallback, key, reason, b"".join(pieces))
 
 
 def _receive(packing_ns: int, key: str, *content: Any) -> Any:

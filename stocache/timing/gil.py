@@ -1,10 +1,10 @@
 """Find out how often other threads hold the GIL, while a thread waits for them anyway."""
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 LOOK_S, LATE_S = 0.0007, 0.00025
 """To sleep before a look; to wake up so much later means that the GIL was held."""
@@ -51,7 +51,11 @@ def queued_seconds(thread: int | None = None) -> float:
 
     0 if Linux does not tell.
     """
-    path = Path(f"/proc/self/task/{threading.get_native_id() if thread is None else thread}/schedstat")
+    path = f"/proc/self/task/{threading.get_native_id() if thread is None else thread}/schedstat"
     with contextlib.suppress(OSError, LookupError, ValueError):
-        return int(path.read_bytes().split()[1]) / 1e9
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a Path takes four times as long
+        try:
+            return int(os.read(fd, 100).split()[1]) / 1e9
+        finally:
+            os.close(fd)
     return 0.0

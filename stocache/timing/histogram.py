@@ -1,6 +1,8 @@
 """Count durations in logarithmic buckets, and read percentiles from the counts.
 
-The bounds of a bucket differ by 4 %. A percentile is the middle of its bucket, so it is exact within 2 %.
+The time from a power of 2 nanoseconds to the next is divided into 32 buckets of one width. So a percentile, which is the middle
+of its bucket, is exact within 1.6 %. The bucket follows from the digits of an integer, as in an HDR histogram, in 0.3 µs. A
+logarithm takes 2 µs between two batches of some 100 KB: its code is not in the caches of the processor any more.
 """
 
 import math
@@ -10,41 +12,48 @@ from typing import Any
 
 import numpy as np
 
-_GROWTH = 1.04
-_SHORTEST_NS, _LONGEST_NS = 250.0, 4e12  # shorter and longer durations are counted in the first and the last bucket
-_SCALE = 1 / math.log(_GROWTH)
-_SHIFT = math.log(_SHORTEST_NS) * _SCALE
-_log = math.log  # a look-up less for each batch
+_DIGITS = 5  # of a duration after the first one, in binary, that tell its bucket
+PER_DOUBLING = 1 << _DIGITS
+"""The number of buckets from a duration to one that is twice as long."""
 
-BUCKETS = math.ceil(math.log(_LONGEST_NS) * _SCALE - _SHIFT)
+_FIRST_POWER, _LAST_POWER = 8, 42
+_SHORTEST_NS, _LONGEST_NS = 1 << _FIRST_POWER, 1 << _LAST_POWER  # 256 ns, 73 min: what is beyond is in the outermost buckets
+_BEFORE = (_FIRST_POWER - _DIGITS + 1) << _DIGITS
+
+BUCKETS = (_LAST_POWER - _FIRST_POWER) << _DIGITS
 """The number of buckets."""
 
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 """How many durations each bucket has; of shape (BUCKETS,)."""
 
-BOUNDS_S = _SHORTEST_NS / 1e9 * _GROWTH ** np.arange(1, BUCKETS + 1)
+_POWERS, _PARTS = np.divmod(np.arange(BUCKETS), PER_DOUBLING)
+_LOWER_S = _SHORTEST_NS / 1e9 * 2.0**_POWERS * (1 + _PARTS / PER_DOUBLING)
+
+BOUNDS_S = np.append(_LOWER_S[1:], _LONGEST_NS / 1e9)
 """The upper bound of each bucket, in seconds."""
 
-_MIDDLES_S = BOUNDS_S / math.sqrt(_GROWTH)
+_MIDDLES_S = np.sqrt(_LOWER_S * BOUNDS_S)
 
 
-def bucket_of(duration_ns: float) -> int:
+def bucket_of(duration_ns: int) -> int:
     """Return the bucket of a duration, in nanoseconds."""
-    if _SHORTEST_NS < duration_ns < _LONGEST_NS:
-        return int(_log(duration_ns) * _SCALE - _SHIFT)
+    if _SHORTEST_NS <= duration_ns < _LONGEST_NS:
+        shift = duration_ns.bit_length() - 1 - _DIGITS
+        return (shift << _DIGITS) + (duration_ns >> shift) - _BEFORE
     return 0 if duration_ns < _LONGEST_NS else BUCKETS - 1
 
 
-def count_all(counts: Counts, durations_s: Sequence[float]) -> None:
-    """Count durations, in seconds. At 0.1 µs each where there are many."""
-    clipped = np.clip(np.asarray(durations_s) * 1e9, _SHORTEST_NS, _LONGEST_NS)
-    buckets = np.minimum((np.log(clipped) * _SCALE - _SHIFT).astype(np.int64), BUCKETS - 1)
+def count_all(counts: Counts, durations_ns: Sequence[float]) -> None:
+    """Count durations, in nanoseconds. At 0.1 µs each where there are many."""
+    clipped = np.clip(np.asarray(durations_ns, np.float64), _SHORTEST_NS, _LONGEST_NS - 1)
+    fractions, powers = np.frexp(clipped)  # fractions from 0.5 on
+    buckets = (powers - _FIRST_POWER - 1) * PER_DOUBLING + (fractions * 2 * PER_DOUBLING).astype(np.int64) - PER_DOUBLING
     np.add.at(counts, buckets, 1)
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """How long something took, in seconds. Percentiles and the maximum are exact within 2 %; 0 where ``count`` is 0.
+    """How long something took, in seconds. Percentiles and the maximum are exact within 1.6 %; 0 where ``count`` is 0.
 
     Attributes:
         count: how often it was measured.

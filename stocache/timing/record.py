@@ -9,7 +9,7 @@ NOTE [ Who writes a row ]
     memory costs.
 
     A loader over a named cache records in a file beside the cache, under a name of its own, which ends with the loader. So
-    other processes can read it (`open_named`). It has 21 KiB for each row, and two rows for each worker: two iterators over
+    other processes can read it (`open_named`). It has 34 KiB for each row, and two rows for each worker: two iterators over
     a loader may overlap.
 """
 
@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,14 +39,16 @@ _clock_ns = time.perf_counter_ns
 # The words of a row. Sums are of nanoseconds
 WAIT_NS, LOAD_NS, COLLATE_NS, HAND_OVER_NS = range(4)  # those that have a histogram as well
 MAKE_NS = 4  # to make the samples of batches, without loading: to read cached ones, transforms; without a cache all of it
-SAMPLES, BATCHES, WORKER, PID = 5, 6, 7, 8  # of made batches; the worker's number plus 1, and its process
-CPU_NS, QUEUED_NS, SEEN_BUSY_NS = 9, 10, 11  # of the thread: with a processor, waiting for one, and busy in all, when looked
-LOOKS, HELD = 12, 13  # how often the main process looked at the GIL while it waited, and found it held
+SAMPLES = 5  # of made batches
+WORKER, PID = 6, 7  # the worker's number plus 1, and its process
+CPU_NS, QUEUED_NS, SEEN_BUSY_NS = 8, 9, 10  # of the thread: with a processor, waiting for one, and busy in all, when looked
+LOOKS, HELD = 11, 12  # how often the main process looked at the GIL while it waited, and found it held
 _WORDS = 16
 
 HISTOGRAMS = ("wait", "load", "collate", "hand_over")
 ROW_WORDS = _WORDS + len(HISTOGRAMS) * BUCKETS
 _HISTOGRAM_AT = tuple(range(_WORDS, ROW_WORDS, BUCKETS))
+_COLLATE_AT = _HISTOGRAM_AT[COLLATE_NS]
 _MOST_WORKERS, _MOST_COUNTED = 4096, 1 << 40
 
 _MANY = 8  # costs, from which numpy is faster
@@ -60,31 +62,30 @@ SUFFIX = ".loader-"
 class Row:
     """What one thread records, in words of shared memory; see NOTE [ Who writes a row ].
 
-    A worker calls `begin_step`, `add_making`, `add_collating` and `add_packing` for each batch, in this order. Each of them
-    adds the time since the one before, without the time that went into `add_loads` meanwhile.
+    A worker process calls `begin_step` and `add_batch` for each batch. Other threads call `begin_step`, `add_making` and
+    `add_collating`, in this order: each of them adds the time since the one before. Times are without those that went into
+    `add_loads` meanwhile.
+
+    Attributes:
+        loaded_ns: what `add_loads` has added so far.
     """
 
     def __init__(self, words: "memoryview[int]") -> None:
         self._words = words
         self.counts: Counts = np.frombuffer(words, np.int64)[_WORDS:].reshape(len(HISTOGRAMS), BUCKETS)
+        self.loaded_ns = 0
         self._look_again_ns, self._before = 0, (0, 0)
-        self._now = 0
-        self._loads = words[LOAD_NS]  # when the step before ended
+        self._now = self._loads = self._samples = 0  # when this step began, `loaded_ns` then, and the samples of the batch
         # What this process has not written yet, by quantity; see `add_later`. Plain numbers: the garbage collector would follow
         # pairs, and run more often
         self._later: list[deque[int]] = [deque() for _ in HISTOGRAMS]
         self._writing = threading.Lock()
-        self._at_once = False
 
     def begin(self, worker: int) -> None:
         """Note who writes the row: this thread, of worker ``worker``; -1 for the main process."""
         self._words[WORKER], self._words[PID] = worker + 1, os.getpid()
         self._before, self._words[SEEN_BUSY_NS] = _thread_times(), self._busy_ns
         self._look_again_ns = _clock_ns() + _LOOK_NS
-
-    def write_at_once(self) -> None:
-        """Write each duration when it is added: another process reads the row, and this one may end at any moment."""
-        self._at_once = True
 
     @property
     def _busy_ns(self) -> int:
@@ -111,29 +112,50 @@ class Row:
                 for quantity, later in enumerate(self._later):
                     durations_ns = [later.popleft() for _ in range(len(later))]
                     self._words[quantity] += sum(durations_ns)
-                    count_all(self.counts[quantity], [duration_ns / 1e9 for duration_ns in durations_ns])
+                    count_all(self.counts[quantity], durations_ns)
             finally:
                 self._writing.release()
 
     def add_loads(self, costs_s: Sequence[float]) -> None:
         """Add what it took to load samples that were not in memory."""
-        if len(costs_s) < _MANY:
-            for cost_s in costs_s:
-                self.add(LOAD_NS, int(1e9 * cost_s))
+        costs_ns = [int(1e9 * cost_s) for cost_s in costs_s]
+        self.loaded_ns += sum(costs_ns)
+        if len(costs_ns) < _MANY:
+            for cost_ns in costs_ns:
+                self.add(LOAD_NS, cost_ns)
         else:
-            self._words[LOAD_NS] += int(1e9 * sum(costs_s))
-            count_all(self.counts[LOAD_NS], costs_s)
+            self._words[LOAD_NS] += sum(costs_ns)
+            count_all(self.counts[LOAD_NS], costs_ns)
 
-    def begin_step(self, now_ns: int = 0) -> None:
-        """Begin a batch, or a part of one, now or at an earlier time."""
-        self._now = now_ns or _clock_ns()
+    def begin_step(self, now_ns: int = 0, samples: int = 0) -> None:
+        """Begin a batch of so many samples, or a part of one, now or at an earlier time."""
+        self._now, self._loads, self._samples = now_ns or _clock_ns(), self.loaded_ns, samples
+
+    def add_batch(self, made_ns: int, loaded_ns: int, collated_ns: int) -> None:
+        """Add the batch of this step.
+
+        Args:
+            made_ns, loaded_ns: when its samples were made, and `loaded_ns` then.
+            collated_ns: when they were put together.
+        """
+        words, making_ns = self._words, made_ns - self._now - loaded_ns + self._loads
+        collating_ns = collated_ns - made_ns - self.loaded_ns + loaded_ns
+        words[SAMPLES] += self._samples
+        if making_ns > 0:
+            words[MAKE_NS] += making_ns
+        if collating_ns < 0:
+            collating_ns = 0
+        words[COLLATE_NS] += collating_ns
+        words[_COLLATE_AT + bucket_of(collating_ns)] += 1
+        if collated_ns > self._look_again_ns:
+            self._look(collated_ns)
 
     def _step(self) -> int:
         """Return the time since the last step ended, without loads, and begin the next step."""
-        now, loads = _clock_ns(), self._words[LOAD_NS]
+        now, loads = _clock_ns(), self.loaded_ns
         took_ns = now - self._now - loads + self._loads
         self._now, self._loads = now, loads
-        return took_ns if took_ns > 0 else 0
+        return max(0, took_ns)
 
     def add_making(self, samples: int) -> None:
         """Add the samples of a batch, or some of them, and what it took to make them."""
@@ -143,21 +165,13 @@ class Row:
 
     def add_collating(self) -> None:
         """Add a batch, and what it took to put it together."""
-        (self.add if self._at_once else self.add_later)(COLLATE_NS, self._step())
-        self._words[BATCHES] += 1
+        self.add_later(COLLATE_NS, self._step())
         if self._now > self._look_again_ns:
             self._look(self._now)
-
-    def add_packing(self, send_along: Callable[[int], bool]) -> None:
-        """Add what it took to pack the batch, unless the receiver does so; see `BatchHandle.note_packing`."""
-        duration_ns = self._step()
-        if not send_along(duration_ns):
-            self.add(HAND_OVER_NS, duration_ns)
 
     def add_gathered(self, samples: int, batches: int, duration_ns: int) -> None:
         """Add whole batches that threads of the main process have gathered together."""
         self._words[SAMPLES] += samples
-        self._words[BATCHES] += batches
         for _ in range(batches):
             self.add_later(COLLATE_NS, duration_ns // batches)
 
@@ -275,7 +289,6 @@ class Record:
             if claimed:
                 row = self.row(number)
                 row.begin(worker)
-                row.write_at_once()
                 return row
         return None
 
@@ -340,6 +353,11 @@ class Counted:
     def of_workers(self, word: int) -> int:
         """Return the sum of a word over the rows of workers; where there are none, that of the main process."""
         return sum(self.rows[1 if self.workers else 0 :, word].tolist())
+
+    @property
+    def batches(self) -> int:
+        """The number of batches that were made."""
+        return int(self.counts(COLLATE_NS).sum())
 
     def distribution(self, quantity: int, row: int | None = None) -> Distribution:
         """Return the distribution of a quantity that has a histogram: in one row, or in all."""

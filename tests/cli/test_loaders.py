@@ -13,7 +13,7 @@ from stocache.cli import doctor, listing
 from stocache.cli.app import app
 from stocache.shm import registry
 from stocache.timing import record
-from stocache.timing.record import BATCHES, LOAD_NS, ROW_WORDS, SAMPLES, WAIT_NS, Record
+from stocache.timing.record import LOAD_NS, ROW_WORDS, SAMPLES, WAIT_NS, Record
 from tests.support.records import FOLDER, Squares, forge, leave_loader_behind
 
 
@@ -25,7 +25,7 @@ def test_a_loader_over_a_named_cache_is_found_with_its_counts():
         assert (found.cache, found.rank, found.pid, found.state) == ("squares", 0, os.getpid(), "live")
         assert found.name == f"squares.loader-{os.getpid()}-0"
         assert found.counted.rows.shape == (5, ROW_WORDS)
-        assert (found.counted.sum(SAMPLES), found.counted.sum(BATCHES)) == (24, 6)
+        assert (found.counted.sum(SAMPLES), found.counted.batches) == (24, 6)
         assert found.counted.distribution(WAIT_NS) == loader.stats().wait
         assert found.counted.distribution(LOAD_NS) == loader.stats().load
         assert [cache.name for cache in listing.find()] == ["squares"]
@@ -144,7 +144,7 @@ def test_counts_that_were_forged_do_not_overflow(clean):
     (found,) = listing.find_loaders()
     assert found.problem == ""
     assert found.counted.rows.min() >= 0
-    assert found.counted.sum(BATCHES) == 2 * (2**63 - 1)
+    assert found.counted.sum(SAMPLES) == 2 * (2**63 - 1)
     assert found.counted.counts(WAIT_NS).min() > 0
 
 

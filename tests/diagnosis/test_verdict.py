@@ -109,6 +109,12 @@ HALF = (0.03,) * 500
         ),
         (facts(make_s=8.0, cpu=0.5, threads=True, looks=1, held=1), "GIL", "let 2 work at once"),
         (facts(make_s=8.0, cpu=0.55, threads=True), "GIL", "wait for each other's GIL, so one works at a time"),
+        (
+            facts(make_s=8.0, cpu=0.55, threads=True, looks=2, held=0),
+            "GIL",
+            "wait for each other's GIL, so one works at a time",
+        ),
+        (facts(make_s=8.0, cpu=0.55, threads=True, looks=2, held=0, batches=4), "transform", "each, is the limit"),
         (facts(make_s=8.0, cpu=0.1, threads=True, looks=1, held=1), "transform", "each, is the limit"),
         (facts(make_s=8.0, cpu=0.9, threads=True, looks=9, held=1), "transform", "each, is the limit"),
         (

@@ -10,10 +10,11 @@ import time
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Sampler, Subset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Sampler, Subset, default_collate
 
 import stocache
 from stocache import CachedDataset
+from stocache.timing.record import COLLATE_NS, MAKE_NS, SAMPLES
 from tests.support.images import Images, N, image
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
@@ -219,6 +220,38 @@ def test_loaders_without_a_cache_tell_waits_too(dataset, options):
     assert stats.hit_rate is None
     assert {epoch.hits for epoch in stats.epochs} == {epoch.hit_rate for epoch in stats.epochs} == {None}
     assert stats.epochs[1].samples == (50 if isinstance(dataset, Images) else stats.epochs[1].samples)
+    loader.end_workers()
+
+
+class Sleeping(Images):
+    """Takes 4 ms for each sample."""
+
+    def __getitem__(self, idx):
+        time.sleep(0.004)
+        return super().__getitem__(idx)
+
+
+class SleepingBatches(Sleeping):
+    def __getitems__(self, indices):
+        return [self[idx] for idx in indices]
+
+
+def sleeping_collate(samples):
+    time.sleep(0.02)
+    return default_collate(samples)
+
+
+@pytest.mark.parametrize("dataset", [Sleeping(), SleepingBatches()], ids=["samples", "batches"])
+@pytest.mark.parametrize("options", WORKERS, ids=IDS)
+def test_making_and_collating_are_told_apart_whoever_does_them(dataset, options):
+    loader = stocache.DataLoader(dataset, 10, collate_fn=sleeping_collate, **options)
+    list(loader)
+    counted = loader._record.read()
+    assert counted.sum(SAMPLES) == N
+    assert counted.batches == N // 10
+    assert counted.sum(MAKE_NS) >= 4e6 * N
+    assert counted.sum(COLLATE_NS) >= 20e6 * N / 10
+    assert counted.distribution(COLLATE_NS).p50_s >= 0.019
     loader.end_workers()
 
 
