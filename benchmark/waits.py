@@ -44,6 +44,7 @@ from tests.support.bottlenecks import BOTTLENECKS
 CLAIM = "Recording waits costs under 1 %, percentiles are exact within 2 %, and the verdict finds eight bottlenecks."
 
 _Z = 1.96
+_OBEYED_S = 0.02  # for workers to obey a signal
 
 
 class Texts(Dataset[str]):
@@ -127,10 +128,12 @@ def not_recording(loader: Any) -> Iterator[None]:
         os.kill(pid, signal.SIGUSR1)
     # Only where it must be: what runs in a process where functions were replaced is slower afterwards, by 1 %
     with contextlib.nullcontext() if workers else rows_replaced():
+        time.sleep(_OBEYED_S)
         yield
     for pid in workers:
         os.kill(pid, signal.SIGUSR2)
     loader._record = kept
+    time.sleep(_OBEYED_S)
 
 
 def images(dims: tuple[int, ...], count: int) -> TensorDataset:

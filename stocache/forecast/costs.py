@@ -15,10 +15,11 @@ class BatchCosts:
     Attributes:
         sample_s, batch_s: seconds of processor time in the worker; without workers, in the main process.
         main_sample_s, main_batch_s: seconds of processor time in the main process; 0 without workers.
-        start_s: seconds that an epoch takes beyond the model, with workers that are kept.
+        start_s, start_sample_s: seconds that an epoch takes beyond the model, with workers that are kept.
         wake_s: seconds for which a worker waits for each batch.
 
     A batch of n samples costs ``batch_s + n * sample_s``. ``batch_s`` may be negative: samples of large batches cost more.
+    An epoch of such batches takes ``start_s + n * start_sample_s`` beyond the model, which may be negative, too.
     """
 
     sample_s: float
@@ -26,7 +27,12 @@ class BatchCosts:
     main_sample_s: float = 0.0
     main_batch_s: float = 0.0
     start_s: float = 0.0
+    start_sample_s: float = 0.0
     wake_s: float = 0.0
+
+    def start_of(self, batch_size: int) -> float:
+        """Return the seconds that an epoch of batches of that size takes beyond the model."""
+        return self.start_s + batch_size * self.start_sample_s
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,7 @@ class Costs:
         cpu_share: the share of that time for which the process had a processor; for the rest it waited.
         busy_ratio: processor time of a load while all processors load, to that of a load alone.
         cold_ratio: time of the first load of a sample to that of a later one.
+        batch_sizes: the smallest and the largest that were measured.
         ways: the costs of batches: `UNCACHED`, and by codec, of which None is the cache without a codec.
         batch_bytes: bytes of one sample in a batch.
         worker_start_s: seconds to start one worker.
@@ -93,6 +100,7 @@ class Costs:
     cores: int
     loads_s: tuple[float, ...]
     ways: Mapping[str | None, WayCosts]
+    batch_sizes: tuple[int, int] = (1, 1 << 30)
     cpu_share: float = 1.0
     busy_ratio: float = 1.0
     cold_ratio: float = 1.0

@@ -29,8 +29,8 @@ MakeLoader = Callable[..., Any]
 
 CACHE_BYTES = 160 * MIB  # of a cache to measure: more than the caches of a processor hold
 _FILL_S = 0.8  # to fill one
-_ROUND_S, _ROUNDS = 0.06, 3  # at least, for the epochs of one setting
-_WARM_UP = 2  # epochs that are not timed
+_ROUND_S, _ROUNDS = 0.1, 3  # at least, for the epochs of one setting
+_WARM_UP, _WARM_UP_S = 2, 0.2  # epochs that are not timed, at least; and for so long at most, more of them with more workers
 _CHUNK = 32  # samples that are filled at once
 
 
@@ -211,7 +211,9 @@ def _run(
         dataset, batch_size=size, shuffle=True, num_workers=workers, persistent_workers=workers > 0, collate_fn=collate_fn
     )
     began, begin_s = time.perf_counter(), 0.0
-    for _ in range(_WARM_UP):
+    for number in range(_WARM_UP + 3 * workers):  # a worker gets other samples in each epoch, and maps their memory then
+        if number >= _WARM_UP and time.perf_counter() - began > _WARM_UP_S:
+            break
         for _ in loader:
             begin_s = begin_s or time.perf_counter() - began
     pids = [child.pid for child in multiprocessing.active_children()] if workers else []

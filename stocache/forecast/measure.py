@@ -272,6 +272,7 @@ class _Study:
             cores=self._cores,
             loads_s=tuple(loads_s),
             ways=self._ways(),
+            batch_sizes=(min(self._sizes), max(self._sizes)),
             cpu_share=min(1.0, cpu_s / max(sum(alone_s), 1e-12)),
             busy_ratio=busy_ratio,
             cold_ratio=max(1.0, cold_s / again_s) if again_s > 0 else 1.0,
@@ -337,21 +338,24 @@ def _alone(by_workers: Mapping[int, BatchCosts]) -> BatchCosts:
 def fit_costs(runs: Sequence[Run], cores: int) -> dict[tuple[str | None, int], BatchCosts]:
     """Return the costs that explain runs, by way and number of workers."""
     costs: dict[tuple[str | None, int], BatchCosts] = {}
-    rests: dict[tuple[str | None, int], list[tuple[float, float]]] = {}
+    rests: dict[tuple[str | None, int], list[tuple[Run, float]]] = {}  # what the runs take beyond the model
     for key in dict.fromkeys((run.way, run.workers) for run in runs):
         own, workers = _best_of([run for run in runs if (run.way, run.workers) == key]), key[1]
         if workers:
-            fitted = BatchCosts(*_line(own, [run.workers_s for run in own]), *_line(own, [run.main_s for run in own]))
-            rests[key] = [(run.batches / workers, run.epoch_s - _played_s(run, fitted, cores)) for run in own]
+            costs[key] = BatchCosts(*_line(own, [run.workers_s for run in own]), *_line(own, [run.main_s for run in own]))
+            rests[key] = [(run, run.epoch_s - _played_s(run, costs[key], cores)) for run in own]
         else:
-            fitted = BatchCosts(*_line(own, [run.main_s for run in own]))
-        costs[key] = fitted
+            costs[key] = BatchCosts(*_line(own, [run.main_s for run in own]))
     for key, own_rests in rests.items():
         # what a batch takes beyond the model is alike for all ways, and too small to be told from one of them
         slopes = [_slope(each) for other, each in rests.items() if other[1] == key[1] and len(each) > 1]
         wake_s = max(0.0, statistics.median(slopes)) if slopes else 0.0
-        start_s = statistics.mean(rest_s - wake_s * length for length, rest_s in own_rests)
-        costs[key] = replace(costs[key], start_s=start_s, wake_s=wake_s)
+        costs[key] = replace(costs[key], wake_s=wake_s)
+        starts_s = {run.batch_size: run.epoch_s - _played_s(run, costs[key], cores) for run, _ in own_rests}
+        small, large = min(starts_s), max(starts_s)
+        start_sample_s = (starts_s[large] - starts_s[small]) / (large - small) if large > small else 0.0
+        start_s = starts_s[small] - small * start_sample_s
+        costs[key] = replace(costs[key], start_s=start_s, start_sample_s=start_sample_s)
     return costs
 
 
@@ -369,12 +373,13 @@ def _played_s(run: Run, costs: BatchCosts, cores: int) -> float:
     """Return the seconds of a run in the model."""
     cpu_s = [costs.batch_s + costs.sample_s * run.batch_size] * run.batches
     main_s = [costs.main_batch_s + costs.main_sample_s * run.batch_size] * run.batches
-    return play(cpu_s, [0.0] * run.batches, main_s, 0.0, run.workers, cores)[-1]
+    return play(cpu_s, [costs.wake_s] * run.batches, main_s, 0.0, run.workers, cores)[-1]
 
 
-def _slope(points: Sequence[tuple[float, float]]) -> float:
-    (one, one_s), (other, other_s) = points[0], points[-1]
-    return (other_s - one_s) / (other - one) if other != one else 0.0
+def _slope(rests: Sequence[tuple[Run, float]]) -> float:
+    """Return the seconds that one more batch of each worker takes beyond the model."""
+    (one, one_s), (other, other_s) = rests[0], rests[-1]
+    return (other_s - one_s) / ((other.batches - one.batches) / one.workers) if other.batches != one.batches else 0.0
 
 
 def _line(runs: Sequence[Run], seconds: Sequence[float]) -> tuple[float, float]:

@@ -131,7 +131,8 @@ def _draw_epoch(
     if cold:
         cpu_s += missing * share * way.fill_s
     main_s = _main_s(miss, sizes) * missed_part + _main_s(hit, sizes) * (1 - missed_part)
-    start_s = missed_part * miss.start_s + (1 - missed_part) * hit.start_s
+    near = min(max(size, costs.batch_sizes[0]), costs.batch_sizes[1])
+    start_s = missed_part * miss.start_of(near) + (1 - missed_part) * hit.start_of(near)
     if not workers:
         each_s = cpu_s + wait_s
         busy_s = float(each_s.sum()) * costs.samples / float(sizes.sum())

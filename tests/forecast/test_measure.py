@@ -3,14 +3,15 @@
 import itertools
 import time
 
+import numpy as np
 import pytest
 import torch
 
-from stocache.forecast.costs import UNCACHED
+from stocache.forecast.costs import UNCACHED, Costs, WayCosts
 from stocache.forecast.epochs import Run, nbytes_of
 from stocache.forecast.loads import time_busy_loads, time_loads
 from stocache.forecast.measure import fit_costs
-from stocache.forecast.model import play
+from stocache.forecast.model import Setting, play, predict
 
 
 def load_slowly(indices):
@@ -66,6 +67,25 @@ def test_costs_are_those_that_runs_were_made_with(workers):
     assert (costs.sample_s, costs.batch_s) == pytest.approx((sample_s, batch_s))
     assert costs.main_batch_s == pytest.approx(main_s)
     assert (costs.start_s, costs.wake_s) == pytest.approx((start_s, 0.0), abs=1e-6)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_an_epoch_that_was_measured_is_predicted_as_it_was(workers):
+    """Whatever it took beyond the model, and however other ways differ."""
+    sizes, rng = (8, 32), np.random.default_rng(workers)
+    runs = [
+        Run(way, workers, size, 320, float(rng.uniform(0.5, 1.0)), 0.001, 0.4, 0.0)
+        for way in (None, "lz4", UNCACHED)
+        for size in sizes
+    ]
+    costs = fit_costs(runs, 2)
+    ways = {way: WayCosts({workers: costs[way, workers]}, sample_bytes=1.0) for way in (None, "lz4", UNCACHED)}
+    known = Costs(320, 2, (0.0,), ways, batch_sizes=sizes)
+    for run in runs:
+        setting = Setting(
+            0 if run.way == UNCACHED else 10**6, workers, None if run.way == UNCACHED else run.way, run.batch_size
+        )
+        assert predict(known, setting).epoch_s == pytest.approx(run.epoch_s)
 
 
 def test_without_workers_the_main_process_has_all_costs():
