@@ -268,9 +268,10 @@ class Record:
 
     def row(self, number: int) -> Row:
         """Return a row: 0 for the main process, and 1 + w for worker w."""
-        row = self._rows.get(number)
-        if row is None:
-            row = self._rows[number] = Row(self._words[number * ROW_WORDS : (number + 1) * ROW_WORDS])
+        return self._rows.get(number) or self._new_row(number)
+
+    def _new_row(self, number: int) -> Row:
+        row = self._rows[number] = Row(self._words[number * ROW_WORDS : (number + 1) * ROW_WORDS])
         return row
 
     def claim(self, worker: int) -> Row | None:
@@ -287,7 +288,7 @@ class Record:
             with segment.guard:
                 claimed = segment.try_lock(number)
             if claimed:
-                row = self.row(number)
+                row = self._new_row(number)  # after a fork, the old one has noted what the parent will write
                 row.begin(worker)
                 return row
         return None

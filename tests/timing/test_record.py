@@ -12,7 +12,7 @@ import pytest
 from stocache.shm import registry
 from stocache.shm.layout import Layout
 from stocache.timing import record as recording
-from stocache.timing.record import COLLATE_NS, LOAD_NS, MAKE_NS, PID, ROW_WORDS, SAMPLES, WORKER, Record
+from stocache.timing.record import COLLATE_NS, LOAD_NS, MAKE_NS, PID, ROW_WORDS, SAMPLES, WAIT_NS, WORKER, Record
 
 
 def batches_of(counted):
@@ -66,6 +66,19 @@ def test_two_workers_of_one_number_have_two_rows():
         process.kill()
         process.join()
         process.close()
+
+
+def test_a_forked_worker_does_not_write_what_its_parent_has_noted():
+    record = Record(1, True)
+    record.row(1).add_later(WAIT_NS, 5000)
+    pid = os.fork()
+    if pid == 0:
+        row = record.claim(0)
+        row.begin_step(samples=1)
+        row.write()
+        os._exit(row is None)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert record.read().distribution(WAIT_NS).count == 1
 
 
 def test_threads_take_rows_that_no_living_thread_has():
