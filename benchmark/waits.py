@@ -204,6 +204,7 @@ def overhead(rounds: int, scrape: bool) -> None:
         median, interval, ms = compare(make, rounds, passes)
         same, same_interval, _ = compare(make, rounds, passes, contextlib.nullcontext)
         if scraper is not None:
+            assert scraper.poll() is None, "the scraper has ended"
             scraper.kill()
             scraper.wait()
         met = "yes" if median < 0.01 else "no"
@@ -217,7 +218,7 @@ _SCRAPES = """
 import time
 from stocache.cli import metrics
 while True:
-    metrics.exposition()
+    assert 'stocache_' in metrics.text_of()
     time.sleep(1)
 """
 
