@@ -5,12 +5,12 @@ python -m benchmark waits percentiles                         # of the buckets, 
 python -m benchmark waits bottlenecks [--repeats 5]           # loops that are slow on purpose, and what the verdict says
 python -m benchmark waits trace --out trace.json              # a trace of torch's profiler, to open in Perfetto
 
-``overhead``: one loader runs epochs that are recorded, as they always are, and epochs in which the rows to record in are
-replaced by an object that does nothing, in this process and in its workers. They take turns, in an order that alternates.
-(Two loaders would differ by up to 5 %, because the memory of their batches lies elsewhere. Replacing methods of classes makes
-what runs after that 4 % slower.) The overhead is the median of the ratios of neighbours, less 1, with the interval in which
-that median lies with 95 % (by the order statistics of the ratios). *Noise*: the same, where both are recorded. ``--scrape``:
-meanwhile another process runs ``stocache metrics`` once a second.
+``overhead``: one loader runs epochs that are recorded, as they always are, and epochs in which worker processes do not
+record, and the rows to record in are replaced by an object that does nothing. They take turns, in an order that alternates.
+(Two loaders would differ by up to 5 %, because the memory of their batches lies elsewhere. Replacing functions of this process
+makes what runs after that up to 4 % slower.) The overhead is the median of the ratios of neighbours, less 1, with the interval
+in which that median lies with 95 % (by the order statistics of the ratios). *Noise*: the same, where both are recorded.
+``--scrape``: meanwhile another process runs ``stocache metrics`` once a second.
 """
 
 import argparse
