@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stocache.system.limits import GIB, format_size
+from stocache.timing.gil import LOOK_S
 from stocache.timing.record import (
     COLLATE_NS,
     CPU_NS,
@@ -216,10 +217,12 @@ class _Parts:
         looks, held = self.facts.counted.sum(LOOKS), self.facts.counted.sum(HELD)
         if looks >= _LOOKS:
             return self.workers > 1 and held >= _HELD * looks
-        # The loop itself hardly got the GIL: else it would look about once a batch. Then processors tell: the threads have one,
-        # and want no other
+        # The loop itself hardly got the GIL: else it would look about once a batch, where it waits long enough. Then processors
+        # tell: the threads have one, and want no other
         have_one = _ONE[0] <= self.on_processor * self.workers <= _ONE[1] and self.wants_processor < _ALL
-        return self.workers > 1 and have_one and (held >= _HELD * looks or self.facts.batches >= 2 * _LOOKS)
+        waits_long = self.facts.waited_s > 2 * LOOK_S * self.facts.batches
+        seldom = held >= _HELD * looks or self.facts.batches >= 2 * _LOOKS
+        return self.workers > 1 and have_one and waits_long and seldom
 
     def _stalls(self) -> bool:
         """Whether workers were idle although the trainer waited: a few slow samples hold up batches, which come in order."""

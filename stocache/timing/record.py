@@ -9,7 +9,7 @@ NOTE [ Who writes a row ]
     memory costs.
 
     A loader over a named cache records in a file beside the cache, under a name of its own, which ends with the loader. So
-    other processes can read it (`open_named`). It has 34 KiB for each row, and two rows for each worker: two iterators over
+    other processes can read it (`read_named`). It has 34 KiB for each row, and two rows for each worker: two iterators over
     a loader may overlap.
 """
 

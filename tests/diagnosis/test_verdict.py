@@ -115,6 +115,7 @@ HALF = (0.03,) * 500
             "wait for each other's GIL, so one works at a time",
         ),
         (facts(make_s=8.0, cpu=0.55, threads=True, looks=2, held=0, batches=4), "transform", "each, is the limit"),
+        (facts(make_s=8.0, cpu=0.55, threads=True, batches=5000), "transform", "each, is the limit"),  # waits too short to look
         (facts(make_s=8.0, cpu=0.1, threads=True, looks=1, held=1), "transform", "each, is the limit"),
         (facts(make_s=8.0, cpu=0.9, threads=True, looks=9, held=1), "transform", "each, is the limit"),
         (
