@@ -214,15 +214,17 @@ class _Parts:
 
     def _shares_gil(self) -> bool:
         """Whether worker threads wait for each other's GIL: it is held when looked at, and all have one processor together."""
-        looks, held = self.facts.counted.sum(LOOKS), self.facts.counted.sum(HELD)
+        facts = self.facts
+        looks, held = facts.counted.sum(LOOKS), facts.counted.sum(HELD)
+        is_held = held >= _HELD * looks
+        if self.workers < 2:
+            return False
         if looks >= _LOOKS:
-            return self.workers > 1 and held >= _HELD * looks
-        # The loop itself hardly got the GIL: else it would look about once a batch, where it waits long enough. Then processors
-        # tell: the threads have one, and want no other
+            return is_held
+        # Few looks: the loop hardly waited, or hardly got the GIL. Else it would look about once a batch
+        hardly_got = facts.waited_s > 2 * LOOK_S * facts.batches and (is_held or facts.batches >= 2 * _LOOKS)
         have_one = _ONE[0] <= self.on_processor * self.workers <= _ONE[1] and self.wants_processor < _ALL
-        waits_long = self.facts.waited_s > 2 * LOOK_S * self.facts.batches
-        seldom = held >= _HELD * looks or self.facts.batches >= 2 * _LOOKS
-        return self.workers > 1 and have_one and waits_long and seldom
+        return hardly_got and have_one
 
     def _stalls(self) -> bool:
         """Whether workers were idle although the trainer waited: a few slow samples hold up batches, which come in order."""

@@ -338,24 +338,24 @@ def _alone(by_workers: Mapping[int, BatchCosts]) -> BatchCosts:
 def fit_costs(runs: Sequence[Run], cores: int) -> dict[tuple[str | None, int], BatchCosts]:
     """Return the costs that explain runs, by way and number of workers."""
     costs: dict[tuple[str | None, int], BatchCosts] = {}
-    rests: dict[tuple[str | None, int], list[tuple[Run, float]]] = {}  # what the runs take beyond the model
+    with_workers: dict[tuple[str | None, int], list[Run]] = {}
     for key in dict.fromkeys((run.way, run.workers) for run in runs):
-        own, workers = _best_of([run for run in runs if (run.way, run.workers) == key]), key[1]
-        if workers:
-            costs[key] = BatchCosts(*_line(own, [run.workers_s for run in own]), *_line(own, [run.main_s for run in own]))
-            rests[key] = [(run, run.epoch_s - _played_s(run, costs[key], cores)) for run in own]
+        own = _best_of([run for run in runs if (run.way, run.workers) == key])
+        main = _line(own, [run.main_s for run in own])
+        if key[1]:
+            costs[key] = BatchCosts(*_line(own, [run.workers_s for run in own]), *main)
+            with_workers[key] = own
         else:
-            costs[key] = BatchCosts(*_line(own, [run.main_s for run in own]))
-    for key, own_rests in rests.items():
-        # what a batch takes beyond the model is alike for all ways, and too small to be told from one of them
-        slopes = [_slope(each) for other, each in rests.items() if other[1] == key[1] and len(each) > 1]
-        wake_s = max(0.0, statistics.median(slopes)) if slopes else 0.0
-        costs[key] = replace(costs[key], wake_s=wake_s)
-        starts_s = {run.batch_size: run.epoch_s - _played_s(run, costs[key], cores) for run, _ in own_rests}
-        small, large = min(starts_s), max(starts_s)
-        start_sample_s = (starts_s[large] - starts_s[small]) / (large - small) if large > small else 0.0
-        start_s = starts_s[small] - small * start_sample_s
-        costs[key] = replace(costs[key], start_s=start_s, start_sample_s=start_sample_s)
+            costs[key] = BatchCosts(*main)
+    # what a batch takes beyond the model is alike for all ways, and too small to be told from one of them
+    slopes = [(key[1], _slope(own, costs[key], cores)) for key, own in with_workers.items() if len(own) > 1]
+    for key, own in with_workers.items():
+        alike = [slope for workers, slope in slopes if workers == key[1]]
+        costs[key] = replace(costs[key], wake_s=max(0.0, statistics.median(alike)) if alike else 0.0)
+        rests_s = {run.batch_size: _rest_s(run, costs[key], cores) for run in own}
+        small, large = min(rests_s), max(rests_s)
+        start_sample_s = (rests_s[large] - rests_s[small]) / (large - small) if large > small else 0.0
+        costs[key] = replace(costs[key], start_s=rests_s[small] - small * start_sample_s, start_sample_s=start_sample_s)
     return costs
 
 
@@ -369,17 +369,18 @@ def _best_of(runs: Sequence[Run]) -> list[Run]:
     return best
 
 
-def _played_s(run: Run, costs: BatchCosts, cores: int) -> float:
-    """Return the seconds of a run in the model."""
+def _rest_s(run: Run, costs: BatchCosts, cores: int) -> float:
+    """Return the seconds that a run takes beyond the model."""
     cpu_s = [costs.batch_s + costs.sample_s * run.batch_size] * run.batches
     main_s = [costs.main_batch_s + costs.main_sample_s * run.batch_size] * run.batches
-    return play(cpu_s, [costs.wake_s] * run.batches, main_s, 0.0, run.workers, cores)[-1]
+    return run.epoch_s - play(cpu_s, [costs.wake_s] * run.batches, main_s, 0.0, run.workers, cores)[-1]
 
 
-def _slope(rests: Sequence[tuple[Run, float]]) -> float:
+def _slope(runs: Sequence[Run], costs: BatchCosts, cores: int) -> float:
     """Return the seconds that one more batch of each worker takes beyond the model."""
-    (one, one_s), (other, other_s) = rests[0], rests[-1]
-    return (other_s - one_s) / ((other.batches - one.batches) / one.workers) if other.batches != one.batches else 0.0
+    one, other = runs[0], runs[-1]
+    more = (other.batches - one.batches) / one.workers
+    return (_rest_s(other, costs, cores) - _rest_s(one, costs, cores)) / more if more else 0.0
 
 
 def _line(runs: Sequence[Run], seconds: Sequence[float]) -> tuple[float, float]:

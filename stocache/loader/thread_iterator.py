@@ -287,7 +287,6 @@ class ThreadMaker:
             if isinstance(error, Exception) and self.crew.shares_opened(worker, error):
                 return self._load_batch(batch, index, number)
             batch.errors.append((0, wrap_error(error, number)))
-        row.add_making(0)
         self._collate(batch, worker, row)
 
     def _check(self, worker: Worker, batch: Batch) -> None:
@@ -301,7 +300,6 @@ class ThreadMaker:
 
     def _collate(self, batch: Batch, worker: Worker, row: Row) -> None:
         error, data = first_error(batch.errors), None
-        row.begin_step()
         batch.maker = worker.number
         row.add_making(len(batch.samples))
         try:
@@ -338,6 +336,7 @@ class ThreadMaker:
                 row.add_gathered(samples, len(batches), time.perf_counter_ns() - began)
         except Exception:  # of one of them
             for batch in batches:
+                row.begin_step()
                 self._collate(batch, worker, row)
         except BaseException:  # an interrupt of the loop
             group.give_up()

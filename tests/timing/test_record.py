@@ -73,10 +73,12 @@ def test_a_forked_worker_does_not_write_what_its_parent_has_noted():
     record.row(1).add_later(WAIT_NS, 5000)
     pid = os.fork()
     if pid == 0:
-        row = record.claim(0)
-        row.begin_step(samples=1)
-        row.write()
-        os._exit(row is None)
+        failed = True
+        try:
+            record.claim(0).write()
+            failed = False
+        finally:
+            os._exit(failed)
     assert os.waitpid(pid, 0)[1] == 0
     assert record.read().distribution(WAIT_NS).count == 1
 
