@@ -246,6 +246,7 @@ DDP = """
 import json, sys
 from pathlib import Path
 from stocache.datamodule import CacheMonitor
+from tests.support.processes import leave_process_group
 from tests.support.training import Model, module, trainer
 
 if __name__ == "__main__":
@@ -259,6 +260,7 @@ if __name__ == "__main__":
     Path(folder, f"rank{fit.global_rank}.json").write_text(json.dumps(found))
     fit.strategy.barrier()
     data.close()
+    leave_process_group()
 """
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.programs.running import run
+from tests.support.processes import leave_process_group
 
 COUNT = 64
 
@@ -82,6 +83,7 @@ def main(wrap, folder, strategy="ddp", num_workers=0, name="digits", devices=2):
     )
     if strategy == "ddp":
         trainer.fit(model, datamodule=Data(wrap, num_workers, name))
+        leave_process_group()
     else:  # forked: the loaders are made here, and their caches go with the processes
         data = Data(wrap, num_workers, name)
         data.setup("fit")

@@ -8,6 +8,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 import stocache
 from stocache import BlockSampler, CachedDataset, LocalityDistributedSampler
+from tests.support.processes import leave_process_group
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -156,3 +157,4 @@ def check_in_rank(rank, folder, port, cases, **settings):
             samples = samples_of(parts[0] + parts[1], epoch)
             assert len(samples) - len(set(samples)) <= 1  # the samplers fill up the last batch
             assert "limit_train_batches" in settings or set(samples) == set(range(SAMPLES)) or "block" in kind  # drop_last
+    leave_process_group()
