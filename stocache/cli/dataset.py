@@ -78,12 +78,13 @@ def describe_error(error: BaseException) -> str:
     file = frame.f_code.co_filename
     if frames := _FRAME.findall(str(error.__cause__)):  # of a child process
         file, line = frames[-1]
-    place = f" ({os.path.basename(file)}, line {line})" if os.path.isfile(file) else ""  # importlib itself has no file
+    known = os.path.isfile(file) and file != __file__  # importlib itself has no file
+    place = f" ({os.path.basename(file)}, line {line})" if known else ""
     return f"{type(error).__name__}: {text}{place}"
 
 
 def _describe(value: Any) -> str:
-    return "None" if value is None else f"{value!r:.60} ({type(value).__name__})"
+    return "None" if value is None else f"{' '.join(repr(value).split()):.60} ({type(value).__name__})"
 
 
 class PartlyCached(Dataset[tuple[Any, int]]):

@@ -16,7 +16,7 @@ from stocache.errors import DatasetError
 from stocache.forecast.costs import Costs
 from stocache.forecast.epochs import MakeLoader
 from stocache.forecast.measure import count_cores, measure
-from stocache.forecast.model import Forecast, Setting, predict
+from stocache.forecast.model import Forecast, Setting, cached_share, predict
 from stocache.system.limits import GIB, MIB
 
 logger = logging.getLogger("stocache")
@@ -38,7 +38,7 @@ def worker_counts(costs: Costs) -> list[int]:
 
 
 def limits_gib(costs: Costs, codec: str | None, most_bytes: int) -> list[float]:
-    """Return the values of ``size_limit_gib`` that are worth a forecast, besides 0."""
+    """Return the values of ``size_limit_gib`` that are worth a forecast, besides 0. At most one holds all samples, the last."""
     if codec not in costs.ways:
         return []
     needed = costs.ways[codec].nbytes(costs.samples) * _ROOM + MIB
@@ -46,7 +46,8 @@ def limits_gib(costs: Costs, codec: str | None, most_bytes: int) -> list[float]:
     limits = [round_up(share * room / GIB) for share in _SHARES]
     if needed > most_bytes:
         limits[-1] = round_down(room / GIB)
-    return [limit for limit in dict.fromkeys(limits) if 0 < limit * GIB <= most_bytes]
+    parts = [limit for limit in limits[:-1] if cached_share(costs, int(limit * GIB), codec) < 1]
+    return [limit for limit in dict.fromkeys([*parts, limits[-1]]) if 0 < limit * GIB <= most_bytes]
 
 
 def round_up(gib: float) -> float:

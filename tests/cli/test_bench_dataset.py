@@ -53,7 +53,7 @@ numbers, few, one, empty = lambda: Numbers(40), lambda: Numbers(3), lambda: Numb
 broken, a_list, nothing, a_path = lambda: Numbers(40, 7), lambda: [1, 2, 3], lambda: None, lambda: "photos/train"
 endless, no_length, bad_length, keys = Endless, NoLength, BadLength, lambda: {"train": [1]}
 cached = lambda: CachedDataset([1, 2], 1)
-seven = 7
+seven, tensors = 7, [torch.zeros(2, 4)]
 """
 
 
@@ -106,6 +106,7 @@ def test_a_dataset_smaller_than_a_batch_works(run, function, samples):
         ("own_data:", "'own_data:' is not module:function"),
         ("own_data:f", "own_data.py does not exist."),
         ("own_data:seven", "own_data.py is not a function but 7 (int)."),
+        ("own_data:tensors", "own_data.py is not a function but [tensor([[0., 0., 0., 0.], [0., 0., 0., 0.]"),
         ("own_data:raises", "own_data:raises raised FileNotFoundError: no folder photos here (own_data.py, line "),
         ("own_data:leaves", "own_data:leaves raised SystemExit: usage: train.py DATA"),
         ("own_data:needs", "own_data:needs raised TypeError: needs() missing 1 required positional argument"),
@@ -124,6 +125,7 @@ def test_what_is_wrong_is_said_in_one_line(run, where, message):
     assert (result.exit_code, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert message in line
+    assert "(dataset.py, line" not in line  # where this command called it
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -146,6 +146,14 @@ def test_limits_hold_all_samples_or_what_the_machine_gives():
     assert limits_gib(costs, "zstd", GIB) == []  # not measured
 
 
+def test_one_limit_holds_all_samples_however_small_they_are():
+    for samples in (1, 100, 1000, 10**4, 10**6):
+        costs = costs_of(samples)
+        shares = [cached_share(costs, int(limit * GIB), None) for limit in limits_gib(costs, None, 100 * GIB)]
+        assert shares[-1] == 1
+        assert all(share < 1 for share in shares[:-1])
+
+
 @pytest.mark.parametrize("gib", [0.000123456, 0.0999, 0.1, 1.0, 123.456, 1000])
 def test_limits_are_rounded_to_three_digits(gib):
     assert gib <= round_up(gib) <= gib * 1.01
