@@ -3,6 +3,7 @@
 Each command imports what it needs: torch takes seconds to import, and info, ls, stat, rm, top and metrics work without it.
 """
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -664,7 +665,8 @@ def metrics(
         try:
             server = metrics_server.open_server(addresses, metrics.registry_of(uid))
         except OSError as error:
-            _fail(f"--listen {listen}: {error.strerror or error}. Choose another port, or end what uses this one.")
+            hint = " Choose another port, or end what uses this one." if error.errno == errno.EADDRINUSE else ""
+            _fail(f"--listen {listen}: {error.strerror or error}.{hint}")
         with server:
             echo(f"serving {server.url} until Ctrl-C")
             server.serve_forever()

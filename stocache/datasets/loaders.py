@@ -260,7 +260,10 @@ class BlockAdmitter:
                 self._due.update(dict.fromkeys(blocks))
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="stocache admits blocks")
-                    self._thread.start()
+                    try:
+                        self._thread.start()
+                    except RuntimeError:  # no more threads: a later batch tries again
+                        self._thread = None
 
     def stop(self) -> None:
         """Forget the blocks, and wait for the thread to end, while it reads one block at most."""

@@ -97,24 +97,31 @@ class BehindWriter:
                 util.Finalize(None, _flush_all, exitpriority=0)
             _writers.add(self)
             self._thread = threading.Thread(target=self._run, name="stocache writes to disk", daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # the machine, or an interpreter that goes down, gives no more threads
+                self._thread = None
+                self._write()
         elif self._bytes >= _ENOUGH_BYTES:
             self._changed.notify_all()
 
     def _run(self) -> None:
         while self._wait():
-            samples, acts = self._take()
-            try:
-                _publish(samples)
-            except Exception as error:  # the next ones may go well; a sample that is missing is loaded again
-                logger.debug("not written: %s", error)
-            for act in acts:
-                with contextlib.suppress(ClosedError):  # while the disk did not take what came before
-                    act()
-            with self._changed:
-                self._is_writing = False
-                self._bytes -= sum(len(sample.data) for sample in samples)
-                self._changed.notify_all()
+            self._write()
+
+    def _write(self) -> None:
+        samples, acts = self._take()
+        try:
+            _publish(samples)
+        except Exception as error:  # the next ones may go well; a sample that is missing is loaded again
+            logger.debug("not written: %s", error)
+        for act in acts:
+            with contextlib.suppress(ClosedError):  # while the disk did not take what came before
+                act()
+        with self._changed:
+            self._is_writing = False
+            self._bytes -= sum(len(sample.data) for sample in samples)
+            self._changed.notify_all()
 
     def _wait(self) -> bool:
         """Wait for tasks, and for others that may come behind them. Return False if none came for a while."""

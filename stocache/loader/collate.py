@@ -209,7 +209,15 @@ class Gatherer:
                 failed.set_exception(error)
                 self._waiting.append((None, failed))
             else:
-                self._waiting.append((lazy, self._thread.submit(_gather_cached, lazy, self._pool)))
+                self._waiting.append((lazy, self._gather_ahead(lazy)))
+
+    def _gather_ahead(self, lazy: LazyBatch) -> "Future[tuple[Any, int]]":
+        try:
+            return self._thread.submit(_gather_cached, lazy, self._pool)
+        except RuntimeError:  # no thread can be started, or the main thread has ended: it is gathered when it is asked for
+            nothing: Future[tuple[Any, int]] = Future()
+            nothing.set_result((None, 0))
+            return nothing
 
 
 def _gather_cached(lazy: LazyBatch, pool: Pool) -> tuple[Any, int]:

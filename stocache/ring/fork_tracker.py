@@ -56,8 +56,8 @@ class _Pipe:
         poll.register(self.reader, 0)
         return bool(poll.poll(0))  # POLLHUP is always reported
 
-    def __del__(self) -> None:
-        os.close(self.reader)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit the module may be gone before
+        close(self.reader)
 
 
 _all: "list[weakref.ref[ForkTracker]]" = []

@@ -6,6 +6,7 @@ NOTE [ Copies in flight ]
     Meanwhile workers use other buffers.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -49,7 +50,8 @@ class Pinned:
         # see NOTE [ Copies in flight ]
         if self._thread is None:
             stop = partial(self._released.put, None)
-            self._thread = start_daemon(_wait, (self._released,), "stocache-pinned", stop)
+            with contextlib.suppress(RuntimeError):  # no more threads: it waits until the next one is released
+                self._thread = start_daemon(_wait, (self._released,), "stocache-pinned", stop)
         self._released.put((free, buffer))
 
     def close(self) -> None:

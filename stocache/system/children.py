@@ -126,7 +126,7 @@ class _Child:
                 warnings.simplefilter("ignore")  # Python 3.12 warns of threads; the child does not need them
                 with fork_lock():
                     self.pid = os.fork()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: from Python 3.12 on, while the interpreter goes down
             self.pipe.close()
             sender.close()
             raise ChildError(f"no child process can be made: {error}") from error

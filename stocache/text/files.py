@@ -4,7 +4,7 @@ import glob
 import os
 import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -92,8 +92,8 @@ class FileReader:
         with self._locked():
             self._close()
 
-    def _locked(self) -> threading.Lock:
-        if self._pid != os.getpid():  # forked: the file's position is shared with the parent, and the lock may stay locked
+    def _locked(self, getpid: Callable[[], int] = os.getpid) -> threading.Lock:  # at exit the module may be gone before
+        if self._pid != getpid():  # forked: the file's position is shared with the parent, and the lock may stay locked
             self._reset()
         return self._lock
 

@@ -162,7 +162,10 @@ def one_by_one(windows: Windows, key: ShuffleKey, start: int, step: int) -> Deli
 
 
 def by_threads(windows: Windows, key: ShuffleKey, start: int) -> Deliveries:
-    """Yield all windows from ``start`` on. One thread reads ahead, in order, and others parse."""
+    """Yield all windows from ``start`` on. One thread reads ahead, in order, and others parse.
+
+    When no thread can be started any more, or the main thread has ended, this thread makes the rest.
+    """
 
     def deliver(number: int, fetching: "Future[Any]") -> WindowBatches | None:
         fetched = fetching.result()
@@ -170,13 +173,21 @@ def by_threads(windows: Windows, key: ShuffleKey, start: int) -> Deliveries:
 
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     ahead: deque[tuple[int, Future[WindowBatches | None]]] = deque()
-    numbers = itertools.count(start)
+    following, alone = start, False
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(threads) as parsers:
         try:
             while True:
-                while len(ahead) <= threads:
-                    number = next(numbers)
-                    ahead.append((number, parsers.submit(deliver, number, reader.submit(windows.fetch, key, number))))
+                while len(ahead) <= threads and not alone:
+                    try:
+                        fetching = reader.submit(windows.fetch, key, following)
+                        ahead.append((following, parsers.submit(deliver, following, fetching)))
+                        following += 1
+                    except RuntimeError:
+                        alone = True
+                if not ahead:
+                    reader.shutdown()
+                    yield from one_by_one(windows, key, following, 1)
+                    return
                 number, future = ahead.popleft()
                 delivery = future.result()
                 if delivery is None:

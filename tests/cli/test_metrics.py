@@ -545,6 +545,11 @@ def test_a_port_in_use_is_one_line_and_exit_code_1(run):
     )
 
 
+def test_an_address_of_another_machine_is_one_line_and_exit_code_1(run):
+    result = run("metrics", "--listen", "192.0.2.7:9108", "--allow-remote")
+    assert (result.exit_code, result.output) == (1, "--listen 192.0.2.7:9108: Cannot assign requested address.\n")
+
+
 # ---------------------------------------------------------------------------------------------------- over HTTP
 
 

@@ -1,0 +1,103 @@
+"""Where the machine gives no more threads, what is done ahead or behind in a thread is done in the caller's."""
+
+import threading
+
+import pytest
+import torch
+
+import stocache
+from stocache import CachedDataset, OnDiskBlockDataStorage, StorageDataset, prepare
+from stocache.ring.pinned import Pinned
+from tests.support.equality import same
+from tests.support.images import Images
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """The names of threads that were not started."""
+    names = []
+
+    def start(thread):
+        names.append(thread.name)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    return names
+
+
+def test_batches_are_gathered_when_they_are_asked_for(refused):
+    with CachedDataset(Images(), 1) as dataset:
+        batches = [list(stocache.DataLoader(dataset, 8, prefetch_factor=2)) for _ in range(2)]
+        assert all(same(found, list(torch.utils.data.DataLoader(Images(), 8))) for found in batches)
+        assert dataset.stats().total.hits >= len(dataset)
+    assert refused
+
+
+def test_batches_are_gathered_when_no_thread_starts_within_an_epoch(monkeypatch):
+    with CachedDataset(Images(), 1) as dataset:
+        iterator = iter(stocache.DataLoader(dataset, 8, prefetch_factor=2))
+        first = next(iterator)
+        monkeypatch.setattr(iterator._thread, "submit", _refuse)
+        assert same([first, *iterator], list(torch.utils.data.DataLoader(Images(), 8)))
+
+
+def _refuse(*args):
+    raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+
+def test_samples_are_written_to_the_disk_by_the_one_who_loads_them(refused, tmp_path):
+    options = {"disk": tmp_path / "disk", "disk_limit": "1MB", "fingerprint": "v1"}
+    for _ in range(2):
+        with CachedDataset(Images(), "20KB", **options) as dataset:
+            assert same([dataset[idx] for idx in range(50)], [Images()[idx] for idx in range(50)])
+            stats = dataset.stats()
+    assert (stats.disk.filled, stats.total.misses) == (50, 50)  # in the life of the folder
+    assert "stocache writes to disk" in refused
+
+
+@pytest.fixture
+def storage(tmp_path):
+    prepare(Images(), tmp_path / "blocks", block_size=10, progress=False).close()
+    with OnDiskBlockDataStorage(tmp_path / "blocks") as storage:
+        yield storage
+
+
+def test_blocks_are_not_admitted_and_samples_come(storage, refused):
+    with CachedDataset(StorageDataset(storage), 1) as dataset:
+        for _ in range(2):
+            assert same([dataset[idx] for idx in range(50)], [Images()[idx] for idx in range(50)])
+    assert "stocache admits blocks" in refused
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_the_rest_of_a_text_is_parsed_where_it_is_iterated(after, tmp_path, monkeypatch):
+    (tmp_path / "text").write_text("".join(f"{row} {row % 7}\n" for row in range(200)))
+
+    def epoch():
+        with stocache.StreamLoader(tmp_path / "text", 4, 8, delimiter=" ", shuffle="buffers") as loader:
+            return list(loader)
+
+    whole, started = epoch(), []
+    start = threading.Thread.start
+
+    def start_some(thread):
+        started.append(thread)
+        if len(started) > after:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    assert same(epoch(), whole)
+
+
+def test_a_pinned_buffer_waits_for_the_next_one(refused, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    pinned, freed = Pinned(), []
+    pinned.after_copies(freed.append, 1)
+    assert (freed, refused) == ([], ["stocache-pinned"])
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    pinned.after_copies(freed.append, 2)
+    pinned.close()
+    pinned._thread.join()
+    assert freed == [1, 2]
