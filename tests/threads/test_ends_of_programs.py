@@ -38,8 +38,7 @@ LOADERS = {
 }
 ENDINGS = {
     "epochs": "for epoch in range(2):\n    for batch in loader: pass",
-    "within an epoch": "iterator = iter(loader); batch = next(iterator)",
-    "a child was forked": "iterator = iter(loader); batch = next(iterator)\nif not os.fork(): os._exit(0)\nos.wait()",
+    "within an epoch, after a fork": "iterator = iter(loader); batch = next(iterator)\nif not os.fork(): os._exit(0)\nos.wait()",
     "at exit": "batches = list(loader); iterator = iter(loader); next(iterator)\natexit.register(lambda: next(iterator))",
     "in a thread": """
 def train():
