@@ -38,7 +38,7 @@ LOADERS = {
 }
 ENDINGS = {
     "epochs": "for epoch in range(2):\n    for batch in loader: pass",
-    "within an epoch, after a fork": "iterator = iter(loader); batch = next(iterator)\nif not os.fork(): os._exit(0)\nos.wait()",
+    "within an epoch, forked": "iterator = iter(loader); batch = next(iterator)\nif not os.fork(): os._exit(0)\nos.wait()",
     "at exit": "batches = list(loader); iterator = iter(loader); next(iterator)\natexit.register(lambda: next(iterator))",
     "in a thread": """
 def train():
@@ -54,7 +54,7 @@ threading.Thread(target=train).start()""",
 
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 def test_a_program_ends_without_an_error(loader, ending, tmp_path):
     program = f"{HEAD}\n{LOADERS[loader]}\n{ENDINGS[ending]}"
     command = [sys.executable, "-c", program, tmp_path / "data"]
