@@ -259,11 +259,10 @@ class BlockAdmitter:
                 self._loaded_at = time.monotonic()
                 self._due.update(dict.fromkeys(blocks))
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="stocache admits blocks")
-                    try:
-                        self._thread.start()
-                    except RuntimeError:  # no more threads: a later batch tries again
-                        self._thread = None
+                    thread = threading.Thread(target=self._run, name="stocache admits blocks")
+                    with contextlib.suppress(RuntimeError):  # no more threads: a later batch tries again
+                        thread.start()
+                        self._thread = thread
 
     def stop(self) -> None:
         """Forget the blocks, and wait for the thread to end, while it reads one block at most."""

@@ -47,7 +47,7 @@ def limits_gib(costs: Costs, codec: str | None, most_bytes: int) -> list[float]:
     if needed > most_bytes:
         limits[-1] = round_down(room / GIB)
     parts = [limit for limit in limits[:-1] if cached_share(costs, int(limit * GIB), codec) < 1]
-    return [limit for limit in dict.fromkeys([*parts, limits[-1]]) if 0 < limit * GIB <= most_bytes]
+    return [limit for limit in [*parts, limits[-1]] if 0 < limit * GIB <= most_bytes]
 
 
 def round_up(gib: float) -> float:

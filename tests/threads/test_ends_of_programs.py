@@ -8,7 +8,7 @@ import pytest
 HEAD = """
 import atexit, os, sys, threading, warnings
 import torch, stocache
-from stocache.reading import DataLoader2, MultiProcessingReadingService
+from stocache.reading import DataLoader2
 from torch.utils.data.datapipes.iter import IterableWrapper
 warnings.simplefilter("ignore")
 class Data(torch.utils.data.Dataset):
