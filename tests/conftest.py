@@ -1,16 +1,25 @@
 """Fixtures and hooks of all tests; see `tests.support.traces` for what each test must leave as it found it."""
 
+import contextlib
 import functools
 import multiprocessing
 import os
+import random
+import shlex
+import signal
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 
 os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch is loaded, whose threads would spin where others wait for a core
+os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it would ask the network
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as after `nohup … &`; children would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
-import pyarrow.csv
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis.strategies import none
 from tqdm import tqdm
@@ -23,12 +32,34 @@ from tests.support.traces import leaves_no_trace, pytest_configure, pytest_xdist
 
 __all__ = ["leaves_no_trace", "pytest_configure", "pytest_xdist_auto_num_workers"]
 
-os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it would ask the network
-
 settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("seeded")
 
 START_METHODS = ("fork", "spawn", "forkserver")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=0, help="seed of the random numbers that each test starts with (default: 0)")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    """Say in the report of a failure how to repeat it."""
+    report = yield
+    if report.failed:
+        seed = item.config.getoption("seed")
+        command = f"pytest --seed {seed} -n 0 -m '' {shlex.quote(item.nodeid)}"
+        report.sections.append(("Seed, and the command that repeats it", f"seed {seed}\n{command}"))
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _seeded(request: pytest.FixtureRequest) -> None:
+    """Start each test with random numbers of its own, which depend on the seed and on nothing else."""
+    seed = zlib.crc32(f"{request.config.getoption('seed')} {request.node.nodeid}".encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -51,7 +82,10 @@ def _servers():
     forkserver.ensure_running()
     resource_tracker.ensure_running()
     multiprocessing.Barrier(1)  # whose memory comes from a file it keeps
-    pyarrow.csv.read_csv(pyarrow.BufferReader(b"1\n2\n"))  # which keeps a pipe
+    with contextlib.suppress(ImportError):
+        import pyarrow.csv
+
+        pyarrow.csv.read_csv(pyarrow.BufferReader(b"1\n2\n"))  # which keeps a pipe
     tqdm.get_lock()  # under forkserver, the default from Python 3.14, its semaphore has a name
 
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import shlex
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -56,6 +58,25 @@ def run_all(context: BaseContext, count: int, target: Callable[..., None], *args
         process.join()
         process.close()
     assert codes == [0] * count
+
+
+def run_python(*arguments, ok=True, timeout_s=60, **options):
+    """Run Python with arguments in a process of its own; a failure shows the end of what it has printed.
+
+    Demand that it ends with status 0, unless ``ok`` is False. Return what `subprocess.run` returns.
+    """
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"} | options
+    with subprocess.Popen([sys.executable, *map(str, arguments)], **options) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            stdout, stderr = process.communicate()
+            ok, process.returncode = True, f"no end after {timeout_s} s"
+    done = subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+    tail = "\n".join(f"{name}: …{text[-2000:]}" for name, text in (("stdout", stdout), ("stderr", stderr)) if text)
+    assert done.returncode == 0 or not ok, f"{shlex.join(done.args)[-500:]} ended with {done.returncode}\n{tail}"
+    return done
 
 
 def leave_process_group():
