@@ -4,25 +4,17 @@ import os
 import warnings
 
 import torch
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 import stocache
 from stocache import BlockSampler, CachedDataset, LocalityDistributedSampler
-from tests.support.processes import leave_process_group
+from tests.support.ranks import Numbers, of_all_ranks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import lightning
 
-SAMPLES, EPOCHS = 11, 4  # three batches of four samples in an epoch
-
-
-class Numbers(Dataset):
-    def __len__(self):
-        return SAMPLES
-
-    def __getitem__(self, idx):
-        return torch.tensor([float(idx)]), idx
+SAMPLES, EPOCHS = 11, 3  # three batches of four samples in an epoch
 
 
 class Model(lightning.LightningModule):
@@ -67,7 +59,7 @@ class Loaders(lightning.LightningDataModule):
         self.train_dataloader = make
 
     def val_dataloader(self):
-        return torch.utils.data.DataLoader(Numbers(), 4)
+        return torch.utils.data.DataLoader(Numbers(SAMPLES), 4)
 
 
 def sampler_of(kind, dataset, rank, ranks):
@@ -83,33 +75,14 @@ def sampler_of(kind, dataset, rank, ranks):
     return {"shuffle": True}  # in several ranks, Lightning replaces it by a DistributedSampler
 
 
-class Preparer(stocache.DataPreparer):
-    def prepare_data(self):
-        yield from (Numbers()[idx] for idx in range(SAMPLES))
-
-    def get_dataset_info(self):
-        return None
-
-
-def module(folder, blocks, batch_size, options):
-    """Return a DataModule that trains on all samples, which it prepares in a file or in blocks."""
-    from stocache.datamodule import DataModule
-
-    storage_of = (lambda path: stocache.OnDiskBlockDataStorage(path, 2)) if blocks else stocache.InMemoryDataStorage
-    storage = storage_of(os.path.join(folder, "prepared"))
-    return DataModule(storage, Preparer(), batch_size=batch_size, split={"train": 1.0}, size_limit_gib=0.01, **options)
-
-
 def fit(source, ranks=1, folder=None, checkpoint=None, **settings):
-    """Train on a loader or a DataModule, from a checkpoint if there is one, and return the model."""
+    """Train, from a checkpoint if there is one, and return the model."""
     model = Model(folder)
     settings |= {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     settings |= {"strategy": "ddp", "devices": ranks} if ranks > 1 else {"devices": 1}
     settings |= {"max_epochs": EPOCHS, "accelerator": "cpu", "num_sanity_val_steps": 0, "default_root_dir": folder}
     trainer = lightning.Trainer(**settings, limit_val_batches=1.0 if "val_check_interval" in settings else 0.0)
     trainer.fit(model, source, ckpt_path=checkpoint)
-    if hasattr(source, "close"):
-        source.close()
     return model
 
 
@@ -120,24 +93,19 @@ def check_all_positions(folder, kind, options, rank=0, ranks=1, **settings):
     ``set_epoch`` that has come to the end of an epoch, but after a validation.
     """
     steps = settings.get("limit_train_batches", 3)
-    with CachedDataset(Numbers(), 1) as dataset:
+    with CachedDataset(Numbers(SAMPLES), 1) as dataset:
 
         def loader():
             return stocache.DataLoader(dataset, 4 // ranks, **options, **sampler_of(kind, dataset, rank, ranks))
 
-        def source():
-            if kind.startswith("module"):
-                return module(folder, kind == "module, blocks", 4 // ranks, options)
-            return Loaders(loader)
-
-        whole = fit(source(), ranks, folder, **settings)
+        whole = fit(Loaders(loader), ranks, folder, **settings)
         assert len(whole.seen) == steps * EPOCHS
         assert len(whole.saved) >= (steps + 1) * (EPOCHS - 1)
         for path, done in whole.saved:
             if ranks > 1 and not steps < done <= 2 * steps:
                 continue
             if kind != "generator" or done % steps or path.endswith("validation.ckpt"):
-                assert fit(source(), ranks, checkpoint=path, **settings).seen == whole.seen[done:], path
+                assert fit(Loaders(loader), ranks, checkpoint=path, **settings).seen == whole.seen[done:], path
     return whole.seen
 
 
@@ -146,15 +114,12 @@ def samples_of(seen, epoch):
     return sorted(label for at, labels in seen if at == epoch for label in labels)
 
 
-def check_in_rank(rank, folder, port, cases, **settings):
+def check_in_rank(rank, folder, cases):
     """Check cases in one rank of two; together the ranks see each sample in each epoch, if it is not cut short."""
-    warnings.simplefilter("ignore")
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    for kind, options in cases:
-        parts = [None, None]
-        torch.distributed.all_gather_object(parts, check_all_positions(folder, kind, options, rank, 2, **settings))
+    for number, (kind, options, settings) in enumerate(cases):
+        path = os.path.join(folder, str(number))
+        first, second = of_all_ranks(check_all_positions(path, kind, options, rank, 2, **settings))
         for epoch in range(EPOCHS):
-            samples = samples_of(parts[0] + parts[1], epoch)
+            samples = samples_of(first + second, epoch)
             assert len(samples) - len(set(samples)) <= 1  # the samplers fill up the last batch
             assert "limit_train_batches" in settings or set(samples) == set(range(SAMPLES)) or "block" in kind  # drop_last
-    leave_process_group()
