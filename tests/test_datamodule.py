@@ -22,7 +22,6 @@ from stocache import (
     StorageDataset,
 )
 from tests.support.ranks import of_all_ranks, run_ranks
-from tests.support.storages import FilePerSample
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -147,8 +146,12 @@ class Sized(DataModule):
         return len(info["labels"])
 
 
-@pytest.mark.parametrize("make", [InMemoryDataStorage, FilePerSample])
-def test_any_storage_will_do(tmp_path, make):
+@pytest.mark.parametrize("has_length", [True, False])
+def test_any_storage_will_do(tmp_path, has_length):
+    make = InMemoryDataStorage
+    if not has_length:
+        pytest.importorskip("PIL", reason="Pillow is not installed")
+        from tests.support.storages import FilePerSample as make
     data, model = module(tmp_path, make(tmp_path / "data"), Sized), Model()
     trainer(tmp_path, max_epochs=1).fit(model, data)
     assert sorted(flat(model.seen)) == list(data.datasets["train"].indices)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from functools import partial
 
 import accelerate
 import torch
@@ -75,10 +76,7 @@ def check_all_steps(folder, kind, options, batch_size=4, **config):
     The state of a registered loader belongs to the epoch in which it was taken, also after the last batch of it.
     """
     with CachedDataset(Numbers(SAMPLES), 1) as dataset:
-
-        def program():
-            return Program(kind, dataset, batch_size, options, **config)
-
+        program = partial(Program, kind, dataset, batch_size, options, **config)
         whole = program().train(folder)
         assert len(whole) == STEPS * EPOCHS
         for done in range(1, len(whole)):

@@ -94,10 +94,7 @@ def check_all_positions(folder, kind, options, rank=0, ranks=1, **settings):
     """
     steps = settings.get("limit_train_batches", 3)
     with CachedDataset(Numbers(SAMPLES), 1) as dataset:
-
-        def loader():
-            return stocache.DataLoader(dataset, 4 // ranks, **options, **sampler_of(kind, dataset, rank, ranks))
-
+        loader = lambda: stocache.DataLoader(dataset, 4 // ranks, **options, **sampler_of(kind, dataset, rank, ranks))
         whole = fit(Loaders(loader), ranks, folder, **settings)
         assert len(whole.seen) == steps * EPOCHS
         assert len(whole.saved) >= (steps + 1) * (EPOCHS - 1)
