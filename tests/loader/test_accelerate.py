@@ -1,38 +1,101 @@
 """Programs of accelerate resume at every step, with workers, several ranks, and each of its ways to resume."""
 
+import os
+from functools import partial
+
 import pytest
 import torch
+from torch.utils.data import DistributedSampler
 
 import stocache
 from stocache import CachedDataset
-from tests.support.images import Images
-from tests.support.ranks import Numbers, run_ranks
+from tests.support.ranks import Numbers, of_all_ranks, reset_accelerate, run_ranks
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-from tests.support.accelerate_fits import EPOCHS, SAMPLES, Program, check_all_steps, check_in_rank, reset_states  # noqa: E402
-
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.leaves_descriptors]  # its loggers keep some
 
+SAMPLES, STEPS, EPOCHS = 10, 3, 2  # three batches of at most four samples in an epoch
 WORKERS = {"num_workers": 2}
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 
 
+class Program:
+    """One start of a program: the model, the optimizer and the loader of ``kind``, as accelerate prepares them.
+
+    ``kind``: "skipping" skips what was trained, with ``set_epoch`` and ``skip_first_batches``; "stateful" has accelerate save
+    the loader that it prepared, with ``use_stateful_dataloader``; "registered" has accelerate save a loader of stocache that
+    is not prepared, but registered.
+    """
+
+    def __init__(self, kind, dataset, batch_size, options, loader_class=stocache.DataLoader, **config):
+        accelerate.utils.set_seed(0)
+        self.kind = kind
+        config |= {"use_seedable_sampler": True, "use_stateful_dataloader": kind == "stateful"}
+        self.accelerator = accelerate.Accelerator(cpu=True, dataloader_config=accelerate.DataLoaderConfiguration(**config))
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
+        sampling = {"shuffle": True} if kind != "registered" else {"sampler": DistributedSampler(dataset, ranks, rank, seed=5)}
+        loader = loader_class(dataset, batch_size, **sampling, **options)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.loader = loader if kind == "registered" else self.accelerator.prepare(loader)
+        if kind == "registered":
+            self.accelerator.register_for_checkpointing(loader)
+
+    def train(self, folder, epoch=0, skipped=0, checkpoint=None):
+        """Train from an epoch on, and save each step in ``folder``; return the epoch and the samples of each step.
+
+        Args:
+            epoch, skipped: where to begin, after as many batches.
+            checkpoint: number of the step whose checkpoint is loaded; None trains from the beginning, and saves.
+        """
+        seen = []
+        if checkpoint is not None and self.kind != "skipping":
+            self.accelerator.load_state(os.path.join(folder, str(checkpoint)))
+        for number in range(epoch, EPOCHS):
+            self.loader.set_epoch(number)
+            skips = skipped and number == epoch
+            for values, labels in self.accelerator.skip_first_batches(self.loader, skipped) if skips else self.loader:
+                seen.append((number, labels.tolist()))
+                self.accelerator.backward(self.model(values).mean())
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                if checkpoint is None and self.kind != "skipping":
+                    self.accelerator.save_state(os.path.join(folder, str(len(seen))))
+                    self.accelerator.wait_for_everyone()
+        return seen
+
+
+def check_all_steps(folder, kind, options, batch_size=4, **config):
+    """Check that each step resumes with the samples that the uninterrupted run saw after it; return those of that run.
+
+    The state of a registered loader belongs to the epoch in which it was taken, also after the last batch of it.
+    """
+    with CachedDataset(Numbers(SAMPLES), 1) as dataset:
+        program = partial(Program, kind, dataset, batch_size, options, **config)
+        whole = program().train(folder)
+        assert len(whole) == STEPS * EPOCHS
+        for done in range(1, len(whole)):
+            epoch = (done - (kind == "registered")) // STEPS
+            skipped = done % STEPS if kind == "skipping" else 0
+            assert program().train(folder, epoch, skipped, done) == whole[done:], done
+    return whole
+
+
+def samples_of(seen, epoch):
+    return sorted(label for at, labels in seen if at == epoch for label in labels)
+
+
 @pytest.fixture(autouse=True)
 def _states_are_reset():
-    reset_states()
+    reset_accelerate()
     yield
-    reset_states()
+    reset_accelerate()
 
 
-def test_a_prepared_loader_delivers_each_sample():
-    with CachedDataset(Images(), 1) as dataset:
-        loader = stocache.DataLoader(dataset, 8, shuffle=True, **PERSISTENT)
-        prepared = accelerate.Accelerator(cpu=True).prepare(loader)
-        assert sorted(label for _, labels in prepared for label in labels.tolist()) == list(range(50))
-        skipped = accelerate.skip_first_batches(prepared, 5)
-        assert sum(len(labels) for _, labels in skipped) == 10
-        del prepared, skipped
+def slow(*row):
+    return pytest.param(*row, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
@@ -40,30 +103,33 @@ def test_a_prepared_loader_delivers_each_sample():
     [
         ("skipping", PERSISTENT),
         ("registered", {}),
-        pytest.param("skipping", WORKERS, marks=pytest.mark.slow),
-        pytest.param("registered", PERSISTENT, marks=pytest.mark.slow),
+        ("stateful", {}),  # the loader of torchdata that accelerate makes: with workers it does not resume, over any dataset
+        slow("skipping", WORKERS),
+        slow("registered", PERSISTENT),
     ],
 )
 def test_each_step_resumes(kind, options, tmp_path):
-    whole = check_all_steps(tmp_path, kind, options)
-    for epoch in range(EPOCHS):
-        assert sorted(label for at, labels in whole if at == epoch for label in labels) == list(range(SAMPLES))
-
-
-@pytest.mark.parametrize("kind", ["skipping", "stateful"])
-def test_batches_are_those_of_the_loader_of_torch(kind, tmp_path):
     if kind == "stateful":
         pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
-    theirs = Program(kind, Numbers(SAMPLES), 4, {}, loader_class=torch.utils.data.DataLoader).train(tmp_path / "theirs")
+    whole = check_all_steps(tmp_path, kind, options)
+    assert [samples_of(whole, epoch) for epoch in range(EPOCHS)] == [list(range(SAMPLES))] * EPOCHS
+
+
+def test_batches_are_those_of_the_loader_of_torch(tmp_path):
+    theirs = Program("skipping", Numbers(SAMPLES), 4, {}, loader_class=torch.utils.data.DataLoader).train(tmp_path / "theirs")
     with CachedDataset(Numbers(SAMPLES), 1) as dataset:
-        assert Program(kind, dataset, 4, {}).train(tmp_path / "ours") == theirs
+        assert Program("skipping", dataset, 4, {}).train(tmp_path / "ours") == theirs
         assert dataset.cache.counts()[0] >= SAMPLES * (EPOCHS - 1)
 
 
-def test_the_loader_of_torchdata_that_accelerate_makes_resumes_without_workers(tmp_path):
-    """With workers it does not, over any dataset."""
-    pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
-    check_all_steps(tmp_path, "stateful", {})
+def check_in_rank(rank, folder, cases):
+    """Check cases in one rank of two; together the ranks see each sample in each epoch."""
+    for number, (kind, options, config) in enumerate(cases):
+        first, second = of_all_ranks(check_all_steps(os.path.join(folder, str(number)), kind, options, **config))
+        for epoch in range(EPOCHS):
+            seen = samples_of(first + second, epoch)
+            assert set(seen) == set(range(SAMPLES))
+            assert len(seen) <= SAMPLES + 2  # accelerate fills up the last batches
 
 
 @pytest.mark.slow

@@ -266,18 +266,14 @@ def names(*arguments, profiler=torch.profiler.profile, **options):
 
 
 @pytest.mark.parametrize("profiler", [torch.profiler.profile, torch.autograd.profiler.profile])
-def test_a_trace_names_what_the_main_process_does(profiler):
+def test_a_trace_names_what_the_main_process_does_and_what_comes_from_workers(profiler):
     assert names(Images(), 10, profiler=profiler) == {"wait for a batch": 6, "collate": 5}  # the last one: the epoch is over
     with CachedDataset(Images(), "3KB") as dataset:
         assert names(dataset, 10, profiler=profiler)["load samples that are not cached"] >= 5  # batches
         cached = torch.nonzero(dataset.cache.aux_array == 1).ravel().tolist()
         warm = names(Subset(dataset, cached), len(cached), profiler=profiler)
         assert warm == {"wait for a batch": 2, "gather cached samples": 1}
-
-
-def test_a_trace_names_what_comes_from_workers():
-    with CachedDataset(Images(), 1) as dataset:
-        found = names(dataset, 10, num_workers=2)
+        found = names(dataset, 10, profiler=profiler, num_workers=1)
         assert found == {"wait for a batch": 6, "receive a batch from a worker": 5}
 
 

@@ -1,5 +1,6 @@
 """What programs of trainers train on, and two ranks to train in."""
 
+import gc
 import multiprocessing
 import os
 import warnings
@@ -49,3 +50,12 @@ def of_all_ranks(value):
     parts = [None, None]
     torch.distributed.all_gather_object(parts, value)
     return parts
+
+
+def reset_accelerate():
+    """Let accelerate forget its configuration, which it keeps in the process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    gc.collect()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
