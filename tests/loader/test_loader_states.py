@@ -456,7 +456,7 @@ def test_edited_states_are_refused_or_resumed():
     for path in places(state):
         if path[:2] in (("parts", "dataset"), ("parts", "workers")):
             continue  # given to the user's objects
-        for bad in (None, -1, 10**30, "AAAA", [1], {}, 1.5):
+        for bad in (None, -1, 10**30, [1], {"a": 1.5}):
             resumed = make("iterator", batch_size=2)
             try:
                 resumed.load_state_dict(changed(state, path, bad))

@@ -44,7 +44,7 @@ def test_a_process_adds_to_a_row_of_its_own_which_a_killed_one_leaves_to_the_nex
     context, record, living = multiprocessing.get_context(start_method), Record(2, True), []
     for worker, batches, ends in workers:
         ready = context.Event()
-        process = context.Process(target=work, args=(record, worker, batches, ready))
+        process = context.Process(target=work, args=(record, worker, batches, ready), daemon=True)
         process.start()
         assert ready.wait(60)
         assert process.pid in record.read().rows[:, PID]
