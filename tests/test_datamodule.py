@@ -152,10 +152,11 @@ def test_any_storage_will_do(tmp_path, has_length):
     if not has_length:
         pytest.importorskip("PIL", reason="Pillow is not installed")
         from tests.support.storages import FilePerSample as make
-    data, model = module(tmp_path, make(tmp_path / "data"), Sized), Model()
+    data, model = module(tmp_path, make(tmp_path / "data"), Sized, seed=3), Model()
     trainer(tmp_path, max_epochs=1).fit(model, data)
     assert sorted(flat(model.seen)) == list(data.datasets["train"].indices)
-    assert isinstance(data.train_dataloader().sampler, DistributedSampler)  # whose epoch Lightning sets
+    sampler = data.train_dataloader().sampler
+    assert (type(sampler), sampler.seed) == (DistributedSampler, 3)  # whose epoch Lightning sets
     data.trainer = None
     assert isinstance(data.train_dataloader().sampler, RandomSampler)
     assert isinstance(data.val_dataloader().sampler, SequentialSampler)

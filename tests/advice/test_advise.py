@@ -1,4 +1,4 @@
-"""stocache.advise, and num_workers="auto": what they make of costs. The costs are made up, but in two tests."""
+"""stocache.advise, and num_workers="auto": what they make of costs. Only the last tests measure any."""
 
 import logging
 import math

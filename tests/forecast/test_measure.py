@@ -118,6 +118,7 @@ def measured(monkeypatch, dataset, time_limit_s, runs=()):
     def progress(seconds, what):
         if "all processors" in what:
             dataset.cost_s *= 1.5
+            dataset.seen.update(range(len(dataset)))
 
     monkeypatch.setattr(measure, "count_cores", lambda: 2)
     monkeypatch.setattr(measure, "in_children", in_children)
@@ -128,10 +129,10 @@ def measured(monkeypatch, dataset, time_limit_s, runs=()):
 
 def test_costs_hold_what_the_children_have_measured(clock, monkeypatch):
     runs = [run_of(way, workers, 8, 1.0, 0.04, 0.4) for way in (None, UNCACHED) for workers in (0, 2)]
-    costs = measured(monkeypatch, Slow(clock, 30, 0.01), 60, runs)
-    assert (costs.samples, costs.cores, costs.batch_sizes, costs.batch_bytes) == (30, 2, (2, 8), 64.0)
-    assert costs.loads_s == pytest.approx((0.01,) * costs.timed)
-    assert 20 <= costs.timed <= 30
+    costs = measured(monkeypatch, Slow(clock, 70, 0.01), 60, runs)
+    assert (costs.samples, costs.cores, costs.batch_sizes, costs.batch_bytes) == (70, 2, (2, 8), 64.0)
+    assert costs.loads_s == pytest.approx((0.01,) * costs.timed)  # also of those that were loaded with all processors only
+    assert 1.5 / 0.03 < costs.timed <= 70
     assert (costs.cpu_share, costs.busy_ratio, costs.worker_start_s) == pytest.approx((0.5, 1.5, 0.2))
     assert costs.cold_ratio == pytest.approx(2, rel=0.05)
     assert set(costs.ways) == {None, UNCACHED}

@@ -34,7 +34,7 @@ def run_ranks(target, *arguments):
     known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2", "NODE_RANK": "0"}
     known |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     with mock.patch.dict(os.environ, known):
-        run_all(multiprocessing.get_context("spawn"), 2, in_rank, target, *arguments, timeout_s=300)
+        run_all(multiprocessing.get_context("spawn"), 2, in_rank, target, *arguments, timeout_s=600)
 
 
 def in_rank(rank, target, *arguments):
