@@ -300,6 +300,19 @@ def test_the_epoch_that_was_set_is_resumed(workers, step):
             assert same(list(resumed), epochs[epoch + 1][0])
 
 
+class Told(Recorded):
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+@pytest.mark.quick
+def test_a_dataset_is_told_the_epoch_that_is_resumed():
+    first, dataset = make(dataset=Told()), Told()
+    first.set_epoch(7)
+    make(dataset=dataset, state=after(first, 1)[1])
+    assert dataset.epoch == 7
+
+
 @pytest.mark.parametrize(("delivered", "epoch"), [(0, 2), (1, 0), (1, 1), (8, 2)])
 def test_the_epoch_may_be_set_after_the_iterator_is_made(delivered, epoch):
     def labels(iterator):
