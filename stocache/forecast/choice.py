@@ -24,15 +24,14 @@ logger = logging.getLogger("stocache")
 SAME = 1.02  # settings whose times differ by less are taken to be equally fast
 _SHARES = (0.25, 0.5, 0.75, 1.0)  # of the largest limit that is of use
 _ROOM = 1.02  # of a cache that holds all samples, to the bytes that were measured
-_WAITS = 0.8  # the share of processor time in a load, below which more workers than processors are of use
 _MOST_WORKERS = 128
 _AUTO_S = 10.0  # for num_workers="auto"
 _FALLBACK = 8
 
 
 def worker_counts(costs: Costs) -> list[int]:
-    """Return the numbers of workers that are worth a forecast."""
-    most = min(costs.cores if costs.cpu_share >= _WAITS else 4 * costs.cores, _MOST_WORKERS)
+    """Return the numbers of workers that are worth a forecast. torch warns of more than there are processors."""
+    most = min(costs.cores, _MOST_WORKERS)
     powers = itertools.takewhile(lambda number: number < most, (2**power for power in itertools.count()))
     return [0, *powers, most]
 
@@ -115,9 +114,9 @@ def choose_workers(
 ) -> int:
     """Return the number of workers for a loader, for ``num_workers="auto"``, and log why.
 
-    The fewest with which an epoch is predicted to be as fast as it can be, if the training step took no time. The cost of
-    samples and batches is measured for up to 10 s. An iterable dataset gets 0 workers, because each would yield all samples.
-    What cannot be measured gets as many as there are processors, at most 8.
+    The fewest with which an epoch is predicted to be as fast as it can be, if the training step took no time; not more than
+    there are processors. The cost of samples and batches is measured for up to 10 s. An iterable dataset gets 0 workers,
+    because each would yield all samples. What cannot be measured gets as many as there are processors, at most 8.
     """
     workers, reason = _choose(dataset, batch_size, collate_fn, make_loader)
     logger.info("num_workers='auto' chooses %d: %s", workers, reason)

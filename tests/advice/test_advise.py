@@ -1,9 +1,12 @@
-"""stocache.advise, and num_workers="auto"."""
+"""stocache.advise, and num_workers="auto": what they make of costs. Only the last tests measure any."""
 
 import logging
+import math
 import multiprocessing
+import os
 import random
-import time
+from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -12,152 +15,30 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 import stocache
 from stocache import CachedDataset, DataLoader, DatasetError, LimitError, WorkerError, advise
+from stocache.forecast import epochs, measure
+from stocache.forecast.costs import UNCACHED, BatchCosts, Costs, WayCosts
+from stocache.forecast.epochs import Cached, Run, Skipped, Trials, run_epochs
 from stocache.forecast.model import Setting
 
-QUICK = {"time_limit_s": 8.0, "progress": False}
+CORES, PACKS = len(os.sched_getaffinity(0)), find_spec("lz4") is not None
+CHEAP, FREE = BatchCosts(1e-5, 1e-5), BatchCosts(0.0, 0.0)
 
 
 class Images(Dataset):
-    """Small images; notes what is done to the object."""
+    """Small images, with numbers that are drawn."""
 
-    def __init__(self, length=64, load_s=0.0, breaks=None):
-        self.length, self.load_s, self.breaks, self.loaded = length, load_s, breaks, 0
+    def __init__(self, length=64, breaks=None):
+        self.length, self.breaks = length, breaks
 
     def __len__(self):
         return self.length
 
     def __getitem__(self, idx):
-        if idx == self.breaks or self.breaks == "all":
+        if self.breaks in (idx, "all"):
             raise ValueError(f"sample {idx} is broken")
-        self.loaded += 1
-        time.sleep(self.load_s)
+        if self.breaks == "dies":
+            os._exit(3)
         return torch.full((3, 16, 16), idx % 256, dtype=torch.uint8), random.random() + np.random.rand() + torch.rand(()).item()
-
-
-class Varying(Images):
-    def __getitem__(self, idx):
-        return torch.arange(idx + 1), "x" * idx
-
-
-class Dying(Images):
-    def __getitem__(self, idx):
-        import os
-
-        os._exit(3)
-
-
-def state_of_generators():
-    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-
-
-def test_the_report_has_five_settings_each_with_its_line_of_code():
-    dataset, before = Images(), state_of_generators()
-    advice = advise(dataset, step_ms=5, batch_size=8, **QUICK)
-    assert state_of_generators() == before
-    assert vars(dataset) == vars(Images())  # nothing was loaded in this process
-    assert not multiprocessing.active_children()
-    assert len(advice.settings) == 5
-    text = str(advice)
-    for each in advice.settings:
-        assert each.code in text
-        forecast = each.forecast
-        assert forecast.epoch_s >= 8 * 0.005
-        assert 0 <= forecast.wait_share <= 1
-        assert forecast.memory_bytes >= 0
-    assert "Images: 64 samples" in text
-    assert advice.costs.timed == 64
-    assert advice.costs.took_s < 30
-    assert advice.best is advice.settings[0]
-
-
-def test_the_recommended_code_runs():
-    dataset = Images()
-    advice = advise(dataset, batch_size=8, **QUICK)
-    for each in advice.settings:
-        loader = eval(each.code, {"CachedDataset": CachedDataset, "DataLoader": DataLoader, "dataset": dataset})
-        assert sum(len(images) for images, _ in loader) == 64
-        assert loader.num_workers == each.forecast.setting.workers
-        if isinstance(loader.dataset, CachedDataset):
-            wanted = each.forecast.cached_share
-            assert loader.dataset.stats().total.fill_fraction == pytest.approx(wanted, abs=0.1)
-            cache = loader.dataset
-            del loader
-            cache.close()
-
-
-def test_any_setting_can_be_predicted():
-    advice = advise(Images(load_s=0.005), batch_size=(8, 16), step_ms=4, **QUICK)
-    slow, fast = (advice.predict(Setting(limit, 1, None, 8)) for limit in (0, 2**30))
-    assert slow.epoch_s > 64 * 0.005
-    assert fast.epoch_s < slow.epoch_s
-    assert advice.predict(Setting(2**30, 1, None, 16)).epoch_s > 4 * 0.008  # the step is in proportion to the batch
-
-
-def test_a_transform_is_part_of_the_costs_and_of_the_code():
-    advice = advise(Images(16), transform=_slowly, batch_size=4, **QUICK)
-    assert advice.predict(Setting(2**30, 0, None, 4)).epoch_s > 16 * 0.004
-    assert any("transform=transform" in each.code for each in advice.settings if each.size_limit_gib)
-
-
-def _slowly(sample):
-    time_s = time.process_time()
-    while time.process_time() < time_s + 0.005:
-        pass
-    return sample
-
-
-@pytest.mark.parametrize("collate_fn", [None, len])
-def test_samples_that_torch_does_not_stack_are_measured(collate_fn):
-    advice = advise(Varying(30), batch_size=4, collate_fn=collate_fn, **QUICK)
-    assert not [text for text in advice.costs.missing if "cache" in text]
-    assert ("collate_fn=collate_fn" in advice.best.code) == (collate_fn is not None)
-
-
-def test_a_dataset_of_one_sample_is_measured():
-    advice = advise(Images(1), **QUICK)
-    assert advice.costs.timed == 1
-    assert "rests on 1 sample only" in str(advice)
-
-
-def test_slow_samples_leave_time_for_few_and_the_report_says_so():
-    began = time.monotonic()
-    advice = advise(Images(1000, load_s=1.0), time_limit_s=6, progress=False)
-    assert time.monotonic() - began < 12  # it is the limit that is tested, with room for a busy machine
-    assert advice.costs.timed < 5
-    assert f"rests on {advice.costs.timed} sample" in str(advice)
-    assert advice.costs.load_s == pytest.approx(1, rel=0.2)
-
-
-def test_samples_that_never_come_are_an_error_in_time():
-    with pytest.raises(DatasetError, match=r"Images: no sample was loaded in 1 s"):
-        advise(Images(load_s=1000), time_limit_s=4, progress=False)
-
-
-def test_the_error_of_a_sample_is_raised():
-    with pytest.raises(ValueError, match=r"sample \d+ is broken"):
-        advise(Images(breaks="all"), **QUICK)
-    with pytest.raises(ValueError, match="sample 7 is broken"):
-        advise(Images(breaks=7), **QUICK)
-    with pytest.raises(WorkerError, match="exited with code 3"):
-        advise(Dying(), **QUICK)
-
-
-@pytest.mark.parametrize("step_ms", [-1, float("nan"), float("inf"), "40", True, None])
-def test_a_step_that_is_not_a_time_is_refused(step_ms):
-    with pytest.raises(LimitError, match=r"step_ms=.* must be a finite number of milliseconds, 0 or more"):
-        advise(Images(), step_ms=step_ms)
-
-
-@pytest.mark.parametrize("batch_size", [0, -3, 2.5, "32", [], [32, 0], True, None, 2**40])
-def test_a_batch_size_that_is_not_one_is_refused(batch_size):
-    with pytest.raises(LimitError, match=r"batch_size=.* must be a number of samples from 1 to"):
-        advise(Images(), batch_size=batch_size)
-
-
-@pytest.mark.parametrize("time_limit_s", [0, -1, float("nan"), float("inf"), "10"])
-def test_a_time_limit_that_is_not_one_is_refused(time_limit_s):
-    with pytest.raises(LimitError, match=r"time_limit_s=.* must be a positive number of seconds"):
-        advise(Images(), time_limit_s=time_limit_s)
 
 
 class Numbers(IterableDataset):
@@ -165,6 +46,126 @@ class Numbers(IterableDataset):
         return iter(range(5))
 
 
+def costs_of(load_s=0.001, cpu_share=1.0, cores=CORES, batch=CHEAP, packs=PACKS, **more):
+    """Costs of 64 samples of 776 bytes; of half as many with a codec, if ``packs``."""
+    ways = {
+        way: WayCosts({0: batch, 1: batch}, sample_bytes, 9.0, 1e-6)
+        for way, sample_bytes in ((UNCACHED, 0.0), (None, 776.0), ("lz4", 388.0))[: 2 + packs]
+    }
+    return Costs(64, cores, (load_s,) * 30, ways, cpu_share=cpu_share, batch_bytes=776.0, **{"timed": 30} | more)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Have other costs take the place of those that would be measured; return the arguments of `measure`."""
+
+    def use(costs, **arguments):
+        def found(dataset, **given):
+            arguments.update(given, dataset=dataset)
+            if isinstance(costs, Exception):
+                raise costs
+            return costs
+
+        for user in ("stocache.advice.advise", "stocache.forecast.choice"):
+            monkeypatch.setattr(f"{user}.measure", found)
+        monkeypatch.setattr("stocache.advice.advise.recommended_limit", lambda: 1 << 20)
+        return arguments
+
+    return use
+
+
+def state_of_generators():
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("cpu_share", [1.0, 0.05], ids=["processors", "waiting"])
+def test_the_code_of_each_setting_runs_as_it_was_predicted(cpu_share, measured):
+    """Without a warning of torch, also where more workers than processors would be of use."""
+    dataset = Images()
+    arguments = measured(costs_of(cpu_share=cpu_share))
+    advice = advise(dataset, step_ms=5, batch_size=(8, 16), progress=False)
+    assert (arguments["dataset"], arguments["batch_sizes"], arguments["make_loader"]) == (dataset, (8, 16), DataLoader)
+    assert (len(advice.settings), advice.best) == (5, advice.settings[0])
+    loaders = []
+    for each in advice.settings:
+        assert each.code in str(advice)
+        forecast, setting = each.forecast, each.forecast.setting
+        assert forecast.epoch_s >= 64 * 0.005 / 8
+        assert setting.workers <= CORES
+        loader = eval(each.code, {"CachedDataset": CachedDataset, "DataLoader": DataLoader, "dataset": dataset})
+        assert (loader.num_workers, loader.batch_size) == (setting.workers, setting.batch_size)
+        assert isinstance(loader.dataset, CachedDataset) == bool(each.size_limit_gib)
+        if each.size_limit_gib:
+            assert loader.dataset.stats().total.reserved_bytes <= setting.limit_bytes * 1.01
+        loaders.append(loader)
+    assert sum(len(images) for images, _ in loaders[0]) == 64
+    loaders[0].end_workers()
+    for loader in loaders:
+        if isinstance(loader.dataset, CachedDataset):
+            loader.dataset.close()
+
+
+@pytest.mark.quick
+def test_any_setting_can_be_predicted(measured):
+    measured(costs_of(0.005))
+    advice = advise(Images(), batch_size=(8, 16), step_ms=4, progress=False)
+    slow, fast = (advice.predict(Setting(limit, 0, None, 8)) for limit in (0, 2**30))
+    assert slow.epoch_s == pytest.approx(64 * 0.00501 + 8 * 0.00401)
+    assert fast.epoch_s == pytest.approx(64 * 1e-5 + 8 * 0.00401)
+    assert advice.predict(Setting(2**30, 0, None, 16)).epoch_s == pytest.approx(64 * 1e-5 + 4 * 0.00801)  # a step in proportion
+
+
+@pytest.mark.quick
+def test_the_report_says_what_was_measured(measured):
+    costs = costs_of(
+        packs=True, timed=7, cold_ratio=2.0, has_transform=True, missing=("codec='zstd' is left out: it is not installed",)
+    )
+    arguments = measured(costs)
+    text = str(advise(Images(), collate_fn=len, transform=tuple, batch_size=8, progress=False))
+    assert (arguments["collate_fn"], arguments["transform"]) == (len, tuple)
+    for words in (
+        "Images: 64 samples, 776 B each in a batch. Measured for ",
+        f" s, on 7 samples, with {CORES} processors.",
+        "load      1 ms (median 1 ms, 95 % 1 ms, longest 1 ms), 100% of it processor time, the first time 2.00 times as long",
+        "cache     776 B for each sample, 1 µs to fill, read and batched in 11.2 µs (a worker: 88,889/s)",
+        "codec lz4 388 B for each sample (ratio 2.00)",
+        "memory    1.0 MiB for a cache",
+        "transform=transform), batch_size=8, shuffle=True",
+        ", collate_fn=collate_fn)",
+        "Predicted, with no training step, which leaves the processors free.",
+        "Transforms of the dataset run after the cache",
+        "This rests on 7 samples only.",
+        "Codec='zstd' is left out: it is not installed.",
+    ):
+        assert words in text
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("load_s", "limit_s", "tried"), [(0.001, 60, True), (0.06, 60, False), (0.001, 30, False)])
+def test_threads_are_tried_where_samples_are_fast_and_time_is_left(load_s, limit_s, tried, measured, monkeypatch):
+    measured(costs_of(load_s))
+    monkeypatch.setattr("stocache.advice.advise.Trial.speed_up", lambda self, dataset: 1.75)
+    advice = advise(Images(), time_limit_s=limit_s, progress=False)
+    assert advice.costs.thread_speed_up == (1.75 if tried else None)
+    assert ("two make 1.75 times as many samples as one" in str(advice)) == tried
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("step_ms", [-1, math.nan, math.inf, "40", True, None], "must be a finite number of milliseconds, 0 or more"),
+        ("batch_size", [0, 2.5, "32", [], [32, 0], True, None, 2**40], "must be a number of samples from 1 to"),
+        ("time_limit_s", [0, -1, math.nan, math.inf, "10"], "must be a positive number of seconds"),
+    ],
+)
+def test_numbers_that_are_not_possible_are_refused(name, wrong, message):
+    for value in wrong:
+        with pytest.raises(LimitError, match=f"{name}=.* {message}"):
+            advise(Images(), **{name: value})
+
+
+@pytest.mark.quick
 def test_datasets_that_cannot_be_cached_are_refused():
     with pytest.raises(DatasetError, match="Numbers has no samples by number"):
         advise(Numbers())
@@ -172,11 +173,6 @@ def test_datasets_that_cannot_be_cached_are_refused():
         advise(Images(0))
     with CachedDataset([1, 2], 1) as cached, pytest.raises(DatasetError, match="Give the dataset in it"):
         advise(Subset(cached, [0]))
-
-
-def test_advise_is_exported():
-    assert stocache.advise is advise
-    assert stocache.Advice.__name__ == "Advice"
 
 
 # ---------------------------------------------------------------------------------------------------- num_workers="auto"
@@ -188,59 +184,111 @@ def messages(caplog):
     return lambda: [record.getMessage() for record in caplog.records if "num_workers='auto'" in record.getMessage()]
 
 
-def test_auto_takes_no_workers_for_samples_that_cost_nothing(messages):
-    before = state_of_generators()
-    loader = DataLoader(
-        torch.zeros(64, 2), 8, num_workers="auto", persistent_workers=True, prefetch_factor=2, multiprocessing_context="fork"
-    )
-    assert state_of_generators() == before
-    assert loader.num_workers == 0
-    assert len(list(loader)) == 8
-    (message,) = messages()
-    assert message.startswith("num_workers='auto' chooses 0: an epoch is predicted to take")
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than processors
-def test_auto_takes_workers_for_samples_that_wait(messages):
-    dataset = Images(64, load_s=0.02)
-    loader = DataLoader(dataset, batch_size=4, num_workers="auto", persistent_workers=True, prefetch_factor=3)
-    assert loader.num_workers > 1
-    assert loader.prefetch_factor == 3
-    assert loader.persistent_workers
-    assert dataset.loaded == 0
-    assert len(messages()) == 1
-
-
-def test_auto_leaves_a_cached_dataset_as_it_was():
-    with CachedDataset(Images(64), 1) as dataset:
-        before = dataset.stats()
-        loader = DataLoader(dataset, batch_size=4, num_workers="auto")
-        assert dataset.stats() == before
-        assert isinstance(loader.num_workers, int)
-
-
+@pytest.mark.quick
+@pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 @pytest.mark.parametrize(
-    ("dataset", "reason"),
+    ("costs", "ranks", "workers"),
     [
-        (Numbers(), "chooses 0: the dataset is iterable"),
-        (Images(0), "chooses 0: the dataset has no samples"),
-        (Images(breaks="all"), r"samples cannot be measured (ValueError: sample"),
+        (costs_of(0.0, cores=4, batch=FREE), "", 0),
+        (costs_of(0.1, cpu_share=0.01, cores=4), "", 4),
+        (costs_of(0.1, cpu_share=0.01, cores=4), "2", 2),
+        (ValueError("no such\nfile"), "", 8),
     ],
+    ids=["free", "waiting", "ranks", "unknown"],
 )
-def test_auto_falls_back_where_it_cannot_measure(dataset, reason, messages):
-    loader = DataLoader(dataset, num_workers="auto")
-    assert isinstance(loader.num_workers, int)
+def test_auto_takes_as_many_workers_as_make_an_epoch_short(costs, ranks, workers, measured, monkeypatch, messages):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr("stocache.forecast.choice.count_cores", lambda: 4 if isinstance(costs, Costs) else 99)
+    arguments = measured(costs)
+    options = {"persistent_workers": True, "prefetch_factor": 3, "multiprocessing_context": "fork", "drop_last": True}
+    loader = DataLoader(range(64), 8, False, None, None, "auto", **options)
+    assert (loader.num_workers, loader.batch_size, loader.prefetch_factor, loader.drop_last) == (workers, 8, 3, True)
+    assert loader.persistent_workers == bool(workers)
+    assert (arguments["batch_sizes"], arguments["codecs"], arguments["passes"]) == ((8,), (None,), 1)
     (message,) = messages()
-    assert reason in message
+    reason = (
+        "an epoch is predicted to take"
+        if isinstance(costs, Costs)
+        else r"samples cannot be measured (ValueError: no such file)"
+    )
+    assert message.startswith(f"num_workers='auto' chooses {workers}: {reason}")
 
 
-def test_arguments_by_position_are_kept():
-    loader = DataLoader(torch.zeros(64, 2), 8, False, None, None, 2, drop_last=True, prefetch_factor=3)
-    assert (loader.num_workers, loader.prefetch_factor, loader.drop_last) == (2, 3, True)
-    loader = DataLoader(torch.zeros(64, 2), 8, False, None, None, "auto", drop_last=True)
-    assert (loader.num_workers, loader.batch_size, loader.drop_last) == (0, 8, True)
+@pytest.mark.quick
+def test_auto_measures_what_is_behind_a_cached_dataset(measured):
+    with CachedDataset(Images(), 1, transform=tuple) as dataset:
+        arguments = measured(costs_of(0.1))
+        assert DataLoader(dataset, 4, num_workers="auto", collate_fn=len).num_workers == 0  # all of it is cached
+        assert (arguments["dataset"], arguments["transform"], arguments["collate_fn"]) == (dataset.dataset, tuple, len)
+        arguments.clear()
+        assert DataLoader(Subset(dataset, [1]), num_workers="auto").num_workers == min(8, CORES)
+        assert not arguments
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(("dataset", "reason"), [(Numbers(), "the dataset is iterable"), (Images(0), "has no samples")])
+def test_auto_takes_no_workers_where_there_is_nothing_to_measure(dataset, reason, messages):
+    assert DataLoader(dataset, num_workers="auto").num_workers == 0
+    assert reason in messages()[0]
+
+
+@pytest.mark.quick
 def test_other_texts_are_refused_as_by_torch():
     with pytest.raises(TypeError, match="not supported between instances of"):
         DataLoader([1], num_workers="many")
+
+
+# ---------------------------------------------------------------------------------------------------- real measurements
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Let measurements be short, and not exact."""
+    for module, name, value in (
+        *((measure, name, 0.01) for name in ("_ALONE_S", "_BUSY_S")),
+        *((epochs, name, 0.001) for name in ("_FILL_S", "_ROUND_S", "_WARM_UP_S")),
+        (measure, "CACHE_BYTES", 1 << 20),
+        (measure, "_MOST_WORKERS", 1),
+    ):
+        monkeypatch.setattr(module, name, value)
+
+
+@pytest.mark.parametrize("collate_fn", [None, len])
+def test_epochs_are_run_over_samples_of_any_kind(collate_fn, short):
+    samples = [(torch.arange(idx + 1), "x" * idx) for idx in range(30)]
+    trials = Trials(("none", None, UNCACHED), (0, 1), (4,), 32, 1 << 16, DataLoader, collate_fn, 1, math.inf)
+    skipped, cached, uncached, *runs = run_epochs(samples, None, trials)
+    assert skipped == Skipped("none", "codec='none' is unknown. Use 'zstd' or 'lz4', or None.")
+    assert all(isinstance(each, Cached) and each.samples >= 8 for each in (cached, uncached))
+    assert cached.sample_bytes > uncached.sample_bytes == 0
+    assert all(isinstance(run, Run) and run.epoch_s > 0 and run.begin_s > 0 for run in runs)
+    assert [(run.way, run.workers) for run in runs] == [(None, 0), (UNCACHED, 0), (None, 1), (UNCACHED, 1)]
+
+
+def test_a_real_measurement_leaves_this_process_as_it_was(short, monkeypatch, messages):
+    monkeypatch.setattr("stocache.advice.advise.measure", partial(measure.measure, codecs=(None,), passes=1))
+    dataset, before = Images(), state_of_generators()
+    advice = advise(dataset, batch_size=8, progress=False)
+    with CachedDataset(dataset, 1) as cached:
+        stats = cached.stats()
+        assert DataLoader(cached, 8, num_workers="auto").num_workers <= CORES
+        assert cached.stats() == stats
+    assert "an epoch is predicted to take" in messages()[0]
+    assert state_of_generators() == before
+    assert vars(dataset) == vars(Images())
+    assert not multiprocessing.active_children()
+    assert all(each.forecast.setting.workers <= CORES for each in advice.settings)
+    assert advice.costs.timed >= 1
+    assert set(advice.costs.ways) == {None, UNCACHED}
+
+
+def test_the_error_of_a_sample_is_raised(monkeypatch):
+    monkeypatch.setattr(measure, "_ALONE_S", 60.0)  # the time to load all samples
+    for breaks, error, message in (
+        ("all", ValueError, r"sample \d+ is broken"),
+        (7, ValueError, "sample 7 is broken"),
+        ("dies", WorkerError, "exited with code 3"),
+    ):
+        with pytest.raises(error, match=message):
+            advise(Images(8, breaks), progress=False)
+    assert stocache.Advice.__name__ == "Advice"

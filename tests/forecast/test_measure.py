@@ -1,97 +1,205 @@
-"""What is measured of loads, and the costs that are fitted to runs."""
+"""What is measured of loads, and the costs that are fitted to runs; the clock, the children and the runs are made up."""
 
 import itertools
-import time
+import logging
+import os
 
 import numpy as np
 import pytest
 import torch
 
+from stocache import DatasetError
+from stocache.forecast import loads, measure
 from stocache.forecast.costs import UNCACHED, Costs, WayCosts
-from stocache.forecast.epochs import Run, nbytes_of
+from stocache.forecast.epochs import Cached, Run, Skipped, nbytes_of
 from stocache.forecast.loads import time_busy_loads, time_loads
 from stocache.forecast.measure import fit_costs
 from stocache.forecast.model import Setting, play, predict
+from stocache.system.children import ChildError
+
+pytestmark = pytest.mark.quick
 
 
-def load_slowly(indices):
-    for idx in indices:
-        time.sleep(0.01)
-        yield idx
+class Clock:
+    """Stands for the module `time`: it goes on while a sample is loaded, and for half of that a processor is used."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    monotonic = perf_counter
+
+    def process_time(self):
+        return self.now / 2
 
 
-def test_each_sample_is_loaded_twice_and_kept_once():
-    kept, loaded = [], []
-    load = lambda indices: loaded.extend(indices) or indices
-    found = list(time_loads(load, list(range(50)), 1, 60.0, kept.append))
-    assert [idx for loads in found for idx in loads.indices] == kept == list(range(50))
+class Slow:
+    """A dataset of numbers whose loads take ``cost_s``, the first time twice as long."""
+
+    def __init__(self, clock, length, cost_s):
+        self.clock, self.length, self.cost_s, self.seen = clock, length, cost_s, set()
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, idx):
+        self.clock.now += self.cost_s * (1 if idx in self.seen else 2)
+        self.seen.add(idx)
+        return idx
+
+    def load_many(self, indices):
+        return [self[idx] for idx in indices]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    for module in (loads, measure):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_each_sample_is_loaded_twice_and_kept_once(group):
+    kept, sizes, loaded = [], set(), []
+    load = lambda indices: (sizes.add(len(indices)), loaded.extend(indices)) and indices
+    found = list(time_loads(load, list(range(50)), group, 60.0, kept.append))
+    assert [idx for part in found for idx in part.indices] == kept == list(range(50))
     assert sorted(loaded) == sorted([*range(50), *range(50)])
-    assert all(len(loads.first_s) == len(loads.again_s) == len(loads.indices) for loads in found)
+    assert all(len(part.first_s) == len(part.again_s) == len(part.indices) for part in found)
+    assert sizes == {group, 50 % group or group}
 
 
-def test_one_sample_is_loaded_whatever_the_budget():
-    (loads,) = time_loads(load_slowly, list(range(50)), 1, 0.0, lambda sample: None)
-    assert (loads.indices, loads.again_s) == ((0,), ())
-    assert loads.first_s[0] >= 0.01
+@pytest.mark.parametrize(("budget_s", "count"), [(0.0, 1), (0.3, 9)])
+def test_loads_are_timed_until_the_budget_ends(budget_s, count, clock):
+    slow = Slow(clock, 10**4, 0.01)
+    found = list(time_loads(slow.load_many, range(10**4), 1, budget_s, lambda sample: None))
+    assert sum(len(part.indices) for part in found) == count
+    assert found[0].first_s == pytest.approx((0.02,))
+    assert found[0].again_s == pytest.approx((0.01,) if budget_s else ())
+    assert found[0].cpu_s == pytest.approx(0.005 if budget_s else 0.01)
+    assert clock.now <= max(budget_s, 0.02)
 
 
-def test_the_budget_ends_the_loads():
-    found = list(time_loads(load_slowly, list(range(10**4)), 1, 0.3, lambda sample: None))
-    assert 1 <= sum(len(loads.indices) for loads in found) < 30
-
-
-def test_groups_are_loaded_together():
-    sizes = []
-    load = lambda indices: sizes.append(len(indices)) or indices
-    list(time_loads(load, list(range(10)), 4, 60.0, lambda sample: None))
-    assert set(sizes) == {4, 2}
-
-
-def test_busy_loads_come_in_parts():
-    first, second = time_busy_loads(load_slowly, [[1, 2, 3], [4, 5]], 1, 60.0)
+def test_busy_loads_come_in_parts(clock):
+    slow = Slow(clock, 9, 0.01)
+    first, second = time_busy_loads(slow.load_many, [[1, 2, 3], [4, 5]], 1, 60.0)
     assert (first.indices, second.indices) == ((1, 2, 3), (4, 5))
-    assert min(first.again_s + second.again_s) >= 0.01
+    assert first.again_s == pytest.approx((0.01,) * 3)  # they were loaded before, and that was not timed
+    assert first.cpu_s == pytest.approx(0.015)
+    assert next(time_busy_loads(slow.load_many, [[1] * 99], 1, 0.255)).indices == (1,) * 23
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+WAYS = (None, "lz4", UNCACHED)
+MADE = WayCosts({}, sample_bytes=16.0, extra_bytes=1.0, fill_s=0.002)
+
+
+def run_of(way, workers, size, epoch_s, main_s, workers_s):
+    return Run(way, workers, size, 320, epoch_s, main_s, workers_s, 0.2 * workers)
+
+
+def measured(monkeypatch, dataset, time_limit_s, runs=()):
+    """Measure in this process, with 2 processors, and with made-up epochs."""
+
+    def in_children(jobs, dataset, patience_s=None):
+        level = logging.getLogger("stocache").level
+        for job in jobs:
+            yield from job()
+        logging.getLogger("stocache").setLevel(level)
+
+    def run_epochs(samples, finish, trials):
+        assert (trials.batch_sizes, trials.make_loader, trials.passes) == ((8, 2), list, 2)
+        for way in (None, UNCACHED):
+            yield Cached(way, 320, MADE.sample_bytes, MADE.extra_bytes, MADE.fill_s, 64.0)
+        yield Skipped("zstd", "it is not installed")
+        yield from runs
+
+    def progress(seconds, what):
+        if "all processors" in what:
+            dataset.cost_s *= 1.5
+            dataset.seen.update(range(len(dataset)))
+
+    monkeypatch.setattr(measure, "count_cores", lambda: 2)
+    monkeypatch.setattr(measure, "in_children", in_children)
+    monkeypatch.setattr(measure, "run_epochs", run_epochs)
+    monkeypatch.setattr(measure, "plan_split", lambda *_: None)
+    return measure.measure(dataset, batch_sizes=(8,), make_loader=list, time_limit_s=time_limit_s, on_progress=progress)
+
+
+def test_costs_hold_what_the_children_have_measured(clock, monkeypatch):
+    runs = [run_of(way, workers, 8, 1.0, 0.04, 0.4) for way in (None, UNCACHED) for workers in (0, 2)]
+    costs = measured(monkeypatch, Slow(clock, 70, 0.01), 60, runs)
+    assert (costs.samples, costs.cores, costs.batch_sizes, costs.batch_bytes) == (70, 2, (2, 8), 64.0)
+    assert costs.loads_s == pytest.approx((0.01,) * costs.timed)  # also of those that were loaded with all processors only
+    assert 1.5 / 0.03 < costs.timed <= 70
+    assert (costs.cpu_share, costs.busy_ratio, costs.worker_start_s) == pytest.approx((0.5, 1.5, 0.2))
+    assert costs.cold_ratio == pytest.approx(2, rel=0.05)
+    assert set(costs.ways) == {None, UNCACHED}
+    cached = costs.ways[None]
+    assert (cached.sample_bytes, cached.extra_bytes, cached.fill_s) == (16.0, 1.0, 0.002)
+    assert cached.at(2).sample_s == pytest.approx(0.4 / 320)
+    assert (cached.at(0).sample_s, cached.at(0).main_sample_s) == pytest.approx((0.04 / 320, 0))
+    assert costs.missing == ("codec='zstd' is left out: it is not installed",)
+
+
+def test_slow_samples_leave_time_for_few(clock, monkeypatch):
+    costs = measured(monkeypatch, Slow(clock, 1000, 1.0), 7)
+    assert (costs.timed, costs.load_s, costs.busy_ratio) == (1, pytest.approx(1), 1)
+    assert clock.now < 7
+    assert [text.partition(":")[0] for text in costs.missing] == [
+        "samples are too slow to find out whether transforms can run after the cache",
+        "codec='zstd' is left out",
+        "loads with all processors were not timed; they are taken to cost as much as alone",
+        "batches could not be timed; they are taken to cost nothing",
+    ]
+    assert predict(costs, Setting(0, 0, None, 8)).epoch_s == pytest.approx(1000)
+
+
+def test_no_sample_in_time_is_an_error(clock, monkeypatch):
+    class Hung(Slow):
+        def __getitem__(self, idx):
+            raise ChildError("it does not answer")
+
+    with pytest.raises(DatasetError, match=r"Hung: no sample was loaded in 3 s: it does not answer"):
+        measured(monkeypatch, Hung(clock, 9, 1.0), 7)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
 def test_costs_are_those_that_runs_were_made_with(workers):
     sample_s, batch_s, main_s, start_s = 1e-4, 1e-3, 2e-4, 5e-3
     runs = []
     for way, size in itertools.product((None, UNCACHED), (8, 32)):
-        batches = 320 // size
-        cost_s = batch_s + sample_s * size
+        batches, cost_s = 320 // size, batch_s + sample_s * size
+        if not workers:
+            runs.append(run_of(way, 0, size, 9.0, cost_s * batches, 0.0))
+            continue
         epoch_s = start_s + play([cost_s] * batches, [0.0] * batches, [main_s] * batches, 0.0, workers, 4)[-1]
-        runs.append(Run(way, workers, size, 320, epoch_s, main_s * batches, cost_s * batches, 0.0))
+        runs.append(run_of(way, workers, size, epoch_s, main_s * batches, cost_s * batches))
         runs.append(runs[-1]._replace(epoch_s=epoch_s * 3, workers_s=1.0))  # a pass that was disturbed
     costs = fit_costs(runs, 4)[None, workers]
     assert (costs.sample_s, costs.batch_s) == pytest.approx((sample_s, batch_s))
-    assert costs.main_batch_s == pytest.approx(main_s)
-    assert (costs.start_s, costs.wake_s) == pytest.approx((start_s, 0.0), abs=1e-6)
+    assert costs.main_batch_s == pytest.approx(main_s if workers else 0)
+    assert (costs.start_s, costs.wake_s) == pytest.approx((start_s if workers else 0, 0.0), abs=1e-6)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_an_epoch_that_was_measured_is_predicted_as_it_was(workers):
     """Whatever it took beyond the model, and however other ways differ."""
-    sizes, rng = (8, 32), np.random.default_rng(workers)
-    runs = [
-        Run(way, workers, size, 320, float(rng.uniform(0.5, 1.0)), 0.001, 0.4, 0.0)
-        for way in (None, "lz4", UNCACHED)
-        for size in sizes
-    ]
+    rng = np.random.default_rng(workers)
+    runs = [run_of(way, workers, size, float(rng.uniform(0.5, 1.0)), 0.001, 0.4) for way in WAYS for size in (8, 32)]
     costs = fit_costs(runs, 2)
-    ways = {way: WayCosts({workers: costs[way, workers]}, sample_bytes=1.0) for way in (None, "lz4", UNCACHED)}
-    known = Costs(320, 2, (0.0,), ways, batch_sizes=sizes)
+    ways = {way: WayCosts({workers: costs[way, workers]}, sample_bytes=1.0) for way in WAYS}
+    known = Costs(320, 2, (0.0,), ways, batch_sizes=(8, 32))
     for run in runs:
-        setting = Setting(
-            0 if run.way == UNCACHED else 10**6, workers, None if run.way == UNCACHED else run.way, run.batch_size
-        )
+        cached = run.way != UNCACHED
+        setting = Setting(10**6 * cached, workers, run.way if cached else None, run.batch_size)
         assert predict(known, setting).epoch_s == pytest.approx(run.epoch_s)
 
 
-def test_without_workers_the_main_process_has_all_costs():
-    runs = [Run(None, 0, size, 320, 9.0, 320 / size * (0.001 + size * 1e-4), 0.0, 0.0) for size in (8, 32)]
-    costs = fit_costs(runs, 2)[None, 0]
-    assert (costs.sample_s, costs.batch_s, costs.start_s) == pytest.approx((1e-4, 1e-3, 0.0))
+def test_processors_are_those_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 9})
+    assert measure.count_cores() == 3
 
 
 def test_bytes_of_samples_are_counted_in_containers():

@@ -1,83 +1,139 @@
 """Programs of accelerate resume at every step, with workers, several ranks, and each of its ways to resume."""
 
-import multiprocessing
-import socket
+import os
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.data import DistributedSampler
 
 import stocache
 from stocache import CachedDataset
-from tests.support.images import Images
-from tests.support.processes import run_all
+from tests.support.ranks import Numbers, of_all_ranks, reset_accelerate, run_ranks
 
-accelerate = pytest.importorskip("accelerate")
-
-from tests.support.accelerate_fits import EPOCHS, SAMPLES, Numbers, Program, check_all_steps, check_in_rank, reset_states  # noqa: E402
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.leaves_descriptors]  # its loggers keep some
 
+SAMPLES, STEPS, EPOCHS = 10, 3, 2  # three batches of at most four samples in an epoch
 WORKERS = {"num_workers": 2}
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 
 
+class Program:
+    """One start of a program: the model, the optimizer and the loader of ``kind``, as accelerate prepares them.
+
+    ``kind``: "skipping" skips what was trained, with ``set_epoch`` and ``skip_first_batches``; "stateful" has accelerate save
+    the loader of torchdata that it makes of the prepared one: with workers it does not resume, over any dataset; "registered"
+    has accelerate save a loader of stocache that is not prepared, but registered.
+    """
+
+    def __init__(self, kind, dataset, batch_size, options, loader_class=stocache.DataLoader, **config):
+        accelerate.utils.set_seed(0)
+        self.kind = kind
+        config |= {"use_seedable_sampler": True, "use_stateful_dataloader": kind == "stateful"}
+        self.accelerator = accelerate.Accelerator(cpu=True, dataloader_config=accelerate.DataLoaderConfiguration(**config))
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
+        sampling = {"shuffle": True} if kind != "registered" else {"sampler": DistributedSampler(dataset, ranks, rank, seed=5)}
+        loader = loader_class(dataset, batch_size, **sampling, **options)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.loader = loader if kind == "registered" else self.accelerator.prepare(loader)
+        if kind == "registered":
+            self.accelerator.register_for_checkpointing(loader)
+
+    def train(self, folder, epoch=0, skipped=0, checkpoint=None):
+        """Train from an epoch on, and save each step in ``folder``; return the epoch and the samples of each step.
+
+        Args:
+            epoch, skipped: where to begin, after as many batches.
+            checkpoint: number of the step whose checkpoint is loaded; None trains from the beginning, and saves.
+        """
+        seen = []
+        if checkpoint is not None and self.kind != "skipping":
+            self.accelerator.load_state(os.path.join(folder, str(checkpoint)))
+        for number in range(epoch, EPOCHS):
+            self.loader.set_epoch(number)
+            skips = skipped and number == epoch
+            for values, labels in self.accelerator.skip_first_batches(self.loader, skipped) if skips else self.loader:
+                seen.append((number, labels.tolist()))
+                self.accelerator.backward(self.model(values).mean())
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                if checkpoint is None and self.kind != "skipping":
+                    self.accelerator.save_state(os.path.join(folder, str(len(seen))))
+                    self.accelerator.wait_for_everyone()
+        return seen
+
+
+def check_all_steps(folder, kind, options, batch_size=4, **config):
+    """Check that each step resumes with the samples that the uninterrupted run saw after it; return those of that run.
+
+    The state of a registered loader belongs to the epoch in which it was taken, also after the last batch of it.
+    """
+    with CachedDataset(Numbers(SAMPLES), 1) as dataset:
+        program = partial(Program, kind, dataset, batch_size, options, **config)
+        whole = program().train(folder)
+        assert len(whole) == STEPS * EPOCHS
+        for done in range(1, len(whole)):
+            epoch = (done - (kind == "registered")) // STEPS
+            skipped = done % STEPS if kind == "skipping" else 0
+            assert program().train(folder, epoch, skipped, done) == whole[done:], done
+    return whole
+
+
+def samples_of(seen, epoch):
+    return sorted(label for at, labels in seen if at == epoch for label in labels)
+
+
 @pytest.fixture(autouse=True)
 def _states_are_reset():
+    reset_accelerate()
     yield
-    reset_states()
+    reset_accelerate()
 
 
-def test_a_prepared_loader_delivers_each_sample():
-    with CachedDataset(Images(), 1) as dataset:
-        loader = stocache.DataLoader(dataset, 8, shuffle=True, num_workers=2, persistent_workers=True)
-        prepared = accelerate.Accelerator(cpu=True).prepare(loader)
-        assert sorted(label for _, labels in prepared for label in labels.tolist()) == list(range(50))
-        skipped = accelerate.skip_first_batches(prepared, 5)
-        assert sum(len(labels) for _, labels in skipped) == 10
-        del prepared, skipped
+def slow(*row):
+    return pytest.param(*row, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
-    "options", [{}, pytest.param(WORKERS, marks=pytest.mark.slow), PERSISTENT], ids=["alone", "workers", "persistent"]
+    ("kind", "options"),
+    [
+        ("skipping", PERSISTENT),
+        ("registered", {}),
+        ("stateful", {}),
+        slow("skipping", WORKERS),
+        slow("registered", PERSISTENT),
+    ],
 )
-@pytest.mark.parametrize("kind", ["skipping", "registered"])
 def test_each_step_resumes(kind, options, tmp_path):
+    if kind == "stateful":
+        pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
     whole = check_all_steps(tmp_path, kind, options)
-    for epoch in range(EPOCHS):
-        assert sorted(label for at, labels in whole if at == epoch for label in labels) == list(range(SAMPLES))
+    assert [samples_of(whole, epoch) for epoch in range(EPOCHS)] == [list(range(SAMPLES))] * EPOCHS
 
 
-@pytest.mark.parametrize("kind", ["skipping", "stateful"])
-def test_batches_are_those_of_the_loader_of_torch(kind, tmp_path):
-    theirs = Program(kind, Numbers(), 4, {}, loader_class=torch.utils.data.DataLoader).train(tmp_path / "theirs")
-    with CachedDataset(Numbers(), 1) as dataset:
-        assert Program(kind, dataset, 4, {}).train(tmp_path / "ours") == theirs
-
-
-def test_the_loader_of_torchdata_that_accelerate_makes_resumes_without_workers(tmp_path):
-    """With workers it does not, over any dataset."""
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-    check_all_steps(tmp_path / "steps", "stateful", {})
-    with CachedDataset(Numbers(), 1) as dataset:
-        program = Program("stateful", dataset, 4, {})
-        assert isinstance(program.loader, torchdata.StatefulDataLoader)
-        program.train(tmp_path / "whole")
+def test_batches_are_those_of_the_loader_of_torch(tmp_path):
+    theirs = Program("skipping", Numbers(SAMPLES), 4, {}, loader_class=torch.utils.data.DataLoader).train(tmp_path / "theirs")
+    with CachedDataset(Numbers(SAMPLES), 1) as dataset:
+        assert Program("skipping", dataset, 4, {}).train(tmp_path / "ours") == theirs
         assert dataset.cache.counts()[0] >= SAMPLES * (EPOCHS - 1)
 
 
+def check_in_rank(rank, folder, cases):
+    """Check cases in one rank of two; together the ranks see each sample in each epoch."""
+    for number, (kind, options, config) in enumerate(cases):
+        first, second = of_all_ranks(check_all_steps(os.path.join(folder, str(number)), kind, options, **config))
+        for epoch in range(EPOCHS):
+            seen = samples_of(first + second, epoch)
+            assert set(seen) == set(range(SAMPLES))
+            assert len(seen) <= SAMPLES + 2  # accelerate fills up the last batches
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, WORKERS | {"multiprocessing_context": "fork"}], ids=["alone", "workers"])
-@pytest.mark.parametrize(
-    ("kind", "config"),
-    [
-        ("skipping", {"batch_size": 2}),
-        ("skipping", {"split_batches": True}),
-        ("skipping", {"split_batches": True, "dispatch_batches": True}),
-        ("registered", {"batch_size": 2}),
-    ],
-    ids=["skipping", "split", "dispatched", "registered"],
-)
-def test_two_ranks_resume(kind, config, options, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    run_all(multiprocessing.get_context("spawn"), 2, check_in_rank, tmp_path, port, [(kind, options, config)], timeout_s=300)
+def test_two_ranks_resume(tmp_path):
+    split = {"split_batches": True}
+    cases = [("skipping", WORKERS, {"batch_size": 2}), ("skipping", {}, split), ("registered", WORKERS, {"batch_size": 2})]
+    run_ranks(check_in_rank, tmp_path, [*cases, ("skipping", {}, split | {"dispatch_batches": True})])

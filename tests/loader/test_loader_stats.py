@@ -6,27 +6,30 @@ import logging
 import math
 import multiprocessing
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Sampler, Subset, default_collate
+from torch.utils.data import DistributedSampler, IterableDataset, Sampler, Subset, default_collate
 
 import stocache
 from stocache import CachedDataset
+from stocache.diagnosis import epochs
+from stocache.diagnosis.verdict import Verdict
+from stocache.loader import dataloader
 from stocache.timing.record import COLLATE_NS, MAKE_NS, SAMPLES
-from tests.support.images import Images, N, image
+from tests.support.images import Images, N
+from tests.support.processes import run_all
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 
-WORKERS = [
-    {},
-    {"num_workers": 2},
-    {"num_workers": 2, "worker_method": "thread"},
-    {"num_workers": 2, "persistent_workers": True},
-]
-LIMIT = "3KB"  # of some of the samples
-IDS = ["alone", "processes", "threads", "persistent"]
+WORKERS = {
+    "alone": {},
+    "processes": {"num_workers": 2},
+    "threads": {"num_workers": 2, "worker_method": "thread"},
+    "persistent": {"num_workers": 2, "persistent_workers": True},
+}
 
 
 class Silent(Sampler):
@@ -39,41 +42,53 @@ class Silent(Sampler):
         return N
 
 
-class Same:
+def same(sample):
     """A transform after the cache."""
-
-    def __call__(self, sample):
-        return sample
+    return sample
 
 
-def counts(epochs):
-    return [(epoch.hits, epoch.misses) for epoch in epochs]
+def counts(found):
+    return [(epoch.hits, epoch.misses) for epoch in found]
 
 
-@pytest.mark.parametrize("transform", [None, Same()], ids=["gathered", "transformed"])
-@pytest.mark.parametrize("options", WORKERS, ids=IDS)
-def test_epochs_are_told_apart_whatever_the_sampler_asks(options, transform):
-    with CachedDataset(Images(), LIMIT, transform=transform) as dataset:
+def check_flat(numbers, prefix):
+    assert json.loads(json.dumps(numbers)) == numbers
+    assert all(type(value) in (int, float) and name.startswith(f"{prefix}/") for name, value in numbers.items())
+    return numbers
+
+
+@pytest.mark.parametrize(
+    ("workers", "transform"),
+    [("alone", None), ("alone", same), ("processes", same), ("threads", None), ("threads", same), ("persistent", None)],
+)
+def test_epochs_have_their_figures_whatever_the_sampler_asks(workers, transform):
+    options = WORKERS[workers]
+    with CachedDataset(Images(), "3KB", transform=transform) as dataset:  # room for some of the samples
         loader = stocache.DataLoader(dataset, 7, sampler=Silent(), **options)
+        check_flat(loader.stats().flat(), "loader")
         for _ in range(3):
             assert sum(len(labels) for _, labels in loader) == N
         mine, its, filled = loader.stats().epochs, dataset.stats().epochs, dataset.stats().total.filled
         assert 0 < filled < N
-        assert [hits + misses for hits, misses in counts(mine)] == [N] * 3
-        assert counts(mine) == counts(its)
+        assert sum(counts(mine)[0]) == N
         assert counts(mine)[1:] == [(filled, N - filled)] * 2
+        assert counts(mine) == counts(its)
         assert [epoch.hit_rate for epoch in mine[1:]] == [filled / N] * 2
-        assert [epoch.number for epoch in mine] == [0, 1, 2]
-        assert all(epoch.complete for epoch in mine)
-        for epoch in mine:
+        for number, epoch in enumerate(mine):
+            assert (epoch.number, epoch.complete, epoch.samples) == (number, True, N)
             assert epoch.batches == epoch.wait.count == epoch.collate.count == math.ceil(N / 7)
-            assert epoch.samples == N
             assert epoch.load.count == epoch.misses
             assert 0 < epoch.waited_s <= epoch.seconds
             assert sum(wait.count for wait in epoch.wait_by_worker) == (epoch.batches if options else 0)
+        flat, its_flat = check_flat(loader.stats().flat(), "loader"), check_flat(dataset.stats().flat("train"), "train")
+        assert flat["loader/epoch_wait_count"] == 8
+        assert flat["loader/epoch_hits"] == its_flat["train/epoch_hits"] == filled
+        assert ("loader/epoch_worker_1_wait_p95_s" in flat) == bool(options)
+        assert ("loader/epoch_ring_occupancy" in flat) == (workers in ("processes", "persistent"))
         loader.end_workers()
 
 
+@pytest.mark.quick
 def test_a_loop_that_is_left_early_is_an_epoch_of_its_own():
     with CachedDataset(Images(), 1) as dataset:
         loader = stocache.DataLoader(dataset, 5)
@@ -85,9 +100,10 @@ def test_a_loop_that_is_left_early_is_an_epoch_of_its_own():
         assert (first.batches, second.batches) == (4, 10)
         assert first.complete
         assert first.hits + first.misses == 20
-        assert [epoch.hits + epoch.misses for epoch in dataset.stats().epochs] == [20, N]
+        assert [sum(each) for each in counts(dataset.stats().epochs)] == [20, N]
 
 
+@pytest.mark.quick
 def test_loaders_of_parts_of_a_dataset_make_up_its_epochs_together():
     with CachedDataset(Images(), 1, probe=0) as dataset:
         train, val = Subset(dataset, range(40)), Subset(dataset, range(40, N))
@@ -95,112 +111,76 @@ def test_loaders_of_parts_of_a_dataset_make_up_its_epochs_together():
         for _ in range(3):
             list(loader)
             list(stocache.DataLoader(val, 8))
-        assert [epoch.hits + epoch.misses for epoch in dataset.stats().epochs] == [N] * 3
+        assert [sum(each) for each in counts(dataset.stats().epochs)] == [N] * 3
         assert counts(loader.stats().epochs) == [(0, 40), (40, 0), (40, 0)]
 
 
-@pytest.mark.parametrize("make", [stocache.DataLoader, torch.utils.data.DataLoader], ids=["ours", "torch's"])
-@pytest.mark.parametrize("options", [{"num_workers": 1}, {"num_workers": 2, "drop_last": True}], ids=str)
-def test_a_new_loader_for_each_epoch_begins_an_epoch(make, options):
+@pytest.mark.parametrize(
+    ("make", "options", "each"),
+    [
+        (stocache.DataLoader, {"num_workers": 2, "drop_last": True}, N // 12 * 12),
+        (torch.utils.data.DataLoader, {"num_workers": 1}, N),
+    ],
+)
+def test_a_new_loader_for_each_epoch_begins_an_epoch(make, options, each):
     with CachedDataset(Images(), 1, probe=0) as dataset:
         for _ in range(3):
             for _ in make(dataset, 12, sampler=Silent(), **options):
                 pass
-        each = N if "drop_last" not in options else N // 12 * 12
-        assert [epoch.hits + epoch.misses for epoch in dataset.stats().epochs] == [each] * 3
+        assert [sum(each) for each in counts(dataset.stats().epochs)] == [each] * 3
 
 
-def rank(number, world, out):
+def run_rank(number, out):
     with CachedDataset(Images(), 1, name="stats-ranks", fingerprint="v1", probe=0) as dataset:
-        sampler = DistributedSampler(dataset, world, number, seed=3)
+        sampler = DistributedSampler(dataset, 2, number, seed=3)
         loader = stocache.DataLoader(dataset, 5, sampler=sampler, num_workers=1)
         for epoch in range(3):
             sampler.set_epoch(epoch)
             list(loader)
-        out.put((number, counts(loader.stats().epochs), loader.stats().hit_rate))
+        out.put((counts(loader.stats().epochs), loader.stats().hit_rate))
 
 
-@pytest.mark.leaves_descriptors
 def test_shares_of_ranks_add_up():
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     out = context.SimpleQueue()
-    ranks = [context.Process(target=rank, args=(number, 2, out)) for number in range(2)]
-    for process in ranks:
-        process.start()
-    found = [out.get() for _ in ranks]
-    for process in ranks:
-        process.join()
-        assert process.exitcode == 0
-        process.close()
+    run_all(context, 2, run_rank, out)
+    found = [out.get() for _ in range(2)]
     out.close()
-    for epoch in range(3):
-        shares = [own[epoch] for _, own, _ in found]
-        assert [hits + misses for hits, misses in shares] == [N // 2] * 2
-    assert sum(misses for _, own, _ in found for _, misses in own) >= N  # each sample was loaded, by one rank or the other
-    for _, own, hit_rate in found:
+    for own, hit_rate in found:
+        assert [sum(share) for share in own] == [N // 2] * 3
         assert hit_rate == pytest.approx(sum(hits for hits, _ in own) / (3 * N // 2))
+    assert sum(misses for own, _ in found for _, misses in own) >= N  # each sample was loaded, by one rank or the other
 
 
+@pytest.mark.quick
 def test_a_private_cache_of_one_rank_has_epochs_of_its_share():
     with CachedDataset(Images(), 1, probe=0) as dataset:
         loader = stocache.DataLoader(dataset, 5, sampler=DistributedSampler(dataset, 2, 0, shuffle=False))
         for _ in range(3):
             list(loader)
-        assert [(epoch.hits, epoch.misses) for epoch in dataset.stats().epochs] == [(0, 25), (25, 0), (25, 0)]
+        assert counts(dataset.stats().epochs) == [(0, 25), (25, 0), (25, 0)]
 
 
-class Slow(Dataset):
-    def __init__(self, costs_s):
-        self.costs_s = costs_s
+@pytest.mark.quick
+def test_waits_are_the_times_that_the_loop_sees(monkeypatch):
+    clock = SimpleNamespace(now=1)
+    clock.perf_counter_ns = lambda: clock.now
+    for module in (dataloader, epochs):
+        monkeypatch.setattr(module, "time", clock)
 
-    def __len__(self):
-        return len(self.costs_s)
+    class Slow(Images):
+        def __getitem__(self, idx):
+            clock.now += (30 if idx % 10 == 3 else 2) * 10**6
+            return super().__getitem__(idx)
 
-    def __getitem__(self, idx):
-        time.sleep(self.costs_s[idx])
-        return image(idx), idx
-
-
-@pytest.mark.parametrize("options", WORKERS[:3], ids=IDS[:3])
-def test_percentiles_are_those_of_the_times_that_the_loop_sees(options):
-    costs_s = np.random.default_rng(0).permutation([0.002] * 45 + [0.03] * 5)
-    with CachedDataset(Slow(costs_s), 1, probe=0) as dataset:
-        loader, waits_s = stocache.DataLoader(dataset, 5, **options), []
-        batches = iter(loader)
-        while True:
-            began = time.perf_counter()
-            if next(batches, None) is None:
-                break
-            waits_s.append(time.perf_counter() - began)
-        (epoch,) = loader.stats().epochs
-    for share, found_s in ((50, epoch.wait.p50_s), (95, epoch.wait.p95_s), (100, epoch.wait.max_s)):
-        exact_s = np.percentile(waits_s, share, method="inverted_cdf")
-        assert found_s == pytest.approx(exact_s, rel=0.03, abs=3e-4)  # 2 %, and what the loop itself takes
-    assert epoch.load.p50_s >= 0.00196
-    assert epoch.load.p95_s >= 0.0294
-    assert epoch.load.p50_s < 0.03  # not blurred by the slow ones
-
-
-@pytest.mark.parametrize("options", WORKERS, ids=IDS)
-def test_a_flat_dict_has_numbers_only(options):
-    with CachedDataset(Images(), LIMIT) as dataset:
-        loader = stocache.DataLoader(dataset, 5, **options)
-        before = loader.stats().flat()
-        list(loader)
-        for numbers, prefix in (
-            (loader.stats().flat(), "loader"),
-            (dataset.stats().flat("train"), "train"),
-            (before, "loader"),
-        ):
-            assert json.loads(json.dumps(numbers)) == numbers
-            assert all(type(value) in (int, float) and name.startswith(f"{prefix}/") for name, value in numbers.items())
-        flat = loader.stats().flat()
-        assert flat["loader/epoch_wait_count"] == flat["loader/batches"] == 10
-        assert flat["loader/epoch_hits"] + flat["loader/epoch_misses"] == N
-        assert dataset.stats().flat("train")["train/epoch_hits"] == flat["loader/epoch_hits"]
-        assert ("loader/epoch_worker_1_wait_p95_s" in flat) == bool(options)
-        assert ("loader/epoch_ring_occupancy" in flat) == (bool(options) and "worker_method" not in options)
-        loader.end_workers()
+    loader = stocache.DataLoader(Slow(), 1)
+    for _ in loader:
+        clock.now += 10**6  # the training step
+    (epoch,) = loader.stats().epochs
+    waits_s = np.array([0.002] * 45 + [0.03] * 5)
+    assert (epoch.waited_s, epoch.seconds) == pytest.approx((waits_s.sum(), waits_s.sum() + 0.05))
+    assert epoch.wait.mean_s == pytest.approx(waits_s.mean())
+    assert (epoch.wait.p50_s, epoch.wait.p95_s, epoch.wait.max_s) == pytest.approx((0.002, 0.03, 0.03), rel=0.016)
 
 
 class Stream(IterableDataset):
@@ -208,10 +188,11 @@ class Stream(IterableDataset):
         return iter(range(20))
 
 
-@pytest.mark.parametrize("dataset", [Stream(), Images()], ids=["iterable", "uncached"])
-@pytest.mark.parametrize("options", WORKERS, ids=IDS)
-def test_loaders_without_a_cache_tell_waits_too(dataset, options):
-    loader = stocache.DataLoader(dataset, 5, **options)
+@pytest.mark.parametrize(
+    ("dataset", "workers"), [(Stream(), "alone"), (Stream(), "processes"), (Images(), "threads"), (Images(), "persistent")]
+)
+def test_loaders_without_a_cache_tell_waits_too(dataset, workers):
+    loader = stocache.DataLoader(dataset, 5, **WORKERS[workers])
     for _ in range(2):
         batches = len(list(loader))
     stats = loader.stats()
@@ -219,15 +200,13 @@ def test_loaders_without_a_cache_tell_waits_too(dataset, options):
     assert stats.wait.count == 2 * batches
     assert stats.hit_rate is None
     assert {epoch.hits for epoch in stats.epochs} == {epoch.hit_rate for epoch in stats.epochs} == {None}
-    assert stats.epochs[1].samples == (50 if isinstance(dataset, Images) else stats.epochs[1].samples)
+    assert [epoch.samples for epoch in stats.epochs] == [5 * batches] * 2
     loader.end_workers()
 
 
 class Sleeping(Images):
-    """Takes 4 ms for each sample."""
-
     def __getitem__(self, idx):
-        time.sleep(0.004)
+        time.sleep(0.002)
         return super().__getitem__(idx)
 
 
@@ -237,74 +216,72 @@ class SleepingBatches(Sleeping):
 
 
 def sleeping_collate(samples):
-    time.sleep(0.02)
+    time.sleep(0.01)
     return default_collate(samples)
 
 
-@pytest.mark.parametrize("dataset", [Sleeping(), SleepingBatches()], ids=["samples", "batches"])
-@pytest.mark.parametrize("options", WORKERS, ids=IDS)
-def test_making_and_collating_are_told_apart_whoever_does_them(dataset, options):
-    loader = stocache.DataLoader(dataset, 10, collate_fn=sleeping_collate, **options)
+@pytest.mark.parametrize("dataset", [Sleeping(20), SleepingBatches(20)], ids=["samples", "batches"])
+@pytest.mark.parametrize("workers", ["alone", "processes", "threads"])
+def test_making_and_collating_are_told_apart_whoever_does_them(dataset, workers):
+    loader = stocache.DataLoader(dataset, 10, collate_fn=sleeping_collate, **WORKERS[workers])
     list(loader)
     counted = loader._record.read()
-    assert counted.sum(SAMPLES) == N
-    assert counted.batches == N // 10
-    assert counted.sum(MAKE_NS) >= 4e6 * N
-    assert counted.sum(COLLATE_NS) >= 20e6 * N / 10
-    assert counted.distribution(COLLATE_NS).p50_s >= 0.019
-    loader.end_workers()
+    assert (counted.sum(SAMPLES), counted.batches) == (20, 2)
+    assert counted.sum(MAKE_NS) >= 20 * 2e6
+    assert counted.sum(COLLATE_NS) >= 2 * 10e6
+    assert counted.distribution(COLLATE_NS).p50_s >= 0.0098
 
 
-def test_the_verdict_is_logged_when_an_epoch_ends(caplog):
-    with CachedDataset(Slow([0.005] * 40), 1, probe=0) as dataset, caplog.at_level(logging.INFO, "stocache"):
+@pytest.mark.quick
+def test_the_verdict_is_logged_when_an_epoch_ends(caplog, monkeypatch):
+    judged = []
+    monkeypatch.setattr(epochs, "judge", lambda facts: judged.append(facts) or Verdict("source", 0.5, "loading is slow"))
+    with CachedDataset(Images(), 1, probe=0) as dataset, caplog.at_level(logging.INFO, "stocache"):
         loader = stocache.DataLoader(dataset, 5)
         assert loader.stats().verdict is None
         list(loader)
         verdict = loader.stats().verdict
-        assert verdict.limit == "cold cache"
+        assert str(verdict) == "loading is slow"
         assert verdict is loader.stats().epochs[0].verdict
-        assert f"epoch 1: {verdict}" in caplog.messages
+        assert "epoch 1: loading is slow" in caplog.messages
+        facts = judged[0]
+        assert (facts.batches, facts.samples, facts.misses, facts.workers, facts.starts_workers) == (10, N, N, 0, False)
+        cache = facts.cache()
+        assert (cache.fills, cache.filled, cache.dataset_len, cache.sample_bytes) == (N, N, N, dataset.stats().total.slot_bytes)
+        assert cache.room_bytes > N * cache.sample_bytes
+        assert not cache.disk
 
 
-class TestTraces:
-    def names(self, loop):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            loop()
-        found = [event.name for event in profile.events() if event.name.startswith("stocache: ")]
-        return {name: found.count(name) for name in found}
-
-    def test_a_trace_names_what_the_main_process_does(self):
-        with CachedDataset(Images(), LIMIT) as dataset:
-            cold = self.names(lambda: list(stocache.DataLoader(dataset, 10)))
-            filled = dataset.stats().total.filled
-            assert cold["stocache: wait for a batch"] == 6  # the last one tells that the epoch is over
-            assert cold["stocache: load samples that are not cached"] >= 5  # batches
-            warm = self.names(lambda: list(stocache.DataLoader(Subset(dataset, dataset_set(dataset)), filled)))
-            assert warm == {"stocache: wait for a batch": 2, "stocache: gather cached samples": 1}
-
-    def test_a_trace_names_what_comes_from_workers(self):
-        with CachedDataset(Images(), 1) as dataset:
-            names = self.names(lambda: list(stocache.DataLoader(dataset, 10, num_workers=2)))
-            assert names == {"stocache: wait for a batch": 6, "stocache: receive a batch from a worker": 5}
-
-    def test_a_trace_names_collating(self):
-        names = self.names(lambda: list(stocache.DataLoader(Images(), 10)))
-        assert names == {"stocache: wait for a batch": 6, "stocache: collate": 5}
-
-    def test_ranges_exist_only_while_a_profiler_is_on(self, monkeypatch):
-        made = []
-        monkeypatch.setattr(torch.autograd.profiler, "record_function", made.append)
-        with CachedDataset(Images(), 1) as dataset:
-            list(stocache.DataLoader(dataset, 10))
-        assert made == []
-
-    @pytest.mark.parametrize("profiler", [torch.profiler.profile, torch.autograd.profiler.profile])
-    def test_torch_says_that_a_profiler_is_on_as_spans_expect(self, profiler):
-        assert torch.autograd.profiler._is_profiler_enabled is False
-        with profiler():
-            assert torch.autograd.profiler._is_profiler_enabled is True
-        assert torch.autograd.profiler._is_profiler_enabled is False
+# ---------------------------------------------------------------------------------------------------- traces
 
 
-def dataset_set(dataset):
-    return torch.nonzero(dataset.cache.aux_array == 1).ravel().tolist()
+def names(*arguments, profiler=torch.profiler.profile, **options):
+    """Return how often each step occurs in the trace of an epoch."""
+    with profiler() as profile:
+        assert torch.autograd.profiler._is_profiler_enabled is True  # as spans expect
+        list(stocache.DataLoader(*arguments, **options))
+    events = profile.events() if profiler is torch.profiler.profile else profile.function_events
+    found = [event.name for event in events if event.name.startswith("stocache: ")]
+    return {name.removeprefix("stocache: "): found.count(name) for name in found}
+
+
+@pytest.mark.parametrize("profiler", [torch.profiler.profile, torch.autograd.profiler.profile])
+def test_a_trace_names_what_the_main_process_does_and_what_comes_from_workers(profiler):
+    assert names(Images(), 10, profiler=profiler) == {"wait for a batch": 6, "collate": 5}  # the last one: the epoch is over
+    with CachedDataset(Images(), "3KB") as dataset:
+        assert names(dataset, 10, profiler=profiler)["load samples that are not cached"] >= 5  # batches
+        cached = torch.nonzero(dataset.cache.aux_array == 1).ravel().tolist()
+        warm = names(Subset(dataset, cached), len(cached), profiler=profiler)
+        assert warm == {"wait for a batch": 2, "gather cached samples": 1}
+        found = names(dataset, 10, profiler=profiler, num_workers=1)
+        assert found == {"wait for a batch": 6, "receive a batch from a worker": 5}
+
+
+@pytest.mark.quick
+def test_ranges_exist_only_while_a_profiler_is_on(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", made.append)
+    with CachedDataset(Images(), 1) as dataset:
+        list(stocache.DataLoader(dataset, 10))
+    assert made == []
+    assert torch.autograd.profiler._is_profiler_enabled is False

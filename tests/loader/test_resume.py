@@ -1,18 +1,20 @@
 """A DataLoader goes on where its state was taken: after any batch, exactly, without loading what was delivered."""
 
-import contextlib
 import copy
-import gc
 import io
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 import stocache
 from stocache import CachedDataset, StateError
+from tests.support.edits import through_json
 from tests.support.equality import same
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 
 N = 30
 
@@ -50,10 +52,6 @@ class Restless:
         self.random.setstate(state["random"])
 
 
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
-
-
 class Eager:
     """Draws from the global generators when it is asked for an iterator, not later."""
 
@@ -66,11 +64,15 @@ class Eager:
         return iter(order)
 
 
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
 SAMPLERS = {
     "in order": lambda seed: {},
-    "shuffled by the global generator": lambda seed: {"shuffle": True},
-    "shuffled by its own generator": lambda seed: {"shuffle": True, "generator": generator(seed)},
-    "a sampler with its own generator": lambda seed: {"sampler": RandomSampler(range(N), generator=generator(seed))},
+    "global": lambda seed: {"shuffle": True},
+    "own": lambda seed: {"shuffle": True, "generator": generator(seed)},
+    "sampler's": lambda seed: {"sampler": RandomSampler(range(N), generator=generator(seed))},
     "with replacement": lambda seed: {"sampler": RandomSampler(range(N), True, 25, generator=generator(seed))},
     "weighted": lambda seed: {"sampler": WeightedRandomSampler(torch.arange(N) + 1.0, 40, generator=generator(seed))},
     "eager": lambda seed: {"sampler": Eager()},
@@ -86,45 +88,23 @@ WORKERS = {
 }
 
 
-def make(sampler, workers, seed=1, dataset=None):
+def make(sampler="in order", workers="alone", seed=1, dataset=None, state=None):
+    """Return a loader, which goes on from a state."""
     options = SAMPLERS[sampler](seed) | WORKERS[workers]
     if "batch_sampler" not in options:
         options.setdefault("batch_size", 4)
-    return stocache.DataLoader(dataset or Recorded(), **options)
+    loader = stocache.DataLoader(dataset or Recorded(), **options)
+    if state is not None:
+        loader.load_state_dict(state)
+    return loader
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.sampled(4)
-def test_resumed_after_any_batch_it_delivers_what_would_have_come(sampler, workers):
-    loader = make(sampler, workers)
-    torch.manual_seed(11)
-    states, came = [loader.state_dict()], []
-    random.seed(11)
-    globals_after = [(torch.get_rng_state(), random.getstate())]
-    for _ in range(2):
-        for batch in loader:
-            came.append(batch)
-            states.append(loader.state_dict())
-            globals_after.append((torch.get_rng_state(), random.getstate()))
-    between = loader.state_dict()
-    third = list(loader)
-    picks = range(len(states)) if workers in ("alone", "ahead") else (0, 1, len(states) // 2, len(states) - 1)
-    for number in picks:
-        resumed = make(sampler, workers, seed=99)
-        resumed.load_state_dict(saved(states[number]))
-        torch.set_rng_state(globals_after[number][0])  # a user's checkpoint has them
-        random.setstate(globals_after[number][1])
-        rest = list(resumed)
-        if number <= len(came) // 2:
-            rest += list(resumed)
-        assert same(rest, came[number:]), number
-        assert same(list(resumed), third), number
-    resumed = make(sampler, workers, seed=99)
-    resumed.load_state_dict(saved(between))
-    torch.set_rng_state(globals_after[-1][0])
-    random.setstate(globals_after[-1][1])
-    assert same(list(resumed), third)
+def after(loader, count):
+    """Return the iterator of a loader after some batches, and the state then."""
+    batches = iter(loader)
+    for _ in range(count):
+        next(batches)
+    return batches, loader.state_dict()
 
 
 def saved(state):
@@ -135,31 +115,48 @@ def saved(state):
     return torch.load(file, weights_only=True)
 
 
-class Broken(Recorded):
-    def __getitem__(self, idx):
-        if idx == 9:
-            raise ValueError("sample 9 is broken")
-        return super().__getitem__(idx)
+@pytest.mark.parametrize(
+    ("sampler", "workers", "others"),
+    [
+        *((sampler, "alone", "alone") for sampler in SAMPLERS),
+        *(("own", "ahead", "ahead"), ("stateful", "ahead", "ahead"), ("global", "workers", "alone")),
+        *(("sampler's", "alone", "workers"), ("eager", "persistent", "persistent"), ("one by one", "persistent", "persistent")),
+    ],
+)
+def test_resumed_after_any_batch_it_delivers_what_would_have_come(sampler, workers, others):
+    loader, states, globals_after, came = make(sampler, workers), [], [], []
 
+    def note():
+        states.append(loader.state_dict())
+        globals_after.append((torch.get_rng_state(), random.getstate()))
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_batch_that_raised_is_not_tried_again(workers):
-    loader = stocache.DataLoader(Broken(), 4, num_workers=workers)
-    batches = iter(loader)
-    for _ in range(4):
-        with contextlib.suppress(ValueError):
-            next(batches)
-    resumed = stocache.DataLoader(Broken(), 4, num_workers=workers)
-    resumed.load_state_dict(loader.state_dict())
-    assert same(next(iter(resumed)), next(batches))
+    note()
+    for _ in range(2):
+        for batch in loader:
+            came.append(batch)
+            note()
+    note()  # after the end
+    third = list(loader)
+    numbers = range(0, len(states), 3)
+    if {workers, others} & {"workers", "persistent"}:
+        numbers = (1, len(came) // 2, len(came) + 1)
+    for number in numbers:
+        resumed = make(sampler, others, 99, state=saved(states[number]))
+        torch.set_rng_state(globals_after[number][0])  # a user's checkpoint has them
+        random.setstate(globals_after[number][1])
+        rest = list(resumed) if number <= len(came) else []
+        if number <= len(came) // 2:
+            rest += list(resumed)
+        assert same(rest, came[number:]), number
+        assert same(list(resumed), third), number
 
 
 def test_a_state_outlives_an_iterator_that_could_not_be_made(monkeypatch):
-    loader = make("in order", "workers")
-    batches = iter(loader)
-    next(batches)
-    resumed = make("in order", "workers")
-    resumed.load_state_dict(loader.state_dict())
+    def refuse(loader):
+        raise OSError("no processes")
+
+    batches, state = after(make(workers="workers"), 1)
+    resumed = make(workers="workers", state=state)
     with monkeypatch.context() as patch:
         patch.setattr(torch.utils.data.DataLoader, "__iter__", refuse)
         with pytest.raises(OSError, match="no processes"):
@@ -167,146 +164,66 @@ def test_a_state_outlives_an_iterator_that_could_not_be_made(monkeypatch):
     assert same(list(resumed), list(batches))
 
 
-def refuse(loader):
-    raise OSError("no processes")
-
-
-def test_other_bit_generators_of_numpy_and_datasets_and_samplers_without_length():
-    import numpy as np
-
-    before = np.random.get_bit_generator()
-    np.random.set_bit_generator(np.random.PCG64(3))
-    try:
-        loader = stocache.DataLoader(Endless(), 2, sampler=iter(range(6)))
-        batches = iter(loader)
-        next(batches)
-        state = saved(loader.state_dict())
-        resumed = stocache.DataLoader(Endless(), 2, sampler=range(6))
-        with pytest.raises(StateError, match="batches None"):
-            resumed.load_state_dict(state)
-        loader = stocache.DataLoader(Endless(), 2, sampler=range(6))
-        next(iter(loader))
-        resumed.load_state_dict(saved(loader.state_dict()))
-        assert [batch.tolist() for batch in resumed] == [[2, 3], [4, 5]]
-    finally:
-        np.random.set_bit_generator(before)
-
-
 class Endless:
     def __getitem__(self, idx):
         return idx
 
 
-def test_the_samples_that_were_delivered_are_not_loaded_again():
-    loader = make("shuffled by its own generator", "alone")
-    batches = iter(loader)
-    done = [next(batches) for _ in range(3)]
-    state = loader.state_dict()
+def test_other_bit_generators_of_numpy_and_datasets_and_samplers_without_length():
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        _, state = after(stocache.DataLoader(Endless(), 2, sampler=iter(range(6))), 1)
+        resumed = stocache.DataLoader(Endless(), 2, sampler=range(6))
+        with pytest.raises(StateError, match="batches None"):
+            resumed.load_state_dict(saved(state))
+        _, state = after(stocache.DataLoader(Endless(), 2, sampler=range(6)), 1)
+        resumed.load_state_dict(saved(state))
+        assert [batch.tolist() for batch in resumed] == [[2, 3], [4, 5]]
+    finally:
+        np.random.set_bit_generator(before)
+
+
+@pytest.mark.quick
+def test_taking_and_loading_a_state_draws_nothing_and_loads_nothing_again():
+    loader = make("global")
+    batches, state = after(loader, 3)
+    before, kept = (torch.get_rng_state(), random.getstate()), copy.deepcopy(state)
     dataset = Recorded()
-    resumed = make("shuffled by its own generator", "alone", dataset=dataset)
-    resumed.load_state_dict(state)
-    list(resumed)
-    delivered = {row[0].item() for batch in done for row in batch}
-    assert set(dataset.loaded) == set(range(N)) - delivered
-
-
-def test_taking_and_loading_a_state_leaves_the_global_generators_alone():
-    loader = make("shuffled by the global generator", "alone")
-    batches = iter(loader)
-    next(batches)
-    before = torch.get_rng_state(), random.getstate()
-    state = loader.state_dict()
-    resumed = make("shuffled by the global generator", "alone")
-    resumed.load_state_dict(state)
-    next(iter(resumed))
+    resumed = iter(make("global", dataset=dataset, state=state))
+    next(resumed)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
+    assert same(len(list(resumed)), len(list(batches)) - 1)
+    assert len(dataset.loaded) == len(set(dataset.loaded)) == N - 3 * 4
+    assert not set(dataset.loaded) & set(loader.dataset.loaded[: 3 * 4])
+    list(loader)
+    assert same(saved(state), saved(kept))  # it did not change with its loader
 
 
 def test_a_resumed_epoch_can_be_interrupted_and_resumed():
-    loader = make("shuffled by the global generator", "workers")
     torch.manual_seed(3)
-    expected = list(loader)
+    expected = list(make("global", "workers"))
     torch.manual_seed(3)
-    came = []
-    state = None
+    came, state = [], None
     for _ in range(4):
-        loader = make("shuffled by the global generator", "workers")
-        if state is not None:
-            loader.load_state_dict(state)
-            assert same(loader.state_dict(), state)
+        loader = make("global", "workers", state=state)
+        assert state is None or same(loader.state_dict(), state)
         batches = iter(loader)
         came += [next(batches), next(batches)]
         state = loader.state_dict()
     assert same(came, expected)
 
 
-def test_a_state_does_not_change_with_its_loader():
-    loader = make("shuffled by its own generator", "alone")
-    batches = iter(loader)
-    next(batches)
-    state = loader.state_dict()
-    before = copy.deepcopy(state)
-    list(batches)
-    list(loader)
-    assert same(saved(state), saved(before))
-
-
-def test_the_epoch_is_resumed_too():
-    def loader():
-        return stocache.DataLoader(Recorded(), 4, sampler=DistributedSampler(Recorded(), 2, 1, seed=3))
-
-    first = loader()
-    first.set_epoch(7)
-    batches = iter(first)
-    next(batches)
-    state = first.state_dict()
-    resumed = loader()
-    resumed.load_state_dict(state)
-    assert resumed.sampler.epoch == 7
-    assert same(list(resumed), list(batches))
-
-
-@pytest.mark.filterwarnings("ignore:.*set_vital")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_it_resumes_as_torchdata_does(workers):
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-    orders = []
-    for cls in (stocache.DataLoader, torchdata.StatefulDataLoader):
-        loader = cls(Recorded(), 4, shuffle=True, num_workers=workers, generator=generator(2))
-        batches = iter(loader)
-        head = [next(batches) for _ in range(3)]
-        state = loader.state_dict()
-        resumed = cls(Recorded(), 4, shuffle=True, num_workers=workers, generator=generator(2))
-        resumed.load_state_dict(state)
-        orders.append([head, list(resumed)])
-        assert len(orders[-1][1]) == 5
-        ended = cls(Recorded(), 4, num_workers=workers)
-        list(ended)
-        again = cls(Recorded(), 4, num_workers=workers)
-        again.load_state_dict(ended.state_dict())
-        orders[-1].append(list(again))
-    ours, theirs = orders
-    assert same(sorted(row[0].item() for batch in ours[0] + ours[1] for row in batch), list(range(N)))
-    assert [len(part) for part in ours] == [len(part) for part in theirs]
-
-
 def test_a_cached_dataset_resumes_with_its_fingerprint():
     with CachedDataset(Recorded(), 1, name="resume", fingerprint="v1") as dataset:
-        loader = stocache.DataLoader(dataset, 4)
-        batches = iter(loader)
-        next(batches)
-        state = loader.state_dict()
-        del loader, batches
-        gc.collect()
+        _, state = after(make(dataset=dataset), 1)
     with CachedDataset(Recorded(), 1, name="resume", fingerprint="v2") as dataset:
-        loader = stocache.DataLoader(dataset, 4)
         with pytest.raises(StateError, match="fingerprint 'v1'; this one has 'v2'"):
-            loader.load_state_dict(state)
-        del loader
-        gc.collect()
+            make(dataset=dataset, state=state)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("other", "words"),
     [
@@ -318,21 +235,116 @@ def test_a_cached_dataset_resumes_with_its_fingerprint():
     ],
 )
 def test_the_state_of_another_loader_is_refused(other, words):
-    loader = stocache.DataLoader(Recorded(), 4)
-    next(iter(loader))
+    _, state = after(make(), 1)
     with pytest.raises(StateError, match=words):
-        other().load_state_dict(loader.state_dict())
+        other().load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    ("state", "words"),
-    [
-        (None, "not a state of a DataLoader"),
-        ([1], "not a state of a DataLoader"),
-        ({"_num_yielded": 3}, "not a state of a DataLoader"),
-        ({"version": 1, "batches": 3, "finished": False}, "reads states of version 2, and this state has version 1"),
-    ],
-)
-def test_what_is_not_a_state_is_refused(state, words):
-    with pytest.raises(StateError, match=words):
-        stocache.DataLoader(Recorded()).load_state_dict(state)
+@pytest.mark.quick
+def test_what_is_not_a_state_is_refused():
+    for state in (None, [1], {"_num_yielded": 3}):
+        with pytest.raises(StateError, match="not a state of a DataLoader"):
+            make().load_state_dict(state)
+    with pytest.raises(StateError, match="reads states of version 2, and this state has version 1"):
+        make(state={"version": 1, "batches": 3, "finished": False})
+
+
+# ---------------------------------------------------------------------------------------------------- ranks and epochs
+
+
+def ranked(ranks, rank, batch_size, state=None, **options):
+    loader = stocache.DataLoader(range(37), batch_size, sampler=DistributedSampler(range(37), ranks, rank, seed=4), **options)
+    if state is not None:
+        loader.load_state_dict(through_json(state))
+    return loader
+
+
+@pytest.mark.parametrize("before", [1, 2, 4])
+@pytest.mark.parametrize("now", [1, 2, 4])
+def test_a_state_loads_with_other_ranks_that_share_the_same_batches(before, now):
+    states, came, rest = [], [], []
+    for rank in range(before):
+        loader = ranked(before, rank, 8 // before)
+        loader.sampler.set_epoch(3)  # as trainers do
+        batches = iter(loader)
+        came += [index for _ in range(2) for index in next(batches).tolist()]
+        states.append(loader.state_dict())
+    for rank in range(now):
+        loader = ranked(now, rank, 8 // now, states[rank % before])
+        assert loader.sampler.epoch == 3
+        rest += [index for batch in loader for index in batch.tolist()]
+    assert len(came) == 16
+    assert set(came) | set(rest) == set(range(37))
+    assert len(came) + len(rest) == -(-37 // now) * now  # the sampler fills up the last batch
+    with pytest.raises(StateError, match="batch"):
+        ranked(now, 0, 5, states[0])
+
+
+@pytest.mark.parametrize(("workers", "step"), [(0, 1), (2, 7)])
+def test_the_epoch_that_was_set_is_resumed(workers, step):
+    options = {"num_workers": workers, "persistent_workers": workers > 0}
+    first, epochs = ranked(2, 1, 3, **options), []
+    for epoch in range(4):
+        first.set_epoch(epoch)
+        batches, states = [], [first.state_dict()]
+        for batch in first:
+            batches.append(batch)
+            states.append(first.state_dict())
+        epochs.append((batches, states))
+    for epoch in (0, 2):
+        came, states = epochs[epoch]
+        for number in range(0, len(states), step):
+            resumed = ranked(2, 1, 3, states[number], **options)
+            assert same(list(resumed), came[number:]), (epoch, number)
+            resumed.sampler.set_epoch(epoch + 1)
+            assert same(list(resumed), epochs[epoch + 1][0])
+
+
+class Told(Recorded):
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+@pytest.mark.quick
+def test_a_dataset_is_told_the_epoch_that_is_resumed():
+    first, dataset = make(dataset=Told()), Told()
+    first.set_epoch(7)
+    make(dataset=dataset, state=after(first, 1)[1])
+    assert dataset.epoch == 7
+
+
+@pytest.mark.parametrize(("delivered", "epoch"), [(0, 2), (1, 0), (1, 1), (8, 2)])
+def test_the_epoch_may_be_set_after_the_iterator_is_made(delivered, epoch):
+    def labels(iterator):
+        return [batch.tolist() for batch in iterator]
+
+    whole = ranked(1, 0, 5, num_workers=2)
+    whole.set_epoch(epoch)
+    first = ranked(1, 0, 5, num_workers=2)
+    first.sampler.set_epoch(1)
+    resumed = ranked(1, 0, 5, after(first, delivered)[1], num_workers=2)
+    iterator = iter(resumed)
+    resumed.sampler.set_epoch(epoch)
+    assert labels(iterator) == labels(whole)[delivered if epoch == 1 else 0 :]
+
+
+@pytest.mark.parametrize("kind", ["distributed", "generator"])
+@pytest.mark.parametrize(("workers", "delivered"), [("alone", 3), ("alone", 8), ("persistent", 8)])
+def test_an_iterator_that_is_not_used_takes_the_resumed_epoch(workers, delivered, kind):
+    """As a trainer makes one that begins at the end of an epoch."""
+
+    def loader(state=None):
+        sampling = {"sampler": DistributedSampler(range(N), 1, 0)} if kind == "distributed" else SAMPLERS["own"](5)
+        made = stocache.DataLoader(Recorded(), 4, **sampling, **WORKERS[workers])
+        made.load_state_dict(state or {})
+        return made
+
+    first = loader()
+    _, state = after(first, delivered)
+    resumed = loader(state)
+    iter(resumed)
+    for one in (first, resumed):
+        one.set_epoch(1)
+    assert same(list(resumed), list(first))
+    first.end_workers()
+    resumed.end_workers()

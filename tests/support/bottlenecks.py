@@ -14,62 +14,46 @@ import stocache
 from stocache import CachedDataset
 
 N, BATCH = 240, 20
-SHAPE = (3, 32, 32)
 NEEDED_GIB = "1MB"  # all samples
 
 
+def burn(cost_s):
+    """Run Python for that long, and hold the GIL."""
+    until = time.thread_time() + cost_s
+    while time.thread_time() < until:
+        pass
+
+
+@dataclass(frozen=True)
 class Source(Dataset):
-    """Samples that take ``cost_s`` to load, as from a disk or a network."""
+    """Samples that take ``cost_s`` to load, waiting, as for a disk or a network, or in Python."""
 
-    def __init__(self, cost_s: float = 0.0) -> None:
-        self.cost_s = cost_s
+    cost_s: float = 0.0
+    wait: Callable[[float], None] = time.sleep
+    size: int = 32
 
-    def __len__(self) -> int:
+    def __len__(self):
         return N
 
-    def __getitem__(self, idx: int) -> tuple[torch.Tensor, int]:
-        if self.cost_s:
-            time.sleep(self.cost_s)
-        return torch.full(SHAPE, idx % 251, dtype=torch.uint8), idx
-
-
-class Python(Source):
-    """Samples that hold the GIL for ``cost_s``."""
-
-    def __getitem__(self, idx: int) -> tuple[torch.Tensor, int]:
-        burn(self.cost_s)
-        return torch.full(SHAPE, idx % 251, dtype=torch.uint8), idx
-
-
-def burn(cost_s: float) -> int:
-    """Run Python for so long."""
-    until, count = time.thread_time() + cost_s, 0
-    while time.thread_time() < until:
-        count += 1
-    return count
+    def __getitem__(self, idx):
+        self.wait(self.cost_s)
+        return torch.full((3, self.size, self.size), idx % 251, dtype=torch.uint8), idx
 
 
 @dataclass(frozen=True)
-class Transform:
-    """A transform that takes ``cost_s`` a sample, on a processor or waiting."""
+class Slow:
+    """A function that burns ``cost_s``, and calls another one."""
 
     cost_s: float
-    burns: bool = True
+    function: Callable[[Any], Any] = tuple
 
-    def __call__(self, sample: Any) -> Any:
-        burn(self.cost_s) if self.burns else time.sleep(self.cost_s)
-        return sample
-
-
-@dataclass(frozen=True)
-class Collate:
-    """A collate function that takes ``cost_s`` a batch."""
-
-    cost_s: float
-
-    def __call__(self, samples: list[Any]) -> Any:
+    def __call__(self, value):
         burn(self.cost_s)
-        return default_collate(samples)
+        return self.function(value)
+
+
+def cached(cost_s=0.0, limit=NEEDED_GIB, wait=time.sleep, size=32, **options):
+    return lambda: CachedDataset(Source(cost_s, wait, size), limit, **options)
 
 
 @dataclass
@@ -86,7 +70,7 @@ class Bottleneck:
 
     limit: str | None
     says: str
-    dataset: Callable[[], Any]
+    dataset: Callable[[], CachedDataset]
     step_s: float = 0.01
     epochs: int = 2
     hold: int = 0
@@ -101,7 +85,7 @@ class Bottleneck:
             dataset.warm(progress=False)
         defaults = {"batch_size": BATCH, "num_workers": 2, "persistent_workers": True}
         loader = stocache.DataLoader(dataset, shuffle=True, **defaults | self.options)
-        held: deque[Any] = deque(maxlen=self.hold)
+        held = deque(maxlen=self.hold)
         try:
             for _ in range(self.epochs):
                 for batch in loader:
@@ -112,33 +96,30 @@ class Bottleneck:
         finally:
             held.clear()
             loader.end_workers()
-            if isinstance(dataset, CachedDataset):
-                dataset.close()
+            dataset.close()
 
+
+LOADING, EACH = r"loading \d+ uncached samples of \d[\d.]* ms each is the limit", r"\d[\d.]* ms each"
 
 BOTTLENECKS = {
-    "slow source": Bottleneck(
-        "source",
-        r"loading \d+ uncached samples of \d[\d.]* ms each is the limit; size_limit_gib=0\.00\d+ would remove it",
-        lambda: CachedDataset(Source(0.004), "0.4MB"),
-    ),
+    "slow source": Bottleneck("source", LOADING + r"; size_limit_gib=0\.00\d+ would remove it", cached(0.004, "0.4MB")),
     "slow transform": Bottleneck(
         "transform",
-        rf"transforming {N} cached samples, \d[\d.]* ms each, is the limit; do what is the same in each epoch before the cache",
-        lambda: CachedDataset(Source(), NEEDED_GIB, transform=Transform(0.003)),
+        rf"transforming {N} cached samples, {EACH}, is the limit; do what is the same in each epoch before the cache",
+        cached(transform=Slow(0.003)),
         warm=True,
     ),
     "slow collate": Bottleneck(
         "collate",
-        rf"collating {N // BATCH} batches of \d[\d.]* ms each is the limit",
-        lambda: CachedDataset(Source(), NEEDED_GIB, transform=Transform(0.0)),
+        rf"collating {N // BATCH} batches of {EACH} is the limit",
+        cached(transform=tuple),
         warm=True,
-        options={"collate_fn": Collate(0.06)},
+        options={"collate_fn": Slow(0.06, default_collate)},
     ),
     "too few workers": Bottleneck(
         "workers",
-        r"1 worker is too few for batches of \d[\d.]* ms each; num_workers=\d would (remove it|cut it to \d+%)",
-        lambda: CachedDataset(Source(), NEEDED_GIB, transform=Transform(0.001)),
+        rf"1 worker is too few for batches of {EACH}; num_workers=\d would (remove it|cut it to \d+%)",
+        cached(transform=Slow(0.001)),
         step_s=0.012,
         warm=True,
         options={"num_workers": 1},
@@ -146,7 +127,7 @@ BOTTLENECKS = {
     "full ring": Bottleneck(
         "ring",
         r"\d+ of \d+ batches found the ring full, with \d+ buffers for each worker",
-        lambda: CachedDataset(Large(), "200MB"),
+        cached(0.0, "200MB", size=256),
         step_s=0.0,
         hold=200,
         warm=True,
@@ -156,22 +137,12 @@ BOTTLENECKS = {
         "GIL",
         r"worker threads (hold the GIL \d+% of the time|wait for each other's GIL), so one works at a time; "
         r"worker_method='multiprocessing' would let 2 work at once",
-        lambda: CachedDataset(Python(0.002), NEEDED_GIB, transform=Transform(0.002)),
+        cached(0.002, wait=burn, transform=Slow(0.002)),
         step_s=0.001,
         options={"worker_method": "thread"},
     ),
-    "slow trainer": Bottleneck(None, "", lambda: CachedDataset(Source(), NEEDED_GIB), step_s=0.03, warm=True),
+    "slow trainer": Bottleneck(None, "", cached(), step_s=0.03, warm=True),
     "cold cache": Bottleneck(
-        "cold cache",
-        r"loading \d+ uncached samples of \d[\d.]* ms each is the limit, which filled the cache; the next epoch finds 100%",
-        lambda: CachedDataset(Source(0.004), NEEDED_GIB),
-        epochs=1,
+        "cold cache", LOADING + ", which filled the cache; the next epoch finds 100%", cached(0.004), epochs=1
     ),
 }
-
-
-class Large(Source):
-    """Samples of 192 KB."""
-
-    def __getitem__(self, idx: int) -> tuple[torch.Tensor, int]:
-        return torch.full((3, 256, 256), idx % 251, dtype=torch.uint8), idx

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 import threading
 import time
 
@@ -12,7 +11,9 @@ import pytest
 from stocache.shm import registry
 from stocache.shm.layout import Layout
 from stocache.timing import record as recording
+from stocache.timing.histogram import BUCKETS
 from stocache.timing.record import COLLATE_NS, LOAD_NS, MAKE_NS, PID, ROW_WORDS, SAMPLES, WAIT_NS, WORKER, Record
+from tests.support.processes import in_child, wait_until
 
 
 def batches_of(counted):
@@ -29,60 +30,53 @@ def work(record, worker, batches, ready):
     threading.Event().wait()
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("start_method", "workers", "expected"),
+    [
+        ("fork", [(0, 4, True), (0, 4, False), (1, 5, False), (0, 3, False)], [0, 8, 5, 3, 0]),
+        ("spawn", [(1, 5, True)], [0, 0, 5, 0, 0]),
+    ],
+    indirect=["start_method"],
+)
 @pytest.mark.leaves_descriptors
-def test_processes_add_to_rows_of_their_own_and_a_killed_one_leaves_its_counts(method):
-    context, record = multiprocessing.get_context(method), Record(2, True)
-    for _ in range(2):  # the second worker 0 takes the row of the first, which was killed
-        workers, ready = [], [context.Event() for _ in range(2)]
-        for worker in range(2):
-            workers.append(context.Process(target=work, args=(record, worker, 4 + worker, ready[worker])))
-            workers[-1].start()
-        assert all(event.wait(60) for event in ready)
-        pids = [process.pid for process in workers]
-        assert [record.read().rows[1 + worker, PID] for worker in range(2)] == pids
-        for process in workers:
-            os.kill(process.pid, signal.SIGKILL)
-            process.join()
-            process.close()
+def test_a_process_adds_to_a_row_of_its_own_which_a_killed_one_leaves_to_the_next(start_method, workers, expected):
+    """``workers``: their numbers and batches, and whether each is killed before the next one begins."""
+    context, record, living = multiprocessing.get_context(start_method), Record(2, True), []
+    for worker, batches, ends in workers:
+        ready = context.Event()
+        process = context.Process(target=work, args=(record, worker, batches, ready), daemon=True)
+        process.start()
+        assert ready.wait(60)
+        assert process.pid in record.read().rows[:, PID]
+        living.append(process)
+        if ends:
+            kill(living.pop())
     counted = record.read()
-    assert batches_of(counted) == [0, 8, 10, 0, 0]
-    assert counted.rows[:, WORKER].tolist() == [0, 1, 2, 0, 0]
-    assert counted.sum(SAMPLES) == 5 * 18
-    assert counted.distribution(LOAD_NS).count == 3 * 18
-    assert counted.distribution(LOAD_NS, 1).count == 3 * 8
+    assert batches_of(counted) == expected
+    assert counted.rows[:, WORKER].tolist() == [
+        int(bool(count)) * number for count, number in zip(expected, (0, 1, 2, 1, 2), strict=True)
+    ]
+    assert counted.sum(SAMPLES) == 5 * sum(expected)
+    assert [counted.distribution(LOAD_NS, row).count for row in range(5)] == [3 * count for count in expected]
     assert counted.workers == 2
+    for process in living:
+        kill(process)
 
 
-def test_two_workers_of_one_number_have_two_rows():
-    context, record = multiprocessing.get_context("fork"), Record(1, True)
-    ready, workers = [context.Event() for _ in range(2)], []
-    for number in range(2):
-        workers.append(context.Process(target=work, args=(record, 0, 3, ready[number])))
-        workers[-1].start()
-        assert ready[number].wait(60)
-    assert batches_of(record.read()) == [0, 3, 3]
-    for process in workers:
-        process.kill()
-        process.join()
-        process.close()
+def kill(process):
+    process.kill()
+    process.join()
+    process.close()
 
 
 def test_a_forked_worker_does_not_write_what_its_parent_has_noted():
     record = Record(1, True)
     record.row(1).add_later(WAIT_NS, 5000)
-    pid = os.fork()
-    if pid == 0:
-        failed = True
-        try:
-            record.claim(0).write()
-            failed = False
-        finally:
-            os._exit(failed)
-    assert os.waitpid(pid, 0)[1] == 0
+    assert in_child(lambda: record.claim(0).write()) == 0
     assert record.read().distribution(WAIT_NS).count == 1
 
 
+@pytest.mark.quick
 def test_threads_take_rows_that_no_living_thread_has():
     record, rows, go = Record(2, False), [], threading.Event()
 
@@ -93,8 +87,7 @@ def test_threads_take_rows_that_no_living_thread_has():
     threads = [threading.Thread(target=take, args=(worker,)) for worker in (0, 1, 0, 1)]
     for thread in threads:
         thread.start()
-    while len(rows) < 4:
-        threading.Event().wait(0.01)
+    wait_until(lambda: len(rows) == 4)
     for row in rows:
         row.begin_step()
         row.add_making(1)
@@ -105,6 +98,7 @@ def test_threads_take_rows_that_no_living_thread_has():
     assert batches_of(record.read()) == [0, 1, 1, 1, 1]
 
 
+@pytest.mark.quick
 def test_loads_are_not_part_of_the_step_in_which_they_happen(monkeypatch):
     now = [1]
     monkeypatch.setattr(recording, "_clock_ns", lambda: now[0])
@@ -130,59 +124,34 @@ def test_loads_are_not_part_of_the_step_in_which_they_happen(monkeypatch):
     assert counted.sum(SAMPLES) == 8
 
 
+@pytest.mark.quick
 def test_a_named_record_is_read_by_another_process_and_ends_with_its_loader():
+    left = []
+    assert in_child(lambda: left.append(Record(1, True, "photos"))) == 0  # which does not remove it
+    folder = registry.directory_of()
+    assert len(os.listdir(folder)) == 1
     record = Record(1, True, "photos", 3)
     record.main.add(LOAD_NS, 5_000_000)
-    folder = registry.directory_of()
-    (name,) = os.listdir(folder)
+    (name,) = os.listdir(folder)  # the dead process's is gone
     assert name.startswith(f"photos{recording.SUFFIX}{os.getpid()}-")
     fd = record._segment.fd
-    counted = recording.read_named(fd, Layout.read(fd))
-    assert np.array_equal(counted.rows, record.read().rows)
+    assert np.array_equal(recording.read_named(fd, Layout.read(fd)).rows, record.read().rows)
     del record
     assert not os.path.exists(folder)
 
 
-def test_a_new_record_removes_those_that_killed_processes_left_for_the_same_cache():
-    context = multiprocessing.get_context("fork")
-    ready = context.Event()
-
-    def leave():
-        kept = Record(1, True, "photos")
-        ready.set()
-        threading.Event().wait()
-        assert kept
-
-    process = context.Process(target=leave)
-    process.start()
-    assert ready.wait(60)
-    process.kill()
-    process.join()
-    process.close()
-    folder = registry.directory_of()
-    assert len(os.listdir(folder)) == 1
-    record = Record(1, True, "photos")
-    assert os.listdir(folder) == [os.path.basename(record._segment.path)]
-    del record
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "problem"),
-    [(ROW_WORDS * 8 - 8, "is not the record"), (0, "is not the record"), (ROW_WORDS * 8 * 10**7, "is not")],
-)
-def test_a_file_that_claims_another_size_is_refused(nbytes, problem, tmp_path):
-    layout = Layout(nbytes, 0, 4096)
+@pytest.mark.quick
+def test_a_forged_record_is_refused_or_overflows_nothing(tmp_path):
+    row = ROW_WORDS * 8
+    assert ROW_WORDS == 16 + 4 * BUCKETS
     with (tmp_path / "forged").open("w+b") as file:
-        with pytest.raises(ValueError, match=problem):
-            recording.read_named(file.fileno(), layout)
-
-
-def test_forged_counts_overflow_nothing(tmp_path):
-    layout = Layout(3 * ROW_WORDS * 8, 0, 4096)
-    with (tmp_path / "forged").open("w+b") as file:
+        for nbytes in (row - 8, 0, row * 10**7):
+            with pytest.raises(ValueError, match="is not the record"):
+                recording.read_named(file.fileno(), Layout(nbytes, 0, 4096))
+        layout = Layout(3 * row, 0, 4096)
         os.pwrite(file.fileno(), b"\xff\x7f" * (layout.control_bytes // 2), layout.control_at)
         counted = recording.read_named(file.fileno(), layout)
         assert counted.distribution(LOAD_NS).count > 0
         assert counted.sum(SAMPLES) >= 0
         with pytest.raises(ValueError, match="was cut"):
-            recording.read_named(file.fileno(), Layout(5 * ROW_WORDS * 8, 0, 4096))
+            recording.read_named(file.fileno(), Layout(5 * row, 0, 4096))
