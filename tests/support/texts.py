@@ -1,6 +1,10 @@
 """A text of numbered rows for `StreamLoader`, and what it reads and delivers of it."""
 
+import bz2
+import gzip
+
 import numpy as np
+import pytest
 import torch
 
 from stocache import CsvFormat, ReadOptions
@@ -10,6 +14,11 @@ from stocache.text import lines, open_file
 N = 437  # rows of the text
 FORK = ReadOptions(multiprocessing_context="fork")
 SKIP = CsvFormat("\t", on_error="skip")
+COMPRESSIONS = {"plain": bytes, "gz": gzip.compress, "bz2": bz2.compress, "zst": lambda data: zstd().compress(data)}
+
+
+def zstd():
+    return pytest.importorskip("zstandard", reason="zstd files need zstandard")
 
 
 def rows(begin=0, end=N):

@@ -9,11 +9,15 @@ import torch
 from torch.utils.data import DataLoader
 
 import stocache
-from stocache import ReadOptions, StreamError, StreamLoader, shuffle_quality
+from stocache import CacheOptions, ReadOptions, StreamError, StreamLoader, shuffle_quality
 from tests.support.texts import FORK, N, numbers, rows
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
+quick = pytest.mark.quick
 
-@pytest.mark.parametrize("buffer_size", [10, 40, 430, 440, 1000])
+
+@quick
+@pytest.mark.parametrize("buffer_size", [10, 40, 430, 440])
 def test_what_is_left_out(numbered, buffer_size):
     whole, full = N - N % buffer_size, N - N % 10
     for drop_last, wanted in ((False, N), ("batch", full), (True, whole)):
@@ -29,22 +33,24 @@ def test_what_is_left_out(numbered, buffer_size):
             assert loader.stats().rows == (wanted if drop_last is True else N)
 
 
-@pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("shuffle", [True, "buffers"])
+@quick
+@pytest.mark.parametrize(("shuffle", "window"), [(True, 1), (True, 3), ("buffers", 1), ("buffers", 3)])
 def test_orders_follow_from_seed_and_epoch(numbered, shuffle, window):
-    def orders(**options):
-        with StreamLoader(numbered, 10, 20, shuffle=shuffle, window=window, drop_last=False, **options) as loader:
-            return [numbers(loader) for _ in range(3)]
+    def loader_of(drop_last=False, **options):
+        return StreamLoader(numbered, 10, 20, shuffle=shuffle, window=window, drop_last=drop_last, **options)
 
-    first = orders()
-    assert all(sorted(order) == list(range(N)) for order in first)
-    assert len(set(map(tuple, first))) == 3
-    assert orders() == first
-    assert orders(seed=1)[0] not in first
-    with StreamLoader(numbered, 10, 20, shuffle=shuffle, window=window, drop_last=False) as loader:
-        loader.set_epoch(2)
-        assert numbers(loader) == first[2]
-    with StreamLoader(numbered, 10, 20, shuffle=shuffle, window=window) as loader:  # in windows of so many buffers
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    with loader_of() as loader, loader_of() as again, loader_of(seed=1) as other:
+        first = [numbers(loader) for _ in range(3)]
+        assert all(sorted(order) == list(range(N)) for order in first)
+        assert len(set(map(tuple, first))) == 3
+        assert [numbers(again) for _ in range(3)] == first
+        assert numbers(other) not in first
+        again.set_epoch(2)
+        assert numbers(again) == first[2]
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert np.random.get_state()[1].tolist() == states[1]
+    with loader_of(drop_last=True) as loader:  # in windows of that many buffers
         order = [n // 20 for n in numbers(loader)]
         windows = [set(order[start : start + 20 * window]) for start in range(0, len(order), 20 * window)]
         assert {len(buffers) for buffers in windows} == {window}
@@ -55,31 +61,28 @@ def test_orders_follow_from_seed_and_epoch(numbered, shuffle, window):
 
 WAYS = {
     "fork": {"num_workers": 2, "read": FORK},
-    "spawn, cached": {"num_workers": 2, "read": ReadOptions(multiprocessing_context="spawn"), "size_limit_gib": 0.1},
-    "forkserver, numpy": {"num_workers": 2, "read": ReadOptions("numpy", "forkserver")},
-    "cached": {"size_limit_gib": 0.1},
+    "forkserver, numpy, disk": {"num_workers": 2, "read": ReadOptions("numpy", "forkserver")},
+    "spawn, cached": {"num_workers": 1, "read": ReadOptions(multiprocessing_context="spawn"), "size_limit_gib": 0.01},
     "partly cached": {"size_limit_gib": "6KB"},
     "fork, partly cached": {"num_workers": 2, "read": FORK, "size_limit_gib": "6KB"},
-    "numpy": {"read": ReadOptions("numpy")},
+    "numpy": {"read": ReadOptions("numpy"), "size_limit_gib": 0.01},
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.sampled(2)
-def test_the_order_is_the_same_whoever_parses_and_whatever_is_cached(numbered, way):
-    for shuffle, window, drop_last in [(False, 1, False), (True, 2, "batch"), ("buffers", 2, True)]:
-        options = {"shuffle": shuffle, "window": window, "drop_last": drop_last}
-        with (
-            StreamLoader(numbered, 10, 20, **options) as alone,
-            StreamLoader(numbered, 10, 20, **options, **WAYS[way]) as loader,
-        ):
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * way.startswith("spawn")) for way in WAYS])
+def test_the_order_is_the_same_whoever_parses_and_whatever_is_cached(numbered, tmp_path, way):
+    options = WAYS[way] | ({"cache": CacheOptions("2KB", disk=tmp_path / "disk", disk_limit="4MB")} if "disk" in way else {})
+    kinds = [(False, 1, False), (True, 2, "batch"), ("buffers", 2, True)]
+    for shuffle, window, drop_last in kinds if "spawn" not in way and "disk" not in way else kinds[1:2]:
+        order = {"shuffle": shuffle, "window": window, "drop_last": drop_last}
+        with StreamLoader(numbered, 10, 20, **order) as alone, StreamLoader(numbered, 10, 20, **order, **options) as loader:
             for _ in range(3):
                 assert numbers(loader) == numbers(alone)
             assert loader.stats().rows == alone.stats().rows
-            if "spawn" in way or "forkserver" in way:
-                return  # once is enough of what takes seconds
+            assert "disk" not in way or loader.stats().disk.hits > 20
 
 
+@quick
 def test_two_iterators_at_once_are_two_epochs(numbered):
     with StreamLoader(numbered, 10, 20, shuffle=True) as loader:
         one, two = [], []
@@ -100,55 +103,48 @@ def test_with_workers_there_is_one_iterator_at_a_time(numbered):
         assert len(numbers(loader)) == 420
 
 
-def test_transforms_run_in_workers_and_get_whole_batches(numbered):
-    with StreamLoader(numbered, 10, 20, transform=doubled, num_workers=2, read=FORK) as loader:
-        for (x, pid), start in zip(loader, range(0, N, 10), strict=False):
-            assert x[:, 0].tolist() == [2 * n for n in range(start, start + 10)]
-            assert pid != os.getpid()
-    with StreamLoader(numbered, 10, 20, transform=doubled) as loader:
-        assert {pid for _, pid in loader} == {os.getpid()}
-
-
 def doubled(batch):
     x, y = batch
     assert len(x) == len(y) == 10
     return x * 2, os.getpid()
 
 
-def test_batches_are_the_users_to_write_to(numbered):
+def test_transforms_run_in_workers_and_get_whole_batches(numbered):
+    for workers in (0, 2):
+        with StreamLoader(numbered, 10, 20, transform=doubled, num_workers=workers, read=FORK) as loader:
+            for (x, pid), start in zip(loader, range(0, N, 10), strict=False):
+                assert x[:, 0].tolist() == [2 * n for n in range(start, start + 10)]
+                assert (pid != os.getpid()) == bool(workers)
+
+
+def test_batches_are_the_users_to_keep_and_to_write_to(numbered):
     for options in ({}, {"shuffle": True}, {"num_workers": 1, "read": FORK}):
-        with StreamLoader(numbered, 10, 20, size_limit_gib=0.1, **options) as loader:
-            for _ in range(3):
-                for x, y in loader:
+        with StreamLoader(numbered, 10, 20, size_limit_gib=0.01, **options) as loader:
+            kept = [list(loader) for _ in range(2)]
+            for epoch in (*kept, loader):
+                for x, y in epoch:
                     assert torch.equal(x[:, 0].long(), y)
                     x.zero_()
                     y.zero_()
 
 
-def test_kept_batches_stay_as_they_are(numbered):
-    with StreamLoader(numbered, 10, 20, num_workers=2, read=FORK, drop_last=False) as loader:
-        kept = [list(loader) for _ in range(3)]
-    for epoch in kept:
-        assert torch.cat([y for _, y in epoch]).tolist() == list(range(N))
-
-
 # ---------------------------------------------------------------------------------------------------- torch's DataLoader
 
 
-@pytest.mark.parametrize("context", ["fork", "forkserver"])
-def test_in_a_dataloader_of_torch_each_row_comes_once(numbered, context):
-    with StreamLoader(numbered, 10, 20, shuffle=True, drop_last=False, size_limit_gib=0.1) as loader:
-        torchs = DataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context=context)
-        epochs = [numbers(torchs) for _ in range(2)]
+def test_in_a_dataloader_of_torch_each_row_comes_once_in_an_order_by_torchs_seed_or_the_epoch(numbered):
+    with StreamLoader(numbered, 10, 20, shuffle=True, drop_last=False, size_limit_gib=0.01) as loader:
+        torchs = DataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context="fork")
+        epochs = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            epochs.append(numbers(torchs))
         assert all(sorted(epoch) == list(range(N)) for epoch in epochs)
-        assert epochs[0] != epochs[1]
+        assert epochs[0] == epochs[1] != epochs[2]
         assert loader.stats().cache.fill_fraction > 0
-        if context == "forkserver":
-            return  # which takes seconds
         loader.set_epoch(5)
-        told = [numbers(torchs) for _ in range(2)]
-        assert told[0] == told[1]
-        assert told[0] not in epochs
+        set_once = [numbers(torchs) for _ in range(2)]
+        assert set_once[0] == set_once[1]
+        assert set_once[0] not in epochs
 
 
 @pytest.mark.parametrize("make", [DataLoader, stocache.DataLoader])
@@ -166,22 +162,12 @@ def test_persistent_workers_hear_of_epochs(numbered, make):
         del loaders
 
 
-def test_torchs_seed_decides_in_its_dataloader(numbered):
-    with StreamLoader(numbered, 10, 20, shuffle=True) as loader:
-        epochs = []
-        for seed in (1, 1, 2):
-            torch.manual_seed(seed)
-            epochs.append(numbers(DataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context="fork")))
-    assert epochs[0] == epochs[1] != epochs[2]
-
-
-@pytest.mark.slow
 def test_a_torch_dataloader_says_that_there_is_nothing_and_follows_changes(numbered):
     with StreamLoader(numbered, 10, 440) as loader:
         with pytest.raises(StreamError, match="drop_last=True leaves no batch"):
             list(DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context="fork"))
     gc.collect()  # of that loader, before children inherit it
-    with StreamLoader(numbered, 10, 20, drop_last=False, size_limit_gib=0.1) as loader:
+    with StreamLoader(numbered, 10, 20, drop_last=False, size_limit_gib=0.01) as loader:
         torchs = DataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context="fork")
         assert len(numbers(torchs)) == N
         numbered.write_bytes(rows(3, N))
