@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DistributedSampler, TensorDataset
 
 import stocache
 from stocache import BlockSampler, LimitError, SampleIndexError, StateError, shuffle_quality
@@ -115,16 +115,6 @@ def test_epochs_differ_depend_on_seed_and_epoch_alone_and_draw_nothing():
     assert list(broken_off) == second
     assert isinstance(sampler, DistributedSampler)  # or trainers would replace it
     assert list(BlockSampler([9, 1, 5, 0, 4, 8], 4, shuffle=False)) == [3, 1, 4, 2, 5, 0]
-
-
-@pytest.mark.parametrize("loader_class", [DataLoader, stocache.DataLoader])
-def test_loaders_batch_its_order(loader_class):
-    dataset = TensorDataset(torch.arange(100))
-    sampler, wanted = (BlockSampler(range(100), 10, True, window=3) for _ in range(2))
-    for _ in range(2):
-        got = [batch.tolist() for (batch,) in loader_class(dataset, 8, sampler=sampler)]
-        order = list(wanted)
-        assert got == [order[at : at + 8] for at in range(0, 100, 8)]
 
 
 @pytest.mark.parametrize(("workers", "stop"), [(0, 0), (0, 3), (2, 3), (0, 12)])

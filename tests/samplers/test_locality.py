@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import multiprocessing
 import os
 from collections import Counter
@@ -107,7 +106,9 @@ def test_global_batches_are_those_of_the_distributed_sampler_and_go_on_with_othe
         sampler.set_epoch(epoch)
         sampler.batch_size = batch_size
     assert [len(sampler) for sampler in ours] == [len(sampler) for sampler in theirs]
+    random_state = torch.get_rng_state()
     steps = steps_of(ours)
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert all(len(set(map(len, step))) == 1 for step in steps)
     assert global_batches(steps) == global_batches(steps_of(theirs))
 
@@ -143,19 +144,6 @@ def test_a_node_keeps_what_stands_first_in_its_part_and_gives_away_the_rest(node
             held = own[: len(own) // 2]  # whatever the cache of the node holds
             shares = [np.isin(at[rank == node * per_node + local], held).sum() for local in range(per_node)]
             assert max(shares) - min(shares) <= 1
-
-
-@quick
-def test_caches_of_nodes_add_up():
-    samples, batch_size, nodes = 8192, 64, 4
-    lost = math.sqrt((1 - 1 / nodes) / (2 * math.pi * batch_size))  # of a batch, on the average, where the caches hold all
-    orders = [torch.tensor(list(sampler)) for sampler in samplers(samples, batch_size, nodes, 1)]
-    for share in (0.5, 1.0):
-        hits = 0
-        for node, order in enumerate(orders):
-            held = residency(Placement("scattered", node=node, nodes=nodes), samples, int(samples * share / nodes))
-            hits += held.resident(order).sum().item()
-        assert share - 1.3 * lost <= hits / samples <= share + 0.01  # alone each would serve its share
 
 
 # ---------------------------------------------------------------------------------------------------- strata
@@ -240,32 +228,6 @@ def test_strata_go_on_as_they_were_begun(nodes, per_node, batch_size, samples, d
     assert len(set(itertools.chain(*map(list, after)))) >= samples - 8 * drop_last
 
 
-@pytest.mark.parametrize(("workers", "stratify"), [(0, False), (0, True), (1, True)])
-def test_a_loader_goes_on_with_other_ranks(workers, stratify):
-    def loaders(nodes, per_node, batch_size):
-        made = []
-        for rank in range(nodes * per_node):
-            dataset = Numbers(96, 30, Placement("scattered", 1, rank // per_node, nodes))
-            numbers = {"num_replicas": nodes * per_node, "rank": rank}
-            sampler = LocalityDistributedSampler(dataset, batch_size, stratify=stratify, **numbers)
-            made.append(stocache.DataLoader(list(range(96)), batch_size, sampler=sampler, num_workers=workers))
-            dataset.cache.close()
-        return made
-
-    before = loaders(2, 1, 8)
-    running = [iter(loader) for loader in before]
-    for iterator in running:
-        for _ in range(2):
-            next(iterator)
-    state = before[1].state_dict()
-    rest = [sorted(torch.cat(step).tolist()) for step in zip(*running, strict=True)]
-    after = loaders(1, 4, 4)
-    for loader in after:
-        loader.load_state_dict(state)
-    assert [sorted(torch.cat(step).tolist()) for step in zip(*after, strict=True)] == rest
-    assert len(rest) == 4
-
-
 # ---------------------------------------------------------------------------------------------------- who is where
 
 
@@ -320,16 +282,6 @@ def test_two_machines_read_each_sample_once_and_exchange_nothing(tmp_path):
     assert all(first == both for (first, both), _ in found)  # nothing more in the second epoch
     for epoch in range(2):
         assert sorted(idx for _, seen in found for idx in seen[epoch]) == list(range(512))
-
-
-@quick
-def test_it_draws_no_random_numbers_and_trainers_take_it():
-    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
-    sampler = LocalityDistributedSampler(range(100), 8)
-    list(sampler)
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert before[1] == np.random.get_state()[1].tolist()
-    assert isinstance(sampler, DistributedSampler)
 
 
 # ---------------------------------------------------------------------------------------------------- errors

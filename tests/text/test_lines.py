@@ -18,18 +18,35 @@ from stocache.text.files import find_files
 from stocache.text.lines import Lines
 from tests.support.texts import COMPRESSIONS, zstd
 
+opened = []
+
+
+def closing():
+    while opened:
+        opened.pop().close()
+
+
+@pytest.fixture(autouse=True)
+def _closed():
+    yield
+    closing()
+
 
 def write(folder, *contents, compression="plain"):
-    paths = []
-    for number, content in enumerate(contents):
-        path = folder / f"{number:03}.txt"
+    paths = [folder / f"{number:03}.txt" for number in range(len(contents))]
+    for path, content in zip(paths, contents, strict=True):
         path.write_bytes(COMPRESSIONS[compression](content))
-        paths.append(str(path))
-    return paths
+    return list(map(str, paths))
 
 
-def lines_of(paths, buffer_size=3, skip_header=0, comments="#", rank=0, world_size=1, **options):
-    return Lines(find_files(paths), buffer_size, skip_header, comments, None, rank, world_size, **options)
+def lines_of(paths, buffer_size=3, skip_header=0, comments="#", rank=0, world_size=1, delimiter=None, **options):
+    opened.append(Lines(find_files(paths), buffer_size, skip_header, comments, delimiter, rank, world_size, **options))
+    return opened[-1]
+
+
+def open_file(path):
+    opened.append(find_files(path)[0].open())
+    return opened[-1]
 
 
 def buffers_of(found):
@@ -93,11 +110,9 @@ def test_the_shares_of_all_ranks_are_the_whole(
         assert all(len(buffer) == buffer_size for buffer in buffers[:-1])
         assert share.count() == sum(map(len, buffers))
         got.append([row for buffer in buffers[share.first :: share.step] for row in buffer])
-        same = shares[-1].share_of(rank, world_size)
+        opened.append(same := shares[-1].share_of(rank, world_size))
         assert (same.begin, same.end, same.first, same.step) == (share.begin, share.end, share.first, share.step)
-        same.close()
-    for share in shares:
-        share.close()
+    closing()
     got, wanted = [row for rows in got for row in rows], oracle(contents, skip_header, comments, limit)
     assert got == wanted if shares[0].step == 1 else sorted(got) == sorted(wanted)  # else each takes every R-th buffer
 
@@ -111,7 +126,6 @@ def test_files_of_each_compression_are_one_text_with_long_lines_too(tmp_path, co
         file.write(b"".join(map(COMPRESSIONS[compression], members)))
     found = lines_of(paths)
     assert rows_of(found) == oracle(contents)
-    found.close()
 
 
 def test_lines_that_are_read_piecemeal_come_out_whole(tmp_path, monkeypatch):
@@ -123,7 +137,6 @@ def test_lines_that_are_read_piecemeal_come_out_whole(tmp_path, monkeypatch):
             share = lines_of(write(tmp_path, *contents), 4, 2, "#", rank, world_size)
             got += rows_of(share)
             assert share.header() == "header"
-            share.close()
         assert got == oracle(contents, 2)
 
 
@@ -132,18 +145,16 @@ def test_compressed_files_are_shared_out_whole_where_there_are_enough(tmp_path):
     for rank in range(3):
         share = lines_of(paths, 10, rank=rank, world_size=3)
         assert (share.step, set(rows_of(share))) == (1, {b"%d" % (2 * rank), b"%d" % (2 * rank + 1)})
-        share.close()
 
 
 def test_deep_indentation_is_looked_through_like_any(tmp_path):
     for delimiter in (None, "\t"):
         blank, tabs, text = b" " * 3000, b" " * 200 + b"\t" + b" " * 90, b" " * 100_000 + b"1"
         content = b"\n".join([blank, tabs, text, b"2", b" " * 77 + b"# no", b" " * 64, b" " * 63, b" " * 65 + b"\r", b"3"])
-        found = Lines(find_files(write(tmp_path, content)), 10, 0, "#", delimiter, 0, 1)
+        found = lines_of(write(tmp_path, content), 10, delimiter=delimiter)
         assert buffers_of(found) == [[tabs, text, b"2", b"3"] if delimiter else [text, b"2", b"3"]]
         (piece,), _ = found.read(found.begin)
         assert [piece.location(row)[2] for row in range(piece.rows + 1)] == [*([1, 2, 3, 8] if delimiter else [2, 3, 8]), 9]
-        found.close()
 
 
 @pytest.mark.parametrize("compression", ["plain", "gz"])
@@ -160,24 +171,6 @@ def test_pieces_are_of_bounded_size_hold_rows_alone_and_know_their_lines(tmp_pat
     wanted = [number for number, line in enumerate(content.split(b"\n"), 1) if line.isdigit()][:60]
     got = [found.where(piece.location(row)) for piece in pieces for row in range(piece.rows)]
     assert got == [f"{path}, line {number}" for number in wanted]
-    found.close()
-
-
-def test_files_of_odd_proportions_take_no_more_memory_than_they_have(tmp_path, monkeypatch):
-    read_at, sizes = lines.FileReader.read_at, []
-
-    def noting(self, number, offset, nbytes):
-        sizes.append(nbytes)
-        return read_at(self, number, offset, nbytes)
-
-    monkeypatch.setattr(lines.FileReader, "read_at", noting)
-    odd = [b"1\n" + b"# much to say\n" * 40_000 + b"2\n3\n", b"1\r2\r3\r" * 100_000, b"1\n" * 10 + b"9" * 500_000 + b"\n2\n"]
-    for content in odd:
-        sizes.clear()
-        found = lines_of(write(tmp_path, content, content), 65536)
-        assert rows_of(found) == oracle([content, content])
-        assert max(sizes) <= 3 * len(content)
-        found.close()
 
 
 def test_a_forked_child_reads_at_its_own_place(tmp_path):
@@ -191,10 +184,8 @@ def test_a_forked_child_reads_at_its_own_place(tmp_path):
     assert child.exitcode == 0
     child.close()
     assert got == [b"".join(b"%06d\n" % n for n in range(1000, 2000))] * 49
-    again = pickle.loads(pickle.dumps(found))
+    opened.append(again := pickle.loads(pickle.dumps(found)))
     assert buffers_of(again) == buffers_of(found)
-    again.close()
-    found.close()
 
 
 # ---------------------------------------------------------------------------------------------------- long lines
@@ -222,26 +213,17 @@ def test_a_line_that_is_too_long_is_an_error_with_its_number(tmp_path, long, com
         with pytest.raises(StreamError, match=message):
             found.count()
         assert [piece.rows for piece in found.read(found.begin, number // 2)[0]] == [number // 2]  # what comes before is good
-        found.close()
 
 
-@pytest.mark.parametrize("compression", ["plain", "gz"])
-def test_a_header_that_is_too_long_is_an_error(tmp_path, compression):
-    paths = write(tmp_path, b"x" * 500_000 + b"\n1\n2\n", compression=compression)
+def test_a_header_and_the_end_of_a_share_have_the_limit_too(tmp_path):
+    header, row = write(tmp_path, b"x" * 500_000 + b"\n1\n2\n", b"1\n" * 1000 + b"x" * 500_000)
     for skip_long in (False, True):
         with pytest.raises(StreamError, match=r"000\.txt, line 1: the line is longer than 1536 bytes"):
-            lines_of(paths, skip_header=1, max_line_bytes=1536, skip_long=skip_long)
-
-
-def test_ranks_stop_looking_for_a_line_end(tmp_path):
-    paths = write(tmp_path, b"1\n" * 1000 + b"x" * 500_000)
-    for rank in (0, 1):
-        with pytest.raises(StreamError, match=r"000\.txt, line 1001: the line is longer than 1000 bytes"):
-            lines_of(paths, rank=rank, world_size=2, max_line_bytes=1000)
-    shares = [lines_of(paths, 1000, rank=rank, world_size=2, max_line_bytes=1000, skip_long=True) for rank in (0, 1)]
-    assert [share.count() for share in shares] == [1001, 0]
-    for share in shares:
-        share.close()
+            lines_of(header, skip_header=1, max_line_bytes=1536, skip_long=skip_long)
+    for rank, count in ((0, 1001), (1, 0)):
+        with pytest.raises(StreamError, match=r"001\.txt, line 1001: the line is longer than 1000 bytes"):
+            lines_of(row, rank=rank, world_size=2, max_line_bytes=1000)
+        assert lines_of(row, 1000, rank=rank, world_size=2, max_line_bytes=1000, skip_long=True).count() == count
 
 
 # ---------------------------------------------------------------------------------------------------- compressed text
@@ -252,10 +234,9 @@ def test_compressed_text_is_read_anywhere_and_says_why_it_ends_too_early(tmp_pat
     rows = [random.randbytes(8).hex().encode() for _ in range(20_000)]
     content = b"\n".join(rows)
     (path,) = write(tmp_path, content, compression=compression)
-    opened = find_files(path)[0].open()
+    file = open_file(path)
     for offset in (0, 300_000, 100, 339_990, 7, 7, len(content), 400_000, 200_001):  # going back begins again
-        assert opened.read_at(offset, 20) == content[offset : offset + 20]
-    opened.close()
+        assert file.read_at(offset, 20) == content[offset : offset + 20]
     data = COMPRESSIONS[compression](content)
     for keep in (len(data) // 2, len(data) * 97 // 100, len(data) - 1):
         (tmp_path / "cut").write_bytes(data[:keep])
@@ -268,17 +249,18 @@ def test_compressed_text_is_read_anywhere_and_says_why_it_ends_too_early(tmp_pat
         assert got == rows[: len(got)]
         assert compression == "bz2" or len(got) > keep / len(data) * len(rows) / 2  # bzip2 has large blocks
         assert re.match({"gz": "its gzip", "bz2": "its bz2", "zst": "its zstd"}[compression] + " data is cut: ", damage)
-        found.close()
+
+
+def damage_of(path, data):
+    path.write_bytes(data)
+    found = lines_of(str(path), 100_000)
+    return found.read(found.begin)[0][-1].damage
 
 
 def test_damaged_compressed_text_says_so(tmp_path):
     data = bytearray(gzip.compress(b"".join(b"%d\n" % n for n in range(10_000))))
     data[-6] ^= 255  # of the checksum
-    (tmp_path / "bad.gz").write_bytes(data)
-    found = lines_of(str(tmp_path / "bad.gz"), 100_000)
-    pieces, _ = found.read(found.begin)
-    assert "gzip data is damaged" in pieces[-1].damage
-    found.close()
+    assert "gzip data is damaged" in damage_of(tmp_path / "bad.gz", data)
 
 
 def test_zstd_frames_of_any_kind_are_read_as_they_were_written(tmp_path):
@@ -295,26 +277,21 @@ def test_zstd_frames_of_any_kind_are_read_as_they_were_written(tmp_path):
     ]
     data = b"".join(frames)
     (tmp_path / "all.zst").write_bytes(data)
-    opened = find_files(tmp_path / "all.zst")[0].open()
-    assert opened.read_at(0, 1 << 28) == text + raw + same
-    assert opened.damage is None
-    opened.close()
+    file = open_file(tmp_path / "all.zst")
+    assert file.read_at(0, 1 << 28) == text + raw + same
+    assert file.damage is None
     for cut in range(1, 20):
         (tmp_path / "cut.zst").write_bytes(data[:-cut] if cut < 13 else blocks[:-cut])
-        opened = find_files(tmp_path / "cut.zst")[0].open()
-        opened.read_at(0, 1 << 28)
-        assert opened.damage == "its zstd data is cut: the last frame is not complete"
-        opened.close()
+        file = open_file(tmp_path / "cut.zst")
+        file.read_at(0, 1 << 28)
+        assert file.damage == "its zstd data is cut: the last frame is not complete"
 
 
 def test_a_zstd_frame_that_wants_much_memory_is_refused(tmp_path):
     parameters = zstd().ZstdCompressionParameters(window_log=28, write_content_size=False)
     stream = zstd().ZstdCompressor(compression_params=parameters).compressobj()
-    (tmp_path / "wide.zst").write_bytes(stream.compress(b"1\n") + stream.flush())
-    found = lines_of(str(tmp_path / "wide.zst"))
-    pieces, _ = found.read(found.begin)
-    assert pieces[-1].damage == "its zstd data is damaged: a frame wants 256 MiB of memory, 128 MiB are allowed"
-    found.close()
+    damage = damage_of(tmp_path / "wide.zst", stream.compress(b"1\n") + stream.flush())
+    assert damage == "its zstd data is damaged: a frame wants 256 MiB of memory, 128 MiB are allowed"
 
 
 def test_zstd_needs_its_library(tmp_path, monkeypatch):
@@ -355,30 +332,23 @@ def test_files_that_cannot_be_read_are_errors(tmp_path):
             find_files(paths)
 
 
-def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path):
-    (path,) = write(tmp_path, b"1\n2\n3\n4\n")
-    found = lines_of(path)
-    os.utime(path, ns=(0, 0))
-    with pytest.raises(DamagedError, match=r"000\.txt has changed while it was being read"):
-        found.read(found.begin)
-    found.close()
-    found = lines_of(path)
-    _, end = found.read(found.begin)
-    found.check(found.begin, end)
-    os.unlink(path)
-    with pytest.raises(DamagedError, match=r"000\.txt is gone"):
-        found.check(found.begin, end)
-    found.close()
-
-
-def test_changes_at_either_end_are_seen(tmp_path):
+def test_a_file_that_changes_is_seen(tmp_path):
     (path,) = write(tmp_path, b"1\n" * 200_000)
     before, facts = find_files(path), os.stat(path)
-    for at in (0, 399_998):
+    for at in (0, 399_998):  # at either end, and as if it had not been written
         with open(path, "r+b") as file:
             file.seek(at)
             file.write(b"2")
-        os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))  # as if it had not been written
+        os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
         after = find_files(path)
         assert after != before
         before = after
+    found = lines_of(path)
+    _, end = found.read(found.begin)
+    found.check(found.begin, end)
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(DamagedError, match=r"000\.txt has changed while it was being read"):
+        found.read(found.begin)
+    os.unlink(path)
+    with pytest.raises(DamagedError, match=r"000\.txt is gone"):
+        found.check(found.begin, end)

@@ -87,19 +87,20 @@ def test_json_lines(engine, rows):
     same(parser.bulk(data, len(rows)), wanted)
 
 
-KINDS = [  # of rows that are good: the fields of a row, what is taken of them, options of the parser, text, features, labels
-    (6, target((4, 2, 2), (0, 5), False, F8), {}, b"1,a,2.5,b,3,7\n4,c,5.5,d,6,8\n", [[3, 2.5, 2.5], [6, 5.5, 5.5]], [[1, 7], [4, 8]]),
-    (6, target((0, 2), None), {}, b"1,a,2.5,b,3,7\n4,c,5.5,d,6,8\n", [[1, 2.5], [4, 5.5]], None),
-    *((3, target(label_dtype=kind), {}, b"0.5,1,1.0\n0.25,2,0e0\n", [[0.5, 1], [0.25, 2]], [1, 0]) for kind in (I8, U1, BOOL)),
+WIDE, HALVES = b"1,a,2.5,b,3,7\n4,c,5.5,d,6,8\n", b"0.5,1,1.0\n0.25,2,0e0\n"
+WIDTHS = b"  1.5 hello  7\n-12.25abc  123\n1     x     -4  \n   .5 y      9\r\n"
+KINDS = [  # of good rows: the number of fields, what is taken of them, options of the parser, the rows, features, labels
+    (6, target((4, 2, 2), (0, 5), False, F8), {}, WIDE, [[3, 2.5, 2.5], [6, 5.5, 5.5]], [[1, 7], [4, 8]]),
+    (6, target((0, 2), None), {}, WIDE, [[1, 2.5], [4, 5.5]], None),
+    *((3, target(label_dtype=kind), {}, HALVES, [[0.5, 1], [0.25, 2]], [1, 0]) for kind in (I8, U1, BOOL)),
     (3, target(dtype=U1, label_dtype=U1), {}, b"0,255,7\n", [[0, 255]], [7]),
     (3, target(), {"comments": "#"}, b"1,2,3 # three\n4,5,6#six\n", [[1, 2], [4, 5]], [3, 6]),
     (2, target((0,), (1,)), {"delimiter": "\t", "comments": "#"}, b"-0\t2\t# c\n", [[-0.0]], [2]),
     (2, target((0,), (1,)), {"delimiter": None}, b" -0\x0b2 \n", [[-0.0]], [2]),
     (2, target((0,), (1,)), {}, b"1" * 400 + b",2\n", [[math.inf]], [2]),
-    (3, target((0,)), {"widths": (6, 5, 3)}, b"  1.5 hello  7\n-12.25abc  123\n1     x     -4  \n", [[1.5], [-12.25], [1]], [7, 123, -4]),
-    (3, target((0,)), {"widths": (6, 5, 3)}, b"   .5 y      9\r\n", [[0.5]], [9]),
+    (3, target((0,)), {"widths": (6, 5, 3)}, WIDTHS, [[1.5], [-12.25], [1], [0.5]], [7, 123, -4, 9]),
     (3, target((0,), (2,)), {"widths": (3, 2, 2)}, b"1  \xe9  7 \n-0 ,, 7 \n", [[1], [-0.0]], [7, 7]),
-]  # fmt: skip
+]
 
 
 def parser_of(width, what, engine, options):
@@ -134,12 +135,11 @@ def test_large_integers_are_exact_or_refused(engine):
     parser = Delimited(target(), 3, [engine])
     for label in (2**53 - 1, 2**53, 2**53 + 1, -(2**53) - 1, 2**63 - 1):
         data = f"1,2,{label}\n".encode()
-        try:
+        if engine == "pyarrow" or (label < 2**53 and label > -(2**53)):
             assert parser.bulk(data, 1)[1].tolist() == [label]
-        except BulkParseError:
-            assert engine == "numpy"
-            assert abs(label) >= 2**53
-        assert parser.parse_row_by_row(data)[0][1].tolist() == [label]
+            assert parser.parse_row_by_row(data)[0][1].tolist() == [label]
+        else:
+            assert refused(parser, data, 1)[0][1].tolist() == [label]
 
 
 # ---------------------------------------------------------------------------------------------------- bad rows
@@ -149,14 +149,10 @@ BAD = {
     "1,2": "2 fields",
     "1,2,3,4": "4 fields",
     "1,x,3": "column 1 is 'x', not a number",
-    "1,,3": "column 1 is missing",
     "1,nan,3": "column 1 is missing",
-    "NA,2,3": "column 0 is missing",
     "1,-NaN,3": "column 1 is missing",
     "1,2,3.5": "column 2 is '3.5', not int64",
     "1,2,9223372036854775808": "column 2 is '9223372036854775808', not int64",
-    "1,2,inf": "column 2 is 'inf', not int64",
-    "1,2,": "column 2 is missing",
     "1_0,2,3": "column 0 is '1_0', not a number",
     "1,2,0x1f": "column 2 is '0x1f', not a number",
     "1,\udcff,3": "column 1 is '\\udcff', not a number",
@@ -165,14 +161,11 @@ BAD = {
 BAD_JSON = {
     '{"a": 1, "label": 2': "not JSON: Expecting ',' delimiter",
     "[1, 2]": "not a JSON object",
-    "3": "not a JSON object",
     '{"a": 1}': "'label' is missing",
     '{"a": null, "label": 2}': "'a' is missing",
     '{"a": "x", "label": 2}': "'a' is 'x', not a number",
     '{"a": [1], "label": 2}': "'a' is [1], not a number",
-    '{"a": {"b": 1}, "label": 2}': "'a' is {\"b\": 1}, not a number",
     '{"a": 1, "label": 2.5}': "'label' is 2.5, not int64",
-    '{"a": 1, "label": 2} {"a": 1, "label": 2}': "not JSON: Extra data",
     '{"a": 1, "label": 2},{"a": 1, "label": 2}': "not JSON: Extra data",
 }
 BAD_WIDTHS = {"  1.5 hello  7 8": "16 bytes", "  1.5 hello": "column 2 is missing"}
@@ -208,27 +201,20 @@ def test_bad_rows_are_refused_in_bulk_and_named_row_by_row(engine, parser, good,
 
 
 def test_a_parse_function_may_return_any_tree_of_arrays_and_tensors():
-    def parse(rows):
-        lengths = [len(row) for row in rows]
-        return {"length": torch.tensor(lengths), "parts": (np.array([[n, n] for n in lengths], F4), None)}
-
-    found = Custom(parse).bulk(b"a\r\nbcd\n\xc3\xa4\n", 3)
-    assert found["length"].tolist() == [1, 3, 1]
-    assert found["parts"][0].shape == (3, 2)
-    assert found["parts"][1] is None
-    assert parsers.join_trees([found, found])["length"].tolist() == [1, 3, 1, 1, 3, 1]
+    found = Custom(lambda rows: {"a": torch.tensor(list(map(len, rows))), "b": (np.ones((3, 2)), None)})
+    found = found.bulk(b"a\r\nbcd\n\xc3\xa4\n", 3)
+    assert found["a"].tolist() == [1, 3, 1]
+    assert (found["b"][0].shape, found["b"][1]) == ((3, 2), None)
+    assert parsers.join_trees([found, found])["a"].tolist() == [1, 3, 1, 1, 3, 1]
 
 
 def test_a_parse_function_that_returns_something_else_is_an_error():
     for returned, why in (
         (5, "parse returned a int; its leaves must be arrays or tensors"),
-        (["a"], "parse returned a str"),
         (np.array(["a", None]), "parse returned a ndarray"),
         (torch.tensor(5), "parse returned a Tensor"),
-        (torch.zeros(2, dtype=torch.bfloat16), "parse returned a Tensor"),
         ((np.zeros(2), np.zeros(3)), r"arrays of \[2, 3\] rows for 2 lines"),
         ((), r"arrays of \[\] rows"),
-        (np.zeros(3), r"arrays of \[3\] rows for 2 lines"),
     ):
         with pytest.raises(StreamError, match=why):
             Custom(lambda rows, returned=returned: returned).bulk(b"1\n2\n", 2)

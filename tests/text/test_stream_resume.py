@@ -1,7 +1,6 @@
-"""A StreamLoader resumes after any batch: it delivers the rest, reading and parsing little else."""
+"""A StreamLoader that is resumed reads and parses little else than the rest. More is in tests/system/test_state_contract.py."""
 
 import itertools
-import json
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from stocache import CsvFormat, CustomFormat, StateError, StreamLoader
 from tests.support.texts import FORK, N, Watch, numbers, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
-quick = pytest.mark.quick
 
 
 def nth_state(loader, count):
@@ -20,35 +18,6 @@ def nth_state(loader, count):
     return state
 
 
-RESUMED = {  # other options are in tests/system/test_state_contract.py
-    "in order": {},
-    "buffers": {"shuffle": "buffers", "window": 2, "drop_last": False},
-    "workers": {"shuffle": True, "num_workers": 2, "read": FORK, "window": 3},
-}
-
-
-@pytest.mark.parametrize("way", RESUMED)
-def test_resumed_after_any_batch_it_delivers_the_rest_and_the_next_epoch(tmp_path, way):
-    path, options = tmp_path / "rows.tsv", RESUMED[way]
-    path.write_bytes(rows(0, 107))
-    with StreamLoader(path, 10, 20, **options) as loader:
-        epochs = [[y.tolist() for _, y in loader] for _ in range(3)]
-        loader.set_epoch(1)
-        states = [loader.state_dict()]
-        states += [loader.state_dict() for _ in loader]
-        states.append(loader.state_dict())
-    assert len(states) == len(epochs[1]) + 2
-    for delivered, state in list(enumerate(states))[:: 1 if way != "workers" else 5]:
-        state = json.loads(json.dumps(state))
-        with StreamLoader(path, 10, 20, **options) as loader:
-            loader.load_state_dict(state)
-            assert loader.state_dict() == state
-            if delivered <= len(epochs[1]):
-                assert [y.tolist() for _, y in loader] == epochs[1][delivered:]
-            assert [y.tolist() for _, y in loader] == epochs[2]
-
-
-@quick
 def test_resuming_neither_reads_nor_parses_what_was_delivered(numbered, monkeypatch):
     watch = Watch(monkeypatch)
     with StreamLoader(numbered, 10, 20, format=CustomFormat(watch.parse)) as loader:
@@ -73,17 +42,15 @@ def test_another_number_of_workers_goes_on_where_one_stood(numbered):
         assert [y.tolist() for _, y in loader] == whole[17:]
 
 
-@quick
 def test_what_fails_before_its_first_batch_is_resumed_there(numbered):
     def fail(batch):
         raise KeyError("by the user")
 
     with StreamLoader(numbered, 10, 20) as loader:
         state = nth_state(loader, 7)
-    for loaded in (None, state):
-        with StreamLoader(numbered, 10, 20, transform=fail) as loader:
-            if loaded is not None:
-                loader.load_state_dict(loaded)
+    with StreamLoader(numbered, 10, 20, transform=fail) as loader:
+        for load in (lambda: None, lambda: loader.load_state_dict(state)):
+            load()
             before = loader.state_dict()
             with pytest.raises(KeyError, match="by the user"):
                 next(iter(loader))
@@ -94,24 +61,21 @@ def test_what_fails_before_its_first_batch_is_resumed_there(numbered):
 def test_torchdatas_stateful_dataloader_resumes_it(numbered):
     torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata's loader is torchdata's")
     with StreamLoader(numbered, 10, 20, shuffle=True, drop_last=False) as loader:
-
-        def make():
-            return torchdata.StatefulDataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context="fork")
-
+        first, second = (
+            torchdata.StatefulDataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context="fork")
+            for _ in range(2)
+        )
         torch.manual_seed(1)
-        first = make()
         came = []
         for _, y in first:
             came.append(y.tolist())
             if len(came) == 15:
                 state = first.state_dict()
-        second = make()
         second.load_state_dict(state)
         assert [y.tolist() for _, y in second] == came[15:]
         del first, second
 
 
-@quick
 def test_states_that_do_not_belong_are_refused(numbered, tmp_path):
     with StreamLoader(numbered, 10, 20) as loader:
         state = nth_state(loader, 1)
@@ -133,7 +97,6 @@ def test_states_that_do_not_belong_are_refused(numbered, tmp_path):
         assert numbers(loader) == list(range(10, 420))
 
 
-@quick
 def test_a_state_that_would_begin_inside_a_line_is_refused(tmp_path):
     path = tmp_path / "long.tsv"
     path.write_bytes(rows(0, 20_000))
@@ -147,7 +110,6 @@ def test_a_state_that_would_begin_inside_a_line_is_refused(tmp_path):
             next(iter(loader))
 
 
-@quick
 def test_max_line_bytes_is_not_part_of_a_state_unless_lines_are_left_out_for_it(numbered):
     def loader_of(**options):
         return StreamLoader(numbered, 4, 8, format=CsvFormat("\t", **options))

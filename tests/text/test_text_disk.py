@@ -6,21 +6,18 @@ import json
 import logging
 import multiprocessing
 import os
-import shutil
 
 import numpy as np
 import pytest
 import torch
 
-from stocache import CacheNameError, CacheOptions, CsvFormat, CustomFormat, MismatchError, StreamLoader
-from stocache.disk.samples_file import SamplesFile
+from stocache import CacheOptions, CsvFormat, StreamLoader
 from stocache.text.buffers import Buffers
 from stocache.text.lines import Lines
 from tests.support.processes import run_all
 from tests.support.texts import FORK, SKIP, N, numbers, ours, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
-quick = pytest.mark.quick
 
 BUFFERS = 21  # full ones in the text; 17 rows are left
 
@@ -30,18 +27,16 @@ class Work:
 
     def __init__(self, monkeypatch):
         self.counts = torch.zeros(4096, 2, dtype=torch.int64).share_memory_()  # a row for each process: += is not atomic
-        self._count(monkeypatch, Lines, "read", 0)
-        self._count(monkeypatch, Buffers, "_parse", 1)
+        for which, (kind, name) in enumerate([(Lines, "read"), (Buffers, "_parse")]):
+            monkeypatch.setattr(kind, name, self._counted(getattr(kind, name), which))
 
-    def _count(self, monkeypatch, kind, name, which):
-        original = getattr(kind, name)
-
+    def _counted(self, original, which):
         def counted(owner, *arguments):
             if len(arguments) == 1:  # else it is the first row that is read
                 self.counts[os.getpid() % 4096, which] += 1
             return original(owner, *arguments)
 
-        monkeypatch.setattr(kind, name, counted)
+        return counted
 
     def taken(self):
         """Return the numbers since the last call: of buffers that were read, and of those that were parsed."""
@@ -81,7 +76,7 @@ WAYS = {  # options, and the memory before the disk: for nothing, for a quarter 
 }
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[] if "workers" in way else quick) for way in WAYS])
+@pytest.mark.parametrize("way", WAYS)
 def test_two_runs_of_two_epochs_read_and_parse_the_text_once(way, numbered, folder, work):
     options, memory = WAYS[way]
     if way.startswith("gzip"):
@@ -125,32 +120,16 @@ def test_two_ranks_read_and_parse_the_text_once(way, numbered, tmp_path, work):
     assert not ours()
 
 
-@quick
-def test_bad_lines_are_left_out_and_reported_in_each_run(numbered, folder, work, caplog):
+def test_bad_lines_are_left_out_and_reported_in_each_run(numbered, folder, caplog):
     numbered.write_bytes(rows(0, 55) + b"bad\n" + rows(55, 100) + b"\t\n" + rows(100))
-    for run in range(2):
+    for misses in (BUFFERS + 1, 0):
         caplog.clear()
-        with StreamLoader(numbered, 10, 20, format=SKIP, drop_last="batch", cache=on(folder)) as loader:
-            numbers(loader)
-            numbers(loader)
+        with StreamLoader(numbered, 10, 20, format=SKIP, drop_last="batch", cache=on(folder, "4KB")) as loader:
+            assert numbers(loader) == numbers(loader)
             stats = loader.stats()
-        assert (stats.rows, stats.skipped) == (2 * (N + 2), 2 * 2)
-        assert "line 56: 'bad'" in caplog.text
-        assert (work.taken()[1] == 0) is (run > 0)
-
-
-@quick
-def test_stats_tell_memory_and_disk_apart(numbered, folder):
-    for misses in (BUFFERS, 0):
-        with StreamLoader(numbered, 10, 20, cache=on(folder, "4KB")) as loader:
-            list(loader)
-            loader._current().buffers.flush()
-            stats = loader.stats()
-        assert stats.disk.misses == misses
-        assert stats.disk.filled == BUFFERS + 1  # and where they begin
+        assert (stats.rows, stats.skipped, stats.disk.misses) == (2 * (N + 2), 2 * 2, misses)
         assert 0 < stats.cache.filled < BUFFERS
-    with StreamLoader(numbered, 10, 20, size_limit_gib="4MB") as loader:
-        assert loader.stats().disk is None
+        assert "line 56: 'bad'" in caplog.text
 
 
 # ---------------------------------------------------------------------------------------------------- other texts
@@ -185,16 +164,6 @@ def test_for_another_text_or_parser_the_folder_is_made_new(other, numbered, fold
     assert run(cache, **changes) == (uncached, 0)
 
 
-@quick
-def test_a_folder_in_use_for_another_text_is_refused(numbered, tmp_path, folder):
-    other = tmp_path / "other.tsv"
-    other.write_bytes(rows(0, 3 * N))
-    with StreamLoader(numbered, 10, 20, cache=on(folder)):
-        with pytest.raises(MismatchError, match="is in use for other data: fingerprint"):
-            StreamLoader(other, 10, 20, cache=on(folder))
-    assert epochs(other, 1, cache=on(folder)) == epochs(other, 1)
-
-
 def test_a_text_that_changes_between_epochs_is_read_and_kept_again(numbered, folder, work, caplog):
     with caplog.at_level(logging.WARNING, "stocache"), StreamLoader(numbered, 10, 20, cache=on(folder)) as loader:
         assert numbers(loader) == list(range(420))
@@ -204,22 +173,6 @@ def test_a_text_that_changes_between_epochs_is_read_and_kept_again(numbered, fol
     assert "Starting afresh" in caplog.text
     assert epochs(numbered, 1, cache=on(folder)) == [list(range(900))]
     assert work.taken() == (0, 0)
-
-
-@quick
-def test_a_parse_function_needs_a_fingerprint(numbered, folder):
-    def loader_of(sign, **options):
-        form = CustomFormat(lambda found: np.array([[sign * int(row.split("\t")[0])] for row in found]))
-        return StreamLoader(numbered, 10, 20, format=form, cache=on(folder, **options))
-
-    with pytest.raises(CacheNameError, match="change the fingerprint with the function"):
-        loader_of(1)
-    for sign in (1, -1):
-        with loader_of(sign, fingerprint=str(sign)) as loader:
-            assert torch.cat(list(loader)).flatten().tolist() == [sign * n for n in range(420)]
-
-
-# ---------------------------------------------------------------------------------------------------- disks that fail
 
 
 def test_a_disk_without_room_for_all_keeps_the_first_buffers(numbered, folder, work):
@@ -232,32 +185,6 @@ def test_a_disk_without_room_for_all_keeps_the_first_buffers(numbered, folder, w
             kept = sum(map(loader._current().buffers.cache.disk.holds, range(BUFFERS)))
             assert work.taken()[1] == (BUFFERS - kept if run else BUFFERS)
     assert 3 < kept < BUFFERS
-
-
-def test_a_disk_that_fails_is_reported_once_and_all_is_parsed(numbered, folder, work, monkeypatch, caplog):
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    expected = epochs(numbered)
-    monkeypatch.setattr(SamplesFile, "write", fail)
-    work.taken()
-    with caplog.at_level(logging.WARNING, "stocache"), StreamLoader(numbered, 10, 20, cache=on(folder, "4KB")) as loader:
-        assert [numbers(loader) for _ in range(2)] == expected
-        assert work.taken()[1] == 2 * BUFFERS - loader.stats().cache.filled
-    assert caplog.text.count("takes no more samples: No space left on device") == 1
-
-
-def test_a_folder_that_is_deleted_under_way_is_made_new_by_the_next_run(numbered, folder, work):
-    expected = epochs(numbered)
-    with StreamLoader(numbered, 10, 20, cache=on(folder)) as loader:
-        found = [numbers(loader)]
-        shutil.rmtree(folder)
-        found.append(numbers(loader))
-    assert found == expected
-    work.taken()
-    for reads in ((BUFFERS + 1, BUFFERS), (0, 0)):
-        assert epochs(numbered, cache=on(folder)) == expected
-        assert work.taken() == reads
 
 
 def damage(folder, which):
@@ -291,9 +218,6 @@ def test_what_is_damaged_is_parsed_again_and_kept(which, shuffle, numbered, fold
     assert work.taken() == (0, 0)
 
 
-# ---------------------------------------------------------------------------------------------------- broken off, and resumed
-
-
 def test_the_run_after_one_that_was_broken_off_reads_on_behind_it(numbered, folder, work):
     with StreamLoader(numbered, 10, 20, cache=on(folder)) as loader:
         list(itertools.islice(loader, 9))
@@ -305,7 +229,7 @@ def test_the_run_after_one_that_was_broken_off_reads_on_behind_it(numbered, fold
     assert work.taken() == (0, 0)
 
 
-@pytest.mark.parametrize("way", ["in order", "buffers", "workers"])
+@pytest.mark.parametrize("way", ["buffers", "workers"])
 def test_a_state_is_resumed_from_the_disk_without_reading(way, tmp_path, folder, work):
     path, options = tmp_path / "rows.tsv", WAYS[way][0] | {"cache": on(folder, "1KB")}
     path.write_bytes(rows(0, 107))
