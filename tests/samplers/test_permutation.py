@@ -72,9 +72,9 @@ def test_keys_that_differ_little_make_orders_that_have_nothing_in_common():
 
 
 def test_numbers_and_keys_out_of_range_are_errors():
-    for n in (-1, 2.0, 2**62 + 1):
+    for wrong in (-1, 2.5, 2**62 + 1):
         with pytest.raises(LimitError, match="n must be between 0 and 2\\*\\*62"):
-            Permutation(n)
-    for key in (-1, "a", 0.5):
+            Permutation(wrong)
+    for wrong in (-1, "a", 0.5):
         with pytest.raises(LimitError, match="key must be integers of 0 or more"):
-            Permutation(5, key)
+            Permutation(5, wrong)
