@@ -28,15 +28,23 @@ N = 100
 class Numbers(Dataset):
     """Numbers 0 to N-1; what a test's dataset does besides is ``load``."""
 
-    def __init__(self, load=lambda idx: None):
-        self.load = load
+    def __init__(self, load=lambda idx: None, result=lambda idx: torch.tensor([idx])):
+        self.load, self.result = load, result
 
     def __len__(self):
         return N
 
     def __getitem__(self, idx):
         self.load(idx)
-        return torch.tensor([idx])
+        return self.result(idx)
+
+
+def filled(dataset, workers=0, kind=None, **options):
+    """How many samples of a dataset are cached by `warm`."""
+    with CachedDataset(dataset, 0.01, **options) as cached:
+        assert kind in (None, type(cached.cache))
+        cached.warm(num_workers=workers, progress=False)
+        return cached.stats().total.filled
 
 
 # ------------------------------------------------------------------------------------------------ files and their positions
@@ -80,8 +88,7 @@ def test_a_file_that_is_open_here_keeps_its_position(tmp_path, buffering):
         file.seek(1000)
         file.read(3)
         position = os.lseek(file.fileno(), 0, os.SEEK_CUR)
-        with CachedDataset(Numbers(lambda idx: (file.seek(idx * 100), file.read(100))), 0.01) as cached:
-            cached.warm(progress=False)
+        assert filled(Numbers(lambda idx: (file.seek(idx * 100), file.read(100)))) == N
         assert os.lseek(file.fileno(), 0, os.SEEK_CUR) == position
         assert file.read() == path.read_bytes()[1003:]
 
@@ -126,12 +133,7 @@ def test_children_draw_their_own_random_numbers():
 
 
 def test_a_daemonic_process_may_cache_too():
-    def cache():
-        with CachedDataset(Numbers(), 0.01) as cached:
-            cached.warm(num_workers=2, progress=False)
-            sys.exit(cached.stats().total.filled)
-
-    process = multiprocessing.get_context("fork").Process(target=cache, daemon=True)
+    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(filled(Numbers(), 2)), daemon=True)
     process.start()
     process.join(60)
     assert process.exitcode == N
@@ -161,9 +163,8 @@ def test_what_a_dataset_prints_is_printed_once(capfd):
 def test_a_dataset_that_ends_its_process_is_an_error(end, message, caplog):
     with pytest.raises(WorkerError, match=rf"probing sample 0: the child process \d+.*{message}.*example="):
         CachedDataset(Numbers(lambda idx: end()), 0.01)
-    with CachedDataset(Numbers(lambda idx: end()), 0.01, probe=0) as cached:
-        with pytest.raises(WorkerError, match=rf"the child process \d+, which loads samples, .*{message}"):
-            cached.warm(progress=False)
+    with pytest.raises(WorkerError, match=rf"the child process \d+, which loads samples, .*{message}"):
+        filled(Numbers(lambda idx: end()), probe=0)
     with CachedDataset(Numbers(lambda idx: idx == N - 1 and end()), 0.01) as cached:  # those before it are kept
         assert isinstance(cached.cache, SharedCache)
         assert cached.stats().total.filled == 7
@@ -223,8 +224,8 @@ def test_an_exception_that_does_not_pickle_is_described(caplog):
     with pytest.raises(DatasetError, match=r"probing sample 0 of Numbers.*LocalError: one and two") as caught:
         CachedDataset(Numbers(fail), 0.01)
     assert "raise LocalError" in str(caught.value.__cause__.__cause__)
-    with CachedDataset(Numbers(fail), 0.01, probe=0) as cached, pytest.raises(DatasetError, match="LocalError: one and two"):
-        cached.warm(progress=False)
+    with pytest.raises(DatasetError, match="LocalError: one and two"):
+        filled(Numbers(fail), probe=0)
 
 
 # ------------------------------------------------------------------------------------------------ when a child cannot load
@@ -239,10 +240,7 @@ def test_what_a_child_cannot_load_is_loaded_here_with_one_warning(caplog):
 
     for options, kind in (({}, SharedCache), ({"probe": 0}, RaggedCache)):
         caplog.clear()
-        with CachedDataset(Numbers(refuse_forks), 0.01, **options) as cached:
-            assert isinstance(cached.cache, kind)
-            cached.warm(progress=False)
-            assert cached.stats().total.filled == N
+        assert filled(Numbers(refuse_forks), kind=kind, **options) == N
         (record,) = caplog.records
         assert "cannot be loaded in a child process (RuntimeError: Cannot re-initialize CUDA" in record.getMessage()
         assert "forked workers share them" in record.getMessage()
@@ -261,11 +259,9 @@ def test_without_child_processes_or_proc_samples_are_loaded_here(monkeypatch, tm
             "a child process cannot get file positions of its own: /proc is hidden",
         ),
     ):
-        caplog.clear()
-        with monkeypatch.context() as patch, CachedDataset(Numbers(), 0.01, probe=0) as cached:
+        with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
-            cached.warm(num_workers=2, progress=False)
-            assert cached.stats().total.filled == N
+            assert filled(Numbers(), 2, probe=0) == N
             with pytest.raises(ChildError, match=reason):
                 next(in_children([lambda: iter([1])], None))
         assert caplog.text.count(f"cannot be loaded in a child process (ChildError: {reason}") == 1
@@ -295,11 +291,6 @@ TWICE = "sample 0 was different the second time it was loaded; every epoch will 
 DRAWN = "sample 0 was made with random numbers; every epoch will see the first version. Put random transforms"
 
 
-class Drawing(Numbers):
-    def __getitem__(self, idx):
-        return self.load(idx)
-
-
 @pytest.mark.parametrize(
     ("draw", "warning"),
     [
@@ -317,7 +308,7 @@ def test_what_is_random_before_the_cache_is_reported_once(draw, warning, caplog)
         return random.getstate(), numpy, torch.get_rng_state().tolist(), own.bit_generator.state
 
     before = states()
-    CachedDataset(Drawing(draw), 0.01).close()
+    CachedDataset(Numbers(result=draw), 0.01).close()
     assert states() == before
     assert len(caplog.records) == bool(warning)
     assert all(warning in record.getMessage() for record in caplog.records)
