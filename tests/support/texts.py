@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from stocache import CsvFormat, ReadOptions
+from stocache import CsvFormat, ReadOptions, StreamLoader
 from stocache.cli import listing
 from stocache.text import lines, open_file
 
@@ -33,6 +33,12 @@ def numbers(loader):
         assert torch.equal(x, torch.stack([y, y], 1).float())
         found += y.tolist()
     return found
+
+
+def epochs(path, count=2, **options):
+    """The rows of some epochs by their numbers."""
+    with StreamLoader(path, **{"batch_size": 10, "buffer_size": 20} | options) as loader:
+        return [numbers(loader) for _ in range(count)]
 
 
 def parse(found):

@@ -3,7 +3,6 @@
 import gzip
 import itertools
 import json
-import logging
 import multiprocessing
 import os
 
@@ -15,7 +14,7 @@ from stocache import CacheOptions, CsvFormat, StreamLoader
 from stocache.text.buffers import Buffers
 from stocache.text.lines import Lines
 from tests.support.processes import run_all
-from tests.support.texts import FORK, SKIP, N, numbers, ours, rows
+from tests.support.texts import FORK, SKIP, N, epochs, numbers, ours, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 
@@ -59,11 +58,6 @@ def on(folder, memory=0, limit="4MB", **options):
     return CacheOptions(memory, disk=folder, disk_limit=limit, **options)
 
 
-def epochs(path, count=2, **options):
-    with StreamLoader(path, 10, 20, **options) as loader:
-        return [numbers(loader) for _ in range(count)]
-
-
 WAYS = {  # options, and the memory before the disk: for nothing, for a quarter of the buffers, or for all
     "in order": ({}, "4KB"),
     "shuffled": ({"shuffle": True, "window": 3, "drop_last": False}, 0),
@@ -97,19 +91,17 @@ def rank_job(rank, path, folder, options):
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
-RANKS = {  # options, and how many buffers are parsed of shares of 229 and 208 rows, or of one compressed file
-    "buffers": ({"shuffle": "buffers", "drop_last": False}, 23),
-    "workers": ({"num_workers": 2}, 21),
-    "gzip": ({"drop_last": "batch", "count_rows": True}, 22),
-}
-
-
 @pytest.mark.usefixtures("_removed")
-@pytest.mark.parametrize("way", RANKS)
-def test_two_ranks_read_and_parse_the_text_once(way, numbered, tmp_path, work):
-    options, parsed = RANKS[way]
-    if way == "gzip":
-        numbered.write_bytes(gzip.compress(rows()))
+@pytest.mark.parametrize(
+    ("compress", "options", "parsed"),  # that many buffers are in shares of 229 and 208 rows, or in one compressed file
+    [
+        (bytes, {"shuffle": "buffers", "drop_last": False}, 23),
+        (bytes, {"num_workers": 2}, 21),
+        (gzip.compress, {"drop_last": "batch", "count_rows": True}, 22),
+    ],
+)
+def test_two_ranks_read_and_parse_the_text_once(compress, options, parsed, numbered, tmp_path, work):
+    numbered.write_bytes(compress(rows()))
     expected = [epochs(numbered, rank=rank, world_size=2, **options) for rank in range(2)]
     work.taken()
     for run in range(2):
@@ -146,26 +138,23 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_for_another_text_or_parser_the_folder_is_made_new(other, numbered, folder, work, caplog):
-    def run(cache, **options):
-        options = {"batch_size": 10, "buffer_size": 20, "rank": 0, "world_size": 2, "drop_last": False} | options
-        with StreamLoader(numbered, cache=cache, **options) as loader:
-            return numbers(loader), work.taken()[1]
+    def run(fingerprint="1", cached=True, **options):
+        cache = on(folder, fingerprint=fingerprint) if cached else None
+        return epochs(numbered, 1, cache=cache, **{"rank": 0, "world_size": 2, "drop_last": False} | options), work.taken()[1]
 
-    expected, _ = run(on(folder, fingerprint="1"))
-    assert run(on(folder, fingerprint="1")) == (expected, 0)
+    expected, _ = run()
+    assert run() == (expected, 0)
     if other == "row":
         numbered.write_bytes(rows(0, 100) + rows(101, 102) + rows(100, 101) + rows(102))
-    changes = dict(OTHERS[other])
-    cache = on(folder, fingerprint=changes.pop("fingerprint", "1"))
-    uncached, parsed = run(None, **changes)
-    with caplog.at_level(logging.WARNING, "stocache"):
-        assert run(cache, **changes) == (uncached, parsed)
+    uncached, parsed = run(cached=False, **OTHERS[other])
+    assert "was left behind" not in caplog.text
+    assert run(**OTHERS[other]) == (uncached, parsed)
     assert caplog.text.count("was left behind for other data") == 1
-    assert run(cache, **changes) == (uncached, 0)
+    assert run(**OTHERS[other]) == (uncached, 0)
 
 
 def test_a_text_that_changes_between_epochs_is_read_and_kept_again(numbered, folder, work, caplog):
-    with caplog.at_level(logging.WARNING, "stocache"), StreamLoader(numbered, 10, 20, cache=on(folder)) as loader:
+    with StreamLoader(numbered, 10, 20, cache=on(folder)) as loader:
         assert numbers(loader) == list(range(420))
         numbered.write_bytes(rows(0, 900))
         assert numbers(loader) == numbers(loader) == list(range(900))
@@ -204,10 +193,7 @@ def test_what_is_damaged_is_parsed_again_and_kept(which, shuffle, numbered, fold
     expected = epochs(numbered, shuffle=shuffle, cache=on(folder))
     work.taken()
     damage(folder, which)
-    with (
-        caplog.at_level(logging.WARNING, "stocache"),
-        StreamLoader(numbered, 10, 20, shuffle=shuffle, cache=on(folder)) as loader,
-    ):
+    with StreamLoader(numbered, 10, 20, shuffle=shuffle, cache=on(folder)) as loader:
         assert [numbers(loader) for _ in range(2)] == expected
         assert loader.stats().disk.damaged == (BUFFERS + 1 if which == "all" else 1)
     assert caplog.text.count("has lost samples") == 1
