@@ -22,7 +22,7 @@ from stocache import (
     StreamLoader,
 )
 from tests.support.processes import in_child
-from tests.support.texts import COMPRESSIONS, FORK, SKIP, N, numbers, parse, rows, zstd
+from tests.support.texts import COMPRESSIONS, FORK, SKIP, N, epochs, numbers, parse, rows, zstd
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 
@@ -146,19 +146,12 @@ def test_json_that_is_nested_too_deep_is_a_bad_line(tmp_path):
 # ---------------------------------------------------------------------------------------------------- long lines
 
 
-def test_lines_may_be_as_long_as_max_line_bytes(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text("1,2,0\n" + "3,4" + " " * 2000 + ",1\n5,6,2\n")
-    for limit in (3000, "3000", "3KB", "2.5KiB"):
-        with StreamLoader(path, 1, 1, format=CsvFormat(",", max_line_bytes=limit)) as loader:
-            assert [y.item() for _, y in loader] == [0, 1, 2]
-    for limit in (2004, "2kb", "1KiB"):
-        refuses(path, r"a\.csv, line 2: the line is longer than", format=CsvFormat(",", max_line_bytes=limit))
-
-
-def test_long_lines_are_left_out_counted_and_reported_once(tmp_path, caplog):
-    path = tmp_path / "a.csv"
-    path.write_text("".join(f"{n},{n},{n}{' ' * 500 * (n % 10 == 3)}\n" for n in range(40)))
+def test_lines_are_as_long_as_max_line_bytes_or_left_out_and_reported_once(tmp_path, caplog):
+    (path := tmp_path / "a.csv").write_text("".join(f"{n},{n},{n}{' ' * 500 * (n % 10 == 3)}\n" for n in range(40)))
+    for limit in (508, "508", "1KB", "0.5KiB"):
+        assert epochs(path, 1, format=CsvFormat(",", max_line_bytes=limit)) == [list(range(40))]
+    for limit in (504, "0.5kb", "504B"):
+        refuses(path, r"a\.csv, line 4: the line is longer than", format=CsvFormat(",", max_line_bytes=limit))
     form = CsvFormat(",", on_error="skip", max_line_bytes=100)
     with StreamLoader(path, 3, 9, format=form, drop_last=False, size_limit_gib=0.01) as loader:
         for _ in range(2):  # the second time out of the cache

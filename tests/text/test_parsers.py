@@ -14,7 +14,7 @@ from stocache import StreamError
 from stocache.samples.pytree import leaves
 from stocache.text import parsers
 from stocache.text.engines import BulkParseError, engines
-from stocache.text.parsers import Custom, Delimited, FixedWidth, JsonLines, Target, numpy_dtype
+from stocache.text.parsers import Custom, Delimited, FixedWidth, JsonLines, Target
 
 pytestmark = pytest.mark.quick
 
@@ -218,13 +218,6 @@ def test_a_parse_function_that_returns_something_else_is_an_error():
     ):
         with pytest.raises(StreamError, match=why):
             Custom(lambda rows, returned=returned: returned).bulk(b"1\n2\n", 2)
-
-
-def test_dtypes():
-    assert [numpy_dtype(dtype, "dtype") for dtype in (torch.float16, "float64", torch.bool)] == [np.float16, F8, BOOL]
-    for wrong in (torch.complex64, torch.bfloat16, str, "nothing", None):
-        with pytest.raises(StreamError, match=r"dtype=.* is not a dtype of real numbers"):
-            numpy_dtype(wrong, "dtype")
 
 
 def test_engines(engine, monkeypatch):
