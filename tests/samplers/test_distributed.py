@@ -4,12 +4,10 @@ import itertools
 import json
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-import stocache
 from stocache import StateError, StatefulDistributedSampler
 
 pytestmark = pytest.mark.quick
@@ -115,42 +113,3 @@ def test_states_of_torchdata_are_loaded_for_the_epoch_that_is_set():
     for wrong in (-1, 16, None, "3", [1], 1.5):
         with pytest.raises(StateError, match="is damaged"):
             ours.load_state_dict({"yielded": wrong})
-
-
-def loaders(ranks, batch_size, kind=stocache.DataLoader):
-    samplers = [StatefulDistributedSampler(range(48), ranks, rank, seed=5) for rank in range(ranks)]
-    return [kind(range(48), batch_size, sampler=sampler) for sampler in samplers]
-
-
-def steps_of(made):
-    """The samples of all ranks at each step."""
-    return [sorted(torch.cat(step).tolist()) for step in zip(*made, strict=True)]
-
-
-def test_a_dataloader_resumes_it_with_other_numbers_of_ranks():
-    whole = steps_of(loaders(1, 12))
-    state, came = None, []
-    for ranks in (1, 2, 4, 2):
-        made = loaders(ranks, 12 // ranks)
-        for loader in made:
-            if state is not None:
-                loader.load_state_dict(state)
-        running = list(map(iter, made))
-        came.append(sorted(torch.cat([next(iterator) for iterator in running]).tolist()))
-        state = saved(made[-1])
-    assert came == whole
-    assert steps_of(running) == []
-    assert steps_of(made) == whole
-
-
-@pytest.mark.filterwarnings("ignore:.*set_vital")
-def test_torchdatas_loader_resumes_it():
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata's loader is torchdata's")
-    for stop in (0, 5, 12):
-        (before,), (after,) = (loaders(1, 4, torchdata.StatefulDataLoader) for _ in range(2))
-        running = iter(before)
-        for _ in range(stop):
-            next(running)
-        after.load_state_dict(saved(before))
-        assert steps_of([after]) == steps_of([running])
-        assert steps_of([after]) == steps_of([before])

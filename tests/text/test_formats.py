@@ -56,16 +56,6 @@ def test_each_format_reads_its_rows(tmp_path, engine):
         assert all(torch.equal(x, y.float()[:, None].expand(x.shape)) for x, y in batches), row
 
 
-def test_what_the_tensors_look_like(numbered):
-    for label_columns, shapes in ((-1, [(10, 2), (10,)]), ([0, 1], [(10, 1), (10, 2)]), ([2], [(10, 2), (10, 1)])):
-        form = CsvFormat("\t", label_columns=label_columns, label_dtype=torch.int32, dtype=torch.float64)
-        with StreamLoader(numbered, 10, 20, format=form) as loader:
-            x, y = next(iter(loader))
-            assert [(x.dtype, x.shape), (y.dtype, y.shape)] == list(zip((torch.float64, torch.int32), shapes, strict=True))
-    with StreamLoader(numbered, 10, 20, label_columns=None, skip_header=1) as loader:  # the short form
-        assert next(iter(loader))[:, 0].tolist() == list(range(1, 11))
-
-
 # ---------------------------------------------------------------------------------------------------- what they refuse
 
 

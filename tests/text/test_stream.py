@@ -25,7 +25,6 @@ from stocache import (
     StreamLoader,
 )
 from tests.support.equality import same
-from tests.support.faults import no_shared_memory
 from tests.support.processes import run_all, wait_until
 from tests.support.texts import FORK, N, Watch, numbers, ours, parse, rows
 
@@ -39,7 +38,7 @@ CONTEXT = multiprocessing.get_context("fork")
 
 
 @quick
-def test_the_length_is_known_after_a_first_pass_or_when_counted(numbered):
+def test_the_length_is_known_after_a_first_pass_or_when_counted(numbered, capsys):
     for drop_last, batches in ((True, 42), ("batch", 43), (False, 44)):
         with StreamLoader(numbered, 10, 20, drop_last=drop_last) as loader:
             with pytest.raises(TypeError, match="known after its first epoch, or with count_rows=True"):
@@ -47,8 +46,11 @@ def test_the_length_is_known_after_a_first_pass_or_when_counted(numbered):
             assert bool(loader)
             assert len(list(loader)) == len(loader) == batches
         for options in ({"count_rows": True}, {"shuffle": "buffers"}):
-            with StreamLoader(numbered, 10, 20, drop_last=drop_last, **options) as loader:
+            read = ReadOptions(progress="count_rows" in options)
+            with StreamLoader(numbered, 10, 20, drop_last=drop_last, read=read, **options) as loader:
                 assert len(loader) == batches == len(list(loader))
+            shown = capsys.readouterr().err
+            assert ("counting rows" in shown, "epoch 0: " in shown) == (read.progress, read.progress)
 
 
 @pytest.mark.parametrize("ways", [{}, {"num_workers": 2, "read": FORK}], ids=["threads", "workers"])
@@ -69,14 +71,6 @@ def test_a_loader_is_left_early_copied_and_closed_twice_and_leaves_no_file_open(
     for use in (lambda: next(iter(loader)), lambda: len(loader)):
         with pytest.raises(ClosedError, match="the StreamLoader is closed"):
             use()
-
-
-def test_a_progress_bar(numbered, capsys):
-    for progress in (True, False):
-        with StreamLoader(numbered, 10, 20, read=ReadOptions(progress=progress), count_rows=True) as loader:
-            list(loader)
-        shown = capsys.readouterr().err
-        assert ("counting rows" in shown, "epoch 0: " in shown) == (progress, progress)
 
 
 # ---------------------------------------------------------------------------------------------------- files
@@ -198,15 +192,6 @@ def test_what_is_not_cached_is_found_by_its_bytes(numbered, monkeypatch):
             assert whole <= watch.bytes <= whole + 22 * 400  # and a bit beyond each buffer
     with StreamLoader(numbered, 10, 20, size_limit_gib=0) as loader:
         assert loader.stats().cache is None
-
-
-def test_without_shared_memory_it_goes_on(numbered, monkeypatch, caplog):
-    no_shared_memory(monkeypatch)
-    with StreamLoader(numbered, 10, 20, drop_last=False, size_limit_gib=0.01) as loader:
-        for _ in range(2):
-            assert numbers(loader) == list(range(N))
-        assert len(loader) == 44
-    assert "no shared memory" in caplog.text
 
 
 def named_job(number, path, parsed):

@@ -164,18 +164,6 @@ def test_a_text_that_changes_between_epochs_is_read_and_kept_again(numbered, fol
     assert work.taken() == (0, 0)
 
 
-def test_a_disk_without_room_for_all_keeps_the_first_buffers(numbered, folder, work):
-    limit = f"{16 * 160 + 4096 + 5000}B"
-    expected = epochs(numbered, 1)
-    for run in range(2):
-        with StreamLoader(numbered, 10, 20, cache=on(folder, limit=limit)) as loader:
-            work.taken()
-            assert [numbers(loader)] == expected
-            kept = sum(map(loader._current().buffers.cache.disk.holds, range(BUFFERS)))
-            assert work.taken()[1] == (BUFFERS - kept if run else BUFFERS)
-    assert 3 < kept < BUFFERS
-
-
 def damage(folder, which):
     """Change a bit of a sample, or of each in the folder."""
     entries = np.frombuffer((folder / "index").read_bytes(), "<u8").reshape(-1, 2).tolist()

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-import stocache
 from stocache import CacheOptions, CustomFormat, ReadOptions, StateError, StreamError, StreamLoader, shuffle_quality
 from tests.support.texts import FORK, N, Watch, epochs, numbers, rows
 
@@ -143,18 +142,6 @@ def test_in_a_dataloader_of_torch_each_row_comes_once_in_an_order_by_torchs_seed
         set_once = [numbers(torchs) for _ in range(2)]
         assert set_once[0] == set_once[1]
         assert set_once[0] not in epochs
-
-
-def test_persistent_workers_hear_of_epochs(numbered):
-    with StreamLoader(numbered, 10, 20, shuffle=True, drop_last=False) as loader:
-        kinds = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}
-        loaders, epochs = stocache.DataLoader(loader, None, **kinds), []
-        for epoch in (0, 1, 0):
-            loaders.set_epoch(epoch)
-            epochs.append(numbers(loaders))
-        assert sorted(epochs[0]) == list(range(N))
-        assert epochs[0] == epochs[2] != epochs[1]
-        del loaders
 
 
 def test_a_torch_dataloader_follows_changes(numbered):
