@@ -143,15 +143,20 @@ def test_a_node_keeps_what_stands_first_in_its_part_and_gives_away_the_rest(node
 # ---------------------------------------------------------------------------------------------------- strata
 
 
+def hits_of(ours, held):
+    """How many cached samples each rank has at each step."""
+    return [[sum(sample in its for sample in batch) for batch, its in zip(step, held, strict=True)] for step in steps_of(ours)]
+
+
 @settings(max_examples=25)
 @given(st.data())
-def test_an_epoch_in_strata_has_every_sample_once(data):
+def test_an_epoch_in_strata_has_every_sample_once_and_the_cached_ones_where_they_are(data):
     nodes, per_node = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
     samples, batch_size = data.draw(st.integers(1, 150)), data.draw(st.integers(1, 8))
     slots, unit = data.draw(st.integers(1, samples)), data.draw(st.sampled_from([1, 1, 3]))
     options = {"drop_last": data.draw(st.booleans()), "seed": data.draw(st.integers(0, 9))}
     ours, held = stratified(samples, slots, batch_size, nodes, per_node, unit, **options)
-    ranks = nodes * per_node
+    ranks, part = nodes * per_node, min(slots // unit * unit, samples // nodes)
     for epoch in range(2):
         for sampler in ours:
             sampler.set_epoch(epoch)
@@ -164,27 +169,21 @@ def test_an_epoch_in_strata_has_every_sample_once(data):
         else:
             assert len(counts) == samples
             assert sum(counts.values()) == -(-samples // ranks) * ranks
+        hits = hits_of(ours, held)
         for node in range(nodes):
-            own = list(itertools.chain(*orders[node * per_node : (node + 1) * per_node]))
-            part = min(slots // unit * unit, samples // nodes)
-            assert sum(sample in held[node * per_node] for sample in own) >= part - ranks - unit * nodes
+            assert sum(sum(step[node * per_node : (node + 1) * per_node]) for step in hits) >= part - ranks - unit * nodes
 
 
 @quick
 @pytest.mark.parametrize(("nodes", "per_node", "share"), [(1, 8, 0.9), (4, 2, 0.2), (2, 2, 1.0)])
 def test_strata_give_all_ranks_as_many_cached_samples(nodes, per_node, share):
-    samples, batch_size = 64 * nodes * per_node * 10, 64
-    ours, held = stratified(samples, int(samples * share) // 8 * 8, batch_size, nodes, per_node)
-    for epoch in range(2):
-        for sampler in ours:
-            sampler.set_epoch(epoch)
-        hits = [
-            [sum(sample in its for sample in batch) for batch, its in zip(step, held, strict=True)] for step in steps_of(ours)
-        ]
-        assert all(len(set(step)) == 1 for step in hits)
-        each = [step[0] for step in hits]
-        assert max(each) - min(each) <= 1
-        assert sum(each) == min(int(samples * share) // 8 * 8 // per_node, samples // nodes // per_node)
+    samples = 64 * nodes * per_node * 10
+    slots = int(samples * share) // 8 * 8
+    hits = hits_of(*stratified(samples, slots, 64, nodes, per_node))
+    assert all(len(set(step)) == 1 for step in hits)
+    each = [step[0] for step in hits]
+    assert max(each) - min(each) <= 1
+    assert sum(each) == min(slots // per_node, samples // nodes // per_node)
 
 
 @quick
