@@ -24,7 +24,6 @@ from stocache import (
 from stocache.reading import DataLoader2
 from tests.support.edits import changed, places, through_json
 from tests.support.equality import same
-from tests.support.storages import save
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 
@@ -41,7 +40,12 @@ def cached(stack, **options):
 
 def stored(folder):
     storage = OnDiskBlockDataStorage(folder / "blocks", 4)
-    return StorageDataset(storage if storage.is_prepared() else save(storage, N))
+    if not storage.is_prepared():
+        storage.start_preparation()
+        for idx in range(N):
+            storage.save_sample({"numbers": torch.full((3,), idx), "text": "ab" * idx})
+        storage.finish_preparation(None)
+    return StorageDataset(storage)
 
 
 def blocks(dataset=None, **options):
