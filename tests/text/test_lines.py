@@ -88,7 +88,7 @@ FILE = st.tuples(st.lists(LINE, max_size=12), st.booleans(), st.booleans()).map(
 )
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(
     contents=st.lists(FILE.filter(bool), min_size=1, max_size=4),
     buffer_size=st.integers(1, 7),
