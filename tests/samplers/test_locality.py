@@ -121,7 +121,6 @@ def test_global_batches_are_those_of_the_distributed_sampler_and_go_on_with_othe
     assert global_batches(steps_of(after)) == whole[done if state["position"]["done"] else 0 :]
 
 
-@quick
 @settings(max_examples=40)
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 8), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_a_node_keeps_what_stands_first_in_its_part_and_gives_away_the_rest(nodes, per_node, batch_size, steps, random):
@@ -186,7 +185,6 @@ def test_strata_give_all_ranks_as_many_cached_samples(nodes, per_node, share):
     assert sum(each) == min(slots // per_node, samples // nodes // per_node)
 
 
-@quick
 def test_strata_differ_from_epoch_to_epoch_and_mix_cached_samples_with_others():
     (sampler,), (held,) = stratified(1000, 500, 100, 1, 1)
     first, again = list(sampler), list(sampler)
@@ -223,7 +221,6 @@ def test_strata_go_on_as_they_were_begun(nodes, per_node, batch_size, samples, d
 # ---------------------------------------------------------------------------------------------------- who is where
 
 
-@quick
 @pytest.mark.parametrize(
     "names",
     ["RANK WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE", "SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_NODEID SLURM_STEP_NUM_NODES"],

@@ -145,7 +145,6 @@ def test_a_change_in_the_middle_of_an_epoch_is_an_error_also_for_what_is_cached(
         assert numbers(loader)[0] == 1
 
 
-@quick
 def test_the_files_of_a_glob_are_those_that_are_there_when_an_epoch_begins(tmp_path):
     (tmp_path / "a.tsv").write_bytes(rows(0, 40))
     with StreamLoader(tmp_path / "*.tsv", 10, 20, size_limit_gib=0.01) as loader:
@@ -217,7 +216,6 @@ def test_jobs_share_a_named_cache_and_the_next_run_reads_nothing(numbered, monke
     assert watch.bytes < len(rows()) / 4  # the first row, to know what the columns are
 
 
-@quick
 def test_it_reads_ahead_while_the_trainer_works(numbered, monkeypatch):
     watch = Watch(monkeypatch)
     with StreamLoader(numbered, 10, 20, format=CustomFormat(watch.parse)) as loader:
@@ -270,7 +268,6 @@ def test_counted_ranks_deliver_equally_many_batches(tmp_path, drop_last, compres
     assert not set(first) & set(second)
 
 
-@quick
 @pytest.mark.parametrize("drop_last", [True, "batch"])
 def test_ranks_of_random_buffers_deliver_equally_many_batches(numbered, drop_last):
     counts = []
@@ -281,7 +278,6 @@ def test_ranks_of_random_buffers_deliver_equally_many_batches(numbered, drop_las
     assert len(set(counts)) == 1
 
 
-@quick
 def test_ranks_are_those_of_torchrun_unless_they_are_given(numbered, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -292,7 +288,6 @@ def test_ranks_are_those_of_torchrun_unless_they_are_given(numbered, monkeypatch
         assert first <= found[0] <= first + 50
 
 
-@quick
 def test_ranks_without_a_batch_and_caches_of_unknown_functions_are_refused_at_once(numbered, tmp_path):
     with pytest.raises(StreamError, match="with buffer_size=300, a rank of 2 has no batch"):
         StreamLoader(numbered, 10, 300, rank=0, world_size=2, count_rows=True)

@@ -80,7 +80,6 @@ def test_the_order_is_the_same_whoever_parses_and_whatever_is_cached(numbered, t
             assert way != "forkserver" or loader.stats().disk.hits > 20
 
 
-@quick
 def test_two_iterators_at_once_are_two_epochs(numbered):
     with StreamLoader(numbered, 10, 20, shuffle=True) as loader:
         one, two = [], []
