@@ -176,7 +176,7 @@ def test_ctrl_c_ends_a_dataset_that_hangs_and_no_process_is_left(number):
     def hang():
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            CachedDataset(Numbers(lambda idx: (sender.send(os.getpid()), time.sleep(600))), 0.01)
+            CachedDataset(Numbers(lambda idx: (sender.send(os.getpid()), time.sleep(90))), 0.01)
         except KeyboardInterrupt:
             sys.exit(7)
 

@@ -47,6 +47,8 @@ def test_damaged_states_of_generators_are_refused():
                 draws(torch.Generator())
                 accepted.append(path[0])
     assert set(accepted) <= {"python", "numpy"}, accepted
+    with pytest.raises(StateError, match="are damaged: the position of numpy's generator"):
+        rng.from_json(changed(saved, ("numpy", "state", "pos"), 625))
 
 
 def test_a_state_is_read_as_it_was_made():
