@@ -32,7 +32,7 @@ def lambdas():
     return [lambda x: x[0], lambda x: x[1], lambda x: len(x), lambda x, n=1: x, *made_ones]
 
 
-def test_lambdas_and_partials_are_told_apart():
+def test_lambdas_and_partials_have_texts_of_their_own():
     assert list(map(callable_text, lambdas())) == list(map(callable_text, lambdas()))
     for text in (callable_text, step_text, lambda function: CustomFormat(function).identity):
         assert len(set(map(text, lambdas()))) == 7
