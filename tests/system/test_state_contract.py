@@ -142,7 +142,7 @@ def run():
     Code.ran = True
 
 
-BAD = (None, -1, 10**30, "", [], {}, [1], 1.5, object(), base64.b64encode(pickle.dumps(Code())).decode())
+BAD = (None, 0, -1, 10**30, [], {}, [1], 1.5, object(), base64.b64encode(pickle.dumps(Code())).decode())
 
 
 @pytest.mark.parametrize("name", EDITED)
