@@ -217,7 +217,8 @@ def _become_worker(parent: int, dataset: Any, number: int, count: int) -> None:
         os._exit(1)
     signal.set_wakeup_fd(-1)
     for name in (signal.SIGINT, signal.SIGTERM):  # handlers, say for a checkpoint, are for the parent
-        signal.signal(name, signal.SIG_DFL)
+        if signal.getsignal(name) != signal.SIG_IGN:  # as after nohup: then Ctrl-C must not end the child alone
+            signal.signal(name, signal.SIG_DFL)
     gc.freeze()  # a collection would write to, and so copy, the memory of all objects of the parent
     _reopen_files()
     torch.set_num_threads(1)

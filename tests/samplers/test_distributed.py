@@ -4,13 +4,13 @@ import itertools
 import json
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DistributedSampler
 
-import stocache
 from stocache import StateError, StatefulDistributedSampler
+
+pytestmark = pytest.mark.quick
 
 
 def saved(value):
@@ -24,39 +24,36 @@ def arguments(draw):
     return range(draw(st.integers(1, 40))), {"num_replicas": ranks, "rank": draw(st.integers(0, ranks - 1)), **options}
 
 
-@given(arguments(), st.integers(0, 3))
-def test_its_orders_are_those_of_torch(given_arguments, epoch):
+@given(arguments(), st.integers(0, 3), st.data())
+def test_orders_are_those_of_torch_and_a_state_goes_on_where_it_was_taken(given_arguments, epoch, data):
     dataset, options = given_arguments
-    torchs, sampler = DistributedSampler(dataset, **options), StatefulDistributedSampler(dataset, **options)
+    torchs, sampler, again = (
+        DistributedSampler(dataset, **options),
+        *(StatefulDistributedSampler(dataset, **options) for _ in range(2)),
+    )
     assert isinstance(sampler, DistributedSampler)
     for each in (torchs, sampler):
         each.set_epoch(epoch)
-    assert list(torchs) == list(sampler) == list(sampler)
-    assert len(torchs) == len(sampler) == len(list(sampler))
-
-
-@given(arguments(), st.data())
-def test_a_state_goes_on_where_it_was_taken_and_then_the_epochs_are_whole(given_arguments, data):
-    dataset, options = given_arguments
-    sampler = StatefulDistributedSampler(dataset, **options)
-    sampler.set_epoch(2)
+    whole = list(torchs)
+    assert whole == list(sampler) == list(sampler)
+    assert len(torchs) == len(sampler) == len(whole)
     running = iter(sampler)
     taken = list(itertools.islice(running, data.draw(st.integers(0, len(sampler)))))
     state, rest = saved(sampler), list(running)
-    again = StatefulDistributedSampler(dataset, **options)
+    assert taken + rest == whole
     again.load_state_dict(state)
     if data.draw(st.booleans()):
-        again.set_epoch(2)  # as a training loop does
+        again.set_epoch(epoch)  # as a training loop does
     assert list(again) == rest
-    assert list(again) == taken + rest
+    assert list(again) == whole
     again.load_state_dict(state)
-    again.set_epoch(3)
-    sampler.set_epoch(3)
-    assert list(again) == list(sampler)
+    again.set_epoch(epoch + 1)
+    torchs.set_epoch(epoch + 1)
+    assert list(again) == list(torchs)
 
 
-def of_ranks(ranks, state=None, **options):
-    samplers = [StatefulDistributedSampler(range(96), ranks, rank, **options) for rank in range(ranks)]
+def of_ranks(ranks, state=None, samples=96, **options):
+    samplers = [StatefulDistributedSampler(range(samples), ranks, rank, **options) for rank in range(ranks)]
     for sampler in samplers:
         sampler.set_epoch(1)
         if state is not None:
@@ -72,19 +69,12 @@ def take(iterators, count):
 def test_other_numbers_of_ranks_share_what_is_left():
     (whole,) = map(list, of_ranks(1))
     state, came = None, []
-    for ranks, steps in ((1, 8), (2, 4), (4, 6), (2, 6), (1, 12), (4, 7)):
+    for ranks, steps in ((1, 8), (2, 4), (4, 6), (2, 6), (1, 12), (4, 7), (2, 2)):
         samplers = of_ranks(ranks, state)
-        iterators = list(map(iter, samplers))
-        came += take(iterators, steps)
+        came += take(list(map(iter, samplers)), steps)
         state = saved(samplers[-1])
-    assert len(came) == 8 + 8 + 24 + 12 + 12 + 28
-    samplers = of_ranks(2, state)
-    came += take(list(map(iter, samplers)), 2)
     assert came == whole
-    assert [list(sampler) for sampler in of_ranks(4, saved(samplers[0]))] == [[]] * 4  # no rank has any left
-
-
-def test_ranks_that_would_not_have_taken_equally_many_refuse_the_state():
+    assert [list(sampler) for sampler in of_ranks(4, state)] == [[]] * 4  # no rank has any left
     (sampler,) = of_ranks(1)
     take([iter(sampler)], 6)
     with pytest.raises(StateError, match="1 ranks have taken 6 samples, which 4 ranks cannot have taken evenly"):
@@ -92,23 +82,17 @@ def test_ranks_that_would_not_have_taken_equally_many_refuse_the_state():
     assert len(of_ranks(2, saved(sampler))) == 2
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_an_epoch_that_does_not_divide_ends_for_any_number_of_ranks(drop_last):
-    before = StatefulDistributedSampler(range(23), 4, 1, drop_last=drop_last)
+@pytest.mark.parametrize(("drop_last", "left"), [(False, {1: 0, 2: 0, 3: 0, 4: 0}), (True, {1: 3, 2: 2, 4: 0})])
+def test_an_epoch_that_does_not_divide_ends_for_any_number_of_ranks(drop_last, left):
+    before = of_ranks(4, samples=23, drop_last=drop_last)[1]  # of which 20 are taken, or all
     running = iter(before)
     list(itertools.islice(running, len(before)))
-    state, left = saved(before), []
-    for ranks in (1, 2, 3, 4):
-        if not drop_last or 20 % ranks == 0:
-            samplers = [StatefulDistributedSampler(range(23), ranks, rank, drop_last=drop_last) for rank in range(ranks)]
-            for sampler in samplers:
-                sampler.load_state_dict(state)
-            left.append(sum(len(list(sampler)) for sampler in samplers))
-    assert left == ([3, 2, 0] if drop_last else [0, 0, 0, 0])  # of 20 samples, or of all
+    state = saved(before)
+    assert {ranks: sum(map(len, map(list, of_ranks(ranks, state, 23, drop_last=drop_last)))) for ranks in left} == left
 
 
 def test_states_of_torchdata_are_loaded_for_the_epoch_that_is_set():
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader.sampler", reason="the states are torchdata's")
     theirs = torchdata.StatefulDistributedSampler(range(30), 2, 1, seed=3)
     theirs.set_epoch(4)
     running = iter(theirs)
@@ -129,51 +113,3 @@ def test_states_of_torchdata_are_loaded_for_the_epoch_that_is_set():
     for wrong in (-1, 16, None, "3", [1], 1.5):
         with pytest.raises(StateError, match="is damaged"):
             ours.load_state_dict({"yielded": wrong})
-
-
-def loaders(ranks, batch_size, workers=0, kind=stocache.DataLoader):
-    made = []
-    for rank in range(ranks):
-        sampler = StatefulDistributedSampler(range(48), ranks, rank, seed=5)
-        made.append(kind(range(48), batch_size, sampler=sampler, num_workers=workers))
-    return made
-
-
-def steps_of(made):
-    """The samples of all ranks at each step."""
-    return [sorted(torch.cat(step).tolist()) for step in zip(*made, strict=True)]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_dataloader_resumes_it_with_other_numbers_of_ranks(workers):
-    whole = steps_of(loaders(1, 12))
-    state, came = None, []
-    for ranks in (1, 2, 4, 2):
-        made = loaders(ranks, 12 // ranks, workers)
-        for loader in made:
-            if state is not None:
-                loader.load_state_dict(state)
-        running = list(map(iter, made))
-        came.append(sorted(torch.cat([next(iterator) for iterator in running]).tolist()))
-        state = saved(made[-1])
-    assert came == whole
-    assert steps_of(running) == []
-    assert steps_of(made) == whole
-
-
-@pytest.mark.filterwarnings("ignore:.*set_vital")
-@pytest.mark.parametrize("stop", [0, 5, 12])
-def test_other_loaders_resume_it(stop):
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-    for kind in (DataLoader, torchdata.StatefulDataLoader):
-        (before,), (after,) = loaders(1, 4, kind=kind), loaders(1, 4, kind=kind)
-        running = iter(before)
-        for _ in range(stop):
-            next(running)
-        if kind is DataLoader:  # without workers, it asks for no more than it delivers
-            after.sampler.load_state_dict(saved(before.sampler))
-        else:
-            after.load_state_dict(saved(before))
-        rest = steps_of([running])
-        assert steps_of([after]) == rest
-        assert steps_of([after]) == steps_of([before])

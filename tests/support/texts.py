@@ -1,15 +1,24 @@
 """A text of numbered rows for `StreamLoader`, and what it reads and delivers of it."""
 
+import bz2
+import gzip
+
 import numpy as np
+import pytest
 import torch
 
-from stocache import CsvFormat, ReadOptions
+from stocache import CsvFormat, ReadOptions, StreamLoader
 from stocache.cli import listing
 from stocache.text import lines, open_file
 
 N = 437  # rows of the text
 FORK = ReadOptions(multiprocessing_context="fork")
 SKIP = CsvFormat("\t", on_error="skip")
+COMPRESSIONS = {"plain": bytes, "gz": gzip.compress, "bz2": bz2.compress, "zst": lambda data: zstd().compress(data)}
+
+
+def zstd():
+    return pytest.importorskip("zstandard", reason="zstd files need zstandard")
 
 
 def rows(begin=0, end=N):
@@ -24,6 +33,12 @@ def numbers(loader):
         assert torch.equal(x, torch.stack([y, y], 1).float())
         found += y.tolist()
     return found
+
+
+def epochs(path, count=2, **options):
+    """The rows of some epochs by their numbers."""
+    with StreamLoader(path, **{"batch_size": 10, "buffer_size": 20} | options) as loader:
+        return [numbers(loader) for _ in range(count)]
 
 
 def parse(found):

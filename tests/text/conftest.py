@@ -1,4 +1,4 @@
-"""A file of numbered rows, and caches removed."""
+"""A file of numbered rows, the engines that parse, and caches removed."""
 
 import contextlib
 import os
@@ -17,11 +17,18 @@ def numbered(tmp_path):
     return path
 
 
+@pytest.fixture(scope="session", params=["pyarrow", "numpy"])
+def engine(request):
+    if request.param == "pyarrow":
+        pytest.importorskip("pyarrow", reason="one of the two engines is pyarrow")
+    return request.param
+
+
 @pytest.fixture
 def _removed():
     others = ours()
     yield
     for path in ours() - others:
         named.remove(path)
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):  # there is none, or another program has a cache in it
         os.rmdir(f"/dev/shm/stocache-{os.getuid()}")

@@ -1,126 +1,44 @@
-"""StreamLoader: the demo of the article it comes from, its arguments, its length and its life."""
+"""StreamLoader: its length and its life, its files, its cache and its ranks."""
 
+import contextlib
+import gzip
 import itertools
-import logging
+import json
+import multiprocessing
 import os
 import pickle
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from stocache import ClosedError, JsonLinesFormat, ReadOptions, StreamError, StreamLoader
-from tests.support.texts import FORK, numbers
-
-EMPLOYEES = """
--1 0.39 0 0 1 0.01 2; 1 0.59 1 0 0 0.02 0; -1 0.41 1 0 0 0.03 1; 1 0.50 0 1 0 0.04 1; 1 0.50 0 0 1 0.05 1
--1 0.36 1 0 0 0.06 1; 1 0.24 1 0 0 0.07 2; 1 0.27 0 1 0 0.08 2; 1 0.22 0 1 0 0.09 1; 1 0.63 0 1 0 0.10 0
-1 0.34 1 0 0 0.11 1; -1 0.22 1 0 0 0.12 0; 1 0.35 0 0 1 0.13 2; -1 0.33 0 1 0 0.14 1; 1 0.45 0 1 0 0.15 1
-1 0.42 0 1 0 0.16 1; -1 0.33 0 1 0 0.17 1; 1 0.25 0 0 1 0.18 1; -1 0.31 0 1 0 0.19 0; 1 0.27 1 0 0 0.20 2
-1 0.48 1 0 0 0.21 1; -1 0.64 0 1 0 0.22 2; 1 0.61 0 1 0 0.23 0; 1 0.54 0 0 1 0.24 0; 1 0.29 1 0 0 0.25 0
-1 0.50 0 0 1 0.26 1; 1 0.55 0 0 1 0.27 0; 1 0.40 1 0 0 0.28 0; 1 0.22 1 0 0 0.29 2; 1 0.68 0 1 0 0.30 0
--1 0.60 1 0 0 0.31 2; -1 0.34 0 0 1 0.32 1; -1 0.25 0 0 1 0.33 0; -1 0.31 0 1 0 0.34 1; 1 0.43 0 0 1 0.35 1
-1 0.58 0 1 0 0.36 2; -1 0.55 0 1 0 0.37 2; -1 0.43 0 1 0 0.38 1; -1 0.21 1 0 0 0.39 0; -1 0.43 0 1 0 0.40 0
-"""
-
-
-@pytest.fixture
-def employees(tmp_path):
-    path = tmp_path / "employee_train_40.txt"
-    path.write_text(EMPLOYEES.strip().replace("; ", "\n").replace(" ", "\t") + "\n")
-    return path
-
-
-# ---------------------------------------------------------------------------------------------------- the article
-
-
-def test_the_demo_of_the_article_prints_its_items_in_order(employees, capsys, caplog):
-    with StreamLoader(employees, 3, 12, shuffle=False) as loader:
-        for epoch in range(4):
-            print("\n == Epoch: " + str(epoch) + " ==")  # noqa: T201
-            for b_idx, batch in enumerate(loader):
-                print("epoch: " + str(epoch) + "   batch: " + str(b_idx))  # noqa: T201
-                print(batch[0])  # noqa: T201
-                print(batch[1])  # noqa: T201
-        assert len(loader) == 12
-    items = [[float(field) for field in line.split("\t")] for line in employees.read_text().splitlines()]
-    wanted = ""
-    for epoch in range(4):  # 36 items in three buffers; the last four fill none
-        wanted += f"\n == Epoch: {epoch} ==\n"
-        for b_idx in range(12):
-            three = items[3 * b_idx : 3 * b_idx + 3]
-            wanted += f"epoch: {epoch}   batch: {b_idx}\n{torch.tensor([item[:6] for item in three])}\n"
-            wanted += f"{torch.tensor([int(item[6]) for item in three])}\n"
-    assert capsys.readouterr().out == wanted
-    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-        "the last 4 of 40 rows do not fill a buffer of 12 and are left out of each epoch; drop_last='batch' leaves out only "
-        "what does not fill a batch, drop_last=False nothing"
-    ]
-
-
-def test_shuffling_stays_inside_the_buffer_and_has_a_generator_of_its_own(employees):
-    torch.manual_seed(1)
-    np.random.seed(1)
-    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
-    with StreamLoader(employees, 3, 12, shuffle=True) as loader:
-        epochs = [torch.cat([x[:, 5] for x, _ in loader]) for _ in range(3)]
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert np.random.get_state()[1].tolist() == before[1]
-    for epoch in epochs:
-        for number, buffer in enumerate(epoch.split(12)):
-            assert sorted(buffer.tolist()) == [torch.tensor(0.01 * n).item() for n in range(12 * number + 1, 12 * number + 13)]
-    assert len({tuple(epoch.tolist()) for epoch in epochs}) == 3
-
-
-# ---------------------------------------------------------------------------------------------------- arguments
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch_size": 3}, r"buffer_size=20 is not a multiple of batch_size=3\. Use for example 18"),
-        ({"batch_size": 0}, "batch_size=0 is not an integer of at least 1"),
-        ({"buffer_size": 2.5}, "buffer_size=2.5 is not an integer of at least 1"),
-        ({"seed": -1}, "seed=-1 is not an integer of at least 0"),
-        ({"num_workers": True}, "num_workers=True is not an integer"),
-        ({"shuffle": "blocks"}, "shuffle='blocks' is unknown. Use False or True or 'buffers'"),
-        ({"shuffle": 1}, "shuffle=1 is unknown"),
-        ({"drop_last": "buffer"}, "drop_last='buffer' is unknown"),
-        ({"delimiter": ","}, r"numbered\.tsv: no column is left .* 1 fields split at ','.*delimiter='\\t' would make 3"),
-        ({"columns": [3]}, r"there is no column 3\. .*numbered\.tsv: the first row has 3 fields split at '\\t'"),
-        ({"columns": ["a"]}, r"columns \['a', -1\] are named, but there is no header\. Pass skip_header=1"),
-        ({"columns": ["a"], "skip_header": 1}, r"there is no column 'a'\. The header has \['0', '0', '0'\]"),
-        ({"label_columns": 7}, "there is no column 7"),
-        ({"format": JsonLinesFormat()}, r"numbered\.tsv: the first row is not a JSON object: '0\\t0\\t0'"),
-    ],
+from stocache import (
+    CacheNameError,
+    CacheOptions,
+    ClosedError,
+    CustomFormat,
+    DamagedError,
+    ReadOptions,
+    StreamError,
+    StreamLoader,
 )
-def test_arguments_that_make_no_sense(numbered, options, message):
-    with pytest.raises(StreamError, match=message):
-        StreamLoader(numbered, **{"batch_size": 10, "buffer_size": 20, **options})
+from tests.support.equality import same
+from tests.support.processes import run_all, wait_until
+from tests.support.texts import FORK, N, Watch, numbers, ours, parse, rows
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
+quick = pytest.mark.quick
+
+CONTEXT = multiprocessing.get_context("fork")
 
 
-def test_pipes_and_arguments_at_the_edge(tmp_path, numbered):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(StreamError, match="pipe is not a regular file, so it cannot be read twice"):
-        StreamLoader(tmp_path / "pipe", 1, 1)
-    for options, message in (
-        ({"seed": 2**63}, "has more than 63 bits"),
-        ({"label_columns": []}, "no column is left for the features, or the labels"),
-        ({"columns": []}, "no column is left for the features, or the labels"),
-    ):
-        with pytest.raises(StreamError, match=message):
-            StreamLoader(numbered, 10, 20, **options)
-    with StreamLoader(numbered, 10, 20) as loader:
-        for epoch in (-1, 1.5):
-            with pytest.raises(StreamError, match="is not an integer of at least 0"):
-                loader.set_epoch(epoch)
+# ---------------------------------------------------------------------------------------------------- length and life
 
 
-# ---------------------------------------------------------------------------------------------------- its length
-
-
-def test_the_length_is_known_after_a_first_pass_or_when_counted(numbered):
+@quick
+def test_the_length_is_known_after_a_first_pass_or_when_counted(numbered, capsys):
     for drop_last, batches in ((True, 42), ("batch", 43), (False, 44)):
         with StreamLoader(numbered, 10, 20, drop_last=drop_last) as loader:
             with pytest.raises(TypeError, match="known after its first epoch, or with count_rows=True"):
@@ -128,51 +46,254 @@ def test_the_length_is_known_after_a_first_pass_or_when_counted(numbered):
             assert bool(loader)
             assert len(list(loader)) == len(loader) == batches
         for options in ({"count_rows": True}, {"shuffle": "buffers"}):
-            with StreamLoader(numbered, 10, 20, drop_last=drop_last, **options) as loader:
-                assert len(loader) == batches
-                assert len(list(loader)) == batches
+            read = ReadOptions(progress="count_rows" in options)
+            with StreamLoader(numbered, 10, 20, drop_last=drop_last, read=read, **options) as loader:
+                assert len(loader) == batches == len(list(loader))
+            shown = capsys.readouterr().err
+            assert ("counting rows" in shown, "epoch 0: " in shown) == (read.progress, read.progress)
 
 
-def test_the_length_is_known_after_a_pass_of_workers(numbered):
-    with StreamLoader(numbered, 10, 20, num_workers=2, read=FORK) as loader:
-        assert len(list(loader)) == len(loader) == 42
-        assert len(DataLoader(loader, batch_size=None)) == 42
+@pytest.mark.parametrize("ways", [{}, {"num_workers": 2, "read": FORK}], ids=["threads", "workers"])
+def test_a_loader_is_left_early_copied_and_closed_twice_and_leaves_no_file_open(numbered, ways):
+    loader = StreamLoader(numbered, 10, 20, size_limit_gib=0.01, **ways)
+    for count in (5, 3):
+        with contextlib.closing(iter(loader)) as batches:
+            assert len(list(itertools.islice(batches, count))) == count
+    assert numbers(loader) == list(range(420))
+    assert str(numbered) not in {os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
+    with pickle.loads(pickle.dumps(loader)) as copied:
+        assert len(copied) == len(loader) == len(DataLoader(loader, batch_size=None)) == 42
+        hits = copied.stats().cache.hits
+        assert numbers(copied) == list(range(420))
+        assert copied.stats().cache.hits == hits + 21
+    loader.close()
+    loader.close()
+    for use in (lambda: next(iter(loader)), lambda: len(loader)):
+        with pytest.raises(ClosedError, match="the StreamLoader is closed"):
+            use()
 
 
-# ---------------------------------------------------------------------------------------------------- life
+# ---------------------------------------------------------------------------------------------------- files
 
 
-def test_leaving_early_leaves_nothing(numbered):
-    for ways in ({}, {"num_workers": 2, "read": FORK}):
-        loader = StreamLoader(numbered, 10, 20, size_limit_gib=0.1, **ways)
+@quick
+def test_many_files_are_one_text(tmp_path):
+    cuts = [0, 5, 6, 100, 300, N]
+    for number, (begin, end) in enumerate(itertools.pairwise(cuts)):
+        content = b"a\tb\tc\n" + rows(begin, end)
+        (tmp_path / f"part{number}.tsv").write_bytes(content if number % 2 else content.rstrip(b"\n"))
+        (tmp_path / f"part{number}.tsv.gz").write_bytes(gzip.compress(content))
+    options = {"skip_header": 1, "drop_last": False, "columns": ["b", "a"], "label_columns": "c"}
+    for pattern in ("part?.tsv", "part*.gz"):
+        with StreamLoader(tmp_path / pattern, 10, 20, **options) as loader:
+            assert numbers(loader) == numbers(loader) == list(range(N))
+    with pytest.raises(StreamError, match=r"any byte, and .*part0\.tsv\.gz is gzip\. Use shuffle=True, with a window"):
+        StreamLoader(tmp_path / "part*.gz", 10, 20, shuffle="buffers", **options)
+
+
+def test_files_at_a_url():
+    fsspec = pytest.importorskip("fsspec", reason="URLs need fsspec")
+    memory = fsspec.filesystem("memory")
+    memory.pipe({"/texts/a.tsv": rows(0, 100), "/texts/b.tsv.gz": gzip.compress(rows(100, N))})
+    try:
+        with StreamLoader("memory://texts/*", 10, 20, drop_last=False, size_limit_gib=0.01) as loader:
+            assert numbers(loader) == numbers(loader) == list(range(N))
+            memory.pipe("/texts/a.tsv", rows(0, 90))
+            assert numbers(loader) == [*range(90), *range(100, N)]
+    finally:
+        memory.rm("/texts", recursive=True)
+
+
+def keeping_time(path, content):
+    facts = path.stat()
+    path.write_bytes(content)
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+
+CHANGES = [
+    lambda path: os.replace(shutil.copy(path.write_bytes(rows(1, N + 1)) and path, f"{path}.new"), path),
+    lambda path: path.write_bytes(rows(0, N + 20)),
+    lambda path: keeping_time(path, rows().replace(b"1\t", b"2\t", 1)),  # of the same size and time
+    lambda path: os.utime(path, ns=(0, 0)),
+]
+
+
+@pytest.mark.parametrize("ways", [{}, {"num_workers": 2, "read": FORK}], ids=["threads", "workers"])
+def test_a_file_that_changed_is_never_served_stale(numbered, ways):
+    for change in CHANGES[: 1 if ways else None]:
+        numbered.write_bytes(rows())
+        with StreamLoader(numbered, 1, 20, drop_last=False, size_limit_gib=0.01, **ways) as loader:
+            assert len(list(loader)) == len(list(loader)) == N
+            change(numbered)
+            with StreamLoader(numbered, 1, 20, drop_last=False) as fresh:
+                assert same(list(loader), list(fresh))
+                assert len(loader) == len(fresh)
+
+
+@quick
+def test_a_change_in_the_middle_of_an_epoch_is_an_error_also_for_what_is_cached(numbered):
+    with StreamLoader(numbered, 10, 20, size_limit_gib=0.01) as loader:
+        list(loader)
+        batches = iter(loader)
+        next(batches)
+        keeping_time(numbered, rows(1, N + 1))
+        os.utime(numbered)
+        delivered = []
+        with pytest.raises(DamagedError, match=r"numbered\.tsv has changed while it was being read\. The next epoch will"):
+            delivered.extend(batches)
+        assert len(delivered) < 30  # of 42: what was read ahead
+        assert numbers(loader)[0] == 1
+
+
+def test_the_files_of_a_glob_are_those_that_are_there_when_an_epoch_begins(tmp_path):
+    (tmp_path / "a.tsv").write_bytes(rows(0, 40))
+    with StreamLoader(tmp_path / "*.tsv", 10, 20, size_limit_gib=0.01) as loader:
+        assert numbers(loader) == list(range(40))
+        (tmp_path / "b.tsv").write_bytes(b"")
+        for _ in range(2):
+            with pytest.raises(StreamError, match=r"b\.tsv is empty"):
+                list(loader)
+        (tmp_path / "b.tsv").unlink()
+        assert numbers(loader) == list(range(40))
+        (tmp_path / "b.tsv").write_bytes(rows(40, 80))
+        assert numbers(loader) == list(range(80))
+
+
+# ---------------------------------------------------------------------------------------------------- the cache
+
+
+@quick
+@pytest.mark.parametrize("shuffle", [False, True, "buffers"])
+def test_from_the_second_epoch_on_what_is_cached_is_neither_read_nor_parsed(numbered, monkeypatch, shuffle):
+    watch = Watch(monkeypatch)
+    options = {"shuffle": shuffle, "drop_last": False, "size_limit_gib": 0.01}
+    with StreamLoader(numbered, 10, 20, format=CustomFormat(watch.parse), **options) as loader:
         for _ in range(3):
-            for _ in itertools.islice(loader, 5):
-                pass
-        assert len(numbers(loader)) == 420
-        loader.close()
-        loader.close()
-        with pytest.raises(ClosedError, match="the StreamLoader is closed"):
-            next(iter(loader))
-        with pytest.raises(ClosedError, match="the StreamLoader is closed"):
-            len(loader)
+            assert sorted(torch.cat(list(loader)).flatten().tolist()) == list(range(N))
+            assert watch.rows == N
+            watch.bytes, before = 0, watch.bytes
+            assert before == 0 or before >= numbered.stat().st_size
+        assert loader.stats().cache.hits == 2 * 22
 
 
-def test_it_is_copied_with_what_it_knows(numbered):
-    with StreamLoader(numbered, 10, 20, size_limit_gib=0.1) as loader:
-        assert len(numbers(loader)) == 420
-        with pickle.loads(pickle.dumps(loader)) as copied:
-            assert len(copied) == 42
-            assert numbers(copied) == list(range(420))
-            assert copied.stats().cache.hits == 21
-
-
-def test_a_progress_bar(numbered, capsys):
-    with StreamLoader(numbered, 10, 20, read=ReadOptions(progress=True), count_rows=True) as loader:
+@quick
+def test_what_is_not_cached_is_found_by_its_bytes(numbered, monkeypatch):
+    watch = Watch(monkeypatch)
+    form = CustomFormat(watch.parse)
+    with StreamLoader(numbered, 10, 20, format=form, drop_last=False, size_limit_gib="4KB") as loader:
         list(loader)
-    shown = capsys.readouterr().err
-    assert "counting rows" in shown
-    assert "epoch 0: " in shown
-    assert "437" in shown
-    with StreamLoader(numbered, 10, 20) as loader:
-        list(loader)
-    assert not capsys.readouterr().err
+        cached = loader.stats().cache.filled
+        assert 3 < cached < 20
+        assert loader.stats().cache.capacity_bytes <= 4000
+        for _ in range(2):
+            watch.rows = watch.bytes = 0
+            assert torch.cat(list(loader)).flatten().tolist() == list(range(N))
+            assert watch.rows == N - 20 * cached
+            whole = len(rows(20 * cached))
+            assert whole <= watch.bytes <= whole + 22 * 400  # and a bit beyond each buffer
+    with StreamLoader(numbered, 10, 20, size_limit_gib=0) as loader:
+        assert loader.stats().cache is None
+
+
+def named_job(number, path, parsed):
+    def parse(found):
+        with parsed.get_lock():
+            parsed.value += len(found)
+        return np.array([[int(row.split("\t")[0])] for row in found])
+
+    cache = CacheOptions(0.01, name="texts", persist=True)
+    with StreamLoader(path, 10, 20, format=CustomFormat(parse), drop_last=False, cache=cache) as loader:
+        for _ in range(2):
+            assert torch.cat(list(loader)).flatten().tolist() == list(range(N))
+
+
+@pytest.mark.usefixtures("_removed")
+def test_jobs_share_a_named_cache_and_the_next_run_reads_nothing(numbered, monkeypatch):
+    watch, parsed = Watch(monkeypatch), CONTEXT.Value("q", 0)
+    run_all(CONTEXT, 3, named_job, numbered, parsed)
+    named_job(0, numbered, parsed)
+    assert parsed.value == N
+    assert watch.bytes < len(rows()) / 4  # the first row, to know what the columns are
+
+
+def test_it_reads_ahead_while_the_trainer_works(numbered, monkeypatch):
+    watch = Watch(monkeypatch)
+    with StreamLoader(numbered, 10, 20, format=CustomFormat(watch.parse)) as loader:
+        batches = iter(loader)
+        next(batches)
+        wait_until(lambda: watch.rows >= 40)
+        assert watch.rows < 200
+        batches.close()
+
+
+# ---------------------------------------------------------------------------------------------------- ranks
+
+
+def rank_job(rank, path, world_size, folder, options):
+    with StreamLoader(path, 10, 20, rank=rank, world_size=world_size, **options) as loader:
+        epochs = [numbers(loader) for _ in range(2)]
+        (folder / str(rank)).write_text(json.dumps([epochs, len(loader)]))
+
+
+def run_ranks(folder, content, world_size, **options):
+    (path := folder / "rows.tsv").write_bytes(content)
+    run_all(CONTEXT, world_size, rank_job, path, world_size, folder, options)
+    return [json.loads((folder / str(rank)).read_text()) for rank in range(world_size)]
+
+
+@pytest.mark.usefixtures("_removed")
+@pytest.mark.parametrize(
+    ("compress", "options"),
+    [
+        (gzip.compress, {}),
+        (gzip.compress, {"size_limit_gib": 0.01, "shuffle": True}),
+        (bytes, {"size_limit_gib": 0.01, "shuffle": "buffers"}),
+        (bytes, {"num_workers": 2}),
+    ],
+)
+def test_ranks_read_every_row_once(tmp_path, compress, options):
+    per_rank = run_ranks(tmp_path, compress(rows()), 3, drop_last=False, **options)
+    for epoch in range(2):
+        assert sorted(n for epochs, _ in per_rank for n in epochs[epoch]) == list(range(N))
+    assert not ours()
+
+
+@pytest.mark.parametrize(("drop_last", "compress"), [(True, gzip.compress), ("batch", gzip.compress), ("batch", bytes)])
+def test_counted_ranks_deliver_equally_many_batches(tmp_path, drop_last, compress):
+    content = rows() + b"".join(b"%d\t%d\t%d\n" % (n, n, n) for n in range(N, N + 300))  # shorter rows
+    ranks = run_ranks(tmp_path, compress(content), 2, drop_last=drop_last, count_rows=True)
+    ((first, again), expected), ((second, _), expected_too) = ranks
+    assert len(first) == len(second) == len(again) == 10 * expected
+    assert expected == expected_too > 20
+    assert not set(first) & set(second)
+
+
+@pytest.mark.parametrize("drop_last", [True, "batch"])
+def test_ranks_of_random_buffers_deliver_equally_many_batches(numbered, drop_last):
+    counts = []
+    for rank in range(3):
+        options = {"shuffle": "buffers", "drop_last": drop_last, "rank": rank, "world_size": 3}
+        with StreamLoader(numbered, 5, 20, **options) as loader:
+            counts += [len(list(loader)) for _ in range(4)] + [len(loader)]
+    assert len(set(counts)) == 1
+
+
+def test_ranks_are_those_of_torchrun_unless_they_are_given(numbered, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for options, first in (({}, 200), ({"rank": 0, "world_size": 1}, 0)):
+        with StreamLoader(numbered, 10, 20, drop_last=False, **options) as loader:
+            found = numbers(loader)
+        assert found == list(range(found[0], N))
+        assert first <= found[0] <= first + 50
+
+
+def test_ranks_without_a_batch_and_caches_of_unknown_functions_are_refused_at_once(numbered, tmp_path):
+    with pytest.raises(StreamError, match="with buffer_size=300, a rank of 2 has no batch"):
+        StreamLoader(numbered, 10, 300, rank=0, world_size=2, count_rows=True)
+    form = CustomFormat(parse)
+    with pytest.raises(CacheNameError, match="with a name, and with a fingerprint"):
+        StreamLoader(numbered, 10, 20, size_limit_gib=0.01, format=form, rank=0, world_size=2)
+    with pytest.raises(CacheNameError, match="change the fingerprint with the function"):
+        StreamLoader(numbered, 10, 20, format=form, cache=CacheOptions(0, disk=tmp_path / "disk", disk_limit="4MB"))
+    StreamLoader(numbered, 10, 20, format=form, rank=0, world_size=2).close()

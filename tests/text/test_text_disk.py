@@ -3,33 +3,22 @@
 import gzip
 import itertools
 import json
-import logging
 import multiprocessing
 import os
-import shutil
 
 import numpy as np
 import pytest
 import torch
 
-from stocache import (
-    CacheNameError,
-    CacheOptions,
-    CsvFormat,
-    CustomFormat,
-    DamagedError,
-    MismatchError,
-    ReadOptions,
-    StreamLoader,
-)
-from stocache.disk.samples_file import SamplesFile
+from stocache import CacheOptions, CsvFormat, StreamLoader
 from stocache.text.buffers import Buffers
 from stocache.text.lines import Lines
 from tests.support.processes import run_all
-from tests.support.texts import FORK, SKIP, N, numbers, ours, rows
+from tests.support.texts import FORK, SKIP, N, epochs, numbers, ours, rows
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 
 BUFFERS = 21  # full ones in the text; 17 rows are left
-TIERS = [0, "4KB", "4MB"]  # of memory: nothing, a quarter of the buffers, all
 
 
 class Work:
@@ -37,40 +26,22 @@ class Work:
 
     def __init__(self, monkeypatch):
         self.counts = torch.zeros(4096, 2, dtype=torch.int64).share_memory_()  # a row for each process: += is not atomic
-        self._count(monkeypatch, Lines, "read", 0)
-        self._count(monkeypatch, Buffers, "_parse", 1)
+        for which, (kind, name) in enumerate([(Lines, "read"), (Buffers, "_parse")]):
+            monkeypatch.setattr(kind, name, self._counted(getattr(kind, name), which))
 
-    def _count(self, monkeypatch, kind, name, which):
-        original = getattr(kind, name)
-
+    def _counted(self, original, which):
         def counted(owner, *arguments):
             if len(arguments) == 1:  # else it is the first row that is read
                 self.counts[os.getpid() % 4096, which] += 1
             return original(owner, *arguments)
 
-        monkeypatch.setattr(kind, name, counted)
+        return counted
 
     def taken(self):
         """Return the numbers since the last call: of buffers that were read, and of those that were parsed."""
         found = tuple(self.counts.sum(0).tolist())
         self.counts.zero_()
         return found
-
-
-class Parse:
-    """Parses rows to their numbers, and counts them in all processes; ``sign`` makes another parser of it."""
-
-    def __init__(self, sign=1):
-        self.sign, self.count = sign, torch.zeros(4096, dtype=torch.int64).share_memory_()
-
-    def __call__(self, found):
-        self.count[os.getpid() % 4096] += len(found)
-        return np.array([[self.sign * int(row.split("\t")[0])] for row in found])
-
-    def taken(self):
-        count = int(self.count.sum())
-        self.count.zero_()
-        return count
 
 
 @pytest.fixture
@@ -87,41 +58,32 @@ def on(folder, memory=0, limit="4MB", **options):
     return CacheOptions(memory, disk=folder, disk_limit=limit, **options)
 
 
-def epochs(path, count=3, **options):
-    with StreamLoader(path, 10, 20, **options) as loader:
-        return [numbers(loader) for _ in range(count)]
-
-
-WAYS = {
-    "in order": {},
-    "all rows": {"drop_last": False},
-    "shuffled": {"shuffle": True, "window": 3},
-    "buffers": {"shuffle": "buffers"},
-    "counted": {"count_rows": True, "drop_last": "batch"},
-    "workers": {"shuffle": True, "num_workers": 2, "read": FORK},
-    "buffers by workers": {"shuffle": "buffers", "drop_last": False, "num_workers": 2, "read": FORK},
-    "gzip": {"drop_last": "batch"},
-    "gzip, full": {},
+WAYS = {  # options, and the memory before the disk: for nothing, for a quarter of the buffers, or for all
+    "in order": ({}, "4KB"),
+    "shuffled": ({"shuffle": True, "window": 3, "drop_last": False}, 0),
+    "buffers": ({"shuffle": "buffers"}, "4MB"),
+    "counted": ({"count_rows": True, "drop_last": "batch"}, "4KB"),
+    "workers": ({"shuffle": True, "num_workers": 2, "read": FORK}, "4MB"),
+    "buffers by workers": ({"shuffle": "buffers", "drop_last": False, "num_workers": 2, "read": FORK}, 0),
+    "gzip": ({"drop_last": "batch"}, "4KB"),
+    "gzip, full": ({}, 0),
 }
 
 
-@pytest.mark.parametrize("memory", TIERS)
 @pytest.mark.parametrize("way", WAYS)
-def test_three_runs_of_three_epochs_read_and_parse_the_text_once(way, memory, numbered, folder, work):
-    options = WAYS[way]
+def test_two_runs_of_two_epochs_read_and_parse_the_text_once(way, numbered, folder, work):
+    options, memory = WAYS[way]
     if way.startswith("gzip"):
         numbered.write_bytes(gzip.compress(rows()))
     expected = epochs(numbered, **options)
     work.taken()
-    counts = []
-    for _ in range(3):
-        assert epochs(numbered, cache=on(folder, memory), **options) == expected
-        counts.append(work.taken())
-    (reads, parsed), *later = counts
-    assert later == [(0, 0), (0, 0)]
+    assert epochs(numbered, cache=on(folder, memory), **options) == expected
+    reads, parsed = work.taken()
     assert parsed == BUFFERS + ("drop_last" in options)
     first = BUFFERS + 1 + (parsed if way in ("buffers", "counted") else 0)  # all is read to be counted, then to be parsed
     assert reads == first or ("workers" in way and reads > first)  # of which each may read on from where the other is
+    assert epochs(numbered, cache=on(folder, memory), **options) == expected
+    assert work.taken() == (0, 0)
 
 
 def rank_job(rank, path, folder, options):
@@ -129,68 +91,37 @@ def rank_job(rank, path, folder, options):
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
-RANKS = {  # options, and how many buffers are parsed of shares of 229 and 208 rows, or of one compressed file
-    "all rows": ({"drop_last": False}, 23),
-    "buffers": ({"shuffle": "buffers"}, 21),
-    "workers": ({"num_workers": 2}, 21),
-    "gzip": ({"drop_last": "batch", "count_rows": True}, 22),
-}
-
-
 @pytest.mark.usefixtures("_removed")
-@pytest.mark.parametrize("way", RANKS)
-def test_two_ranks_read_and_parse_the_text_once(way, numbered, tmp_path, work):
-    options, parsed = RANKS[way]
-    if way == "gzip":
-        numbered.write_bytes(gzip.compress(rows()))
+@pytest.mark.parametrize(
+    ("compress", "options", "parsed"),  # that many buffers are in shares of 229 and 208 rows, or in one compressed file
+    [
+        (bytes, {"shuffle": "buffers", "drop_last": False}, 23),
+        (bytes, {"num_workers": 2}, 21),
+        (gzip.compress, {"drop_last": "batch", "count_rows": True}, 22),
+    ],
+)
+def test_two_ranks_read_and_parse_the_text_once(compress, options, parsed, numbered, tmp_path, work):
+    numbered.write_bytes(compress(rows()))
     expected = [epochs(numbered, rank=rank, world_size=2, **options) for rank in range(2)]
     work.taken()
-    counts = []
-    for _ in range(3):
+    for run in range(2):
         run_all(multiprocessing.get_context("fork"), 2, rank_job, numbered, tmp_path, options)
         assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == expected
-        counts.append(work.taken())
-    assert counts[0][1] == parsed
-    assert counts[1:] == [(0, 0), (0, 0)]
+        reads_and_parsed = work.taken()
+        assert reads_and_parsed[1] == parsed if run == 0 else reads_and_parsed == (0, 0)
     assert not ours()
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_of_each_start_method_use_the_disk(method, numbered, folder):
-    parse, read = Parse(), ReadOptions(multiprocessing_context=method)
-    options = {"format": CustomFormat(parse), "drop_last": False, "read": read, "cache": on(folder, "2KB", fingerprint="1")}
-    for workers, parsed in ((2, N), (0, 0)):
-        with StreamLoader(numbered, 10, 20, num_workers=workers, **options) as loader:
-            for _ in range(2):
-                assert torch.cat(list(loader)).flatten().tolist() == list(range(N))
-            assert parse.taken() == parsed
-            assert loader.stats().disk.hits > BUFFERS / 2
-
-
-def test_bad_lines_are_left_out_and_told_in_each_run(numbered, folder, work, caplog):
+def test_bad_lines_are_left_out_and_reported_in_each_run(numbered, folder, caplog):
     numbered.write_bytes(rows(0, 55) + b"bad\n" + rows(55, 100) + b"\t\n" + rows(100))
-    for run in range(3):
+    for misses in (BUFFERS + 1, 0):
         caplog.clear()
-        with StreamLoader(numbered, 10, 20, format=SKIP, drop_last="batch", cache=on(folder)) as loader:
-            numbers(loader)
-            numbers(loader)
+        with StreamLoader(numbered, 10, 20, format=SKIP, drop_last="batch", cache=on(folder, "4KB")) as loader:
+            assert numbers(loader) == numbers(loader)
             stats = loader.stats()
-        assert (stats.rows, stats.skipped) == (2 * (N + 2), 2 * 2)
-        assert "line 56: 'bad'" in caplog.text
-        assert (work.taken()[1] == 0) is (run > 0)
-
-
-def test_stats_tell_memory_and_disk_apart(numbered, folder):
-    for misses in (BUFFERS, 0):
-        with StreamLoader(numbered, 10, 20, cache=on(folder, "4KB")) as loader:
-            list(loader)
-            loader._current().buffers.flush()
-            stats = loader.stats()
-        assert stats.disk.misses == misses
-        assert stats.disk.filled == BUFFERS + 1  # and where they begin
+        assert (stats.rows, stats.skipped, stats.disk.misses) == (2 * (N + 2), 2 * 2, misses)
         assert 0 < stats.cache.filled < BUFFERS
-    with StreamLoader(numbered, 10, 20, size_limit_gib="4MB") as loader:
-        assert loader.stats().disk is None
+        assert "line 56: 'bad'" in caplog.text
 
 
 # ---------------------------------------------------------------------------------------------------- other texts
@@ -201,49 +132,29 @@ OTHERS = {
     "parser": {"format": CsvFormat("\t", comments=None)},
     "buffers": {"buffer_size": 40},
     "ranks": {"rank": 0, "world_size": 1},
+    "row": {},
 }
 
 
-@pytest.mark.parametrize("other", [*OTHERS, "row", "rows"])
-def test_for_another_text_or_parser_the_folder_is_made_anew(other, numbered, folder, work, caplog):
-    options = {"batch_size": 10, "buffer_size": 20, "rank": 0, "world_size": 2, "drop_last": False} | {
-        "cache": on(folder, fingerprint="1")
-    }
+@pytest.mark.parametrize("other", OTHERS)
+def test_for_another_text_or_parser_the_folder_is_made_new(other, numbered, folder, work, caplog):
+    def run(fingerprint="1", cached=True, **options):
+        cache = on(folder, fingerprint=fingerprint) if cached else None
+        return epochs(numbered, 1, cache=cache, **{"rank": 0, "world_size": 2, "drop_last": False} | options), work.taken()[1]
 
-    def run(**options):
-        with StreamLoader(numbered, **options) as loader:
-            found = numbers(loader)
-        return found, work.taken()[1]
-
-    expected, parsed = run(**options)
-    assert run(**options) == (expected, 0)
+    expected, _ = run()
+    assert run() == (expected, 0)
     if other == "row":
         numbered.write_bytes(rows(0, 100) + rows(101, 102) + rows(100, 101) + rows(102))
-    elif other == "rows":
-        numbered.write_bytes(rows(0, 3 * N))
-    changes = dict(OTHERS.get(other, {}))
-    changed = options | {"cache": on(folder, fingerprint=changes.pop("fingerprint", "1"))} | changes
-    uncached, parsed = run(**(changed | {"cache": None}))
-    with caplog.at_level(logging.WARNING, "stocache"):
-        assert run(**changed) == (uncached, parsed)
+    uncached, parsed = run(cached=False, **OTHERS[other])
+    assert "was left behind" not in caplog.text
+    assert run(**OTHERS[other]) == (uncached, parsed)
     assert caplog.text.count("was left behind for other data") == 1
-    assert run(**changed) == (uncached, 0)
+    assert run(**OTHERS[other]) == (uncached, 0)
 
 
-def test_a_folder_in_use_for_another_text_is_refused(numbered, tmp_path, folder):
-    other = tmp_path / "other.tsv"
-    other.write_bytes(rows(0, 3 * N))
-    with (
-        StreamLoader(numbered, 10, 20, cache=on(folder)) as loader,
-        pytest.raises(MismatchError, match="is in use for other data: fingerprint"),
-    ):
-        StreamLoader(other, 10, 20, cache=on(folder))
-    assert epochs(other, 1, cache=on(folder)) == epochs(other, 1)
-    assert loader is not None
-
-
-def test_a_text_that_changes_between_epochs_is_read_and_kept_anew(numbered, folder, work, caplog):
-    with caplog.at_level(logging.WARNING, "stocache"), StreamLoader(numbered, 10, 20, cache=on(folder)) as loader:
+def test_a_text_that_changes_between_epochs_is_read_and_kept_again(numbered, folder, work, caplog):
+    with StreamLoader(numbered, 10, 20, cache=on(folder)) as loader:
         assert numbers(loader) == list(range(420))
         numbered.write_bytes(rows(0, 900))
         assert numbers(loader) == numbers(loader) == list(range(900))
@@ -251,70 +162,6 @@ def test_a_text_that_changes_between_epochs_is_read_and_kept_anew(numbered, fold
     assert "Starting afresh" in caplog.text
     assert epochs(numbered, 1, cache=on(folder)) == [list(range(900))]
     assert work.taken() == (0, 0)
-
-
-def test_a_text_that_changes_during_an_epoch_from_the_disk_is_an_error(numbered, folder):
-    epochs(numbered, 1, cache=on(folder))
-    with StreamLoader(numbered, 10, 20, cache=on(folder)) as loader:
-        batches = iter(loader)
-        next(batches)
-        os.utime(numbered, ns=(0, 0))
-        with pytest.raises(DamagedError, match="has changed"):
-            list(batches)
-
-
-def test_a_parse_function_needs_a_fingerprint(numbered, folder):
-    with pytest.raises(CacheNameError, match="change the fingerprint with the function"):
-        StreamLoader(numbered, 10, 20, format=CustomFormat(Parse()), cache=on(folder))
-    for sign in (1, -1):
-        options = {"format": CustomFormat(Parse(sign)), "cache": on(folder, fingerprint=str(sign))}
-        with StreamLoader(numbered, 10, 20, **options) as loader:
-            assert torch.cat(list(loader)).flatten().tolist() == [sign * n for n in range(420)]
-
-
-# ---------------------------------------------------------------------------------------------------- disks that fail
-
-
-def test_a_disk_without_room_for_all_keeps_the_first_buffers(numbered, folder, work):
-    limit = f"{16 * 160 + 4096 + 5000}B"
-    expected = epochs(numbered, 1)
-    for run in range(3):
-        with StreamLoader(numbered, 10, 20, cache=on(folder, limit=limit)) as loader:
-            work.taken()
-            assert [numbers(loader)] == expected
-            kept = sum(map(loader._current().buffers.cache.disk.holds, range(BUFFERS)))
-            assert work.taken()[1] == (BUFFERS - kept if run else BUFFERS)
-    assert 3 < kept < BUFFERS
-
-
-@pytest.mark.parametrize("memory", TIERS)
-def test_a_disk_that_fails_is_reported_once_and_all_is_parsed(memory, numbered, folder, work, monkeypatch, caplog):
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    expected = epochs(numbered)
-    monkeypatch.setattr(SamplesFile, "write", fail)
-    work.taken()
-    with (
-        caplog.at_level(logging.WARNING, "stocache"),
-        StreamLoader(numbered, 10, 20, cache=on(folder, memory)) as loader,
-    ):
-        assert [numbers(loader) for _ in range(3)] == expected
-        assert work.taken()[1] == 3 * BUFFERS - 2 * loader.stats().cache.filled
-    assert caplog.text.count("takes no more samples: No space left on device") == 1
-
-
-def test_a_folder_that_is_deleted_under_way_is_made_anew_by_the_next_run(numbered, folder, work):
-    expected = epochs(numbered)
-    with StreamLoader(numbered, 10, 20, cache=on(folder)) as loader:
-        found = [numbers(loader)]
-        shutil.rmtree(folder)
-        found += [numbers(loader) for _ in range(2)]
-    assert found == expected
-    work.taken()
-    for reads in ((BUFFERS + 1, BUFFERS), (0, 0)):
-        assert epochs(numbered, cache=on(folder)) == expected
-        assert work.taken() == reads
 
 
 def damage(folder, which):
@@ -327,27 +174,22 @@ def damage(folder, which):
                 os.pwrite(file.fileno(), bytes([byte ^ 1]), at + nbytes // 2)
 
 
-@pytest.mark.parametrize("shuffle", [False, True, "buffers"])
-@pytest.mark.parametrize("which", ["buffer", "positions", "all"])
+@pytest.mark.parametrize(
+    ("which", "shuffle"), [("buffer", False), ("positions", False), ("positions", "buffers"), ("all", True), ("all", "buffers")]
+)
 def test_what_is_damaged_is_parsed_again_and_kept(which, shuffle, numbered, folder, work, caplog):
-    expected = epochs(numbered, 2, shuffle=shuffle, cache=on(folder))
+    expected = epochs(numbered, shuffle=shuffle, cache=on(folder))
     work.taken()
     damage(folder, which)
-    with (
-        caplog.at_level(logging.WARNING, "stocache"),
-        StreamLoader(numbered, 10, 20, shuffle=shuffle, cache=on(folder)) as loader,
-    ):
+    with StreamLoader(numbered, 10, 20, shuffle=shuffle, cache=on(folder)) as loader:
         assert [numbers(loader) for _ in range(2)] == expected
         assert loader.stats().disk.damaged == (BUFFERS + 1 if which == "all" else 1)
     assert caplog.text.count("has lost samples") == 1
     counted = BUFFERS + 1 if shuffle == "buffers" else 1  # where the last 17 rows begin is known from the buffers
     reads, parsed = {"buffer": (1, 1), "positions": (counted, 0), "all": (BUFFERS + counted, BUFFERS)}[which]
     assert work.taken() == (reads, parsed)
-    assert epochs(numbered, 2, shuffle=shuffle, cache=on(folder)) == expected
+    assert epochs(numbered, shuffle=shuffle, cache=on(folder)) == expected
     assert work.taken() == (0, 0)
-
-
-# ---------------------------------------------------------------------------------------------------- broken off, and resumed
 
 
 def test_the_run_after_one_that_was_broken_off_reads_on_behind_it(numbered, folder, work):
@@ -361,16 +203,16 @@ def test_the_run_after_one_that_was_broken_off_reads_on_behind_it(numbered, fold
     assert work.taken() == (0, 0)
 
 
-@pytest.mark.parametrize("way", ["in order", "shuffled", "buffers", "workers"])
+@pytest.mark.parametrize("way", ["buffers", "workers"])
 def test_a_state_is_resumed_from_the_disk_without_reading(way, tmp_path, folder, work):
-    path, options = tmp_path / "rows.tsv", WAYS[way] | {"cache": on(folder, "1KB")}
+    path, options = tmp_path / "rows.tsv", WAYS[way][0] | {"cache": on(folder, "1KB")}
     path.write_bytes(rows(0, 107))
     with StreamLoader(path, 10, 20, **options) as loader:
         whole = [[y.tolist() for _, y in loader] for _ in range(2)]
         loader.set_epoch(0)
         states = [loader.state_dict() for _ in loader]
     work.taken()
-    for delivered, state in list(enumerate(states, 1))[:: 1 if way != "workers" else 4]:
+    for delivered, state in list(enumerate(states, 1))[:: 2 if way != "workers" else 5]:
         with StreamLoader(path, 10, 20, **options) as loader:
             loader.load_state_dict(json.loads(json.dumps(state)))
             assert [y.tolist() for _, y in loader] == whole[0][delivered:]
