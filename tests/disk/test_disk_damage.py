@@ -13,20 +13,7 @@ import xxhash
 from stocache.disk.formats import Records, Rows
 from stocache.disk.samples_file import BEGIN, SamplesFile, index_bytes
 from stocache.samples.spec import Structure
-from tests.support.disks import COUNT, KINDS, after_power_cut, contents, flip, loaded, open_disk, put, record, row
-
-
-@pytest.fixture(params=KINDS)
-def kind(request):
-    return request.param
-
-
-@pytest.fixture
-def filled(kind, tmp_path):
-    """A folder with all samples."""
-    with open_disk(kind, tmp_path) as cache:
-        assert loaded(cache, kind) == list(range(COUNT))
-    return tmp_path
+from tests.support.disks import COUNT, after_power_cut, contents, flip, loaded, open_disk, put, record, row
 
 
 def entries(folder):
@@ -43,39 +30,29 @@ def enter(folder, idx, at, nbytes):
 # ---------------------------------------------------------------------------------------------------- decay
 
 
-def test_each_flipped_bit_is_a_miss_or_harmless(kind, filled):
+@pytest.mark.parametrize(("flips", "rounds"), [(1, 16), (10, 4)])
+def test_flipped_bits_are_misses_or_harmless(kind, filled, flips, rounds):
     rng = random.Random(26)
     files = contents(filled)
     found = 0
-    for number in range(60):
-        name = ("samples", "index")[number % 2]
-        put(filled, files | {name: flip(rng, files[name])})
+    for number in range(rounds):
+        damaged = dict(files)
+        for place in range(flips):
+            name = ("samples", "index")[(number + place) % 2]
+            damaged[name] = flip(rng, damaged[name])
+        put(filled, damaged)
         with open_disk(kind, filled) as cache:
             missed = loaded(cache, kind)
-            assert len(missed) <= 2
+            assert len(missed) <= 2 * flips
             assert cache.stats().damaged <= len(missed)
             assert loaded(cache, kind) == []
         with open_disk(kind, filled) as cache:
             assert loaded(cache, kind) == []
         found += len(missed)
-    assert found > 30
+    assert found > rounds // 2
 
 
-def test_many_flipped_bits_cost_their_samples_only(kind, filled):
-    rng = random.Random(27)
-    files = contents(filled)
-    for _ in range(20):
-        damaged = dict(files)
-        for _ in range(10):
-            name = rng.choice(["samples", "index"])
-            damaged[name] = flip(rng, damaged[name])
-        put(filled, damaged)
-        with open_disk(kind, filled) as cache:
-            assert len(loaded(cache, kind)) <= 20
-            assert loaded(cache, kind) == []
-
-
-def test_samples_are_damaged_while_they_are_in_use(kind, filled, caplog):
+def test_samples_are_damaged_while_they_are_in_use(kind, filled, warnings):
     files = contents(filled)
     with open_disk(kind, filled) as cache:
         assert loaded(cache, kind) == []
@@ -85,28 +62,26 @@ def test_samples_are_damaged_while_they_are_in_use(kind, filled, caplog):
         assert cache.stats().damaged == len(missed)
         assert loaded(cache, kind) == []
     assert contents(filled) == files
-    assert [record.message.count("has lost samples") for record in caplog.records if record.levelname == "WARNING"] == [1]
+    assert ["has lost samples" in warning for warning in warnings()] == [True]
 
 
-def test_batches_have_no_row_that_is_damaged(tmp_path):
-    with open_disk("rows", tmp_path) as cache:
-        loaded(cache, "rows")
-        with open(tmp_path / "samples", "r+b") as file:
-            file.seek(int(entries(tmp_path)[5][0]) + 100)
+@pytest.mark.quick
+def test_batches_have_no_row_that_is_damaged(filled):
+    with open_disk("rows", filled) as cache:
+        with open(filled / "samples", "r+b") as file:
+            file.seek(int(entries(filled)[5][0]) + 100)
             file.write(b"\xff\xfe")
         items = [torch.zeros(8, 6001, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64)]
-        there = cache.fill(np.arange(8), np.arange(8), items)
-        assert there.tolist() == [0, 1, 2, 3, 4, 6, 7]
-        for idx in there.tolist():
-            assert torch.equal(items[0][idx], row(idx)[0])
-            assert items[1][idx] == idx
+        there = cache.fill(np.arange(8), np.arange(8), items).tolist()
+        assert there == [0, 1, 2, 3, 4, 6, 7]
+        assert all(torch.equal(items[0][idx], row(idx)[0]) and items[1][idx] == idx for idx in there)
         assert loaded(cache, "rows") == [5]
 
 
 # ---------------------------------------------------------------------------------------------------- power cuts
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_after_a_power_cut_what_is_not_there_is_loaded_and_written_again(kind, seed, tmp_path):
     rng = random.Random(seed)
     count, limit = 150, "1GB"
@@ -129,41 +104,35 @@ def test_after_a_power_cut_what_is_not_there_is_loaded_and_written_again(kind, s
         assert loaded(cache, kind) == []
 
 
-def test_a_file_of_zeros_holds_nothing(kind, filled):
-    for files in ({"samples": bytes(len(contents(filled)["samples"]))}, {"index": bytes(16 * COUNT)}, {"samples": b""}):
+def test_files_of_zeros_or_of_another_folder_hold_nothing(kind, filled, tmp_path):
+    with open_disk(kind, tmp_path / "other", fingerprint="2") as cache:
+        loaded(cache, kind)
+    zeros = [{"samples": bytes(len(contents(filled)["samples"]))}, {"index": bytes(16 * COUNT)}, {"samples": b""}]
+    for files in (*zeros, contents(tmp_path / "other")):
         put(filled, files)
         with open_disk(kind, filled) as cache:
             assert loaded(cache, kind) == list(range(COUNT))
 
 
-def test_samples_of_another_folder_do_not_pass(kind, filled, tmp_path_factory):
-    other = tmp_path_factory.mktemp("other")
-    with open_disk(kind, other, fingerprint="2") as cache:
-        loaded(cache, kind)
-    put(filled, contents(other))
-    with open_disk(kind, filled) as cache:
-        assert loaded(cache, kind) == list(range(COUNT))
-
-
 # ---------------------------------------------------------------------------------------------------- wild numbers
-
 
 WILD = [0, 1, 8, BEGIN - 8, BEGIN, BEGIN + 1, 1 << 20, 1 << 31, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 8, (1 << 64) - 1]
 
 
-@pytest.mark.parametrize("at", WILD)
-def test_an_index_with_wild_numbers_is_a_miss(kind, filled, at):
-    for nbytes in WILD:
-        enter(filled, 7, at, nbytes)
-        with open_disk(kind, filled) as cache:
-            assert loaded(cache, kind, [7]) == [7]
-            assert len(loaded(cache, kind)) <= 1  # of another one, the room may be taken
-            assert loaded(cache, kind) == []
+@pytest.mark.quick
+def test_an_index_with_wild_numbers_is_a_miss(kind, filled):
+    for number, at in enumerate(WILD):
+        for nbytes in (WILD[number - 1], WILD[-number], 8):
+            enter(filled, 7, at, nbytes)
+            with open_disk(kind, filled) as cache:
+                assert loaded(cache, kind, [7]) == [7]
+                assert len(loaded(cache, kind)) <= 1  # of another one, the room may be taken
+                assert loaded(cache, kind) == []
 
 
+@pytest.mark.quick
 def test_two_samples_with_one_place_are_not_written_over_each_other(kind, filled):
-    true = entries(filled)
-    enter(filled, 7, *map(int, true[8]))
+    enter(filled, 7, *map(int, entries(filled)[8]))
     for _ in range(2):
         with open_disk(kind, filled) as cache:
             missed = loaded(cache, kind)
@@ -173,18 +142,15 @@ def test_two_samples_with_one_place_are_not_written_over_each_other(kind, filled
 
 
 def test_an_entry_that_was_cut_does_not_come_back(kind, filled):
-    true = entries(filled)
-    enter(filled, 50, *map(int, true[7]))
+    enter(filled, 50, *map(int, entries(filled)[7]))
     put(filled, {"index": (filled / "index").read_bytes()[: 16 * 50 + 9]})
-    with open_disk(kind, filled) as cache:
-        assert loaded(cache, kind, range(40)) == []
-        assert loaded(cache, kind, range(55, 60)) == list(range(55, 60))
-    with open_disk(kind, filled) as cache:
-        assert loaded(cache, kind, range(40)) == []
-        assert loaded(cache, kind, range(55, 60)) == []
+    for missing in ([55, 56, 57, 58, 59], []):
+        with open_disk(kind, filled) as cache:
+            assert loaded(cache, kind, range(40)) == []
+            assert loaded(cache, kind, range(55, 60)) == missing
 
 
-def test_a_size_of_gigabytes_takes_no_memory(filled, kind):
+def test_a_size_of_gigabytes_takes_no_memory(kind, filled):
     with open(filled / "samples", "r+b") as file:
         file.truncate(1 << 42)
     for nbytes in (1 << 31, 1 << 36, 1 << 41):
@@ -217,22 +183,13 @@ class Named:
         return Path("/tmp/no such path/made").mkdir, ()
 
 
-def test_a_forged_record_runs_no_code(tmp_path):
-    with open_disk("records", tmp_path) as cache:
-        loaded(cache, "records")
-    data = b"".join(bytes(part) for part in Records(True, None).encode({"made": Named()}, "sample"))
-    enter(tmp_path, 7, 1 << 20, len(data))
-    forge(tmp_path, 7, 1 << 20, data)
-    with open_disk("records", tmp_path) as cache:
-        assert loaded(cache, "records") == [7]
-
-
-def test_a_forged_record_raises_nothing(tmp_path):
+@pytest.mark.quick
+def test_a_forged_record_runs_no_code_and_raises_nothing(tmp_path):
     rng = random.Random(28)
     with open_disk("records", tmp_path) as cache:
         loaded(cache, "records")
         data = (tmp_path / "samples").read_bytes()
-        for number in range(1500):
+        for number in range(400):
             idx = rng.choice([3, 5, 11])
             at, nbytes = map(int, entries(tmp_path)[idx])
             forged = bytearray(data[at : at + nbytes])
@@ -244,3 +201,8 @@ def test_a_forged_record_raises_nothing(tmp_path):
                 cache.set_slot(idx, record(idx))
         put(tmp_path, {"samples": data})
         assert loaded(cache, "records") == []
+    data = b"".join(bytes(part) for part in Records(True, None).encode({"made": Named()}, "sample"))
+    enter(tmp_path, 7, 1 << 20, len(data))
+    forge(tmp_path, 7, 1 << 20, data)
+    with open_disk("records", tmp_path) as cache:
+        assert loaded(cache, "records") == [7]
