@@ -27,9 +27,6 @@ def enter(folder, idx, at, nbytes):
         file.write(at.to_bytes(8, "little") + nbytes.to_bytes(8, "little"))
 
 
-# ---------------------------------------------------------------------------------------------------- decay
-
-
 @pytest.mark.parametrize(("flips", "rounds"), [(1, 16), (10, 4)])
 def test_flipped_bits_are_misses_or_harmless(kind, filled, flips, rounds):
     rng = random.Random(26)
@@ -78,9 +75,6 @@ def test_batches_have_no_row_that_is_damaged(filled):
         assert loaded(cache, "rows") == [5]
 
 
-# ---------------------------------------------------------------------------------------------------- power cuts
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_after_a_power_cut_what_is_not_there_is_loaded_and_written_again(kind, seed, tmp_path):
     rng = random.Random(seed)
@@ -114,12 +108,9 @@ def test_files_of_zeros_or_of_another_folder_hold_nothing(kind, filled, tmp_path
             assert loaded(cache, kind) == list(range(COUNT))
 
 
-# ---------------------------------------------------------------------------------------------------- wild numbers
-
 WILD = [0, 1, 8, BEGIN - 8, BEGIN, BEGIN + 1, 1 << 20, 1 << 31, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 8, (1 << 64) - 1]
 
 
-@pytest.mark.quick
 def test_an_index_with_wild_numbers_is_a_miss(kind, filled):
     for number, at in enumerate(WILD):
         for nbytes in (WILD[number - 1], WILD[-number], 8):
@@ -161,9 +152,6 @@ def test_a_size_of_gigabytes_takes_no_memory(kind, filled):
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
             assert peak < 1 << 24
-
-
-# ---------------------------------------------------------------------------------------------------- forged samples
 
 
 def forge(folder, idx, at, data):

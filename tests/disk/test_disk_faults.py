@@ -5,7 +5,6 @@ import contextlib
 import errno
 import logging
 import os
-import pickle
 import random
 import resource
 import shutil
@@ -76,9 +75,6 @@ def epoch(dataset, kind):
         dataset.disk_cache.flush()
 
 
-# ---------------------------------------------------------------------------------------------------- writing fails
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_takes_no_more_is_warned_of_once(tmp_path, kind, code, monkeypatch, warnings):
     with open_disk(kind, tmp_path) as cache:
@@ -117,16 +113,21 @@ def test_a_write_that_ends_early_is_not_a_sample(tmp_path, kind, rest, monkeypat
         assert loaded(cache, kind) == []
 
 
-def test_a_dataset_goes_on_when_its_thread_cannot_write(tmp_path, kind, monkeypatch, warnings):
+@pytest.mark.parametrize("names", [["pwritev"], ["preadv", "pread", "pwritev", "pwrite", "posix_fadvise"]])
+def test_a_dataset_goes_on_when_its_disk_takes_no_more_or_is_unplugged(tmp_path, kind, names, monkeypatch, warnings):
     with behind(kind, tmp_path) as dataset, monkeypatch.context() as broken:
-        failing(broken, "pwritev", dataset.disk_cache, error(errno.ENOSPC))
+        if len(names) > 1:
+            epoch(dataset, kind)
+        for name in names:
+            failing(broken, name, dataset.disk_cache, error(errno.EIO))
         for _ in range(3):
             epoch(dataset, kind)
-        assert sum("takes no more samples" in warning for warning in warnings()) == 1
+        assert len(warnings()) == 1
         assert dataset.disk_cache.stats().filled < COUNT
-    with behind(kind, tmp_path) as dataset:
-        epoch(dataset, kind)
-        assert dataset.disk_cache.stats().filled == COUNT
+    for again in (False, True):
+        with behind(kind, tmp_path) as dataset:  # it is there again
+            epoch(dataset, kind)
+            assert dataset.stats().disk.hits == COUNT or (names == ["pwritev"] and not again)
 
 
 def test_a_limit_of_the_kernel_on_files_is_a_full_disk(tmp_path, kind):
@@ -143,41 +144,14 @@ def test_a_limit_of_the_kernel_on_files_is_a_full_disk(tmp_path, kind):
         assert loaded(cache, kind) == []
 
 
-@contextlib.contextmanager
-def small_disk(folder, size):
+def test_training_on_a_disk_of_a_few_pages(tmp_path, warnings):
     if not traces.private or os.geteuid() != 0:
         pytest.skip("this process may not mount")
-    with mounted(folder, f"size={size},mode=700"):
-        yield folder / "disk"
-
-
-@pytest.mark.parametrize("kind", ["rows", "records"])
-def test_a_disk_that_others_fill_meanwhile(tmp_path, kind, warnings):
-    with small_disk(tmp_path, "400k") as folder:
-        with open_disk(kind, folder, limit="300kB") as cache:
-            assert len(loaded(cache, kind, range(10))) == 10
-            warnings()
-            with contextlib.suppress(OSError), open(tmp_path / "others", "wb", buffering=0) as file:
-                for _ in range(100):
-                    file.write(bytes(4096))
-            missed = loaded(cache, kind)
-            assert len(missed) > 20
-            assert loaded(cache, kind) == missed
-            (warning,) = warnings()
-            assert "takes no more samples: No space left on device" in warning
-        (tmp_path / "others").unlink()
-        with open_disk(kind, folder, limit="300kB") as cache:
-            assert loaded(cache, kind) == missed
-        del cache
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_training_on_a_disk_of_a_few_pages(tmp_path, workers, warnings):
-    with small_disk(tmp_path, "200k") as folder:
-        dataset = behind("rows", folder)
+    with mounted(tmp_path, "size=200k,mode=700"):
+        dataset = behind("rows", tmp_path / "disk")
         assert any("disk_limit=1GB is more than" in warning for warning in warnings())
         for _ in range(3):
-            loader = stocache.DataLoader(dataset, 8, shuffle=True, num_workers=workers)
+            loader = stocache.DataLoader(dataset, 8, shuffle=True, num_workers=2)
             seen = [(image, number) for batch in loader for image, number in zip(batch[0], batch[1].tolist(), strict=True)]
             assert sorted(number for _, number in seen) == list(range(COUNT))
             assert all(torch.equal(image, row(number)[0]) for image, number in seen)
@@ -186,9 +160,6 @@ def test_training_on_a_disk_of_a_few_pages(tmp_path, workers, warnings):
         assert dataset.disk_cache.stats().filled in (30, 31)
         dataset.close()
         del loader, dataset
-
-
-# ---------------------------------------------------------------------------------------------------- reading fails
 
 
 def test_a_sample_that_cannot_be_read_is_written_again(tmp_path, kind, monkeypatch, warnings):
@@ -207,34 +178,18 @@ def test_a_sample_that_cannot_be_read_is_written_again(tmp_path, kind, monkeypat
         assert cache.stats().damaged == len(missed)
 
 
-def test_a_disk_that_is_unplugged(tmp_path, kind, monkeypatch, warnings):
-    with behind(kind, tmp_path) as dataset, monkeypatch.context() as broken:
-        epoch(dataset, kind)
-        for name in ("preadv", "pread", "pwritev", "pwrite", "posix_fadvise"):
-            failing(broken, name, dataset.disk_cache, error(errno.EIO))
-        for _ in range(3):
-            epoch(dataset, kind)
-        assert len(warnings()) == 1
-    with behind(kind, tmp_path) as dataset:  # it is there again
-        epoch(dataset, kind)
-        assert dataset.stats().disk.hits == COUNT
-
-
 def read_damaged(number, cache, kind, log):
     logging.getLogger("stocache").addHandler(logging.FileHandler(log))
     loaded(cache, kind, random.Random(number).sample(range(COUNT), COUNT))
 
 
-@pytest.mark.parametrize(("start_method", "kind"), [("fork", "rows"), ("forkserver", "records")], indirect=True)
-def test_all_processes_together_warn_once(tmp_path, kind, filled, run_processes):
-    with open_disk(kind, filled) as cache:
+@pytest.mark.parametrize("start_method", ["fork"], indirect=True)
+def test_all_processes_together_warn_once(tmp_path, filled, run_processes):
+    with open_disk("rows", filled) as cache:
         put(filled, {"samples": bytes(len(contents(filled)["samples"]))})
-        run_processes(2, read_damaged, cache, kind, tmp_path / "log")
-        assert loaded(cache, kind) == []
+        run_processes(2, read_damaged, cache, "rows", tmp_path / "log")
+        assert loaded(cache, "rows") == []
     assert (tmp_path / "log").read_text().count("has lost samples") == 1
-
-
-# ---------------------------------------------------------------------------------------------------- kills
 
 
 def die(*_):
@@ -278,9 +233,6 @@ def test_a_kill_at_any_write_leaves_no_wrong_sample(tmp_path, kind, way, name, a
         assert loaded(cache, kind) == []
 
 
-# ---------------------------------------------------------------------------------------------------- deleted under way
-
-
 def test_a_folder_that_is_deleted_goes_on_where_it_is_open(tmp_path, kind, warnings):
     with open_disk(kind, tmp_path / "disk") as cache:
         loaded(cache, kind, range(30))
@@ -291,19 +243,11 @@ def test_a_folder_that_is_deleted_goes_on_where_it_is_open(tmp_path, kind, warni
         with open_disk(kind, tmp_path / "disk") as other:  # a new one
             assert len(loaded(other, kind)) == COUNT
             assert loaded(cache, kind) == []
-        packed = pickle.dumps(cache)
         assert warnings() == []
-        for _ in range(2):  # as where it is spawned
-            with pickle.loads(packed) as spawned:
-                assert len(loaded(spawned, kind)) == len(loaded(spawned, kind)) == COUNT
-        assert ["is not used in process" in warning for warning in warnings()] == [True]
         assert loaded(cache, kind) == []
         assert cache.stats().damaged == 0
     with open_disk(kind, tmp_path / "disk") as cache:
         assert loaded(cache, kind) == []
-
-
-# ---------------------------------------------------------------------------------------------------- closing
 
 
 def test_a_disk_that_hangs_does_not_write_into_other_files(tmp_path, monkeypatch):
