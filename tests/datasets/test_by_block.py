@@ -15,13 +15,9 @@ from stocache import (
     BlockSampler,
     CachedDataset,
     DamagedError,
-    DatasetError,
-    LimitError,
-    LocalityDistributedSampler,
     OnDiskBlockDataStorage,
     Placement,
     RaggedCache,
-    SampleIndexError,
     SharedCache,
     StorageDataset,
     prepare,
@@ -116,9 +112,6 @@ def in_blocks(cached):
     return {number for number, part in parts.items() if part.all()}
 
 
-# ------------------------------------------------------------------------------------------------ bytes are copied
-
-
 def array(idx, shape, dtype="uint8", order="C"):
     return np.asarray(np.random.default_rng(idx).integers(0, 200, shape).astype(dtype), order=order)
 
@@ -164,28 +157,21 @@ RAGGED = {
 }
 
 
+SOME = [("columns", [3, 1, 0, 7, 14, 9, 28]), ("text", [0, 0, 9, 8, 9]), ("text", list(range(2, 27)))]
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("kind", FIXED | RAGGED)
-def test_bytes_of_blocks_are_copied_into_the_cache(prepared, made, kind):
+@pytest.mark.parametrize(("kind", "indices"), [*((kind, range(N)) for kind in FIXED | RAGGED), *SOME])
+def test_bytes_of_blocks_are_copied_into_the_cache(prepared, made, kind, indices):
     make = (FIXED | RAGGED)[kind]
-    with CachedDataset(StorageDataset(prepared(make)), "100MB") as cached:
+    with CachedDataset(StorageDataset(prepared(make), indices), "100MB") as cached:
         assert isinstance(cached.cache, SharedCache if kind in FIXED else RaggedCache)
         made.clear()
         admit_all(cached)
         assert made == []
-        assert cached_set(cached) == list(range(N))
-        assert all(identical(cached.cache.get_slot(idx), make(idx)) for idx in range(N))
-        assert cached.stats().total.fills == N
-
-
-@pytest.mark.parametrize("make", [columns, text])
-@pytest.mark.parametrize("indices", [[3, 1, 0, 7, 14, 9, 28], [0, 0, 9, 8, 9], list(range(2, 27))])
-def test_so_are_those_of_some_samples_in_any_order(prepared, made, make, indices):
-    with CachedDataset(StorageDataset(prepared(make), indices), "100MB") as cached:
-        made.clear()
-        admit_all(cached)
-        assert made == []
         assert all(identical(cached.cache.get_slot(local), make(idx)) for local, idx in enumerate(indices))
+        total = cached.stats().total
+        assert (total.fills, total.misses) == (len(indices), 0)
 
 
 NOT_COPIED = {
@@ -231,15 +217,9 @@ class DoublingStorage(OnDiskBlockDataStorage):
 
 
 @pytest.mark.parametrize("make", [tensor, RAGGED["bytes"]], ids=["fixed", "ragged"])
-@pytest.mark.parametrize("by", ["dataset", "storage", "method of an object"])
-def test_samples_that_are_changed_on_the_way_are_cached_as_changed(prepared, monkeypatch, by, make):
-    storage = prepared(make, storage=DoublingStorage if by == "storage" else OnDiskBlockDataStorage)
-    dataset = (Doubled if by == "dataset" else StorageDataset)(storage)
-    if by == "method of an object":
-        real = dataset.__getitems__
-        monkeypatch.setattr(dataset, "__getitems__", lambda indices: [sample * 2 for sample in real(indices)], raising=False)
-        monkeypatch.setattr(storage, "load_sample", lambda idx: Block.sample(storage._open(idx // SIZE), idx % SIZE) * 2)
-    with CachedDataset(dataset, "100MB") as cached:
+@pytest.mark.parametrize(("kind", "storage"), [(Doubled, OnDiskBlockDataStorage), (StorageDataset, DoublingStorage)])
+def test_samples_that_are_changed_on_the_way_are_cached_as_changed(prepared, kind, storage, make):
+    with CachedDataset(kind(prepared(make, storage=storage)), "100MB") as cached:
         cached._loader.admit(1)
         assert all(identical(cached.cache.get_slot(idx), make(idx) * 2) for idx in range(8, 16))
 
@@ -249,17 +229,12 @@ def _admit_all(number, cached):
         cached._loader.admit(block)
 
 
-@pytest.mark.parametrize(
-    ("context", "make"), [("fork", columns), ("forkserver", text), pytest.param("spawn", columns, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("context", "make"), [("fork", columns), ("forkserver", text)])
 def test_several_processes_admit_at_once(prepared, context, make):
     with CachedDataset(StorageDataset(prepared(make)), "100MB") as cached:
         run_all(multiprocessing.get_context(context), 3, _admit_all, cached)
         assert all(identical(cached.cache.get_slot(idx), make(idx)) for idx in range(N))
         assert cached.stats().total.fills == N
-
-
-# ------------------------------------------------------------------------------------------------ damage
 
 
 def flip(storage, block, at):
@@ -334,21 +309,6 @@ def test_a_sample_that_cannot_be_read_costs_only_itself(prepared):
             for idx in (*range(8, 13), *range(14, 24)):
                 assert cached[idx]["label"] == idx
         assert cached.cache.aux_array[16:24].tolist() == [1] * 8
-
-
-def test_an_error_of_the_storage_passes_through_and_the_next_one_reads(prepared, monkeypatch):
-    storage = prepared(text, storage=Counting)
-    with CachedDataset(StorageDataset(storage), "10MB") as cached:
-        with monkeypatch.context() as patch:
-            patch.setattr(storage, "load_block", lambda b: 1 / 0)
-            assert cached[5]["label"] == 5  # read by itself
-            patch.setattr(storage, "load_sample", lambda idx: 1 / 0)
-            with pytest.raises(ZeroDivisionError, match="division by zero"):
-                cached[3]
-        assert cached[3]["label"] == 3
-
-
-# ------------------------------------------------------------------------------------------------ not all have room
 
 
 def half(dataset):
@@ -474,7 +434,7 @@ def test_the_caches_of_two_machines_hold_all_blocks_between_them(prepared, subse
         placement = Placement("scattered", node=node, nodes=2)
         room = len(dataset) + (len(dataset) // 2 + SIZE) * 24  # for half of all samples, and one block
         with CachedDataset(dataset, f"{room}B", placement=placement) as cached:
-            sampler = LocalityDistributedSampler(cached, 10, num_replicas=2, rank=node, stratify=True)
+            sampler = stocache.LocalityDistributedSampler(cached, 10, num_replicas=2, rank=node, stratify=True)
             seen += sampler
             cached.warm(progress=False)
             before = cached.stats().total.misses
@@ -487,34 +447,14 @@ def test_the_caches_of_two_machines_hold_all_blocks_between_them(prepared, subse
     assert max(reads) <= SIZE  # parts are of whole blocks, and stretches are not
 
 
-# ------------------------------------------------------------------------------------------------ who reads, and when
-
-
 @pytest.mark.parametrize("make", [labelled, text], ids=["fixed", "ragged"])
-def test_the_rest_of_a_missed_block_is_admitted_behind_one_block_at_a_time_and_not_read_again(
-    prepared, made, monkeypatch, make
-):
-    alive, most = set(), []
-
-    class Buffers(dict):
-        def __init__(self, found):
-            super().__init__(found)
-            alive.add(id(self))
-            most.append(len(alive))
-
-        def __del__(self):
-            alive.discard(id(self))
-
-    for name in ("load_encoded", "load_records"):
-        real = getattr(StorageDataset, name)
-        monkeypatch.setattr(StorageDataset, name, lambda self, *args, real=real: Buffers(real(self, *args)))
+def test_the_rest_of_a_missed_block_is_admitted_behind_and_not_read_again(prepared, made, make):
     with CachedDataset(StorageDataset(prepared(make)), "10MB") as cached:
         made.clear()
         for wanted, there in (([3, 5, 9, 3, 12, 11], 16), ([*range(16), 20, 17, 28], N)):
             for idx in wanted:
                 assert identical(cached[idx], make(idx))
             wait_until(lambda there=there: cached_set(cached) == list(range(there)))
-        assert most == [1] * 4
         assert len(made) <= 8
 
 
@@ -560,22 +500,6 @@ def test_warming_reads_each_block_once(prepared, workers):
         assert storage.counts() == (4, 4, 0)
 
 
-def test_epochs_are_counted_by_what_was_asked_for(prepared):
-    with CachedDataset(StorageDataset(prepared(text)), "10MB") as cached:
-        for _ in range(2):
-            cached.set_epoch(0)
-            for idx in range(N):
-                cached[idx]
-        first, second = cached.stats().epochs
-        assert 4 <= first.misses == N - first.hits
-        assert first.fills == N
-        assert (second.misses, second.hits, second.fills) == (0, N, 0)
-        assert cached.stats().total.races == 0
-
-
-# ------------------------------------------------------------------------------------------------ from a URL
-
-
 @pytest.fixture
 def fetched(monkeypatch):
     """How often each block was fetched, by this process and its children."""
@@ -615,9 +539,6 @@ def test_blocks_without_room_for_local_copies_are_fetched_whole(prepared, fetche
             assert cached_set(cached) == list(range(8, 16))
 
 
-# ------------------------------------------------------------------------------------------------ StorageDataset
-
-
 class Numbers:
     def load_sample(self, idx):
         return idx
@@ -631,26 +552,17 @@ def test_local_and_global_indices(prepared):
     dataset.prefetch_blocks([1])  # which changes nothing
     with pytest.raises(IndexError, match="index 3 is out of bounds"):
         dataset[3]
-    with pytest.raises(DatasetError, match=r"Numbers has no length\. Give the indices"):
+    with pytest.raises(stocache.DatasetError, match=r"Numbers has no length\. Give the indices"):
         StorageDataset(Numbers())
     storage = prepared(labelled)
     for indices in ([N], [-1], ["a"], range(N + 1), range(-1, 5)):
-        with pytest.raises(SampleIndexError, match="StorageDataset"):
+        with pytest.raises(stocache.SampleIndexError, match="StorageDataset"):
             StorageDataset(storage, indices)
     StorageDataset(storage).prefetch_blocks(range(9))  # more than there are
-    assert StorageDataset(storage)[3][1] == 3
-
-
-def test_unsorted_indices_are_cached_by_the_sample(prepared):
-    storage, indices = prepared(labelled, storage=Counting), np.random.default_rng(0).permutation(N)
-    dataset = StorageDataset(storage, indices)
-    assert dataset.block_bounds is None
-    with CachedDataset(dataset, "10MB") as cached:
-        assert [cached[idx][1] for idx in range(N)] == indices.tolist()
-        assert storage.counts()[0] == 0
-
-
-# ------------------------------------------------------------------------------------------------ placement by units
+    unsorted = StorageDataset(storage, [9, 1, 8, 0])
+    assert unsorted.block_bounds is None
+    with CachedDataset(unsorted, "10MB") as cached:
+        assert [cached[idx][1] for idx in range(4)] == [9, 1, 8, 0]
 
 
 @pytest.mark.quick
@@ -685,7 +597,7 @@ def test_units_are_compared_and_checked():
     assert str(BlockBounds([0, 2, 5])) != str(BlockBounds([0, 3, 5]))
     assert hash(BlockBounds([0, 2])) == hash(BlockBounds([0, 2]))
     for bounds in ([], [1, 2], [0, 2, 2], [0, 3, 1], [[0, 1]]):
-        with pytest.raises(LimitError, match="bounds of blocks must ascend from 0"):
+        with pytest.raises(stocache.LimitError, match="bounds of blocks must ascend from 0"):
             BlockBounds(bounds)
-    with pytest.raises(LimitError, match="blocks of 5 samples in all, the dataset has 6"):
+    with pytest.raises(stocache.LimitError, match="blocks of 5 samples in all, the dataset has 6"):
         residency(Placement("prefix", BlockBounds([0, 5])), 6, 3)
