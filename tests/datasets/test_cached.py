@@ -3,7 +3,6 @@
 import collections
 import logging
 import random
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,19 +10,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 
-from stocache import (
-    CachedDataset,
-    ClosedError,
-    CodecError,
-    DatasetError,
-    LimitError,
-    MismatchError,
-    Placement,
-    RaggedCache,
-    SampleError,
-    SampleIndexError,
-    SharedCache,
-)
+from stocache import CachedDataset, DatasetError, LimitError, RaggedCache, SampleError, SampleIndexError, SharedCache, errors
 from stocache.system.limits import SHM_DIR
 from tests.support.equality import same
 from tests.support.faults import no_shared_memory
@@ -75,9 +62,6 @@ def everything(dataset, batch_size=5, **options):
     return [sample for batch in DataLoader(dataset, batch_size, collate_fn=list, **options) for sample in batch]
 
 
-# ------------------------------------------------------------------------------------------------ samples
-
-
 @pytest.mark.quick
 @SIZES
 @pytest.mark.parametrize("limit", [1, "3KB", 0])
@@ -98,8 +82,10 @@ def test_samples_are_those_of_the_dataset_and_read_once_if_they_fit(size, limit)
 class Together(Source):
     """Loads batches with one call."""
 
+    calls = ()
+
     def __getitems__(self, indices):
-        self.calls = [*getattr(self, "calls", []), list(indices)]
+        self.calls = [*self.calls, list(indices)]
         return [self[idx] for idx in indices]
 
 
@@ -162,11 +148,7 @@ def test_writing_into_a_sample_reaches_the_cache_only_with_copy_false_and_no_tra
         assert [bool((cached[idx][0] == 9).all()) for idx in (3, 4)] == [not copy] * 2
 
 
-@pytest.mark.parametrize(
-    ("start_method", "size"),
-    [("fork", one_size), ("forkserver", many_sizes), pytest.param("spawn", one_size, marks=pytest.mark.slow)],
-    indirect=["start_method"],
-)
+@pytest.mark.parametrize(("start_method", "size"), [("fork", one_size), ("forkserver", many_sizes)], indirect=["start_method"])
 def test_every_worker_reads_the_one_cache(size, start_method):
     source = Source(size)
     with CachedDataset(source, 1) as cached:
@@ -175,9 +157,6 @@ def test_every_worker_reads_the_one_cache(size, start_method):
             assert sorted(label for _, label in got) == list(range(N))
             source.check(got)
             assert source.reads.tolist() == ONCE
-
-
-# ------------------------------------------------------------------------------------------------ random numbers
 
 
 def draw(sample):
@@ -231,42 +210,40 @@ def test_neither_probing_nor_warming_draws_random_numbers():
     expected = draw((0, 0))
     seed(5)
     with CachedDataset(Noisy(), 1) as noisy:
-        assert draw((0, 0)) == expected
-        seed(5)
         noisy.warm(progress=False)
         assert draw((0, 0)) == expected
 
 
-# ------------------------------------------------------------------------------------------------ datasets of all kinds
-
-
-@dataclass
-class Pair:
-    image: object
-    text: str
-
-
 Named = collections.namedtuple("Named", "image label")
+TENSORS = TensorDataset(torch.arange(40).view(10, 4), torch.arange(10))
 
 
-def test_datasets_of_torch_and_sequences_work_unchanged():
-    tensors = TensorDataset(torch.arange(40).view(10, 4), torch.arange(10))
-    for source, kind in [
-        (Subset(tensors, [7, 3, 5]), SharedCache),
-        (ConcatDataset([tensors, Subset(tensors, [1])]), SharedCache),
-        (StackDataset(a=tensors, b=["text"] * 10), RaggedCache),
-        ([Named(torch.ones(2), 3), Named(torch.zeros(2), 4)], SharedCache),
-        ([Pair(torch.ones(2), "x"), Pair(torch.zeros(2), "yz")], RaggedCache),
-        ([1, 2.5, None, "x", b"y", 2**70], RaggedCache),
-        (np.arange(6.0), SharedCache),
-        ([((), {})] * 5, SharedCache),
-        ("text", RaggedCache),
-    ]:
-        with CachedDataset(source, 1) as cached:
-            assert isinstance(cached.cache, kind)
-            for _ in range(2):
-                assert all(same(cached[idx], source[idx]) for idx in range(len(source)))
-                assert all(map(same, cached.__getitems__(range(len(source))), source))
+@pytest.mark.parametrize(
+    ("source", "options", "kind"),
+    [
+        (ConcatDataset([TENSORS, Subset(TENSORS, [7, 3, 5])]), {}, SharedCache),
+        (StackDataset(a=TENSORS, b=["text"] * 10), {}, RaggedCache),
+        ([Named(torch.ones(2), 3), Named(torch.zeros(2), 4)], {}, SharedCache),
+        ([1, 2.5, None, "x", b"y", 2**70], {}, RaggedCache),
+        (np.arange(6.0), {}, SharedCache),
+        ([((), {})] * 5, {}, SharedCache),
+        ("text", {}, RaggedCache),
+        ({0: "a", 1: "b"}, {}, RaggedCache),
+        ([1, 2], {"size_limit_gib": "auto"}, SharedCache),
+        ([1, 2], {"variable": True}, RaggedCache),
+        ([1, 2], {"admission": "cost"}, RaggedCache),
+        ([{1, 2}, {3}, frozenset({4})], {"allow_pickle": True}, RaggedCache),
+        ([], {}, RaggedCache),
+    ],
+)
+def test_datasets_of_torch_and_sequences_work_unchanged(source, options, kind):
+    with CachedDataset(source, **{"size_limit_gib": 1} | options) as cached:
+        assert isinstance(cached.cache, kind)
+        assert len(cached) == len(source)
+        for _ in range(2):
+            assert all(same(cached[idx], source[idx]) for idx in range(len(source)))
+            assert all(same(source[idx], sample) for idx, sample in enumerate(cached.__getitems__(range(len(source)))))
+        assert cached.stats().total.filled == len(source)
 
 
 def test_a_cached_dataset_goes_into_other_datasets():
@@ -291,9 +268,6 @@ def test_attributes_of_the_dataset_are_reachable():
         source.set_epoch = lambda epoch: setattr(source, "epoch", epoch)
         cached.set_epoch(4)
         assert cached.epoch == 4
-
-
-# ------------------------------------------------------------------------------------------------ probing, misfits, errors
 
 
 def test_probing_says_what_it_saw(caplog):
@@ -361,12 +335,12 @@ def test_errors_of_the_dataset_pass_through_and_are_not_cached(size):
         assert cached[5][1] == 5
 
 
-class Counting(IterableDataset):
+class Endless(IterableDataset):
     def __iter__(self):
         return iter(range(3))
 
 
-class Endless:
+class Unending:
     def __getitem__(self, idx):
         return idx
 
@@ -374,9 +348,8 @@ class Endless:
 @pytest.mark.parametrize(
     ("dataset", "options", "error", "message"),
     [
-        (Counting(), {}, DatasetError, r"Counting has no samples by number.*Give a map-style dataset.*list\(counting\)"),
-        (iter([1]), {}, DatasetError, "list_iterator has no samples by number"),
-        (Endless(), {}, DatasetError, "Endless has no length, which a cache needs: .*Define __len__"),
+        (Endless(), {}, DatasetError, r"Endless has no samples by number.*Give a map-style dataset.*list\(endless\)"),
+        (Unending(), {}, DatasetError, "Unending has no length, which a cache needs: .*Define __len__"),
         (
             {"train": [1], "test": [2]},
             {},
@@ -385,20 +358,13 @@ class Endless:
         ),
         ({1: "a", 2: "b"}, {}, DatasetError, r"keys \[1, 2\], not with the indices 0 to 1.*list\(dict.values\(\)\)"),
         ([1], {"size_limit_gib": "lots"}, LimitError, "size_limit_gib='lots' is not a size"),
-        ([1], {"size_limit_gib": "1B"}, LimitError, "cache holds 0 slots"),
         ([1], {"probe": -1}, LimitError, "probe=-1 is not a number of samples"),
         ([1], {"probe": "all"}, LimitError, "probe='all' is not a number of samples"),
         ([1], {"probe": 0, "variable": False}, LimitError, "variable=False needs to know.* Give example=sample"),
-        ([1], {"placement": "middle"}, LimitError, "placement 'middle' is unknown"),
         (["a", "b"], {"placement": "prefix"}, LimitError, "placement='prefix' is for samples of one shape"),
-        (["a", "b"], {"placement": Placement("scattered", unit=2)}, LimitError, "is for samples of one shape"),
         (["a", "b"], {"variable": False}, SampleError, "value is a str, which has no fixed size"),
         ([[1], [1, 2]], {"variable": False}, SampleError, r"sample 1: value has the entries \[0, 1\], the cache holds"),
         ([1], {"variable": False, "codec": "zstd"}, LimitError, "Leave variable=False out"),
-        ([1], {"variable": False, "admission": "cost"}, LimitError, "Leave variable=False out"),
-        ([1], {"codec": "gzip"}, CodecError, "codec='gzip' is unknown"),
-        ([1], {"admission": "some"}, LimitError, "admission='some' is unknown"),
-        ([1], {"persist": True}, ValueError, "are for caches with a name"),
         ([1], {"cut": "middle"}, LimitError, "cut='middle'"),
         ([1], {"store": "jpeg"}, LimitError, "store='jpeg'"),
         ([object()], {}, SampleError, "sample 0: value is a object, which has no bytes of its own.*allow_pickle=True"),
@@ -408,26 +374,6 @@ class Endless:
 def test_wrong_arguments_say_what_to_do(dataset, options, error, message):
     with pytest.raises(error, match=message):
         CachedDataset(dataset, **{"size_limit_gib": 1} | options)
-
-
-@pytest.mark.parametrize(
-    ("source", "options", "kind"),
-    [
-        ([1, 2], {}, SharedCache),
-        ([1, 2], {"size_limit_gib": 1, "variable": True}, RaggedCache),
-        ([1, 2], {"size_limit_gib": 1, "admission": "cost"}, RaggedCache),
-        ([{1, 2}, {3}, frozenset({4})], {"size_limit_gib": 1, "allow_pickle": True}, RaggedCache),
-        ([], {"size_limit_gib": 1}, RaggedCache),
-        ({0: "a", 1: "b"}, {"size_limit_gib": 1}, RaggedCache),
-    ],
-)
-def test_the_options_choose_the_class_of_the_cache(source, options, kind):
-    with CachedDataset(source, **options) as cached:
-        assert isinstance(cached.cache, kind)
-        assert len(cached) == len(source)
-        for _ in range(2):
-            assert [cached[idx] for idx in range(len(source))] == [source[idx] for idx in range(len(source))]
-        assert cached.stats().total.filled == len(source)
 
 
 def test_an_example_takes_the_place_of_the_probe(caplog):
@@ -442,9 +388,6 @@ def test_an_example_takes_the_place_of_the_probe(caplog):
         assert isinstance(cached.cache, RaggedCache)
         assert same(cached[5], source.sample(5))
     assert source.reads.sum() == 2
-
-
-# ------------------------------------------------------------------------------------------------ filling ahead, statistics
 
 
 @pytest.mark.parametrize(("size", "workers"), [(one_size, 2), (many_sizes, 0)])
@@ -519,11 +462,8 @@ def test_a_closed_one_says_so():
     cached = CachedDataset([1, 2], 1)
     for _ in range(2):
         cached.close()
-    with pytest.raises(ClosedError, match="the cache is closed"):
+    with pytest.raises(errors.ClosedError, match="the cache is closed"):
         cached[0]
-
-
-# ------------------------------------------------------------------------------------------------ names
 
 
 @SIZES
@@ -535,7 +475,7 @@ def test_the_second_run_reads_nothing(size):
             assert (source.reads > 0).sum() == (N if run == 0 else 8)  # it always probes
             assert cached.stats().total.hits == (8 if run == 0 else N + 8)
     with CachedDataset(Source(size), 1, name="warm", fingerprint="v1"):
-        with pytest.raises(MismatchError, match="fingerprint 'v1', now 'v2'"):
+        with pytest.raises(errors.MismatchError, match="fingerprint 'v1', now 'v2'"):
             CachedDataset(Source(size), 1, name="warm", fingerprint="v2")
     (left,) = Path(SHM_DIR).glob("stocache-*/warm")
     left.unlink()
