@@ -3,25 +3,13 @@
 import contextlib
 import logging
 import multiprocessing
-import os
 
-import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, StackDataset, Subset
+from torch.utils.data import Dataset
 
 import stocache
-from stocache import (
-    CachedDataset,
-    DiskError,
-    LimitError,
-    LocalityDistributedSampler,
-    MismatchError,
-    OnDiskBlockDataStorage,
-    Placement,
-    StorageDataset,
-    prepare,
-)
+from stocache import CachedDataset, LimitError, OnDiskBlockDataStorage, Placement, StorageDataset, errors, prepare
 from tests.support.equality import same
 from tests.support.processes import run_all
 
@@ -36,6 +24,7 @@ class Counter:
 
     def __init__(self, path):
         self.path = path
+        path.touch()
 
     def count(self):
         with open(self.path, "ab") as file:
@@ -43,7 +32,7 @@ class Counter:
 
     def counted(self):
         """The count since the last look."""
-        size = os.path.getsize(self.path) if os.path.exists(self.path) else 0
+        size = self.path.stat().st_size
         self.path.write_bytes(b"")
         return size
 
@@ -94,9 +83,6 @@ def as_lists(samples):
     return tuple(zip(*samples, strict=True))
 
 
-# ------------------------------------------------------------------------------------------------ read once
-
-
 @pytest.mark.parametrize(
     ("ragged", "memory", "options"),
     [
@@ -106,7 +92,6 @@ def as_lists(samples):
         (True, 0.0, {"workers": 2}),
         (True, 0.25, {}),
         (False, 0.25, {"workers": 1, "multiprocessing_context": "forkserver"}),
-        pytest.param(False, 0.25, {"workers": 1, "multiprocessing_context": "spawn"}, marks=pytest.mark.slow),
     ],
 )
 def test_the_source_is_read_once_in_two_runs(tmp_path, ragged, memory, options):
@@ -174,11 +159,6 @@ class Url(OnDiskBlockDataStorage):
         super().__init__(folder)
         self.fetches = fetches
 
-    def load_samples(self, indices):
-        for _ in {idx // 8 for idx in indices}:
-            self.fetches.count()
-        return super().load_samples(indices)
-
     def load_sample(self, idx):
         self.fetches.count()
         return super().load_sample(idx)
@@ -198,18 +178,6 @@ def test_of_a_storage_at_a_url_each_block_is_fetched_once(tmp_path, ragged, work
             check_epochs(cached, source, 2, workers)
             fetched = fetches.counted()
             assert fetched == 0 if run else fetched <= N // 8 <= fetched + probed
-
-
-@pytest.mark.parametrize("codec", [None, "zstd", "lz4"])
-def test_codecs(tmp_path, codec):
-    if codec:
-        pytest.importorskip({"zstd": "zstandard", "lz4": "lz4.block"}[codec], reason=f"{codec} is not installed")
-    source = StackDataset(torch.arange(N), torch.zeros(N, 3000, dtype=torch.uint8))
-    for _ in range(2):
-        with open_tiers(source, tmp_path, 0.0, codec=codec) as cached:
-            assert all(same(cached[idx], source[idx]) for idx in range(N))
-            cached.disk_cache.flush()
-            assert (cached.stats().disk.slot_bytes < 300) == bool(codec)
 
 
 class Transformed(Source):
@@ -232,9 +200,6 @@ def test_a_transform_runs_after_both_tiers_and_its_cut_is_kept(tmp_path):
             torch.manual_seed(0)
             assert all(same(cached[idx], expected[idx]) for idx in range(N)), run
     assert source.reads.counted() < N
-
-
-# ------------------------------------------------------------------------------------------------ other data
 
 
 def test_another_fingerprint_reads_the_source_again(tmp_path, source, caplog):
@@ -268,22 +233,17 @@ def test_without_a_fingerprint_samples_are_compared(tmp_path, ragged, caplog):
             cached.warm(progress=False)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
+def test_wrong_options_and_another_structure_are_refused(tmp_path, source):
+    open_tiers(source, tmp_path).close()
+    for options, error, message in [
         ({"disk_limit": None}, LimitError, "disk_limit"),
         ({"disk": None, "fingerprint": None}, LimitError, "go together"),
         ({"disk_limit": "lots"}, LimitError, "disk_limit"),
         ({"disk_limit": "1KB"}, LimitError, "one sample needs"),
-        ({"disk_limit": -1}, LimitError, "disk_limit"),
-        ({"variable": True, "probe": 0}, MismatchError, "samples"),
-    ],
-)
-def test_wrong_options_and_another_structure_are_refused(tmp_path, source, options, error, message):
-    with open_tiers(source, tmp_path):
-        pass
-    with pytest.raises(error, match=message):
-        open_tiers(source, tmp_path, **options)
+        ({"variable": True, "probe": 0}, errors.MismatchError, "samples"),
+    ]:
+        with pytest.raises(error, match=message):
+            open_tiers(source, tmp_path, **options)
 
 
 def test_a_disk_that_cannot_be_used_is_warned_of_once_and_the_source_is_read(tmp_path, source, caplog):
@@ -294,11 +254,8 @@ def test_a_disk_that_cannot_be_used_is_warned_of_once_and_the_source_is_read(tmp
     assert [str(tmp_path / "disk") in record.message for record in caplog.records] == [True]
     (tmp_path / "disk").unlink()
     (tmp_path / "disk").write_text("mine")
-    with pytest.raises(DiskError, match="is a file"):
+    with pytest.raises(errors.DiskError, match="is a file"):
         open_tiers(source, tmp_path)
-
-
-# ------------------------------------------------------------------------------------------------ statistics, views, machines
 
 
 def test_stats_count_hits_of_both_tiers(tmp_path, source):
@@ -311,19 +268,8 @@ def test_stats_count_hits_of_both_tiers(tmp_path, source):
         assert after.total.hits - before.total.hits == in_memory
         assert after.disk.hits - before.disk.hits == N - in_memory
         assert after.disk.misses == before.disk.misses
-        assert after.disk.load_s == before.disk.load_s > 0
         assert after.disk.read_s > before.disk.read_s
-        assert after.total.read_s == 0
         assert after.disk.hit_bytes == after.disk.hits * after.disk.slot_bytes
-
-
-def test_views_of_some_samples_use_the_disk(tmp_path, source):
-    with open_tiers(source, tmp_path, 0.0) as cached:
-        subset = Subset(cached, np.arange(0, N, 2).tolist())
-        for _ in range(2):
-            assert all(same(subset[idx], source.sample(2 * idx)) for idx in range(len(subset)))
-            cached.disk_cache.flush()
-        assert source.reads.counted() <= N // 2 + 9  # the probe looks at others, too
 
 
 @pytest.mark.parametrize("stratify", [False, True])
@@ -336,7 +282,7 @@ def test_the_disks_of_two_machines_add_up_as_their_memories_do(tmp_path, stratif
             tiers = open_tiers(Source(folder), folder, disk_limit="10KB", placement=Placement(nodes=2, node=node))
             nodes.append(stack.enter_context(tiers))
         samplers = [
-            LocalityDistributedSampler(cached, 8, num_replicas=2, rank=node, num_nodes=2, stratify=stratify)
+            stocache.LocalityDistributedSampler(cached, 8, num_replicas=2, rank=node, num_nodes=2, stratify=stratify)
             for node, cached in enumerate(nodes)
         ]
         for epoch in range(3):

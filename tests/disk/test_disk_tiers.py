@@ -1,5 +1,6 @@
 """A TieredCache searches memory, then the disk, then the source, and keeps in both what it found last."""
 
+import contextlib
 import pickle
 
 import pytest
@@ -43,18 +44,14 @@ def source():
 @pytest.fixture
 def opened(tmp_path):
     """Return a function that opens a cache over one folder; it closes the one before."""
-    caches = []
+    with contextlib.ExitStack() as stack:
 
-    def open_cache(memory=0, **options):
-        for cache in caches:
-            cache.close()
-        options = {"disk": tmp_path / "disk", "disk_limit": "1MB", "fingerprint": "1"} | options
-        caches.append(TieredCache(CacheOptions(memory, **options), COUNT))
-        return caches[-1]
+        def open_cache(memory=0, **options):
+            stack.close()
+            options = {"disk": tmp_path / "disk", "disk_limit": "1MB", "fingerprint": "1"} | options
+            return stack.enter_context(contextlib.closing(TieredCache(CacheOptions(memory, **options), COUNT)))
 
-    yield open_cache
-    for cache in caches:
-        cache.close()
+        yield open_cache
 
 
 TWICE = [*range(COUNT), *range(COUNT)]
@@ -70,27 +67,20 @@ def test_what_was_loaded_before_closing_is_written(opened, source, monkeypatch):
     assert opened(0).stats()[1].filled == COUNT - kept
 
 
-def test_each_sample_is_loaded_once_in_two_runs(opened, source):
+def test_each_sample_is_loaded_once_in_two_runs_and_a_hit_of_the_disk_is_kept_in_memory(opened, source):
     for run in range(2):
         cache = opened()
+        assert (cache.hit(3, True) is MISSING) == (run == 0)
         source.check(cache, TWICE)
         memory, disk = cache.stats()
         assert (memory.filled, disk.filled) == (0, COUNT)
         assert disk.misses == (0 if run else COUNT)
-    assert source.loaded == list(range(COUNT))
-
-
-def test_a_hit_of_the_disk_is_kept_in_memory(opened, source):
-    cache = opened()
-    assert cache.hit(3, True) is MISSING
-    cache.get_or_load(3, source)
     cache = opened("1MB")
     for _ in range(3):
         assert same(cache.hit(3, True), sample(3))
     memory, disk = cache.stats()
     assert (memory.filled, memory.hits, disk.hits) == (1, 2, 1)
-    assert cache.hit(4, True) is MISSING
-    assert source.loaded == [3]
+    assert source.loaded == list(range(COUNT))
 
 
 @pytest.mark.parametrize("options", [{"admission": "cost"}, {"codec": "zstd"}, {"allow_pickle": True}], ids=str)
