@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import stocache
 from stocache import (
@@ -208,18 +206,9 @@ class Doubled(StorageDataset):
         return [sample * 2 for sample in super().__getitems__(indices)]
 
 
-class DoublingStorage(OnDiskBlockDataStorage):
-    def load_sample(self, idx):
-        return super().load_sample(idx) * 2
-
-    def load_block(self, b):
-        return [sample * 2 for sample in super().load_block(b)]
-
-
 @pytest.mark.parametrize("make", [tensor, RAGGED["bytes"]], ids=["fixed", "ragged"])
-@pytest.mark.parametrize(("kind", "storage"), [(Doubled, OnDiskBlockDataStorage), (StorageDataset, DoublingStorage)])
-def test_samples_that_are_changed_on_the_way_are_cached_as_changed(prepared, kind, storage, make):
-    with CachedDataset(kind(prepared(make, storage=storage)), "100MB") as cached:
+def test_samples_that_a_subclass_changes_are_cached_as_changed(prepared, make):
+    with CachedDataset(Doubled(prepared(make)), "100MB") as cached:
         cached._loader.admit(1)
         assert all(identical(cached.cache.get_slot(idx), make(idx) * 2) for idx in range(8, 16))
 
@@ -238,6 +227,7 @@ def test_several_processes_admit_at_once(prepared, context, make):
 
 
 def flip(storage, block, at):
+    storage.close()
     path = Path(storage.base_folder) / block_name(block)
     data = bytearray(path.read_bytes())
     data[at] ^= 1
@@ -248,7 +238,6 @@ def flip(storage, block, at):
 def test_a_damaged_sample_is_left_out_and_an_error_when_it_is_wanted(prepared, caplog, make):
     storage = prepared(make)
     begin, _ = storage._open(1).span("sample")
-    storage.close()
     flip(storage, 1, begin + (34 if make is tensor else 53))  # in sample 10
     with CachedDataset(StorageDataset(storage), "100MB") as cached:
         assert identical(cached[12], make(12))
@@ -280,7 +269,6 @@ def test_a_block_whose_file_is_cut_is_an_error_when_it_is_wanted(prepared, caplo
 
 def test_where_the_first_block_is_damaged_blocks_are_read_whole(prepared):
     storage = prepared(text)
-    storage.close()
     flip(storage, 0, 40)
     with CachedDataset(StorageDataset(storage), "10MB") as cached:
         assert cached[12]["label"] == 12
@@ -417,10 +405,9 @@ def test_a_limit_below_one_block_is_warned_of(prepared, caplog, make, each, room
         assert cached_set(cached) == []
 
 
-@pytest.mark.parametrize("codec", ["zstd", "lz4"])
-def test_compressed_samples_are_admitted_when_their_size_is_known(prepared, codec):
-    pytest.importorskip({"zstd": "zstandard", "lz4": "lz4.block"}[codec], reason=f"{codec} is not installed")
-    with CachedDataset(StorageDataset(prepared(text, MANY)), f"{9 * MANY + 4_000}B", codec=codec) as cached:
+def test_compressed_samples_are_admitted_when_their_size_is_known(prepared):
+    pytest.importorskip("zstandard", reason="zstandard is not installed")
+    with CachedDataset(StorageDataset(prepared(text, MANY)), f"{9 * MANY + 4_000}B", codec="zstd") as cached:
         for _ in range(2):
             assert [cached[idx]["label"] for idx in range(MANY)] == list(range(MANY))
         assert 0 < len(in_blocks(cached)) < BLOCKS
@@ -489,15 +476,11 @@ def test_each_block_or_sample_is_read_once(prepared, monkeypatch, whole):
         stats = cached.stats().total
         assert (stats.fills, stats.races) == (N, 0)
         assert not whole or storage.counts() == (2, 2, 0)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_warming_reads_each_block_once(prepared, workers):
-    storage = prepared(NOT_COPIED["lists of texts"][0], storage=Counting)
-    with CachedDataset(StorageDataset(storage), "10MB") as cached:
-        storage.counts()
-        assert cached.warm(workers, progress=False).total.filled == N
-        assert storage.counts() == (4, 4, 0)
+        for workers in (0, 2):
+            cached.cache.clear()
+            storage.counts()
+            assert cached.warm(workers, progress=False).total.filled == N
+            assert storage.counts() == (4, 4, 0)
 
 
 @pytest.fixture
@@ -563,28 +546,6 @@ def test_local_and_global_indices(prepared):
     assert unsorted.block_bounds is None
     with CachedDataset(unsorted, "10MB") as cached:
         assert [cached[idx][1] for idx in range(4)] == [9, 1, 8, 0]
-
-
-@pytest.mark.quick
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.data())
-def test_units_are_resident_whole_and_their_slots_do_not_meet(sizes, data):
-    bounds = np.cumsum([0, *sizes])
-    total = int(bounds[-1])
-    slots = data.draw(st.integers(0, total + 3))
-    nodes = data.draw(st.integers(1, 4))
-    placement = Placement(
-        data.draw(st.sampled_from(["prefix", "scattered"])), BlockBounds(bounds), data.draw(st.integers(0, nodes - 1)), nodes
-    )
-    chosen = residency(placement, total, slots)
-    everything = torch.arange(total)
-    resident = chosen.resident(everything)
-    assert all(part.all() or not part.any() for part in resident.split(sizes))
-    there = everything[resident]
-    got = chosen.slots(there).tolist()
-    assert sorted(got) == list(range(len(there)))
-    assert [chosen.slot(idx) for idx in there.tolist()] == got
-    assert len(there) > slots - max(sizes) or slots >= total == len(there)
-    assert len(there) <= slots
 
 
 @pytest.mark.quick

@@ -19,45 +19,37 @@ N = 96
 ONCE = N + 1  # the probe loads its first sample twice
 
 
-class Counter:
-    """Counts in a file, over all processes."""
-
-    def __init__(self, path):
-        self.path = path
-        path.touch()
-
-    def count(self):
-        with open(self.path, "ab") as file:
-            file.write(b".")
-
-    def counted(self):
-        """The count since the last look."""
-        size = self.path.stat().st_size
-        self.path.write_bytes(b"")
-        return size
-
-
 class Source(Dataset):
-    """Counts its reads."""
+    """Counts its reads, over all processes."""
 
-    def __init__(self, folder, ragged=False):
-        self.ragged, self.reads = ragged, Counter(folder / "reads")
+    def __init__(self, ragged=False):
+        self.ragged, self.reads = ragged, torch.zeros(N, dtype=torch.int64).share_memory_()
 
     def __len__(self):
         return N
 
     def __getitem__(self, idx):
-        self.reads.count()
+        self.reads[idx] += 1
         return self.sample(idx)
 
     def sample(self, idx):
         generator = torch.Generator().manual_seed(idx)
         return torch.randint(0, 256, (3, 9 + self.ragged * (idx % 5), 7), generator=generator, dtype=torch.uint8), idx
 
+    def counted(self):
+        """The reads since the last look."""
+        return counted(self.reads)
+
+
+def counted(reads):
+    found = int(reads.sum())
+    reads.zero_()
+    return found
+
 
 @pytest.fixture
-def source(tmp_path):
-    return Source(tmp_path)
+def source():
+    return Source()
 
 
 MEMORY = {0.0: 0, 0.25: "5500B", 0.5: "11KB"}  # by the share of the samples that it has room for
@@ -95,11 +87,11 @@ def as_lists(samples):
     ],
 )
 def test_the_source_is_read_once_in_two_runs(tmp_path, ragged, memory, options):
-    source = Source(tmp_path, ragged)
+    source = Source(ragged)
     for run in range(2):
         with open_tiers(source, tmp_path, memory) as cached:
             check_epochs(cached, source, epochs=2, **options)
-            assert source.reads.counted() == (0 if run else ONCE)
+            assert source.counted() == (0 if run else ONCE)
 
 
 def _run_job(number, folder, source, ready):
@@ -111,22 +103,22 @@ def _run_job(number, folder, source, ready):
 def test_two_jobs_read_each_sample_once(tmp_path, source):
     context = multiprocessing.get_context("forkserver")
     run_all(context, 2, _run_job, tmp_path, source, context.Barrier(2))
-    assert ONCE <= source.reads.counted() <= ONCE + 9  # both probe, if both come before there is a folder
+    assert ONCE <= source.counted() <= ONCE + 9  # both probe, if both come before there is a folder
     with open_tiers(source, tmp_path) as cached:
         check_epochs(cached, source, epochs=1)
-    assert source.reads.counted() == 0
+    assert source.counted() == 0
 
 
 @SIZES
 def test_warm_fills_both_tiers(tmp_path, ragged):
-    source = Source(tmp_path, ragged)
+    source = Source(ragged)
     with open_tiers(source, tmp_path) as cached:
         stats = cached.warm(num_workers=2, progress=False)
-        assert source.reads.counted() == ONCE
+        assert source.counted() == ONCE
         assert 0 < stats.total.filled < N
         assert stats.disk.filled >= N - stats.total.filled
         check_epochs(cached, source, 1)
-        assert source.reads.counted() == 0
+        assert source.counted() == 0
 
 
 def test_what_fits_in_memory_is_not_written_to_a_small_disk(tmp_path, source):
@@ -135,19 +127,19 @@ def test_what_fits_in_memory_is_not_written_to_a_small_disk(tmp_path, source):
         stats = cached.stats()
         assert not ((cached.cache.aux_array == 1) & (cached.disk_cache.aux_array == 1)).any()
         assert 0 < stats.disk.filled < N - stats.total.filled
-        source.reads.counted()
+        source.counted()
         check_epochs(cached, source, epochs=1)
-        assert source.reads.counted() == N - stats.total.filled - stats.disk.filled
+        assert source.counted() == N - stats.total.filled - stats.disk.filled
 
 
 def test_by_cost_each_sample_is_in_memory_or_on_the_disk(tmp_path, source):
     with open_tiers(source, tmp_path, 0.5, admission="cost", variable=True) as cached:
         check_epochs(cached, source, collate_fn=as_lists)
         cached.disk_cache.flush()
-        assert source.reads.counted() <= ONCE + 8  # the probe's samples are loaded again, to be timed
+        assert source.counted() <= ONCE + 8  # the probe's samples are loaded again, to be timed
         assert ((cached.cache.aux_array == 1) | (cached.disk_cache.aux_array == 1)).all()
         check_epochs(cached, source, epochs=1, collate_fn=as_lists)
-        assert source.reads.counted() == 0
+        assert source.counted() == 0
 
 
 class Url(OnDiskBlockDataStorage):
@@ -155,34 +147,32 @@ class Url(OnDiskBlockDataStorage):
 
     reads_whole_blocks = True
 
-    def __init__(self, folder, fetches):
-        super().__init__(folder)
-        self.fetches = fetches
+    fetches = torch.zeros(N // 8, dtype=torch.int64).share_memory_()
 
     def load_sample(self, idx):
-        self.fetches.count()
+        self.fetches[idx // 8] += 1
         return super().load_sample(idx)
 
     def load_block(self, b):
-        self.fetches.count()
+        self.fetches[b] += 1
         return super().load_block(b)
 
 
 @pytest.mark.parametrize(("ragged", "workers"), [(False, 2), (True, 0)])
 def test_of_a_storage_at_a_url_each_block_is_fetched_once(tmp_path, ragged, workers):
-    source, fetches = Source(tmp_path, ragged), Counter(tmp_path / "fetches")
+    source = Source(ragged)
     prepare(source, tmp_path / "blocks", block_size=8, progress=False).close()
     for run in range(2):
-        with Url(tmp_path / "blocks", fetches) as storage, open_tiers(StorageDataset(storage), tmp_path) as cached:
-            probed = fetches.counted()
+        with Url(tmp_path / "blocks") as storage, open_tiers(StorageDataset(storage), tmp_path) as cached:
+            probed = counted(Url.fetches)
             check_epochs(cached, source, 2, workers)
-            fetched = fetches.counted()
+            fetched = counted(Url.fetches)
             assert fetched == 0 if run else fetched <= N // 8 <= fetched + probed
 
 
 class Transformed(Source):
-    def __init__(self, folder):
-        super().__init__(folder)
+    def __init__(self):
+        super().__init__()
         self.transform = lambda image: image.float() + torch.rand(())
 
     def __getitem__(self, idx):
@@ -191,22 +181,22 @@ class Transformed(Source):
 
 
 def test_a_transform_runs_after_both_tiers_and_its_cut_is_kept(tmp_path):
-    source = Transformed(tmp_path)
+    source = Transformed()
     torch.manual_seed(0)
     expected = [source[idx] for idx in range(N)]
     for run in range(2):
-        source.reads.counted()
-        with open_tiers(Transformed(tmp_path), tmp_path, 0.0) as cached:
+        source.counted()
+        with open_tiers(source, tmp_path, 0.0) as cached:
             torch.manual_seed(0)
             assert all(same(cached[idx], expected[idx]) for idx in range(N)), run
-    assert source.reads.counted() < N
+    assert source.counted() < N
 
 
 def test_another_fingerprint_reads_the_source_again(tmp_path, source, caplog):
     for fingerprint, reads in (("1", ONCE), ("1", 0), ("2", ONCE), ("2", 0)):
         with open_tiers(source, tmp_path, fingerprint=fingerprint) as cached:
             check_epochs(cached, source, epochs=1)
-            assert source.reads.counted() == reads
+            assert source.counted() == reads
     assert caplog.text.count("fingerprint '1', now '2'") == 1
 
 
@@ -215,7 +205,7 @@ def test_samples_that_are_too_large_to_be_described_are_probed_again(tmp_path, s
     for reads in (ONCE, 9):  # the probe loads 8 samples, the first one twice
         with open_tiers(source, tmp_path) as cached:
             check_epochs(cached, source, epochs=1)
-            assert source.reads.counted() == reads
+            assert source.counted() == reads
 
 
 class Others(Source):
@@ -228,7 +218,7 @@ class Others(Source):
 def test_without_a_fingerprint_samples_are_compared(tmp_path, ragged, caplog):
     for kind, warned in ((Source, 0), (Source, 0), (Others, 1)):
         caplog.clear()
-        with open_tiers(kind(tmp_path, ragged), tmp_path, fingerprint=None) as cached:
+        with open_tiers(kind(ragged), tmp_path, fingerprint=None) as cached:
             assert caplog.text.count("is not that of the dataset") == warned
             cached.warm(progress=False)
 
@@ -277,9 +267,7 @@ def test_the_disks_of_two_machines_add_up_as_their_memories_do(tmp_path, stratif
     nodes, reads = [], []
     with contextlib.ExitStack() as stack:
         for node in range(2):
-            folder = tmp_path / str(node)
-            folder.mkdir()
-            tiers = open_tiers(Source(folder), folder, disk_limit="10KB", placement=Placement(nodes=2, node=node))
+            tiers = open_tiers(Source(), tmp_path / str(node), disk_limit="10KB", placement=Placement(nodes=2, node=node))
             nodes.append(stack.enter_context(tiers))
         samplers = [
             stocache.LocalityDistributedSampler(cached, 8, num_replicas=2, rank=node, num_nodes=2, stratify=stratify)
@@ -290,7 +278,7 @@ def test_the_disks_of_two_machines_add_up_as_their_memories_do(tmp_path, stratif
                 sampler.set_epoch(epoch)
                 assert all(same(cached[idx], cached.sample(idx)) for idx in sampler)
                 cached.disk_cache.flush()
-            reads.append(sum(cached.reads.counted() for cached in nodes))
+            reads.append(sum(cached.counted() for cached in nodes))
         kept = [(cached.cache.aux_array == 1) | (cached.disk_cache.aux_array == 1) for cached in nodes]
     assert N / 4 < kept[0].sum() <= N / 2  # so much more than memory has room for
     assert not (kept[0] & kept[1]).any()

@@ -15,12 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-import stocache
 from stocache import CachedDataset, DiskCache
 from stocache.disk import writer
 from stocache.samples.spec import Structure
-from tests.support import traces
-from tests.support.disks import COUNT, Samples, contents, loaded, mounted, open_disk, put, row, sample
+from tests.support.disks import COUNT, Samples, contents, loaded, open_disk, put, sample
 from tests.support.equality import same
 from tests.support.processes import in_child, wait_until
 
@@ -142,24 +140,6 @@ def test_a_limit_of_the_kernel_on_files_is_a_full_disk(tmp_path, kind):
     with open_disk(kind, tmp_path) as cache:
         assert 0 < len(loaded(cache, kind)) < COUNT
         assert loaded(cache, kind) == []
-
-
-def test_training_on_a_disk_of_a_few_pages(tmp_path, warnings):
-    if not traces.private or os.geteuid() != 0:
-        pytest.skip("this process may not mount")
-    with mounted(tmp_path, "size=200k,mode=700"):
-        dataset = behind("rows", tmp_path / "disk")
-        assert any("disk_limit=1GB is more than" in warning for warning in warnings())
-        for _ in range(3):
-            loader = stocache.DataLoader(dataset, 8, shuffle=True, num_workers=2)
-            seen = [(image, number) for batch in loader for image, number in zip(batch[0], batch[1].tolist(), strict=True)]
-            assert sorted(number for _, number in seen) == list(range(COUNT))
-            assert all(torch.equal(image, row(number)[0]) for image, number in seen)
-            del seen
-        assert len(warnings()) <= 1
-        assert dataset.disk_cache.stats().filled in (30, 31)
-        dataset.close()
-        del loader, dataset
 
 
 def test_a_sample_that_cannot_be_read_is_written_again(tmp_path, kind, monkeypatch, warnings):

@@ -95,16 +95,6 @@ def test_the_options_of_the_memory_go_together_with_a_disk(options, opened, sour
             opened()
 
 
-def test_without_a_disk_it_is_the_cache_in_memory(source):
-    cache = TieredCache(CacheOptions("1MB"), COUNT)
-    assert cache.hit(3, True) is MISSING
-    source.check(cache, [3, 3])
-    assert same(cache.hit(3, True), sample(3))
-    memory, disk = cache.stats()
-    assert (memory.hits, memory.misses, disk) == (2, 1, None)
-    cache.close()
-
-
 def test_a_copy_by_pickle_shares_both_tiers(opened, source):
     cache = opened("400B")
     copied = pickle.loads(pickle.dumps(cache))

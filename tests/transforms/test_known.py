@@ -57,40 +57,19 @@ def test_no_class_is_in_both_lists():
 @pytest.mark.filterwarnings("ignore")  # an image that is an RGB already, an alias
 def test_what_is_called_deterministic_in_albumentations_draws_nothing():
     albumentations = pytest.importorskip("albumentations", reason="albumentations is not installed")
-    options = {
-        "CenterCrop Resize": {"height": 8, "width": 8},
-        "LongestMaxSize SmallestMaxSize": {"max_size": 20},
-        "Pad Pad3D": {"padding": 2},
-        "Crop": {"x_max": 8, "y_max": 8},
-        "PadIfNeeded": {"min_height": 40, "min_width": 40},
-        "ToFloat": {"max_value": 255.0},
-    }
     image = np.random.default_rng(0).integers(0, 256, (30, 24, 3), dtype=np.uint8)
-    inputs = {
-        "FromFloat": {"image": image.astype(np.float32) / 255},
-        "Pad3D ToTensor3D": {"volume": np.stack([image] * 4)},
-        "TimeReverse ToRGB": {"image": image[..., 0]},
-    }
-
-    def its(table, name, default):
-        return next((value for names, value in table.items() if name in names.split()), default)
-
-    names = find_library(albumentations.Resize).deterministic
-    assert len(names) > 20
+    others = {"CenterCrop", "Crop", "FromFloat", "LongestMaxSize", "Pad", "Pad3D", "PadIfNeeded", "Resize", "SmallestMaxSize"}
+    names = find_library(albumentations.Resize).deterministic - others - {"TimeReverse", "ToFloat", "ToRGB", "ToTensor3D"}
+    assert len(names) >= 10  # that take any image, and no options
     for name in names:
-        transform = getattr(albumentations, name)(p=1.0, **its(options, name, {}))
+        transform = getattr(albumentations, name)(p=1.0)
         assert is_deterministic(transform), name
         transform.set_random_seed(5)
-
-        def own(transform=transform):
-            return repr((transform.py_random.getstate(), transform.random_generator.bit_generator.state))
-
-        before, watch = own(), RngMonitor()
-        results = [transform(**its(inputs, name, {"image": image})) for _ in range(2)]
-        assert own() == before, name
+        before, watch = repr((transform.py_random.getstate(), transform.random_generator.bit_generator.state)), RngMonitor()
+        results = [transform(image=image)["image"] for _ in range(2)]
+        assert repr((transform.py_random.getstate(), transform.random_generator.bit_generator.state)) == before, name
         assert not watch.changed(), name
-        for key, value in results[0].items():
-            assert np.array_equal(np.asarray(value), np.asarray(results[1][key])), name
+        assert np.array_equal(*map(np.asarray, results)), name
     for transform in (
         albumentations.HorizontalFlip(p=0.5),
         albumentations.PadIfNeeded(40, 40, position="random"),
