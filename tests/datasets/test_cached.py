@@ -246,15 +246,6 @@ def test_datasets_of_torch_and_sequences_work_unchanged(source, options, kind):
         assert cached.stats().total.filled == len(source)
 
 
-def test_a_cached_dataset_goes_into_other_datasets():
-    source = Source()
-    with CachedDataset(source, 1) as cached, CachedDataset(cached, 1) as twice:
-        for outer in (Subset(cached, [5, 3]), ConcatDataset([cached, cached]), twice):
-            for _ in range(2):
-                source.check(everything(outer))
-    assert source.reads.tolist() == ONCE
-
-
 def test_attributes_of_the_dataset_are_reachable():
     source = Source()
     with CachedDataset(source, 1) as cached:
@@ -268,14 +259,6 @@ def test_attributes_of_the_dataset_are_reachable():
         source.set_epoch = lambda epoch: setattr(source, "epoch", epoch)
         cached.set_epoch(4)
         assert cached.epoch == 4
-
-
-def test_probing_says_what_it_saw(caplog):
-    caplog.set_level(logging.INFO, "stocache")
-    for size in (one_size, many_sizes):
-        CachedDataset(Source(size), 1, probe=3).close()
-    assert "probed samples [0, 24, 47]: all are tuple(0: uint8[3, 6, 5], 1: int)" in caplog.text
-    assert "samples [0, 24, 47]: kept as samples of varying size (sample 24: sample[0] has shape (3, 8, 6)" in caplog.text
 
 
 class Growing(Source):
@@ -376,8 +359,12 @@ def test_wrong_arguments_say_what_to_do(dataset, options, error, message):
         CachedDataset(dataset, **{"size_limit_gib": 1} | options)
 
 
-def test_an_example_takes_the_place_of_the_probe(caplog):
+def test_the_probe_says_what_it_saw_and_an_example_takes_its_place(caplog):
     caplog.set_level(logging.INFO, "stocache")
+    for size in (one_size, many_sizes):
+        CachedDataset(Source(size), 1, probe=3).close()
+    assert "probed samples [0, 24, 47]: all are tuple(0: uint8[3, 6, 5], 1: int)" in caplog.text
+    assert "samples [0, 24, 47]: kept as samples of varying size (sample 24: sample[0] has shape (3, 8, 6)" in caplog.text
     source = Source()
     with CachedDataset(source, 1, example=source.sample(3)) as cached:
         assert source.reads.sum() == 0

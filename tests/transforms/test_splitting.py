@@ -23,14 +23,10 @@ from stocache.transforms.pipelines import open_pipeline
 from stocache.transforms.planning import Option, choose_option
 
 vision = pytest.importorskip("tests.support.lookalikes", reason="PIL is not installed")
-Compose, Resize, CenterCrop, RandomCrop, ToTensor = (
-    vision.Compose,
-    vision.Resize,
-    vision.CenterCrop,
-    vision.RandomCrop,
-    vision.ToTensor,
-)
-ImageFolder, PILToTensor, Image, training = vision.ImageFolder, vision.PILToTensor, vision.Image, vision.training
+Compose, Resize, CenterCrop, RandomCrop = vision.Compose, vision.Resize, vision.CenterCrop, vision.RandomCrop
+ImageFolder, PILToTensor, ToTensor, training = vision.ImageFolder, vision.PILToTensor, vision.ToTensor, vision.training
+Image = vision.Image
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 
 N = 12
@@ -333,12 +329,6 @@ class Ignoring(ImageFolder):
         return PILToTensor()(self.loader(self.samples[index][0]))
 
 
-class Scaling(ImageFolder):
-    def __getitem__(self, index):
-        image, target = super().__getitem__(index)
-        return image * 2, target
-
-
 class Measuring(ImageFolder):
     def __getitem__(self, index):
         image, _ = super().__getitem__(index)
@@ -361,7 +351,6 @@ class Varying(ImageFolder):
     ("cls", "options", "reason"),
     [
         (Ignoring, {}, "Ignoring does not call its transform"),
-        (Scaling, {}, "unsupported operand type|not in the sample"),
         (Measuring, {}, "sample 0 would not be the same"),
         (Seeding, {}, "sets the seed of random numbers"),
         (Varying, {}, "in another place"),
