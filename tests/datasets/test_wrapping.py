@@ -2,7 +2,9 @@
 
 import collections
 import pickle
+import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,7 +38,9 @@ class Folder(Dataset):
 
 
 @pytest.mark.quick
-def test_attributes_are_set_where_they_are_read():
+@pytest.mark.parametrize("members", [{}, {"Dataset": Dataset}], ids=["a folder", "with a class"])
+def test_attributes_are_set_where_they_are_read(monkeypatch, members):
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(**members))  # a module of the user's, not Hugging Face
     folder = Folder()
     with CachedDataset(folder, 1) as cached:
         cached.tag = "new"
@@ -169,7 +173,9 @@ class Columns(Dataset):
 
 
 def hugging_face(form=None, **columns):
-    datasets = pytest.importorskip("datasets", reason="Hugging Face datasets is not installed")
+    pytest.importorskip("datasets.arrow_dataset", reason="Hugging Face datasets is not installed")
+    import datasets
+
     return datasets.Dataset.from_dict(columns).with_format(form)
 
 
