@@ -11,8 +11,9 @@ import stocache
 from stocache import CachedDataset, DatasetError, SampleIndexError, SharedCache
 from tests.support.equality import same
 
-datasets = pytest.importorskip("datasets", reason="Hugging Face datasets is not installed")
-from datasets import Array2D, Array3D, ClassLabel, Features, Sequence, Value  # noqa: E402
+pytest.importorskip("datasets.arrow_dataset", reason="Hugging Face datasets is not installed")  # "datasets" is a folder here
+import datasets
+from datasets import Array2D, Array3D, ClassLabel, Features, Sequence, Value
 
 N = 6
 
