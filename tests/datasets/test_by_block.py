@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -48,12 +49,15 @@ class Made:
 class Counting(OnDiskBlockDataStorage):
     """Counts, over all processes, reads of whole blocks and of samples by themselves."""
 
+    pause_s = 0.0
+
     def __init__(self, folder, **options):
         super().__init__(folder, **options)
         self.blocks, self.samples = (torch.zeros(len(self), dtype=torch.int64).share_memory_() for _ in range(2))
 
     def load_block(self, b):
         self.blocks[b] += 1
+        time.sleep(self.pause_s)
         return super().load_block(b)
 
     def load_sample(self, idx):
@@ -458,13 +462,14 @@ def test_a_block_is_admitted_only_while_nobody_loads(prepared):
 
 def _read(number, cached, barrier):
     barrier.wait()
-    for idx in np.random.default_rng(number).permutation(N).tolist():
+    for idx in sorted(range(N), key=lambda idx: (idx // SIZE, (idx + number) % SIZE)):  # each another one of a block
         assert cached[idx]["label"] == idx
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_each_block_or_sample_is_read_once(prepared, monkeypatch, whole):
     monkeypatch.setattr(Counting, "reads_whole_blocks", whole)  # as of a URL
+    monkeypatch.setattr(Counting, "pause_s", 0.02)  # so that the others come meanwhile
     storage = prepared(text, storage=Counting)
     context = multiprocessing.get_context("fork")
     with CachedDataset(StorageDataset(storage), "10MB") as cached:
