@@ -347,7 +347,7 @@ class Unending:
         (["a", "b"], {"placement": "prefix"}, LimitError, "placement='prefix' is for samples of one shape"),
         (["a", "b"], {"variable": False}, SampleError, "value is a str, which has no fixed size"),
         ([[1], [1, 2]], {"variable": False}, SampleError, r"sample 1: value has the entries \[0, 1\], the cache holds"),
-        ([1], {"variable": False, "codec": "zstd"}, LimitError, "Leave variable=False out"),
+        ([1], {"variable": False, "admission": "cost"}, LimitError, "Leave variable=False out"),
         ([1], {"cut": "middle"}, LimitError, "cut='middle'"),
         ([1], {"store": "jpeg"}, LimitError, "store='jpeg'"),
         ([object()], {}, SampleError, "sample 0: value is a object, which has no bytes of its own.*allow_pickle=True"),
