@@ -128,6 +128,7 @@ MADE = {
     "target": lambda folder: ImageFolder(folder, middle(), target_transform=plus_noise),
     "sequential": lambda folder: ImageFolder(folder, torch.nn.Sequential(PILToTensorModule(), torch.nn.Dropout(0.5))),
     "nested": lambda folder: ImageFolder(folder, Compose([Compose([Resize(24)]), Compose([RandomCrop(16), ToTensor()])])),
+    "marked by mistake": lambda folder: ImageFolder(folder, Compose([Resize(24), deterministic(RandomCrop(16))])),
     "opaque": lambda folder: ImageFolder(folder, augment),
     "views": lambda folder: Views(folder, middle()),
     "steps": lambda folder: Steps(folder, [Resize(24), RandomCrop(16), ToTensor()]),
