@@ -10,17 +10,7 @@ import pytest
 import torch
 
 import stocache
-from stocache import (
-    BlockSampler,
-    CachedDataset,
-    DamagedError,
-    OnDiskBlockDataStorage,
-    Placement,
-    RaggedCache,
-    SharedCache,
-    StorageDataset,
-    prepare,
-)
+from stocache import CachedDataset, DamagedError, OnDiskBlockDataStorage, RaggedCache, SharedCache, StorageDataset
 from stocache.cache.placement import BlockBounds, residency
 from stocache.datasets.loaders import BlockAdmitter, BlockLoader
 from stocache.storage.block import Block
@@ -78,7 +68,7 @@ def prepared(tmp_path):
     storages = []
 
     def prepared(make, count=N, storage=OnDiskBlockDataStorage, **options):
-        prepare(Made(make, count), tmp_path / "blocks", block_size=SIZE, progress=False, **options).close()
+        stocache.prepare(Made(make, count), tmp_path / "blocks", block_size=SIZE, progress=False, **options).close()
         storages.append(storage(tmp_path / "blocks", **options))
         return storages[-1]
 
@@ -336,7 +326,7 @@ def test_with_half_of_it_cached_half_of_the_blocks_are_read(prepared, make, subs
     storage.prefetch_blocks = ahead.extend
     with CachedDataset(dataset, half(dataset)) as cached:
         storage.counts()
-        sampler = BlockSampler(dataset.indices, SIZE, True, window=4, prefetch=cached.prefetch_blocks)
+        sampler = stocache.BlockSampler(dataset.indices, SIZE, True, window=4, prefetch=cached.prefetch_blocks)
         loader = loader_class(cached, 8, sampler=sampler, num_workers=workers, collate_fn=list)
         for epoch in range(3):
             seen = [sample for batch in loader for sample in batch]
@@ -422,7 +412,7 @@ def test_the_caches_of_two_machines_hold_all_blocks_between_them(prepared, subse
     dataset = StorageDataset(prepared(labelled, MANY), SUBSETS[subset])
     held, reads, seen = [], [], []
     for node in range(2):
-        placement = Placement("scattered", node=node, nodes=2)
+        placement = stocache.Placement("scattered", node=node, nodes=2)
         room = len(dataset) + (len(dataset) // 2 + SIZE) * 24  # for half of all samples, and one block
         with CachedDataset(dataset, f"{room}B", placement=placement) as cached:
             sampler = stocache.LocalityDistributedSampler(cached, 10, num_replicas=2, rank=node, stratify=True)
@@ -556,7 +546,7 @@ def test_local_and_global_indices(prepared):
 @pytest.mark.quick
 def test_units_are_compared_and_checked():
     for order in ("prefix", "scattered"):
-        one, other = (residency(Placement(order, unit), 100, 45) for unit in (BlockBounds(range(0, 101, 10)), 10))
+        one, other = (residency(stocache.Placement(order, unit), 100, 45) for unit in (BlockBounds(range(0, 101, 10)), 10))
         assert torch.equal(one.resident(torch.arange(100)), other.resident(torch.arange(100)))
     assert BlockBounds([0, 2, 5]) == BlockBounds([0, 2, 5])
     assert BlockBounds([0, 2, 5]) != BlockBounds([0, 3, 5])
@@ -566,4 +556,4 @@ def test_units_are_compared_and_checked():
         with pytest.raises(stocache.LimitError, match="bounds of blocks must ascend from 0"):
             BlockBounds(bounds)
     with pytest.raises(stocache.LimitError, match="blocks of 5 samples in all, the dataset has 6"):
-        residency(Placement("prefix", BlockBounds([0, 5])), 6, 3)
+        residency(stocache.Placement("prefix", BlockBounds([0, 5])), 6, 3)
