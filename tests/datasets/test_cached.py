@@ -439,7 +439,7 @@ def test_only_the_first_rank_speaks(caplog, capsys, monkeypatch):
     with CachedDataset(Source(), 1) as cached:
         cached.warm()
         everything(cached)
-        assert [epoch.hits for epoch in cached.stats().epochs] == [N]  # warming is none
+        assert [epoch.hits for epoch in cached.stats().epochs] == [N]  # warming does not count
     assert capsys.readouterr().err == ""
     assert not any(record.getMessage().startswith("epoch") for record in caplog.records)
 

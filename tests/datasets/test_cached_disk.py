@@ -280,7 +280,7 @@ def test_the_disks_of_two_machines_add_up_as_their_memories_do(tmp_path, stratif
                 cached.disk_cache.flush()
             reads.append(sum(cached.counted() for cached in nodes))
         kept = [(cached.cache.aux_array == 1) | (cached.disk_cache.aux_array == 1) for cached in nodes]
-    assert N / 4 < kept[0].sum() <= N / 2  # so much more than memory has room for
+    assert N / 4 < kept[0].sum() <= N / 2  # more than memory has room for
     assert not (kept[0] & kept[1]).any()
     missing = N - int((kept[0] | kept[1]).sum())
     assert reads[0] >= N
