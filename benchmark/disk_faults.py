@@ -24,8 +24,8 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from benchmark.sigkill import holdings
+from benchmark.support.diskkills import WAYS, kill_trial
 from stocache import CachedDataset, DataLoader, DiskError
-from tests.support.diskkills import WAYS, kill_trial
 from tests.support.disks import COUNT, KINDS, after_power_cut, contents, flip, loaded, mounted, open_disk, put
 from tests.support.traces import mount_private
 

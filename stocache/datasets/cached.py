@@ -322,7 +322,12 @@ class CachedDataset(Dataset[Any]):
                 f"for one sample at a time, or leave the transform out."
             )
         samples = self.cache.get_or_load_many(indices, self._load_many, copy=self._copy, strict=False)
-        return collate(samples if self.after_cache is None else [self.after_cache(sample) for sample in samples])
+        if self.after_cache is not None:
+            return collate([self.after_cache(sample) for sample in samples])
+        try:
+            return collate(samples)
+        except Exception:  # they differ in shape, and the dataset does not stack them as it did others
+            return self.dataset[key]
 
     def _check_index(self, idx: Any) -> int:
         """Return an index as an int that counts from the start."""

@@ -52,14 +52,20 @@ def cached_method(dataset: Any, name: str, view: Callable[[Any, Any], Any]) -> C
     Args:
         view: called with a Hugging Face dataset and its row numbers in ``dataset``; returns the cached view.
     """
-    library = sys.modules.get("datasets")
-    if library is None or not isinstance(dataset, library.Dataset):
+    library = _library_of(dataset)
+    if library is None:
         return None
     if name in _CHOOSING:
         return _choose_rows(dataset, name, view, library)
     if name in _CHANGING or name in _MAKING:
         return functools.partial(_refuse, name, name in _CHANGING)
     return None
+
+
+def _library_of(dataset: Any) -> Any:
+    """Return Hugging Face's module if a dataset is of it; else None. A user's own module may be called "datasets", too."""
+    module = sys.modules.get("datasets.arrow_dataset")
+    return sys.modules["datasets"] if module is not None and isinstance(dataset, module.Dataset) else None
 
 
 def _refuse(name: str, changing: bool, *args: Any, **kwargs: Any) -> Any:
@@ -98,8 +104,8 @@ def warn_of_widening(dataset: Any, sample: Any) -> None:
     The formats "torch" and "numpy" make int64 of the integers in arrays and lists, and float32 of float16. With ``dtype=`` they
     make that type of *all* numbers, so labels of 300 become 44; except those of columns that are not in ``columns=``.
     """
-    library = sys.modules.get("datasets")
-    if library is None or not isinstance(dataset, library.Dataset) or not isinstance(sample, dict):
+    library = _library_of(dataset)
+    if library is None or not isinstance(sample, dict):
         return
     form = dataset.format
     kind, columns = form["type"], [name for name in form["columns"] if name in sample]
@@ -248,8 +254,7 @@ def find_read_transform(dataset: Any, encoded: bool) -> ReadTransform | None:
     Raises:
         DatasetError: ``encoded`` is set, but the dataset has no images, or has a format.
     """
-    library = sys.modules.get("datasets")
-    if library is None or not isinstance(dataset, library.Dataset):
+    if _library_of(dataset) is None:
         return None
     kind = dataset.format["type"]
     found = ReadTransform(dataset, encoded) if kind in (None, "custom") else None

@@ -1,81 +1,296 @@
-"""A cache in front of blocks: whole blocks are admitted, and each is read once for that."""
+"""A cache in front of blocks: whole blocks are admitted, by copying their bytes where it can be, and each is read once."""
 
-import itertools
 import multiprocessing
+import os
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import stocache
-from stocache import (
-    BlockSampler,
-    CachedDataset,
-    DatasetError,
-    LimitError,
-    LocalityDistributedSampler,
-    OnDiskBlockDataStorage,
-    Placement,
-    RaggedCache,
-    SampleIndexError,
-    SharedCache,
-    StorageDataset,
-    prepare,
-)
-from stocache.cache.placement import BlockBounds, BlockResidency, residency
-from stocache.datasets.loaders import BlockAdmitter
-from tests.support.processes import run_all
-from tests.support.storages import FilePerSample, save
+from stocache import CachedDataset, DamagedError, OnDiskBlockDataStorage, RaggedCache, SharedCache, StorageDataset
+from stocache.cache.placement import BlockBounds, residency
+from stocache.datasets.loaders import BlockAdmitter, BlockLoader
+from stocache.storage.block import Block
+from stocache.storage.manifest import block_name
+from tests.support.containers import Box, Point
+from tests.support.equality import identical
+from tests.support.processes import run_all, wait_until
 
-BLOCKS, SIZE = 20, 10
-N = BLOCKS * SIZE
+pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
+
+SIZE, N = 8, 29  # the last block has 5
+MANY = 160
 
 
-class Samples:
-    def __init__(self, ragged):
-        self.ragged = ragged
+class Made:
+    def __init__(self, make, count):
+        self.make, self.count = make, count
 
     def __len__(self):
-        return N
+        return self.count
 
     def __getitem__(self, idx):
-        return torch.full((3, 8 + (idx % 5 if self.ragged else 0)), idx, dtype=torch.uint8), idx
+        return self.make(idx)
 
 
 class Counting(OnDiskBlockDataStorage):
     """Counts, over all processes, reads of whole blocks and of samples by themselves."""
 
-    def __init__(self, folder):
-        super().__init__(folder)
-        self.blocks, self.samples = multiprocessing.Array("q", BLOCKS), multiprocessing.Array("q", N)
+    pause_s = 0.0
+
+    def __init__(self, folder, **options):
+        super().__init__(folder, **options)
+        self.blocks, self.samples = (torch.zeros(len(self), dtype=torch.int64).share_memory_() for _ in range(2))
 
     def load_block(self, b):
-        with self.blocks.get_lock():
-            self.blocks[b] += 1
+        self.blocks[b] += 1
+        time.sleep(self.pause_s)
         return super().load_block(b)
 
     def load_sample(self, idx):
-        with self.samples.get_lock():
-            self.samples[idx] += 1
+        self.samples[idx] += 1
         return super().load_sample(idx)
 
     def counts(self):
         """Blocks that were read whole, blocks that were touched, and samples read by themselves; since the last look."""
-        blocks, samples = list(self.blocks), list(self.samples)
-        self.blocks[:], self.samples[:] = [0] * BLOCKS, [0] * N
-        touched = {b for b in range(BLOCKS) if blocks[b]} | {idx // SIZE for idx in range(N) if samples[idx]}
-        return sum(blocks), len(touched), sum(samples)
+        touched = {*np.flatnonzero(self.blocks), *(np.flatnonzero(self.samples) // SIZE)}
+        found = int(self.blocks.sum()), len(touched), int(self.samples.sum())
+        self.blocks.zero_(), self.samples.zero_()
+        return found
 
 
-@pytest.fixture(params=[False, True], ids=["fixed", "ragged"])
-def storage(request, tmp_path):
-    prepare(Samples(request.param), tmp_path, block_size=SIZE, progress=False).close()
-    storage = Counting(tmp_path)
-    yield storage
+@pytest.fixture
+def prepared(tmp_path):
+    """Return a function that writes samples into blocks, and returns their storage."""
+    storages = []
+
+    def prepared(make, count=N, storage=OnDiskBlockDataStorage, **options):
+        stocache.prepare(Made(make, count), tmp_path / "blocks", block_size=SIZE, progress=False, **options).close()
+        storages.append(storage(tmp_path / "blocks", **options))
+        return storages[-1]
+
+    yield prepared
+    for storage in storages:
+        storage.close()
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """How many samples were made of blocks."""
+    count = []
+    real = Block.sample, Block.all
+    monkeypatch.setattr(Block, "sample", lambda self, row: (count.append(1), real[0](self, row))[1])
+    monkeypatch.setattr(Block, "all", lambda self: (count.extend([1] * self.samples), real[1](self))[1])
+    return count
+
+
+def admit_all(cached):
+    for block in range(len(cached.dataset.block_bounds) - 1):
+        cached._loader.admit(block)
+
+
+def cached_set(cached):
+    return np.flatnonzero(cached.cache.aux_array.numpy() == 1).tolist()
+
+
+def in_blocks(cached):
+    """Return the blocks of which all samples are cached, as a set of numbers; demand that of the others none is."""
+    states = cached.cache.aux_array.numpy() == 1
+    parts = dict(enumerate(np.split(states, cached.dataset.block_bounds[1:-1])))
+    assert all(part.all() or not part.any() for part in parts.values())
+    return {number for number, part in parts.items() if part.all()}
+
+
+def array(idx, shape, dtype="uint8", order="C"):
+    return np.asarray(np.random.default_rng(idx).integers(0, 200, shape).astype(dtype), order=order)
+
+
+def tensor(idx, shape=(3, 5), dtype=torch.uint8):
+    return torch.from_numpy(array(idx, shape)).to(dtype)
+
+
+def columns(idx):
+    """A sample of one structure, with columns of all kinds."""
+    return {
+        "bfloat16": tensor(idx, (7,), torch.bfloat16),
+        "complex": torch.complex(tensor(idx, 4, torch.float32), tensor(idx + 1, 4, torch.float32)),
+        "array": array(idx, (4, 2), "<f4"),
+        "big-endian": array(idx, 3, ">i4"),
+        "record": np.array([(idx, (1, 2, idx))] * 2, np.dtype([("a", "<i2"), ("b", ">f8", 3)])),
+        "scalar": np.float32(idx / 7),
+        "numbers": (idx - 5, idx / 3, idx % 2 == 0, complex(idx, -idx)),
+        "lists": {"box": [idx, idx + 1, -1], "scores": (0.5, float(idx)), "flags": [True, idx % 2 == 0]},
+        "nested": {"a": [Point(tensor(idx, 3), Box(array(idx, 2), idx))], "b": {"c": (idx, {"d": tensor(idx, ())})}},
+        "channels_last": torch.stack([tensor(idx, (2, 3, 4))]).to(memory_format=torch.channels_last),
+        "permuted": (tensor(idx, (2, 3, 4)).permute(2, 0, 1), array(idx, (2, 3, 4), "i4").transpose(1, 2, 0)),
+        "fortran": array(idx, (3, 4), "f8", "F"),
+        "without values": (torch.empty(0, 3), np.empty((2, 0), "f4"), idx, np.str_("")),
+    }
+
+
+def text(idx):
+    return {"image": bytes([idx % 256]) * (300 + 37 * (idx % 11)), "label": idx}
+
+
+FIXED = {
+    "columns": columns,
+    "large": lambda idx: tensor(idx, (3, 200, 120)),
+    "scalar": lambda idx: np.float32(idx / 7),
+    "without bytes": lambda idx: (torch.empty(0), {}),
+}
+RAGGED = {
+    "text": text,
+    "bytes": lambda idx: bytes([idx]) * (300 * (idx % 5)),
+    "tensors": lambda idx: {"image": tensor(idx, (3, 4 + idx % 6, 5)), "boxes": torch.zeros(idx % 3, 4), "number": 2**70 + idx},
+    "optional parts": lambda idx: {"maybe": None if idx % 2 else "x" * idx, "value": idx if idx % 3 else [1.5] * idx},
+}
+
+
+SOME = [("columns", [3, 1, 0, 7, 14, 9, 28]), ("text", [0, 0, 9, 8, 9]), ("text", list(range(2, 27)))]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("kind", "indices"), [*((kind, range(N)) for kind in FIXED | RAGGED), *SOME])
+def test_bytes_of_blocks_are_copied_into_the_cache(prepared, made, kind, indices):
+    make = (FIXED | RAGGED)[kind]
+    with CachedDataset(StorageDataset(prepared(make), indices), "100MB") as cached:
+        assert isinstance(cached.cache, SharedCache if kind in FIXED else RaggedCache)
+        made.clear()
+        admit_all(cached)
+        assert made == []
+        assert all(identical(cached.cache.get_slot(local), make(idx)) for local, idx in enumerate(indices))
+        total = cached.stats().total
+        assert (total.fills, total.misses) == (len(indices), 0)
+
+
+NOT_COPIED = {
+    "another order of keys": (lambda idx: {"a": idx, "b": 1.5} if idx < 10 else {"b": 1.5, "a": idx}, {"variable": False}),
+    "another order of dimensions": (lambda idx: array(idx, (3, 4), "i4", "C" if idx < 10 else "F"), {"variable": False}),
+    "a long list of arrays": (lambda idx: [array(idx + n, 2) for n in range(17)], {"variable": False}),
+    "lists of texts": (lambda idx: ["x" * n for n in range(idx % 5)], {}),
+    "a structure each": (lambda idx: {f"key {idx}": bytes(idx)}, {}),
+    "compressed": (lambda idx: bytes(9 * idx), {"codec": "zstd"}),
+    "pickled": (lambda idx: [bytes(idx), np.array([None, idx])], {"allow_pickle": True}),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_COPIED)
+def test_what_cannot_be_copied_is_made_into_samples(prepared, made, kind):
+    make, options = NOT_COPIED[kind]
+    if "codec" in options:
+        pytest.importorskip("zstandard", reason="zstandard is not installed")
+    pickles = {"allow_pickle": True} if "allow_pickle" in options else {}
+    with CachedDataset(StorageDataset(prepared(make, **pickles)), "100MB", **options) as cached:
+        made.clear()
+        admit_all(cached)
+        assert len(made) > 0
+        assert cached_set(cached) == list(range(N))
+        for idx in range(N):
+            np.testing.assert_equal(cached.cache.get_slot(idx), make(idx))
+
+
+class Doubled(StorageDataset):
+    def __getitem__(self, idx):
+        return super().__getitem__(idx) * 2
+
+    def __getitems__(self, indices):
+        return [sample * 2 for sample in super().__getitems__(indices)]
+
+
+@pytest.mark.parametrize("make", [tensor, RAGGED["bytes"]], ids=["fixed", "ragged"])
+def test_samples_that_a_subclass_changes_are_cached_as_changed(prepared, make):
+    with CachedDataset(Doubled(prepared(make)), "100MB") as cached:
+        cached._loader.admit(1)
+        assert all(identical(cached.cache.get_slot(idx), make(idx) * 2) for idx in range(8, 16))
+
+
+def _admit_all(number, cached):
+    for block in np.random.default_rng(number).permutation(4).tolist():
+        cached._loader.admit(block)
+
+
+@pytest.mark.parametrize(("context", "make"), [("fork", columns), ("forkserver", text)])
+def test_several_processes_admit_at_once(prepared, context, make):
+    with CachedDataset(StorageDataset(prepared(make)), "100MB") as cached:
+        run_all(multiprocessing.get_context(context), 3, _admit_all, cached)
+        assert all(identical(cached.cache.get_slot(idx), make(idx)) for idx in range(N))
+        assert cached.stats().total.fills == N
+
+
+def flip(storage, block, at):
     storage.close()
+    path = Path(storage.base_folder) / block_name(block)
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("make", [tensor, lambda idx: bytes([idx]) * 15 + bytes(idx)], ids=["fixed", "ragged"])
+def test_a_damaged_sample_is_left_out_and_an_error_when_it_is_wanted(prepared, caplog, make):
+    storage = prepared(make)
+    begin, _ = storage._open(1).span("sample")
+    flip(storage, 1, begin + (34 if make is tensor else 53))  # in sample 10
+    with CachedDataset(StorageDataset(storage), "100MB") as cached:
+        assert identical(cached[12], make(12))
+        admit_all(cached)
+        wait_until(lambda: cached_set(cached) == [idx for idx in range(N) if idx != 10])
+        assert not caplog.records
+        with pytest.raises(DamagedError, match=r"000001.safetensors is damaged \(sample 2 in it"):
+            cached[10]
+        with pytest.raises(DamagedError, match=r"000001.safetensors is damaged"):
+            cached.warm(progress=False)
+
+
+def test_a_block_whose_file_is_cut_is_an_error_when_it_is_wanted(prepared, caplog):
+    storage = prepared(tensor)
+    with CachedDataset(StorageDataset(storage), "100MB") as cached:
+        storage.close()
+        path = Path(storage.base_folder) / block_name(2)
+        os.truncate(path, path.stat().st_size - 40)
+        cached[0]
+        admitter = BlockAdmitter.of(cached._loader, cached.cache)
+        with admitter.behind([2]):
+            pass
+        wait_until(lambda: admitter._thread is None)
+        assert cached_set(cached) == list(range(8))
+        assert not caplog.records
+        with pytest.raises(DamagedError, match=r"000002.safetensors is damaged"):
+            cached[17]
+
+
+def test_where_the_first_block_is_damaged_blocks_are_read_whole(prepared):
+    storage = prepared(text)
+    flip(storage, 0, 40)
+    with CachedDataset(StorageDataset(storage), "10MB") as cached:
+        assert cached[12]["label"] == 12
+        assert cached_set(cached) == list(range(8, 16))
+        with pytest.raises(DamagedError, match=r"000000.safetensors is damaged"):
+            cached[0]
+
+
+class Sick(StorageDataset):
+    """Sample 13 cannot be read."""
+
+    def __getitem__(self, idx):
+        return self.__getitems__([idx])[0]
+
+    def __getitems__(self, indices):
+        if 13 in indices:
+            raise OSError("sample 13 cannot be read")
+        return super().__getitems__(indices)
+
+
+def test_a_sample_that_cannot_be_read_costs_only_itself(prepared):
+    with CachedDataset(Sick(prepared(text)), 1) as cached:
+        for _ in range(2):
+            with pytest.raises(OSError, match="sample 13 cannot be read"):
+                cached[13]
+            for idx in (*range(8, 13), *range(14, 24)):
+                assert cached[idx]["label"] == idx
+        assert cached.cache.aux_array[16:24].tolist() == [1] * 8
 
 
 def half(dataset):
@@ -87,150 +302,78 @@ def half(dataset):
         return f"{stats.filled * stats.slot_bytes // 2 + each * len(dataset)}B"
 
 
-SUBSETS = {"all": None, "irregular": np.sort(np.random.default_rng(0).permutation(N)[: N * 3 // 4])}
+SUBSETS = {"all": None, "irregular": np.sort(np.random.default_rng(0).permutation(MANY)[: MANY * 3 // 4])}
+BLOCKS = MANY // SIZE
 
 
-@pytest.mark.parametrize("subset", SUBSETS)
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("loader_class", [torch.utils.data.DataLoader, stocache.DataLoader])
-@pytest.mark.sampled(4)
-def test_with_half_of_it_cached_half_of_the_blocks_are_read(storage, subset, workers, loader_class):
+def labelled(idx):
+    return tensor(idx), idx
+
+
+@pytest.mark.parametrize(
+    ("make", "subset", "workers", "loader_class"),
+    [
+        (labelled, "all", 2, torch.utils.data.DataLoader),
+        (labelled, "irregular", 0, stocache.DataLoader),
+        (text, "all", 2, stocache.DataLoader),
+        (text, "irregular", 0, torch.utils.data.DataLoader),
+    ],
+)
+def test_with_half_of_it_cached_half_of_the_blocks_are_read(prepared, make, subset, workers, loader_class):
+    storage = prepared(make, MANY, Counting)
     dataset = StorageDataset(storage, SUBSETS[subset])
+    ahead = []
+    storage.prefetch_blocks = ahead.extend
     with CachedDataset(dataset, half(dataset)) as cached:
         storage.counts()
-        sampler = BlockSampler(dataset.indices, SIZE, True, window=4)
+        sampler = stocache.BlockSampler(dataset.indices, SIZE, True, window=4, prefetch=cached.prefetch_blocks)
         loader = loader_class(cached, 8, sampler=sampler, num_workers=workers, collate_fn=list)
         for epoch in range(3):
-            batches = list(loader)
-            labels = sorted(label for batch in batches for _, label in batch)
-            assert labels == list(dataset.indices)
-            assert all((image == label).all() for batch in batches for image, label in batch)
+            seen = [sample for batch in loader for sample in batch]
+            seen = sorted(seen, key=lambda sample: sample["label" if make is text else 1])
+            assert all(identical(sample, make(int(idx))) for sample, idx in zip(seen, dataset.indices, strict=True))
             _, touched, _ = storage.counts()
-            if epoch:
-                assert touched == BLOCKS - len(blocks_in(cached))
-                assert abs(touched - BLOCKS / 2) <= 1
-            else:
-                assert abs(cached.stats().total.filled - len(dataset) / 2) <= SIZE
-        del loader, batches
+            others = set(range(BLOCKS)) - in_blocks(cached)
+            assert not epoch or touched == len(others)
+            assert abs(len(others) - BLOCKS / 2) <= 2
+            assert set(ahead) == (others if epoch else set(range(BLOCKS)))  # blocks that are cached are not read ahead
+            ahead.clear()
+        del loader
 
 
-@pytest.mark.parametrize("subset", SUBSETS)
-@pytest.mark.parametrize("storage", [False], indirect=True)
-def test_the_caches_of_two_machines_hold_all_blocks_between_them(storage, subset):
-    dataset = StorageDataset(storage, SUBSETS[subset])
-    held, reads, seen = [], [], []
-    for node in range(2):
-        placement = Placement("scattered", node=node, nodes=2)
-        room = len(dataset) + (len(dataset) // 2 + SIZE) * 32  # for half of all samples, and one block
-        with CachedDataset(dataset, f"{room}B", placement=placement) as cached:
-            sampler = LocalityDistributedSampler(cached, 10, num_replicas=2, rank=node, stratify=True)
-            seen += sampler
+@pytest.mark.parametrize("order", ["random", "by block"])
+def test_wanted_samples_come_first_and_whole_blocks_are_kept(prepared, made, order):
+    dataset = StorageDataset(prepared(text, MANY))
+    for room, chosen in (("10MB", BLOCKS), (f"{9 * MANY + 40_000}B", BLOCKS // 2)):
+        with CachedDataset(dataset, room) as cached:
+            for _ in range(2):
+                made.clear()
+                assert cached[100]["label"] == 100
+                assert made == [1]
+                for idx in np.random.permutation(MANY).tolist() if order == "random" else range(MANY):
+                    assert cached[idx]["label"] == idx
+                wait_until(lambda cached=cached: BlockAdmitter.of(cached._loader, cached.cache)._thread is None)
+                held = in_blocks(cached)
+                assert abs(len(held) - chosen) <= 2
+                cached.cache.clear()  # after which the same blocks are chosen
+            cached._loaded_here = True  # so that the samples are counted here, and not in a child process
+            made.clear()
             cached.warm(progress=False)
-            before = cached.stats().total.misses
-            for idx in sampler:
-                assert cached[idx][1] == dataset.indices[idx]
-            held.append(blocks_in(cached))
-            reads.append(cached.stats().total.misses - before)
-    assert sorted(seen) == list(range(len(dataset)))
-    assert held[0] | held[1] == set(range(BLOCKS))
-    assert max(reads) <= SIZE  # parts are of whole blocks, and stretches are not
+            assert made == []
+            assert in_blocks(cached) == held
 
 
-def blocks_in(cached):
-    """Blocks of which all samples of the dataset are cached; asserts that there are no others."""
-    cached_blocks, others = set(), set()
-    for local, state in enumerate(cached.cache.aux_array.tolist()):
-        (cached_blocks if state == 1 else others).add(int(cached.indices[local]) // SIZE)
-    assert not cached_blocks & others
-    return cached_blocks
-
-
-def wait_until_filled(cached, count):
-    deadline = time.monotonic() + 20
-    while (filled := cached.stats().total.filled) != count:
-        assert time.monotonic() < deadline, f"{filled} samples are cached, not {count}"
-        time.sleep(0.01)
-
-
-def test_the_rest_of_a_missed_block_is_admitted_behind_and_not_read_again(storage):
-    dataset = StorageDataset(storage)
-    with CachedDataset(dataset, "10MB") as cached:
-        probed = set(np.flatnonzero(cached.cache.aux_array).tolist())
-        storage.counts()
-        for idx in (3, 5, 9, 3, 12, 11):
-            assert cached[idx][1] == idx
-        wait_until_filled(cached, len(probed | set(range(20))))
-        _, touched, samples = storage.counts()
-        assert touched == 2
-        assert samples <= 20
-        assert [label for _, label in cached.__getitems__([*range(20), 30, 31, 32, 199])] == [*range(20), 30, 31, 32, 199]
-        wait_until_filled(cached, len(probed | set(range(20)) | set(range(30, 40)) | set(range(190, 200))))
-        _, touched, samples = storage.counts()
-        assert touched == 2
-        assert samples <= 20
-
-
-def test_a_block_is_admitted_only_while_nobody_loads(storage):
-    dataset = StorageDataset(storage)
-    with CachedDataset(dataset, "10MB") as cached:
-        before = cached.stats().total.filled
-        admitter = BlockAdmitter(cached._loader)
-        with admitter.behind([]):
-            with admitter.behind([4]):
-                pass
-            time.sleep(0.05)
-            assert cached.stats().total.filled == before
-        wait_until_filled(cached, before + SIZE - np.count_nonzero(cached.cache.aux_array[40:50]))
-
-
-def test_a_block_of_a_url_is_read_once_and_whole(storage, monkeypatch):
-    monkeypatch.setattr(Counting, "reads_whole_blocks", True)
-    dataset = StorageDataset(storage)
-    with CachedDataset(dataset, "10MB") as cached:
-        storage.counts()
-        for idx in (3, 5, 9, 3, 12, 11):
-            assert cached[idx][1] == idx
-        assert storage.counts() == (2, 2, 0)
-
-
-def _read(number, cached, barrier):
-    barrier.wait()
-    for idx in np.random.default_rng(number).permutation(N).tolist():
-        assert cached[idx][1] == idx
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_processes_that_miss_one_block_load_its_samples_once(storage, monkeypatch, whole):
-    monkeypatch.setattr(Counting, "reads_whole_blocks", whole)
-    context = multiprocessing.get_context("fork")
-    with CachedDataset(StorageDataset(storage), "10MB") as cached:
-        storage.counts()
-        run_all(context, 4, _read, cached, context.Barrier(4))
-        stats = cached.stats().total
-        assert (stats.fills, stats.races) == (N, 0)
-        if whole:
-            assert storage.counts() == (BLOCKS, BLOCKS, 0)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_warming_reads_each_block_once(storage, workers):
-    with CachedDataset(StorageDataset(storage), "10MB") as cached:
-        storage.counts()
-        assert cached.warm(workers, progress=False).total.filled == N
-        assert storage.counts() == (BLOCKS, BLOCKS, 0)
-
-
-def test_epochs_are_counted_by_what_was_asked_for(storage):
-    with CachedDataset(StorageDataset(storage), "10MB") as cached:
-        for _ in range(2):
-            cached.set_epoch(0)
-            for idx in range(N):
-                cached[idx]
-        first, second = cached.stats().epochs
-        assert BLOCKS <= first.misses == N - first.hits
-        assert first.fills == N
-        assert (second.misses, second.hits, second.fills) == (0, N, 0)
-        assert cached.stats().total.races == 0
+def test_a_block_that_does_not_fit_into_the_arena_is_left_out_whole(prepared, made):
+    make = lambda idx: bytes([idx]) * (1000 if idx < 8 else 4000 + idx)
+    with CachedDataset(StorageDataset(prepared(make)), "100MB") as filled:
+        cache = RaggedCache("60KB", N)
+        loader = BlockLoader(filled.dataset, cache, filled._loader._chosen)
+        made.clear()
+        for block in (1, 2, 0, 3):
+            loader.admit(block)
+        assert made == []
+        assert cache.aux_array.tolist() == [1] * 16 + [2] * 8 + [2] * 5
+        assert [cache.get_slot(idx) for idx in range(16)] == [make(idx) for idx in range(16)]
 
 
 def test_a_block_that_has_no_room_leaves_alone_what_others_have_cached_meanwhile(monkeypatch):
@@ -248,148 +391,169 @@ def test_a_block_that_has_no_room_leaves_alone_what_others_have_cached_meanwhile
         assert cache.aux_array.tolist() == [1, 2, 2]
 
 
-def test_a_limit_below_one_block_is_said(tmp_path, caplog):
-    prepare(Samples(False), tmp_path, block_size=SIZE, progress=False).close()
-    with OnDiskBlockDataStorage(tmp_path) as storage, CachedDataset(StorageDataset(storage), f"{N + 5 * 32}B") as cached:
+@pytest.mark.parametrize(("make", "each", "room"), [(labelled, 1, 5 * 24), (text, 9, 3000)], ids=["fixed", "ragged"])
+def test_a_limit_below_one_block_is_warned_of(prepared, caplog, make, each, room):
+    with CachedDataset(StorageDataset(prepared(make)), f"{each * N + room}B") as cached:
         assert "is less than a block of the storage: nothing is cached." in caplog.text
-        assert cached[3][1] == 3
+        assert identical(cached[3], make(3))
+        assert cached_set(cached) == []
 
 
-def test_unsorted_indices_are_cached_by_the_sample(storage):
-    indices = np.random.default_rng(0).permutation(N)
-    dataset = StorageDataset(storage, indices)
-    assert dataset.block_bounds is None
-    with CachedDataset(dataset, "10MB") as cached:
-        assert [cached[idx][1] for idx in range(N)] == indices.tolist()
-        assert storage.counts()[0] == 0
+def test_compressed_samples_are_admitted_when_their_size_is_known(prepared):
+    pytest.importorskip("zstandard", reason="zstandard is not installed")
+    with CachedDataset(StorageDataset(prepared(text, MANY)), f"{9 * MANY + 4_000}B", codec="zstd") as cached:
+        for _ in range(2):
+            assert [cached[idx]["label"] for idx in range(MANY)] == list(range(MANY))
+        assert 0 < len(in_blocks(cached)) < BLOCKS
 
 
 @pytest.mark.parametrize("subset", SUBSETS)
-def test_blocks_that_are_cached_are_not_read_ahead(storage, subset, monkeypatch):
-    dataset = StorageDataset(storage, SUBSETS[subset])
-    expected = []
-    monkeypatch.setattr(storage, "prefetch_blocks", expected.extend)
-    with CachedDataset(dataset, half(dataset)) as cached:
-        sampler = BlockSampler(dataset.indices, SIZE, True, window=4, prefetch=cached.prefetch_blocks)
-        for local in sampler:
-            cached[local]
-        assert set(expected) == set(range(BLOCKS))
-        expected.clear()
-        for local in sampler:
-            cached[local]
-        assert sorted(expected) == sorted(set(range(BLOCKS)) - blocks_in(cached))
+def test_the_caches_of_two_machines_hold_all_blocks_between_them(prepared, subset):
+    dataset = StorageDataset(prepared(labelled, MANY), SUBSETS[subset])
+    held, reads, seen = [], [], []
+    for node in range(2):
+        placement = stocache.Placement("scattered", node=node, nodes=2)
+        room = len(dataset) + (len(dataset) // 2 + SIZE) * 24  # for half of all samples, and one block
+        with CachedDataset(dataset, f"{room}B", placement=placement) as cached:
+            sampler = stocache.LocalityDistributedSampler(cached, 10, num_replicas=2, rank=node, stratify=True)
+            seen += sampler
+            cached.warm(progress=False)
+            before = cached.stats().total.misses
+            for idx in sampler:
+                assert cached[idx][1] == dataset.indices[idx]
+            held.append(in_blocks(cached))
+            reads.append(cached.stats().total.misses - before)
+    assert sorted(seen) == list(range(len(dataset)))
+    assert held[0] | held[1] == set(range(BLOCKS))
+    assert max(reads) <= SIZE  # parts are of whole blocks, and stretches are not
 
 
-def test_reading_ahead_changes_nothing_and_leaves_out_what_is_missing(storage):
-    dataset = StorageDataset(storage)
-    dataset.prefetch_blocks(range(BLOCKS + 5))
-    assert all(dataset[idx][1] == idx for idx in range(N))
+@pytest.mark.parametrize("make", [labelled, text], ids=["fixed", "ragged"])
+def test_the_rest_of_a_missed_block_is_admitted_behind_and_not_read_again(prepared, made, make):
+    with CachedDataset(StorageDataset(prepared(make)), "10MB") as cached:
+        made.clear()
+        for wanted, there in (([3, 5, 9, 3, 12, 11], 16), ([*range(16), 20, 17, 28], N)):
+            for idx in wanted:
+                assert identical(cached[idx], make(idx))
+            wait_until(lambda there=there: cached_set(cached) == list(range(there)))
+        assert len(made) <= 8
 
 
-def test_an_error_of_the_storage_passes_through_and_the_next_one_reads(storage, monkeypatch):
+def test_a_block_is_admitted_only_while_nobody_loads(prepared):
+    with CachedDataset(StorageDataset(prepared(text)), "10MB") as cached:
+        admitter = BlockAdmitter(cached._loader)
+        with admitter.behind([]):
+            with admitter.behind([2]):
+                pass
+            admitter._thread.join(0.2)
+            assert cached_set(cached) == []
+        wait_until(lambda: cached_set(cached) == list(range(16, 24)))
+
+
+def _read(number, cached, barrier):
+    barrier.wait()
+    for idx in sorted(range(N), key=lambda idx: (idx // SIZE, (idx + number) % SIZE)):  # each another one of a block
+        assert cached[idx]["label"] == idx
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_each_block_or_sample_is_read_once(prepared, monkeypatch, whole):
+    monkeypatch.setattr(Counting, "reads_whole_blocks", whole)  # as of a URL
+    monkeypatch.setattr(Counting, "pause_s", 0.02)  # so that the others come meanwhile
+    storage = prepared(text, storage=Counting)
+    context = multiprocessing.get_context("fork")
     with CachedDataset(StorageDataset(storage), "10MB") as cached:
-        with monkeypatch.context() as patch:
-            patch.setattr(storage, "load_block", lambda b: 1 / 0)
-            assert cached[4][1] == 4  # read by itself
-            patch.setattr(storage, "load_sample", lambda idx: 1 / 0)
-            with pytest.raises(ZeroDivisionError, match="division by zero"):
-                cached[3]
-        assert cached[3][1] == 3
+        storage.counts()
+        for idx in (3, 5, 9, 3, 12, 11):
+            assert cached[idx]["label"] == idx
+        assert not whole or storage.counts() == (2, 2, 0)
+        run_all(context, 4, _read, cached, context.Barrier(4))
+        stats = cached.stats().total
+        assert (stats.fills, stats.races) == (N, 0)
+        assert not whole or storage.counts() == (2, 2, 0)
+        for workers in (0, 2):
+            cached.cache.clear()
+            storage.counts()
+            assert cached.warm(workers, progress=False).total.filled == N
+            assert storage.counts() == (4, 4, 0)
 
 
-# ---------------------------------------------------------------------------------------------------- StorageDataset
+@pytest.fixture
+def fetched(monkeypatch):
+    """How often each block was fetched, by this process and its children."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    counts = torch.zeros(4, dtype=torch.int64).share_memory_()
+    real = LocalFileSystem.get_file
+
+    def get_file(self, path, local, **options):
+        counts[int(Path(path).stem)] += 1
+        return real(self, path, local, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "get_file", get_file)
+    return counts
 
 
-def test_local_and_global_indices(tmp_path):
-    storage = save(FilePerSample(tmp_path / "data"))
-    dataset = StorageDataset(storage, [40, 3, 7])
-    assert len(dataset) == 3
-    assert [dataset[idx]["box"].label for idx in range(3)] == [40, 3, 7]
-    assert dataset[-1]["box"].label == 7
+@pytest.mark.parametrize("make", [tensor, text], ids=["fixed", "ragged"])
+def test_from_a_url_wanted_samples_come_first_and_each_block_is_fetched_once(prepared, made, fetched, tmp_path, make):
+    source = prepared(make)
+    with OnDiskBlockDataStorage(f"file://{source.base_folder}", local_folder=tmp_path / "local") as storage:
+        with CachedDataset(StorageDataset(storage), "100MB") as cached:
+            made.clear()
+            cached[9]
+            assert len(made) == 1
+            loader = stocache.DataLoader(cached, 4, shuffle=True, num_workers=2, collate_fn=list)
+            assert sum(map(len, loader)) == N
+            assert fetched.tolist() == [1] * 4
+            assert all(identical(cached.cache.get_slot(idx), make(idx)) for idx in range(N))
+
+
+def test_blocks_without_room_for_local_copies_are_fetched_whole(prepared, fetched, tmp_path):
+    source = prepared(tensor)
+    options = {"local_folder": tmp_path / "local", "local_limit": sum(entry.nbytes for entry in source.index.blocks) - 1}
+    with OnDiskBlockDataStorage(f"file://{source.base_folder}", **options) as storage:
+        with CachedDataset(StorageDataset(storage), "100MB", example=tensor(0)) as cached:
+            cached[9]
+            assert cached_set(cached) == list(range(8, 16))
+
+
+class Numbers:
+    def load_sample(self, idx):
+        return idx
+
+
+@pytest.mark.quick
+def test_local_and_global_indices(prepared):
+    dataset = StorageDataset(Numbers(), [40, 3, 7])
+    assert [dataset[idx] for idx in (0, 1, 2, -1)] == [40, 3, 7, 7]
     assert dataset.block_bounds is None
+    dataset.prefetch_blocks([1])  # which changes nothing
     with pytest.raises(IndexError, match="index 3 is out of bounds"):
         dataset[3]
-    with pytest.raises(DatasetError, match=r"FilePerSample has no length\. Give the indices"):
-        StorageDataset(storage)
+    with pytest.raises(stocache.DatasetError, match=r"Numbers has no length\. Give the indices"):
+        StorageDataset(Numbers())
+    storage = prepared(labelled)
+    for indices in ([N], [-1], ["a"], range(N + 1), range(-1, 5)):
+        with pytest.raises(stocache.SampleIndexError, match="StorageDataset"):
+            StorageDataset(storage, indices)
+    StorageDataset(storage).prefetch_blocks(range(9))  # more than there are
+    unsorted = StorageDataset(storage, [9, 1, 8, 0])
+    assert unsorted.block_bounds is None
+    with CachedDataset(unsorted, "10MB") as cached:
+        assert [cached[idx][1] for idx in range(4)] == [9, 1, 8, 0]
 
 
-@pytest.mark.parametrize("indices", [[N], [-1], ["a"], range(N + 1), range(-1, 5)])
-def test_indices_outside_the_storage_are_errors(storage, indices):
-    with pytest.raises(SampleIndexError, match="StorageDataset"):
-        StorageDataset(storage, indices)
-
-
-# ---------------------------------------------------------------------------------------------------- placement by units
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.data())
-def test_units_are_resident_whole_and_their_slots_do_not_meet(sizes, data):
-    bounds = np.cumsum([0, *sizes])
-    total = int(bounds[-1])
-    slots = data.draw(st.integers(0, total + 3))
-    nodes = data.draw(st.integers(1, 4))
-    placement = Placement(
-        data.draw(st.sampled_from(["prefix", "scattered"])), BlockBounds(bounds), data.draw(st.integers(0, nodes - 1)), nodes
-    )
-    chosen = residency(placement, total, slots)
-    assert isinstance(chosen, BlockResidency)
-    everything = torch.arange(total)
-    resident = chosen.resident(everything)
-    for begin, end in itertools.pairwise(bounds.tolist()):
-        assert resident[begin:end].all() or not resident[begin:end].any()
-    there = everything[resident]
-    got = chosen.slots(there).tolist()
-    assert sorted(got) == list(range(len(there)))
-    assert [chosen.slot(idx) for idx in there.tolist()] == got
-    assert len(there) > slots - max(sizes) or slots >= total == len(there)
-    assert len(there) <= slots
-
-
-def test_units_of_one_size_are_chosen_as_by_that_size():
-    units = BlockBounds(range(0, 101, 10))
+@pytest.mark.quick
+def test_units_are_compared_and_checked():
     for order in ("prefix", "scattered"):
-        one, other = residency(Placement(order, units), 100, 45), residency(Placement(order, 10), 100, 45)
-        everything = torch.arange(100)
-        assert torch.equal(one.resident(everything), other.resident(everything))
-
-
-@pytest.mark.parametrize("bounds", [[], [1, 2], [0, 2, 2], [0, 3, 1], [[0, 1]]])
-def test_bounds_that_are_none_are_errors(bounds):
-    with pytest.raises(LimitError, match="bounds of blocks must ascend from 0"):
-        BlockBounds(bounds)
-
-
-def test_units_of_another_dataset_are_an_error():
-    with pytest.raises(LimitError, match="blocks of 5 samples in all, the dataset has 6"):
-        residency(Placement("prefix", BlockBounds([0, 5])), 6, 3)
-
-
-def test_units_tell_caches_apart():
+        one, other = (residency(stocache.Placement(order, unit), 100, 45) for unit in (BlockBounds(range(0, 101, 10)), 10))
+        assert torch.equal(one.resident(torch.arange(100)), other.resident(torch.arange(100)))
     assert BlockBounds([0, 2, 5]) == BlockBounds([0, 2, 5])
     assert BlockBounds([0, 2, 5]) != BlockBounds([0, 3, 5])
     assert str(BlockBounds([0, 2, 5])) != str(BlockBounds([0, 3, 5]))
     assert hash(BlockBounds([0, 2])) == hash(BlockBounds([0, 2]))
-
-
-class Sick(StorageDataset):
-    """Sample 13 cannot be read."""
-
-    def __getitem__(self, idx):
-        return self.__getitems__([idx])[0]
-
-    def __getitems__(self, indices):
-        if 13 in indices:
-            raise OSError("sample 13 cannot be read")
-        return super().__getitems__(indices)
-
-
-def test_a_sample_that_cannot_be_read_costs_only_itself(storage):
-    with CachedDataset(Sick(storage), 1) as cached:
-        for _ in range(2):
-            for idx in range(10, 30):
-                if idx == 13:
-                    with pytest.raises(OSError, match="sample 13 cannot be read"):
-                        cached[idx]
-                else:
-                    assert cached[idx][1] == idx
-        assert cached.cache.aux_array[20:30].tolist() == [1] * 10
+    for bounds in ([], [1, 2], [0, 2, 2], [0, 3, 1], [[0, 1]]):
+        with pytest.raises(stocache.LimitError, match="bounds of blocks must ascend from 0"):
+            BlockBounds(bounds)
+    with pytest.raises(stocache.LimitError, match="blocks of 5 samples in all, the dataset has 6"):
+        residency(stocache.Placement("prefix", BlockBounds([0, 5])), 6, 3)

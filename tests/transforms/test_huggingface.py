@@ -1,24 +1,113 @@
-"""Datasets of Hugging Face whose format makes wider numbers than are stored: it is said, and what is advised keeps them."""
+"""Datasets of Hugging Face: as they are, as views of chosen rows, and in a format that makes wider numbers than are stored."""
 
 import re
 
-import datasets
 import numpy as np
 import pytest
 import torch
-from datasets import Array2D, Array3D, ClassLabel, Features, Image, Sequence, Value
+from torch.utils.data import DataLoader
 
-from stocache import CachedDataset, SharedCache
+import stocache
+from stocache import CachedDataset, DatasetError, SampleIndexError, SharedCache
+from tests.support.equality import same
+
+pytest.importorskip("datasets.arrow_dataset", reason="Hugging Face datasets is not installed")  # "datasets" is a folder here
+import datasets
+from datasets import Array2D, Array3D, ClassLabel, Features, Sequence, Value
 
 N = 6
+
+
+def rows(count=20):
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["a", "b"]), "tokens": Sequence(Value("int64"))})
+    columns = {"text": [f"text {n}" for n in range(count)], "label": [n % 2 for n in range(count)]}
+    return datasets.Dataset.from_dict(columns | {"tokens": [list(range(n % 7)) for n in range(count)]}, features)
+
+
+def test_datasets_of_hugging_face_work_unchanged():
+    source = rows()
+    with CachedDataset(source, 1) as cached:
+        assert [cached[idx] for idx in range(20)] == list(source)
+        assert cached.__getitems__([3, -1]) == [source[3], source[19]]
+        assert cached.features == source.features
+        assert (cached.num_rows, cached.unique("label")) == (20, [0, 1])
+    with CachedDataset(source.select_columns(["label"]).with_format("torch"), 1) as cached:
+        assert isinstance(cached.cache, SharedCache)
+        assert [int(cached[idx]["label"]) for idx in range(20)] == source["label"][:]
+    for wrong, message in (
+        (source.to_iterable_dataset(), "IterableDataset has no samples by number.*load it with streaming=False"),
+        (datasets.DatasetDict(train=source), r"DatasetDict is a mapping.*\['train'\]"),
+    ):
+        with pytest.raises(DatasetError, match=message):
+            CachedDataset(wrong, 1)
+
+
+CHOICES = {
+    "select": lambda its: its.select([5, 3, 3, 9]),
+    "shuffle unseeded": lambda its: its.shuffle(),
+    "shuffle generator": lambda its: its.shuffle(generator=np.random.default_rng(4)),
+    "shard contiguous": lambda its: its.shard(num_shards=4, index=2, contiguous=True),
+    "skip": lambda its: its.skip(15),
+    "take": lambda its: its.take(3),
+    "train": lambda its: its.train_test_split(0.25, seed=1)["train"],
+    "stratified": lambda its: its.train_test_split(test_size=6, seed=1, stratify_by_column="label")["test"],
+    "thrice": lambda its: its.shuffle(seed=3).select(range(1, 9)).shard(2, 0),
+}
+
+
+@pytest.mark.parametrize("variable", [True, None])
+def test_rows_that_are_chosen_are_a_view_of_the_cached_dataset(variable):
+    source = rows() if variable else rows().select_columns(["label"])
+    with CachedDataset(source, 1, variable=variable) as cached:
+        cached.warm(progress=False)
+        misses = cached.stats().total.misses
+        for choose in CHOICES.values():
+            np.random.seed(5)
+            expected, drawn = choose(source), np.random.rand()
+            np.random.seed(5)
+            view = choose(cached)
+            assert np.random.rand() == drawn
+            assert isinstance(view, CachedDataset)
+            assert len(view) == len(expected)
+            assert [view[idx] for idx in range(len(view))] == list(expected)
+            assert view.__getitems__([0, -1]) == [expected[0], expected[len(expected) - 1]]
+            if not variable:
+                assert same(list(stocache.DataLoader(view, 3)), list(DataLoader(expected, 3)))
+            assert view[:2] == expected[:2]
+            assert view["label"][:] == expected["label"][:]
+            assert view.features == source.features
+            with pytest.raises(SampleIndexError, match=f"outside the dataset of {len(expected)} samples"):
+                view[len(expected)]
+        assert cached.stats().total.misses == misses
+
+
+def test_a_view_warms_its_own_rows():
+    with CachedDataset(rows(), 1, probe=1) as cached:
+        cached.select([3, 4]).warm(progress=False)
+        assert cached.cache.aux_array.nonzero().flatten().tolist() == [0, 3, 4]
+        assert sorted(cached.train_test_split(5, seed=0)) == ["test", "train"]
+
+
+CHANGES = [("set_format", "torch"), ("set_transform", len), ("with_transform", len), ("map", len), ("filter", len)]
+
+
+@pytest.mark.parametrize(("name", "argument"), [*CHANGES, ("remove_columns", "text"), ("sort", "text")])
+def test_what_changes_a_hugging_face_dataset_is_refused_once_it_is_wrapped(name, argument):
+    source = rows()
+    with CachedDataset(source, 1, probe=0) as cached:
+        why = r"\(\) (changes|makes another).*Call it before CachedDataset: CachedDataset\(data"
+        with pytest.raises(DatasetError, match=name + why):
+            getattr(cached, name)(argument)
+        assert source.format["type"] is None
 
 
 def image(idx):
     return np.full((3, 8, 8), 250 + idx % 6, np.uint8)
 
 
-def make(features, **columns):
-    return datasets.Dataset.from_dict({name: list(map(of, range(N))) for name, of in columns.items()}, Features(features))
+def make(features, form=None, **columns):
+    columns = {name: list(map(of, range(N))) for name, of in columns.items()}
+    return datasets.Dataset.from_dict(columns, Features(features)).with_format(form)
 
 
 def labelled(label=lambda idx: 290 + idx):
@@ -27,20 +116,18 @@ def labelled(label=lambda idx: 290 + idx):
 
 
 def warning(dataset, caplog):
-    """What is said when the dataset is wrapped; None for nothing."""
+    """Return what is said when the dataset is wrapped; None for nothing."""
     caplog.clear()
     with CachedDataset(dataset, "10MB") as cached:
-        cached[0]
-        slot_bytes = cached.cache.slot_bytes if isinstance(cached.cache, SharedCache) else None
+        slot_bytes = cached.cache.slot_bytes if isinstance(cached.cache, SharedCache) else ""
     found = [record.getMessage() for record in caplog.records if "widens" in record.getMessage()]
     assert len(found) <= 1
-    if found and slot_bytes is not None:
-        assert f"a sample has {slot_bytes} bytes" in found[0]
+    assert not found or f"a sample has {slot_bytes}" in found[0]
     return found[0] if found else None
 
 
 def followed(dataset, text):
-    """The dataset after what the warning advises, and the bytes that it promises."""
+    """Return the dataset after what the warning advises, and the bytes that it promises."""
     remedy = re.search(r"Use (dataset\..*?\))(\.$|: )", text)[1]
     promised = int(re.search(r"would have (\d+)\.", text)[1])
     return eval(remedy, {"dataset": dataset, "torch": torch, "numpy": np}), promised
@@ -48,11 +135,12 @@ def followed(dataset, text):
 
 @pytest.mark.parametrize("form", ["torch", "numpy"])
 def test_what_is_advised_keeps_images_beside_labels(form, caplog):
-    dataset = labelled()
-    text = warning(dataset.with_format(form), caplog)
+    dataset = labelled().add_column("other", list(range(N))).with_format(form, columns=["image", "label"])
+    text = warning(dataset, caplog)
     assert f"with_format('{form}') widens image (uint8): a sample has 1544 bytes, and would have 200." in text
-    narrow, promised = followed(dataset.with_format(form), text)
+    narrow, promised = followed(dataset, text)
     assert warning(narrow, caplog) is None
+    assert set(narrow[0]) == {"image", "label"}  # columns that the format leaves out stay out
     with CachedDataset(narrow, "10MB") as cached:
         assert cached.cache.slot_bytes == promised == 3 * 8 * 8 + 8
         for _ in range(2):
@@ -61,89 +149,54 @@ def test_what_is_advised_keeps_images_beside_labels(form, caplog):
                 assert str(sample["image"].dtype).endswith("uint8")
                 assert np.array_equal(sample["image"], image(idx))
                 assert sample["label"] == 290 + idx  # dtype=torch.uint8 for all columns would make it 34 + idx
-        loader = torch.utils.data.DataLoader(cached, 2)
-        assert next(iter(loader))["label"].tolist() == [290, 291]
 
 
 WIDENED = {
-    "2-D": ({"x": Array2D((4, 9), "uint8")}, lambda idx: np.full((4, 9), idx, np.uint8), "uint8", 36),
-    "signed": ({"x": Array2D((4, 9), "int16")}, lambda idx: np.full((4, 9), -idx, np.int16), "int16", 72),
-    "list": ({"x": Sequence(Value("uint8"), length=30)}, lambda idx: [idx] * 30, "uint8", 30),
-    "list of lists": ({"x": Sequence(Sequence(Value("uint8")))}, lambda idx: [[idx] * 30] * 2, "uint8", 60),
-    "unsigned": ({"x": Sequence(Value("uint16"), length=30)}, lambda idx: [idx] * 30, "uint16", 60),
+    "2-D": (Array2D((4, 9), "int16"), lambda idx: np.full((4, 9), -idx, np.int16), "int16", 72),
+    "list": (Sequence(Value("uint8"), length=30), lambda idx: [idx] * 30, "uint8", 30),
+    "list of lists": (Sequence(Sequence(Value("uint8"))), lambda idx: [[idx] * 30] * 2, "uint8", 60),
+    "list of varying length": (Sequence(Value("int8")), lambda idx: [idx] * (90 + idx), "int8", 90),
 }
 
 
 @pytest.mark.parametrize("form", ["torch", "numpy"])
 @pytest.mark.parametrize("case", WIDENED)
-def test_arrays_and_lists_of_small_numbers_are_widened(form, case, caplog):
-    features, of, dtype, nbytes = WIDENED[case]
-    dataset = make(features, x=of).with_format(form)
+def test_arrays_and_lists_of_small_numbers_are_widened(case, form, caplog):
+    feature, of, dtype, nbytes = WIDENED[case]
+    dataset = make({"x": feature}, form, x=of)
     text = warning(dataset, caplog)
     assert f"widens x ({dtype})" in text
     narrow, promised = followed(dataset, text)
-    assert promised == nbytes
+    assert promised == nbytes or "varying" in case
     assert warning(narrow, caplog) is None
-    assert all(str(narrow[idx]["x"].dtype).endswith(dtype) for idx in range(N))
-    assert all(np.array_equal(narrow[idx]["x"], np.asarray(of(idx))) for idx in range(N))
+    for idx in range(N):
+        assert str(narrow[idx]["x"].dtype).endswith(dtype)
+        assert np.array_equal(narrow[idx]["x"], np.asarray(of(idx)))
 
 
-def test_a_list_of_varying_length_is_widened(caplog):
-    dataset = make({"x": Sequence(Value("int8")), "y": Value("string")}, x=lambda idx: [idx] * (90 + idx), y=str)
-    narrow, _ = followed(dataset, warning(dataset.with_format("torch"), caplog))
-    assert [narrow[idx]["x"].tolist() for idx in range(N)] == [[idx] * (90 + idx) for idx in range(N)]
-    assert narrow[1]["x"].dtype == torch.int8
-
-
-def test_columns_that_the_format_leaves_out_stay_out(caplog):
-    dataset = labelled().add_column("other", list(range(N))).with_format("torch", columns=["image", "label"])
-    narrow, _ = followed(dataset, warning(dataset, caplog))
-    assert set(narrow[0]) == {"image", "label"}
-
-
-@pytest.mark.parametrize(
-    "beside", [{"v": Sequence(Value("float32"), length=4)}, {"v": Array2D((2, 2), "int16")}], ids=["a vector", "another dtype"]
-)
+@pytest.mark.parametrize("beside", [Sequence(Value("float32"), length=2), Array2D((2, 2), "int16")])
 def test_beside_other_arrays_samples_are_to_be_narrowed_by_the_user(beside, caplog):
-    dataset = make({"image": Array3D((3, 8, 8), "uint8"), **beside}, image=image, v=lambda idx: np.ones(beside_shape(beside)))
-    text = warning(dataset.with_format("torch"), caplog)
+    ones = np.ones((2, 2) if isinstance(beside, Array2D) else 2)
+    dataset = make({"image": Array3D((3, 8, 8), "uint8"), "v": beside}, "torch", image=image, v=lambda idx: ones)
+    text = warning(dataset, caplog)
     assert text.endswith("whose __getitem__ has row['image'] = row['image'].to(torch.uint8).")
 
 
-def beside_shape(beside):
-    return (2, 2) if isinstance(beside["v"], Array2D) else (4,)
-
-
-def files():
-    features = {"image": Image(), "label": Value("uint8")}
-    return make(features, image=lambda idx: image(idx).transpose(1, 2, 0), label=lambda idx: idx)
-
-
+TOKENS = {"ids": Sequence(Value("int32")), "mask": Sequence(Value("int8"))}
 NOT_WIDENED = {
     "no format": labelled,
-    "int64": lambda: make({"x": Sequence(Value("int64"), length=3)}, x=lambda idx: [idx] * 3).with_format("torch"),
-    "float64": lambda: make({"x": Sequence(Value("float64"), length=3)}, x=lambda idx: [0.5] * 3).with_format("torch"),
-    "float32": lambda: make({"x": Array2D((2, 3), "float32")}, x=lambda idx: np.ones((2, 3))).with_format("numpy"),
-    "text": lambda: make({"x": Value("string")}, x=str).with_format("torch"),
-    "half": lambda: make({"x": Sequence(Value("float16"), length=9)}, x=lambda idx: [np.float16(idx)] * 9).with_format("torch"),
-    "tokens": lambda: make(
-        {"input_ids": Sequence(Value("int32")), "attention_mask": Sequence(Value("int8"))},
-        input_ids=lambda idx: [idx] * 512,
-        attention_mask=lambda idx: [1] * 512,
-    ).with_format("torch"),
-    "image files": lambda: files().with_format("torch"),
+    "int64": lambda: make({"x": Sequence(Value("int64"), length=3)}, "torch", x=lambda idx: [idx] * 3),
+    "float32": lambda: make({"x": Array2D((2, 3), "float32")}, "numpy", x=lambda idx: np.ones((2, 3))),
+    "text": lambda: make({"x": Value("string")}, "torch", x=str),
+    "tokens": lambda: make(TOKENS, "torch", ids=lambda idx: [idx] * 512, mask=lambda idx: [1] * 512),
     "a dtype of the user's": lambda: labelled(lambda idx: idx).with_format("torch", dtype=torch.float32),
     "left out": lambda: labelled().with_format("torch", columns=["label"]),
-    "nested": lambda: make({"x": {"y": Value("uint8")}}, x=lambda idx: {"y": idx}).with_format("torch"),
+    "nested": lambda: make({"x": {"y": Value("uint8")}}, "torch", x=lambda idx: {"y": idx}),
+    "empty": lambda: labelled().select([]).with_format("torch"),
+    "a list": lambda: [{"x": torch.zeros(3, dtype=torch.int64)}],
 }
 
 
 @pytest.mark.parametrize("case", NOT_WIDENED)
 def test_nothing_is_said_where_nothing_grows(case, caplog):
     assert warning(NOT_WIDENED[case](), caplog) is None
-
-
-def test_other_datasets_and_empty_ones_are_left_alone(caplog):
-    assert warning([{"x": torch.zeros(3, dtype=torch.int64)}], caplog) is None
-    with CachedDataset(labelled().select([]).with_format("torch"), "10MB"):
-        assert not [record for record in caplog.records if "widens" in record.getMessage()]

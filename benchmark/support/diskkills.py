@@ -7,11 +7,12 @@ import signal
 import sys
 import time
 import traceback
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
-from stocache import CachedDataset
+from stocache import CachedDataset, DiskCache
 from tests.support.disks import COUNT, KINDS, Samples, loaded, open_disk, sample
 from tests.support.equality import same
 
@@ -31,7 +32,7 @@ class Killed(NamedTuple):
     there: int
 
 
-def kill_trial(seed, folder, way, kind=None):
+def kill_trial(seed: int, folder: str, way: str, kind: str | None = None) -> Killed:
     """Kill a process that fills a folder, have others go on, and read all samples.
 
     Args:
@@ -72,7 +73,7 @@ def kill_trial(seed, folder, way, kind=None):
     return Killed(midway, there * COUNT // full)
 
 
-def _open(way, kind, folder):
+def _open(way: str, kind: str, folder: str) -> "DiskCache | CachedDataset":
     if way == "get_or_load_many":
         return open_disk(kind, folder)
     codec = {"codec": "zstd"} if kind == "zstd" else {}
@@ -83,20 +84,29 @@ def _open(way, kind, folder):
     )  # fmt: skip
 
 
-def _fill(opened, kind, order):
+def _fill(opened: Any, kind: str, order: list[int]) -> None:
     for first in range(0, COUNT, 8):
         indices = order[first : first + 8]
         found = opened.get_or_load_many(indices, lambda indices: [sample(kind, idx) for idx in indices])
         assert all(same(value, sample(kind, idx)) for idx, value in zip(indices, found, strict=True))
 
 
-def _fill_behind(opened, kind, order):
+def _fill_behind(opened: Any, kind: str, order: list[int]) -> None:
     for first in range(0, COUNT, 8):
         indices = order[first : first + 8]
         assert all(same(value, sample(kind, idx)) for idx, value in zip(indices, opened.__getitems__(indices), strict=True))
 
 
-def _fork(fill, way, kind, folder, opened, order, ready, early=False):
+def _fork(
+    fill: Callable[[Any, str, list[int]], None],
+    way: str,
+    kind: str,
+    folder: str,
+    opened: Any,
+    order: list[int],
+    ready: int,
+    early: bool = False,
+) -> int:
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -117,7 +127,7 @@ def _fork(fill, way, kind, folder, opened, order, ready, early=False):
     return pid
 
 
-def _wait(pid):
+def _wait(pid: int) -> int | str:
     """Return the status of a child when it has ended; kill it, and return "hangs", if it takes too long."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
