@@ -3,20 +3,22 @@
 import collections
 import dataclasses
 import datetime
+import decimal
 import enum
+import fractions
 import pathlib
 import threading
 import types
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from tensordict import TensorDict
 
 from tests.support.containers import Box, Point
-from tests.support.equality import everywhere, same
+from tests.support.equality import everywhere, identical, same
 
 DTYPES = [
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64, torch.bool),
@@ -88,7 +90,6 @@ members = st.one_of(
     st.integers(0, 3).map(Colour),
 )
 
-
 zones = st.one_of(
     st.none(),
     st.timezones(),
@@ -96,9 +97,7 @@ zones = st.one_of(
     st.just(datetime.timezone(datetime.timedelta(hours=1), "CET")),
 )
 
-
 paths = st.text(max_size=9).filter(lambda text: "\0" not in text)
-
 
 values = st.one_of(
     members,
@@ -118,12 +117,9 @@ values = st.one_of(
     st.sampled_from([torch.float16, torch.device("cpu"), torch.device("cuda", 1), torch.Size([2, 3])]),
 )
 
-
 numbers = st.one_of(st.integers(), st.floats(), st.booleans(), st.complex_numbers())
 
-
 texts = st.text(st.characters(), max_size=9)  # with lone surrogates
-
 
 leaves = st.one_of(
     tensors(), arrays, arrays.map(np.asfortranarray), numbers, texts, values, st.binary(max_size=9), st.none(),
@@ -163,6 +159,26 @@ class Odd:
     __hash__ = None
 
 
+class OddZone(datetime.tzinfo):
+    """A time zone that is of no class of Python's own."""
+
+    def utcoffset(self, when):
+        return datetime.timedelta(0)
+
+    def __eq__(self, other):
+        return type(other) is OddZone
+
+    __hash__ = None
+
+
+class Day(datetime.date):
+    """May hold more than a date."""
+
+
+class Days(set):
+    """May hold more than a set."""
+
+
 class Annotated(torch.Tensor):
     """As torchvision's BoundingBoxes: a tensor with attributes."""
 
@@ -182,26 +198,6 @@ def annotated():
     boxes = torch.arange(8.0).view(2, 4).as_subclass(Annotated)
     boxes.canvas_size = (3, 5)
     return boxes
-
-
-def same_annotated(a, b):
-    return type(a) is type(b) and isinstance(a, Annotated) and torch.equal(a, b) and vars(a) == vars(b)
-
-
-def same_factories(a, b):
-    return type(a) is type(b) and a == b and a.default_factory is b.default_factory
-
-
-def same_repr(a, b):
-    return type(a) is type(b) and repr(a) == repr(b)
-
-
-def made(factory):
-    return collections.defaultdict(factory, a=1)
-
-
-def made_by_name():
-    return 7
 
 
 class BoxFormat(enum.Enum):
@@ -224,11 +220,44 @@ def tv_boxes():
 
 
 def tensordict():
-    return TensorDict({"a": torch.arange(6).view(2, 3), "b": {"c": torch.ones(2)}}, batch_size=[2])
+    library = pytest.importorskip("tensordict", reason="comes with the extra test")
+    return library.TensorDict({"a": torch.arange(6).view(2, 3), "b": {"c": torch.ones(2)}}, batch_size=[2])
 
 
-def same_tensordicts(a, b):
-    return type(a) is type(b) and a.batch_size == b.batch_size and bool((a == b).all())
+def picture(mode="L", width=5):
+    library = pytest.importorskip("PIL.Image", reason="comes with the extra bench")
+    image = library.frombytes(mode, (width, 3), bytes(range(width * 3 * len(mode))))
+    image.info["dpi"] = (72, 72)
+    return image
+
+
+def made(factory):
+    return collections.defaultdict(factory, a=1)
+
+
+def made_by_name():
+    return 7
+
+
+def alike(a, b):
+    """`identical`, also of what is to be compared in a way of its own."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Annotated):
+        return torch.equal(a, b) and vars(a) == vars(b)
+    if isinstance(a, collections.defaultdict):
+        return a == b and a.default_factory is b.default_factory
+    if isinstance(a, Slotted):
+        return alike(a.image, b.image)
+    if isinstance(a, decimal.Decimal):
+        return repr(a) == repr(b)  # sNaN cannot be compared
+    if isinstance(a, fractions.Fraction):
+        return a == b  # too long for repr
+    if hasattr(a, "batch_size"):
+        return a.batch_size == b.batch_size and bool((a == b).all())
+    if hasattr(a, "getpixel"):
+        return (a.mode, a.size, a.info, a.tobytes()) == (b.mode, b.size, b.info, b.tobytes())
+    return identical(a, b) and everywhere(identical, a, b)
 
 
 def same_metatensors(a, b):
@@ -238,6 +267,7 @@ def same_metatensors(a, b):
     assert everywhere(same, a.meta, b.meta)
     assert any(isinstance(key, enum.Enum) for key in a.meta)
     assert a.applied_operations == b.applied_operations
+    return True
 
 
 def local(value):
@@ -275,6 +305,10 @@ def nested(depth):
     return value
 
 
+def equal(a, b):
+    return a == b
+
+
 def equal_dense(a, b):
     return type(a) is type(b) and a.layout == b.layout and torch.equal(a.to_dense(), b.to_dense())
 
@@ -283,21 +317,30 @@ def equal_arrays(a, b):
     return type(a) is type(b) and a.dtype == b.dtype and a.tolist() == b.tolist()
 
 
-STRING = getattr(getattr(np, "dtypes", None), "StringDType", lambda: object)()  # numpy 2 has one
+def equal_repr(a, b):
+    return type(a) is type(b) and repr(a) == repr(b)
 
+
+STRING = getattr(getattr(np, "dtypes", None), "StringDType", lambda: object)()  # numpy 2 has one
 
 PICKLED = [
     (torch.eye(3).to_sparse(), equal_dense),
+    (torch.nn.Parameter(torch.ones(2), requires_grad=False), equal_dense),
     (np.ma.array([1, 2], mask=[0, 1]), equal_arrays),
     (np.array([None, "x"]), equal_arrays),
     (np.array([(1, None)], dtype=[("a", "i4"), ("b", "O")]), equal_arrays),
     (np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]), equal_arrays),
     (np.array(["a"], dtype=STRING), equal_arrays),
-    (torch.nn.Parameter(torch.ones(2), requires_grad=False), lambda a, b: type(a) is type(b) and torch.equal(a, b)),
-    ({frozenset({1}): 1, np.str_("a"): 2, 3: [4]}, same_repr),
-    (local([1, "x"]), lambda a, b: a == b),
-    (Locked(1, threading.Lock()), lambda a, b: a == b),
-    (nested(100), lambda a, b: a == b),
-    (types.SimpleNamespace(a=1), lambda a, b: a == b),
-    (Exception("x"), same_repr),
+    ({frozenset({1}): 1, np.str_("a"): 2, 3: [4]}, equal_repr),
+    (Exception("x"), equal_repr),
+    (local([1, "x"]), equal),
+    (Locked(1, threading.Lock()), equal),
+    (nested(100), equal),
+    (types.SimpleNamespace(a=1), equal),
+    (Odd(), equal),
+    (Day(2026, 1, 1), same),
+    (Days([1]), same),
+    (datetime.datetime(2026, 1, 1, tzinfo=OddZone()), same),
+    (made(made_by_name), alike),
 ]
+"""What has no bytes of its own, but pickles; and how it is compared."""
