@@ -13,7 +13,7 @@ import torch
 from stocache import DamagedError, StorageError
 from stocache.storage.block import Block, BytesFile, encode
 from stocache.system.hashing import checksum
-from tests.support.samples import Extra, Kind, Slotted, made, picture, tensordict, tv_boxes
+from tests.support.samples import Extra, Kind, Slotted, boxes, made, picture, tensordict
 
 pytestmark = pytest.mark.quick
 
@@ -101,19 +101,13 @@ def test_the_checksum_of_a_sample_is_the_one_that_is_specified():
     assert f"{checks[1]:016x}" == checksum(b"\3\0\4\0" + (0).to_bytes(8, "little") + (0).to_bytes(8, "little"))
 
 
-@pytest.mark.parametrize(
-    ("items", "many", "few"), [(None, 70_000, 30_000), ({"a": None, "b": ()}, 25_000, 40), (torch.zeros(0, 3), 70_000, 40)]
-)
-def test_lists_of_many_items_without_bytes_come_back(items, many, few):
-    values = [[items] * many, [items] * 3]
-    assert list(map(len, opened(whole(values)).all())) == [many, 3]
-    assert ":room" in columns(values)
-    assert ":room" not in columns([[items] * few, [items] * 3])
-
-
-def test_a_block_without_room_is_read_as_before():
-    """As they were written before there was a column for it."""
-    data = whole([[None] * 60_000, [None] * 3])
+def test_lists_of_many_items_without_bytes_come_back():
+    for items, many, few in ((None, 70_000, 30_000), ({"a": None, "b": ()}, 25_000, 40), (torch.zeros(0, 3), 70_000, 40)):
+        values = [[items] * many, [items] * 3]
+        assert list(map(len, opened(whole(values)).all())) == [many, 3]
+        assert ":room" in columns(values)
+        assert ":room" not in columns([[items] * few, [items] * 3])
+    data = whole([[None] * 60_000, [None] * 3])  # as they were written before there was a column for it
     assert len(data) < 1000
     assert list(map(len, opened(data).all())) == [60_000, 3]
 
@@ -186,14 +180,15 @@ def test_a_pickle_is_checked_before_it_is_loaded_however_its_kind_is_written(way
 
 
 TEXTS = ("date", "datetime", "range", "Fraction", "torch.dtype", "torch.device", "long|")
+DTYPES = ("|O8", [["a", "<i4"], ["b", [["c", "|O8"]]]], "qint8", "f4,O", "|V2147483647", None)
+SHAPES = ([2**62, 2**62, 0], [2**63], [-1, 0], [0.5], [True], [0] * 65, "0", None, [[0]])
 
 
 @pytest.mark.parametrize(("value", "changes"), [
     (Kind.MASK, [{"class": "tests.support.samples:Space"}, {"class": "enum:Enum"}]),
     ({Kind.MASK: 1}, [{"keys": [{"enum": ["tests.support.samples:Space", "MASK"]}]}]),
     ({Kind.MASK: 1}, [{"keys": [{"enum": ["tests.support.samples:Kind"]}]}, {"keys": [{"pickle": "x"}]}, {"keys": [{}]}]),
-    ({b"": 1}, [{"keys": [{"bytes": "xyz"}]}]),
-    ({"a": 1}, [{"keys": [["a"]]}, {"keys": [{"tuple": [["a"]]}]}]),
+    ({b"": 1}, [{"keys": [{"bytes": "xyz"}]}, {"keys": [["a"]]}, {"keys": [{"tuple": [["a"]]}]}]),
     ("xyz", [{"kind": kind} for kind in TEXTS]),
     ("[]", [{"kind": "time"}]),
     ({1, 2}, [{"children": []}, {"class": "builtins:list"}]),
@@ -204,43 +199,27 @@ TEXTS = ("date", "datetime", "range", "Fraction", "torch.dtype", "torch.device",
     (collections.Counter("a"), [{"class": "collections.abc:Mapping"}, {"class": "weakref:WeakValueDictionary"}]),
     (picture, [{"class": "PIL.Image:Image", "keys": [0, 1, 2, 3]}]),
     (tensordict, [{"extra": [2**70]}, {"extra": ["a"]}, {"extra": 3}]),
-    (tv_boxes, [{"class": "torch:Size"}, {"class": "torch:Generator"}]),
+    (boxes, [{"class": "torch:Size"}, {"class": "torch:Generator"}]),
     (torch.zeros(2, 3), [{"order": order} for order in ([0, 0], [1], [2, 1, 0], "ab")]),
     (np.zeros((2, 3)), [{"order": {"a": 1}}]),
-    *((value, [{"dtype": dtype} for dtype in ("|O8", [["a", "<i4"], ["b", [["c", "|O8"]]]], "qint8", "f4,O", "|V2147483647", 1)])
-      for value in (np.zeros(4), np.zeros((2, 0)), np.float64(1), torch.zeros(4))),
-    *((value, [{"shape": shape} for shape in ([2**62, 2**62, 0], [2**63], [-1, 0], [0.5], [True], [0] * 65, "0", None, [[0]])])
-      for value in (torch.zeros(0, 3), np.zeros((0, 3)))),
+    *((value, [{"dtype": dtype} for dtype in DTYPES]) for value in (np.zeros(4), np.zeros((2, 0)), np.float64(1), torch.zeros(4))),
+    *((value, [{"shape": shape} for shape in SHAPES]) for value in (torch.zeros(0, 3), np.zeros((0, 3)))),
 ])  # fmt: skip
 def test_what_is_forged_is_an_error(value, changes):
     for change in changes:
-        refused(forged([value() if callable(value) else value], change), "a block is damaged|which is not of kind|a block: its")
+        refused(forged([value() if callable(value) else value], change), "a block is damaged|a block: its samples are made of ")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda tree: tree["children"].pop(),
-        lambda tree: tree["children"][0].update(shape=[2**60]),
-        lambda tree: tree["children"][0].update(shape=[-1]),
-        lambda tree: tree["children"][0].update(column="1:offsets"),
-        lambda tree: tree["children"][0].update(column="none"),
-        lambda tree: tree["children"][0].update(kind="void"),
-        lambda tree: tree["children"][0].update(dtype="save"),
-        lambda tree: tree["children"][1].update(dims=2, shapes="1:offsets"),
-        lambda tree: tree["children"][1].update(offsets=":checks"),
-        lambda tree: tree["children"][2].update(offsets=":checks"),
-        lambda tree: tree["children"][2].update(items=None),
-        lambda tree: tree.update(children=[tree["children"]] * 3),
-    ],
-)
-def test_a_forged_structure_is_an_error(change):
-    refused(forged([(torch.zeros(4), "ab", ["x"]), (torch.ones(4), "c", [])], change))
-
-
-def test_forged_dimensions_are_an_error():
-    for dims in (-1, 0, 65, 2**40, 1.0, True, None, "2"):
-        refused(forged([torch.zeros(2, 1), torch.zeros(2, 2)], {"dims": dims}))
+def test_a_forged_structure_is_an_error():
+    for number, change in (
+        (0, {"shape": [2**60]}), (0, {"shape": [-1]}), (0, {"column": "1:offsets"}), (0, {"column": "none"}), (0, {"kind": "void"}),
+        (0, {"dtype": "save"}), (1, {"dims": 2, "shapes": "1:offsets"}), (1, {"offsets": ":checks"}), (2, {"offsets": ":checks"}),
+        (2, {"items": None}), *((1, {"dims": dims}) for dims in (-1, 0, 65, 2**40, 1.0, True, None, "2")),
+    ):  # fmt: skip
+        values = [(torch.zeros(4), "ab", ["x"]), (torch.ones(4), "c", [])]
+        refused(forged(values, lambda tree, number=number, change=change: tree["children"][number].update(change)))
+    refused(forged(values, lambda tree: tree["children"].pop()))
+    refused(forged(values, lambda tree: tree.update(children=[tree["children"]] * 3)))
 
 
 @pytest.mark.parametrize("depth", [300, 100_000])
@@ -251,47 +230,40 @@ def test_a_deep_structure_is_an_error(depth):
         refused(sealed({":checks": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}, text, bytes(8)))
 
 
-def test_a_forged_number_of_samples_is_an_error():
+def test_a_forged_header_is_an_error():
     for value in (2**60, -1, 1.0, True, None, "2", [2]):
         header, facts, data = apart(whole([1, 2]))
         refused(sealed(header, facts | {"samples": value}, data))
-
-
-def test_columns_that_overlap_or_lie_elsewhere_are_an_error():
     for offsets in ([0, 2**60], [4, 12], [-8, 0], [8, 0], [0.0, 8.0], [0], None, [0, 8, 16], [False, True]):
         header, facts, data = apart(whole([torch.zeros(3), torch.ones(3)]))
         header["sample"]["data_offsets"] = offsets
         refused(sealed(header, facts, data))
 
 
-@pytest.mark.parametrize("items", [None, (), {}])
-def test_a_list_has_no_more_items_than_its_file_accounts_for(items):
-    data = whole([[items] * 20, [items] * 21])
-    for count in (2**40, 2**62, 2**63 - 1, 10**6):
-        at = data.rindex((41).to_bytes(8, "little"))
-        refused(sealed(*apart(data[:at] + count.to_bytes(8, "little") + data[at + 8 :])))
+def test_lists_have_no_more_items_than_their_file_accounts_for():
+    for items in (None, (), {}):
+        data = whole([[items] * 20, [items] * 21])
+        for count in (2**40, 2**62, 2**63 - 1, 10**6):
+            at = data.rindex((41).to_bytes(8, "little"))
+            refused(sealed(*apart(data[:at] + count.to_bytes(8, "little") + data[at + 8 :])))
 
 
-def test_lists_that_share_their_items_do_not_multiply():
-    """Each of 30 levels twice what is in it: a gigabyte of items in 4 KB."""
+def test_what_is_shared_does_not_multiply():
+    """Each of 30 levels twice what is in it would be a gigabyte of items in 4 KB."""
     tree = {"kind": "tensor", "dtype": "uint8", "shape": [], "column": "sample"}
     for _ in range(30):
         tree = {"kind": "list", "offsets": "sample:offsets", "items": tree}
     refused(forged([["a"], ["b", "c"]], lambda facts: (facts.clear(), facts.update(tree))))
     listed = {"kind": "in", "container": "list", "class": "builtins:list", "keys": list(range(9)), "extra": []}
     refused(forged([torch.zeros(9), torch.ones(9)], lambda facts: facts.update(listed, children=[dict(facts)] * 9)))
-
-
-def test_offsets_that_go_back_do_not_multiply():
     data = bytearray(whole([["x" * (5000 + item % 2) for item in range(n)] for n in (30, 31)]))
     begin = data.index(b"".join(n.to_bytes(8, "little") for n in (0, 5000, 10_001)))
-    for item in range(62):
+    for item in range(62):  # offsets that go back
         data[begin + 8 * item : begin + 8 * item + 8] = (0 if item % 2 == 0 else 61 * 5000).to_bytes(8, "little")
     refused(sealed(*apart(bytes(data))))
 
 
 def test_an_image_that_claims_more_pixels_than_it_has_is_an_error():
     data = whole([picture("L", 3)])
-    at = data.index((3).to_bytes(8, "little") * 2)
-    data = data[:at] + (2**30).to_bytes(8, "little") * 2 + data[at + 16 :]
+    data = data.replace((3).to_bytes(8, "little") * 2, (2**30).to_bytes(8, "little") * 2)
     refused(sealed(*apart(data)), "takes 1152921504606846976 bytes, and has 9")

@@ -23,13 +23,12 @@ from tests.support.samples import (
     Kind,
     Slotted,
     Space,
-    annotated,
+    boxes,
     made,
     made_by_name,
     picture,
     samples,
     tensordict,
-    tv_boxes,
 )
 
 
@@ -73,7 +72,7 @@ STRUCTURES = [
     [{"a": 1}, {"b": 1}, {"a": 2}], [{"a": 1}, {"a": 2}], [(SHARED, "a"), (SHARED, 1), (SHARED, "b")], [["a"], [], [1]],
     ("a",) * 20, (1, "a") * 20, ["a", 1] * 20, {str(number): number for number in range(20)},
     [{"bbox": [1.0, 2.0], "id": 1, "polygons": [[1, 2.5], [2.5]]}, {"bbox": [3.0], "id": 2, "polygons": [[1, 2]]}],
-    Extra(SHARED, {"a": 1}), Slotted("x"), annotated(), SHARED.as_subclass(Annotated), tv_boxes(),
+    Extra(SHARED, {"a": 1}), Slotted("x"), boxes(), boxes(Annotated), SHARED.as_subclass(Annotated),
     made(None), made(int), slice(1, None), {1, 2}, {"a", "b"}, frozenset([1]), collections.deque([1, "a"], maxlen=3),
     collections.Counter("abba"), torch.Size([2, 3]), torch.max(torch.eye(2), 0),
 ]  # fmt: skip
@@ -130,7 +129,7 @@ def test_what_is_learned_from_one_sample_takes_another_or_leaves_it():
     ([SHARED, 1], [SHARED.neg(), 2]),
     ([{"boxes": [(1.0, 2.0)], "kind": Kind.BOX, "name": None}], [{"boxes": [(3.0,)] * 2, "kind": Kind.MASK, "name": None}] * 3),
     (Extra(SHARED, {"a": 1}), Extra(SHARED.neg(), {"a": 2})),
-    (annotated(), annotated()),
+    (boxes(), boxes()),
     ((SHARED.bfloat16(), GRID.T, np.float32(1), 1j), (-SHARED.bfloat16(), -GRID.T, np.float32(2), 2j)),
 ])  # fmt: skip
 def test_a_second_sample_of_a_structure_is_not_walked_again(first, second, monkeypatch):

@@ -25,7 +25,7 @@ from stocache.storage.block import Block, BytesFile, encode
 from tests.support.containers import Box, Point
 from tests.support.equality import everywhere, identical, same
 from tests.support.makers import codec as installed
-from tests.support.samples import (
+from tests.support.samples import (  # fmt: skip
     PICKLED,
     Access,
     Annotated,
@@ -36,13 +36,12 @@ from tests.support.samples import (
     Slotted,
     Space,
     alike,
-    annotated,
+    boxes,
     made,
     nested,
     picture,
     samples,
     tensordict,
-    tv_boxes,
 )
 from tests.support.samples import Kind as Shape
 
@@ -151,9 +150,9 @@ NIGHT = datetime.datetime(2026, 10, 25, 2, 30, fold=1, tzinfo=zoneinfo.ZoneInfo(
     [[{"box": [1, 2, 3, 4], "mask": torch.ones(2, n)} for n in range(k)] for k in range(4)],
     [Extra(torch.ones(2), {"a": 1}), Extra(2, "b")],
     [Box(1, 2), Point(1, 2), None, Slotted("x"), Bag(a=1, b="x")],
-    [annotated()],
+    [boxes()],
+    [boxes(Annotated)],
     [torch.arange(3).as_subclass(Annotated)],
-    [tv_boxes()],
     [torch.max(torch.eye(2), 0)],
     lambda: [picture("L"), picture("L", 4)],
     lambda: [picture("RGB"), {"a": 1}],
