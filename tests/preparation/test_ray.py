@@ -4,7 +4,6 @@ Most run with a stand-in for Ray that runs tasks in this process. Those with a r
 """
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import signal
@@ -18,7 +17,6 @@ from unittest.mock import ANY
 
 import psutil
 import pytest
-from tqdm import tqdm
 from typer.testing import CliRunner
 
 import stocache.preparation
@@ -144,31 +142,10 @@ def test_content_is_that_of_one_process(tmp_path, monkeypatch, ray, make, option
     assert ray.connected is None
 
 
-@pytest.mark.parametrize("make", [Images, Preparer])
-def test_content_at_a_url_is_that_of_one_process(tmp_path, ray, make):
-    pytest.importorskip("fsspec", reason="comes with the extra remote")
-    by_ray(make(30), f"file://{tmp_path}/ray")
-    assert content(tmp_path / "ray") == prepared(make(30), tmp_path / "here")
-
-
 @pytest.mark.parametrize(("workers", "most"), [(1, 1), (3, 3), (0, 4)])
 def test_num_workers_are_how_many_blocks_are_in_work_at_one_time(tmp_path, ray, workers, most):
     by_ray(Images(), tmp_path, num_workers=workers)
     assert ray.most == most
-
-
-class Counted(Images):
-    unpickled = 0
-
-    def __setstate__(self, state):
-        vars(self).update(state)
-        Counted.unpickled += 1
-
-
-def test_a_worker_unpickles_the_dataset_once(tmp_path, ray, monkeypatch):
-    monkeypatch.setattr(Counted, "unpickled", 0)
-    by_ray(Counted(), tmp_path)
-    assert Counted.unpickled == 1
 
 
 def only_here(dataset, idx):
@@ -280,62 +257,14 @@ def test_the_command_takes_ray_with_and_without_an_address(tmp_path, monkeypatch
 
 # ---------------------------------------------------------------------------------------------------- a real Ray
 
-FAIR = {"RAY_worker_niceness": "0"}  # at 15, Ray's own choice, its workers hardly run on a busy machine
-
-
-def _drive(calls):
-    import ray
-    from ray.cluster_utils import Cluster
-
-    tqdm.get_lock()  # a named semaphore, in a process that was spawned
-    os.environ.update(FAIR)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
-    calls.send(("it runs", None))
-    for function, arguments, options in iter(calls.recv, None):
-        try:
-            calls.send((function(*arguments, **options), None))
-        except BaseException as error:
-            calls.send((None, error))
-    ray.shutdown()
-    cluster.shutdown()
-
-
-@pytest.fixture(scope="module")
-def driver():
-    """Call a function in a process of its own that has a Ray with two workers, which keeps descriptors and threads."""
-    pytest.importorskip("ray", reason="comes with the extra ray")
-    context = multiprocessing.get_context("spawn")
-    calls, other = context.Pipe()
-    process = context.Process(target=_drive, args=(other,), daemon=True)
-    process.start()
-    other.close()
-
-    def answer():
-        if not calls.poll(240):
-            process.kill()  # a late answer would be taken for that of the next call
-            pytest.fail("Ray does not answer")
-        result, error = calls.recv()
-        if error is not None:
-            raise error
-        return result
-
-    def call(function, *arguments, **options):
-        calls.send((function, arguments, options))
-        return answer()
-
-    answer()
-    yield call
-    calls.send(None)
-    process.join(120)
-    assert process.exitcode == 0
-    process.close()
-    calls.close()
-
 
 def log(dataset, name, word):
     with open(f"{dataset.log}.{name}", "a") as file:
         file.write(f"{word}\n")
+
+
+def logged(path):
+    return path.read_text().split() if path.exists() else []
 
 
 class Unpickled(Faulty):
@@ -346,25 +275,19 @@ class Unpickled(Faulty):
         log(self, "unpickled", os.getpid())
 
 
-def logged(path):
-    return path.read_text().split() if path.exists() else []
-
-
 def die_once(dataset, idx):
-    flag = Path(f"{dataset.log}.died")
-    if idx == 45 and not flag.exists():
-        flag.touch()
-        left_by_a_writer = flag.parent / "ray" / f"{block_name(45 // 7)}.123.tmp"
+    if idx == 45 and not logged(Path(f"{dataset.log}.deaths")):
+        left_by_a_writer = dataset.log.parent / "ray" / f"{block_name(45 // 7)}.123.tmp"
         left_by_a_writer.touch()
+        log(dataset, "deaths", idx)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.slow
-def test_a_killed_worker_costs_the_block_it_was_at(tmp_path, driver):
-    driver(by_ray, Unpickled(log=tmp_path / "log", seeded=True, at=die_once), tmp_path / "ray")
-    assert Counter(map(int, logged(tmp_path / "log"))) == Counter([*range(N), *range(42, 45)])
-    assert set(Counter(logged(tmp_path / "log.unpickled")).values()) == {1}
-    assert content(tmp_path / "ray") == prepared(Unpickled(seeded=True), tmp_path / "here")
+def a_killed_worker_costs_the_block_it_was_at(folder):
+    by_ray(Unpickled(log=folder / "log", seeded=True, at=die_once), folder / "ray")
+    assert Counter(map(int, logged(folder / "log"))) == Counter([*range(N), *range(42, 45)])
+    assert set(Counter(logged(folder / "log.unpickled")).values()) == {1}
+    assert content(folder / "ray") == prepared(Unpickled(seeded=True), folder / "here")
 
 
 def die_while_a_flag_is_there(dataset, idx):
@@ -373,30 +296,28 @@ def die_while_a_flag_is_there(dataset, idx):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.slow
-def test_a_worker_that_dies_each_time_is_an_error_and_whole_blocks_stay(tmp_path, driver):
-    source = Faulty(log=tmp_path / "log", at=die_while_a_flag_is_there)
-    (tmp_path / "log.flag").touch()
+def a_worker_that_dies_each_time_is_an_error_and_whole_blocks_stay(folder):
+    source, flag = Faulty(log=folder / "log", at=die_while_a_flag_is_there), folder / "log.flag"
+    flag.touch()
     with pytest.raises(WorkerError, match=r"block 8 was not written: its Ray worker died, and so did those that tried again"):
-        driver(by_ray, source, tmp_path / "ray")
-    assert len(logged(tmp_path / "log.deaths")) == 1 + 3
-    assert not OnDiskBlockDataStorage(tmp_path / "ray").is_prepared()
-    kept = written(tmp_path / "ray")
+        by_ray(source, folder / "ray")
+    assert len(logged(folder / "log.deaths")) == 1 + 3
+    assert not OnDiskBlockDataStorage(folder / "ray").is_prepared()
+    kept = written(folder / "ray")
     assert kept
-    (tmp_path / "log.flag").unlink()
-    driver(by_ray, source, tmp_path / "ray")
-    assert kept.items() <= written(tmp_path / "ray").items()
-    assert content(tmp_path / "ray") == prepared(Faulty(), tmp_path / "here")
+    flag.unlink()
+    by_ray(source, folder / "ray")
+    assert kept.items() <= written(folder / "ray").items()
+    assert content(folder / "ray") == prepared(Faulty(), folder / "here")
 
 
 def wait_for_an_end(dataset, idx):
     """At sample 60 an error, once another block has begun; those that come later swallow the interruption, and go on."""
     if idx == 60:
-        wait_until(Path(f"{dataset.log}.another").exists)
+        wait_until(Path(f"{dataset.log}.pids").exists)
         raise ValueError("photo 60 cannot be read")
     if idx > 63:
         log(dataset, "pids", os.getpid())
-        Path(f"{dataset.log}.another").touch()
         for _ in range(2):
             with contextlib.suppress(KeyboardInterrupt):
                 ended = time.monotonic() + 60
@@ -404,46 +325,52 @@ def wait_for_an_end(dataset, idx):
                     time.sleep(0.01)  # a cancelled task is interrupted between two of these, not within one
 
 
-def error_of(source, folder):
-    """Return what is known of the error and of what is written, as soon as it is raised."""
-    try:
-        by_ray(source, folder)
-    except Exception as error:
-        return type(error), str(error), type(error.__cause__).__name__, content(folder)
-
-
-@pytest.mark.slow
-def test_after_an_error_of_the_dataset_nothing_is_written_any_more(tmp_path, driver):
-    kind, message, cause, before = driver(error_of, Faulty(log=tmp_path / "log", at=wait_for_an_end), tmp_path / "ray")
-    pids = set(map(int, logged(tmp_path / "log.pids")))
+def after_an_error_of_the_dataset_nothing_is_written_any_more(folder):
+    with pytest.raises(ValueError, match="photo 60 cannot be read") as raised:
+        by_ray(Faulty(log=folder / "log", at=wait_for_an_end), folder / "ray")
+    before = content(folder / "ray")
+    assert "RayTaskError" in type(raised.value.__cause__).__name__
+    pids = set(map(int, logged(folder / "log.pids")))
     wait_until(lambda: not any(map(psutil.pid_exists, pids)))
-    assert (kind, message) == (ValueError, "photo 60 cannot be read")
-    assert "RayTaskError" in cause
-    assert content(tmp_path / "ray") == before
+    assert content(folder / "ray") == before
     assert len([name for name in before if name.startswith("blocks/")]) == 8
 
 
-ALONE = """
-import signal, sys
+FACTS = (
+    a_killed_worker_costs_the_block_it_was_at,
+    a_worker_that_dies_each_time_is_an_error_and_whole_blocks_stay,
+    after_an_error_of_the_dataset_nothing_is_written_any_more,
+)
 
-import psutil
-import ray
-from stocache import prepare
-from tests.support.preparing import Images
 
-before = signal.getsignal(signal.SIGTERM)
-prepare(Images(), sys.argv[1], engine="ray", num_workers=2, block_size=7, progress=False).close()
-assert not ray.is_initialized()
-assert signal.getsignal(signal.SIGTERM) is before
-names = [process.name() for process in psutil.Process().children(recursive=True)]
-assert not [name for name in names if "raylet" in name or "gcs" in name], names
-"""
+def in_one_ray(path):
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    for fact in FACTS:
+        folder = Path(path) / fact.__name__
+        folder.mkdir()
+        fact(folder)
+    ray.shutdown()
+
+
+def in_its_own_ray(path):
+    before = signal.getsignal(signal.SIGTERM)
+    by_ray(Images(), path, num_workers=2)
+    assert not sys.modules["ray"].is_initialized()
+    assert signal.getsignal(signal.SIGTERM) is before
+    names = [process.name() for process in psutil.Process().children(recursive=True)]
+    assert not [name for name in names if "raylet" in name or "gcs" in name], names
 
 
 @pytest.mark.slow
-def test_a_ray_of_its_own_is_quiet_and_ends_with_the_preparation(tmp_path):
+@pytest.mark.parametrize("function", ["in_one_ray", "in_its_own_ray"])
+def test_a_real_ray_loses_workers_and_its_own_is_quiet_and_ends_with_the_preparation(tmp_path, function):
     pytest.importorskip("ray", reason="comes with the extra ray")
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | FAIR
-    done = run_python("-c", ALONE, tmp_path / "ray", cwd=Path(__file__).parents[2], env=environment, timeout_s=240)
-    assert (done.stdout, done.stderr) == ("", "")
-    assert content(tmp_path / "ray") == prepared(Images(), tmp_path / "here")
+    # Its workers hardly run on a busy machine with the niceness of 15, Ray's own choice
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"RAY_worker_niceness": "0"}
+    code = f"import sys; from {__name__} import {function}; {function}(sys.argv[1])"
+    done = run_python("-c", code, tmp_path, cwd=Path(__file__).parents[2], env=environment, timeout_s=240)
+    if function == "in_its_own_ray":
+        assert (done.stdout, done.stderr) == ("", "")
+        assert content(tmp_path) == prepared(Images(), tmp_path / "here")

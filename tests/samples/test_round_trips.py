@@ -22,33 +22,15 @@ from stocache.samples.kinds import BYTES, ENCODERS, KINDS, Kind
 from stocache.samples.record_decoder import RecordReader
 from stocache.samples.record_encoder import Record, write_treedef
 from stocache.storage.block import Block, BytesFile, encode
+from tests.support import samples as some
 from tests.support.containers import Box, Point
 from tests.support.equality import everywhere, identical, same
 from tests.support.makers import codec as installed
-from tests.support.samples import (  # fmt: skip
-    PICKLED,
-    Access,
-    Annotated,
-    Colour,
-    Extra,
-    Level,
-    Odd,
-    Slotted,
-    Space,
-    alike,
-    boxes,
-    made,
-    nested,
-    picture,
-    samples,
-    tensordict,
-)
-from tests.support.samples import Kind as Shape
 
 pytestmark = pytest.mark.quick
 
 
-def in_records(values, check=alike, **options):
+def in_records(values, check=some.alike, **options):
     """Demand that samples pass a check when they are read from a cache, as copies and as views."""
     with RaggedCache("8MB", len(values), **options) as cache:
         for idx, value in enumerate(values):
@@ -58,7 +40,7 @@ def in_records(values, check=alike, **options):
                 assert check(cache.get_slot(idx, copy=copy), value)
 
 
-def in_block(values, check=alike, allow_pickle=False):
+def in_block(values, check=some.alike, allow_pickle=False):
     """Demand that samples pass a check when they are read from a block, one by one and all together."""
     block = Block(BytesFile(b"".join(encode(values, 0, allow_pickle)[0])), "a block", allow_pickle)
     assert block.samples == len(values)
@@ -78,15 +60,16 @@ def exactly(a, b):
 
 
 @settings(max_examples=40)
-@given(st.one_of(st.lists(samples, min_size=1, max_size=5), st.builds(lambda a, n: [a] * n, samples, st.integers(1, 4))))
-def test_any_samples_come_back_equal(values):
-    in_records(values, exactly)
-    in_block(values, exactly)
+@given(st.lists(some.samples, min_size=1, max_size=5), some.samples)
+def test_any_samples_come_back_equal(values, one):
+    for samples in (values, [one] * 3):
+        in_records(samples, exactly)
+        in_block(samples, exactly)
 
 
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
 @settings(max_examples=25)
-@given(sample=samples)
+@given(sample=some.samples)
 def test_every_sample_comes_back_equal_compressed(codec, sample):
     padded = (sample, "much that is easy to compress " * 20)
     with RaggedCache("4MB", 1, codec=installed(codec)) as cache:
@@ -96,7 +79,7 @@ def test_every_sample_comes_back_equal_compressed(codec, sample):
 
 
 @settings(max_examples=40)
-@given(samples)
+@given(some.samples)
 def test_its_own_bytes_are_all_a_sample_costs_but_for_64(sample):
     """And what a kind of sample costs once, and one or two bytes for each length and shape."""
     data, integers = Record(sample).pack()
@@ -128,18 +111,18 @@ NIGHT = datetime.datetime(2026, 10, 25, 2, 30, fold=1, tzinfo=zoneinfo.ZoneInfo(
     [[f"token {n}" for n in range(1000)]],
     [collections.deque([1, "a"], 3), collections.deque(), slice(1, 2), slice(None, 2), slice(None, np.int64(3), "x")],
     [bytearray(b"a"), range(3), torch.float16, torch.device("cpu"), torch.Size([2, 3]), collections.Counter("abba")],
-    [made(None), made(int), made(dict), made(collections.OrderedDict)],
+    [some.made(None), some.made(int), some.made(dict), some.made(collections.OrderedDict)],
     [datetime.date(2026, 11, 22), datetime.datetime(2026, 11, 22, tzinfo=datetime.timezone.utc), datetime.timedelta(1, 2)],
     [NIGHT, decimal.Decimal("sNaN123"), decimal.Decimal(10) ** 5000, fractions.Fraction(7**9000, 3)],
     [pathlib.Path("a"), pathlib.Path("b/c"), pathlib.PureWindowsPath("c:/d")],
     [{"a/b": 1, "a": {"b": 2}}, {"a/b": 3, "a": {"b": 4}}],
     [{":checks": 1, "sample": 2, "": 3, "\ud800": 4}],
     # enum members
-    [*Shape, Shape.MASK],
-    [Access(n) for n in range(12)],
-    [{Shape.BOX: 1, Space.RAS: 2}, {"box": 3, "ras": 4}, {(Space.RAS, (True,)): 5}, {("ras", (1,)): 5}],
-    [{Space.RAS: {Space.LPS: Colour.RED | Colour.BLUE, Level.LOW: Access(11)}}],
-    [{frozenset({(1, "a")}), None, (Shape.BOX,)}],
+    [*some.Kind, some.Kind.MASK],
+    [some.Access(n) for n in range(12)],
+    [{some.Kind.BOX: 1, some.Space.RAS: {some.Level.LOW: some.Colour(3)}}, {"box": 3, "ras": 4}],
+    [{(some.Space.RAS, (True,)): 5}, {("ras", (1,)): 5}],
+    [{frozenset({(1, "a")}), None, (some.Kind.BOX,)}],
     # tensors and arrays
     [np.array("2020-01-01", "M8[D]"), np.array(["a", "bcd"]), np.zeros(2, ">i4"), np.zeros(3, [("x", "<f4"), ("y", "i1")])],
     [np.array([(1, 2.0)], dtype="<i2,<f8"), np.str_(""), "hello", np.bytes_(b""), b"x"],
@@ -148,24 +131,16 @@ NIGHT = datetime.datetime(2026, 10, 25, 2, 30, fold=1, tzinfo=zoneinfo.ZoneInfo(
     [torch.zeros(3, dtype=torch.float8_e4m3fn), torch.ones(5, dtype=torch.bfloat16)],
     # classes of users and libraries
     [[{"box": [1, 2, 3, 4], "mask": torch.ones(2, n)} for n in range(k)] for k in range(4)],
-    [Extra(torch.ones(2), {"a": 1}), Extra(2, "b")],
-    [Box(1, 2), Point(1, 2), None, Slotted("x"), Bag(a=1, b="x")],
-    [boxes()],
-    [boxes(Annotated)],
-    [torch.arange(3).as_subclass(Annotated)],
+    [some.Extra(torch.ones(2), {"a": 1}), some.Extra(2, "b")],
+    [Box(1, 2), Point(1, 2), None, some.Slotted("x"), Bag(a=1, b="x")],
+    [some.boxes(), some.boxes(some.Annotated)],
+    [torch.arange(3).as_subclass(some.Annotated)],
     [torch.max(torch.eye(2), 0)],
-    lambda: [picture("L"), picture("L", 4)],
-    lambda: [picture("RGB"), {"a": 1}],
-    lambda: [tensordict(), tensordict()[:1]],
+    lambda: [some.picture("L"), some.picture("L", 4), some.picture("RGB")],
+    lambda: [some.tensordict(), some.tensordict()[:1]],
 ])  # fmt: skip
 def test_unusual_samples_come_back_equal(way, values):
     way(values() if callable(values) else values)
-
-
-@way
-def test_fields_of_an_aligned_dtype_come_back_where_they_were(way):
-    array = np.array([(1, 2.0)], dtype=np.dtype([("a", "i1"), ("b", "f8")], align=True))
-    way([array], lambda got, array: got.dtype == array.dtype and got == array)
 
 
 @way
@@ -175,27 +150,25 @@ def test_strides_come_back(way):
     pairs = [(image, np.asfortranarray(image.numpy())) for image in images]
     for values in (images[:2], images, pairs, [*images, torch.zeros(2, 2)], [{"v": volume, "view": images[0][:, ::2]}]):
         way(values, exactly)
+    aligned = np.array([(1, 2.0)], dtype=np.dtype([("a", "i1"), ("b", "f8")], align=True))
+    way([aligned], lambda got, array: got.dtype == array.dtype and got == array)
     way([images[0]], lambda got, image: got.stride() == image.stride())
     way([volume], lambda got, _: got.is_contiguous(memory_format=torch.channels_last))
     way([images[0][:, ::2]], lambda got, _: got.is_contiguous())
     way([pairs[0]], lambda got, _: got[1].flags.f_contiguous)
 
 
-@way
-def test_samples_are_the_callers_own(way):
-    def change(got, value):
-        unchanged = same(got, value)
-        got[0].add_(1)
-        got[1][:] = 1
-        got[2].append(2)
-        return unchanged
-
-    if way is in_block:
-        way([(torch.zeros(3), np.zeros(2), [1])] * 2, change)
+def test_samples_are_the_callers_own():
+    sample = torch.zeros(3), np.zeros(2), [1]
+    block = Block(BytesFile(b"".join(encode([sample] * 2)[0])), "a block")
     with RaggedCache("1MB", 1) as cache:
-        cache.set_slot(0, sample := (torch.zeros(3), np.zeros(2), [1]))
-        assert change(cache.get_slot(0), sample)
-        assert same(cache.get_slot(0), sample)
+        cache.set_slot(0, sample)
+        for read in (block.sample, cache.get_slot):
+            got = read(0)
+            got[0].add_(1)
+            got[1][:] = 1
+            got[2].append(2)
+            assert same(read(0), sample)
 
 
 def test_a_memmap_comes_back_in_memory_and_of_its_type(tmp_path):
@@ -220,7 +193,7 @@ def test_an_empty_string_of_numpy_takes_no_bytes_of_others():
 
 
 @way
-@pytest.mark.parametrize(("value", "check"), PICKLED, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(("value", "check"), some.PICKLED, ids=lambda value: type(value).__name__)
 def test_whatever_pickles_is_taken_if_allowed(way, value, check):
     values = [{"first": torch.ones(n), "list": ["a"] * n + [value, 1], "last": value} for n in range(3)] + [[], 1]
 
@@ -236,10 +209,12 @@ def test_whatever_pickles_is_taken_if_allowed(way, value, check):
     way(values, equal, allow_pickle=True)
 
 
-@pytest.mark.parametrize(("value", "message"), [(Odd(), "partly pickled"), (made(Odd), "have the default_factory tests.*Odd")])
+@pytest.mark.parametrize(
+    ("value", "message"), [(some.Odd(), "partly pickled"), (some.made(some.Odd), "have the default_factory tests.*Odd")]
+)
 def test_nothing_is_unpickled_or_called_unless_that_is_allowed_where_it_is_read(value, message):
     data = b"".join(encode([0, value], 0, True)[0])
-    with pytest.raises(StorageError, match=f"a block: its samples .*{message}|a block: its samples are {message}"):
+    with pytest.raises(StorageError, match=f"a block: its samples .*{message}"):
         Block(BytesFile(data), "a block")
     Block(BytesFile(data), "a block", decode=False).verify()
     with pytest.raises(SegmentError, match=f"{message}.*, pass allow_pickle=True"):
@@ -278,7 +253,7 @@ def test_what_does_not_pickle_is_named(way):
 @way
 @pytest.mark.parametrize(("sample", "message"), [
     ({"a": object()}, r'sample\["a"\] is a object, which has no bytes of its own\. Turn .*, or pass allow_pickle=True\.$'),
-    ([Odd(), 1], r"sample\[0\] is a Odd, which has no bytes of its own"),
+    ([some.Odd(), 1], r"sample\[0\] is a Odd, which has no bytes of its own"),
     (np.array([None]), r"value is a ndarray, which has no bytes of its own"),
     (lambda: 0, "value is a function, which has no bytes of its own"),
     (collections.defaultdict(lambda: 0, a=1), "a defaultdict, which has no bytes of its own"),
@@ -292,31 +267,17 @@ def test_what_does_not_pickle_is_named(way):
     (dataclasses.make_dataclass("Local", ["x"])(1), "processes do not find as .*:Local. Define it at .*, or pass allow_pickle"),
     ({frozenset(): 1}, r"value has a key, frozenset\(\), that is not a str, number, enum member or tuple of such"),
     ({"x": {np.str_("a"): 1}}, r'sample\["x"\] has a key, .*a.*, that is not a str'),
-    (nested(100), r"is a container within 60 others, which is the limit\. Use fewer levels, or pass allow_pickle=True\.$"),
+    (some.nested(100), r"is a container within 60 others, which is the limit\. Use fewer levels, or pass allow_pickle=True\.$"),
 ])  # fmt: skip
 def test_what_would_not_come_back_the_same_is_refused(way, sample, message):
     with pytest.raises(SampleError, match=PLACE.format(1) + f".*{message}"):
         way([0, sample])
 
 
-def test_what_is_refused_leaves_its_slot_empty():
-    with RaggedCache("1MB", 1) as cache:
-        with pytest.raises(SampleError, match="no bytes of its own"):
-            cache.set_slot(0, object())
-        assert cache.aux_array.tolist() == [0]
-
-
 # ---------------------------------------------------------------------------------------------------- a new kind
 
 
-class Celsius:
-    def __init__(self, degrees):
-        self.degrees = degrees
-
-    def __eq__(self, other):
-        return type(other) is Celsius and self.degrees == other.degrees
-
-    __hash__ = None
+Celsius = type("Celsius", (types.SimpleNamespace,), {"__init__": lambda self, degrees: vars(self).update(degrees=degrees)})
 
 
 class CelsiusKind(Kind):
@@ -341,10 +302,7 @@ def test_a_new_kind_is_one_class(way, monkeypatch):
     monkeypatch.setitem(KINDS, CelsiusKind.name, CelsiusKind)
     monkeypatch.setitem(ENCODERS, Celsius, CelsiusKind.encode)
     way([sample], same)
-
-
-@pytest.mark.parametrize("missing", ["encode", "reader", "maker"])
-def test_a_kind_without_a_layout_cannot_be_made(missing):
-    half = type("Half", (CelsiusKind,), {missing: getattr(Kind, missing)})
-    with pytest.raises(TypeError, match=f"abstract.*{missing}"):
-        half()
+    for missing in ("encode", "reader", "maker"):
+        half = type("Half", (CelsiusKind,), {missing: getattr(Kind, missing)})
+        with pytest.raises(TypeError, match=f"abstract.*{missing}"):
+            half()

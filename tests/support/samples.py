@@ -206,8 +206,7 @@ class Locked:
         return {"lock": None}
 
 
-def nested(depth):
-    value = 1
+def nested(depth, value=1):
     for _ in range(depth):
         value = {"a": value}
     return value
