@@ -83,6 +83,7 @@ class StandIn(types.ModuleType):
         return Task(value)
 
     def remote(self, max_retries):
+        assert max_retries == 3
         return lambda function: types.SimpleNamespace(remote=lambda *arguments: Task(call=(function, *arguments)))
 
     def cancel(self, task, force):
@@ -290,27 +291,6 @@ def a_killed_worker_costs_the_block_it_was_at(folder):
     assert content(folder / "ray") == prepared(Unpickled(seeded=True), folder / "here")
 
 
-def die_while_a_flag_is_there(dataset, idx):
-    if idx == 60 and Path(f"{dataset.log}.flag").exists():
-        log(dataset, "deaths", idx)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def a_worker_that_dies_each_time_is_an_error_and_whole_blocks_stay(folder):
-    source, flag = Faulty(log=folder / "log", at=die_while_a_flag_is_there), folder / "log.flag"
-    flag.touch()
-    with pytest.raises(WorkerError, match=r"block 8 was not written: its Ray worker died, and so did those that tried again"):
-        by_ray(source, folder / "ray")
-    assert len(logged(folder / "log.deaths")) == 1 + 3
-    assert not OnDiskBlockDataStorage(folder / "ray").is_prepared()
-    kept = written(folder / "ray")
-    assert kept
-    flag.unlink()
-    by_ray(source, folder / "ray")
-    assert kept.items() <= written(folder / "ray").items()
-    assert content(folder / "ray") == prepared(Faulty(), folder / "here")
-
-
 def wait_for_an_end(dataset, idx):
     """At sample 60 an error, once another block has begun; those that come later swallow the interruption, and go on."""
     if idx == 60:
@@ -327,30 +307,21 @@ def wait_for_an_end(dataset, idx):
 
 def after_an_error_of_the_dataset_nothing_is_written_any_more(folder):
     with pytest.raises(ValueError, match="photo 60 cannot be read") as raised:
-        by_ray(Faulty(log=folder / "log", at=wait_for_an_end), folder / "ray")
-    before = content(folder / "ray")
+        by_ray(Faulty(log=folder / "log", at=wait_for_an_end), folder / "error")
+    before = content(folder / "error")
     assert "RayTaskError" in type(raised.value.__cause__).__name__
     pids = set(map(int, logged(folder / "log.pids")))
     wait_until(lambda: not any(map(psutil.pid_exists, pids)))
-    assert content(folder / "ray") == before
+    assert content(folder / "error") == before
     assert len([name for name in before if name.startswith("blocks/")]) == 8
 
 
-FACTS = (
-    a_killed_worker_costs_the_block_it_was_at,
-    a_worker_that_dies_each_time_is_an_error_and_whole_blocks_stay,
-    after_an_error_of_the_dataset_nothing_is_written_any_more,
-)
-
-
-def in_one_ray(path):
+def in_a_real_ray(path):
     import ray
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    for fact in FACTS:
-        folder = Path(path) / fact.__name__
-        folder.mkdir()
-        fact(folder)
+    a_killed_worker_costs_the_block_it_was_at(Path(path))
+    after_an_error_of_the_dataset_nothing_is_written_any_more(Path(path))
     ray.shutdown()
 
 
@@ -364,12 +335,12 @@ def in_its_own_ray(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ["in_one_ray", "in_its_own_ray"])
+@pytest.mark.parametrize("function", ["in_a_real_ray", "in_its_own_ray"])
 def test_a_real_ray_loses_workers_and_its_own_is_quiet_and_ends_with_the_preparation(tmp_path, function):
     pytest.importorskip("ray", reason="comes with the extra ray")
     # Its workers hardly run on a busy machine with the niceness of 15, Ray's own choice
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"RAY_worker_niceness": "0"}
-    code = f"import sys; from {__name__} import {function}; {function}(sys.argv[1])"
+    code = f"import sys; from tests.preparation.test_ray import {function}; {function}(sys.argv[1])"
     done = run_python("-c", code, tmp_path, cwd=Path(__file__).parents[2], env=environment, timeout_s=240)
     if function == "in_its_own_ray":
         assert (done.stdout, done.stderr) == ("", "")

@@ -16,10 +16,9 @@ from tests.support.preparing import content, damage, failing, prepare_quietly, p
 ROWS, BLOCK = 100, 10
 
 
-def write_table(path, factor=2, time=None):
+def write_table(path, factor=2, time=5):
     path.write_text("a,b\n" + "".join(f"{row},{row * factor:06}\n" for row in range(ROWS)))
-    if time is not None:
-        os.utime(path, ns=(time, time))
+    os.utime(path, ns=(time, time))
     return path
 
 
@@ -43,21 +42,13 @@ def dataset():
     return TensorDataset(torch.arange(ROWS * 20).view(ROWS, 20))
 
 
-def others():
-    return TensorDataset(torch.ones(ROWS, 20, dtype=torch.int64))
-
-
 def name_of(number):
     return f"blocks/{number:06}.safetensors"
 
 
-def changed(folder, times):
-    """The files that have changed since."""
-    return {name for name, time in times_of(folder).items() if time != times.get(name)}
-
-
-def times_of(folder):
-    return {name: os.stat(folder / name).st_mtime_ns for name in content(folder)}
+def changes(folder):
+    """When each file was changed."""
+    return {(name, os.stat(folder / name).st_mtime_ns) for name in content(folder)}
 
 
 # ---------------------------------------------------------------------------------------------------- the source has changed
@@ -81,10 +72,9 @@ def test_a_file_that_was_touched_is_the_same_by_its_contents_or_by_a_fingerprint
     assert prepared(open_source(table, **options), tmp_path / "out", **given) == before
 
 
-def test_contents_that_changed_without_a_trace_are_found_by_their_hash(tmp_path):
-    table = write_table(tmp_path / "table.csv", time=5)
+def test_contents_that_changed_without_a_trace_are_found_by_their_hash(table, tmp_path):
     prepare_quietly(open_source(table, hashes=True), tmp_path / "out").close()
-    write_table(table, factor=3, time=5)
+    write_table(table, factor=3)
     with pytest.raises(StorageError, match="files of the source have changed"):
         prepare_quietly(open_source(table, hashes=True), tmp_path / "out")
 
@@ -163,9 +153,9 @@ def test_exactly_the_damaged_blocks_are_written_again(tmp_path):
             with pytest.raises(DamagedError, match="stocache prepare SRC DIR --repair"):
                 [storage.load_sample(row) for row in range(number * BLOCK, (number + 1) * BLOCK)]
     for names in ({name_of(number) for number in range(len(DAMAGE))}, set()):  # a folder that is whole stays as it is
-        times = times_of(folder)
+        then = changes(folder)
         assert prepared(dataset(), folder, block_size=BLOCK, repair=True) == before
-        assert changed(folder, times) == names
+        assert {name for name, _ in changes(folder) - then} == names
 
 
 @pytest.mark.parametrize(("kind", "options"), [
@@ -176,9 +166,9 @@ def test_every_source_repairs_its_folder(table, tmp_path, kind, options):
     make, folder = {"dataset": dataset, "preparer": Numbers, "table": lambda: open_source(table)}[kind], tmp_path / "out"
     before = prepared(make(), folder, **options)
     damage(folder, name_of(4))
-    times = times_of(folder)
+    then = changes(folder)
     assert prepared(make(), folder, repair=True, **options) == before
-    assert changed(folder, times) == {name_of(4)}
+    assert {name for name, _ in changes(folder) - then} == {name_of(4)}
 
 
 @pytest.mark.parametrize("how", ["value", "cut", "empty", "info"])
@@ -198,7 +188,7 @@ def test_a_source_with_other_samples_does_not_repair(tmp_path, name):
     damage(tmp_path, name)
     before = content(tmp_path / "blocks")
     with pytest.raises(StorageError, match=OTHER):
-        prepare_quietly(others(), tmp_path, repair=True)
+        prepare_quietly(TensorDataset(torch.ones(ROWS, 20, dtype=torch.int64)), tmp_path, repair=True)
     assert content(tmp_path / "blocks") == before
     assert prepared(dataset(), tmp_path, **{"repair": True} if name != "index.json" else {}) == whole
 

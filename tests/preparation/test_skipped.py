@@ -19,20 +19,7 @@ from stocache.storage.manifest import BlockFolderWriter
 from tests.support import preparing
 from tests.support.equality import same
 from tests.support.pairs import pairs
-from tests.support.preparing import (
-    BLOCK,
-    Faulty,
-    FaultyTogether,
-    Images,
-    N,
-    content,
-    damage,
-    failing,
-    labels,
-    listed,
-    loaded,
-    written,
-)
+from tests.support.preparing import BLOCK, Faulty, FaultyTogether, Images, N, content, damage, labels, listed, loaded, written
 
 SOME = [3, 5, 60, 95, 99]
 BROKEN = {"first": [0], "last": [99], "some": SOME, "a whole block": range(14, 21), "the end": range(80, 100)}
@@ -71,7 +58,7 @@ def test_the_last_samples_take_the_places_of_broken_ones_whatever_the_workers(tm
         assert prepared(source, tmp_path / "2", shuffle_seed=seed, num_workers=workers) == content(tmp_path / "0")
 
 
-def test_samples_that_are_skipped_are_listed_with_name_and_reason(tmp_path, caplog):
+def test_samples_that_are_skipped_are_listed_with_name_and_reason(tmp_path, monkeypatch, caplog):
     with prepare_quietly(Faulty([60, 3]), tmp_path / "out") as storage:
         skipped = storage.load_skipped()
     assert [(sample.index, sample.name, sample.reason) for sample in skipped] == [
@@ -82,11 +69,8 @@ def test_samples_that_are_skipped_are_listed_with_name_and_reason(tmp_path, capl
     assert [record.getMessage() for record in caplog.records] == [f"{message} lists them."]
     prepare_quietly(Faulty([60, 3]), tmp_path / "out").close()  # it is prepared already, and says so again
     assert len(caplog.records) == 2
-
-
-def test_a_dataset_that_does_not_name_its_samples(tmp_path, monkeypatch):
-    monkeypatch.setattr(Faulty, "describe_sample", lambda dataset, idx: {}[idx])
-    with prepare_quietly(Faulty([3]), tmp_path) as storage:
+    monkeypatch.setattr(Faulty, "describe_sample", lambda dataset, idx: {}[idx])  # it need not have names
+    with prepare_quietly(Faulty([3]), tmp_path / "nameless") as storage:
         assert storage.load_skipped()[0].name is None
 
 
@@ -108,15 +92,6 @@ def test_the_size_of_blocks_is_estimated_from_samples_that_can_be_loaded(tmp_pat
         with prepare_quietly(Faulty(broken), tmp_path / name, block_size=None, block_bytes=500) as storage:
             assert storage.index.skipped == len(broken)
             assert storage.block_size < 50
-
-
-def test_a_folder_at_a_url_goes_on_and_lists_what_it_lacks(tmp_path, monkeypatch):
-    pytest.importorskip("fsspec", reason="comes with the extra remote")
-    with failing(monkeypatch, "finish"):
-        prepare_quietly(Faulty(SOME), f"file://{tmp_path}/a")
-    with prepare_quietly(Faulty(SOME), f"file://{tmp_path}/a") as storage:
-        assert [sample.index for sample in storage.load_skipped()] == SOME
-    assert content(tmp_path / "a") == prepared(Faulty(SOME), tmp_path / "b")
 
 
 @pytest.mark.quick
@@ -194,7 +169,7 @@ def test_killed_while_another_preparation_takes_the_folder_the_first_one_goes_on
     source = Faulty([2, 3, 13], length=14)
 
     def interrupted(method, folder, **options):
-        with failing(monkeypatch, method):
+        with preparing.failing(monkeypatch, method):
             prepare_quietly(source, folder, block_size=4, **options)
 
     one = functools.partial(interrupted, "finish")
@@ -206,7 +181,7 @@ def test_killed_while_another_preparation_takes_the_folder_the_first_one_goes_on
 @pytest.mark.parametrize("options", [{}, {"block_size": None, "block_bytes": 500}], ids=["size given", "size estimated"])
 def test_samples_that_failed_are_not_loaded_again_when_it_goes_on(tmp_path, monkeypatch, options):
     log, folder, broken = tmp_path / "log", tmp_path / "out", {0, *SOME}
-    with failing(monkeypatch, "finish"):
+    with preparing.failing(monkeypatch, "finish"):
         prepare_quietly(Faulty(broken, log), folder, **options)
     assert broken <= set(loaded(log))
     prepare_quietly(Faulty(broken, log), folder, **options).close()
@@ -251,7 +226,7 @@ def test_a_sample_that_fails_only_when_its_block_is_written_again_is_left_out_to
 @pytest.fixture
 def unfinished(tmp_path, monkeypatch):
     """A folder that lacks only its index, and the samples that cannot be loaded."""
-    with failing(monkeypatch, "finish"):
+    with preparing.failing(monkeypatch, "finish"):
         prepare_quietly(Faulty(SOME), tmp_path / "out")
     assert listed(tmp_path / "out") == SOME
     return tmp_path / "out"
@@ -331,23 +306,14 @@ def test_a_repair_does_not_skip_a_sample_that_the_folder_has(tmp_path, on_error)
     assert content(tmp_path) == before
 
 
-LIST = {
-    "damaged": lambda text: text.replace('"index": 60', '"index": 61'),
-    "cut": lambda text: text[:100],
-    "missing": None,
-    "odd": lambda text: "[]",
-    "of another version": lambda text: text.replace('"version": 1', '"version": 2'),
-    "of another folder": "another",
-}
-
-
 def test_a_list_that_is_not_whole_is_found_and_not_used(tmp_path):
     folder, path = tmp_path / "out", tmp_path / "out" / "skipped.json"
     prepare_quietly(Faulty([1]), tmp_path / "other").close()
     prepare_quietly(Faulty(SOME), folder).close()
     text, another = path.read_text(), (tmp_path / "other" / "skipped.json").read_text()
-    for change in LIST.values():
-        path.write_text(another if change == "another" else change(text)) if change else path.unlink()
+    edited = text.replace('"index": 60', '"index": 61'), text.replace('"version": 1', '"version": 2')
+    for damaged in (*edited, text[:100], "[]", another, None):
+        path.write_text(damaged) if damaged is not None else path.unlink()
         with OnDiskBlockDataStorage(folder) as storage:
             [problem] = find_damage(storage, 0)
             assert problem.startswith(f"{path} is ")
