@@ -16,7 +16,7 @@ from tests.support.preparing import content, damage, failing, prepare_quietly, p
 ROWS, BLOCK = 100, 10
 
 
-def write_table(path, factor=2, time=5):
+def write_table(path, factor=2, time=5 * 10**9):
     path.write_text("a,b\n" + "".join(f"{row},{row * factor:06}\n" for row in range(ROWS)))
     os.utime(path, ns=(time, time))
     return path
