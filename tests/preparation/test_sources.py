@@ -67,16 +67,14 @@ def tabs(folder):
     return folder / "t.TSV", [{"a": 1.0, "b,c": ""}, {"a": 2.5, "b,c": 'say "hi"'}], {"columns": ["a", "b,c"]}
 
 
-def rows(folder):
-    array = np.arange(24, dtype=np.float32).reshape(4, 3, 2)
+def rows(folder, array=None):
+    array = np.arange(24, dtype=np.float32).reshape(4, 3, 2) if array is None else array
     np.save(folder / "a.npy", array)
     return folder / "a.npy", list(array), {}
 
 
 def numbers(folder):
-    array = np.arange(4, dtype=np.int16)
-    np.save(folder / "n.npy", array)
-    return folder / "n.npy", list(array), {}
+    return rows(folder, np.arange(4, dtype=np.int16))
 
 
 ROWS = [{"a": n if n % 3 else None, "s": f"row {n}", "list": [n] * (n % 4), "raw": bytes([n]) * n} for n in range(25)]
@@ -251,7 +249,7 @@ def test_blank_cells_are_str_or_nan_and_a_warning_says_so(tmp_path, caplog, nan)
         prepare_quietly(open_source(tmp_path / "t.csv", nan=not nan), tmp_path / "out")
 
 
-# ---------------------------------------------------------------------------------------------------- parquet
+# ---------------------------------------------------------------------------------------------------- other formats
 
 
 def test_row_groups_are_read_once_in_order_and_once_for_many(tmp_path, monkeypatch):
@@ -293,9 +291,6 @@ def test_damage_of_a_row_group_and_other_columns_are_named(tmp_path):
     write_table(arrow.table({"b": []}), two)
     with pytest.raises(StorageError, match="holds no samples"):
         open_source(two)
-
-
-# ---------------------------------------------------------------------------------------------------- Hugging Face
 
 
 def test_images_of_a_saved_dataset_stay_encoded_and_of_several_datasets_one_must_be_chosen(tmp_path):

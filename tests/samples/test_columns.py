@@ -255,6 +255,8 @@ def test_what_is_shared_does_not_multiply():
     for _ in range(30):
         tree = {"kind": "list", "offsets": "sample:offsets", "items": tree}
     refused(forged([["a"], ["b", "c"]], lambda facts: (facts.clear(), facts.update(tree))))
+    twice = forged([(torch.zeros(1), torch.zeros(1))], lambda facts: facts["children"][1].update(column="0"))
+    refused(twice, "the column '0' belongs to two leaves")
     listed = {"kind": "in", "container": "list", "class": "builtins:list", "keys": list(range(9)), "extra": []}
     refused(forged([torch.zeros(9), torch.ones(9)], lambda facts: facts.update(listed, children=[dict(facts)] * 9)))
     data = bytearray(whole([["x" * (5000 + item % 2) for item in range(n)] for n in (30, 31)]))

@@ -1,6 +1,7 @@
 """Names in stored data: what is found, and that looking runs nothing; see NOTE [ Names in data ]."""
 
 import collections
+import dataclasses
 import enum
 import sys
 import types
@@ -104,6 +105,14 @@ def test_a_nature_is_real():
                 check_class(kind, cls, "name", (), ())
     with pytest.raises(Unresolved, match="which is not an enum"):
         type_lookup.enum_class(f"{__name__}:Disguised", False)
+
+
+def test_attributes_of_a_dataclass_are_set_without_code():
+    cls = dataclasses.make_dataclass("Guarded", ["x"], namespace={"y": property(None, lambda self, value: ran.append("set"))})
+    check_class("dataclass", cls, "name", ("x", "another"), ())
+    for key in ("y", "__class__", "__dict__", 1):
+        with pytest.raises(Unresolved, match=f"attribute '?{key}'?( is a property)?"):
+            check_class("dataclass", cls, "name", ("x", key), ())
 
 
 class Point(collections.namedtuple("Point", "x y")):
