@@ -315,7 +315,6 @@ def array(value):
     return file.getvalue()
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("files", "name", "message"), [
     ({}, "nothing", r"nothing does not exist\. Accepted: a folder of images, .*\.npy"),
     ({"a.txt": b"x"}, "a.txt", r"a\.txt is not a file that can be prepared\. Accepted: a folder of images"),

@@ -101,17 +101,6 @@ def test_the_checksum_of_a_sample_is_the_one_that_is_specified():
     assert f"{checks[1]:016x}" == checksum(b"\3\0\4\0" + (0).to_bytes(8, "little") + (0).to_bytes(8, "little"))
 
 
-def test_lists_of_many_items_without_bytes_come_back():
-    for items, many, few in ((None, 70_000, 30_000), ({"a": None, "b": (), "c": torch.zeros(0, 3)}, 18_000, 40)):
-        data = whole([[items] * many, [items] * 3])
-        assert list(map(len, opened(data).all())) == [many, 3]
-        assert ":room" in apart(data)[0]
-        assert ":room" not in apart(whole([[items] * few, [items] * 3]))[0]
-    data = whole([[None] * 60_000, [None] * 3])  # as they were written before there was a column for it
-    assert len(data) < 1000
-    assert list(map(len, opened(data).all())) == [60_000, 3]
-
-
 # ---------------------------------------------------------------------------------------------------- what is forged
 
 

@@ -74,6 +74,17 @@ def test_lists_of_many_items_without_bytes_come_back(codec):
             assert same(cache.get_slot(idx), sample)
 
 
+def test_lists_of_many_items_without_bytes_come_back_from_a_block():
+    for items, many, few in ((None, 70_000, 30_000), ({"a": None, "b": (), "c": torch.zeros(0, 3)}, 18_000, 40)):
+        block = Block(BytesFile(data := b"".join(encode([[items] * many, [items] * 3])[0])), "a block")
+        assert list(map(len, block.all())) == [many, 3]
+        assert b'":room"' in data
+        assert b'":room"' not in b"".join(encode([[items] * few, [items] * 3])[0])
+    data = b"".join(encode([[None] * 60_000, [None] * 3])[0])  # as they were written before there was a column for it
+    assert len(data) < 1000
+    assert list(map(len, Block(BytesFile(data), "a block").all())) == [60_000, 3]
+
+
 @quick
 def test_what_is_parsed_within_the_parsing_of_a_treedef_does_no_harm(monkeypatch):
     """As python/cpython#106905 has it: a finalizer that formats a traceback meanwhile makes ast raise SystemError."""
