@@ -182,7 +182,7 @@ def odd(dataset, idx):
         raise OddError("this", "that")
 
 
-def test_an_error_that_does_not_pickle_and_a_worker_that_dies_are_told(tmp_path, ray):
+def test_an_error_that_does_not_pickle_and_a_worker_that_dies_are_named(tmp_path, ray):
     with pytest.raises(WorkerError, match="OddError: this and that"):
         by_ray(Faulty(at=odd), tmp_path)
     ray.dead = {9}
@@ -197,7 +197,7 @@ class Locks(Preparer):
         yield threading.Lock()
 
 
-def test_a_sample_that_does_not_pickle_is_told_as_elsewhere_and_an_interrupted_preparation_goes_on(tmp_path, ray):
+def test_a_sample_that_does_not_pickle_is_named_as_elsewhere_and_an_interrupted_preparation_goes_on(tmp_path, ray):
     with pytest.raises(SampleError, match="sample 100: value is a lock, which has no bytes of its own"):
         by_ray(Locks(), tmp_path / "locks")
     with pytest.raises(KeyboardInterrupt, match="by the user"):

@@ -97,7 +97,7 @@ def test_an_interrupted_preparation_of_another_source_starts_again(table, tmp_pa
 
 
 @pytest.mark.parametrize("change", [lambda table: table.write_text("edited"), lambda table: table.unlink()])
-def test_a_source_that_changes_while_it_is_prepared_is_told(table, tmp_path, monkeypatch, change):
+def test_a_source_that_changes_while_it_is_prepared_is_an_error(table, tmp_path, monkeypatch, change):
     source = open_source(table)
     assert source[0] == {"a": 0, "b": "000000"}  # it has the file open
     describe, later = source.describe_files, [lambda: None, lambda: change(table)]

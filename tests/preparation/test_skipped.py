@@ -372,7 +372,7 @@ def test_a_source_that_is_gone_stops_the_preparation_and_nothing_is_skipped(tmp_
     assert len(prepare_quietly(Faulty(), folder)) == N
 
 
-def test_a_dataset_that_becomes_shorter_is_told_and_nothing_is_skipped(tmp_path, monkeypatch):
+def test_a_dataset_that_becomes_shorter_is_an_error_and_nothing_is_skipped(tmp_path, monkeypatch):
     log, folder = tmp_path / "log", tmp_path / "out"
     monkeypatch.setattr(Faulty, "__len__", lambda dataset: N - 10 * (log.exists() and "\n50\n" in log.read_text()))
     with pytest.raises(StorageError, match=r"the source was changed while .* was prepared: samples: 100, now 90\. Prepare"):
