@@ -1,366 +1,173 @@
-"""Preparation by Ray: the same bytes as in this process, also with workers that are killed half-way."""
+"""Preparation by Ray: the same bytes as in this process, also with workers that are killed half-way.
+
+Most run with a stand-in for Ray that runs tasks in this process. Those with a real Ray are slow: they show what it alone can.
+"""
 
 import contextlib
-import multiprocessing
 import os
+import pickle
 import signal
-import subprocess
 import sys
 import threading
 import time
+import types
 from collections import Counter
 from pathlib import Path
 from unittest.mock import ANY
 
 import psutil
 import pytest
-from tqdm import tqdm
 from typer.testing import CliRunner
 
 import stocache.preparation
-from stocache import LimitError, OnDiskBlockDataStorage, SampleError, StorageError, prepare
+from stocache import OnDiskBlockDataStorage, SampleError, StorageError
 from stocache.cli.app import app
 from stocache.errors import WorkerError
-from stocache.preparation import sources
 from stocache.storage.manifest import block_name
-from tests.support.photos import PHOTOS
-from tests.support.preparing import Batched, Faulty, Images, N, Preparer, content, digest, written
-from tests.support.processes import wait_until
-
-ray = pytest.importorskip("ray")
-Cluster = pytest.importorskip("ray.cluster_utils").Cluster
-
-OPTIONS = {"block_size": 7, "progress": False}
-FAIR = {"RAY_worker_niceness": "0"}  # at 15, Ray's own choice, its workers hardly run on a busy machine
+from tests.support.preparing import Faulty, FaultyTogether, Images, N, Preparer, content, prepare_quietly, prepared, written
+from tests.support.processes import run_python, wait_until
 
 
-def _drive(calls):
-    global _cluster
-    tqdm.get_lock()  # a named semaphore, in a process that was spawned
-    os.environ.update(FAIR)
-    _cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    ray.init(_cluster.address, log_to_driver=False, logging_level="ERROR")
-    calls.send(("it runs", None))
-    for function, arguments, options in iter(calls.recv, None):
+class RayError(Exception):
+    pass
+
+
+class RayTaskError(RayError):
+    def __init__(self, cause):
+        super().__init__(repr(cause))
+        self.cause = cause
+
+
+class Task:
+    """A value, or a call of which it is not known yet what it returns."""
+
+    def __init__(self, value=None, call=None):
+        self.value, self.call = value, call
+
+    def hex(self):
+        return f"{id(self):x}"
+
+
+class StandIn(types.ModuleType):
+    """As much of Ray as is used here. Of several tasks the first and the last end in turn; they run in another directory.
+
+    Attributes:
+        at: the number of the block that is in work.
+        most: the most tasks at a time.
+        connected: the arguments that it was connected with; None at first, as if it had been connected before.
+        cancelled: of each task that was cancelled, whether by force.
+        stubborn, dead: tasks end by force only; blocks whose workers die.
+    """
+
+    def __init__(self):
+        super().__init__("ray")
+        self.cloudpickle, self.exceptions = pickle, types.ModuleType("ray.exceptions")
+        vars(self.exceptions).update(RayError=RayError, RayTaskError=RayTaskError)
+        self.at, self.most, self.connected, self.cancelled, self.stubborn, self.dead = None, 0, None, [], False, ()
+        self.initialized, self.turn = True, 0
+
+    def is_initialized(self):
+        return self.initialized
+
+    def init(self, address, **options):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray has a handler of its own
+        self.connected = address, options
+
+    def shutdown(self):
+        self.connected = *self.connected, "and ended"
+
+    def cluster_resources(self):
+        return {"CPU": 2.0}
+
+    def put(self, value):
+        return Task(value)
+
+    def remote(self, max_retries):
+        assert max_retries == 3
+        return lambda function: types.SimpleNamespace(remote=lambda *arguments: Task(call=(function, *arguments)))
+
+    def cancel(self, task, force):
+        self.cancelled.append(force)
+        if force or not self.stubborn:
+            task.call = None
+
+    def wait(self, tasks, num_returns=1, timeout=None):
+        if timeout is None:
+            self.most, self.turn = max(self.most, len(tasks)), ~self.turn
+            return [tasks[self.turn]], [task for task in tasks if task is not tasks[self.turn]]
+        return [task for task in tasks if task.call is None], [task for task in tasks if task.call is not None]
+
+    def get(self, task):
+        if task.call is None:
+            return task.value
+        function, *arguments = task.call
+        self.at, home = pickle.loads(arguments[-1])[0], os.getcwd()
+        os.chdir("/")
         try:
-            calls.send((function(*arguments, **options), None))
-        except BaseException as error:
-            calls.send((None, error))
-    ray.shutdown()
-    _cluster.shutdown()
+            if self.at in self.dead:
+                raise RayError("the worker died\nof a signal")
+            return function(*arguments)
+        except RayError:
+            raise
+        except Exception as error:
+            raise RayTaskError(error) from error
+        finally:
+            self.at = None
+            os.chdir(home)
 
 
-@pytest.fixture(scope="module")
-def driver():
-    """Call a function in a process of its own that has a Ray with two workers, which keeps descriptors and threads."""
-    context = multiprocessing.get_context("spawn")
-    calls, other = context.Pipe()
-    process = context.Process(target=_drive, args=(other,), daemon=True)
-    process.start()
-    other.close()
-
-    def answer():
-        if not calls.poll(50):
-            process.kill()  # a late answer would be taken for that of the next call
-            pytest.fail("Ray does not answer")
-        result, error = calls.recv()
-        if error is not None:
-            raise error
-        return result
-
-    def call(function, *arguments, **options):
-        calls.send((function, arguments, options))
-        return answer()
-
-    answer()
-    yield call
-    calls.send(None)
-    process.join(50)
-    assert process.exitcode == 0
-    process.close()
-    calls.close()
+@pytest.fixture
+def ray(monkeypatch):
+    stand_in = StandIn()
+    for name, module in (("ray", stand_in), ("ray.exceptions", stand_in.exceptions)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "stocache.preparation.ray", raising=False)
+    monkeypatch.delattr(stocache.preparation, "ray", raising=False)
+    yield stand_in
+    sys.modules.pop("stocache.preparation.ray", None)
+    vars(stocache.preparation).pop("ray", None)
 
 
 def by_ray(source, folder, **options):
-    prepare(source, folder, engine="ray", **OPTIONS | options).close()
+    prepare_quietly(source, folder, engine="ray", **options).close()
 
 
-def here(source, folder, **options):
-    prepare(source, folder, **OPTIONS | options).close()
+@pytest.mark.parametrize(("make", "options"), [
+    (lambda: Images(seeded=True), {}), (FaultyTogether, {"shuffle_seed": 3}), (lambda: Images(0), {}), (Preparer, {}),
+    (lambda: Preparer(30), {"shuffle_seed": 3}), (lambda: Faulty([3, 5, 60, 95, 99]), {"on_error": "skip"}),
+])  # fmt: skip
+def test_content_is_that_of_one_process(tmp_path, monkeypatch, ray, make, options):
+    monkeypatch.chdir(tmp_path)
+    by_ray(make(), "ray", **options)  # a relative folder is one of this process
+    assert content(tmp_path / "ray") == prepared(make(), tmp_path / "here", **options)
+    assert ray.connected is None
 
 
-def logged(path):
-    return path.read_text().split() if path.exists() else []
+@pytest.mark.parametrize(("workers", "most"), [(1, 1), (3, 3), (0, 4)])
+def test_num_workers_are_how_many_blocks_are_in_work_at_one_time(tmp_path, ray, workers, most):
+    by_ray(Images(), tmp_path, num_workers=workers)
+    assert ray.most == most
 
 
-class Logged:
-    """A dataset that writes down what is loaded, and which processes have unpickled it; something happens at one sample.
-
-    Args:
-        folder: for what is written down.
-        at: the sample.
-        happens: a function of this dataset, in this module or one that pickles.
-    """
-
-    def __init__(self, dataset, folder, at=None, happens=None):
-        self.dataset, self.folder, self.at, self.happens = dataset, Path(folder), at, happens
-        self.folder.mkdir(exist_ok=True)
-
-    def log(self, name, word):
-        with open(self.folder / name, "a") as file:
-            file.write(f"{word}\n")  # at once, so that several processes can
-
-    def __len__(self):
-        return len(self.dataset)
-
-    def __getitem__(self, idx):
-        self.log("loads", idx)
-        if idx == self.at:
-            self.happens(self)
-        return self.dataset[idx]
-
-    def __setstate__(self, state):
-        vars(self).update(state)
-        self.log("unpickled", os.getpid())
+def only_here(dataset, idx):
+    if sys.modules["ray"].at is not None:
+        raise FileNotFoundError(f"photo {idx} is on another machine")
 
 
-def die_once(dataset):
-    flag = dataset.folder / "died"
-    if not flag.exists():
-        flag.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_while_a_flag_is_there(dataset):
-    if (dataset.folder / "flag").exists():
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-# ---------------------------------------------------------------------------------------------------- the same bytes
-
-
-@pytest.mark.parametrize("source", [Images(seeded=True), Batched(), Preparer()], ids=lambda source: type(source).__name__)
-@pytest.mark.parametrize("shuffle_seed", [None, 3])
-@pytest.mark.sampled(3)
-def test_content_is_that_of_one_process(tmp_path, driver, source, shuffle_seed):
-    driver(by_ray, source, tmp_path / "ray", shuffle_seed=shuffle_seed)
-    here(source, tmp_path / "here", shuffle_seed=shuffle_seed)
-    assert digest(tmp_path / "ray") == digest(tmp_path / "here")
-
-
-@pytest.mark.parametrize("source", [Images(), Preparer()], ids=lambda source: type(source).__name__)
-def test_content_at_a_url_is_that_of_one_process(tmp_path, driver, source):
-    driver(by_ray, source, f"file://{tmp_path}/ray")
-    here(source, tmp_path / "here")
-    assert content(tmp_path / "ray") == content(tmp_path / "here")
-
-
-def test_samples_that_cannot_be_loaded_are_skipped_as_in_one_process(tmp_path, driver):
-    source = Faulty([3, 5, 60, 95, 99])
-    driver(by_ray, source, tmp_path / "ray", on_error="skip")
-    here(source, tmp_path / "here", on_error="skip")
-    assert digest(tmp_path / "ray") == digest(tmp_path / "here")
-    assert (tmp_path / "ray" / "skipped.json").exists()
-
-
-class OnlyInTheDriver(Images):
-    """A dataset whose files are on one machine only."""
-
-    def __init__(self):
-        super().__init__()
-        self.home = os.getpid()
-
-    def __getitem__(self, idx):
-        if self.home not in (os.getpid(), os.getppid()):
-            raise FileNotFoundError(f"photo {idx} is on another machine")
-        return super().__getitem__(idx)
-
-
-def skip_by_ray(folder):
-    by_ray(OnlyInTheDriver(), folder, on_error="skip")
-
-
-def test_a_worker_that_sees_no_sample_at_all_is_an_error(tmp_path, driver):
+def test_a_worker_that_sees_no_sample_at_all_is_an_error(tmp_path, ray):
     with pytest.raises(FileNotFoundError, match="is on another machine"):
-        driver(skip_by_ray, tmp_path / "ray")
-    assert not (tmp_path / "ray" / "skipped.json").exists()
+        by_ray(Faulty(at=only_here), tmp_path, on_error="skip")
+    assert not (tmp_path / "skipped.json").exists()
 
 
-def test_no_samples_are_no_blocks(tmp_path, driver):
-    driver(by_ray, Images(0), tmp_path / "ray")
-    here(Images(0), tmp_path / "here")
-    assert digest(tmp_path / "ray") == digest(tmp_path / "here")
-
-
-def test_a_relative_folder_is_one_of_this_process(tmp_path, driver):
-    driver(os.chdir, tmp_path)
-    driver(by_ray, Images(), "ray")
-    assert OnDiskBlockDataStorage(tmp_path / "ray").is_prepared()
-
-
-@pytest.mark.skipif(not PHOTOS, reason="no photographs here")
-def test_photographs_are_prepared_the_same_with_a_worker_killed_half_way(tmp_path, driver):
-    photos = sources.open_source(PHOTOS[0].parent, size=64)
-    driver(by_ray, Logged(photos, tmp_path / "log", len(photos) // 2, die_once), tmp_path / "ray")
-    assert (tmp_path / "log" / "died").exists()
-    here(Logged(photos, tmp_path / "log"), tmp_path / "here")
-    assert digest(tmp_path / "ray") == digest(tmp_path / "here")
-
-
-# ---------------------------------------------------------------------------------------------------- workers
-
-
-def test_a_killed_worker_costs_the_block_it_was_at(tmp_path, driver):
-    at = 45
-    left_by_a_writer = tmp_path / "ray" / f"{block_name(at // 7)}.123.tmp"
-
-    driver(by_ray, Logged(Images(), tmp_path / "log", at, Leaving(left_by_a_writer)), tmp_path / "ray")
-    again = range(at // 7 * 7, at + 1)
-    assert Counter(map(int, logged(tmp_path / "log" / "loads"))) == Counter([*range(N), *again])
-    here(Logged(Images(), tmp_path / "log"), tmp_path / "here")
-    assert digest(tmp_path / "ray") == digest(tmp_path / "here")
-    assert set(Counter(logged(tmp_path / "log" / "unpickled")).values()) == {1}
-
-
-class Leaving:
-    """Dies once, and leaves a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __call__(self, dataset):
-        if not self.path.exists():
-            self.path.touch()
-        die_once(dataset)
-
-
-def with_another_node(folder):
-    """Prepare with one more node, which is killed at the first sample that it loads."""
-    _cluster.add_node(num_cpus=1)
-    home = ray.get_runtime_context().get_node_id()
-    by_ray(Logged(Images(), folder / "log", ANY, DiesElsewhere(home)), folder / "ray")
-
-
-class DiesElsewhere:
-    """Kills the process and its node, unless that is ``home``, whose processes wait for it."""
-
-    def __init__(self, home):
-        self.home = home
-
-    def __call__(self, dataset):
-        flag = dataset.folder / "died"
-        if ray.get_runtime_context().get_node_id() != self.home:
-            flag.touch()
-            os.kill(os.getppid(), signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
-        wait_until(flag.exists)
-
-
-@pytest.mark.slow
-def test_a_killed_node_costs_the_block_it_was_at(tmp_path, driver):
-    driver(with_another_node, tmp_path)
-    (again,) = Counter(map(int, logged(tmp_path / "log" / "loads"))) - Counter(range(N))
-    assert again % 7 == 0  # the first of a block
-    here(Logged(Images(), tmp_path / "other"), tmp_path / "here")
-    assert digest(tmp_path / "ray") == digest(tmp_path / "here")
-
-
-@pytest.mark.slow
-def test_a_worker_that_dies_each_time_is_an_error_and_whole_blocks_stay(tmp_path, driver):
-    source = Logged(Images(), tmp_path / "log", 60, die_while_a_flag_is_there)
-    (tmp_path / "log" / "flag").touch()
-    with pytest.raises(WorkerError, match=r"block 8 was not written: its Ray worker died, and so did those that tried again"):
-        driver(by_ray, source, tmp_path / "ray")
-    assert logged(tmp_path / "log" / "loads").count("60") == 1 + 3
-    assert not OnDiskBlockDataStorage(tmp_path / "ray").is_prepared()
-    kept = written(tmp_path / "ray")
-    assert kept
-    (tmp_path / "log" / "flag").unlink()
-    driver(by_ray, source, tmp_path / "ray")
-    assert {name: when for name, when in kept.items() if not name.endswith(".tmp")}.items() <= written(tmp_path / "ray").items()
-    here(source, tmp_path / "here")
-    assert digest(tmp_path / "ray") == digest(tmp_path / "here")
-
-
-class Overlaps(Images):
-    """Tells whether two are loaded at one time."""
-
-    def __init__(self, folder):
-        super().__init__(20)
-        self.folder = folder
-
-    def __getitem__(self, idx):
-        (self.folder / f"now {idx}").touch()
-        time.sleep(0.01)
-        if len(list(self.folder.glob("now *"))) > 1:
-            (self.folder / "two").touch()
-        (self.folder / f"now {idx}").unlink()
-        return super().__getitem__(idx)
-
-
-def test_num_workers_are_how_many_blocks_are_written_at_one_time(tmp_path, driver):
-    driver(by_ray, Overlaps(tmp_path), tmp_path / "ray", num_workers=1, block_size=1)
-    assert not (tmp_path / "two").exists()
-
-
-# ---------------------------------------------------------------------------------------------------- errors
-
-
-class Waiting(Images):
-    """At sample 60 an error, once another block has begun; those that come later wait for their end."""
-
-    def __init__(self, folder):
-        super().__init__()
-        self.folder = folder
-
-    def __getitem__(self, idx):
-        if idx == 60:
-            wait_until((self.folder / "another").exists)
-            raise ValueError("photo 60 cannot be read")
-        if idx > 63:
-            at_it = self.folder / str(os.getpid())
-            try:
-                at_it.touch()
-                (self.folder / "another").touch()
-                self.wait()
-            finally:
-                at_it.unlink(missing_ok=True)
-        return super().__getitem__(idx)
-
-    def wait(self):
-        ended = time.monotonic() + 20
-        while time.monotonic() < ended:
-            time.sleep(0.01)  # a cancelled task is interrupted between two of these, not within one
-
-
-class Stubborn(Waiting):
-    """One that swallows the interruption."""
-
-    def wait(self):
-        with contextlib.suppress(KeyboardInterrupt):
-            super().wait()
-        super().wait()
-
-
-def error_of(source, folder):
-    """Return what is known of the error and of what is written, as soon as it is raised."""
-    try:
-        by_ray(source, folder)
-    except Exception as error:
-        return type(error), str(error), type(error.__cause__).__name__, content(folder)
-
-
-@pytest.mark.parametrize("waiting", [Waiting, Stubborn])
-def test_an_error_of_the_dataset_comes_out_as_itself_and_nothing_is_written_any_more(tmp_path, driver, waiting):
-    log = tmp_path / "log"
-    log.mkdir()
-    kind, message, cause, before = driver(error_of, waiting(log), tmp_path / "ray")
-    (log / "another").unlink()
-    wait_until(lambda: not any(psutil.pid_exists(int(path.name)) for path in log.iterdir()))
-    assert (kind, message) == (ValueError, "photo 60 cannot be read")
-    assert "RayTaskError" in cause
-    assert content(tmp_path / "ray") == before
-    assert len([name for name in before if name.startswith("blocks/")]) == 8
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_an_error_of_the_dataset_comes_out_as_itself_and_running_tasks_are_ended(tmp_path, ray, stubborn):
+    ray.stubborn = stubborn
+    with pytest.raises(ValueError, match="photo 60 cannot\nbe read") as raised:
+        by_ray(Faulty([60]), tmp_path)
+    assert type(raised.value.__cause__) is RayTaskError
+    assert set(ray.cancelled) == ({False, True} if stubborn else {False})
+    assert len(written(tmp_path)) == 8
 
 
 class OddError(Exception):
@@ -370,14 +177,18 @@ class OddError(Exception):
         super().__init__(f"{one} and {other}")
 
 
-def odd(dataset):
-    raise OddError("this", "that")
+def odd(dataset, idx):
+    if sys.modules["ray"].at == 8:
+        raise OddError("this", "that")
 
 
-def test_an_error_that_does_not_pickle_is_told(tmp_path, driver):
-    kind, message, cause, _ = driver(error_of, Logged(Images(), tmp_path / "log", 60, odd), tmp_path / "ray")
-    assert (kind, message) == (WorkerError, "OddError: this and that")
-    assert "RayTaskError" in cause
+def test_an_error_that_does_not_pickle_and_a_worker_that_dies_are_named(tmp_path, ray):
+    with pytest.raises(WorkerError, match="OddError: this and that"):
+        by_ray(Faulty(at=odd), tmp_path)
+    ray.dead = {9}
+    with pytest.raises(WorkerError, match=r"block 9 was not written: its Ray worker died, .*\(RayError: the worker died\)\."):
+        by_ray(Faulty(), tmp_path)
+    assert not OnDiskBlockDataStorage(tmp_path).is_prepared()
 
 
 class Locks(Preparer):
@@ -386,111 +197,151 @@ class Locks(Preparer):
         yield threading.Lock()
 
 
-def test_a_sample_that_does_not_pickle_is_told_as_elsewhere(tmp_path, driver):
+def test_a_sample_that_does_not_pickle_is_named_as_elsewhere_and_an_interrupted_preparation_goes_on(tmp_path, ray):
     with pytest.raises(SampleError, match="sample 100: value is a lock, which has no bytes of its own"):
-        driver(by_ray, Locks(), tmp_path / "ray")
-
-
-def test_an_interrupted_preparation_goes_on(tmp_path, driver):
+        by_ray(Locks(), tmp_path / "locks")
     with pytest.raises(KeyboardInterrupt, match="by the user"):
-        driver(by_ray, Preparer(stop_at=60), tmp_path / "ray")
-    assert not OnDiskBlockDataStorage(tmp_path / "ray").is_prepared()
-    driver(by_ray, Preparer(), tmp_path / "ray")
-    here(Preparer(), tmp_path / "here")
-    assert digest(tmp_path / "ray") == digest(tmp_path / "here")
+        by_ray(Preparer(stop_at=60), tmp_path / "ray")
+    by_ray(Preparer(), tmp_path / "ray")
+    assert content(tmp_path / "ray") == prepared(Preparer(), tmp_path / "here")
 
 
-def test_wrong_engines_and_addresses_are_errors_before_anything_is_written(tmp_path):
-    with pytest.raises(LimitError, match=r"engine='spark' is unknown\. Use 'local' or 'ray'\."):
-        here(Images(), tmp_path / "a", engine="spark")
-    with pytest.raises(LimitError, match=r"address='auto' is that of a Ray.* Use engine='ray'\."):
-        here(Images(), tmp_path / "a", address="auto")
-    assert not (tmp_path / "a").exists()
+LOCAL = {"include_dashboard": False}
+QUIET = {"log_to_driver": False, "logging_level": ANY}
 
 
-def test_a_ray_that_is_not_there_is_an_error(tmp_path, monkeypatch):
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(StorageError, match=r"Ray cannot be connected to at 127\.0\.0\.1:1: ConnectionRefusedError"):
-        here(Images(), tmp_path / "a", engine="ray", address="127.0.0.1:1")
-    monkeypatch.setenv("RAY_ADDRESS", "nonsense")
-    with pytest.raises(StorageError, match=r"Ray cannot be connected to at nonsense: ValueError"):
-        here(Images(), tmp_path / "a", engine="ray")
+@pytest.mark.parametrize(("address", "variable", "workers", "used", "options"), [
+    (None, None, 0, "local", LOCAL | {"num_cpus": None}), (None, None, 2, "local", LOCAL | {"num_cpus": 2}),
+    (None, "auto", 2, "auto", {}), ("auto", "another", 0, "auto", {}),
+])  # fmt: skip
+def test_a_ray_is_connected_to_or_started_and_ended(tmp_path, monkeypatch, ray, address, variable, workers, used, options):
+    monkeypatch.setenv("RAY_ADDRESS", variable) if variable else monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    ray.initialized, before = False, signal.getsignal(signal.SIGTERM)
+    by_ray(Images(9), tmp_path, address=address, num_workers=workers)
+    assert ray.connected == (used, options | QUIET, "and ended")
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_ray_that_is_not_there_is_an_error(tmp_path, monkeypatch, ray):
+    ray.initialized, ray.connected, before = False, (), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(StorageError, match=r"Ray cannot be connected to at 127\.0\.0\.1:1: ConnectionRefusedError"):
+        by_ray(Images(), tmp_path / "a", address="127.0.0.1:1")
+    monkeypatch.setattr(ray, "init", lambda address, **options: [][0])
+    for address, what in (("nonsense", "connected to at nonsense"), ("local", "started here")):
+        with pytest.raises(StorageError, match=f"Ray cannot be {what}: IndexError"):
+            by_ray(Images(), tmp_path / "a", address=address)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.usefixtures("ray")
 def test_without_ray_it_is_said_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "stocache.preparation.ray", raising=False)
-    monkeypatch.delattr(stocache.preparation, "ray", raising=False)
     with pytest.raises(StorageError, match=r"engine='ray' needs Ray, .*: pip install 'stocache\[ray\]'"):
-        here(Images(), tmp_path / "a", engine="ray")
+        by_ray(Images(), tmp_path / "a")
 
 
-# ---------------------------------------------------------------------------------------------------- a Ray of its own
+@pytest.mark.parametrize(("arguments", "wanted"), [
+    (["--ray"], "20 samples in 7 blocks of 3"), (["--ray", "auto"], "20 samples in 7 blocks of 3"),
+    (["auto"], "auto is one argument too many, or the address of a Ray: then give --ray too."),
+    (["--ray", "127.0.0.1:1"], "Ray cannot be connected to at 127.0.0.1:1: ConnectionRefusedError"),
+])  # fmt: skip
+def test_the_command_takes_ray_with_and_without_an_address(tmp_path, monkeypatch, ray, arguments, wanted):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    ray.initialized, ray.connected = False, ()
+    table = tmp_path / "table.csv"
+    table.write_text("number,text\n" + "".join(f"{number},row {number}\n" for number in range(20)))
+    result = CliRunner().invoke(app, ["prepare", str(table), str(tmp_path / "out"), *arguments, "--block-size", "3"])
+    assert wanted in " ".join(result.output.split())
+    assert (result.exit_code == 0) == ("20 samples" in wanted) == (tmp_path / "out" / "index.json").exists()
+    assert ray.connected[:1] == (("local" if arguments == ["--ray"] else "auto"),) or result.exit_code
 
 
-ALONE = """
-import signal, sys
+# ---------------------------------------------------------------------------------------------------- a real Ray
 
-import psutil
-import ray
-from stocache import prepare
-from tests.support.preparing import Images
 
-before = signal.getsignal(signal.SIGTERM)
-prepare(Images(), sys.argv[1], engine="ray", num_workers=2, block_size=7, progress=False).close()
-assert not ray.is_initialized()
-assert signal.getsignal(signal.SIGTERM) is before
-names = [process.name() for process in psutil.Process().children(recursive=True)]
-assert not [name for name in names if "raylet" in name or "gcs" in name], names
-"""
+def log(dataset, name, word):
+    with open(f"{dataset.log}.{name}", "a") as file:
+        file.write(f"{word}\n")
+
+
+def logged(path):
+    return path.read_text().split() if path.exists() else []
+
+
+class Unpickled(Faulty):
+    """A dataset that writes down which processes have unpickled it."""
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        log(self, "unpickled", os.getpid())
+
+
+def die_once(dataset, idx):
+    if idx == 45 and not logged(Path(f"{dataset.log}.deaths")):
+        left_by_a_writer = dataset.log.parent / "ray" / f"{block_name(45 // 7)}.123.tmp"
+        left_by_a_writer.touch()
+        log(dataset, "deaths", idx)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def a_killed_worker_costs_the_block_it_was_at(folder):
+    by_ray(Unpickled(log=folder / "log", seeded=True, at=die_once), folder / "ray")
+    assert Counter(map(int, logged(folder / "log"))) == Counter([*range(N), *range(42, 45)])
+    assert set(Counter(logged(folder / "log.unpickled")).values()) == {1}
+    assert content(folder / "ray") == prepared(Unpickled(seeded=True), folder / "here")
+
+
+def wait_for_an_end(dataset, idx):
+    """At sample 60 an error, once another block has begun; those that come later swallow the interruption, and go on."""
+    if idx == 60:
+        wait_until(Path(f"{dataset.log}.pids").exists)
+        raise ValueError("photo 60 cannot be read")
+    if idx > 63:
+        log(dataset, "pids", os.getpid())
+        for _ in range(2):
+            with contextlib.suppress(KeyboardInterrupt):
+                ended = time.monotonic() + 60
+                while time.monotonic() < ended:
+                    time.sleep(0.01)  # a cancelled task is interrupted between two of these, not within one
+
+
+def after_an_error_of_the_dataset_nothing_is_written_any_more(folder):
+    with pytest.raises(ValueError, match="photo 60 cannot be read") as raised:
+        by_ray(Faulty(log=folder / "log", at=wait_for_an_end), folder / "error")
+    before = content(folder / "error")
+    assert "RayTaskError" in type(raised.value.__cause__).__name__
+    pids = set(map(int, logged(folder / "log.pids")))
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)))
+    assert content(folder / "error") == before
+    assert len([name for name in before if name.startswith("blocks/")]) == 8
+
+
+def in_a_real_ray(path):
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    a_killed_worker_costs_the_block_it_was_at(Path(path))
+    after_an_error_of_the_dataset_nothing_is_written_any_more(Path(path))
+    ray.shutdown()
+
+
+def in_its_own_ray(path):
+    before = signal.getsignal(signal.SIGTERM)
+    by_ray(Images(), path, num_workers=2)
+    assert not sys.modules["ray"].is_initialized()
+    assert signal.getsignal(signal.SIGTERM) is before
+    names = [process.name() for process in psutil.Process().children(recursive=True)]
+    assert not [name for name in names if "raylet" in name or "gcs" in name], names
 
 
 @pytest.mark.slow
-def test_a_ray_of_its_own_is_quiet_and_ends_with_the_preparation(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | FAIR
-    command = [sys.executable, "-c", ALONE, str(tmp_path / "ray")]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=50, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    here(Images(), tmp_path / "here")
-    assert digest(tmp_path / "ray") == digest(tmp_path / "here")
-
-
-# ---------------------------------------------------------------------------------------------------- on the command line
-
-
-def run(*arguments):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    return result.exit_code, result.output
-
-
-@pytest.fixture
-def table(tmp_path):
-    path = tmp_path / "table.csv"
-    path.write_text("number,text\n" + "".join(f"{number},row {number}\n" for number in range(20)))
-    return path
-
-
-def test_the_command_takes_ray_with_and_without_an_address(tmp_path, driver, table):
-    options = ("--block-size", 3)
-    assert run("prepare", table, tmp_path / "here", "--workers", 0, *options)[0] == 0
-    for folder, more in {"a": ["--ray"], "b": ["--ray", "auto"], f"file://{tmp_path}/c": ["--ray"]}.items():
-        code, output = driver(run, "prepare", table, folder if "://" in folder else tmp_path / folder, *more, *options)
-        assert code == 0, output
-        assert "20 samples in 7 blocks of 3" in output
-        assert "20/20" in output
-    assert content(tmp_path / "here") == content(tmp_path / "a") == content(tmp_path / "b") == content(tmp_path / "c")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["auto"], "auto is one argument too many, or the address of a Ray: then give --ray too."),
-        (["--ray", "127.0.0.1:1"], "Ray cannot be connected to at 127.0.0.1:1: ConnectionRefusedError"),
-    ],
-)
-def test_the_command_explains_what_it_cannot_do(tmp_path, table, arguments, message):
-    code, output = run("prepare", table, tmp_path / "out", *arguments)
-    assert code != 0
-    assert message in " ".join(output.split())
+@pytest.mark.parametrize("function", ["in_a_real_ray", "in_its_own_ray"])
+def test_a_real_ray_loses_workers_and_its_own_is_quiet_and_ends_with_the_preparation(tmp_path, function):
+    pytest.importorskip("ray", reason="comes with the extra ray")
+    # Its workers hardly run on a busy machine with the niceness of 15, Ray's own choice
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"RAY_worker_niceness": "0"}
+    code = f"import sys; from tests.preparation.test_ray import {function}; {function}(sys.argv[1])"
+    done = run_python("-c", code, tmp_path, cwd=Path(__file__).parents[2], env=environment, timeout_s=240)
+    if function == "in_its_own_ray":
+        assert (done.stdout, done.stderr) == ("", "")
+        assert content(tmp_path) == prepared(Images(), tmp_path / "here")

@@ -1,44 +1,38 @@
+"""Structures of samples of one size: what they take apart, what they refuse, and how they are written."""
+
 from collections import OrderedDict, namedtuple
 from enum import Enum
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stocache import SampleError, Structure
 from stocache.samples.spec import check_dtype
 from tests.support.containers import Box, Point
 from tests.support.equality import same
+from tests.support.samples import nested
+
+pytestmark = pytest.mark.quick
 
 
-class Key(str, Enum):
-    A = "a"
-
-
-leaves = st.one_of(
-    st.integers(-(2**63), 2**63 - 1),
-    st.floats(),
-    st.booleans(),
-    st.complex_numbers(),
-    st.sampled_from([torch.zeros(2, 3), torch.tensor(7, dtype=torch.int16), torch.ones(0), np.arange(3.0), np.float32(0.5)]),
-    st.none(),
-)
+Key, Other = Enum("Key", {"A": "a"}, type=str), Enum("Other", {"A": "a"}, type=str)
+fixed = [torch.zeros(2, 3), torch.tensor(7, dtype=torch.int16), torch.ones(0), np.arange(3.0), np.float32(0.5), None]
+numbers = st.one_of(st.integers(-(2**63), 2**63 - 1), st.floats(), st.booleans(), st.complex_numbers())
 samples = st.recursive(
-    leaves,
+    st.one_of(numbers, st.sampled_from(fixed)),
     lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(st.text(max_size=3), inner, max_size=3),
-        st.dictionaries(st.text(max_size=3), inner, max_size=3).map(OrderedDict),
-        st.tuples(inner, inner),
-        st.builds(Point, inner, inner),
+        *(dicts := st.dictionaries(st.text(max_size=3), inner, max_size=3), dicts.map(OrderedDict)),
+        *(st.lists(inner, max_size=3), st.tuples(inner, inner), st.builds(Point, inner, inner)),
         st.builds(Box, inner, st.integers(0, 9)),
     ),
     max_leaves=8,
 )
 
 
+@settings(max_examples=40)
 @given(samples)
 def test_a_sample_comes_apart_and_together_again(sample):
     structure = Structure.of(sample)
@@ -53,46 +47,68 @@ def test_dict_entries_may_come_in_another_order():
     assert structure.encode({"b": 4.0, "a": 3}) == structure.encode({"a": 3, "b": 4.0})
 
 
-@pytest.mark.parametrize(
-    ("example", "sample", "message"),
-    [
-        ({"a": 1}, {"b": 1}, r"sample: value has the entries \['b'\], the cache holds the entries \['a'\]"),
-        ((1, 2), (1, 2, 3), r"has the entries \[0, 1, 2\]"),
-        ((1, 2), [1, 2], "value is a list, the cache holds tuple"),
-        (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1), r"has the entries \['b', 'a'\]"),
-        ({Key.A: 1}, {"a": 1}, r"has the entries \['a'\]"),
-        ({1: 1}, {True: 1}, r"has the entries \[True\], the cache holds the entries \[1\]"),
-        ({1: 1, 2: 2}, {2: 2, True: 1}, r"has the entries \[2, True\], the cache holds the entries \[1, 2\]"),
-        (Point(1, 2), (1, 2), "value is a tuple, the cache holds Point"),
-        ({"a": [1, 2.0]}, {"a": [1, 2]}, r'sample\["a"\]\[1\] is 2, a int; the cache holds float\.$'),
-        ({"a": None}, {"a": 1}, r'sample\["a"\] is a int, the cache holds NoneType'),
-        (1, True, "sample: value is True, a bool; the cache holds int"),
-        (1, 2**63, "9223372036854775808, which exceeds 64 bits"),
-        (np.zeros(3), torch.zeros(3), "value is a Tensor, the cache holds numpy <f8"),
-        (np.zeros(3), np.zeros(4), r"value is numpy <f8\[4\], the cache holds numpy <f8\[3\]"),
-        (np.float32(1), np.ones(()), "value is a ndarray, the cache holds numpy <f4"),
-    ],
-)
+@pytest.mark.parametrize(("example", "sample", "message"), [
+    ({"a": 1}, {"b": 1}, r"sample: value has the entries \['b'\], the cache holds the entries \['a'\]"),
+    ((1, 2), (1, 2, 3), r"has the entries \[0, 1, 2\]"),
+    ((1, 2), [1, 2], "value is a list, the cache holds tuple"),
+    (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1), r"has the entries \['b', 'a'\]"),
+    ({Key.A: 1}, {"a": 1}, r"has the entries \['a'\]"),
+    ({1: 1}, {True: 1}, r"has the entries \[True\], the cache holds the entries \[1\]"),
+    ({1: 1, 2: 2}, {2: 2, True: 1}, r"has the entries \[2, True\], the cache holds the entries \[1, 2\]"),
+    (Point(1, 2), (1, 2), "value is a tuple, the cache holds Point"),
+    ({"a": [1, 2.0]}, {"a": [1, 2]}, r'sample\["a"\]\[1\] is 2, a int; the cache holds float\.$'),
+    ({"a": None}, {"a": 1}, r'sample\["a"\] is a int, the cache holds NoneType'),
+    (1, True, "sample: value is True, a bool; the cache holds int"),
+    (1, 2**63, "9223372036854775808, which exceeds 64 bits"),
+    (np.zeros(3), torch.zeros(3), "value is a Tensor, the cache holds numpy <f8"),
+    (np.zeros(3), np.zeros(4), r"value is numpy <f8\[4\], the cache holds numpy <f8\[3\]"),
+    (np.float32(1), np.ones(()), "value is a ndarray, the cache holds numpy <f4"),
+])  # fmt: skip
 def test_encode_names_the_place_and_the_difference(example, sample, message):
     with pytest.raises(SampleError, match=message):
         Structure.of(example).encode(sample)
 
 
-@pytest.mark.parametrize(
-    ("sample", "message"),
-    [
-        ({"text": "hello"}, r'^sample\["text"\] is a str, which has no fixed size'),
-        ([b"x"], r"^sample\[0\] is a bytes, which has no fixed size"),
-        (np.array([object()]), "numpy array of Python objects"),
-        (object(), "sample: value is a object, which has no fixed size"),
-        (torch.zeros(2).to_sparse(), "sparse_coo tensor"),
-        (torch.zeros(2, device="meta"), "on meta"),
-        (2**70, "exceeds 64 bits"),
-    ],
-)
+@pytest.mark.parametrize(("sample", "message"), [
+    ({"text": "hello"}, r'^sample\["text"\] is a str, which has no fixed size'),
+    ([b"x"], r"^sample\[0\] is a bytes, which has no fixed size"),
+    ({"x": {1, 2}}, r'^sample\["x"\] is a set, which has no fixed size'),
+    (np.array([object()]), "numpy array of Python objects"),
+    (object(), "sample: value is a object, which has no fixed size"),
+    (torch.zeros(2).to_sparse(), "sparse_coo tensor"),
+    (torch.zeros(2, device="meta"), "on meta"),
+    (2**70, "exceeds 64 bits"),
+    # a part is named as its user would write it
+    ({"a\n": ["x"]}, r'^sample\["a\\n"\]\[0\] is a str'),
+    ({1: {(2, "b"): "x"}}, r"^sample\[1\]\[\(2, 'b'\)\] is a str"),
+    (Point(1, {"ü": "x"}), r'^sample\.y\["ü"\] is a str'),
+    (Box((1, "x"), 2), r"^sample\.corner\[1\] is a str"),
+    (slice("x", 1), r"^sample\.start is a str"),
+    (nested(80, "x"), r'^sample\["a"\].{90,120}….{100,120} is a str'),
+])  # fmt: skip
 def test_of_refuses_what_has_no_fixed_size(sample, message):
     with pytest.raises(SampleError, match=message):
         Structure.of(sample)
+
+
+class Meta(torch.Tensor):
+    """As MONAI's MetaTensor."""
+
+    @property
+    def meta(self):
+        return self._meta
+
+
+def test_attributes_of_tensors_are_named_by_their_public_names():
+    image = torch.zeros(2).as_subclass(Meta)
+    image._meta, image._other = {"space": 1}, 2
+    structure = Structure.of({"img": image})
+    image._meta = {"space": "RAS"}
+    with pytest.raises(SampleError, match=r'^sample 3: sample\["img"\]\.meta\["space"\] is \'RAS\', a str; the cache'):
+        structure.encode({"img": image}, "sample 3")
+    image._meta, image._other = {"space": 1}, "x"
+    with pytest.raises(SampleError, match=r'^sample 3: sample\["img"\]\._other is'):
+        structure.encode({"img": image}, "sample 3")
 
 
 def test_from_dims_builds_the_structure_of_tensors():
@@ -106,183 +122,96 @@ def test_from_dims_builds_the_structure_of_tensors():
     assert Structure.from_dims(((2,), (3, 1)), torch.float32) == Structure.of((torch.zeros(2), torch.zeros(3, 1)))
 
 
-@pytest.mark.parametrize(
-    ("dims", "dtype", "message"),
-    [
-        (3, torch.uint8, "data_dims=3 is not a shape"),
-        ("abc", torch.uint8, "data_dims='abc' is not a shape"),
-        ((3, -1), torch.uint8, r"data_dims=\(3, -1\) has a negative size"),
-        ((3, 1.5), torch.uint8, "is not a shape"),
-        ((3,), "uint8", "dtype 'uint8' is not a torch dtype"),
-        ((3,), np.uint8, "is not a torch dtype"),
-        ({"a": (3,)}, {"b": torch.uint8}, "does not match data_dims"),
-        (((3,), ()), (torch.uint8,), "does not match data_dims"),
-    ],
-)
+@pytest.mark.parametrize(("dims", "dtype", "message"), [
+    (3, torch.uint8, "data_dims=3 is not a shape"),
+    ("abc", torch.uint8, "data_dims='abc' is not a shape"),
+    ((3, -1), torch.uint8, r"data_dims=\(3, -1\) has a negative size"),
+    ((3, 1.5), torch.uint8, "is not a shape"),
+    ((3,), "uint8", "dtype 'uint8' is not a torch dtype"),
+    ((3,), np.uint8, "is not a torch dtype"),
+    ({"a": (3,)}, {"b": torch.uint8}, "does not match data_dims"),
+    (((3,), ()), (torch.uint8,), "does not match data_dims"),
+])  # fmt: skip
 def test_from_dims_refuses_what_is_no_shape_or_dtype(dims, dtype, message):
     with pytest.raises(SampleError, match=message):
         Structure.from_dims(dims, dtype)
-
-
-@pytest.mark.parametrize(
-    ("value", "order"),
-    [
-        (torch.zeros(6, 5, 3).permute(2, 0, 1), (1, 2, 0)),
-        (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), (0, 2, 3, 1)),
-        (np.zeros((3, 4), order="F"), (1, 0)),
-        (torch.zeros(3, 4), None),
-        (torch.zeros(3, 8)[:, ::2], None),
-        (torch.zeros(3, 1).expand(3, 4), None),
-        (torch.zeros(5, 1, 0).permute(2, 1, 0), None),
-        (torch.zeros(4, 1, 1).permute(2, 0, 1), None),
-        (np.zeros((3, 4))[::-1].T, None),
-        (np.float32(1), None),
-    ],
-)
-def test_what_is_dense_in_another_order_is_held_in_it(value, order):
-    structure = Structure.of(value)
-    assert structure.leaves[0].order == order
-    assert (order is not None) == (" order [" in str(structure))
-    assert Structure.of(value.copy() if isinstance(value, np.ndarray | np.generic) else value.contiguous()).encode(value)
-
-
-def test_the_bytes_of_an_order_are_those_in_memory():
-    image = torch.arange(60, dtype=torch.uint8).view(4, 5, 3).permute(2, 0, 1)
-    structure = Structure.of(image)
-    assert bytes(structure.encode(image)[0]) == bytes(range(60)) == bytes(structure.encode(image.contiguous())[0])
-    assert str(structure) == "uint8[3, 4, 5] order [1, 2, 0]"
-
-
-def test_sets_are_of_no_fixed_size():
-    with pytest.raises(SampleError, match=r'^sample\["x"\] is a set, which has no fixed size'):
-        Structure.of({"x": {1, 2}})
-
-
-class Meta(torch.Tensor):
-    """As MONAI's MetaTensor."""
-
-    @property
-    def meta(self):
-        return self._meta
-
-
-@pytest.mark.parametrize(
-    ("sample", "way"),
-    [
-        ({"a\n": ["x"]}, r'sample\["a\\n"\]\[0\] is'),
-        ({1: {(2, "b"): "x"}}, r"sample\[1\]\[\(2, 'b'\)\] is"),
-        (Point(1, {"ü": "x"}), r'sample\.y\["ü"\] is'),
-        (Box((1, "x"), 2), r"sample\.corner\[1\] is"),
-        (slice("x", 1), r"sample\.start is"),
-    ],
-)
-def test_a_part_is_named_as_its_user_would_write_it(sample, way):
-    with pytest.raises(SampleError, match=f"^{way} a str, which has no fixed size"):
-        Structure.of(sample)
-
-
-def test_attributes_of_tensors_are_named_by_their_public_names():
-    image = torch.zeros(2).as_subclass(Meta)
-    image._meta, image._other = {"space": 1}, 2
-    structure = Structure.of({"img": image})
-    image._meta = {"space": "RAS"}
-    with pytest.raises(
-        SampleError, match=r'^sample 3: sample\["img"\]\.meta\["space"\] is \'RAS\', a str; the cache holds int'
-    ):
-        structure.encode({"img": image}, "sample 3")
-    image._meta, image._other = {"space": 1}, "x"
-    with pytest.raises(SampleError, match=r'^sample 3: sample\["img"\]\._other is'):
-        structure.encode({"img": image}, "sample 3")
-
-
-def test_a_long_way_is_shortened():
-    sample = "x"
-    for _ in range(59):
-        sample = {"a long key": sample}
-    with pytest.raises(SampleError, match=r'^sample\["a long key"\].{90,120}….{100,120} is a str'):
-        Structure.of(sample)
-
-
-def test_quantized_dtypes_are_refused():
     with pytest.raises(SampleError, match=r"torch.quint8 cannot be cached"):
         check_dtype(torch.quint8)
 
 
-def test_structure_prints_as_people_read():
-    text = str(Structure.of({"image": torch.zeros(3, 2, dtype=torch.uint8), "label": 1, "point": Point(np.zeros(2), 0.5)}))
-    assert text == "dict('image': uint8[3, 2], 'label': int, 'point': Point('x': numpy <f8[2], 'y': float))"
+@pytest.mark.parametrize(("value", "order"), [
+    (torch.zeros(6, 5, 3).permute(2, 0, 1), (1, 2, 0)),
+    (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), (0, 2, 3, 1)),
+    (np.zeros((3, 4), order="F"), (1, 0)),
+    (torch.zeros(3, 4), None),
+    (torch.zeros(3, 8)[:, ::2], None),
+    (torch.zeros(3, 1).expand(3, 4), None),
+    (torch.zeros(5, 1, 0).permute(2, 1, 0), None),
+    (torch.zeros(4, 1, 1).permute(2, 0, 1), None),
+    (np.zeros((3, 4))[::-1].T, None),
+    (np.float32(1), None),
+])  # fmt: skip
+def test_what_is_dense_in_another_order_is_held_in_it(value, order):
+    structure = Structure.of(value)
+    assert structure.leaves[0].order == order
+    assert (order is not None) == (" order [" in str(structure))
+    plain = value.copy() if isinstance(value, np.ndarray | np.generic) else value.contiguous()
+    assert bytes(structure.encode(value)[0]) == bytes(structure.encode(plain)[0])
+    assert Structure.of(plain).encode(value)
 
 
-class Twins:
-    """Classes of the same name."""
-
-    class Left:
-        Point = namedtuple("Point", "x y")
-
-    class Right:
-        Point = namedtuple("Point", "x y")
+def test_the_bytes_of_an_order_are_those_in_memory():
+    image = torch.arange(60, dtype=torch.uint8).view(4, 5, 3).permute(2, 0, 1)
+    assert bytes(Structure.of(image).encode(image)[0]) == bytes(range(60))
+    assert str(Structure.of(image)) == "uint8[3, 4, 5] order [1, 2, 0]"
 
 
-Twins.Left.Point.__qualname__, Twins.Right.Point.__qualname__ = "Twins.Left.Point", "Twins.Right.Point"
+# ---------------------------------------------------------------------------------------------------- as text
 
 
-class Other(str, Enum):
-    A = "a"
+class Left:
+    Point = namedtuple("Point", "x y")
 
 
+class Right:
+    Point = namedtuple("Point", "x y")
+
+
+Left.Point.__qualname__, Right.Point.__qualname__ = "Left.Point", "Right.Point"
 AB, BA = [("a", "<f4"), ("b", "<f4")], [("b", "<f4"), ("a", "<f4")]
+ALIGNED = np.dtype([("a", "i1"), ("b", "<f8")], align=True)
+TWO = {"names": ["a", "b"], "formats": ["<i2", "<i2"], "itemsize": 8}
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        *(
-            (np.zeros(2, one), np.zeros(2, other))
-            for one, other in (
-                (AB, BA),
-                (AB, "V8"),
-                (AB, [("a", "<f4"), ("b", "<i4")]),
-                (AB, [("a", "<f4"), ("b", ">f4")]),
-                ([("a", AB)], [("a", BA)]),
-                ([("a", "<f4", (2,))], AB),
-                ([("a", "<f4", (2, 1))], [("a", "<f4", (1, 2))]),
-                ([(("t", "a"), "<f4")], [("a", "<f4")]),
-                ([("a", "i1"), ("b", "<f8")], np.dtype([("a", "i1"), ("b", "<f8")], align=True)),
-                (
-                    {"names": ["a", "b"], "formats": ["<i2", "<i2"], "offsets": [0, 4], "itemsize": 8},
-                    {"names": ["a", "b"], "formats": ["<i2", "<i2"], "offsets": [0, 6], "itemsize": 8},
-                ),
-                ("<M8[ns]", "<M8[us]"),
-                ("<m8[s]", "<m8[25s]"),
-                ("<U3", "<U4"),
-                ("<U1", "S4"),
-                ([("a", "<M8[s]")], [("a", "<M8[ms]")]),
-            )
-        ),
-        (np.zeros((), AB)[()], np.zeros((), BA)[()]),
-        (np.rec.array([(1, 2)], dtype=AB), np.zeros(1, AB)),
-        (Twins.Left.Point(1, 2), Twins.Right.Point(1, 2)),
-        ([Twins.Left.Point(1, 2)], [Twins.Right.Point(1, 2)]),
-        *(
-            ({one: 1}, {other: 1})
-            for one, other in ((1, True), (1, 1.0), (1, "1"), (Key.A, "a"), (Key.A, Other.A), (b"a", "a"))
-        ),
-        ({("a", 1): 1}, {("a", True): 1}),
-        ({(1,): 1}, {1: 1}),
-        ({"a: int, 'b'": 1}, {"a": 1, "b": 1}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("one", "other"), [
+    *((np.zeros(2, one), np.zeros(2, other)) for one, other in (
+        (AB, BA), (AB, "V8"), (AB, [("a", "<f4"), ("b", "<i4")]), (AB, [("a", "<f4"), ("b", ">f4")]),
+        ([("a", AB)], [("a", BA)]), ([("a", "<f4", (2,))], AB), ([("a", "<f4", (2, 1))], [("a", "<f4", (1, 2))]),
+        ([(("t", "a"), "<f4")], [("a", "<f4")]), ("<M8[ns]", "<M8[us]"), ("<m8[s]", "<m8[25s]"),
+        ([("a", "i1"), ("b", "<f8")], ALIGNED), (TWO | {"offsets": [0, 4]}, TWO | {"offsets": [0, 6]}),
+        ("<U3", "<U4"), ("<U1", "S4"), ([("a", "<M8[s]")], [("a", "<M8[ms]")]),
+    )),
+    (np.zeros((), AB)[()], np.zeros((), BA)[()]),
+    (np.rec.array([(1, 2)], dtype=AB), np.zeros(1, AB)),
+    (Left.Point(1, 2), Right.Point(1, 2)),
+    ([Left.Point(1, 2)], [Right.Point(1, 2)]),
+    *(({one: 1}, {other: 1}) for one, other in (
+        (1, True), (1, 1.0), (1, "1"), (Key.A, "a"), (Key.A, Other.A), (b"a", "a"), (("a", 1), ("a", True)), ((1,), 1))),
+    ({"a: int, 'b'": 1}, {"a": 1, "b": 1}),
+], ids=str)  # fmt: skip
 def test_the_identity_of_a_structure_tells_what_differs(one, other):
     assert Structure.of(one).identity != Structure.of(other).identity
     assert Structure.of(one).identity == Structure.of(one).identity
 
 
-def test_plain_structures_read_as_people_write_them():
-    sample = {"a": torch.zeros(2), 1: [np.zeros(3), (1.5, None)]}
-    assert Structure.of(sample).identity == "dict('a': float32[2], 1: list(0: numpy <f8[3], 1: tuple(0: float, 1: NoneType())))"
-    assert str(Structure.of(sample)) == Structure.of(sample).identity
-    assert Structure.of(np.zeros(2, AB)).identity == "numpy {'a': <f4, 'b': <f4}[2]"
-    assert Structure.of(np.zeros(2, "<M8[ns]")).identity == "numpy <M8[ns][2]"
-    aligned = np.dtype([("a", "i1"), ("b", "<f8")], align=True)
-    assert Structure.of(np.zeros(2, aligned)).identity == "numpy {'a': |i1 at 0, 'b': <f8 at 8; 16 bytes, aligned}[2]"
+@pytest.mark.parametrize(("sample", "text"), [
+    ({"a": torch.zeros(2), 1: [np.zeros(3), (1.5, None)]},
+     "dict('a': float32[2], 1: list(0: numpy <f8[3], 1: tuple(0: float, 1: NoneType())))"),
+    (np.zeros(2, AB), "numpy {'a': <f4, 'b': <f4}[2]"),
+    (np.zeros(2, "<M8[ns]"), "numpy <M8[ns][2]"),
+    (np.zeros(2, ALIGNED), "numpy {'a': |i1 at 0, 'b': <f8 at 8; 16 bytes, aligned}[2]"),
+])  # fmt: skip
+def test_structures_read_as_people_write_them(sample, text):
+    assert Structure.of(sample).identity == str(Structure.of(sample)) == text
+    point = Structure.of({"point": Point(np.zeros(2), 0.5)})
+    assert str(point) == "dict('point': Point('x': numpy <f8[2], 'y': float))"

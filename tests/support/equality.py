@@ -8,20 +8,30 @@ import torch
 from stocache.samples.spec import array_order_of, order_of
 
 
-def same(a, b):
-    """Equality in type, structure, dtype, shape and value."""
+def everywhere(check, a, b):
+    """Whether two samples are the same containers, with the same keys, around leaves that pass a check."""
     if type(a) is not type(b):
         return False
+    if isinstance(a, dict):
+        same_keys = list(a) == list(b) and list(map(type, a)) == list(map(type, b))
+        return same_keys and all(everywhere(check, a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(everywhere(check, *pair) for pair in zip(a, b, strict=True))
+    if dataclasses.is_dataclass(a):
+        return everywhere(check, vars(a), vars(b))
+    return check(a, b)
+
+
+def same(a, b):
+    """Equality in type, structure, dtype, shape and value."""
+    return everywhere(_same_leaves, a, b)
+
+
+def _same_leaves(a, b):
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, dict):
-        return list(a) == list(b) and list(map(type, a)) == list(map(type, b)) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    if dataclasses.is_dataclass(a):
-        return same(vars(a), vars(b))
     return a == b or (a != a and b != b)
 
 
@@ -41,17 +51,4 @@ def strides(value):
 
 
 def raw(tensor):
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def everywhere(check, a, b):
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        same_keys = list(a) == list(b) and list(map(type, a)) == list(map(type, b))
-        return same_keys and all(everywhere(check, a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(everywhere(check, *pair) for pair in zip(a, b, strict=True))
-    if dataclasses.is_dataclass(a):
-        return everywhere(check, vars(a), vars(b))
-    return check(a, b)
+    return tensor.resolve_conj().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import weakref
 
+import pytest
 import torch
 
 from stocache import Placement, RaggedCache, SharedCache, SharedCacheDDP
@@ -29,6 +30,11 @@ def fill(cache):
         cache.set_slot(idx, sample(idx))
 
 
+def copied(cache):
+    """A copy by pickle. The original lives until it is made."""
+    return pickle.loads(pickle.dumps(cache))
+
+
 def in_shm():
     return SharedCache(LIMIT, N, DIMS)
 
@@ -42,8 +48,7 @@ def in_blocks():
 
 
 def unpickled():
-    cache = SharedCache(LIMIT, N, DIMS)
-    return pickle.loads(pickle.dumps(cache))
+    return copied(in_shm())
 
 
 def named():
@@ -91,12 +96,18 @@ def ragged(**options):
     return cache
 
 
+def codec(name):
+    """Return a codec's name; skip the test where its package is not installed."""
+    pytest.importorskip({"zstd": "zstandard"}.get(name, name), reason=f"{name} comes with the extra codecs")
+    return name
+
+
 def ragged_zstd():
-    return ragged(codec="zstd")
+    return ragged(codec=codec("zstd"))
 
 
 def ragged_lz4():
-    return ragged(codec="lz4")
+    return ragged(codec=codec("lz4"))
 
 
 def ragged_named():
@@ -104,8 +115,7 @@ def ragged_named():
 
 
 def ragged_unpickled():
-    cache = ragged()
-    return pickle.loads(pickle.dumps(cache))
+    return copied(ragged())
 
 
 def ragged_attached():
@@ -121,10 +131,8 @@ def disk(record_bytes=None, folder=None, **options):
         options["structure"], room = Structure.from_dims(DIMS, torch.uint8), 60 + 4 + 8
     else:
         room = record_bytes
-    path = folder or tempfile.mkdtemp()
-    cache = DiskCache(path, f"{index_bytes(N) + BEGIN + SLOTS * room}B", N, **options)
-    if folder is None:
-        weakref.finalize(cache, shutil.rmtree, path)
+    limit = f"{index_bytes(N) + BEGIN + SLOTS * room}B"
+    cache = DiskCache(folder, limit, N, **options) if folder else disk_in(lambda path: DiskCache(path, limit, N, **options))
     if record_bytes is not None:
         cache.aux_array[SLOTS:] = 2  # as after looking for room in vain
     return cache
@@ -139,22 +147,23 @@ def disk_records():
 
 
 def disk_zstd():
-    return disk(112, codec="zstd")
+    return disk(112, codec=codec("zstd"))
+
+
+def disk_in(make):
+    """A cache that a function makes in a new folder, which goes with it."""
+    path = tempfile.mkdtemp()
+    cache = make(path)
+    weakref.finalize(cache, shutil.rmtree, path)
+    return cache
 
 
 def disk_unpickled():
-    path = tempfile.mkdtemp()
-    original = disk(folder=path)
-    cache = pickle.loads(pickle.dumps(original))
-    weakref.finalize(cache, shutil.rmtree, path)
-    return cache
+    return disk_in(lambda path: copied(disk(folder=path)))
 
 
 def disk_reopened():
-    path = tempfile.mkdtemp()
-    cache = left_behind(lambda: disk(folder=path, fingerprint="1"))
-    weakref.finalize(cache, shutil.rmtree, path)
-    return cache
+    return disk_in(lambda path: left_behind(lambda: disk(folder=path, fingerprint="1")))
 
 
 DISK = [disk, disk_prefix, disk_records, disk_zstd, disk_unpickled, disk_reopened]

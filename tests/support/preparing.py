@@ -1,17 +1,20 @@
-"""Datasets and preparers to prepare, and the content of the folders they become."""
+"""Datasets and preparers to prepare, the folders that they become, and what happens to these."""
 
-import hashlib
+import contextlib
+import json
 import os
 import random
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
-from stocache import DataPreparer
+from stocache import DataPreparer, prepare
+from stocache.storage.manifest import BlockFolderWriter
 
-N = 100
+N, BLOCK = 100, 7
 
 
 class Images:
@@ -31,13 +34,6 @@ class Images:
         return torch.full((3, 1 + idx % 4), idx % 256, dtype=torch.uint8), idx
 
 
-class Batched(Images):
-    """The same, many at a time."""
-
-    def __getitems__(self, indices):
-        return [self[idx] for idx in indices]
-
-
 class Preparer(DataPreparer):
     def __init__(self, length=N, offset=0, stop_at=None):
         self.length, self.offset, self.stop_at = length, offset, stop_at
@@ -52,20 +48,6 @@ class Preparer(DataPreparer):
 
     def get_dataset_info(self):
         return {"yielded": self.yielded}
-
-
-def content(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
-
-
-def digest(folder):
-    return hashlib.sha256(repr(content(folder)).encode()).hexdigest()
-
-
-def written(folder):
-    """When each block was written, and to which file. A worker that was ended may leave a part of one under another name."""
-    blocks = (folder / "blocks").glob("*.safetensors")
-    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in blocks}
 
 
 class Broken(Images):
@@ -88,13 +70,16 @@ class Faulty(Images):
         broken: these raise a ValueError.
         log: a file.
         length, seeded: as for `Images`.
+        at: a function of the dataset and an index, called before a sample is loaded.
     """
 
-    def __init__(self, broken=(), log=None, length=N, seeded=False):
+    def __init__(self, broken=(), log=None, length=N, seeded=False, at=None):
         super().__init__(length, seeded)
-        self.broken, self.log = frozenset(broken), log
+        self.broken, self.log, self.at = frozenset(broken), log, at
 
     def __getitem__(self, idx):
+        if self.at is not None:
+            self.at(self, idx)
         if self.log is not None:
             with open(self.log, "a") as file:
                 file.write(f"{idx}\n")  # at once, so that several processes can
@@ -113,8 +98,55 @@ class FaultyTogether(Faulty):
         return [self[idx] for idx in indices]
 
 
+def prepare_quietly(source, folder, **options):
+    return prepare(source, folder, **{"block_size": BLOCK, "progress": False} | options)
+
+
+def prepared(source, folder, **options):
+    """The content of a folder that is prepared."""
+    prepare_quietly(source, folder, **options).close()
+    return content(folder)
+
+
+def labels(storage):
+    return [storage.load_sample(idx)[1] for idx in range(len(storage))]
+
+
+def content(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+
+
+def written(folder):
+    """When each block was written, and to which file. A worker that was ended may leave a part of one under another name."""
+    blocks = (Path(folder) / "blocks").glob("*.safetensors")
+    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in blocks}
+
+
 def loaded(log):
     """The samples that are written down, which are then forgotten."""
     lines = log.read_text().split() if log.exists() else []
     log.unlink(missing_ok=True)
     return Counter(map(int, lines))
+
+
+def listed(folder, key="skipped"):
+    """The samples that skipped.json lists."""
+    return [record["index"] for record in json.loads((folder / "skipped.json").read_text()).get(key, ())]
+
+
+@contextlib.contextmanager
+def failing(monkeypatch, *methods):
+    """Have writers of folders fail in some methods, and demand that they do."""
+    with monkeypatch.context() as patched:
+        for method in methods:
+            patched.setattr(BlockFolderWriter, method, lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError, match="division by zero"):
+            yield
+
+
+def damage(folder, *names, at=-9):
+    """Change one byte of each of some files."""
+    for name in names:
+        data = bytearray((folder / name).read_bytes())
+        data[at] ^= 0x55
+        (folder / name).write_bytes(data)

@@ -3,20 +3,20 @@
 import collections
 import dataclasses
 import datetime
+import decimal
 import enum
+import fractions
 import pathlib
 import threading
-import types
-from typing import NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from tensordict import TensorDict
 
 from tests.support.containers import Box, Point
-from tests.support.equality import everywhere, same
+from tests.support.equality import everywhere, identical, same
 
 DTYPES = [
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64, torch.bool),
@@ -36,122 +36,68 @@ def tensors(draw):
     return value.permute(draw(st.permutations(range(value.dim()))))
 
 
-arrays = hnp.arrays(
-    st.one_of(
-        hnp.boolean_dtypes(),
-        hnp.integer_dtypes(endianness="?"),
-        hnp.floating_dtypes(endianness="?"),
-        hnp.complex_number_dtypes(),
-        hnp.datetime64_dtypes(),
-        hnp.byte_string_dtypes(),
-        hnp.unicode_string_dtypes(),
-        hnp.array_dtypes(),
-    ),
-    hnp.array_shapes(min_dims=0, min_side=0, max_side=4),
-)
+dtypes = st.one_of(
+    hnp.boolean_dtypes(), hnp.integer_dtypes(endianness="?"), hnp.floating_dtypes(endianness="?"), hnp.complex_number_dtypes(),
+    hnp.datetime64_dtypes(), hnp.byte_string_dtypes(), hnp.unicode_string_dtypes(), hnp.array_dtypes(),
+)  # fmt: skip
+arrays = hnp.arrays(dtypes, hnp.array_shapes(min_dims=0, min_side=0, max_side=4))
 
-
-class Kind(enum.Enum):
-    BOX = "box"
-    MASK = "mask"
-    SQUARE = "box"
+Kind = enum.Enum("Kind", {"BOX": "box", "MASK": "mask", "SQUARE": "box"})
+Access = enum.IntFlag("Access", "READ WRITE EXECUTE")
+Colour = enum.Flag("Colour", {"RED": 1, "BLUE": 2, "PURPLE": 3})
+Level = enum.IntEnum("Level", "LOW HIGH")
 
 
 class Space(str, enum.Enum):
-    RAS = "ras"
-    LPS = "lps"
+    RAS, LPS = "ras", "lps"
 
     def __repr__(self):
         return self.value
 
 
-class Level(enum.IntEnum):
-    LOW = 1
-    HIGH = 2
-
-
-class Access(enum.IntFlag):
-    READ = 1
-    WRITE = 2
-    EXECUTE = 4
-
-
-class Colour(enum.Flag):
-    RED = enum.auto()
-    BLUE = enum.auto()
-    PURPLE = RED | BLUE
-
-
 members = st.one_of(
-    st.sampled_from([*Kind, *Space, *Level]),
-    st.integers(0, 15).map(Access),
-    st.integers(0, 3).map(Colour),
-)
-
-
+    st.sampled_from([*Kind, *Space, *Level]), st.integers(0, 15).map(Access), st.integers(0, 3).map(Colour)
+)  # fmt: skip
 zones = st.one_of(
-    st.none(),
-    st.timezones(),
+    st.none(), st.timezones(), st.just(datetime.timezone(datetime.timedelta(hours=1), "CET")),
     st.timedeltas(datetime.timedelta(hours=-23), datetime.timedelta(hours=23)).map(datetime.timezone),
-    st.just(datetime.timezone(datetime.timedelta(hours=1), "CET")),
-)
-
-
+)  # fmt: skip
 paths = st.text(max_size=9).filter(lambda text: "\0" not in text)
-
-
 values = st.one_of(
-    members,
-    st.dates(),
-    st.datetimes(timezones=zones),
-    st.times(timezones=zones),
-    st.timedeltas(),
-    st.decimals(allow_nan=False),
-    st.fractions(),
-    st.binary(max_size=5).map(bytearray),
+    members, st.dates(), st.datetimes(timezones=zones), st.times(timezones=zones), st.timedeltas(), st.fractions(),
+    st.decimals(allow_nan=False), st.binary(max_size=5).map(bytearray), st.slices(9),
     st.builds(range, st.integers(), st.integers(), st.integers(min_value=1)),
-    st.slices(9),
     *(paths.map(cls) for cls in (pathlib.Path, pathlib.PurePosixPath, pathlib.PureWindowsPath)),
-    st.sets(st.one_of(st.integers(), st.text(max_size=3), members), max_size=4),
-    st.frozensets(st.integers(), max_size=4),
+    st.sets(st.one_of(st.integers(), st.text(max_size=3), members), max_size=4), st.frozensets(st.integers(), max_size=4),
     st.builds(collections.deque, st.lists(st.integers(), max_size=3), st.one_of(st.none(), st.integers(3, 5))),
     st.sampled_from([torch.float16, torch.device("cpu"), torch.device("cuda", 1), torch.Size([2, 3])]),
-)
-
-
+)  # fmt: skip
 numbers = st.one_of(st.integers(), st.floats(), st.booleans(), st.complex_numbers())
-
-
 texts = st.text(st.characters(), max_size=9)  # with lone surrogates
-
-
 leaves = st.one_of(
     tensors(), arrays, arrays.map(np.asfortranarray), numbers, texts, values, st.binary(max_size=9), st.none(),
     st.lists(st.integers(-(2**63), 2**63 - 1)), st.lists(st.floats()).map(tuple), st.lists(st.booleans()), st.lists(texts),
     st.sampled_from([np.float32(0.5), np.int64(-3), np.datetime64("2026-11-21"), np.str_("å"), np.bool_(True)]),
 )  # fmt: skip
-
-
 keys = st.one_of(
-    *(st.text(max_size=3), st.integers(), st.none(), st.booleans(), st.floats(allow_nan=False), members),
+    st.text(max_size=3), st.integers(), st.none(), st.booleans(), st.floats(allow_nan=False), members,
     st.tuples(st.one_of(st.integers(), st.booleans(), members), st.text(max_size=2)),
-    *(st.complex_numbers(allow_nan=False), st.binary(max_size=2)),
-)
+    st.complex_numbers(allow_nan=False), st.binary(max_size=2),
+)  # fmt: skip
 
 
-samples = st.recursive(
-    leaves,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.lists(inner, max_size=3).map(tuple),
-        st.dictionaries(keys, inner, max_size=3),
-        st.dictionaries(keys, inner, max_size=3).map(collections.OrderedDict),
-        st.dictionaries(keys, inner, max_size=3).map(lambda entries: collections.defaultdict(list, entries)),
-        st.builds(Point, inner, inner),
+def containers(inner):
+    dicts = st.dictionaries(keys, inner, max_size=3)
+    return st.one_of(
+        st.lists(inner, max_size=4), st.lists(inner, max_size=3).map(tuple), dicts, dicts.map(collections.OrderedDict),
+        dicts.map(lambda entries: collections.defaultdict(list, entries)), st.builds(Point, inner, inner),
         st.builds(Box, inner, st.integers(0, 9)),
-    ),
-    max_leaves=10,
-)
+    )  # fmt: skip
+
+
+samples = st.recursive(leaves, containers, max_leaves=10)
+
+# ---------------------------------------------------------------------------------------------------- of users and libraries
 
 
 class Odd:
@@ -163,13 +109,22 @@ class Odd:
     __hash__ = None
 
 
-class Annotated(torch.Tensor):
-    """As torchvision's BoundingBoxes: a tensor with attributes."""
+class OddZone(datetime.tzinfo):
+    """A time zone that is of no class of Python's own."""
+
+    def utcoffset(self, when):
+        return datetime.timedelta(0)
 
 
-class Extra(NamedTuple):
-    image: object
-    info: object
+class Day(datetime.date):
+    """May hold more than a date."""
+
+
+class Days(set):
+    """May hold more than a set."""
+
+
+Extra = collections.namedtuple("Extra", "image info")
 
 
 @dataclasses.dataclass
@@ -178,34 +133,8 @@ class Slotted:
     image: object
 
 
-def annotated():
-    boxes = torch.arange(8.0).view(2, 4).as_subclass(Annotated)
-    boxes.canvas_size = (3, 5)
-    return boxes
-
-
-def same_annotated(a, b):
-    return type(a) is type(b) and isinstance(a, Annotated) and torch.equal(a, b) and vars(a) == vars(b)
-
-
-def same_factories(a, b):
-    return type(a) is type(b) and a == b and a.default_factory is b.default_factory
-
-
-def same_repr(a, b):
-    return type(a) is type(b) and repr(a) == repr(b)
-
-
-def made(factory):
-    return collections.defaultdict(factory, a=1)
-
-
-def made_by_name():
-    return 7
-
-
-class BoxFormat(enum.Enum):
-    XYXY = "XYXY"
+class Annotated(torch.Tensor):
+    """A tensor with attributes, as MONAI's."""
 
 
 class Boxes(Annotated):
@@ -217,59 +146,67 @@ class Boxes(Annotated):
             return func(*args, **(kwargs or {}))
 
 
-def tv_boxes():
-    boxes = torch.arange(8.0).view(2, 4).as_subclass(Boxes)
-    boxes.format, boxes.canvas_size, boxes.clamping_mode = BoxFormat.XYXY, (3, 5), "soft"
-    return boxes
+def boxes(cls=Boxes):
+    value = torch.arange(8.0).view(2, 4).as_subclass(cls)
+    value.format, value.canvas_size, value.clamping_mode = Kind.BOX, (3, 5), "soft"
+    return value
 
 
 def tensordict():
-    return TensorDict({"a": torch.arange(6).view(2, 3), "b": {"c": torch.ones(2)}}, batch_size=[2])
+    library = pytest.importorskip("tensordict", reason="comes with the extra test")
+    return library.TensorDict({"a": torch.arange(6).view(2, 3), "b": {"c": torch.ones(2)}}, batch_size=[2])
 
 
-def same_tensordicts(a, b):
-    return type(a) is type(b) and a.batch_size == b.batch_size and bool((a == b).all())
+def picture(mode="L", width=5):
+    library = pytest.importorskip("PIL.Image", reason="comes with the extra bench")
+    image = library.frombytes(mode, (width, 3), bytes(range(width * 3 * len(mode))))
+    image.info["dpi"] = (72, 72)
+    return image
 
 
-def same_metatensors(a, b):
-    assert type(a) is type(b)
-    assert a.stride() == b.stride()
-    assert torch.equal(a.as_subclass(torch.Tensor), b.as_subclass(torch.Tensor))
-    assert everywhere(same, a.meta, b.meta)
-    assert any(isinstance(key, enum.Enum) for key in a.meta)
-    assert a.applied_operations == b.applied_operations
+def made(factory):
+    return collections.defaultdict(factory, a=1)
 
 
-def local(value):
-    @dataclasses.dataclass
-    class Local:
-        x: object
+def made_by_name():
+    return 7
 
-        def __reduce__(self):
-            return local, (self.x,)
 
-        def __eq__(self, other):
-            return type(other).__name__ == "Local" and other.x == self.x
+def alike(a, b):
+    """`identical`, also of what is to be compared in a way of its own."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Annotated):
+        return torch.equal(a, b) and vars(a) == vars(b)
+    if isinstance(a, collections.defaultdict):
+        return a == b and a.default_factory is b.default_factory
+    if isinstance(a, Slotted):
+        return alike(a.image, b.image)
+    if isinstance(a, decimal.Decimal):
+        return repr(a) == repr(b)  # sNaN cannot be compared
+    if isinstance(a, fractions.Fraction):
+        return a == b  # too long for repr
+    if hasattr(a, "batch_size"):
+        return a.batch_size == b.batch_size and bool((a == b).all())
+    if hasattr(a, "getpixel"):
+        return (a.mode, a.size, a.info, a.tobytes()) == (b.mode, b.size, b.info, b.tobytes())
+    return identical(a, b) and everywhere(identical, a, b)
 
-    return Local(value)
+
+# ---------------------------------------------------------------------------------------------------- what is pickled
 
 
 @dataclasses.dataclass
 class Locked:
     """Pickles, though one of its parts does not."""
 
-    x: int
-    lock: object = None
+    lock: object = dataclasses.field(default_factory=threading.Lock, compare=False)
 
     def __getstate__(self):
-        return {"x": self.x, "lock": None}
-
-    def __eq__(self, other):
-        return other.x == self.x
+        return {"lock": None}
 
 
-def nested(depth):
-    value = 1
+def nested(depth, value=1):
     for _ in range(depth):
         value = {"a": value}
     return value
@@ -283,21 +220,22 @@ def equal_arrays(a, b):
     return type(a) is type(b) and a.dtype == b.dtype and a.tolist() == b.tolist()
 
 
+def equal_repr(a, b):
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
 STRING = getattr(getattr(np, "dtypes", None), "StringDType", lambda: object)()  # numpy 2 has one
 
-
 PICKLED = [
-    (torch.eye(3).to_sparse(), equal_dense),
-    (np.ma.array([1, 2], mask=[0, 1]), equal_arrays),
-    (np.array([None, "x"]), equal_arrays),
+    *((torch.eye(3).to_sparse(), equal_dense), (torch.nn.Parameter(torch.ones(2), requires_grad=False), equal_dense)),
+    *((np.ma.array([1, 2], mask=[0, 1]), equal_arrays), (np.array([None, "x"]), equal_arrays)),
     (np.array([(1, None)], dtype=[("a", "i4"), ("b", "O")]), equal_arrays),
     (np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]), equal_arrays),
     (np.array(["a"], dtype=STRING), equal_arrays),
-    (torch.nn.Parameter(torch.ones(2), requires_grad=False), lambda a, b: type(a) is type(b) and torch.equal(a, b)),
-    ({frozenset({1}): 1, np.str_("a"): 2, 3: [4]}, same_repr),
-    (local([1, "x"]), lambda a, b: a == b),
-    (Locked(1, threading.Lock()), lambda a, b: a == b),
-    (nested(100), lambda a, b: a == b),
-    (types.SimpleNamespace(a=1), lambda a, b: a == b),
-    (Exception("x"), same_repr),
+    *(({frozenset({1}): 1, np.str_("a"): 2, 3: [4]}, equal_repr), (Exception("x"), equal_repr)),
+    *((value, same) for value in (Odd(), nested(100), Day(2026, 1, 1), Days([1]))),
+    (datetime.datetime(2026, 1, 1, tzinfo=OddZone()), lambda a, b: type(a.tzinfo) is type(b.tzinfo)),
+    (Locked(), lambda a, b: a == b),
+    (made(made_by_name), alike),
 ]
+"""What has no bytes of its own, but pickles; and how it is compared."""

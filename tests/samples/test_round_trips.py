@@ -1,0 +1,308 @@
+"""Samples of any kind come back from a record and from a block as they were, or are refused."""
+
+import collections
+import dataclasses
+import datetime
+import decimal
+import fractions
+import pathlib
+import struct
+import threading
+import types
+import zoneinfo
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stocache import RaggedCache, SampleError, SegmentError, SharedCache, StorageError
+from stocache.samples.kinds import BYTES, ENCODERS, KINDS, Kind
+from stocache.samples.record_decoder import RecordReader
+from stocache.samples.record_encoder import Record, write_treedef
+from stocache.storage.block import Block, BytesFile, encode
+from tests.support import samples as some
+from tests.support.containers import Box, Point
+from tests.support.equality import everywhere, identical, same
+from tests.support.makers import codec as installed
+
+pytestmark = pytest.mark.quick
+
+
+def in_records(values, check=some.alike, **options):
+    """Demand that samples pass a check when they are read from a cache, as copies and as views."""
+    with RaggedCache("8MB", len(values), **options) as cache:
+        for idx, value in enumerate(values):
+            cache.set_slot(idx, value)
+        for idx, value in enumerate(values):
+            for copy in (True, False):
+                assert check(cache.get_slot(idx, copy=copy), value)
+
+
+def in_block(values, check=some.alike, allow_pickle=False):
+    """Demand that samples pass a check when they are read from a block, one by one and all together."""
+    block = Block(BytesFile(b"".join(encode(values, 0, allow_pickle)[0])), "a block", allow_pickle)
+    assert block.samples == len(values)
+    assert all(check(block.sample(row), value) for row, value in enumerate(values))
+    assert all(map(check, block.all(), values))
+
+
+way = pytest.mark.parametrize("way", [in_records, in_block])
+PLACE = r"^(sample {0}|set_slot\({0}\)): "
+
+
+def exactly(a, b):
+    return everywhere(identical, a, b)
+
+
+# ---------------------------------------------------------------------------------------------------- any samples
+
+
+@settings(max_examples=40)
+@given(st.lists(some.samples, min_size=1, max_size=5), some.samples)
+def test_any_samples_come_back_equal(values, one):
+    for samples in (values, [one] * 3):
+        in_records(samples, exactly)
+        in_block(samples, exactly)
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+@settings(max_examples=25)
+@given(sample=some.samples)
+def test_every_sample_comes_back_equal_compressed(codec, sample):
+    padded = (sample, "much that is easy to compress " * 20)
+    with RaggedCache("4MB", 1, codec=installed(codec)) as cache:
+        cache.set_slot(0, padded)
+        assert cache.stats().slot_bytes < 600 + 64 * len(repr(sample))
+        assert exactly(cache.get_slot(0), padded)
+
+
+@settings(max_examples=40)
+@given(some.samples)
+def test_its_own_bytes_are_all_a_sample_costs_but_for_64(sample):
+    """And what a kind of sample costs once, and one or two bytes for each length and shape."""
+    data, integers = Record(sample).pack()
+    with RaggedCache("4MB", 2) as cache:
+        cache.set_slot(0, sample)
+        once = cache.stats().filled_bytes
+        cache.set_slot(1, sample)
+        own = cache.stats().filled_bytes - once + 9
+        assert own - len(data) <= 9 + 16 + 7 + 8 * len(integers)
+        assert max(integers, default=0) > 65535 or own - len(data) <= 32 + 2 * len(integers)
+
+
+class Bag(collections.UserDict):
+    pass
+
+
+NIGHT = datetime.datetime(2026, 10, 25, 2, 30, fold=1, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin"))
+
+
+@way
+@pytest.mark.parametrize("values", [
+    # Python's own
+    [collections.OrderedDict(b=1, a=2), {"a": 1, "b": 2}, {"b": 1, "a": 2}],
+    [{1: "int"}, {True: "bool"}, {1.0: "float"}, {None: 0}, {(1, ("a",)): 0}, {b"x": 1}, {1 + 2j: 2}, {float("inf"): 6}],
+    [2**63 - 1, 2**63, -(2**63), -(2**200), range(10**30, 0, -3)],
+    [[1, 2**63], [1, 2]],
+    [["a", "b"], ["c"], []],
+    [[[]], [[], []], [[1]], []],
+    [[f"token {n}" for n in range(1000)]],
+    [collections.deque([1, "a"], 3), collections.deque(), slice(1, 2), slice(None, 2), slice(None, np.int64(3), "x")],
+    [bytearray(b"a"), range(3), torch.float16, torch.device("cpu"), torch.Size([2, 3]), collections.Counter("abba")],
+    [some.made(None), some.made(int), some.made(dict), some.made(collections.OrderedDict)],
+    [datetime.date(2026, 11, 22), datetime.datetime(2026, 11, 22, tzinfo=datetime.timezone.utc), datetime.timedelta(1, 2)],
+    [NIGHT, decimal.Decimal("sNaN123"), decimal.Decimal(10) ** 5000, fractions.Fraction(7**9000, 3)],
+    [pathlib.Path("a"), pathlib.Path("b/c"), pathlib.PureWindowsPath("c:/d")],
+    [{"a/b": 1, "a": {"b": 2}}, {"a/b": 3, "a": {"b": 4}}],
+    [{":checks": 1, "sample": 2, "": 3, "\ud800": 4}],
+    # enum members
+    [*some.Kind, some.Kind.MASK],
+    [some.Access(n) for n in range(12)],
+    [{some.Kind.BOX: 1, some.Space.RAS: {some.Level.LOW: some.Colour(3)}}, {"box": 3, "ras": 4}],
+    [{(some.Space.RAS, (True,)): 5}, {("ras", (1,)): 5}],
+    [{frozenset({(1, "a")}), None, (some.Kind.BOX,)}],
+    # tensors and arrays
+    [np.array("2020-01-01", "M8[D]"), np.array(["a", "bcd"]), np.zeros(2, ">i4"), np.zeros(3, [("x", "<f4"), ("y", "i1")])],
+    [np.array([(1, 2.0)], dtype="<i2,<f8"), np.str_(""), "hello", np.bytes_(b""), b"x"],
+    [torch.zeros(2, 0, 3), torch.zeros(2, 4, 3)],
+    [torch.tensor([1 + 2j], dtype=torch.complex128), torch.tensor([1 + 2j], dtype=torch.complex128).conj()],
+    [torch.zeros(3, dtype=torch.float8_e4m3fn), torch.ones(5, dtype=torch.bfloat16)],
+    # classes of users and libraries
+    [[{"box": [1, 2, 3, 4], "mask": torch.ones(2, n)} for n in range(k)] for k in range(4)],
+    [some.Extra(torch.ones(2), {"a": 1}), some.Extra(2, "b")],
+    [Box(1, 2), Point(1, 2), None, some.Slotted("x"), Bag(a=1, b="x")],
+    [some.boxes(), some.boxes(some.Annotated)],
+    [torch.arange(3).as_subclass(some.Annotated)],
+    [torch.max(torch.eye(2), 0)],
+    lambda: [some.picture("L"), some.picture("L", 4), some.picture("RGB")],
+    lambda: [some.tensordict(), some.tensordict()[:1]],
+])  # fmt: skip
+def test_unusual_samples_come_back_equal(way, values):
+    way(values() if callable(values) else values)
+
+
+@way
+def test_strides_come_back(way):
+    images = [torch.arange(3 * 4 * n, dtype=torch.uint8).view(4, n, 3).permute(2, 0, 1) for n in (5, 5, 6)]
+    volume = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    pairs = [(image, np.asfortranarray(image.numpy())) for image in images]
+    for values in (images[:2], images, pairs, [*images, torch.zeros(2, 2)], [{"v": volume, "view": images[0][:, ::2]}]):
+        way(values, exactly)
+    aligned = np.array([(1, 2.0)], dtype=np.dtype([("a", "i1"), ("b", "f8")], align=True))
+    way([aligned], lambda got, array: got.dtype == array.dtype and got == array)
+    way([images[0]], lambda got, image: got.stride() == image.stride())
+    way([volume], lambda got, _: got.is_contiguous(memory_format=torch.channels_last))
+    way([images[0][:, ::2]], lambda got, _: got.is_contiguous())
+    way([pairs[0]], lambda got, _: got[1].flags.f_contiguous)
+
+
+def test_samples_are_the_callers_own():
+    sample = torch.zeros(3), np.zeros(2), [1]
+    block = Block(BytesFile(b"".join(encode([sample] * 2)[0])), "a block")
+    with RaggedCache("1MB", 1) as cache:
+        cache.set_slot(0, sample)
+        for read in (block.sample, cache.get_slot):
+            got = read(0)
+            got[0].add_(1)
+            got[1][:] = 1
+            got[2].append(2)
+            assert same(read(0), sample)
+
+
+def test_a_memmap_comes_back_in_memory_and_of_its_type(tmp_path):
+    np.save(tmp_path / "data.npy", np.arange(6))
+    data = np.load(tmp_path / "data.npy", mmap_mode="r")
+    for cache in (RaggedCache("1MB", 1), SharedCache.like(data[2:4], "1MB", 1)):
+        with cache:
+            cache.set_slot(0, data[2:4])
+            got = cache.get_slot(0)
+            assert type(got) is np.memmap is type(data[2:4])
+            assert same(np.asarray(got), np.arange(2, 4))
+            del got
+
+
+def test_an_empty_string_of_numpy_takes_no_bytes_of_others():
+    with SharedCache.like([np.str_(""), 5], "1MB", 1) as cache:
+        cache.set_slot(0, [np.str_(""), 7])
+        assert same(cache.get_slot(0), [np.str_(""), 7])
+
+
+# ---------------------------------------------------------------------------------------------------- what is pickled
+
+
+@way
+@pytest.mark.parametrize(("value", "check"), some.PICKLED, ids=lambda value: type(value).__name__)
+def test_whatever_pickles_is_taken_if_allowed(way, value, check):
+    values = [{"first": torch.ones(n), "list": ["a"] * n + [value, 1], "last": value} for n in range(3)] + [[], 1]
+
+    def equal(got, wanted):
+        if not wanted or wanted == 1:
+            return got == wanted
+        assert torch.equal(got["first"], wanted["first"])
+        *before, pickled, one = got["list"]
+        return (before, one) == (wanted["list"][:-2], 1) and check(pickled, value) and check(got["last"], value)
+
+    with pytest.raises(SampleError, match=PLACE.format(0) + r'sample\["(list"\]\[0|last")\].*pass allow_pickle=True\.$'):
+        way(values)
+    way(values, equal, allow_pickle=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [(some.Odd(), "partly pickled"), (some.made(some.Odd), "have the default_factory tests.*Odd")]
+)
+def test_nothing_is_unpickled_or_called_unless_that_is_allowed_where_it_is_read(value, message):
+    data = b"".join(encode([0, value], 0, True)[0])
+    with pytest.raises(StorageError, match=f"a block: its samples .*{message}"):
+        Block(BytesFile(data), "a block")
+    Block(BytesFile(data), "a block", decode=False).verify()
+    with pytest.raises(SegmentError, match=f"{message}.*, pass allow_pickle=True"):
+        RecordReader(write_treedef(Record([value], allow_pickle=True).treedef), allow_pickle=False)
+
+
+@way
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage")
+def test_quantized_tensors_are_pickled_if_allowed(way):
+    value = torch.quantize_per_tensor(torch.rand(3), 0.1, 0, torch.quint8)
+    with pytest.raises(SampleError, match=r"value is a quantized tensor.*pass allow_pickle=True"):
+        way([value])
+    way([value], lambda got, value: torch.equal(got.dequantize(), value.dequantize()), allow_pickle=True)
+
+
+@way
+@pytest.mark.parametrize(
+    "value", [torch.zeros(2, requires_grad=True), torch.zeros(2, device="meta"), torch.nn.Parameter(torch.ones(2))]
+)
+def test_what_the_transform_has_to_do_is_not_pickled_either(way, value):
+    wanted = PLACE.format(2) + r'sample\["x"\]\[1\] is (on|a Parameter).*back\. (Leave|Convert)[^=]*$'
+    with pytest.raises(SampleError, match=wanted):
+        way([{"x": [1, 2]}, {"x": [1]}, {"x": [1, value]}], allow_pickle=True)
+
+
+@way
+def test_what_does_not_pickle_is_named(way):
+    for value, kind in ((threading.Lock(), "lock"), (lambda: None, "function")):
+        with pytest.raises(SampleError, match=PLACE.format(1) + rf'sample\["a"\]\[2\] is a {kind}, which cannot be pickled: '):
+            way([{"a": ["x"]}, {"a": ["x", 1, value]}], allow_pickle=True)
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+@way
+@pytest.mark.parametrize(("sample", "message"), [
+    ({"a": object()}, r'sample\["a"\] is a object, which has no bytes of its own\. Turn .*, or pass allow_pickle=True\.$'),
+    ([some.Odd(), 1], r"sample\[0\] is a Odd, which has no bytes of its own"),
+    (np.array([None]), r"value is a ndarray, which has no bytes of its own"),
+    (lambda: 0, "value is a function, which has no bytes of its own"),
+    (collections.defaultdict(lambda: 0, a=1), "a defaultdict, which has no bytes of its own"),
+    (torch.qint8, "value is a dtype, which has no bytes of its own"),
+    (np.ma.array([1, 2], mask=[0, 1]), "value is a MaskedArray, the cache gives ndarrays back"),
+    (torch.zeros(2, requires_grad=True), "value is on cpu and requires a gradient, the cache gives plain CPU tensors back"),
+    (torch.zeros(2, device="meta"), "value is on meta"),
+    (torch.zeros(2).to_sparse(), "sparse_coo tensor"),
+    ({"x": torch.nn.Parameter(torch.zeros(2))}, r'sample\["x"\] is a Parameter, the cache gives Tensors back'),
+    (types.MappingProxyType({"a": 1}), "other processes do not find as builtins:mappingproxy"),
+    (dataclasses.make_dataclass("Local", ["x"])(1), "processes do not find as .*:Local. Define it at .*, or pass allow_pickle"),
+    ({frozenset(): 1}, r"value has a key, frozenset\(\), that is not a str, number, enum member or tuple of such"),
+    ({"x": {np.str_("a"): 1}}, r'sample\["x"\] has a key, .*a.*, that is not a str'),
+    (some.nested(100), r"is a container within 60 others, which is the limit\. Use fewer levels, or pass allow_pickle=True\.$"),
+])  # fmt: skip
+def test_what_would_not_come_back_the_same_is_refused(way, sample, message):
+    with pytest.raises(SampleError, match=PLACE.format(1) + f".*{message}"):
+        way([0, sample])
+
+
+# ---------------------------------------------------------------------------------------------------- a new kind
+
+
+Celsius = type("Celsius", (types.SimpleNamespace,), {"__init__": lambda self, degrees: vars(self).update(degrees=degrees)})
+
+
+class CelsiusKind(Kind):
+    name, types, dims, itemsize, stored_as = "Celsius", (Celsius,), 0, 8, (torch.uint8, (8,))
+
+    @classmethod
+    def encode(cls, value):
+        return (cls.name,), BYTES, struct.pack("<d", value.degrees), ()
+
+    def reader(self, trusted):
+        return lambda cursor: Celsius(*struct.unpack_from("<d", cursor.memory, cursor.take(BYTES, 8)))
+
+    def maker(self, trusted):
+        return lambda buffer, at, count, shape: Celsius(*struct.unpack_from("<d", buffer, at))
+
+
+@way
+def test_a_new_kind_is_one_class(way, monkeypatch):
+    sample = {"inside": [Celsius(21.5), Celsius(-3.0)], "outside": Celsius(0.5), "label": "a"}
+    with pytest.raises(SampleError, match=r'sample\["inside"\]\[0\] is a Celsius, which has no bytes of its own'):
+        way([sample])
+    monkeypatch.setitem(KINDS, CelsiusKind.name, CelsiusKind)
+    monkeypatch.setitem(ENCODERS, Celsius, CelsiusKind.encode)
+    way([sample], same)
+    for missing in ("encode", "reader", "maker"):
+        half = type("Half", (CelsiusKind,), {missing: getattr(Kind, missing)})
+        with pytest.raises(TypeError, match=f"abstract.*{missing}"):
+            half()
