@@ -6,10 +6,9 @@ os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it would ask the network
 
 import albumentations as A
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from tests.programs.running import run
+from tests.programs.running import epochs
 
 
 class Segmentation(Dataset):
@@ -26,27 +25,8 @@ class Segmentation(Dataset):
         return {"image": augmented["image"], "mask": augmented["mask"], "name": str(idx)}
 
 
-def main(wrap, folder, num_workers=0, start_method="fork"):
+def main(wrap, folder, **options):
     """Collect the batches of three epochs."""
-    transform = A.Compose(
-        [
-            A.LongestMaxSize(64),
-            A.PadIfNeeded(64, 64),
-            A.RandomCrop(48, 48),
-            A.HorizontalFlip(p=0.5),
-            A.RandomBrightnessContrast(p=0.5),
-            A.Normalize(),
-            A.ToTensorV2(),
-        ],
-        seed=7,
-    )
-    dataset = wrap(Segmentation(transform))
-    torch.manual_seed(0)
-    context = start_method if num_workers else None
-    options = {"num_workers": num_workers, "multiprocessing_context": context, "persistent_workers": context == "spawn"}
-    loader = DataLoader(dataset, 8, shuffle=True, **options)
-    return [list(loader) for epoch in range(3)]
-
-
-if __name__ == "__main__":
-    run(main)
+    steps = [A.LongestMaxSize(64), A.PadIfNeeded(64, 64), A.RandomCrop(48, 48), A.HorizontalFlip(p=0.5)]
+    steps += [A.RandomBrightnessContrast(p=0.5), A.Normalize(), A.ToTensorV2()]
+    return epochs(wrap(Segmentation(A.Compose(steps, seed=7))), **options)
