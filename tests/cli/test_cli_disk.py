@@ -130,9 +130,8 @@ def test_stat_shows_who_uses_a_folder_and_what_they_found(run, live):
     assert found["size"].endswith(f", limit {format_size(10**6)}")
     assert (found["hits"], found["misses"], found["damaged"]) == ("12, rate 75.0%", "4", "0 found by reading")
     facts = json.loads(run("stat", live.disk, "--json").stdout)
-    assert (facts["path"], facts["dataset_len"], facts["filled"], facts["fingerprint"]) == (live.disk, N, FILLED, "v1")
-    assert (facts["in_use"], facts["limit_bytes"], facts["stats"]["hits"]) == (True, 10**6, FILLED)
-    assert [holder["pid"] for holder in facts["holders"]] == [os.getpid()]
+    assert (facts["dataset_len"], facts["filled"], facts["in_use"], facts["limit_bytes"]) == (N, FILLED, True, 10**6)
+    assert (facts["stats"]["hits"], [holder["pid"] for holder in facts["holders"]]) == (FILLED, [os.getpid()])
     flip(Path(live.disk, "samples"), BEGIN + 3)
     assert live.get_slot(0) is None
     assert rows(run("stat", live.disk))["damaged"] == "1 found by reading"
@@ -219,32 +218,21 @@ def test_what_is_not_a_disk_cache_is_named_and_stays(run, tmp_path, command):
 def manifest_of(**changes):
     """A manifest whose checksum is right, with other values."""
     whole = {"version": 1, "key": "0" * 16, "created": 1.0, "fingerprint": None, "identity": {"dataset_len": 5, "samples": "x"}}
-    whole["facts"] = {"memory_slots": 0, "example": None}
-    return embed_checksum(json.dumps(whole | changes | {"checksum": ZEROS}).encode(), b'"checksum": "')
+    whole |= {"facts": {"memory_slots": 0, "example": None}, "checksum": ZEROS}
+    return embed_checksum(json.dumps(whole | changes).encode(), b'"checksum": "')
 
 
-DAMAGED = {
-    "empty": (b"", "it has no checksum"),
-    "zeros": (bytes(4096), "it has no checksum"),
-    "another checksum": (manifest_of().replace(b'"created": 1.0', b'"created": 2.0'), "its checksum is"),
-    "escapes": (b'{"checksum": "\x1b[31m\x1b[31m\x1b[31m\x1b["}', r"its checksum is \x1b[31m"),
-    "not ascii": (b'{"checksum": "\xff\xff"}', "'ascii' codec can't decode"),
-    "not JSON": (embed_checksum(b'{{"checksum": "' + ZEROS.encode(), b'"checksum": "'), "Expecting property name"),
-    "a list": (embed_checksum(b'[{"checksum": "' + ZEROS.encode() + b'"}]', b'"checksum": "'), "it is not a mapping"),
-    "version": (manifest_of(version=2), "it has format version 2"),
-    "key": (manifest_of(key="../../../etc/shadow"), "it holds other values"),
-    "created": (manifest_of(created=float("nan")), "it holds other values"),
-    "fingerprint": (manifest_of(fingerprint=[1]), "it holds other values"),
-    "identity": (manifest_of(identity=None), "it holds other values"),
-    "length": (manifest_of(identity={"dataset_len": -1, "samples": "x"}), "it holds other values"),
-    "structure": (manifest_of(identity={"dataset_len": 5, "samples": [1]}), "it holds other values"),
-}
-
-
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"", "it has no checksum"),
+        (b'{"checksum": "\x1b[31m\x1b[31m\x1b[31m\x1b["}', r"its checksum is \x1b[31m"),
+        (b'{"checksum": "\xff\xff"}', "'ascii' codec can't decode"),
+        (manifest_of(key="../../../etc/shadow"), "it holds other values"),
+    ],
+)
 @pytest.mark.quick
-@pytest.mark.parametrize("case", DAMAGED)
-def test_a_damaged_manifest_is_named_with_the_remedy(run, folder, case):
-    data, problem = DAMAGED[case]
+def test_a_damaged_manifest_is_named_with_the_remedy(run, folder, data, problem):
     (folder / "cache.json").write_bytes(data)
     for command in ("stat", "check", "rm"):
         result = run(command, folder)

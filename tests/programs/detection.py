@@ -27,17 +27,14 @@ class TVTensor(torch.Tensor):
         return output
 
 
-class Image(TVTensor):
-    pass
+class Image(TVTensor): ...
 
 
-class Mask(TVTensor):
-    pass
+class Mask(TVTensor): ...
 
 
 class BoundingBoxFormat(str, enum.Enum):
     XYXY = "XYXY"
-    XYWH = "XYWH"
 
 
 class BoundingBoxes(TVTensor):

@@ -1,6 +1,6 @@
 """Datasets that open their file at the first ``__getitem__``, so that each worker has a handle of its own, as tutorials say."""
 
-import pickle
+import contextlib
 import sqlite3
 import tarfile
 import zipfile
@@ -26,6 +26,14 @@ def png(idx):
     buffer = BytesIO()
     Image.fromarray(picture(idx)).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def pictures(count):
+    return np.stack([picture(idx) for idx in range(count)])
+
+
+def decode(data):
+    return np.array(Image.open(BytesIO(data)).convert("RGB"))
 
 
 class Lazy(Dataset):
@@ -60,7 +68,7 @@ class H5Dataset(Lazy):
     @staticmethod
     def make(path, count=COUNT):
         with h5py.File(path, "w") as file:
-            file.create_dataset("images", data=np.stack([picture(idx) for idx in range(count)]), chunks=(8, 16, 16, 3))
+            file.create_dataset("images", data=pictures(count), chunks=(8, 16, 16, 3))
             file.create_dataset("labels", data=np.arange(count) % 10)
 
 
@@ -70,20 +78,17 @@ class LMDBDataset(Lazy):
 
     def find_keys(self, file):
         with file.begin() as transaction:
-            return pickle.loads(transaction.get(b"__keys__"))
+            return [key for key, _ in transaction.cursor()]
 
     def read(self, key):
         with self.file.begin() as transaction:
-            image = Image.open(BytesIO(transaction.get(key))).convert("RGB")
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1), int(key) % 10
+            return torch.from_numpy(decode(transaction.get(key))).permute(2, 0, 1), int(key) % 10
 
     @staticmethod
     def make(path, count=COUNT):
-        keys = [f"{idx:08d}".encode() for idx in range(count)]
         with lmdb.open(str(path), subdir=False, map_size=1 << 27) as file, file.begin(write=True) as transaction:
-            for idx, key in enumerate(keys):
-                transaction.put(key, png(idx))
-            transaction.put(b"__keys__", pickle.dumps(keys))
+            for idx in range(count):
+                transaction.put(f"{idx:08d}".encode(), png(idx))
 
 
 class LMDBSplit(LMDBDataset):
@@ -102,8 +107,7 @@ class ZipDataset(Lazy):
         return sorted(file.namelist())
 
     def read(self, key):
-        with self.file.open(key) as member:
-            return np.asarray(Image.open(member).convert("RGB")).transpose(2, 0, 1).copy(), key
+        return decode(self.file.read(key)).transpose(2, 0, 1).copy(), key
 
     @staticmethod
     def make(path, count=COUNT):
@@ -120,7 +124,7 @@ class TarDataset(Lazy):
         return sorted(file.getnames())
 
     def read(self, key):
-        return torch.from_numpy(np.array(Image.open(BytesIO(self.file.extractfile(key).read())))), key
+        return torch.from_numpy(decode(self.file.extractfile(key).read())), key
 
     @staticmethod
     def make(path, count=COUNT):
@@ -148,10 +152,12 @@ class RecordDataset(Lazy):
 
     @staticmethod
     def make(path, count=COUNT):
-        path.write_bytes(b"".join(picture(idx).tobytes() for idx in range(count)))
+        path.write_bytes(pictures(count).tobytes())
 
 
-class MemmapDataset(Lazy):
+class MemmapRows(Lazy):
+    """Gives its rows as they are: numpy memmaps."""
+
     def open(self):
         return np.load(self.path, mmap_mode="r")
 
@@ -159,18 +165,16 @@ class MemmapDataset(Lazy):
         return range(len(file))
 
     def read(self, key):
-        return torch.from_numpy(self.file[key].astype(np.float32)), key
+        return self.file[key]
 
     @staticmethod
     def make(path, count=COUNT):
-        np.save(path, np.stack([picture(idx) for idx in range(count)]))
+        np.save(path, pictures(count))
 
 
-class MemmapRows(MemmapDataset):
-    """Gives its rows as they are: numpy memmaps."""
-
+class MemmapDataset(MemmapRows):
     def read(self, key):
-        return self.file[key]
+        return torch.from_numpy(self.file[key].astype(np.float32)), key
 
 
 class SQLiteDataset(Lazy):
@@ -186,12 +190,10 @@ class SQLiteDataset(Lazy):
 
     @staticmethod
     def make(path, count=COUNT):
-        file = sqlite3.connect(path)
-        file.execute("CREATE TABLE samples (id INTEGER PRIMARY KEY, image BLOB, name TEXT)")
-        rows = [(idx, picture(idx).tobytes(), "name" * (idx % 5)) for idx in range(count)]
-        file.executemany("INSERT INTO samples VALUES (?, ?, ?)", rows)
-        file.commit()
-        file.close()
+        with contextlib.closing(sqlite3.connect(path)) as file, file:
+            file.execute("CREATE TABLE samples (id INTEGER PRIMARY KEY, image BLOB, name TEXT)")
+            rows = [(idx, picture(idx).tobytes(), "name" * (idx % 5)) for idx in range(count)]
+            file.executemany("INSERT INTO samples VALUES (?, ?, ?)", rows)
 
 
 KINDS = {

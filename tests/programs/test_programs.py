@@ -21,7 +21,7 @@ NEEDS = {
     "accelerate_loop": ["accelerate"],
     "albumentations_masks": ["albumentations"],
     "detection": ["PIL"],
-    "hugging_face": ["PIL", "datasets", "transformers", "accelerate"],
+    "hugging_face": ["PIL", "datasets"],
     "lazy_files": ["PIL", "h5py", "lmdb"],
     "lightning_ddp": ["lightning"],
     "monai_dicts": ["monai", "nibabel"],
@@ -44,7 +44,6 @@ def compare(rows, folder):
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(folder / "huggingface"),
-        "TOKENIZERS_PARALLELISM": "false",
     }
     command = ["-m", "tests.programs.running", "rows", json.dumps(rows)]
     done = run_python(*command, timeout_s=300, cwd=folder, env=environment)
@@ -81,7 +80,7 @@ def test_the_one_line_changes_nothing(tmp_path):
         ("accelerate_loop", [FORKED, {"seedable": True}, {"ring": True, **FORKED}]),
         ("albumentations_masks", [FORKED]),
         ("detection", [SPAWNED]),
-        ("hugging_face", [{"store": "encoded"}, SPAWNED, {"trained": True, **FORKED}]),
+        ("hugging_face", [{"store": "encoded"}, SPAWNED, {"of": "texts", **FORKED}]),
         (
             "lazy_files",
             [
