@@ -12,7 +12,7 @@ from stocache.shm import registry
 from stocache.timing import record
 from stocache.timing.record import LOAD_NS, ROW_WORDS, SAMPLES, WAIT_NS, Record
 from tests.support.processes import in_child
-from tests.support.records import FOLDER, Squares, forge, leave_loader_behind
+from tests.support.records import Squares, forge, leave_loader_behind
 
 
 @pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
@@ -33,13 +33,15 @@ def test_a_loader_over_a_named_cache_is_found_with_its_counts():
     assert listing.find_loaders() == []
 
 
-def test_a_cache_with_the_name_of_a_loader_is_a_cache():
+def test_a_file_is_a_loader_by_the_name_that_a_record_gets_and_by_what_it_says(clean):
     with SharedCacheDDP(1, 4, (2,), name="x.loader-1-0"):
         assert [cache.name for cache in listing.find()] == ["x.loader-1-0"]
         assert listing.find_loaders() == []
-
-
-def test_names_of_loaders_are_those_that_a_record_gets():
+    forge("c\x1b[31m.loader-1-0")
+    assert listing.find_loaders() == []
+    (bad,) = listing.find()
+    assert (bad.name, bad.state) == ("c\\x1b[31m.loader-1-0", "bad")
+    assert "its name is not that of one" in bad.problem
     with SharedCacheDDP(1, 4, (2,), name="a" * 100):
         kept = Record(0, False, "a" * 100, 3)
         (found,) = listing.find_loaders()
@@ -79,51 +81,28 @@ def test_a_record_that_ends_between_two_looks_is_left_out(clean):
     assert listing._count(found) is None
 
 
-def stretch(path):
-    """Cut it and stretch it again: its size is right, its memory is gone."""
-    size = os.path.getsize(path)
-    os.truncate(path, 4096)
-    os.truncate(path, size)
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[60] ^= 1
-    path.write_bytes(data)
-
-
-def place(make):
-    FOLDER.mkdir(mode=0o700)
-    make(FOLDER / "c.loader-1-0")
-
-
 def identity(**changes):
-    return lambda: forge(identity={"loader": "c", "cache": "c", "rank": 0, "pid": 1} | changes)
+    return {"identity": {"loader": "c", "cache": "c", "rank": 0, "pid": 1} | changes}
 
 
-HOSTILE = {
-    "cut": (lambda: forge(size=70000), "is damaged: it has 70000 bytes"),
-    "empty": (lambda: forge(size=0), "is not a segment of stocache"),
-    "stretched": (lambda: stretch(forge()), "is damaged: it has 4.0 KiB of memory"),
-    "flipped": (lambda: flip(forge()), "has a damaged header"),
-    "a link": (lambda: place(lambda path: path.symlink_to("/etc/passwd")), "is a symbolic link"),
-    "a pipe": (lambda: place(lambda path: os.mkfifo(path, 0o600)), "is a pipe"),
-    "no rows": (lambda: forge(control=b"x" * 100), "is not the record of a loader"),
-    "other rows": (lambda: forge(facts={"dataset_len": 0, "capacity": 0, "rows": 10**30}), "its descriptor says 1000"),
-    "rank a str": (identity(rank="0"), "not that of a loader"),
-    "rank true": (identity(rank=True), "not that of a loader"),
-    "rank a list": (identity(rank=[]), "has a header with another"),
-    "pid below 0": (identity(pid=-1), "not that of a loader"),
-    "no cache": (identity(cache=None), "not that of a loader"),
-    "cache a number": (identity(cache=7), "not that of a loader"),
-}
+HOSTILE = [
+    ({"size": 70000}, "is damaged: it has 70000 bytes"),
+    ({"size": 0}, "is not a segment of stocache"),
+    ({"control": b"x" * 100}, "is not the record of a loader"),
+    ({"facts": {"dataset_len": 0, "capacity": 0, "rows": 10**30}}, "its descriptor says 1000"),
+    (identity(rank="0"), "not that of a loader"),
+    (identity(rank=True), "not that of a loader"),
+    (identity(rank=[]), "has a header with another"),
+    (identity(pid=-1), "not that of a loader"),
+    (identity(cache=None), "not that of a loader"),
+    (identity(cache=7), "not that of a loader"),
+]
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("case", HOSTILE)
-def test_a_file_that_is_not_a_record_is_a_problem_of_that_file_alone(clean, case):
-    make, problem = HOSTILE[case]
-    make()
+@pytest.mark.parametrize(("forged", "problem"), HOSTILE)
+def test_a_file_that_is_not_a_record_is_a_problem_of_that_file_alone(clean, forged, problem):
+    forge(**forged)
     kept = Record(0, False, "d")
     bad, good = listing.find_loaders()
     assert (bad.state, bad.counted) == ("bad", None)
@@ -144,14 +123,6 @@ def test_a_forged_record_gives_numbers_and_texts_that_can_be_shown(clean):
     assert found.counted.rows.min() >= 0
     assert found.counted.sum(SAMPLES) == 2 * (2**63 - 1)
     assert found.counted.counts(WAIT_NS).min() > 0
-
-
-def test_the_descriptor_of_a_loader_under_another_name_is_a_bad_file(clean):
-    forge("c\x1b[31m.loader-1-0")
-    assert listing.find_loaders() == []
-    (bad,) = listing.find()
-    assert (bad.name, bad.state) == ("c\\x1b[31m.loader-1-0", "bad")
-    assert "its name is not that of one" in bad.problem
 
 
 def test_records_are_read_up_to_a_bound(clean, monkeypatch):

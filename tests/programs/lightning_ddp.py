@@ -44,30 +44,17 @@ class Classifier(lightning.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
-class Data(lightning.LightningDataModule):
-    def __init__(self, wrap, num_workers, name):
-        super().__init__()
-        self.wrap, self.num_workers, self.name = wrap, num_workers, name
-
-    def setup(self, stage):
-        self.train = self.wrap(Digits(0, 64), name=f"{self.name}-train", fingerprint="v1")
-        self.val = self.wrap(Digits(1000, 16), name=f"{self.name}-val", fingerprint="v1")
-
-    def train_dataloader(self):
-        return DataLoader(self.train, batch_size=8, shuffle=True, num_workers=self.num_workers)
-
-    def val_dataloader(self):
-        return DataLoader(self.val, batch_size=8, num_workers=self.num_workers)
-
-
 def main(wrap, folder, num_workers, name):
     """Train for three epochs; return the rank's losses, the logged metrics and the weights."""
     lightning.seed_everything(0, verbose=False)
-    model = Classifier()
+    train = wrap(Digits(0, 64), name=f"{name}-train", fingerprint="v1")
+    val = wrap(Digits(1000, 16), name=f"{name}-val", fingerprint="v1")
+    loaders = [DataLoader(each, batch_size=8, shuffle=each is train, num_workers=num_workers) for each in (train, val)]
     names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "default_root_dir": folder}
     trainer = lightning.Trainer(max_epochs=3, **options, **dict.fromkeys(names, False))
-    trainer.fit(model, datamodule=Data(wrap, num_workers, name))
+    model = Classifier()
+    trainer.fit(model, *loaders)
     leave_process_group()
     metrics = {key: value.cpu() for key, value in trainer.callback_metrics.items()}
     return os.environ.get("LOCAL_RANK", "0"), model.seen, metrics, dict(model.state_dict())

@@ -8,18 +8,10 @@ from PIL import Image
 from torch.utils.data import Subset
 
 from tests.programs.running import epochs
-from tests.support.lookalikes import (
-    CenterCrop,
-    Compose,
-    ImageFolder,
-    Normalize,
-    RandomHorizontalFlip,
-    RandomResizedCrop,
-    Resize,
-    ToTensor,
-)
+from tests.support import lookalikes as look
+from tests.support.lookalikes import ImageFolder
 
-NORMALIZE = Normalize([0.485, 0.456, 0.406], [0.2] * 3)
+NORMALIZE = look.Normalize([0.485, 0.456, 0.406], [0.2] * 3)
 
 
 def jitter(image):
@@ -28,8 +20,9 @@ def jitter(image):
     return image.flip(-1) if random.random() < 0.5 else image
 
 
-TRAIN = Compose([Resize(48), RandomResizedCrop(32), RandomHorizontalFlip(), ToTensor(), jitter, NORMALIZE])
-VAL = Compose([Resize(48), CenterCrop(32), ToTensor(), NORMALIZE])
+RANDOM = [look.RandomResizedCrop(32), look.RandomHorizontalFlip()]
+TRAIN = look.Compose([look.Resize(48), *RANDOM, look.ToTensor(), jitter, NORMALIZE])
+VAL = look.Compose([look.Resize(48), look.CenterCrop(32), look.ToTensor(), NORMALIZE])
 
 
 def seed_worker(worker_id):
