@@ -19,7 +19,6 @@ from tests.support.processes import run_python
 ROOT = Path(__file__).parents[2]
 NEEDS = {
     "accelerate_loop": ["accelerate"],
-    "albumentations_masks": ["albumentations"],
     "detection": ["PIL"],
     "hugging_face": ["PIL", "datasets"],
     "lazy_files": ["PIL", "h5py", "lmdb"],
@@ -78,7 +77,6 @@ def test_the_one_line_changes_nothing(tmp_path):
     ("program", "rows"),
     [
         ("accelerate_loop", [FORKED, {"seedable": True}, {"ring": True, **FORKED}]),
-        ("albumentations_masks", [FORKED]),
         ("detection", [SPAWNED]),
         ("hugging_face", [{"store": "encoded"}, SPAWNED, {"of": "texts", **FORKED}]),
         (
