@@ -207,7 +207,7 @@ def test_the_caches_of_another_user(run):
 # ---------------------------------------------------------------------------------------------------- top
 
 
-def test_top_shows_the_busiest_first_and_leaves_on_q(four):
+def test_top_shows_hits_and_leaves_on_q(four):
     fill(four)
     seen = r"a-live.*10 of 10 +█{10} +100% .*[1-9]\d* +10 +1 +live"  # when it has seen hits in an interval
     lines = in_terminal(120, "top", "--interval", "0.1", until=seen, meanwhile=lambda: four.get_slot(1))

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stocache import CachedDataset, DataLoader, SharedCache, SharedCacheDDP, cli
+from stocache import CachedDataset, DataLoader, DiskCache, SharedCache, SharedCacheDDP, cli
 from stocache.cli import listing
 from stocache.shm import registry
 from stocache.system.waiting import wait_until
@@ -173,15 +173,12 @@ def test_a_cache_that_no_process_uses_is_not_alive(clean):
 
 
 def test_a_disk_cache_and_its_loader_have_the_label_of_the_folder(tmp_path):
-    with CachedDataset(Squares(), "100KB", disk=str(tmp_path / "kept"), disk_limit="10MB", name="squares") as dataset:
-        loader = DataLoader(dataset, batch_size=4)
-        assert len(list(loader)) == 6
+    with DiskCache(tmp_path / "kept", "1MB", 24):
+        kept = Record(0, False, os.path.basename(listing.find()[0].path))
         samples = scrape()
-        kinds = {labels["kind"]: labels["name"] for labels in labels_of(samples, "stocache_cache_alive")}
-        assert kinds["disk"] == str(tmp_path / "kept")
-        (loaders,) = labels_of(samples, "stocache_loader_alive")
-        assert loaders["cache"] in kinds.values()
-        del loader
+        assert value(samples, "stocache_cache_alive", kind="disk", name=str(tmp_path / "kept")) == 1
+        assert value(samples, "stocache_loader_alive", cache=str(tmp_path / "kept")) == 1
+        del kept
 
 
 def test_without_caches_the_text_says_so_and_ends_as_openmetrics_wants_it(run):
@@ -525,6 +522,8 @@ def test_clients_that_send_nothing_make_room_for_others(server, monkeypatch):
 
 
 def test_clients_beyond_the_threads_are_refused(server, monkeypatch):
+    monkeypatch.setattr(metrics_server._Handler, "timeout", 600)
+    monkeypatch.setattr(metrics_server, "_LONGEST_S", 600)
     monkeypatch.setattr(metrics_server, "_MOST", 1)
     monkeypatch.setattr(server, "_working", 2)
     with connect(server) as client:
@@ -533,11 +532,10 @@ def test_clients_beyond_the_threads_are_refused(server, monkeypatch):
     assert fetch(server.url)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "value"), [(metrics_server._Handler, "timeout", 0.05), (metrics_server, "_LONGEST_S", 0.0)]
-)
-def test_a_client_that_sends_nothing_and_a_connection_that_lasts_are_cut_off(server, monkeypatch, owner, name, value):
-    monkeypatch.setattr(owner, name, value)
+@pytest.mark.parametrize(("timeout_s", "longest_s"), [(0.05, 600), (600, 0.0)])
+def test_a_client_that_sends_nothing_and_a_connection_that_lasts_are_cut_off(server, monkeypatch, timeout_s, longest_s):
+    monkeypatch.setattr(metrics_server._Handler, "timeout", timeout_s)
+    monkeypatch.setattr(metrics_server, "_LONGEST_S", longest_s)
     with connect(server) as client:
         assert client.recv(1) == b""
 

@@ -78,7 +78,10 @@ def test_columns_that_have_no_room_are_left_out(what, width):
             assert "is a symbolic link" in " ".join(rows[2:])
 
 
-def test_top_says_that_there_are_no_caches():
+def test_top_shows_the_busiest_first_or_that_there_is_none():
+    rates = dict(zip((cache.path for cache in CACHES), (2.0, 3.0, 1.0), strict=True))
+    _, _, _, *rows = shown(top.live_table(CACHES, rates, 200), 200)
+    assert [row.split()[0] for row in rows] == ["short", LONG, "broken"]
     assert "no named caches" in " ".join(shown(top.live_table([], {}, 80), 80))
 
 

@@ -45,7 +45,7 @@ def compare(rows, folder):
         "HF_HOME": str(folder / "huggingface"),
     }
     command = ["-m", "tests.programs.running", "rows", json.dumps(rows)]
-    done = run_python(*command, timeout_s=300, cwd=folder, env=environment)
+    done = run_python(*command, timeout_s=600, cwd=folder, env=environment)
     assert WARNED not in done.stderr, done.stderr[-2000:]
     results = []
     for number, row in enumerate(rows):
