@@ -298,8 +298,8 @@ def test_doctor_finds_a_file_deleted_in_use(healthy):
         (finding,) = doctor.examine()
         assert f"processes {os.getpid()} use a named cache whose file was deleted" in finding.what
         device = os.stat("/dev/shm").st_dev
-        assert [os.getpid()] in named.deleted_in_use(device).values()
-        assert named.deleted_in_use(device + 1) == {}  # as in another container, where the same paths are others
+        assert any(path.endswith("/lost") for path in named.deleted_in_use(device))
+        assert named.deleted_in_use(-1) == {}  # as in another container, where the same paths are others
 
 
 @pytest.mark.quick

@@ -22,7 +22,7 @@ from stocache.preparation.sources import ImageFolder
 from stocache.storage import local
 from stocache.system import limits
 from stocache.system.limits import Memory
-from tests.support.processes import in_child, run_python, wait_until
+from tests.support.processes import in_child, wait_until
 
 ANOTHER_USER = 54321 if os.geteuid() == 0 else os.geteuid()
 
@@ -202,11 +202,12 @@ def test_a_broken_image_stops_or_is_skipped(photos, out, caplog, workers):
     assert not (out / "skipped.json").exists()
 
 
-def test_a_process_prints_one_line_about_skipped_samples(photos, out):
+def test_skipped_samples_are_told_in_one_line_of_stderr(run, photos, out, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("stocache"), "propagate", False)  # there is no handler, as in a process of its own
     (photos / "4.jpg").write_bytes(b"")
-    done = run_python("-m", "stocache", "prepare", photos, out, "--on-error", "skip", "--workers", "0")
+    result = run("prepare", photos, out, "--on-error", "skip", "--workers", 0)
     notice = f"{out} lacks 1 of the 10 samples of the source, which cannot be loaded: {out}/skipped.json lists them."
-    assert (done.stdout.count("\n"), lines_of(done.stderr)) == (1, [notice])
+    assert (result.stdout.count("\n"), lines_of(result.stderr)) == (1, [notice])
 
 
 def test_errors_go_to_stderr_and_damage_to_stdout(run, place):
