@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import pickle
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ def run_rows(rows: list[tuple[str, dict[str, Any]]]) -> None:
         for way in ("plain", "cached"):
             pid = os.fork()
             if pid == 0:
+                signal.alarm(400)  # one that hangs ends, and says so by its status
                 Path(f"{number}/{way}/data").mkdir(parents=True)
                 os.chdir(f"{number}/{way}")
                 sys.argv[1:] = program, way, "data", json.dumps(options), "out.pickle"  # also for the ranks of Lightning
