@@ -78,7 +78,7 @@ def test_the_one_line_changes_nothing(tmp_path):
     [
         ("accelerate_loop", [FORKED, {"seedable": True}, {"ring": True, **FORKED}]),
         ("detection", [SPAWNED]),
-        ("hugging_face", [{"store": "encoded"}, SPAWNED, {"of": "texts", **FORKED}]),
+        ("hugging_face", [{"store": "encoded"}, FORKED, {"of": "texts", **FORKED}]),
         (
             "lazy_files",
             [
@@ -86,7 +86,7 @@ def test_the_one_line_changes_nothing(tmp_path):
                 {"splits": True, "start_method": "spawn"},
             ],
         ),
-        ("monai_dicts", [{"suffix": ".nii"}, {"augment": True, **SPAWNED}]),
+        ("monai_dicts", [{"suffix": ".nii"}, {"augment": True, **FORKED}]),
         ("vision", [SPAWNED, {"store": "encoded", **FORKED}]),
         ("worker_init", [{"example": True, "start_method": "spawn"}, {"probe": 0}]),
     ],
