@@ -2,90 +2,87 @@
 
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 
-from stocache import SharedCacheDDP
+from stocache import DiskCache, SharedCacheDDP
 from stocache.cache.stats import CacheStats
-from stocache.cli import doctor, output, top
+from stocache.cli import output, top
 from stocache.cli.app import app
 from stocache.cli.listing import Holder, NamedCache
 from tests.support.terminals import in_terminal, shown
 
-WIDTHS = [50, 80, 200]
 LONG = "imagenet-train-256-px-augmented-by-the-team-of-the-second-flo"  # 60 letters and one
-
-
-def a_cache(name=LONG, filled=1281167, **options):
-    stats = CacheStats(10**7, 1281167, filled, 0, 0, 0, 0, 1281167, 1281167, filled, 3072, 3072 * 1281167, 3072 * 1281167)
-    options = {"memory_bytes": 4 * 10**9, "alive": True, "created": 1.0, "stats": stats} | options
-    return NamedCache(
-        name, "somebody", f"/dev/shm/{name}", holders=[Holder(123456, "python " + "train.py " * 30)] * 3, **options
-    )
-
-
+STATS = CacheStats(10**7, 1281167, 1281167, 0, 0, 0, 0, 1281167, 1281167, 1281167, 3072, 3072 * 1281167, 3072 * 1281167)
+HELD = {"memory_bytes": 4 * 10**9, "alive": True, "created": 1.0, "holders": [Holder(123456, "python " + "train.py " * 30)] * 3}
+IN_MEMORY = NamedCache(LONG, "somebody", f"/dev/shm/{LONG}", stats=STATS, **HELD)
 CACHES = [
-    a_cache(),
-    a_cache("short", 5000),
+    IN_MEMORY,
+    replace(IN_MEMORY, name="short", path="/dev/shm/short", stats=replace(STATS, filled=5000)),
     NamedCache("broken", "root", "/dev/shm/broken", problem="/dev/shm/broken is a symbolic link, so it is not used."),
 ]
+ON_DISK = replace(IN_MEMORY, name=f"/data/{LONG}", folder=f"/data/{LONG}", limit_bytes=500 * 10**9)
+ON_DISK = replace(ON_DISK, stats=replace(STATS, reserved_bytes=500 * 10**9))
 
 
-def headings(line):
-    return re.split(r" {2,}", line.strip())
-
-
-@pytest.mark.parametrize("caches", [CACHES, CACHES[1:], []])
-@pytest.mark.parametrize("width", range(50, 241, 3))
-def test_tables_are_never_wider_than_the_terminal(width, caches):
+@pytest.mark.parametrize("caches", [CACHES, CACHES[1:], [ON_DISK, *CACHES], []], ids=["all", "short", "disk", "none"])
+def test_tables_are_never_wider_than_the_terminal(caches):
     rates = {cache.path: 12345.6 for cache in caches}
-    for view in (
-        top.table(caches, width),
-        top.table(caches, width, users=True),
-        top.live_table(caches, rates, width),
-    ):
-        lines = shown(view, width)
-        assert max(map(len, lines)) <= width
-        named = [line for line in lines if re.match(r"(\w+ +)?(imagenet|short|broken)", line)]
-        states = [re.search(r"\b(live|bad)\b", line).group() for line in named]
-        assert sorted(states) == sorted(cache.state for cache in caches)
+    for width in range(50, 241, 13):
+        for view in (top.table(caches, width), top.table(caches, width, users=True), top.live_table(caches, rates, width)):
+            lines = shown(view, width)
+            assert max(map(len, lines)) <= width
+            named = [line for line in lines if re.match(r"(\w+ +)?(/data|imagenet|short|broken)", line)]
+            states = [re.search(r"\b(live|bad)\b", line).group() for line in named]
+            assert sorted(states) == sorted(cache.state for cache in caches)
 
 
-@pytest.mark.parametrize(
-    ("width", "expected"),
-    [
-        (50, ["name", "memory", "filled", "hit rate", "state"]),
-        (80, ["name", "memory", "filled", "hit rate", "state", "held by"]),
-        (200, ["name", "memory", "filled", "samples", "hit rate", "state", "keep", "age", "held by"]),
-    ],
-)
-def test_ls_leaves_out_columns_that_have_no_room(width, expected):
-    heading, _, *rows = shown(top.table(CACHES, width), width)
-    assert headings(heading) == expected
-    assert len(rows) == 3 + (width == 80)  # the problem takes two lines
-    name = rows[0].split()[0]
-    assert name == LONG if width == 200 else re.fullmatch("imagenet.*….*flo", name)
-    assert rows[1].split()[:2] == ["short", "3.7"]
-    if "held by" in expected:
-        assert "123456 (+2) python" in rows[0]
-        assert rows[0].endswith("…")
-        assert "is a symbolic link" in " ".join(rows[2:])
+COLUMNS = {
+    ("ls", 50): "name, memory, filled, hit rate, state",
+    ("ls", 80): "name, memory, filled, hit rate, state, held by",
+    ("ls", 200): "name, memory, filled, samples, hit rate, state, keep, age, held by",
+    ("top", 50): "name, full, hit rate, hits/s, state",
+    ("top", 80): "name, memory, bar, full, hit rate, hits/s, processes, state",
+    ("top", 200): "name, memory, samples, bar, full, hit rate, hits/s, misses, processes, state",
+    ("ls, disk", 50): "name, size, filled, state",
+    ("ls, disk", 80): "name, kind, size, filled, hit rate, state, held by",
+    ("ls, disk", 200): "name, kind, size, limit, filled, samples, hit rate, state, keep, age, held by",
+    ("top, disk", 50): "name, full, hit rate, hits/s, state",
+    ("top, disk", 80): "name, size, limit, full, hit rate, hits/s, processes, state",
+    ("top, disk", 200): "name, kind, size, limit, samples, bar, full, hit rate, hits/s, misses, processes, state",
+}
 
 
-@pytest.mark.parametrize(
-    ("width", "expected"),
-    [
-        (50, ["name", "full", "hit rate", "hits/s", "state"]),
-        (80, ["name", "memory", "bar", "full", "hit rate", "hits/s", "processes", "state"]),
-        (200, ["name", "memory", "samples", "bar", "full", "hit rate", "hits/s", "misses", "processes", "state"]),
-    ],
-)
-def test_top_leaves_out_columns_that_have_no_room(width, expected):
-    title, heading, _, first, *_ = shown(top.live_table(CACHES, {cache.path: 9.0 for cache in CACHES}, width), width)
-    assert title == "stocache top: quit with q"
-    assert headings(heading) == expected
-    assert first.startswith("broken")  # of equal rates, by name
-    assert "no named caches" in " ".join(shown(top.live_table([], {}, width), width))
+@pytest.mark.quick
+@pytest.mark.parametrize(("what", "width"), COLUMNS)
+def test_columns_that_have_no_room_are_left_out(what, width):
+    caches = [ON_DISK] if "disk" in what else CACHES
+    if what.startswith("ls"):
+        heading, _, *rows = shown(top.table(caches, width), width)
+        first = rows[0]
+    else:
+        title, heading, _, *rows = shown(top.live_table(caches, {cache.path: 9.0 for cache in caches}, width), width)
+        assert title == "stocache top: quit with q"
+        assert rows[0].startswith("broken") or "disk" in what  # of equal rates, by name
+        first = rows["disk" not in what]
+    assert re.split(r" {2,}", heading.strip()) == COLUMNS[what, width].split(", ")
+    name = re.split(r" {2,}", first)[0]
+    assert name.endswith(LONG) if width == 200 else re.match(r".*(imagenet|/data).*….*flo", first)
+    if what == "ls":
+        assert len(rows) == 3 + (width == 80)  # the problem takes two lines
+        assert rows[1].split()[:2] == ["short", "3.7"]
+        if width > 50:
+            assert "123456 (+2) python" in first
+            assert first.endswith("…")
+            assert "is a symbolic link" in " ".join(rows[2:])
+
+
+def test_top_shows_the_busiest_first_or_that_there_is_none():
+    rates = dict(zip((cache.path for cache in CACHES), (2.0, 3.0, 1.0), strict=True))
+    _, _, _, *rows = shown(top.live_table(CACHES, rates, 200), 200)
+    assert [row.split()[0] for row in rows] == ["short", LONG, "broken"]
+    assert "no named caches" in " ".join(shown(top.live_table([], {}, 80), 80))
 
 
 @pytest.mark.parametrize(
@@ -95,25 +92,47 @@ def test_names_are_shortened_in_the_middle(text, width, expected):
     assert top._shorten(text, width) == expected
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_screens_of_a_real_terminal(width):
+@pytest.mark.parametrize("width", [50, 80, 200])
+def test_texts_are_broken_between_words(run, tmp_path, monkeypatch, width):
+    monkeypatch.setattr(output, "terminal_width", lambda err=False: width)
+    with SharedCacheDDP(1, 10, (4,), name=LONG), DiskCache(tmp_path / LONG, "1MB", 10) as cache:
+        for arguments in (
+            ["info"],
+            ["doctor", "--size-limit-gib", "32", "--disk", cache.disk],
+            ["stat", LONG],
+            ["stat", cache.disk],
+            ["stat", "nothing"],
+            ["rm", cache.disk],
+            ["rm"],
+        ):
+            lines = run(*arguments).output.splitlines()
+            assert lines
+            for line in lines:  # a path may be longer
+                assert len(line) <= width or LONG in line or " " not in line.strip(), (arguments, line)
+
+
+def test_commands_know_the_width_of_a_real_terminal():
     with SharedCacheDDP(1, 10, (4,), name=LONG):
-        for arguments in (["ls"], ["info"], ["doctor", "--size-limit-gib", "32"], ["stat", "nothing"], ["rm"]):
-            for line in in_terminal(width, *arguments):
-                assert len(line) <= width or " " not in line.strip(), (arguments, line)  # a path may be longer
-        name = re.escape(LONG) if width == 200 else r"imagenet.*….*flo"
-        assert any(re.search(name, line) for line in in_terminal(width, "top", until=r"flo.* live"))
+        lines = in_terminal(60, "ls")
+        assert max(map(len, lines)) <= 60
+        assert any(re.match("imagenet.*….*flo", line) for line in lines)
+        lines = in_terminal(60, "stat", LONG)
+        assert max(len(line) for line in lines if LONG not in line) <= 60
+        assert any(line.startswith(" " * 10) for line in lines)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_help_shows_whole_summaries(width):
-    lines = in_terminal(width, "--help")
+@pytest.mark.parametrize("width", [50, 80])
+def test_help_shows_whole_summaries(run, width):
+    def help_of(*command):
+        return in_terminal(50, *command, "--help") if width == 50 else run(*command, "--help").stdout.splitlines()
+
+    lines = help_of()
     assert max(map(len, lines)) <= width
     words = " ".join(" ".join(lines).split())
     for command in app.registered_commands:
         sentence = " ".join(command.callback.__doc__.split("\n\n")[0].split()).partition(". ")[0].removesuffix(".")
         assert f"{command.callback.__name__} {sentence}." in words
-    lines = in_terminal(width, "bench", "--help")
+    lines = help_of("bench")
     assert max(map(len, lines)) <= width
     assert any(re.match("  --batch-size N  +Samples in a batch", line) for line in lines)
 
@@ -139,24 +158,3 @@ def test_rows_are_broken_between_words_on_a_terminal_only(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", Terminal(sys.stdout))
     output.print_rows(rows)
     assert capsys.readouterr().out == "plan  one two\n      three\npath  /a/path/that-is/too-long\ninfo  \n"
-
-
-def test_bench_prints_narrow_tables_for_a_narrow_terminal():
-    bench = pytest.importorskip("stocache.cli.bench", reason="needs the extra bench")
-    rows = [bench.Row(0.0, 2.0, 2.0, 5.0, 5.0, 10, 10, 0.0, 0.0), bench.Row(1.0, 2.2, 0.5, 4.5, 20.0, 10, 0, 1.0, 0.1)]
-    whole = bench.format_table(rows)
-    assert bench.format_table(rows, 200) == whole
-    for width in (1, 50, 80):
-        tables = [table.splitlines() for table in bench.format_table(rows, width).split("\n\n")]
-        cells = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in table] for table in tables]
-        assert all(table[0][0] == "cached" and len(table) == 4 for table in cells)
-        joined = [[cells[0][row][0], *(cell for table in cells for cell in table[row][1:])] for row in (0, 2, 3)]
-        lines = whole.splitlines()
-        assert joined == [[cell.strip() for cell in lines[row].split("|")[1:-1]] for row in (0, 2, 3)]
-        assert width == 1 or max(len(line) for table in tables for line in table) <= width
-
-
-def test_doctor_names_a_path_once(monkeypatch):
-    monkeypatch.setattr(doctor.listing, "find", lambda: [CACHES[2], NamedCache("?", "x", "/dev/shm/x", problem="is closed.")])
-    whats = [finding.what for finding in doctor.examine() if "/dev/shm/broken" in finding.what or "is closed" in finding.what]
-    assert whats == ["/dev/shm/broken is a symbolic link, so it is not used.", "/dev/shm/x: is closed."]

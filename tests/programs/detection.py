@@ -1,7 +1,6 @@
 """Detection as in torchvision's tutorial: images of varying size, targets as dicts of boxes, labels and masks.
 
-The classes up to `PennFudanDataset` are those of torchvision.tv_tensors, shortened: tensors that know the format of their boxes
-and their canvas.
+The classes up to `PennFudanDataset` are those of torchvision.tv_tensors, shortened: tensors that know their format and canvas.
 """
 
 import enum
@@ -9,72 +8,45 @@ import enum
 import numpy as np
 import torch
 from PIL import Image as PILImage
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from tests.programs.running import run
+from tests.programs.running import epochs
 
 
 class TVTensor(torch.Tensor):
-    @classmethod
-    def _wrap(cls, tensor):
-        return tensor.as_subclass(cls)
-
-    def __new__(cls, data, *, dtype=None):
-        return torch.as_tensor(data, dtype=dtype).as_subclass(cls)
+    def __new__(cls, data):
+        return torch.as_tensor(data).as_subclass(cls)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
             output = func(*args, **(kwargs or {}))
         if func in (torch.Tensor.clone, torch.Tensor.to, torch.Tensor.detach) and isinstance(args[0], cls):
-            return cls._like(output, args[0])
+            output = output.as_subclass(cls)
+            vars(output).update(vars(args[0]))
         return output
 
-    @classmethod
-    def _like(cls, tensor, like):
-        return tensor.as_subclass(cls)
 
-    def __repr__(self, *, tensor_contents=None):
-        return f"{type(self).__name__}({tuple(self.shape)})"
+class Image(TVTensor): ...
 
 
-class Image(TVTensor):
-    pass
-
-
-class Mask(TVTensor):
-    pass
+class Mask(TVTensor): ...
 
 
 class BoundingBoxFormat(str, enum.Enum):
     XYXY = "XYXY"
-    XYWH = "XYWH"
 
 
 class BoundingBoxes(TVTensor):
-    format: BoundingBoxFormat
-    canvas_size: tuple[int, int]
-
-    def __new__(cls, data, *, format, canvas_size, dtype=None):
-        return cls._with(torch.as_tensor(data, dtype=dtype), BoundingBoxFormat(format), tuple(canvas_size))
-
-    @classmethod
-    def _with(cls, tensor, format, canvas_size):
-        boxes = tensor.as_subclass(cls)
-        boxes.format = format
-        boxes.canvas_size = canvas_size
+    def __new__(cls, data, *, format, canvas_size):
+        boxes = super().__new__(cls, data)
+        boxes.format, boxes.canvas_size = BoundingBoxFormat(format), tuple(canvas_size)
         return boxes
-
-    @classmethod
-    def _like(cls, tensor, like):
-        return cls._with(tensor, like.format, like.canvas_size)
 
 
 class PennFudanDataset(Dataset):
-    def __init__(self, root, transforms=None, permuted=False):
-        self.root = root
-        self.permuted = permuted  # as torchvision's read_image and pil_to_tensor leave it
-        self.transforms = transforms
+    def __init__(self, root, permuted=False):
+        self.root, self.permuted = root, permuted  # as torchvision's read_image and pil_to_tensor leave images
         self.imgs = sorted(path.name for path in (root / "PNGImages").iterdir())
         self.masks = sorted(path.name for path in (root / "PedMasks").iterdir())
 
@@ -94,8 +66,6 @@ class PennFudanDataset(Dataset):
             "area": (boxes[:, 3] - boxes[:, 1]) * (boxes[:, 2] - boxes[:, 0]),
             "iscrowd": torch.zeros((len(obj_ids),), dtype=torch.int64),
         }
-        if self.transforms is not None:
-            img, target = self.transforms(img, target)
         return img, target
 
     def __len__(self):
@@ -139,24 +109,9 @@ def collate_fn(batch):
     return tuple(zip(*batch, strict=True))
 
 
-def main(wrap, folder, num_workers=0, start_method="fork", flip=False, permuted=False):
+def main(wrap, folder, flip=False, permuted=False, **options):
     """Collect the batches of three epochs."""
-    if not (folder / "PNGImages").exists():
-        make(folder)
-    torch.manual_seed(0)
+    make(folder)
     dataset = PennFudanDataset(folder, permuted=permuted)
     dataset = wrap(dataset, transform=random_flip) if flip else wrap(dataset)
-    loader = DataLoader(
-        dataset,
-        batch_size=4,
-        shuffle=True,
-        num_workers=num_workers,
-        multiprocessing_context=start_method if num_workers else None,
-        persistent_workers=start_method == "spawn",
-        collate_fn=collate_fn if start_method == "spawn" else lambda batch: tuple(zip(*batch)),  # noqa: B905
-    )
-    return [list(loader) for epoch in range(3)]
-
-
-if __name__ == "__main__":
-    run(main)
+    return epochs(dataset, 4, collate_fn=collate_fn, **options)

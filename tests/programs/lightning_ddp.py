@@ -1,16 +1,12 @@
 """Lightning: a small classifier on two processes of DDP, each of which finds the cache by its name."""
 
 import os
-import time
 
 import lightning
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tests.programs.running import run
 from tests.support.processes import leave_process_group
-
-COUNT = 64
 
 
 class Digits(Dataset):
@@ -23,16 +19,14 @@ class Digits(Dataset):
         return self.count
 
     def __getitem__(self, idx):
-        time.sleep(0.001)
-        generator = torch.Generator().manual_seed(self.first + idx)
         label = (self.first + idx) % 10
-        return torch.rand(1, 8, 8, generator=generator) + label / 10, label
+        return torch.rand(1, 8, 8, generator=torch.Generator().manual_seed(self.first + idx)) + label / 10, label
 
 
 class Classifier(lightning.LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.ReLU(), torch.nn.Linear(16, 10))
+        self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
         self.seen = []
 
     def training_step(self, batch, batch_idx):
@@ -50,47 +44,17 @@ class Classifier(lightning.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
-class Data(lightning.LightningDataModule):
-    def __init__(self, wrap, num_workers, name):
-        super().__init__()
-        self.wrap, self.num_workers, self.name = wrap, num_workers, name
-
-    def setup(self, stage):
-        self.train = self.wrap(Digits(0, COUNT), name=f"{self.name}-train", fingerprint="v1")
-        self.val = self.wrap(Digits(1000, COUNT // 4), name=f"{self.name}-val", fingerprint="v1")
-
-    def train_dataloader(self):
-        return DataLoader(self.train, batch_size=8, shuffle=True, num_workers=self.num_workers)
-
-    def val_dataloader(self):
-        return DataLoader(self.val, batch_size=8, num_workers=self.num_workers)
-
-
-def main(wrap, folder, strategy="ddp", num_workers=0, name="digits", devices=2):
+def main(wrap, folder, num_workers, name):
     """Train for three epochs; return the rank's losses, the logged metrics and the weights."""
     lightning.seed_everything(0, verbose=False)
+    train = wrap(Digits(0, 64), name=f"{name}-train", fingerprint="v1")
+    val = wrap(Digits(1000, 16), name=f"{name}-val", fingerprint="v1")
+    loaders = [DataLoader(each, batch_size=8, shuffle=each is train, num_workers=num_workers) for each in (train, val)]
+    names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "default_root_dir": folder}
+    trainer = lightning.Trainer(max_epochs=3, **options, **dict.fromkeys(names, False))
     model = Classifier()
-    trainer = lightning.Trainer(
-        max_epochs=3,
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
-    if strategy == "ddp":
-        trainer.fit(model, datamodule=Data(wrap, num_workers, name))
-        leave_process_group()
-    else:  # forked: the loaders are made here, and their caches go with the processes
-        data = Data(wrap, num_workers, name)
-        data.setup("fit")
-        trainer.fit(model, data.train_dataloader(), data.val_dataloader())
+    trainer.fit(model, *loaders)
+    leave_process_group()
     metrics = {key: value.cpu() for key, value in trainer.callback_metrics.items()}
     return os.environ.get("LOCAL_RANK", "0"), model.seen, metrics, dict(model.state_dict())
-
-
-if __name__ == "__main__":
-    run(main)

@@ -3,16 +3,13 @@
 import monai
 import nibabel
 import numpy as np
-import torch
 from monai.data import DataLoader, Dataset, decollate_batch, list_data_collate
 from monai.transforms import Compose, EnsureChannelFirstd, LoadImaged, RandFlipd, RandGaussianNoised, ScaleIntensityd
 
-from tests.programs.running import run
-
-COUNT = 24
+KEYS = ["img", "seg"]
 
 
-def make(folder, suffix, count=COUNT):
+def make(folder, suffix, count):
     rng = np.random.default_rng(0)
     for number in range(count):
         image = rng.random((8, 8, 6)).astype(np.float32)
@@ -24,37 +21,23 @@ def make(folder, suffix, count=COUNT):
                 nibabel.save(nibabel.Nifti1Image(volume, np.diag([1.0, 1.0, 2.5, 1.0])), path)
 
 
-def make_dataset(folder, suffix, count=COUNT, random=()):
+def make_dataset(folder, suffix, count=24, random=()):
     if not list(folder.glob(f"*{suffix}")):
         make(folder, suffix, count)
     images, segs = sorted(folder.glob(f"img*{suffix}")), sorted(folder.glob(f"seg*{suffix}"))
     files = [{"img": str(img), "seg": str(seg)} for img, seg in zip(images, segs, strict=True)]
-    transforms = Compose(
-        [
-            LoadImaged(keys=["img", "seg"]),
-            EnsureChannelFirstd(keys=["img", "seg"], channel_dim="no_channel"),
-            ScaleIntensityd(keys="img"),
-            *random,
-        ]
-    )
-    return Dataset(data=files, transform=transforms)
+    steps = [LoadImaged(KEYS), EnsureChannelFirstd(KEYS, channel_dim="no_channel"), ScaleIntensityd(keys="img"), *random]
+    return Dataset(data=files, transform=Compose(steps))
 
 
 def main(wrap, folder, suffix=".npy", num_workers=0, start_method="fork", augment=False):
-    """Collect the batches of three epochs, and take the last ones apart again."""
+    """Collect the batches of three epochs, and take them apart again."""
     monai.utils.set_determinism(seed=0)
-    random = [RandFlipd(keys=["img", "seg"], prob=0.5, spatial_axis=0), RandGaussianNoised(keys="img", prob=0.5)]
+    random = [RandFlipd(KEYS, prob=0.5, spatial_axis=0), RandGaussianNoised(keys="img", prob=0.5)]
     dataset = wrap(make_dataset(folder, suffix, random=random if augment else ()))
-    loader = DataLoader(
-        dataset,
-        batch_size=4,
-        shuffle=True,
-        num_workers=num_workers,
-        collate_fn=list_data_collate,
-        pin_memory=torch.cuda.is_available(),
-        multiprocessing_context=start_method if num_workers else None,
-        persistent_workers=num_workers > 0,
-    )
+    context = start_method if num_workers else None
+    workers = {"num_workers": num_workers, "multiprocessing_context": context, "persistent_workers": num_workers > 0}
+    loader = DataLoader(dataset, batch_size=4, shuffle=True, collate_fn=list_data_collate, **workers)
     results = []
     for _epoch in range(3):
         for batch in loader:
@@ -63,7 +46,3 @@ def main(wrap, folder, suffix=".npy", num_workers=0, start_method="fork", augmen
             else:
                 results.append((batch["img"], batch["seg"], batch["img"].meta, decollate_batch(batch)))
     return results
-
-
-if __name__ == "__main__":
-    run(main)

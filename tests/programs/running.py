@@ -1,21 +1,24 @@
-"""Runs a program of this folder, plain or with the one line, and writes down what came of it.
+"""Runs programs of this folder, plain or with the one line, and writes down what came of them.
 
-    python -m tests.programs.vision plain|cached|both FOLDER OPTIONS OUT
+    python -m tests.programs.running PROGRAM plain|cached FOLDER OPTIONS OUT
+    python -m tests.programs.running rows '[["PROGRAM", OPTIONS], ...]'
 
-OPTIONS are those of the program, as JSON. OUT becomes a pickle of plain values: see `run`. "both" are two processes at a time,
-which work in the folders "plain" and "cached" of this one; what the program imports is imported once.
+OPTIONS are those of the program's ``main``, as JSON. OUT becomes a pickle of plain values: see `run`. Rows run one by one, each
+as two processes at a time, in the folders "0/plain", "0/cached", "1/plain" and so on, where OUT is "out.pickle".
 """
 
+import importlib
 import json
 import logging
 import os
 import pickle
+import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 from benchmark.support.describe import describe, difference
 from stocache import CachedDataset
@@ -28,6 +31,15 @@ _handler.setFormatter(logging.Formatter(f"{WARNED} %(message)s"))
 logging.getLogger("stocache").addHandler(_handler)
 
 
+def epochs(dataset, batch_size=8, num_workers=0, start_method="fork", **options):
+    """Return the batches of three epochs of a loader."""
+    torch.manual_seed(0)
+    context = start_method if num_workers else None
+    workers = {"num_workers": num_workers, "multiprocessing_context": context, "persistent_workers": context == "spawn"}
+    loader = DataLoader(dataset, batch_size, **{"shuffle": True} | workers | options)
+    return [list(loader) for _epoch in range(3)]
+
+
 class Transformed(Dataset):
     """What ``CachedDataset(dataset, transform=...)`` is, without a cache."""
 
@@ -38,13 +50,7 @@ class Transformed(Dataset):
         return len(self.dataset)
 
     def __getitem__(self, idx):
-        sample = self.dataset[idx]
-        if not isinstance(self.transform, dict):
-            return self.transform(sample)
-        parts = list(sample)
-        for key, transform in self.transform.items():
-            parts[key] = transform(parts[key])
-        return type(sample)(parts)
+        return self.transform(self.dataset[idx])
 
 
 def plain(dataset, transform=None, **options):
@@ -67,34 +73,43 @@ class Cached:
         return cached
 
 
-def both() -> None:
-    """Go on as two processes, one for each way; the first process waits for them, and ends."""
-    ways = {}
-    for way in ("plain", "cached"):
-        pid = os.fork()
-        if pid == 0:
-            os.chdir(way)
-            sys.argv[1] = way  # also for the ranks that Lightning starts
-            return
-        ways[pid] = way
-    statuses = {way: os.waitpid(pid, 0)[1] for pid, way in ways.items()}
-    sys.exit(f"statuses: {statuses}" if any(statuses.values()) else 0)
-
-
-def run(main: Callable[..., Any]) -> None:
-    """Run ``main(wrap, folder, **options)`` as the command line says, and write its results, described.
+def run(program: str, way: str, folder: str, options: str, out: str) -> None:
+    """Run ``main(wrap, folder, **options)`` of a program, and write its results, described.
 
     The pickle holds a dict: "results"; of each wrapped dataset its "stats" at the end; and what wrapping it has changed in the
     dataset, "changes". Other ranks than the first write theirs beside it.
     """
-    if sys.argv[1] == "both":
-        both()
-    way, folder, options, out = sys.argv[1:]
     wrap = Cached() if way == "cached" else plain
-    results = main(wrap, Path(folder), **json.loads(options))
+    results = importlib.import_module(f"tests.programs.{program}").main(wrap, Path(folder), **json.loads(options))
     done = {"results": describe(results), "stats": [], "changes": []}
     if isinstance(wrap, Cached):
         done["stats"] = [vars(cache.stats()) for cache in wrap.caches]
         done["changes"] = wrap.changes
     rank = os.environ.get("LOCAL_RANK", "0")
     Path(out if rank == "0" else f"{out}.{rank}").write_bytes(pickle.dumps(done))
+
+
+def run_rows(rows: list[tuple[str, dict[str, Any]]]) -> None:
+    """Run each row in two processes, one for each way; what the programs import is imported once, here."""
+    for number, (program, options) in enumerate(rows):
+        importlib.import_module(f"tests.programs.{program}")
+        ways = {}
+        for way in ("plain", "cached"):
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(400)  # one that hangs ends, and says so by its status
+                Path(f"{number}/{way}/data").mkdir(parents=True)
+                os.chdir(f"{number}/{way}")
+                sys.argv[1:] = program, way, "data", json.dumps(options), "out.pickle"  # also for the ranks of Lightning
+                run(*sys.argv[1:])
+                return
+            ways[pid] = way
+        statuses = {way: os.waitpid(pid, 0)[1] for pid, way in ways.items()}
+        if any(statuses.values()):
+            sys.exit(f"{program} {options}: statuses {statuses}")
+
+
+if __name__ == "__main__":
+    from tests.programs import running  # under this name, programs import it, too
+
+    running.run_rows(json.loads(sys.argv[2])) if sys.argv[1] == "rows" else running.run(*sys.argv[1:])

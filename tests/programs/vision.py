@@ -1,26 +1,17 @@
-"""The plain torchvision style: an ImageFolder over photographs, split at random into train and val, transforms inside."""
+"""The plain torchvision style: an ImageFolder for train and one for val, transforms inside. That of val is set late."""
 
-import os
 import random
-from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Subset
+from PIL import Image
+from torch.utils.data import Subset
 
-from tests.programs.running import run
-from tests.support.lookalikes import (
-    CenterCrop,
-    Compose,
-    ImageFolder,
-    Normalize,
-    RandomHorizontalFlip,
-    RandomResizedCrop,
-    Resize,
-    ToTensor,
-)
+from tests.programs.running import epochs
+from tests.support import lookalikes as look
+from tests.support.lookalikes import ImageFolder
 
-SIZE = 96
+NORMALIZE = look.Normalize([0.485, 0.456, 0.406], [0.2] * 3)
 
 
 def jitter(image):
@@ -29,17 +20,9 @@ def jitter(image):
     return image.flip(-1) if random.random() < 0.5 else image
 
 
-TRAIN = Compose(
-    [
-        Resize(SIZE),
-        RandomResizedCrop(64),
-        RandomHorizontalFlip(),
-        ToTensor(),
-        jitter,
-        Normalize([0.485, 0.456, 0.406], [0.2] * 3),
-    ]
-)
-VAL = Compose([Resize(SIZE), CenterCrop(64), ToTensor(), Normalize([0.485, 0.456, 0.406], [0.2] * 3)])
+RANDOM = [look.RandomResizedCrop(32), look.RandomHorizontalFlip()]
+TRAIN = look.Compose([look.Resize(48), *RANDOM, look.ToTensor(), jitter, NORMALIZE])
+VAL = look.Compose([look.Resize(48), look.CenterCrop(32), look.ToTensor(), NORMALIZE])
 
 
 def seed_worker(worker_id):
@@ -48,35 +31,22 @@ def seed_worker(worker_id):
     random.seed(seed)
 
 
+def make(root):
+    rng = np.random.default_rng(0)
+    for number in range(48):
+        (root / f"class{number % 4}").mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 256, (50 + number % 5, 60, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(root / f"class{number % 4}" / f"{number}.jpg")
+
+
 def main(wrap, folder, num_workers=0, start_method="fork", **options):
-    """Collect the batches of three epochs of training and validation."""
-    if not (folder / "train").exists():
-        for photo in sorted(Path(os.environ["STOCACHE_TEST_PHOTOS"]).glob("*.JPEG")):
-            name = photo.stem.split("_")[-1][0].lower()
-            (folder / "train" / name).mkdir(parents=True, exist_ok=True)
-            (folder / "train" / name / photo.name).symlink_to(photo)
+    """Collect the batches of three epochs of training and of validation."""
+    make(folder / "train")
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(1)
-    whole = ImageFolder(folder / "train", transform=TRAIN), ImageFolder(folder / "train", transform=VAL)
-    indices = torch.randperm(len(whole[0]), generator=generator).tolist()
-    datasets = [wrap(Subset(whole[0], indices[:128]), **options), wrap(Subset(whole[1], indices[128:]), **options)]
-    loaders = [
-        DataLoader(
-            dataset,
-            batch_size=32,
-            shuffle=dataset is datasets[0],
-            num_workers=num_workers,
-            worker_init_fn=seed_worker,
-            generator=generator,
-            multiprocessing_context=start_method if num_workers else None,
-            persistent_workers=num_workers > 0,
-        )
-        for dataset in datasets
-    ]
-    return [list(loader) for epoch in range(3) for loader in loaders]
-
-
-if __name__ == "__main__":
-    run(main)
+    indices = torch.randperm(48, generator=torch.Generator().manual_seed(1)).tolist()
+    train = wrap(Subset(ImageFolder(folder / "train", transform=TRAIN), indices[:36]), **options)
+    val = wrap(ImageFolder(folder / "train"), **options)
+    val.transform = VAL  # as timm's create_loader does
+    workers = {"num_workers": num_workers, "start_method": start_method, "worker_init_fn": seed_worker}
+    return [epochs(dataset, shuffle=dataset is train, **workers) for dataset in (train, val)]

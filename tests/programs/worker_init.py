@@ -2,9 +2,9 @@
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
-from tests.programs.running import run
+from tests.programs.running import epochs
 
 COUNT, SIZE = 100, 48
 
@@ -32,21 +32,7 @@ def worker_init_fn(worker_id):
 def main(wrap, folder, start_method="fork", **options):
     """Collect the batches of three epochs; ``options`` are of the cache."""
     path = folder / "records.bin"
-    path.write_bytes(np.random.default_rng(0).integers(0, 256, COUNT * SIZE, dtype=np.uint8).tobytes())
+    path.write_bytes(np.random.default_rng(0).bytes(COUNT * SIZE))
     if options.pop("example", False):
         options["example"] = (torch.zeros(SIZE, dtype=torch.uint8), 0)
-    torch.manual_seed(0)
-    dataset = wrap(Records(path), **options)
-    loader = DataLoader(
-        dataset,
-        batch_size=16,
-        shuffle=True,
-        num_workers=2,
-        worker_init_fn=worker_init_fn,
-        multiprocessing_context=start_method,
-    )
-    return [list(loader) for epoch in range(3)]
-
-
-if __name__ == "__main__":
-    run(main)
+    return epochs(wrap(Records(path), **options), 16, 2, start_method, worker_init_fn=worker_init_fn)

@@ -4,13 +4,16 @@ They have the names and modules of torchvision's classes, by which these are rec
 same way. They pickle by a function, as their modules may not exist. Their code is our own.
 """
 
+import contextlib
 import math
 import os
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.utils.data import Dataset
+
+with contextlib.suppress(ImportError):  # names of transforms can be looked at without
+    from PIL import Image
 
 V1, V2, DATASETS = "torchvision.transforms.transforms", "torchvision.transforms.v2._transform", "torchvision.datasets.vision"
 
@@ -47,34 +50,38 @@ class Compose:
         return img
 
 
-@_of(V1)
-class Resize:
-    """The shorter side to ``size``."""
-
+class _Sized:
     def __init__(self, size):
         self.size = size
+
+    def __repr__(self):
+        return f"{type(self).__name__}(size={self.size})"
+
+    def crop(self, img, left, top):
+        return img.crop((left, top, left + self.size, top + self.size))
+
+
+@_of(V1)
+class Resize(_Sized):
+    """The shorter side to ``size``."""
 
     def __call__(self, img):
         scale = self.size / min(img.size)
-        return img.resize(
-            (max(self.size, int(img.width * scale)), max(self.size, int(img.height * scale))), Image.Resampling.BILINEAR
-        )
-
-    def __repr__(self):
-        return f"Resize(size={self.size})"
+        sides = [max(self.size, int(side * scale)) for side in img.size]
+        return img.resize(sides, Image.Resampling.BILINEAR)
 
 
 @_of(V1)
-class CenterCrop:
-    def __init__(self, size):
-        self.size = size
-
+class CenterCrop(_Sized):
     def __call__(self, img):
-        left, top = (img.width - self.size) // 2, (img.height - self.size) // 2
-        return img.crop((left, top, left + self.size, top + self.size))
+        return self.crop(img, (img.width - self.size) // 2, (img.height - self.size) // 2)
 
-    def __repr__(self):
-        return f"CenterCrop(size={self.size})"
+
+@_of(V1)
+class RandomCrop(_Sized):
+    def __call__(self, img):
+        left = int(torch.randint(0, img.width - self.size + 1, (1,)))
+        return self.crop(img, left, int(torch.randint(0, img.height - self.size + 1, (1,))))
 
 
 @_of(V1)
@@ -107,17 +114,6 @@ class RandomHorizontalFlip:
 
     def __call__(self, img):
         return img.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if torch.rand(1) < self.p else img
-
-
-@_of(V1)
-class RandomCrop:
-    def __init__(self, size):
-        self.size = size
-
-    def __call__(self, img):
-        left = int(torch.randint(0, img.width - self.size + 1, (1,)))
-        top = int(torch.randint(0, img.height - self.size + 1, (1,)))
-        return img.crop((left, top, left + self.size, top + self.size))
 
 
 @_of(V1)

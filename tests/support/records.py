@@ -9,6 +9,7 @@ import torch
 
 from stocache.shm import layout, registry
 from stocache.timing.record import ROW_WORDS, WAIT_NS, Record
+from tests.support.processes import in_child
 
 FOLDER = Path(registry.directory_of())
 
@@ -21,19 +22,19 @@ class Squares(torch.utils.data.Dataset):
         return torch.tensor([idx, idx * idx])
 
 
-def leave_loader_behind(cache_name, rank=0):
-    """Have a killed process leave the record of a loader; return the process."""
-    pid = os.fork()
-    if pid == 0:
+def leave_loader_behind(cache_name, rank=0, uid=None):
+    """Have a killed process leave the record of a loader."""
+
+    def act():
         kept = Record(0, False, cache_name, rank)
         kept.main.add(WAIT_NS, 5)
         os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return pid
+
+    assert in_child(act, uid=uid) == signal.SIGKILL
 
 
-def forge(name, identity=None, facts=None, rows=1, control=None):
-    """Write the file of a loader as another process might; return its path."""
+def forge(name="c.loader-1-0", identity=None, facts=None, rows=1, control=None, size=None):
+    """Write the file of a loader as another process might, and cut it to a size; return its path."""
     identity = {"loader": name, "cache": "c", "rank": 0, "pid": 1} if identity is None else identity
     facts = {"dataset_len": 0, "capacity": 0, "rows": rows} if facts is None else facts
     descriptor = json.dumps({"identity": identity, "facts": facts, "created": 1.0}).encode()
@@ -43,5 +44,7 @@ def forge(name, identity=None, facts=None, rows=1, control=None):
     plan = layout.Layout.for_sizes(rows * ROW_WORDS * 8 if control is None else len(control), 0, descriptor)
     plan.allocate(fd)
     os.pwrite(fd, control or b"", plan.control_at)
+    if size is not None:
+        os.ftruncate(fd, size)
     os.close(fd)
     return path

@@ -17,23 +17,26 @@ def shown(view, width):
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
-def in_terminal(width, *arguments, until=None):
-    """The output of a command in a pseudo-terminal; ``q`` is typed as soon as it matches ``until``."""
+def in_terminal(width, *arguments, until=None, meanwhile=lambda: None):
+    """The lines of a command in a pseudo-terminal; ``q`` is typed as soon as the output matches ``until``.
+
+    ``meanwhile`` is called before each piece of output is read.
+    """
     ours, theirs = pty.openpty()
     terminal = {"TERM": "xterm", "COLUMNS": str(width), "LINES": "30", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "stocache", *arguments]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | terminal)
     os.close(theirs)
-    text, typed = b"", False
+    text, typed = "", False
     while True:
+        meanwhile()
         try:
-            piece = os.read(ours, 65536)
+            text += os.read(ours, 65536).decode(errors="replace")
         except OSError:  # the other end is closed
             break
-        text += piece
-        if until and not typed and re.search(until, text.decode(errors="replace")):
-            os.write(ours, b"q")
+        if until and not typed and re.search(until, text):
+            os.write(ours, b"xq")
             typed = True
     os.close(ours)
-    process.wait(20)
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "\n", text.decode(errors="replace")).replace("\r", "").splitlines()
+    assert process.wait(60) == 0, text[-2000:]
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "\n", text).replace("\r", "").splitlines()

@@ -1,0 +1,224 @@
+"""stocache bench module:function, and stocache advise module:function."""
+
+import csv
+import sys
+
+import pytest
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import Dataset
+
+from stocache.advice import advise
+from stocache.cli.bench import sweep_dataset
+from stocache.cli.dataset import PartlyCached, describe_error
+from stocache.errors import LimitError
+
+MODULE = """
+import torch
+from torch.utils.data import IterableDataset
+from stocache import CachedDataset
+
+class Numbers:
+    def __init__(self, length, breaks=None):
+        self.length, self.breaks = length, breaks
+    def __len__(self):
+        return self.length
+    def __getitem__(self, idx):
+        if idx == self.breaks:
+            raise ValueError(f"sample {idx}\\nis broken")
+        return {"x": torch.full((3,), float(idx)), "label": idx}
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield 1
+
+class BadLength:
+    def __getitem__(self, idx):
+        return idx
+    def __len__(self):
+        raise ValueError("no index file")
+
+def raises():
+    raise FileNotFoundError("no folder photos\\nhere")
+
+def leaves():
+    raise SystemExit("usage: train.py DATA")
+
+def needs(argument):
+    pass
+
+numbers, one, empty, broken = lambda: Numbers(40), lambda: Numbers(1), lambda: Numbers(0), lambda: Numbers(40, 7)
+nothing, a_path, cached = lambda: None, lambda: "photos/train", lambda: CachedDataset([1, 2], 1)
+endless, bad_length = Endless, BadLength
+tensors = [torch.zeros(2, 4)]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _modules(tmp_path, monkeypatch):
+    """Be in a folder with modules, which are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    syntax, imports, exits = "def f(:", "import not_there_at_all", "raise SystemExit('usage: bad_main.py')"
+    modules = {"own_data": MODULE, "bad_syntax": syntax, "bad_import": imports, "bad_main": exits}
+    for name, text in modules.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    yield
+    for name in modules:
+        sys.modules.pop(name, None)
+
+
+# ---------------------------------------------------------------------------------------------------- advise
+
+
+def test_advise_measures_as_it_is_told_and_prints_what_it_finds(run, monkeypatch):
+    given = []
+
+    def measure(dataset, **options):
+        given.append((len(dataset), options))
+        return "Numbers\n  DataLoader(...)"
+
+    monkeypatch.setattr(advise, "advise", measure)
+    result = run("advise", "own_data:numbers", "--step-ms", 40, "--batch-size", 7, "--batch-size", 8, "--time-limit-s", 9)
+    assert (result.exit_code, result.stdout) == (0, "Numbers\n  DataLoader(...)\n")
+    assert run("advise", "own_data:one").exit_code == 0
+    assert given == [
+        (40, {"step_ms": 40, "batch_size": [7, 8], "time_limit_s": 9}),
+        (1, {"step_ms": 0, "batch_size": 32, "time_limit_s": 60}),
+    ]
+
+
+@pytest.mark.slow
+def test_advise_prints_settings_and_their_code(run):
+    result = run("advise", "own_data:numbers", "--time-limit-s", 8)
+    assert result.exit_code == 0, result.output
+    assert "Numbers: 40 samples" in result.stdout
+    assert result.stdout.count("DataLoader(") >= 2
+
+
+def test_what_cannot_be_advised_is_said_in_one_line(run, monkeypatch):
+    result = run("advise", "own_data:broken")
+    assert (result.exit_code, result.stdout) == (2, "")
+    message = "own_data:broken: a sample cannot be loaded: ValueError: sample 7 is broken (own_data.py, line "
+    assert message in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+
+    def measure(dataset, **options):
+        raise LimitError("step_ms must\nbe finite.")
+
+    monkeypatch.setattr(advise, "advise", measure)
+    result = run("advise", "own_data:numbers", "--step-ms", "nan")
+    assert (result.exit_code, result.output) == (2, "step_ms must be finite.\n")
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("nowhere_at_all:f", "module 'nowhere_at_all' cannot be imported: ModuleNotFoundError: No module named"),
+        ("bad_syntax:f", "module 'bad_syntax' cannot be imported: SyntaxError: "),
+        ("bad_import:f", "cannot be imported: ModuleNotFoundError: No module named 'not_there_at_all' (bad_import.py, line 1)"),
+        ("bad_main:f", "module 'bad_main' cannot be imported: SystemExit: usage: bad_main.py"),
+        (":f", "':f' is not module:function"),
+        ("own_data:", "'own_data:' is not module:function"),
+        ("own_data:f", "own_data.py does not exist."),
+        ("own_data:tensors", "own_data.py is not a function but [tensor([[0., 0., 0., 0.], [0., 0., 0., 0.]"),
+        ("own_data:raises", "own_data:raises raised FileNotFoundError: no folder photos here (own_data.py, line "),
+        ("own_data:leaves", "own_data:leaves raised SystemExit: usage: train.py DATA"),
+        ("own_data:needs", "own_data:needs raised TypeError: needs() missing 1 required positional argument"),
+        ("own_data:nothing", "own_data:nothing returned None: NoneType has no samples by number"),
+        ("own_data:a_path", "own_data:a_path returned 'photos/train' (str). Return a map-style dataset"),
+        ("own_data:endless", "(Endless): Endless has no samples by number, which a cache needs. Return a map-style dataset"),
+        ("own_data:bad_length", "returned BadLength, whose __len__ raised ValueError: no index file"),
+        ("own_data:cached", "returned a CachedDataset. Return the dataset in it"),
+        ("own_data:empty", "own_data:empty returned Numbers of length 0. There is nothing to measure."),
+    ],
+)
+@pytest.mark.quick
+def test_a_function_that_gives_no_dataset_is_named_in_one_line(run, where, message):
+    result = run("advise", where)
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert message in line
+    assert "(dataset.py, line" not in line  # where this command called it
+
+
+# ---------------------------------------------------------------------------------------------------- bench
+
+
+@pytest.mark.leaves_descriptors
+@pytest.mark.parametrize(("function", "samples", "workers"), [("numbers", 40, 0), ("numbers", 40, 1), ("one", 1, 0)])
+def test_bench_measures_a_dataset(run, tmp_path, function, samples, workers):
+    pytest.importorskip("matplotlib", reason="needs the extra bench")
+    options = ("--workers", workers, "--batch-size", 7, "--fractions", "0,25,100", "--out", "new/results")
+    result = run("bench", f"own_data:{function}", *options)
+    assert result.exit_code == 0, result.output
+    told = f"{samples} sample{'s' * (samples > 1)} of own_data:{function}, Numbers, files left in the page cache"
+    assert told in result.output
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in result.stdout.splitlines() if line.startswith("|")]
+    if samples == 40:
+        reads = [("0%", "40", "40", "0.0%"), ("25%", "40", "30", "25.0%"), ("100%", "40", "0", "100.0%")]
+        assert [(line[0], *line[5:8]) for line in lines[2:]] == reads
+        with (tmp_path / "new" / "results" / "stocache-bench.csv").open() as file:
+            assert [float(row["warm_hit_rate"]) for row in csv.DictReader(file)] == [0.0, 0.25, 1.0]
+
+
+def test_a_sample_that_bench_cannot_load_is_named_in_one_line(run):
+    pytest.importorskip("matplotlib", reason="needs the extra bench")
+    for fractions in ("0", "100"):
+        result = run("bench", "own_data:broken", "--workers", 0, "--fractions", fractions)
+        assert result.exit_code == 2
+        last = result.stderr.splitlines()[-1]
+        assert "own_data:broken: a sample cannot be loaded or cached: ValueError: sample 7 is broken" in last
+        assert "Traceback" not in result.output
+
+
+def test_the_error_of_a_worker_is_described_by_its_last_line():
+    try:
+        raise KeyError("photos\n7")
+    except KeyError:
+        told = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(KeyError, match="Original Traceback") as caught:
+        told.reraise()
+    assert describe_error(caught.value) == r"KeyError: 'photos\n7'"
+
+
+def test_bench_refuses_options_for_photos_and_what_is_no_dataset(run):
+    pytest.importorskip("matplotlib", reason="needs the extra bench")
+    for option in (("--size", 8), ("--repeat-folder", 2), ("--photos", 9), ("--warm-pages",)):
+        result = run("bench", "own_data:numbers", *option)
+        told = f"{option[0]} is for photos. Leave it out for a dataset of yours.\n"
+        assert (result.exit_code, result.stderr) == (2, told)
+    result = run("bench", "own_data:empty")
+    assert (result.exit_code, "returned Numbers of length 0" in result.stderr) == (2, True)
+
+
+class Varying(Dataset):
+    """Samples of varying size."""
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, idx):
+        return torch.arange(idx), "x" * idx
+
+
+def test_batches_that_torch_does_not_collate_remain_lists():
+    epochs = sweep_dataset(Varying(), (0.5, 1), workers=1, batch_size=4)
+    assert [(epoch.fraction, epoch.phase, epoch.samples, epoch.reads) for epoch in epochs] == [
+        (0.5, "cold", 30, 30), (0.5, "warm", 30, 15), (1, "cold", 30, 30), (1, "warm", 30, 0),
+    ]  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("share", [0, 0.1, 1])
+def test_a_partly_cached_dataset_has_the_samples_of_the_dataset(share):
+    partly = PartlyCached(Varying(), share)
+    for epoch in range(2):
+        samples, reads = zip(*[partly[idx] for idx in range(len(partly))], strict=True)
+        for idx, sample in enumerate(samples):
+            assert torch.equal(sample[0], torch.arange(idx))
+            assert sample[1] == "x" * idx
+        if epoch:
+            assert sum(reads) == 30 - round(30 * share)
+    assert partly.count_cached() == round(30 * share)
+    partly.close()

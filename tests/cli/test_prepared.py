@@ -1,0 +1,466 @@
+"""The commands prepare, inspect and check: what they make, show and find; what is wrong is said in one or two lines."""
+
+import errno
+import json
+import logging
+import multiprocessing
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import stocache
+from stocache import OnDiskBlockDataStorage, prepare
+from stocache.cli.app import app
+from stocache.preparation.sources import ImageFolder
+from stocache.storage import local
+from stocache.system import limits
+from stocache.system.limits import Memory
+from tests.support.processes import in_child, wait_until
+
+ANOTHER_USER = 54321 if os.geteuid() == 0 else os.geteuid()
+
+
+def command(*arguments):
+    """Return the exit code of a command, and the lines that it prints, without progress bars."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, lines_of(result.output)
+
+
+def lines_of(output):
+    return [text for line in output.splitlines() if (text := re.split(r"/s\]|s/\w+\]", line)[-1].strip())]
+
+
+def run_prepare(*arguments, blocks=2, workers=0):
+    return command("prepare", *arguments, "--block-size", blocks, "--workers", workers)
+
+
+def fails(outcome, message):
+    """Whether a command failed with one line that says so."""
+    code, lines = outcome
+    assert (code, len(lines), message in "".join(lines)) == (1, 1, True), lines
+    return True
+
+
+@pytest.fixture
+def place():
+    """A folder that another user may use, too, with 10 files that are called photos."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o777)
+    (folder / "photos").mkdir()
+    for number in range(10):
+        (folder / "photos" / f"{number}.jpg").write_bytes(bytes([number]) * 100)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def photos(place):
+    return place / "photos"
+
+
+@pytest.fixture
+def out(place):
+    return place / "out"
+
+
+@pytest.fixture
+def prepared(photos, out):
+    """A prepared folder of 5 blocks."""
+    assert run_prepare(photos, out)[0] == 0
+    return out
+
+
+def blocks_of(out):
+    return sorted((out / "blocks").iterdir())
+
+
+def everything(out):
+    with OnDiskBlockDataStorage(out) as storage:
+        return [storage.load_sample(idx) for idx in range(len(storage))]
+
+
+def numbers(out):
+    """The photos in a prepared folder."""
+    return [int(sample["name"].removesuffix(".jpg")) for sample in everything(out)]
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+# ---------------------------------------------------------------------------------------------------- prepare
+
+
+def test_prepare_says_how_to_use_what_it_made(place, out):
+    for number in range(4):
+        folder = place / "classes" / ("odd" if number % 2 else "even")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}.jpg").write_bytes(bytes([number]))
+    code, [line] = run_prepare(place / "classes", out, blocks=3)
+    size = limits.format_size(sum(path.stat().st_size for path in blocks_of(out)))
+    told, _, call = line.partition(" In Python: ")
+    assert (code, told) == (0, f"{out}: 4 samples in 2 blocks of 3, {size}.")
+    dataset = eval(call, {"stocache": stocache})
+    assert dataset[1] == {"image": b"\2", "name": "even/2.jpg", "label": 0}
+    assert dataset.storage.load_dataset_info() == {"classes": ["even", "odd"]}
+
+
+def test_prepare_takes_the_options_of_prepare(tmp_path):
+    array = np.random.default_rng(0).integers(0, 9, (50, 25))
+    np.save(tmp_path / "a.npy", array)
+    options = ("--workers", 0, "--block-bytes", "1000", "--shuffle-seed", 3, "--fingerprint", "v1")
+    assert command("prepare", tmp_path / "a.npy", tmp_path / "out", *options)[0] == 0
+    expected = prepare(array, tmp_path / "2", block_bytes=1000, shuffle_seed=3, fingerprint="v1", info={}, progress=False)
+    assert all(map(np.array_equal, everything(tmp_path / "out"), everything(tmp_path / "2")))
+    with OnDiskBlockDataStorage(tmp_path / "out") as storage:
+        assert storage.index.plan == expected.index.plan | {"source": "NpyFile"}
+        assert storage.block_size == expected.block_size == 5
+
+
+def test_images_are_resized_and_those_that_cannot_be_decoded_are_skipped(place, out):
+    image = pytest.importorskip("PIL.Image", reason="needs the extra bench")
+    photos = place / "png"
+    photos.mkdir()
+    for number in range(6):
+        image.new("RGB", (40, 40), (number, 0, 0)).save(photos / f"{number}.png")
+    os.truncate(photos / "1.png", 60)
+    (photos / "3.png").write_text("a page that says 404")
+    assert fails(run_prepare(photos, out, "--size", 8), "1.png cannot be read as an image")
+    skipping = (photos, out, "--on-error", "skip", "--size")
+    assert run_prepare(*skipping, 8)[0] == 0
+    images = [sample["image"] for sample in everything(out)]
+    assert [int(pixels[0, 0, 0]) for pixels in images] == [0, 4, 2, 5]
+    assert images[0].shape == (3, 8, 8)
+    assert f"{out} was prepared already: 4 samples" in run_prepare(*skipping, 8)[1][-1]
+    code, [first, second] = run_prepare(*skipping, 9)
+    assert (code, first.endswith("is prepared in another way: size of images of the source: 8, now 9.")) == (1, True)
+    assert "--again" in second
+
+
+def test_prepare_goes_on_where_it_was_interrupted_or_starts_again(photos, out):
+    (photos / "9.jpg").write_bytes(b"")
+    assert fails(run_prepare(photos, out), "9.jpg cannot be read as an image: it is empty")
+    made = {path.name: path.stat().st_mtime_ns for path in blocks_of(out)}
+    assert len(made) == 4
+    assert fails(run_prepare(photos, out), "9.jpg")
+    assert {path.name: path.stat().st_mtime_ns for path in blocks_of(out)} == made
+    assert fails(run_prepare(photos, out, "--no-resume"), "9.jpg")
+    assert not {path.stat().st_mtime_ns for path in blocks_of(out)} & set(made.values())
+    (photos / "9.jpg").write_bytes(b"9")
+    assert run_prepare(photos, out)[0] == 0
+    assert everything(out)[9]["image"] == b"9"
+
+
+def test_prepare_explains_what_it_cannot_do(place, photos, out):
+    assert fails(command("prepare", place / "none", out), "does not exist. Accepted: a folder of images")
+    assert fails(command("prepare", photos, photos), "which stocache did not write. Give a new folder.")
+    assert fails(command("prepare", photos, photos / "1.jpg"), "File exists")
+    assert fails(command("prepare", photos, out, "--block-bytes", "much"), "'much' is not a size")
+    for options, message in (
+        (("--block-bytes", "1MB", "--block-size", 3), "give --block-size or --block-bytes, not both"),
+        (("auto",), "auto is one argument too many, or the address of a Ray: then give --ray too."),
+        (("--on-error", "ignore"), "'ignore' is not one of 'stop', 'skip'"),
+    ):
+        code, lines = command("prepare", photos, out, *options)
+        assert (code, message in " ".join(lines)) == (2, True), lines
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_image_stops_or_is_skipped(photos, out, caplog, workers):
+    (photos / "4.jpg").write_bytes(b"")
+    message = f"{photos}/4.jpg cannot be read as an image: it is empty. Repair, convert or remove it."
+    assert run_prepare(photos, out, workers=workers) == (1, [message])
+    if workers:
+        return
+    assert run_prepare(photos, out, "--on-error", "stop") == (1, [message])
+    code, [line] = run_prepare(photos, out, "--on-error", "skip")
+    assert (code, numbers(out)) == (0, [0, 1, 2, 3, 9, 5, 6, 7, 8])
+    assert f"{out}: 9 samples in 5 blocks of 2" in line
+    notice = f"{out} lacks 1 of the 10 samples of the source, which cannot be loaded: {out}/skipped.json lists them."
+    assert [record.getMessage() for record in caplog.records] == [notice]
+    with OnDiskBlockDataStorage(out) as storage:
+        [sample] = storage.load_skipped()
+    assert (sample.index, sample.name, sample.reason) == (4, f"{photos}/4.jpg", f"StorageError: {message}")
+    assert fails(run_prepare(photos, out), f"{out} lacks 1 of 10 samples, which could not be loaded: see skipped.json. Accept")
+    assert any("1 of the source, see skipped.json" in line for line in command("inspect", out)[1])
+    assert command("check", out, "--workers", 0)[0] == 0
+    (photos / "4.jpg").write_bytes(b"4")
+    assert run_prepare(photos, out, "--on-error", "skip")[0] == 1  # the source has changed
+    assert run_prepare(photos, out, "--again")[0] == 0
+    assert numbers(out) == list(range(10))
+    assert not (out / "skipped.json").exists()
+
+
+def test_skipped_samples_are_told_in_one_line_of_stderr(run, photos, out, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("stocache"), "propagate", False)  # there is no handler, as in a process of its own
+    (photos / "4.jpg").write_bytes(b"")
+    result = run("prepare", photos, out, "--on-error", "skip", "--workers", 0)
+    notice = f"{out} lacks 1 of the 10 samples of the source, which cannot be loaded: {out}/skipped.json lists them."
+    assert (result.stdout.count("\n"), lines_of(result.stderr)) == (1, [notice])
+
+
+def test_errors_go_to_stderr_and_damage_to_stdout(run, place):
+    inspected, checked = run("inspect", place / "out"), run("check", place / "out")
+    wrong = f"{place}/out/index.json is missing: nothing was prepared there, or not completely. Prepare it.\n"
+    assert (inspected.exit_code, inspected.stdout, inspected.stderr) == (1, "", wrong)
+    assert (checked.exit_code, checked.stdout, checked.stderr) == (1, wrong, "")
+
+
+def test_rows_of_a_broken_part_of_a_parquet_file_are_skipped_and_named(place, out):
+    arrow = pytest.importorskip("pyarrow", reason="comes with the extra test")
+    from pyarrow.parquet import read_metadata, write_table
+
+    path = place / "parts" / "1.parquet"
+    path.parent.mkdir()
+    for part in range(2):
+        table = arrow.table({"n": list(range(part * 100, part * 100 + 100))})
+        write_table(table, path.with_name(f"{part}.parquet"), row_group_size=20, use_dictionary=False)
+    begin = read_metadata(path).row_group(2).column(0).data_page_offset
+    data = path.read_bytes()
+    path.write_bytes(data[:begin] + bytes(20) + data[begin + 20 :])
+    assert fails(run_prepare(path.parent, out), "1.parquet cannot be read as parquet")
+    shuffled = run_prepare(path.parent, out, "--on-error", "skip", "--shuffle-seed", 3)
+    assert fails(shuffled, "Leave out on_error='skip' (--on-error skip); for Parquet files, shuffle_seed")
+    assert run_prepare(path.parent, out, "--on-error", "skip", blocks=16)[0] == 0
+    assert sorted(sample["n"] for sample in everything(out)) == [*range(140), *range(160, 200)]
+    with OnDiskBlockDataStorage(out) as storage:
+        skipped = storage.load_skipped()
+    assert [skipped[0].name, skipped[-1].name] == [f"{path}, row 40", f"{path}, row 59"]
+
+
+# ---------------------------------------------------------------------------------------------------- unreadable
+
+
+def as_another_user(place, *commands):
+    """Run commands as a user who is not root; return their exit codes and lines."""
+    command("prepare", place / "photos", place / "photos")  # imports what that user may not be able to read
+
+    def act():
+        (place / "outcome").write_text(json.dumps([command(*arguments) for arguments in commands]))
+
+    assert in_child(act, uid=ANOTHER_USER) == 0
+    return json.loads((place / "outcome").read_text())
+
+
+def test_a_file_that_may_not_be_read_stops_or_is_skipped(place, photos, out):
+    (photos / "4.jpg").chmod(0)
+    arguments = ("prepare", photos, out, "--workers", 0, "--block-size", 2)
+    stopped, [code, _] = as_another_user(place, arguments, (*arguments, "--on-error", "skip"))
+    assert fails(stopped, "4.jpg cannot be read as an image: [Errno 13] Permission denied")
+    assert (code, numbers(out)) == (0, [0, 1, 2, 3, 9, 5, 6, 7, 8])
+    with OnDiskBlockDataStorage(out) as storage:
+        assert "Permission denied" in storage.load_skipped()[0].reason
+
+
+def test_what_may_not_be_read_or_written_is_one_line(place, photos, prepared):
+    (place / "classes" / "cats").mkdir(parents=True)
+    (place / "table.csv").write_text("a\n1\n")
+    (place / "table.npy").write_bytes(b"")
+    (place / "own").mkdir()
+    (place / "own" / "1.jpg").write_bytes(b"1")
+    (place / "mine").mkdir(mode=0o555)
+    sources = {"classes/cats": "classes", "table.csv": "table.csv", "table.npy": "table.npy", "photos": "photos"}
+    options = ("--workers", 0, "--on-error")
+    commands = [(name, ("prepare", place / source, place / f"{way}-{source}", *options, way))
+                for name, source in sources.items() for way in ("stop", "skip")]  # fmt: skip
+    commands += [("out", ("check", prepared)), ("out", ("inspect", prepared))]
+    commands += [("mine", ("prepare", place / "own", place / "mine", "--workers", 0))]
+    for name in (*sources, "out"):
+        (place / name).chmod(0)
+    outcomes = as_another_user(place, *(arguments for _, arguments in commands))
+    for (name, _), outcome in zip(commands, outcomes, strict=True):
+        assert fails(outcome, "Permission denied")
+        assert str(place / name) in outcome[1][0]
+
+
+# ---------------------------------------------------------------------------------------------------- changed or gone
+
+
+def test_an_image_that_goes_while_the_folder_is_prepared_is_told_and_not_skipped(photos, out, monkeypatch):
+    read = ImageFolder._image
+
+    def remove_and_read(source, path):
+        (photos / "7.jpg").unlink(missing_ok=True)
+        return read(source, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ImageFolder, "_image", remove_and_read)
+        outcome = run_prepare(photos, out, "--on-error", "skip")
+    assert fails(outcome, "7.jpg cannot be read as a part of the source: [Errno 2] No such file")
+    assert not (out / "skipped.json").exists()
+    assert run_prepare(photos, out, "--on-error", "skip")[0] == 0  # of what is another source now
+    assert numbers(out) == [0, 1, 2, 3, 4, 5, 6, 8, 9]
+
+
+def test_a_repair_writes_the_damaged_blocks_from_a_source_that_is_as_before(photos, prepared):
+    flip(blocks_of(prepared)[1])
+    photo = (photos / "3.jpg").rename(photos.parent / "3.jpg")
+    before = {path: path.read_bytes() for path in prepared.rglob("*") if path.is_file()}
+    code, lines = run_prepare(photos, prepared, "--repair", "--on-error", "skip")
+    assert (code, len(lines)) == (1, 2)
+    assert lines[0].startswith(f"{prepared} is prepared in another way: samples: 10, now 9; ")
+    assert {path: path.read_bytes() for path in prepared.rglob("*") if path.is_file()} == before
+    photo.rename(photos / "3.jpg")
+    code, [line] = run_prepare(photos, prepared, "--repair")
+    assert (code, line.startswith(f"{prepared} is whole: 10 samples in 5 blocks of 2, ")) == (0, True)
+    assert numbers(prepared) == list(range(10))
+
+
+def test_a_command_waits_for_the_process_that_prepares_the_folder(photos, out, monkeypatch, caplog):
+    flag, read = out.with_name("flag"), ImageFolder._image
+
+    def wait_and_read(source, path):
+        wait_until(flag.exists)
+        return read(source, path)
+
+    def prepare_slowly():
+        ImageFolder._image = wait_and_read  # in this process
+        assert run_prepare(photos, out)[0] == 0
+
+    class SetFlag(logging.Handler):
+        def emit(self, record):
+            flag.touch()
+
+    monkeypatch.setattr(local, "_REPORT_S", 0.05)
+    process = multiprocessing.get_context("fork").Process(target=prepare_slowly)
+    process.start()
+    wait_until((out / "preparing.json").exists)
+    handler = SetFlag()
+    logging.getLogger("stocache").addHandler(handler)  # which the first line about waiting calls
+    try:
+        code, [line] = run_prepare(photos, out)
+    finally:
+        logging.getLogger("stocache").removeHandler(handler)
+    process.join(60)
+    assert process.exitcode == 0
+    assert f"waiting for {out}, which is being prepared by process {process.pid} (" in caplog.text
+    process.close()
+    assert (code, ": 10 samples in 5 blocks of 2" in line) == (0, True)
+
+
+# ---------------------------------------------------------------------------------------------------- inspect and check
+
+
+def test_inspect_shows_a_tree(tmp_path):
+    samples = [
+        {"image": torch.zeros(3, 4, number + 1), "tokens": [1] * number, "meta": ("x", None if number else 1.5), "id": 2**70}
+        for number in range(3)
+    ]
+    prepare(samples, tmp_path / "out", info={"classes": ["cat"] * 1000}, fingerprint="v1", progress=False)
+    rows = [line.split(maxsplit=1) for line in command("inspect", tmp_path / "out")[1]]
+    assert ["samples", "3"] in rows
+    assert ["info", "{'classes': ['cat', 'cat', 'cat', 'cat', 'cat', 'cat', ...]}"] in rows
+    assert any(name == "plan" and "fingerprint 'v1'" in plan for name, plan in rows)
+    assert rows[5:] == [
+        ["structure", "dict"],
+        ["'image'", "tensor float32 ?x?x?"],
+        ["'tokens'", "one of"],
+        ["or", "list"],
+        ["or", "list of int ?"],
+        ["'meta'", "tuple"],
+        ["0", "str"],
+        ["1", "one of"],
+        ["or", "float"],
+        ["or", "None"],
+        ["'id'", "int"],
+    ]
+
+
+def test_inspect_names_what_samples_are_made_of(tmp_path):
+    prepare([], tmp_path / "out", progress=False)
+    assert "structure  no samples" in command("inspect", tmp_path / "out")[1]
+    assert command("check", tmp_path / "out", "--workers", 0)[1] == ["0 blocks, 0 samples, no damage"]
+    for number, (sample, line) in enumerate(
+        [
+            (torch.zeros(2, 3, dtype=torch.bfloat16), "tensor bfloat16 2x3"),
+            (np.zeros((2, 3), ">i2"), "array >i2 2x3"),
+            (np.float32(1), "scalar <f4"),
+            ([1.5, 2.5], "list of float 2"),
+            (["x"] * 17, "list of any length"),
+            (Memory, "pickled"),
+            ({}, "dict"),
+        ]
+    ):
+        prepare([sample], tmp_path / str(number), progress=False, allow_pickle=True)
+        assert command("inspect", tmp_path / str(number))[1][5].split(maxsplit=1) == ["structure", line]
+
+
+def test_inspect_as_json_is_in_bytes_and_whole_and_reads_no_blocks(prepared):
+    size = sum(path.stat().st_size for path in blocks_of(prepared))
+    shutil.rmtree(prepared / "blocks")
+    facts = json.loads("".join(command("inspect", prepared, "--json")[1]))
+    assert (facts["samples"], facts["blocks"], facts["block_size"], facts["bytes"]) == (10, 5, 2, size)
+    assert facts["structure"]["keys"] == ["image", "name"]
+    assert facts["plan"]["source"] == "ImageFolder"
+
+
+def test_inspect_shows_an_info_that_is_no_json_and_none_that_is_pickled(tmp_path):
+    prepare([1], tmp_path / "tensor", info={"mean": torch.ones(1)}, progress=False)
+    prepare([1], tmp_path / "pickled", info={"mean": Memory}, progress=False, allow_pickle=True)
+    assert "info       {'mean': tensor([1.])}" in command("inspect", tmp_path / "tensor")[1]
+    facts = json.loads("".join(command("inspect", tmp_path / "tensor", "--json")[1]))
+    assert facts["info"] == "{'mean': tensor([1.])}"
+    assert any("not shown: " in line for line in command("inspect", tmp_path / "pickled")[1])
+    os.truncate(tmp_path / "tensor" / "info.safetensors", 50)
+    assert fails(command("inspect", tmp_path / "tensor"), "info.safetensors is damaged")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_check_lists_all_damage(run, prepared, workers):
+    assert command("check", prepared, "--workers", workers) == (0, ["5 blocks, 10 samples, no damage"])
+    first, second, *_ = blocks_of(prepared)
+    flip(first)
+    second.unlink()
+    (prepared / "blocks" / "000005.safetensors").write_bytes(b"")
+    result = run("check", prepared, "--workers", workers)
+    assert result.exit_code == 1
+    assert f"stocache prepare SRC {prepared} --repair" in result.stderr
+    assert [line.partition(" (")[0].partition(". ")[0] for line in result.stdout.splitlines()] == [
+        f"{first} is damaged",
+        f"{second} is missing.",
+        f"{prepared}/blocks/000005.safetensors is not in the index: nothing reads it",
+    ]
+
+
+def test_check_covers_the_info_and_blocks_that_the_disk_fails_to_read(tmp_path, monkeypatch):
+    prepare([1], tmp_path / "out", info={"mean": torch.ones(100)}, progress=False)
+    path = tmp_path / "out" / "info.safetensors"
+    arguments = ("check", tmp_path / "out", "--workers", 0)
+    assert command(*arguments)[0] == 0
+    flip(path)
+    assert f"{path} is damaged" in command(*arguments)[1][-1]
+    path.unlink()
+    code, lines = command(*arguments)
+    assert (code, f"{path} is missing" in lines[-1]) == (1, True)
+
+    def check(storage, number):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(OnDiskBlockDataStorage, "check", check)
+    told = ".safetensors cannot be read: [Errno 5] Input/output error."
+    assert any(told in line for line in command(*arguments)[1])
+
+
+@pytest.mark.parametrize("name", ["inspect", "check"])
+def test_a_folder_that_is_not_prepared_or_damaged_is_named(prepared, name):
+    index = prepared / "index.json"
+    text = index.read_text()
+    for damaged in (text[:-10], text.replace('"samples": 10', '"samples": 11'), "", "[]"):
+        index.write_text(damaged)
+        assert fails(command(name, prepared), "index.json is ")
+    index.unlink()
+    assert fails(command(name, prepared), "index.json is missing: nothing was prepared there, or not completely.")
+    assert fails(command(name, prepared / "nothing"), "index.json is missing")
+    index.mkdir()
+    assert fails(command(name, prepared), "Is a directory")
