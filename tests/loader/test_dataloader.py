@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ import stocache
 from stocache import CachedDataset, WorkerError, reading
 from stocache.ring.ring import FULL, NOTHING
 from stocache.system import limits
+from stocache.timing import record
 from tests.support.equality import same
 from tests.support.faults import no_shared_memory
 from tests.support.images import Images, N, image
@@ -742,6 +744,14 @@ def test_a_forked_child_goes_on_with_an_iterator_that_gathers_ahead():
         assert len(list(batches)) == 6
         del batches
         gc.collect()
+
+
+def test_another_thread_goes_on_with_an_iterator(monkeypatch):
+    monkeypatch.setattr(record, "_LOOK_NS", 0)  # note processor times, which each thread has of its own, at each batch
+    batches = iter(stocache.DataLoader(Images(), 8))
+    next(batches)
+    with ThreadPoolExecutor(1) as other:
+        assert len(list(other.submit(list, batches).result())) == 6
 
 
 def set_a_transform(worker_id):
