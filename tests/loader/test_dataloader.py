@@ -38,6 +38,7 @@ from tests.support.endings import said_at_the_end
 from tests.support.equality import same
 from tests.support.faults import no_shared_memory
 from tests.support.images import Images, N, image
+from tests.support.loading import THREADS, agree, both, labels_of
 from tests.support.pairs import pairs
 from tests.support.processes import in_child, run_python
 from tests.support.versions import needs_in_order
@@ -72,38 +73,8 @@ class Stream(IterableDataset):
             yield image(idx), idx
 
 
-def both(dataset, theirs=None, worker_method="multiprocessing", **options):
-    """Our loader and torch's, with generators of the same seed."""
-    make = lambda: {"generator": torch.Generator().manual_seed(3), **options}
-    ours = stocache.DataLoader(dataset, worker_method=worker_method, **make())
-    return ours, torch.utils.data.DataLoader(theirs or dataset, **make())
-
-
-def seed_all():
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
-
-
-def agree(ours, theirs, epochs=2):
-    """Demand that two loaders make the same batches, and leave the random numbers the same."""
-    seed_all()
-    expected = [list(theirs) for _ in range(epochs)]
-    after = torch.rand(1), random.random(), np.random.rand()
-    seed_all()
-    for batches in expected:
-        came = list(ours)
-        assert len(came) == len(batches)
-        assert same(came, batches)
-    assert (torch.rand(1), random.random(), np.random.rand()) == after
-
-
 def in_batches(size, n=N):
     return [default_collate([(image(idx), idx) for idx in range(start, min(n, start + size))]) for start in range(0, n, size)]
-
-
-def labels_of(loader):
-    return [label for _, labels in loader for label in labels.tolist()]
 
 
 # ---------------------------------------------------------------------------------------------------- the same batches
@@ -126,7 +97,6 @@ OPTIONS = [
     {"batch_sampler": BatchSampler(range(N), 9, False)}, {"batch_sampler": [[3, 1], [4], [1, 5, 9]]}, {"batch_size": 100},
     {"sampler": RandomSampler(range(N), True, 70), "batch_size": 6}, {"batch_size": 8, "collate_fn": list}, {},
 ]  # fmt: skip
-THREADS = {"num_workers": 2, "worker_method": "thread", "timeout": 60}
 WORKERS = [
     {}, {"num_workers": 2, "prefetch_factor": 4}, {"num_workers": 2, "persistent_workers": True}, THREADS,
     {**THREADS, "num_workers": 3, "persistent_workers": True, "prefetch_factor": 1},
@@ -146,7 +116,8 @@ HALF = f"{N + 20 * 200}B"
 @pytest.mark.parametrize(
     ("limit", "options"),
     [
-        (1, {}), (HALF, {"prefetch_factor": 3}), (0, {"prefetch_factor": 3}), (HALF, {"num_workers": 2}), (0, {"num_workers": 2}),
+        (1, {}), (HALF, {"prefetch_factor": 3}), (0, {"prefetch_factor": 3}), (0, {"num_workers": 2}),
+        (HALF, {"num_workers": 2}),
         (1, {"num_workers": 2, "multiprocessing_context": "forkserver"}), (1, THREADS), (HALF, WORKERS[-1]),
         (0, {**THREADS, "prefetch_factor": 9}), (HALF, THREADS),
     ],
@@ -187,20 +158,6 @@ def test_threads_leave_a_generator_as_torch_does_when_a_loop_is_left_early():
         dataset.warm(progress=False)
         theirs = left_early(torch.utils.data.DataLoader, Images())
         assert left_early(stocache.DataLoader, dataset, worker_method="thread").equal(theirs)
-
-
-def worker_number(samples):
-    return torch.utils.data.get_worker_info().id, default_collate(samples)
-
-
-def seen_by_workers(worker_id):
-    assert isinstance(torch.utils.data.get_worker_info().dataset, Images)
-
-
-def test_collate_fn_and_worker_init_fn_run_in_workers():
-    loader = stocache.DataLoader(Images(), 5, num_workers=2, collate_fn=worker_number, worker_init_fn=seen_by_workers)
-    assert loader.collate_fn is worker_number  # as given
-    assert [number for number, _ in loader] == [0, 1] * 5
 
 
 def test_a_default_collate_that_was_extended_is_used(monkeypatch):
@@ -399,14 +356,12 @@ def test_errors_of_a_sampler_are_not_taken_for_those_of_processes():
         list(stocache.DataLoader(Images(), 8, sampler=Sampler(), num_workers=1))
 
 
-class Slow(Images):
-    def __getitem__(self, idx):
-        time.sleep(0.2)
-        return super().__getitem__(idx)
+def sleep_long(number):
+    time.sleep(1)
 
 
 def test_a_timeout_is_torchs_and_counts_no_batch():
-    loader = stocache.DataLoader(Slow(), 4, num_workers=1, timeout=0.05)
+    loader = stocache.DataLoader(Images(), 4, num_workers=1, timeout=0.05, worker_init_fn=sleep_long)
     with pytest.raises(RuntimeError, match="timed out"):
         next(iter(loader))
     assert loader.state_dict()["position"]["batches"] == 0

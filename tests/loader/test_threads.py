@@ -2,8 +2,6 @@
 
 import gc
 import itertools
-import os
-import resource
 import threading
 import time
 import weakref
@@ -32,6 +30,7 @@ from stocache.loader.collate import ThreadCollate
 from stocache.shm.claims import Claims
 from tests.support.equality import same
 from tests.support.images import Images, N
+from tests.support.loading import THREADS, agree, both, labels_of
 from tests.support.processes import in_child, wait_until
 from tests.support.versions import needs_in_order
 
@@ -56,29 +55,11 @@ def no_thread_stays():
 
 
 def thread_loader(dataset, **options):
-    return stocache.DataLoader(dataset, worker_method="thread", **{"num_workers": 2, "timeout": 60, **options})
+    return stocache.DataLoader(dataset, **THREADS | options)
 
 
-def agree(dataset, epochs=2, theirs=None, processes=False, **options):
-    """Demand that threads make the batches of torch's DataLoader, and return those.
-
-    ``processes``: torch uses some, for a dataset that asks for its worker.
-    """
-    make = lambda: {"num_workers": 2, **options, "generator": torch.Generator().manual_seed(3)}
-    alone = {} if processes else {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
-    ours, expected = thread_loader(dataset, **make()), torch.utils.data.DataLoader(theirs or dataset, **make() | alone)
-    for _ in range(epochs):
-        torch.manual_seed(5)
-        batches, after = list(expected), torch.rand(1)
-        torch.manual_seed(5)
-        came = list(ours)
-        assert same(came, batches)
-        assert torch.rand(1) == after
-    return came
-
-
-def labels_of(loader):
-    return torch.cat([labels for _, labels in loader]).tolist()
+def agree_with_torch(dataset, **options):
+    agree(*both(dataset, **THREADS | options))
 
 
 # ---------------------------------------------------------------------------------------------------- the same batches
@@ -109,11 +90,10 @@ def numbers(idx):
 
 
 def test_datasets_that_make_samples_together_or_do_not():
-    made = Made(numbers)
-    together = MadeTogether(numbers)
+    made, together = Made(numbers), MadeTogether(numbers)
     for dataset in (made, together, NotTogether(numbers), Subset(made, range(3, 17)), ConcatDataset([made, together])):
-        batches = agree(dataset, epochs=1, batch_size=4)
-        assert not any(tensor.is_shared() for tensor in batches[0]["tensors"])
+        agree_with_torch(dataset, batch_size=4)
+        assert not any(tensor.is_shared() for tensor in next(iter(thread_loader(dataset)))["tensors"])
 
 
 def test_samples_without_batches_are_the_objects_themselves():
@@ -138,7 +118,7 @@ def vary(sample):
 )
 def test_other_cached_datasets_give_the_same_batches(make, collate):
     with make() as dataset:
-        agree(dataset, batch_size=6, shuffle=True, collate_fn=collate, epochs=3)
+        agree_with_torch(dataset, batch_size=6, shuffle=True, collate_fn=collate)
 
 
 class Stream(IterableDataset):
@@ -148,10 +128,9 @@ class Stream(IterableDataset):
 
 
 def test_streams_and_graphs_of_datapipes_are_sharded_and_seeded_in_each_thread():
-    agree(Stream(), processes=True, batch_size=4, drop_last=True, num_workers=3)
-    make = lambda: IterableWrapper(range(40)).shuffle().sharding_filter().map(abs)
-    for _ in range(2):  # the threads prepare their graphs at the same time
-        agree(make(), num_workers=4, batch_size=3, shuffle=True, persistent_workers=True, processes=True)
+    agree_with_torch(Stream(), batch_size=4, drop_last=True, num_workers=3)
+    graph = IterableWrapper(range(40)).shuffle().sharding_filter().map(abs)
+    agree_with_torch(graph, num_workers=4, batch_size=3, shuffle=True, persistent_workers=True)
 
 
 def test_a_process_that_is_forked_while_threads_prepare_their_graphs_can_walk_through_one():
@@ -266,11 +245,6 @@ def came(loader):
             found.append((type(error), str(error).splitlines()[-1] if str(error) else ""))
 
 
-class Odd(Exception):
-    def __init__(self, one, other):
-        super().__init__(f"{one} {other}")
-
-
 class Breaks(RandomSampler):
     def __iter__(self):
         yield from range(20)
@@ -290,7 +264,6 @@ def draws(idx):
         (MadeTogether(Fails(KeyError("key")), 30), {}),
         (Made(Fails(StopIteration("end")), 30), {}),
         (MadeTogether(Fails(StopIteration("end")), 30), {}),
-        (Made(Fails(Odd("a", "b")), 30), {}),
         (Made(draws, 40), {"batch_size": 10}),  # other samples of the batch wait for their turn to draw
         (Images(), {"batch_size": 2, "sampler": Breaks(Images())}),
     ],
@@ -310,18 +283,15 @@ def fail(*arguments):
     raise ValueError("wrong")
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_an_error_of_worker_init_fn_is_raised_instead_of_batches(persistent):
-    iterator = iter(thread_loader(Images(), worker_init_fn=fail, persistent_workers=persistent))
-    for _ in range(5):
-        with pytest.raises(ValueError, match="wrong"):
-            next(iterator)
-
-
-@pytest.mark.parametrize("dataset", [Images(), Stream()])
-def test_an_error_of_collate_fn_is_raised(dataset):
-    with pytest.raises(ValueError, match=r"(?s)in DataLoader worker thread .*wrong"):
-        list(thread_loader(dataset, collate_fn=fail))
+def test_errors_of_worker_init_fn_and_collate_fn_are_raised():
+    for persistent in (False, True):
+        iterator = iter(thread_loader(Images(), worker_init_fn=fail, persistent_workers=persistent))
+        for _ in range(5):
+            with pytest.raises(ValueError, match="wrong"):
+                next(iterator)
+    for dataset in (Images(), Stream()):
+        with pytest.raises(ValueError, match=r"(?s)in DataLoader worker thread .*wrong"):
+            list(thread_loader(dataset, collate_fn=fail))
 
 
 def test_sys_exit_in_a_worker_is_an_error_of_the_loop():
@@ -498,23 +468,9 @@ def test_what_threads_hold_goes_with_the_iterator():
         gc.enable()
 
 
-def test_a_second_epoch_begins_before_the_first_has_ended():
-    loader = thread_loader(Images(), batch_size=6, persistent_workers=True)
-    next(iter(loader))
-    assert labels_of(loader) == list(range(N))
-
-
 def test_more_threads_than_samples():
-    agree(Images(3), num_workers=9, batch_size=2)
-    agree(Images(0), num_workers=3)
-
-
-def test_a_loader_works_in_a_thread_of_the_user():
-    found = []
-    thread = threading.Thread(target=lambda: found.extend(thread_loader(Images(), batch_size=9)))
-    thread.start()
-    thread.join(60)
-    assert labels_of(found) == list(range(N))
+    agree_with_torch(Images(3), num_workers=9, batch_size=2)
+    agree_with_torch(Images(0), num_workers=3)
 
 
 def test_an_interrupt_of_the_loop_loses_no_batch():
@@ -562,24 +518,6 @@ def test_processes_may_be_forked_beside_threads():
                 for batch in filter(None, (ours, theirs)):
                     assert torch.equal(batch[0], torch.stack([Images()[idx][0] for idx in batch[1].tolist()]))
         assert in_child(lambda: list(thread_loader(dataset))) == 0
-
-
-def test_threads_that_cannot_start_are_an_error():
-    def use():
-        used = sum(len(os.listdir(f"/proc/{pid}/task")) for pid in os.listdir("/proc") if pid.isdigit() and _is_mine(pid))
-        resource.setrlimit(resource.RLIMIT_NPROC, (used + 3, used + 3))
-        with pytest.raises(WorkerError, match=r"cannot start worker thread \d+ of 200: can't start new thread"):
-            iter(thread_loader(Images(), num_workers=200))
-        wait_until(lambda: not workers())
-
-    assert in_child(use, uid=54321) == 0
-
-
-def _is_mine(pid):
-    try:
-        return os.stat(f"/proc/{pid}").st_uid == os.geteuid()
-    except OSError:
-        return False
 
 
 def test_an_unknown_get_worker_info_is_refused(monkeypatch):
