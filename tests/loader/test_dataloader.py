@@ -1,10 +1,8 @@
 """The DataLoader is torch's: the same batches, order, random numbers and errors, however they travel."""
 
-import contextlib
 import gc
 import inspect
 import itertools
-import multiprocessing
 import os
 import pickle
 import random
@@ -27,10 +25,9 @@ from torch.utils.data import (
     Subset,
     default_collate,
 )
-from torch.utils.data.datapipes.iter import IterableWrapper
 
 import stocache
-from stocache import CachedDataset, WorkerError, reading
+from stocache import CachedDataset, WorkerError
 from stocache.ring.ring import FULL, NO_LANE, NOTHING
 from stocache.system import limits
 from stocache.timing import record
@@ -39,7 +36,6 @@ from tests.support.equality import same
 from tests.support.faults import no_shared_memory
 from tests.support.images import Images, N, image
 from tests.support.loading import THREADS, agree, both, labels_of
-from tests.support.pairs import pairs
 from tests.support.processes import in_child, run_python
 from tests.support.versions import needs_in_order
 
@@ -276,31 +272,31 @@ def test_an_interrupt_of_the_main_process_stays_what_it_is(tmp_path):
     assert said_at_the_end(tmp_path / "said", "os.kill(os.getppid(), signal.SIGINT); time.sleep(60)") == "KeyboardInterrupt "
 
 
-UNGUARDED = {
-    "much data": "[b for b in stocache.DataLoader(Large(), 2, num_workers=1, multiprocessing_context=START)]",
-    "a loader": "[b for b in stocache.DataLoader(list(range(9)), 2, num_workers=2, multiprocessing_context=START)]",
-    "the default": "multiprocessing.set_start_method(START); list(stocache.DataLoader(list(range(9)), num_workers=1))",
-    "text": "list(stocache.StreamLoader(sys.argv[2], 1, 1, delimiter=',', num_workers=1, "
-    "read=stocache.ReadOptions(multiprocessing_context=START)))",
-    "DataPipes": "from stocache import reading; from torch.utils.data.datapipes.iter import IterableWrapper as W; "
-    "list(reading.DataLoader2(W(range(9)).sharding_filter(), "
-    "reading_service=reading.MultiProcessingReadingService(1, multiprocessing_context=START)))",
-}
+UNGUARDED = """
+import multiprocessing, stocache
+class Large(list):
+    def __init__(self):
+        super().__init__([bytes(5_000_000)] * 9)
+"""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("what", "method"), [*zip(UNGUARDED, itertools.cycle(["spawn", "forkserver"]))])
-def test_a_script_without_a_guard_is_told_of_it(tmp_path, what, method):
-    (tmp_path / "rows.csv").write_text("1,2,0\n" * 9)
+@pytest.mark.parametrize(
+    "use",
+    [
+        "list(stocache.DataLoader(Large(), 2, num_workers=1, multiprocessing_context='spawn'))",
+        pytest.param(
+            "multiprocessing.set_start_method('forkserver'); list(stocache.DataLoader([1, 2], num_workers=2))",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+@pytest.mark.sampled(2)
+def test_a_script_without_a_guard_is_told_of_it(tmp_path, use):
     script = tmp_path / "script.py"
-    script.write_text(
-        "import multiprocessing, sys\nimport stocache\nSTART = sys.argv[1]\n"
-        "class Large(list):\n    def __init__(self): super().__init__([bytes(5_000_000)] * 9)\n" + UNGUARDED[what]
-    )
-    done = run_python(script, method, tmp_path / "rows.csv", ok=False)
-    assert done.returncode == 1
-    assert "WorkerError: the worker processes of the DataLoader cannot start: one exited with code 1. " in done.stderr
-    assert f"import {script}, and so run it once more. Put the code that starts it under if __name__ ==" in done.stderr
+    script.write_text(UNGUARDED + use)
+    said = run_python(script, ok=False).stderr
+    assert "WorkerError: the worker processes of the DataLoader cannot start: one exited with code 1. " in said
+    assert f"import {script}, and so run it once more. Put the code that starts it under if __name__ ==" in said
 
 
 def refused_semaphore(error):
@@ -313,36 +309,22 @@ def refused_semaphore(error):
     return SemLock
 
 
-@pytest.mark.parametrize(
-    ("kind", "method", "error"),
-    [
-        *pairs(
-            ["images", "cached", "text", "DataPipes"],
-            ["fork", "spawn", "forkserver"],
-            [OSError(38, "Function not implemented"), FileNotFoundError(2, "No such file"), PermissionError(13, "denied")],
-        )
-    ],
-)
-def test_without_semaphores_no_workers_is_the_way_out(monkeypatch, tmp_path, kind, method, error):
+SEMAPHORE_ERRORS = [
+    OSError(38, "Function not implemented"),
+    FileNotFoundError(2, "No such file"),
+    PermissionError(13, "denied"),
+]
+
+
+@pytest.mark.parametrize(("method", "error"), [*zip(["fork", "spawn", "forkserver"], SEMAPHORE_ERRORS, strict=True)])
+def test_without_semaphores_no_workers_is_the_way_out(monkeypatch, method, error):
     monkeypatch.setattr("_multiprocessing.SemLock", refused_semaphore(error))
-    (tmp_path / "rows.csv").write_text("1,2,0\n" * 9)
-    options = {"num_workers": 1, "multiprocessing_context": method}
-    with contextlib.ExitStack() as stack:
-        if kind == "text":
-            read = stocache.ReadOptions(multiprocessing_context=method)
-            loader = stocache.StreamLoader(tmp_path / "rows.csv", 1, 1, delimiter=",", num_workers=1, read=read)
-            stack.enter_context(loader)
-        elif kind == "DataPipes":
-            service = reading.MultiProcessingReadingService(**options)
-            loader = reading.DataLoader2(IterableWrapper(range(9)).sharding_filter(), reading_service=service)
-            stack.callback(loader.shutdown)
-        else:
-            dataset = Images() if kind == "images" else stack.enter_context(CachedDataset(Images(), 0.01))
-            loader = stocache.DataLoader(dataset, 8, **options)
-            assert len(list(stocache.DataLoader(dataset, 8))) == 7
-        words = rf"its worker processes \(\w+: \[Errno {error.errno}\].*\)\. With num_workers=0 this process .* /dev/shm"
-        with pytest.raises(WorkerError, match=words):
-            list(loader)
+    words = rf"its worker processes \(\w+: \[Errno {error.errno}\].*\)\. With num_workers=0 this process .* /dev/shm"
+    with CachedDataset(Images(), 0.01) as cached:
+        for dataset in (Images(), cached):
+            with pytest.raises(WorkerError, match=words):
+                iter(stocache.DataLoader(dataset, 8, num_workers=1, multiprocessing_context=method))
+            assert labels_of(stocache.DataLoader(dataset, 8)) == list(range(N))
 
 
 def test_errors_of_a_sampler_are_not_taken_for_those_of_processes():
@@ -430,15 +412,6 @@ def test_a_loader_that_was_used_works_in_a_forked_child_and_pickles_without_its_
     assert in_child(lambda: labels_of(loader) == list(range(N)) or os._exit(1)) == 0
     assert labels_of(pickle.loads(pickle.dumps(loader))) == list(range(N))
     assert labels_of(loader) == list(range(N))
-
-
-def test_torch_keeps_and_ends_persistent_workers_under_the_names_that_are_used():
-    loader = stocache.DataLoader(Images(), 8, num_workers=1, persistent_workers=True)
-    next(iter(loader))
-    (process,) = loader._iterator._workers
-    assert process.is_alive()
-    loader._iterator._shutdown_workers()
-    assert process.exitcode == 0
 
 
 def test_threads_that_start_workers_or_probe_fork_one_after_the_other():
@@ -570,26 +543,6 @@ def test_a_transform_that_workers_set_is_applied_and_the_cache_may_be_closed_bef
     assert loader.stats().batches == 5
 
 
-class Sub(torch.Tensor):
-    pass
-
-
-def as_subclass(samples):
-    return torch.stack([image for image, _ in samples]).as_subclass(Sub)
-
-
-@pytest.mark.leaves_descriptors
-def test_tensor_subclasses_go_the_way_of_torch_without_leaving_descriptors():
-    loader = stocache.DataLoader(Images(150), 1, num_workers=1, collate_fn=as_subclass)
-    counts = []
-    for batch in loader:
-        assert type(batch) is Sub
-        (worker,) = multiprocessing.active_children()
-        with contextlib.suppress(FileNotFoundError):  # it has sent its last batch
-            counts.append(len(os.listdir(f"/proc/{worker.pid}/fd")))
-    assert max(counts) < 60
-
-
 class Odd(Images):
     """Answers everything, as mocks and lazy wrappers do."""
 
@@ -606,17 +559,6 @@ def test_datasets_that_have_every_attribute():
     loader = stocache.DataLoader(Odd(), 8, num_workers=1)
     assert len(list(loader)) == 7
     assert loader.stats().hit_rate is None
-
-
-def test_getitems_of_odd_types_are_collated_as_by_torch():
-    class Keys(Images):
-        def __getitems__(self, indices):
-            return {idx: self[idx] for idx in indices}
-
-    batches = iter(stocache.DataLoader(Keys(), batch_sampler=[[3, 4]], num_workers=1, multiprocessing_context="fork"))
-    with pytest.raises(KeyError, match="Caught KeyError in DataLoader worker"):
-        next(batches)
-    batches._shutdown_workers()  # the traceback holds it, so it would wait for the garbage collector, and then 5 seconds
 
 
 def test_indices_travel_as_what_they_are():

@@ -52,12 +52,6 @@ class Counts(Draws):
         self.made = state["made"]
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        info = get_worker_info()
-        yield from range(info.id, N + 5 * info.id, info.num_workers)
-
-
 class StatefulStream(IterableDataset):
     def __init__(self):
         self.at = 0
@@ -133,33 +127,11 @@ def test_sample_seed_gives_the_samples_of_processes(make, options, seed):
         assert same(list(threads), list(processes))
 
 
-class RaisesAtRandom(Draws):
-    def __getitem__(self, idx):
-        value = super().__getitem__(idx)
-        if value[0] - idx < 0.1:
-            raise ValueError(f"{idx} drew {value[0] - idx:.9f}")
-        return value
-
-
-def test_errors_that_depend_on_the_numbers_are_those_of_processes():
-    found = []
-    for loader in loaders(RaisesAtRandom, sample_seed=7, batch_size=2):
-        found.append([])
-        iterator = iter(loader)
-        for _ in range(N // 2):
-            try:
-                found[-1].append(next(iterator))
-            except ValueError as error:
-                found[-1].append(str(error).splitlines()[-1])
-    assert same(*found)
-    assert {type(batch) for batch in found[0]} == {str, torch.Tensor}
-
-
 @pytest.mark.parametrize(
     ("make", "options", "step"),
     [
         (Draws, {"persistent_workers": True, "sample_seed": 5}, 3), (Counts, {}, 3), (Counts, {"snapshot_every_n_steps": 3}, 4),
-        (Stream, {"persistent_workers": True}, 5), (StatefulStream, {}, 0), (StatefulStream, {"snapshot_every_n_steps": 3}, 4),
+        (StatefulStream, {"persistent_workers": True}, 0), (StatefulStream, {"snapshot_every_n_steps": 3}, 4),
     ],
 )  # fmt: skip
 def test_states_resume_with_threads_what_processes_began_and_the_other_way(make, options, step):

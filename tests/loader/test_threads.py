@@ -510,16 +510,6 @@ def test_a_forked_child_cannot_use_the_iterator():
         assert labels_of(iterator) == list(range(5, N))
 
 
-def test_processes_may_be_forked_beside_threads():
-    with CachedDataset(Images(), 1) as dataset:
-        threads = thread_loader(dataset, batch_size=3, shuffle=True)
-        for _ in range(2):
-            for ours, theirs in itertools.zip_longest(threads, stocache.DataLoader(dataset, batch_size=5, num_workers=2)):
-                for batch in filter(None, (ours, theirs)):
-                    assert torch.equal(batch[0], torch.stack([Images()[idx][0] for idx in batch[1].tolist()]))
-        assert in_child(lambda: list(thread_loader(dataset))) == 0
-
-
 def test_an_unknown_get_worker_info_is_refused(monkeypatch):
     monkeypatch.setattr(torch.utils.data._utils.worker, "get_worker_info", lambda: len([]))
     with pytest.raises(RuntimeError, match="this torch has another get_worker_info"):

@@ -200,15 +200,6 @@ def test_what_is_more_than_bytes_goes_the_way_of_torch(memory, value):
     assert memory.used == 0
 
 
-@pytest.mark.leaves_descriptors
-def test_without_room_for_all_some_are_placed():
-    memory = Memory(64)
-    batch = [torch.arange(100), np.arange(100), torch.arange(8)]
-    came = memory.there_and_back(batch)
-    assert same(came, batch)
-    assert [memory.holds(came[0]), memory.holds(came[2])] == [False, True]
-
-
 def test_what_came_keeps_the_memory_and_nothing_else_does():
     memory = Memory()
     (payload,), places = pack([torch.arange(5), np.arange(5)], memory.place)
