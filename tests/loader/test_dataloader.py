@@ -99,9 +99,9 @@ WORKERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("workers", WORKERS, ids=str)  # the first varies fastest
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("workers", WORKERS, ids=str)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_batches_order_and_random_numbers_are_those_of_torch(options, workers):
     agree(*both(Named() if "worker_method" in workers else Augmented(), **options, **workers))
 
@@ -168,6 +168,7 @@ def test_a_default_collate_that_was_extended_is_used(monkeypatch):
 # ---------------------------------------------------------------------------------------------------- arguments and errors
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "options",
     [
@@ -216,6 +217,7 @@ class Failing(Images):
         return super().__getitem__(idx)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, THREADS], ids=str)
 def test_errors_of_the_dataset_pass_through_and_the_loader_goes_on(workers):
     batches = iter(stocache.DataLoader(Failing(), 8, **workers))
@@ -256,7 +258,7 @@ ENDS = [
     ("signal.raise_signal(signal.SIGTERM)", rf"was killed by signal 15 \(SIGTERM\) {AT_WORK}", {"kind": "cached"}),
     ("sys.exit()", "exited with code 0 at work on batch 5 of the epoch", {"num_workers": 1, "idx": 47}),
     ("sys.exit(0)", "exited with code 0 at work on batch 1[01] of", {"place": "iter", "persistent_workers": True, "idx": 45}),
-    ("sys.exit(0)", f"exited with code 0 {AT_WORK}", {"multiprocessing_context": "spawn", "num_workers": 1}),
+    pytest.param("sys.exit(0)", f"exited with code 0 {AT_WORK}", {"multiprocessing_context": "spawn"}, marks=pytest.mark.slow),
     pytest.param("sys.exit(0)", f"exited with code 0 {AT_WORK}", {"in_order": False}, marks=needs_in_order),
 ]
 
@@ -269,7 +271,7 @@ def test_a_worker_that_ends_is_an_error_however_and_wherever_it_ends(tmp_path, e
 
 
 def test_an_interrupt_of_the_main_process_stays_what_it_is(tmp_path):
-    assert said_at_the_end(tmp_path / "said", "os.kill(os.getppid(), signal.SIGINT); time.sleep(60)") == "KeyboardInterrupt "
+    assert said_at_the_end(tmp_path / "said", "os.kill(os.getppid(), signal.SIGINT); time.sleep(1)") == "KeyboardInterrupt "
 
 
 UNGUARDED = """
@@ -384,6 +386,7 @@ def test_batches_survive_the_end_of_their_loader():
     assert same([first, *second], [in_batches(8)[number] for number in (0, 0, 1)])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("persistent", "epochs"), [(False, 12), (True, 4)])
 def test_leaving_early_again_and_again_leaves_the_ring_usable(persistent, epochs):
     loader = stocache.DataLoader(Images(200), 4, num_workers=2, persistent_workers=persistent)
@@ -442,6 +445,7 @@ def test_threads_that_start_workers_or_probe_fork_one_after_the_other():
 # ---------------------------------------------------------------------------------------------------- how they travel
 
 
+@pytest.mark.quick
 def test_through_the_ring_and_outside_of_it():
     loader = stocache.DataLoader(Images(), 8, num_workers=2)
     before = loader.stats()
@@ -467,6 +471,7 @@ def test_without_shared_memory_it_is_torchs(monkeypatch):
     assert sum(ours.stats().fallbacks.values()) == 14
 
 
+@pytest.mark.quick
 def test_a_thread_gathers_ahead_only_what_is_cached():
     loads = []
 
@@ -508,6 +513,7 @@ def test_cold_first_batches_gathered_by_two_threads_are_right():
             assert labels_of(stocache.DataLoader(dataset, 4, prefetch_factor=3)) == list(range(16))
 
 
+@pytest.mark.quick
 def test_an_error_ahead_comes_in_its_turn():
     with CachedDataset(Images(), 1) as dataset:
         dataset.warm(progress=False)
@@ -561,6 +567,7 @@ def test_datasets_that_have_every_attribute():
     assert loader.stats().hit_rate is None
 
 
+@pytest.mark.quick
 def test_indices_travel_as_what_they_are():
     class Echo(Dataset):
         def __len__(self):
@@ -598,6 +605,7 @@ def test_set_epoch_reaches_the_dataset_in_persistent_workers(workers):
         assert {seen for _, epochs in loader for seen in epochs.tolist()} == {epoch}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("inside", [False, True])
 def test_set_epoch_reaches_the_sampler(inside):
     sampler = DistributedSampler(Images(), 2, 0, seed=1)

@@ -96,6 +96,7 @@ def test_datasets_that_make_samples_together_or_do_not():
         assert not any(tensor.is_shared() for tensor in next(iter(thread_loader(dataset)))["tensors"])
 
 
+@pytest.mark.quick
 def test_samples_without_batches_are_the_objects_themselves():
     made = [object() for _ in range(9)]
     came = list(thread_loader(Made(made.__getitem__, 9), batch_size=None))
@@ -177,6 +178,7 @@ def test_without_order_all_batches_come():
 # ---------------------------------------------------------------------------------------------------- memory
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.uint16, torch.complex64])
 def test_a_batch_has_a_storage_of_its_own(dtype):
     source = Made(lambda idx: torch.full((300,), idx).to(dtype), 64)
@@ -273,6 +275,7 @@ def test_errors_come_in_the_place_of_their_batch(dataset, options):
     assert same(came(make("thread")), came(make("multiprocessing")))
 
 
+@pytest.mark.quick
 def test_the_first_error_of_a_batch_is_raised():
     both = lambda idx: Fails(KeyError("later"), 7)(Fails(ValueError("first"), 4)(idx))
     with pytest.raises(ValueError, match="first"):
@@ -283,6 +286,7 @@ def fail(*arguments):
     raise ValueError("wrong")
 
 
+@pytest.mark.quick
 def test_errors_of_worker_init_fn_and_collate_fn_are_raised():
     for persistent in (False, True):
         iterator = iter(thread_loader(Images(), worker_init_fn=fail, persistent_workers=persistent))
@@ -294,6 +298,7 @@ def test_errors_of_worker_init_fn_and_collate_fn_are_raised():
             list(thread_loader(dataset, collate_fn=fail))
 
 
+@pytest.mark.quick
 def test_sys_exit_in_a_worker_is_an_error_of_the_loop():
     with pytest.raises(WorkerError, match=r"sys\.exit\(3\)"):
         list(thread_loader(Made(Fails(SystemExit(3)))))
@@ -301,6 +306,7 @@ def test_sys_exit_in_a_worker_is_an_error_of_the_loop():
         list(thread_loader(Images(), worker_init_fn=lambda number: Fails(SystemExit(0), number)(number)))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("indices", [[1.5, 2], ["3", 1], [N, 1], [0, None], [-N - 1]], ids=str)
 def test_wrong_indices_are_refused(indices):
     with CachedDataset(Images(), 1) as dataset:
@@ -311,6 +317,7 @@ def test_wrong_indices_are_refused(indices):
         assert error[0] is expected.type
 
 
+@pytest.mark.quick
 def test_a_cache_that_is_closed_early_is_told():
     source = Gated()
     dataset = CachedDataset(source, 1, example=Images()[0])
@@ -337,6 +344,7 @@ def test_a_stuck_sample_ends_in_a_timeout():
 # ---------------------------------------------------------------------------------------------------- who waits for whom
 
 
+@pytest.mark.quick
 def test_a_slow_sample_delays_only_its_own_batch():
     dataset = Gated()
     iterator = iter(thread_loader(dataset, batch_size=5, prefetch_factor=3))
@@ -347,6 +355,7 @@ def test_a_slow_sample_delays_only_its_own_batch():
     assert sorted(dataset.reads) == list(range(N))
 
 
+@pytest.mark.quick
 def test_hits_do_not_wait_for_misses():
     source = Gated(at=N - 1)
     with CachedDataset(source, 1, example=Images()[0]) as dataset:
@@ -366,6 +375,7 @@ def test_hits_do_not_wait_for_misses():
         assert labels_of(iterator) == list(itertools.chain(*order))
 
 
+@pytest.mark.quick
 def test_each_sample_of_a_half_cached_dataset_is_read_once():
     source = Gated(at=None)
     with CachedDataset(source, 1, example=Images()[0]) as dataset:
@@ -377,6 +387,7 @@ def test_each_sample_of_a_half_cached_dataset_is_read_once():
         assert (stats.misses, stats.filled) == (N, N)
 
 
+@pytest.mark.quick
 def test_an_iterator_that_is_dropped_gives_up_its_claims(monkeypatch):
     source = Gated()
     with CachedDataset(source, 1, example=Images()[0]) as dataset:
@@ -390,6 +401,7 @@ def test_an_iterator_that_is_dropped_gives_up_its_claims(monkeypatch):
         source.gate.set()
 
 
+@pytest.mark.quick
 def test_samples_that_cannot_be_cached_are_loaded_by_the_thread_that_needs_them():
     class Own(Images):
         """Belongs to one thread."""
@@ -424,6 +436,7 @@ def test_a_sample_of_another_shape_is_an_error_as_with_processes():
 # ---------------------------------------------------------------------------------------------------- life
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("dataset", [Images(), Stream()])
 def test_an_iterator_that_is_dropped_or_broken_off_leaves_no_thread(dataset, persistent):
@@ -473,26 +486,29 @@ def test_more_threads_than_samples():
     agree_with_torch(Images(0), num_workers=3)
 
 
-def test_an_interrupt_of_the_loop_loses_no_batch():
+@pytest.mark.quick
+def test_an_interrupt_of_the_loop_loses_no_batch(monkeypatch):
+    gate, interrupted, gather = threading.Event(), [], ThreadCollate.gather
+
+    def interrupt(self, batches):
+        if threading.current_thread() is not threading.main_thread():
+            assert gate.wait(60)
+        elif not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        return gather(self, batches)
+
+    monkeypatch.setattr(ThreadCollate, "gather", interrupt)
     with CachedDataset(Images(), 1) as dataset:
         list(dataset)
         iterator = iter(thread_loader(dataset, batch_size=5))
-        maker, interrupted, gather = iterator._maker, [], ThreadCollate.gather
-
-        def interrupt(self, batches):
-            if threading.current_thread() is threading.main_thread() and not interrupted:
-                interrupted.append(True)
-                raise KeyboardInterrupt
-            return gather(self, batches)
-
         group = thread_iterator.Group()
-        group.batches = [batch for batch in iterator._batches._batches.values() if batch.group is not None and not batch.done]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ThreadCollate, "gather", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                maker.gather(group, 0)
-            maker.gather(group, 0)
-        assert all(batch.done for batch in group.batches)
+        group.batches = [*iterator._batches._batches.values()]
+        with pytest.raises(KeyboardInterrupt, match=r"^$"):
+            iterator._maker.gather(group, 0)
+        iterator._maker.gather(group, 0)
+        assert {batch.done for batch in group.batches} == {True}
+        gate.set()
         assert labels_of(iterator) == list(range(N))
 
 
