@@ -286,10 +286,7 @@ class Large(list):
     "use",
     [
         "list(stocache.DataLoader(Large(), 2, num_workers=1, multiprocessing_context='spawn'))",
-        pytest.param(
-            "multiprocessing.set_start_method('forkserver'); list(stocache.DataLoader([1, 2], num_workers=2))",
-            marks=pytest.mark.slow,
-        ),
+        "multiprocessing.set_start_method('forkserver'); list(stocache.DataLoader([1, 2], num_workers=2))",
     ],
 )
 @pytest.mark.sampled(2)
@@ -483,10 +480,12 @@ def test_a_thread_gathers_ahead_only_what_is_cached():
     with CachedDataset(Recording(), 1, probe=1) as dataset:
         loader = stocache.DataLoader(dataset, batch_size=8, prefetch_factor=2)
         for _ in range(2):
-            assert same(list(loader), in_batches(8))
+            batches = iter(loader)
+            first, threads = next(batches), [thread.name for thread in threading.enumerate()]
+            assert same([first, *batches], in_batches(8))
+        assert any(name.startswith("stocache-gather") for name in threads)
         assert set(loads) == {threading.main_thread()}
         assert len(loads) == N - 1  # one was loaded by the probe, in a child process
-        assert any(thread.name.startswith("stocache-gather") for thread in threading.enumerate())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would be pinned")
