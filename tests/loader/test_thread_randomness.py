@@ -175,21 +175,28 @@ def test_samples_that_draw_from_the_global_generators_are_told_once(caplog):
     crews.clear()
 
 
-class Slow(Draws):
-    """Is being made while the training step draws."""
+@pytest.fixture
+def alone():
+    """A crew without threads."""
+    alone = crew.Crew(1, (None, list, None), 3, None, False, set())
+    alone.stopped = lambda: False
+    return alone
 
-    def __getitem__(self, idx):
-        torch.mm(torch.ones(60, 60), torch.ones(60, 60))
-        sum(range(20_000))
-        return torch.tensor(idx)
 
+def test_numbers_drawn_while_the_loop_goes_on_are_not_taken_for_those_of_a_sample(alone, caplog):
+    def load(meanwhile):
+        with alone.loading():
+            torch.rand(1)
+            meanwhile()
 
-def test_a_training_step_that_draws_is_not_taken_for_a_sample(caplog):
-    for _ in range(3):
-        for _ in stocache.DataLoader(Slow(), batch_size=3, num_workers=3, worker_method="thread"):
-            torch.rand(3)
-            random.random()
+    load(dict)  # the loop does not wait
+    alone.begin_wait()
+    load(lambda: setattr(alone, "waiting", False))  # it has got its batch
+    alone.begin_wait()
+    load(alone.begin_wait)  # it has, and waits for the next one
     assert not warnings_of(caplog)
+    load(dict)
+    assert len(warnings_of(caplog)) == 1
 
 
 class DrawsUnderLock(Dataset):
@@ -209,11 +216,9 @@ class DrawsUnderLock(Dataset):
             return torch.rand((), generator=torch.random.thread_safe_generator())
 
 
-def test_a_sample_that_waits_long_for_its_turn_is_told_and_with_a_sample_seed_none_waits(monkeypatch, caplog):
+def test_a_sample_that_waits_long_for_its_turn_is_told_and_with_a_sample_seed_none_waits(alone, monkeypatch, caplog):
     monkeypatch.setattr(crew, "_LONG_S", 0.0)
-    waiting = crew.Crew(1, (DrawsUnderLock(), list, None), 3, None, False, set())
-    waiting.stopped = lambda: False
-    waiting.await_turn(lambda: bool(caplog.records))  # its turn comes with the warning
+    alone.await_turn(lambda: bool(caplog.records))  # its turn comes with the warning
     assert "holds a lock while it draws" in caplog.text
     loader, _ = loaders(DrawsUnderLock, sample_seed=3)
     assert len(list(loader)) == 1
