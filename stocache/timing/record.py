@@ -184,8 +184,8 @@ class Row:
     def _look(self, now: int) -> None:
         self.write()
         words, times = self._words, _thread_times()
-        words[CPU_NS] += times[0] - self._before[0]
-        words[QUEUED_NS] += times[1] - self._before[1]
+        words[CPU_NS] += max(0, times[0] - self._before[0])  # another thread, or a forked child, may go on
+        words[QUEUED_NS] += max(0, times[1] - self._before[1])
         words[SEEN_BUSY_NS] = self._busy_ns
         self._look_again_ns, self._before = now + _LOOK_NS, times
 

@@ -17,6 +17,7 @@ from stocache.ring.ring import FULL, NO_LANE, NO_MEMORY, NOTHING, TOO_LARGE, Rin
 from stocache.system import limits
 from tests.support.equality import same
 from tests.support.faults import no_shared_memory
+from tests.support.processes import in_child
 from tests.support.rings import free, numbers, states
 
 
@@ -27,6 +28,10 @@ def send(ring, batch, iteration=1):
     return pickle.dumps(buffer.publish(batch)) if buffer is not None else None
 
 
+def through(ring, batch):
+    return pickle.loads(send(ring, batch))
+
+
 @pytest.fixture
 def ring():
     ring = Ring(2, 3)
@@ -34,6 +39,19 @@ def ring():
     return ring
 
 
+@pytest.fixture
+def small_ring(monkeypatch):
+    """A ring whose buffers have 2 MiB."""
+    monkeypatch.setattr(ring_module, "STRIDE", 2 * limits.MIB)
+    ring = Ring(1, 2)
+    ring.begin()
+    return ring
+
+
+quick = pytest.mark.quick
+
+
+@quick
 def test_a_batch_goes_through_in_a_few_bytes(ring):
     batch = {"image": torch.randn(100, 100), "label": numbers(0), "name": ["a"] * 3}
     message = send(ring, batch)
@@ -45,22 +63,14 @@ def test_a_batch_goes_through_in_a_few_bytes(ring):
     assert all(ring.offset_of(came[key]) is not None for key in ("image", "label"))
 
 
-def test_a_tensor_born_in_the_buffer_is_not_copied(ring):
-    buffer = ring.lane(1).take()
-    tensor = buffer.empty((10, 100), torch.float32)
-    address = tensor.data_ptr()
-    tensor.fill_(3)
-    came = pickle.loads(pickle.dumps(buffer.publish([tensor])))[0]
-    assert came.data_ptr() == address
-    assert torch.equal(came, torch.full((10, 100), 3.0))
-
-
-def test_batches_of_one_kind_are_packed_once(ring):
+@quick
+def test_a_tensor_born_in_the_buffer_is_not_copied_and_batches_of_one_kind_are_packed_once(ring):
     for value in (1, 2):
         buffer = ring.lane(1).take()
-        tensor = buffer.empty((5,), torch.int64).fill_(value)
-        came = pickle.loads(pickle.dumps(buffer.publish([tensor], kind="five")))
-        assert came[0].tolist() == [value] * 5
+        tensor = buffer.empty((10, 100), torch.float32).fill_(value)
+        (came,) = pickle.loads(pickle.dumps(buffer.publish([tensor], kind="ten")))
+        assert came.data_ptr() == tensor.data_ptr()
+        assert torch.equal(came, torch.full((10, 100), float(value)))
         del came, tensor
     assert len(ring.lane(1).packed) == 1
 
@@ -71,6 +81,7 @@ def values(kept):
     return kept.tolist() if hasattr(kept, "tolist") else list(kept)
 
 
+@quick
 @pytest.mark.parametrize(
     "keep",
     [
@@ -80,101 +91,126 @@ def values(kept):
     ],
 )  # fmt: skip
 def test_a_buffer_is_free_when_the_last_view_of_it_is_gone(ring, keep):
-    batch = pickle.loads(send(ring, {"x": numbers(0), "array": np.arange(10)}))
-    kept = keep(batch)
+    batch = through(ring, {"x": numbers(0), "array": np.arange(10)})
+    kept, computed = keep(batch), batch["x"].double() + 1
     before = values(kept)
     del batch
     assert free(ring) == 5
     for start in range(1, 4):  # which go elsewhere
-        pickle.loads(send(ring, {"x": numbers(start), "array": np.arange(10) + start}))
+        through(ring, {"x": numbers(start), "array": np.arange(10) + start})
     assert values(kept) == before
     del kept
-    assert free(ring) == 6
+    assert free(ring) == 6  # what was computed does not hold it
+    assert computed[0] == 1
 
 
-def test_what_is_computed_from_a_batch_does_not_hold_it(ring):
-    batch = pickle.loads(send(ring, numbers(0)))
-    result = batch.double() + 1
-    del batch
-    assert free(ring) == 6
-    assert result[0] == 1
-
-
+@quick
 def test_all_that_is_held_stays_and_a_full_ring_waits_for_nothing(ring):
-    held = [pickle.loads(send(ring, numbers(start))) for start in range(3)]
+    held = [through(ring, numbers(start)) for start in range(3)]
     assert ring.lane(1).take() is None
     assert pickle.loads(pickle.dumps(fallback(ring.key, FULL, "torch's way"))) == "torch's way"
     assert ring.fallbacks[FULL] == 1
     assert all(same(batch, numbers(start)) for start, batch in enumerate(held))
     del held[1]
-    assert same(pickle.loads(send(ring, numbers(9))), numbers(9))
+    first = through(ring, numbers(9))
+    first.zero_()  # what its holder writes is its own
+    del first
+    assert same(through(ring, numbers(9)), numbers(9))
     assert same(held, [numbers(0), numbers(2)])
 
 
-def test_writing_to_a_batch_is_private_to_who_holds_it(ring):
-    first = pickle.loads(send(ring, numbers(0)))
-    first.zero_()
-    second = pickle.loads(send(ring, numbers(0)))
-    assert not first.any()
-    assert same(second, numbers(0))
-
-
+@quick
 def test_a_buffer_that_was_not_published_stays_free(ring):
     for _ in range(10):
-        buffer = ring.lane(1).take()
-        buffer.empty((100,), torch.float32)
-        del buffer
+        ring.lane(1).take().empty((100,), torch.float32)
     with pytest.raises((AttributeError, pickle.PicklingError), match=r"pickle|local object"):
         ring.lane(1).take().publish([torch.zeros(3), lambda: None])
-    assert free(ring) == 6
-
-
-def test_what_has_no_bytes_is_passed_by(ring):
-    batch = {"names": ["a", "b"], "empty": torch.empty(0)}
-    assert same(pickle.loads(send(ring, batch)), batch)
+    batch = {"names": ["a", "b"], "empty": torch.empty(0)}  # without bytes
+    assert same(through(ring, batch), batch)
     assert ring.fallbacks[NOTHING] == 1
     assert free(ring) == 6
 
 
 @pytest.mark.leaves_descriptors
-def test_batches_larger_than_a_buffer_go_the_way_of_torch(monkeypatch):
-    monkeypatch.setattr(ring_module, "STRIDE", 2 * limits.MIB)
-    ring = Ring(1, 2)
-    ring.begin()
-    buffer = ring.lane(1).take()
+def test_batches_larger_than_a_buffer_go_the_way_of_torch(small_ring):
+    buffer = small_ring.lane(1).take()
     assert buffer.empty((3 * limits.MIB,), torch.uint8) is None
     large = torch.arange(300_000)
     assert same(pickle.loads(pickle.dumps(buffer.publish(large))), large)
-    assert ring.fallbacks[TOO_LARGE] == 1
-    small = numbers(1)
-    assert same(pickle.loads(send(ring, small)), small)
     del buffer
+    assert same(through(small_ring, numbers(1)), numbers(1))
+    text = b"x" * 3 * limits.MIB  # a pickle without tensors
+    assert through(small_ring, text) == text
+    assert small_ring.fallbacks[TOO_LARGE] == 2
+    assert free(small_ring) == 2
 
 
 @pytest.mark.leaves_descriptors
 def test_where_the_machine_gives_no_memory_batches_go_the_way_of_torch(ring, monkeypatch, caplog):
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     for _ in range(3):
-        assert same(pickle.loads(send(ring, numbers(4))), numbers(4))
+        assert same(through(ring, numbers(4)), numbers(4))
     assert ring.fallbacks[NO_MEMORY] == 3
     assert ring.nbytes == 0
     assert "cache" not in caplog.text  # it is none
 
 
+@quick
 def test_buffers_grow_with_their_batches(ring):
     for megabytes in (1, 3, 9, 2):
         batch = torch.arange(megabytes * 131072)
-        came = pickle.loads(send(ring, batch))
-        assert torch.equal(came, batch)
-        del came
+        assert torch.equal(through(ring, batch), batch)
     assert ring.nbytes == 10 * limits.MIB
 
 
+@quick
 def test_a_machine_without_shared_memory_has_no_ring(monkeypatch):
     no_shared_memory(monkeypatch)
     ring = Ring(2, 2)
     assert not ring.works
     assert ring.lane(ring.begin()) is None
+
+
+@quick
+@pytest.mark.parametrize(
+    "large",
+    [b"a" * 100_000, bytearray(100_000), "é" * 50_000, ["a"] * 50_000, {"jpeg": b"x" * 40_000}],
+    ids=["bytes", "bytearray", "text", "list", "dict"],
+)
+def test_a_large_pickle_lies_in_the_buffer_which_is_free_when_it_has_come(ring, large):
+    batch = {"names": ["a", "b"], "large": large}
+    message = send(ring, batch)
+    assert len(message) < 200
+    came = pickle.loads(message)
+    assert came == batch
+    assert type(came["large"]) is type(large)
+    assert ring.received == 1
+    assert free(ring) == 6
+    beside = through(ring, [numbers(3), large, np.arange(5)])
+    assert same(beside, [numbers(3), large, np.arange(5)])
+    assert ring.offset_of(beside[0]) is not None
+    assert came == batch
+
+
+class Unbuilt:
+    """It pickles, and does not unpickle."""
+
+    def __reduce__(self):
+        return int, ("seven",)
+
+
+@quick
+@pytest.mark.parametrize("nbytes", [10, 100_000])
+def test_what_does_not_unpickle_frees_its_buffer(ring, nbytes):
+    with pytest.raises(ValueError, match="invalid literal"):
+        through(ring, [bytes(nbytes), np.arange(10), Unbuilt()])
+    assert free(ring) == 6
+
+
+@quick
+def test_what_goes_outside_and_does_not_pickle_is_an_error_at_once():
+    with pytest.raises(TypeError, match="cannot pickle"):  # and not in the thread of a queue, which would lose it
+        fallback("key", FULL, threading.Lock())
 
 
 # ---------------------------------------------------------------------------------------------------- processes
@@ -194,8 +230,8 @@ def run(ring, iteration, starts, then=os.getpid, context=None):
     queue = context.Queue()
     process = context.Process(target=worker, args=(ring, iteration, queue, starts, then))
     process.start()
-    messages = [queue.get(timeout=20) for _ in starts]
-    process.join(20)
+    messages = [queue.get(timeout=60) for _ in starts]
+    process.join(60)
     assert process.exitcode is not None
     process.close()
     queue.close()
@@ -203,20 +239,27 @@ def run(ring, iteration, starts, then=os.getpid, context=None):
     return messages
 
 
-def test_workers_of_any_start_method_send(ring, start_method):
-    messages = run(ring, 1, range(3), context=multiprocessing.get_context(start_method))
-    for start, message in enumerate(messages):
-        assert same(pickle.loads(message), numbers(start))
-    assert free(ring) == 6
+def arrived(messages):
+    return [int(pickle.loads(message)[0]) for message in messages]
 
 
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_a_killed_worker_sent_arrives(ring):
-    messages = run(ring, 1, [5, 6], kill)
-    assert same([pickle.loads(message) for message in messages], [numbers(5), numbers(6)])
+@pytest.mark.parametrize("start_method", ["fork", "spawn"], indirect=True)
+def test_workers_of_any_start_method_send(ring, start_method):
+    came = [pickle.loads(message) for message in run(ring, 1, range(3), context=multiprocessing.get_context(start_method))]
+    assert same(came, [numbers(start) for start in range(3)])
+    del came
+    assert free(ring) == 6
+
+
+def test_what_a_killed_worker_sent_arrives_and_is_not_given_to_the_next_worker(ring):
+    first, second = run(ring, 1, range(3), kill), run(ring, 1, range(10, 13))
+    assert ring.nbytes == 6 * 2 * limits.MIB
+    assert in_child(lambda: os._exit(ring.lane(1) is not None)) == 0  # no more workers than lanes
+    assert arrived(first + second) == [0, 1, 2, 10, 11, 12]
 
 
 def test_what_was_never_received_is_free_again_when_its_iteration_is_over(ring):
@@ -227,108 +270,108 @@ def test_what_was_never_received_is_free_again_when_its_iteration_is_over(ring):
     assert states(ring)[1] == 3  # one lane, not all
 
 
-def test_what_will_yet_be_received_is_not_given_to_the_next_worker(ring):
-    first = run(ring, 1, range(3))
-    second = run(ring, 1, range(10, 13))
-    assert ring.nbytes == 6 * 2 * limits.MIB
-    assert same([pickle.loads(message) for message in first + second], [numbers(n) for n in (0, 1, 2, 10, 11, 12)])
-
-
-def test_no_more_workers_than_lanes(ring):
-    first, second = run(ring, 1, [1]), run(ring, 1, [2])
-    process = multiprocessing.get_context("fork").Process(target=lambda: os._exit(ring.lane(1) is not None))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    process.close()
-    assert same([pickle.loads(message) for message in first + second], [numbers(1), numbers(2)])
-
-
 def test_a_batch_whose_buffer_was_given_to_another_is_refused(ring):
     (message,) = run(ring, 1, [1])
     ring.end(1)
-    iteration = ring.begin()
-    (other,) = run(ring, iteration, [2])
+    (other,) = run(ring, ring.begin(), [2])
     with pytest.raises(WorkerError, match="a batch is lost"):
         pickle.loads(message)
-    assert same(pickle.loads(other), numbers(2))
+    assert arrived([other]) == [2]
 
 
+@quick
 def test_too_many_iterations_get_no_lane(ring):
-    begun = [ring.begin() for _ in range(8)]
-    assert begun[:7] == list(range(2, 9))
-    assert begun[7] == 0
+    assert [ring.begin() for _ in range(8)] == [*range(2, 9), 0]
     assert ring.lane(0) is None
     ring.end(3)
     assert ring.begin() != 0
 
 
+@quick
 def test_a_process_that_did_not_make_the_ring_says_so():
     ring = Ring(1, 1)
-    message = pickle.dumps(fallback(ring.key, NO_LANE, 1))
-    key = ring.key
+    key, message = ring.key, pickle.dumps(fallback(ring.key, NO_LANE, 1))
     del ring
-    with pytest.raises(WorkerError, match="did not make its DataLoader"):
-        pickle.loads(message)
-    with pytest.raises(WorkerError, match="did not make its DataLoader"):
-        ring_of(key)
+    for use in (lambda: pickle.loads(message), lambda: ring_of(key)):
+        with pytest.raises(WorkerError, match="did not make its DataLoader"):
+            use()
+
+
+def test_which_batch_a_process_ended_at_is_known_when_others_have_come():
+    ring = Ring(3, 2)
+    iteration, ended = ring.begin(), []
+
+    def work(number):
+        ring.lane(iteration).record_request(number)
+        os.write(writer, str(os.getpid()).encode())
+
+    reader, writer = os.pipe()
+    for number in (5, 6):
+        assert in_child(work, number) == 0
+        ended.append(int(os.read(reader, 99)))
+    os.close(reader)
+    os.close(writer)
+    assert [ring.last_request_of(pid) for pid in ended] == [5, 6]
+    ring.end(iteration)
 
 
 # ---------------------------------------------------------------------------------------------------- forks of the user
-
-
-def child_of(batch, go, answer):
-    go.wait(20)
-    answer.put(bool(torch.equal(batch, numbers(0))))
-    answer.close()
-    answer.join_thread()
-
-
-def test_a_batch_that_a_forked_child_has_inherited_is_not_overwritten_until_it_ends(ring):
-    batch = pickle.loads(send(ring, numbers(0)))
-    context = multiprocessing.get_context("fork")
-    go, answer = context.Event(), context.Queue()
-    child = context.Process(target=child_of, args=(batch, go, answer))
-    child.start()
-    del batch
-    assert free(ring) == 5
-    for start in range(1, 20):
-        assert same(pickle.loads(send(ring, numbers(start))), numbers(start))
-    go.set()
-    assert answer.get(timeout=20)
-    child.join(20)
-    child.close()
-    answer.close()
-    answer.join_thread()
-    pickle.loads(send(ring, numbers(1)))
-    pickle.loads(send(ring, numbers(1)))
-    assert free(ring) == 6
-
-
-def test_a_ring_all_of_whose_batches_a_child_has_inherited_lives_on_when_the_child_has_ended(ring):
-    held = [pickle.loads(send(ring, numbers(start))) for start in range(3)]
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    del held
-    assert free(ring) == 6
 
 
 def descriptors():
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_ended_children_leave_no_descriptors(ring):
-    batch = pickle.loads(send(ring, numbers(0)))
+def waits(batch, go, answer):
+    """In a child: look at a batch when the parent has gone on."""
+    os.read(go, 1)
+    os.write(answer, b"1" if torch.equal(batch, numbers(0)) else b"0")
+    os._exit(0)
+
+
+def test_a_batch_that_a_forked_child_has_inherited_is_not_overwritten_until_it_ends(ring):
+    (go, send_go), (answer, send_answer) = os.pipe(), os.pipe()
+    batch = through(ring, numbers(0))
+    child = os.fork()
+    if child == 0:
+        waits(batch, go, send_answer)
+    del batch
+    assert free(ring) == 5
+    for start in range(1, 20):
+        assert same(through(ring, numbers(start)), numbers(start))
+    os.write(send_go, b"1")
+    assert os.read(answer, 1) == b"1"
+    os.waitpid(child, 0)
+    for descriptor in (go, send_go, answer, send_answer):
+        os.close(descriptor)
+    through(ring, numbers(1))
+    through(ring, numbers(1))
+    assert free(ring) == 6
+
+
+def test_children_that_have_ended_hold_nothing_and_free_nothing(ring):
+    held = [through(ring, numbers(start)) for start in range(3)]
     before = descriptors()
     for _ in range(10):
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0)
-        os.waitpid(pid, 0)
+        assert in_child(held.clear) == 0
     assert descriptors() <= before + 1
-    assert same(batch, numbers(0))
+    assert free(ring) == 3
+    assert same(held, [numbers(start) for start in range(3)])
+    held.clear()
+    assert free(ring) == 6
+
+
+def test_forks_while_nothing_is_held_cost_no_descriptors(ring):
+    before = descriptors()
+    children = []
+    for _ in range(3):
+        children.append(os.fork())
+        if not children[-1]:
+            signal.pause()
+    assert descriptors() == before
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 @pytest.mark.leaves_descriptors
@@ -337,89 +380,8 @@ def test_what_cannot_be_placed_is_pickled_once(ring):
     counts = []
     for _ in range(5):
         value = torch.arange(3.0).requires_grad_()
-        assert torch.equal(pickle.loads(send(ring, value)), value)
+        assert torch.equal(through(ring, value), value)
         del value
         gc.collect()
         counts.append(descriptors())
     assert counts[-1] <= counts[1]
-
-
-def test_a_forked_child_frees_nothing_of_its_parent(ring):
-    batch = pickle.loads(send(ring, numbers(0)))
-    pid = os.fork()
-    if pid == 0:
-        del batch
-        gc.collect()
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert free(ring) == 5
-    assert same(batch, numbers(0))
-
-
-def test_forks_while_nothing_is_held_cost_no_descriptors(ring):
-    before = descriptors()
-    children = []
-    for _ in range(3):
-        pid = os.fork()
-        if pid == 0:
-            signal.pause()
-            os._exit(0)
-        children.append(pid)
-    assert descriptors() == before
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
-def test_what_goes_outside_and_does_not_pickle_is_an_error_at_once():
-    with pytest.raises(TypeError, match="cannot pickle"):  # and not in the thread of a queue, which would lose it
-        ring_module.fallback("key", ring_module.FULL, threading.Lock())
-
-
-def test_which_batch_a_process_ended_at_is_known_when_others_have_come():
-    ring = Ring(3, 2)
-    iteration = ring.begin()
-    ended = []
-    for number in (5, 6):
-        pid = os.fork()
-        if pid == 0:
-            ring.lane(iteration).record_request(number)
-            os._exit(0)
-        os.waitpid(pid, 0)
-        ended.append(pid)
-    assert [ring.last_request_of(pid) for pid in ended] == [5, 6]
-    ring.end(iteration)
-
-
-@pytest.mark.parametrize(
-    "large",
-    [b"a" * 100_000, bytearray(100_000), "é" * 50_000, ["a"] * 50_000, {"jpeg": b"x" * 40_000}],
-)
-def test_a_large_pickle_lies_in_the_buffer_which_is_free_when_it_has_come(ring, large):
-    batch = {"names": ["a", "b"], "large": large}
-    message = send(ring, batch)
-    assert len(message) < 200
-    came = pickle.loads(message)
-    assert came == batch
-    assert type(came["large"]) is type(large)
-    assert ring.received == 1
-    assert free(ring) == 6
-    pickle.loads(send(ring, b"other" * 50_000))
-    assert came == batch
-
-
-def test_a_large_pickle_and_tensors_share_a_buffer(ring):
-    batch = [numbers(3), b"x" * 100_000, np.arange(5)]
-    came = pickle.loads(send(ring, batch))
-    assert same(came, batch)
-    assert ring.offset_of(came[0]) is not None
-
-
-def test_a_large_pickle_without_room_is_sent_as_torch_sends_it(monkeypatch):
-    monkeypatch.setattr(ring_module, "STRIDE", 2 * limits.MIB)
-    ring = Ring(1, 2)
-    ring.begin()
-    large = b"x" * 3 * limits.MIB
-    assert pickle.loads(send(ring, large)) == large
-    assert ring.fallbacks[TOO_LARGE] == 1
-    assert free(ring) == 2

@@ -1,55 +1,18 @@
-"""Loaders whose workers end, each to be run in a process of its own: torch leaves queues and threads when a worker dies."""
+"""Loaders whose workers end, each in a forked process of its own: torch leaves queues and threads when a worker dies."""
 
-import os
+import multiprocessing
+import os  # noqa: F401  # these three are for the statements that end a worker
 import signal
-import sys
-import time
+import sys  # noqa: F401
+import time  # noqa: F401
 
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 import stocache
-from stocache import WorkerError
 from stocache.ring.ring import Ring
-from tests.support.equality import same
 from tests.support.images import Images
-
-# How often torch looks whether a worker has ended without a signal: by default every 5 seconds
-torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data.__defaults__ = (0.2,)
-
-
-class Deadly(Images):
-    how = signal.SIGKILL
-
-    def __getitem__(self, idx):
-        if idx == 20:
-            time.sleep(1)  # until the parent waits for this batch: a death elsewhere in its code is torch's to raise
-            if self.how == "exit":
-                os._exit(3)
-            os.kill(os.getpid(), self.how)
-        return super().__getitem__(idx)
-
-
-class Exiting(Deadly):
-    how = "exit"
-
-
-class Crashing(Deadly):
-    how = signal.SIGABRT
-
-
-def until_death(name):
-    """Iterate over a dataset whose workers die; print the error that is raised."""
-    loader = stocache.DataLoader(globals()[name](), 8, num_workers=2)
-    batches = iter(loader)
-    came = []
-    try:
-        while True:
-            came.append(next(batches))
-    except RuntimeError as error:
-        sys.stdout.write(f"{type(error).__name__} {error}\n")
-    assert len(came) <= 2
-    assert same(came, [default_collate([Images()[idx] for idx in range(start, start + 8)]) for start in (0, 8)][: len(came)])
+from tests.support.processes import in_child
 
 
 class Ending(Images):
@@ -89,33 +52,32 @@ class EndingStream(Ending, IterableDataset):
             yield self[idx]
 
 
-def until_the_end(place, ending, kind="plain", idx=20, epochs=1, **options):
-    """Iterate over a dataset whose workers end; print the error that is raised."""
+def _iterate(path, ending, place="getitem", kind="plain", idx=20, **options):
+    # How often torch looks whether a worker has ended without a signal: by default every 5 seconds
+    torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data.__defaults__ = (0.2,)
     dataset = (EndingStream if place == "iter" else Ending)(place, ending, idx)
     functions = {"collate_fn": dataset.collate} if place == "collate" else {"worker_init_fn": dataset.init}
     source = stocache.CachedDataset(dataset, 0.01) if kind == "cached" else dataset
     if kind == "no ring":
         Ring.works = property(lambda ring: False)
     loader = stocache.DataLoader(source, 8, **({"num_workers": 2} | functions | options))
+    said = []
     try:
-        for _ in range(epochs):
-            for _ in loader:
-                pass
-    except WorkerError as error:
-        sys.stdout.write(f"{error}\n")
+        for _ in loader:
+            if kind == "in a step":
+                signal.pause()  # the end of the worker interrupts it
+    except (stocache.WorkerError, KeyboardInterrupt) as error:
+        said.append(f"{type(error).__name__} {error}")
     if options.get("persistent_workers"):  # others take their place
-        dataset.place = source.place = ""
+        dataset.place = ""
         assert len(list(loader)) == (2 if place == "iter" else 1) * -(-len(dataset) // 8)
-        sys.stdout.write("again\n")
-    sys.stdout.flush()
-    os._exit(0)  # torch's processes and threads may take seconds to end
+        said.append("again")
+    path.write_text("\n".join(said))
+    for worker in multiprocessing.active_children():
+        worker.kill()
 
 
-def until_a_death_in_a_step():
-    try:
-        for _ in stocache.DataLoader(Ending("getitem", "os._exit(7)"), 8, num_workers=2):
-            time.sleep(20)  # until the signal
-    except WorkerError as error:
-        sys.stdout.write(f"{error}\n")
-        sys.stdout.flush()
-        os._exit(0)
+def said_at_the_end(path, *arguments, **options):
+    """Iterate over a dataset whose workers end; return the error that is raised."""
+    assert in_child(lambda: _iterate(path, *arguments, **options)) == 0
+    return path.read_text()

@@ -6,42 +6,59 @@ import pytest
 import torch
 
 import stocache
-from stocache import CachedDataset, OnDiskBlockDataStorage, StorageDataset, prepare
+from stocache import CachedDataset, OnDiskBlockDataStorage, StorageDataset, WorkerError, prepare
 from stocache.ring.pinned import Pinned
 from tests.support.equality import same
 from tests.support.images import Images
+from tests.support.processes import wait_until
+
+pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:.*suggested max number of worker")]
+
+
+def start_some(monkeypatch, count):
+    """Let so few threads start; return the names of the others."""
+    names, started, start = [], [], threading.Thread.start
+
+    def start_if_few(thread):
+        if len(started) == count:
+            names.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_if_few)
+    return names
 
 
 @pytest.fixture
 def refused(monkeypatch):
-    """The names of threads that were not started."""
-    names = []
-
-    def start(thread):
-        names.append(thread.name)
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    return names
+    """The names of threads that were not started: none is."""
+    return start_some(monkeypatch, 0)
 
 
-def test_batches_are_gathered_when_they_are_asked_for(refused):
+def test_worker_threads_that_cannot_start_are_an_error(monkeypatch):
+    start_some(monkeypatch, 3)
+    before = threading.active_count()
+    with pytest.raises(WorkerError, match=r"cannot start worker thread 3 of 20: can't start new thread"):
+        iter(stocache.DataLoader(Images(), num_workers=20, worker_method="thread"))
+    wait_until(lambda: threading.active_count() <= before)
+
+
+def test_batches_are_gathered_when_they_are_asked_for(refused, monkeypatch):
+    expected = list(torch.utils.data.DataLoader(Images(), 8))
     with CachedDataset(Images(), 1) as dataset:
-        batches = [list(stocache.DataLoader(dataset, 8, prefetch_factor=2)) for _ in range(2)]
-        assert all(same(found, list(torch.utils.data.DataLoader(Images(), 8))) for found in batches)
-        assert dataset.stats().total.hits >= len(dataset)
-    assert refused
-
-
-def test_batches_are_gathered_when_no_thread_starts_within_an_epoch(monkeypatch):
-    with CachedDataset(Images(), 1) as dataset:
-        iterator = iter(stocache.DataLoader(dataset, 8, prefetch_factor=2))
+        loader = stocache.DataLoader(dataset, 8, prefetch_factor=2)
+        assert same(list(loader), expected)
+        assert refused
+        monkeypatch.undo()
+        iterator = iter(loader)
         first = next(iterator)
-        monkeypatch.setattr(iterator._thread, "submit", _refuse)
-        assert same([first, *iterator], list(torch.utils.data.DataLoader(Images(), 8)))
+        monkeypatch.setattr(iterator._thread, "submit", refuse)  # within an epoch
+        assert same([first, *iterator], expected)
+        assert dataset.stats().total.hits >= len(dataset)
 
 
-def _refuse(*args):
+def refuse(*args):
     raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
 
@@ -55,17 +72,13 @@ def test_samples_are_written_to_the_disk_by_the_one_who_loads_them(refused, tmp_
     assert "stocache writes to disk" in refused
 
 
-@pytest.fixture
-def storage(tmp_path):
+def test_blocks_are_not_admitted_and_samples_come(tmp_path, request):
     prepare(Images(), tmp_path / "blocks", block_size=10, progress=False).close()
     with OnDiskBlockDataStorage(tmp_path / "blocks") as storage:
-        yield storage
-
-
-def test_blocks_are_not_admitted_and_samples_come(storage, refused):
-    with CachedDataset(StorageDataset(storage), 1) as dataset:
-        for _ in range(2):
-            assert same([dataset[idx] for idx in range(50)], [Images()[idx] for idx in range(50)])
+        refused = request.getfixturevalue("refused")
+        with CachedDataset(StorageDataset(storage), 1) as dataset:
+            for _ in range(2):
+                assert same([dataset[idx] for idx in range(50)], [Images()[idx] for idx in range(50)])
     assert "stocache admits blocks" in refused
 
 
@@ -77,21 +90,12 @@ def test_the_rest_of_a_text_is_parsed_where_it_is_iterated(after, tmp_path, monk
         with stocache.StreamLoader(tmp_path / "text", 4, 8, delimiter=" ", shuffle="buffers") as loader:
             return list(loader)
 
-    whole, started = epoch(), []
-    start = threading.Thread.start
-
-    def start_some(thread):
-        started.append(thread)
-        if len(started) > after:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_some)
+    whole = epoch()
+    start_some(monkeypatch, after)
     assert same(epoch(), whole)
 
 
 def test_a_pinned_buffer_waits_for_the_next_one(refused, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     pinned, freed = Pinned(), []
     pinned.after_copies(freed.append, 1)
     assert (freed, refused) == ([], ["stocache-pinned"])
@@ -99,5 +103,5 @@ def test_a_pinned_buffer_waits_for_the_next_one(refused, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     pinned.after_copies(freed.append, 2)
     pinned.close()
-    pinned._thread.join()
+    pinned._thread.join(60)
     assert freed == [1, 2]
