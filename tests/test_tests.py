@@ -10,30 +10,26 @@ import pytest
 
 import stocache
 from tests.support import traces
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(stocache.__file__).parent
 
 
-@pytest.mark.parametrize("folder", ["tests", "benchmark"])
-def test_no_file_imports_a_test_file(folder):
-    for path in (ROOT / folder).rglob("*.py"):
+@pytest.mark.quick
+def test_no_file_imports_a_test_file_and_benchmarks_import_programs_and_support_only():
+    for path in (path for folder in ("tests", "benchmark") for path in (ROOT / folder).rglob("*.py")):
         text = path.read_text()
         assert not re.search(r"(?:from|import) +(?:[\w.]+\.)?(?:conftest|test_\w+)\b", text), path
         assert not re.search(r"\btests(?:\.\w+)*\.(?:conftest|test_\w+)\b", text), path  # in a program that runs elsewhere
+        if path.is_relative_to(ROOT / "benchmark"):
+            assert not re.findall(r"(?:from|import) +tests\b(?!\.support|\.programs)", text), path
 
 
-def test_benchmarks_import_programs_and_support_only():
-    for path in (ROOT / "benchmark").rglob("*.py"):
-        assert not re.findall(r"(?:from|import) +tests\b(?!\.support|\.programs)", path.read_text()), path
-
-
+@pytest.mark.quick
 def test_the_folders_are_those_of_the_package():
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")} == {*folders, "programs"}
-
-
-# ---------------------------------------------------------------------------------------------------- traces
 
 
 TESTS = """
@@ -45,7 +41,7 @@ import pytest
 from tests.support import traces
 
 resource_tracker.ensure_running()
-traces.PATIENCE_S = 0.5
+traces.PATIENCE_S = 0.1
 FOLDER = Path(f"/dev/shm/stocache-{os.geteuid()}")
 kept = []
 
@@ -121,15 +117,11 @@ def test_a_test_that_leaves_something_fails_whatever_other_programs_make(tmp_pat
         pytest.skip("this process may not mount")
     (tmp_path / "test_traces.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    pytest_run = ["-m", "pytest", "-rA", "--tb=no", "-p", "no:cacheprovider", "-p", "tests.support.traces"]
-    pytest_run += ["-n", "auto", str(tmp_path)]
-    start = [] if mounting else ["-c", WITHOUT_MOUNTING]
+    command = [*([] if mounting else ["-c", WITHOUT_MOUNTING]), "-m", "pytest", "-rA", "--tb=no", "-p", "no:cacheprovider"]
+    command += ["-p", "tests.support.traces", "-n", "auto", tmp_path]
     with subprocess.Popen([sys.executable, "-c", FOREIGN], cwd=tmp_path, stdin=subprocess.PIPE) as foreign:
-        run = subprocess.run(
-            [sys.executable, *start, *pytest_run], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
-        )
-        foreign.communicate(b"\n", timeout=20)
+        run = run_python(*command, ok=False, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout_s=200)
+        foreign.communicate(b"\n", timeout=60)
     assert foreign.returncode == 0
     left = {"file", "named_segment", "semaphore", "descriptor", "child"}
     assert set(re.findall(r"^ERROR .*::test_leaves_(?:an?_)?(\w+)", run.stdout, re.MULTILINE)) == left, run.stdout
