@@ -76,24 +76,26 @@ def two():
     return [IterableWrapper([1]), IterableWrapper([2])]
 
 
-# ---------------------------------------------------------------------------------------------------- walked and searched
-
-
-def test_a_chain_is_listed_from_its_end_and_each_pipe_has_its_sources(chain):
-    ((number, (pipe, below)),) = traverse_dps(chain).items()
+def test_pipes_are_listed_from_the_end_and_found_by_their_very_type(chain):
+    graph = traverse_dps(chain)
+    ((number, (pipe, below)),) = graph.items()
     assert number == id(chain)
     assert pipe is chain
     assert list(below) == [id(chain.datapipe)]
-    assert [type(pipe) for pipe in list_dps(traverse_dps(chain))] == [Mapper, ShardingFilter, Shuffler, IterableWrapper]
+    assert [type(pipe) for pipe in list_dps(graph)] == [Mapper, ShardingFilter, Shuffler, IterableWrapper]
+    assert list_dps(graph, exclude_dps=chain.datapipe) == [chain]
+    assert list_dps(graph, exclude_dps=[chain.datapipe, chain]) == []
+    assert find_dps(graph, Shuffler) == [chain.datapipe.source_datapipe]
+    assert find_dps(graph, IterDataPipe) == []
     assert len(pipes_of(SequenceWrapper(range(3)).map(double))) == 2
+    for wrong in (None, [1], IterableWrapper):
+        with pytest.raises(GraphError, match="expected an IterDataPipe or MapDataPipe, got"):
+            traverse_dps(wrong)
 
 
-@pytest.mark.parametrize("wrap", [list, tuple, lambda its: {"one": its[0], "two": {its[1]: 1}}, lambda its: [{"deep": (its,)}]])
-def test_sources_are_found_in_containers(wrap, two):
-    assert sources(Holder(wrap(two))) == two
-
-
-def test_what_holds_itself_or_is_shared_is_walked_once(two):
+def test_sources_are_found_in_containers_and_each_is_walked_once(two):
+    for held in (two, (*two,), {"one": two[0], "two": {two[1]: 1}}, [{"deep": (two,)}]):
+        assert sources(Holder(held)) == two
     pipe, endless = two[0], []
     endless += [endless, endless, pipe]
     assert sources(Holder(endless)) == [pipe]
@@ -113,20 +115,6 @@ def test_walking_neither_pickles_nor_starts_nor_changes_a_pipe():
     assert vars(pipe) == before
 
 
-@pytest.mark.parametrize("wrong", [None, [1], IterableWrapper])
-def test_what_is_no_pipe_is_refused(wrong):
-    with pytest.raises(GraphError, match="expected an IterDataPipe or MapDataPipe, got"):
-        traverse_dps(wrong)
-
-
-def test_pipes_are_found_by_their_very_type_and_left_out_with_what_leads_to_them(chain):
-    graph = traverse_dps(chain)
-    assert find_dps(graph, Shuffler) == [chain.datapipe.source_datapipe]
-    assert find_dps(graph, IterDataPipe) == []
-    assert list_dps(graph, exclude_dps=chain.datapipe) == [chain]
-    assert list_dps(graph, exclude_dps=[chain.datapipe, chain]) == []
-
-
 def test_parts_of_other_processes_end_where_all_their_paths_have_met():
     one, two, single = (source().sharding_round_robin_dispatch() for _ in range(3))
     joined = one.zip(two)
@@ -137,9 +125,6 @@ def test_parts_of_other_processes_end_where_all_their_paths_have_met():
     assert replicable_end(filtered.fullsync().map(double)) is filtered
 
 
-# ---------------------------------------------------------------------------------------------------- changed and copied
-
-
 def test_a_pipe_is_replaced_for_all_that_read_from_it(two):
     old, new = two
     end = old.map(double).zip(old, old.map(double))
@@ -147,14 +132,10 @@ def test_a_pipe_is_replaced_for_all_that_read_from_it(two):
     assert find_dps(graph, IterableWrapper) == [new]
     assert sources(end)[1] is new
     assert list(replace_dp(graph, end, old)) == list(traverse_dps(old))
-
-
-def test_containers_of_pipes_stay_of_their_kind(two):
-    old, new = two
-    end = Holder(Pair(old, [old]), {"a": {old}}, (old, frozenset({old})))
-    replace_dp(traverse_dps(end), old, new)
-    assert end.held == (Pair(new, [new]), {"a": {new}}, (new, frozenset({new})))
-    assert type(end.held[0]) is Pair
+    holder = Holder(Pair(old, [old]), {"a": {old}}, (old, frozenset({old})))
+    replace_dp(traverse_dps(holder), old, new)
+    assert holder.held == (Pair(new, [new]), {"a": {new}}, (new, frozenset({new})))
+    assert type(holder.held[0]) is Pair
 
 
 def test_a_pipe_with_one_source_is_removed(chain, two):
@@ -199,9 +180,6 @@ def test_a_copy_shares_its_state_only_where_that_cannot_be_copied(make):
     assert getattr(copy, "lock", None) is getattr(pipe, "lock", None)
 
 
-# ---------------------------------------------------------------------------------------------------- seeds
-
-
 def test_seeds_are_a_function_of_seed_purpose_and_worker():
     def draws(generator):
         return [generator.generate_shared_seed(), generator.generate_seed(), generator.generate_shared_seed()]
@@ -215,29 +193,18 @@ def test_seeds_are_a_function_of_seed_purpose_and_worker():
     shared = generator.generate_shared_seed()
     assert one.generate_shared_seed() == two.generate_shared_seed() == shared
     assert len({one.generate_seed(), two.generate_seed(), generator.generate_seed(), one.spawn(2).generate_seed()}) == 4
-
-
-def test_a_generator_becomes_that_of_a_rank_in_place():
-    generator, other = SeedGenerator(3), SeedGenerator(3)
-    assert generator.spawn(1, inplace=True) is generator
-    assert generator.generate_seed() == other.spawn(1).generate_seed()
+    assert generator.spawn(7, inplace=True) is generator
+    assert generator.generate_seed() == SeedGenerator(3).spawn(7).generate_seed()
     assert pickle.loads(pickle.dumps(generator)).generate_seed() == generator.generate_seed()
-
-
-@pytest.mark.parametrize("seed", [-1, 2**64, 1.5, "one"])
-def test_a_seed_is_an_unsigned_integer_of_64_bits_and_no_worker_is_negative(seed):
-    with pytest.raises(ValueError, match=r"must be an integer in \[0, 2\*\*64\)"):
-        SeedGenerator(seed)
+    torch.manual_seed(1)
+    first, second = (SeedGenerator().generate_seed() for _ in range(2))
+    torch.manual_seed(1)
+    assert SeedGenerator().generate_seed() == first != second
+    for seed in (-1, 2**64, 1.5, "one"):
+        with pytest.raises(ValueError, match=r"must be an integer in \[0, 2\*\*64\)"):
+            SeedGenerator(seed)
     with pytest.raises(ValueError, match="worker_id=-1 is negative"):
         SeedGenerator(1).spawn(-1)
-
-
-def test_without_a_seed_torch_gives_one():
-    torch.manual_seed(1)
-    first = SeedGenerator().generate_seed()
-    assert SeedGenerator().generate_seed() != first
-    torch.manual_seed(1)
-    assert SeedGenerator().generate_seed() == first
 
 
 def test_random_pipes_before_the_shard_have_shared_seeds_and_others_their_own():
@@ -279,9 +246,6 @@ def test_a_function_with_a_generator_in_it_is_not_pure():
     assert is_pure(partial(max, 3))
     for function in (lambda value: value + numbers.random(), Noisy(), Noisy().__call__, partial(double, torch.Generator())):
         assert not is_pure(function)
-
-
-# ---------------------------------------------------------------------------------------------------- pipes
 
 
 def test_prefetch_delivers_all_in_order_and_raises_what_the_source_does():
@@ -333,14 +297,11 @@ def test_unzip_splits_columns():
         rows.unzip(1, columns_to_skip=[0])
 
 
-def test_pinning_is_torchs_and_needs_cuda():
+def test_pinning_is_torchs_and_needs_cuda_and_fullsync_needs_a_process_group():
     assert list(inspect.signature(pipes._pin).parameters)[:2] == ["data", "device"]
     assert pipes._pin({"text": ["one", 2]}, None) == {"text": ["one", 2]}
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="pin_memory needs CUDA"):
             source().pin_memory()
-
-
-def test_ranks_need_a_process_group():
     with pytest.raises(RuntimeError, match=r"fullsync needs torch.distributed"):
         list(source().fullsync())
