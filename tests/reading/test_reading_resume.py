@@ -143,11 +143,13 @@ def test_another_number_of_workers_is_refused_where_that_is_not_exact(name, reas
             resumed(GRAPHS[name], workers, state, 0)
 
 
-def test_a_state_between_epochs_goes_on_with_any_number_of_workers():
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_state_between_epochs_goes_on_with_any_number_of_workers(epoch):
     with loader(GRAPHS["batched"](), 2) as dataloader:
-        elements(dataloader)
+        for _ in range(epoch):
+            elements(dataloader)
         state = dataloader.state_dict()
-    assert resumed(GRAPHS["batched"], 0, state, 1) == run(GRAPHS["batched"], 0)[1:]
+    assert resumed(GRAPHS["batched"], 0, state, epoch) == run(GRAPHS["batched"], 0)[epoch:]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -180,13 +182,6 @@ def test_a_seed_that_is_set_in_an_epoch_or_before_its_rest_is_for_the_next():
     for state in states:
         assert resumed(GRAPHS["shuffled"], 0, state, 0) == [one[1:], one, two]
 
-
-def test_a_state_that_nothing_was_taken_of_begins_at_the_beginning():
-    dataloader = loader(GRAPHS["shuffled"](), 0)
-    assert resumed(GRAPHS["shuffled"], 0, dataloader.state_dict(), 0) == run(GRAPHS["shuffled"], 0)
-
-
-# ---------------------------------------------------------------------------------------------------- how it is done
 
 COUNTED = {
     "after the shard": lambda count: source().shuffle().sharding_filter().map(count),
@@ -266,24 +261,25 @@ def test_functions_of_the_user_are_called_when_resuming_too(divide):
     check(lambda: getattr(source().shuffle(), divide)(), 2, 2, epoch=0, position=7, **options)
 
 
-# ---------------------------------------------------------------------------------------------------- states
-
-
-def test_from_state_brings_its_graph():
-    state = broken_off(GRAPHS["shuffled"], 2, 1, 4)
-    whole = run(GRAPHS["shuffled"], 2)
+def test_from_state_brings_its_graph_and_the_beginning_of_the_epoch_can_be_had_instead():
+    whole = run(GRAPHS["noisy"], 2)
+    state = broken_off(GRAPHS["noisy"], 2, 1, 4)
     with DataLoader2.from_state(state, service(2)) as dataloader:
         assert elements(dataloader) == whole[1][4:]
     with DataLoader2(None, reading_service=service(2)) as dataloader:
         dataloader.load_state_dict(state)
-        assert elements(dataloader) == whole[1][4:]
+        dataloader._restore_checkpoint_beginning_of_epoch()
+        assert [elements(dataloader), elements(dataloader)] == whole[1:]
 
 
-def test_a_graph_that_does_not_pickle_is_to_be_made_again():
+@pytest.mark.quick
+def test_a_state_is_loaded_before_iterating_with_the_same_graph_if_that_does_not_pickle():
     graph = source().sharding_filter().map(lambda value: value + 1)
     with loader(graph, 0) as dataloader:
         next(iter(dataloader))
         state = dataloader.state_dict()
+        with pytest.raises(StateError, match=r"has begun to iterate. Load the state into a new one"):
+            dataloader.load_state_dict(state)
     with pytest.raises(StateError, match=r"the graph of the state did not pickle. Make the loader with the same graph"):
         DataLoader2.from_state(state)
     with loader(graph, 0) as dataloader:
@@ -291,29 +287,13 @@ def test_a_graph_that_does_not_pickle_is_to_be_made_again():
         assert list(dataloader) == list(range(2, 41))
 
 
-def test_the_beginning_of_the_epoch_can_be_had_instead():
-    whole = run(GRAPHS["noisy"], 2)
-    with loader(GRAPHS["noisy"](), 2, seed=None) as dataloader:
-        dataloader.load_state_dict(broken_off(GRAPHS["noisy"], 2, 1, 9))
-        dataloader._restore_checkpoint_beginning_of_epoch()
-        assert [elements(dataloader), elements(dataloader)] == whole[1:]
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        *((wrong, "is not a state of a DataLoader2") for wrong in (None, [1], {}, {"what": "DataLoader", "version": 2})),
-        ({"version": 1, "dropped": 0}, "reads states of version 2, and this state has version 1"),
-    ],
-)
-def test_what_is_not_a_state_is_refused(wrong, message):
-    with pytest.raises(StateError, match=message):
-        DataLoader2(source()).load_state_dict(wrong)
-
-
-@pytest.mark.quick
-def test_the_state_of_another_graph_is_refused():
+def test_what_is_not_a_state_or_is_that_of_another_graph_is_refused():
+    for wrong in (None, [1], {}, {"what": "DataLoader", "version": 2}):
+        with pytest.raises(StateError, match="is not a state of a DataLoader2"):
+            DataLoader2(source()).load_state_dict(wrong)
+    with pytest.raises(StateError, match="reads states of version 2, and this state has version 1"):
+        DataLoader2(source()).load_state_dict({"version": 1, "dropped": 0})
     state = broken_off(GRAPHS["shuffled"], 0, 0, 5)
     with pytest.raises(StateError, match=r"with graph \['Mapper.*; this one has \['Filter"):
         resumed(GRAPHS["filtered"], 0, state, 0)
@@ -327,7 +307,7 @@ WRONG = [None, -1, 10**30, "AAAA", [7], {"a": 1}, 0.5, object()]
 
 @pytest.mark.parametrize("position", [0, 3, COUNT])
 def test_a_damaged_state_is_refused_or_resumed_as_another(position):
-    services = SequentialReadingService(Unchanging(), InProcessReadingService())
+    services = SequentialReadingService(Plain(), InProcessReadingService())
     with DataLoader2(GRAPHS["noisy"](), reading_service=services) as dataloader:
         iterator = iter(dataloader)
         for _ in zip(range(position), iterator, strict=False):
@@ -397,14 +377,6 @@ def test_a_loader_with_a_graph_unpickles_nothing():
 
 
 @pytest.mark.quick
-def test_a_state_is_loaded_before_iterating():
-    with loader(source(), 0) as dataloader:
-        next(iter(dataloader))
-        with pytest.raises(StateError, match=r"has begun to iterate. Load the state into a new one"):
-            dataloader.load_state_dict(dataloader.state_dict())
-
-
-@pytest.mark.quick
 def test_a_state_of_other_services_is_refused():
     whole = SequentialReadingService(InProcessReadingService())
     with DataLoader2(source(), reading_service=whole) as dataloader:
@@ -419,21 +391,11 @@ def test_a_state_of_other_services_is_refused():
             list(DataLoader2.from_state(state, other))
 
 
-# ---------------------------------------------------------------------------------------------------- the user's services
-
-
 class Plain(ReadingServiceInterface):
     """A service that knows nothing of checkpoints."""
 
     def initialize(self, datapipe):
-        return datapipe.map(square)
-
-
-class Unchanging(Plain):
-    """A service that leaves the graph as it is."""
-
-    def initialize(self, datapipe):
-        return datapipe
+        return datapipe.map(str)
 
 
 class Knowing(CheckpointableReadingServiceInterface):
