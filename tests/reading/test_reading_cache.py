@@ -1,17 +1,14 @@
 """The shared cache within a graph, with or without a disk behind it: hits skip reading and mapping, values and order stay."""
 
 import logging
-import os
 import pickle
 import random
-import shutil
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data.datapipes.iter import IterableWrapper, Mapper
 
-from stocache.disk.samples_file import SamplesFile
 from stocache.errors import DatasetError, DiskError, LimitError, SampleIndexError
 from stocache.reading import (
     CachingReadingService,
@@ -180,11 +177,15 @@ def reverse(value):
     return COUNT - 1 - value
 
 
-def test_the_cache_of_a_service_may_have_a_key_function():
+@pytest.mark.parametrize("options", [{"key_fn": reverse}, {"name": "reading-test"}])
+def test_the_cache_of_a_service_may_have_a_key_function_or_a_name(options):
     count = Counting()
-    (one, two, _), _ = run(source().map(count).shuffle().sharding_filter(), 2, "4MB", key_fn=reverse)
-    assert one != two
-    assert count.taken() == COUNT
+    with cached(source().map(count).shuffle(), **options) as kept:
+        found = [elements(kept), elements(kept)]
+        assert found[0] != found[1]
+        with cached(source().map(count).shuffle(), **options) as dataloader:
+            assert [elements(dataloader), elements(dataloader)] == found
+    assert count.taken() == (COUNT if "name" in options else 2 * COUNT)
 
 
 def test_the_replay_of_a_resumed_epoch_is_hits():
@@ -202,15 +203,6 @@ def test_the_replay_of_a_resumed_epoch_is_hits():
         dataloader.load_state_dict(state)
         assert elements(dataloader) == rest
     assert count.taken() == 0
-
-
-def test_a_named_cache_is_found_by_the_next_loader():
-    count = Counting()
-    with cached(source().map(count).shuffle(), name="reading-test") as kept:
-        found = elements(kept)
-        with cached(source().map(count).shuffle(), name="reading-test") as dataloader:
-            assert elements(dataloader) == found
-    assert count.taken() == COUNT
 
 
 @pytest.mark.quick
@@ -235,9 +227,6 @@ def test_a_source_that_is_longer_than_it_said_is_delivered_whole():
 def test_wrong_arguments_are_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
-
-
-# ---------------------------------------------------------------------------------------------------- with a disk
 
 
 @pytest.fixture
@@ -279,16 +268,12 @@ def test_all_start_methods_share_the_caches(method, folder):
         assert count.taken() == calls
 
 
-def number_of(value):
-    return value
-
-
 def test_shared_cache_of_a_graph_takes_a_disk(folder):
     count = Counting()
 
     def graph(**options):
         pipe = source().shuffle().sharding_filter().map(count).map(tensor)
-        return pipe.shared_cache(number_of, 0, dataset_len=COUNT, **options) if options else pipe
+        return pipe.shared_cache(int, 0, dataset_len=COUNT, **options) if options else pipe
 
     expected = run(graph())
     count.taken()
@@ -312,68 +297,3 @@ def test_another_fingerprint_or_length_empties_the_folder(folder, caplog):
         assert found[2] == [repr(value * value) for value in range(length)]
         assert count.taken() == (0 if number == 2 else length)
         assert ("was left behind for other data" in caplog.text) is (number in (1, 3))
-
-
-def test_a_full_disk_keeps_what_it_has_room_for(folder):
-    count = Counting()
-    expected = run(GRAPHS["shuffled"](count))
-    for _ in range(2):
-        count.taken()
-        found, _, stats = run(GRAPHS["shuffled"](count), 2, **options_of(folder, limit=f"{16 * COUNT + 4096 + 5000}B"))
-        assert found == expected
-    assert 5 < stats.filled < COUNT
-    assert count.taken() == 3 * (COUNT - stats.filled)
-
-
-@pytest.mark.parametrize("failing", ["write", "read"])
-def test_a_disk_that_fails_is_reported_once(failing, folder, monkeypatch, caplog):
-    def fail(*_):
-        raise OSError(5, "Input/output error")
-
-    expected = run(GRAPHS["shuffled"](Counting()))
-    if failing == "read":
-        run(GRAPHS["shuffled"](Counting()), **options_of(folder))
-    monkeypatch.setattr(SamplesFile, failing, fail)
-    with caplog.at_level(logging.WARNING, "stocache"):
-        assert run(GRAPHS["shuffled"](Counting()), **options_of(folder))[0] == expected
-    assert caplog.text.count("the disk cache ") == 1
-    assert ("takes no more samples" if failing == "write" else "has lost samples") in caplog.text
-
-
-def test_a_folder_that_is_deleted_under_way_is_begun_again_by_the_next_run(folder):
-    count = Counting()
-    with cached(GRAPHS["sharded"](count), **options_of(folder)) as dataloader:
-        expected = elements(dataloader)
-        shutil.rmtree(folder)
-        assert elements(dataloader) == expected
-    assert count.taken() == COUNT
-    for calls in (COUNT, 0):
-        assert run(GRAPHS["sharded"](count), **options_of(folder))[0][0] == expected
-        assert count.taken() == calls
-
-
-def test_a_damaged_sample_is_made_again_and_kept(folder):
-    count = Counting()
-    expected = run(GRAPHS["shuffled"](count), **options_of(folder))[0]
-    at, nbytes = np.frombuffer((folder / "index").read_bytes(), "<u8").reshape(-1, 2)[3].tolist()
-    with open(folder / "samples", "r+b") as file:
-        os.pwrite(file.fileno(), bytes([os.pread(file.fileno(), 1, at + nbytes - 20)[0] ^ 4]), at + nbytes - 20)
-    count.taken()
-    for calls in (1, 0):
-        found, _, stats = run(GRAPHS["shuffled"](count), **options_of(folder))
-        assert found == expected
-        assert count.taken() == calls == stats.damaged
-
-
-def test_a_state_goes_on_from_the_disk(folder):
-    count = Counting()
-    with cached(GRAPHS["shuffled"](count), **options_of(folder, "4KB")) as dataloader:
-        iterator = iter(dataloader)
-        for _ in range(COUNT // 2):
-            next(iterator)
-        state, rest = dataloader.state_dict(), elements(iterator)
-    assert count.taken() == COUNT
-    with cached(GRAPHS["shuffled"](count), **options_of(folder, "4KB")) as dataloader:
-        dataloader.load_state_dict(state)
-        assert elements(dataloader) == rest
-    assert count.taken() == 0
