@@ -1,5 +1,7 @@
 """Old names work for one version, and warn."""
 
+from functools import partial
+
 import pytest
 
 from stocache import (
@@ -12,6 +14,7 @@ from stocache import (
     StorageDataset,
     StreamLoader,
 )
+from tests.support.storages import save
 
 pytestmark = pytest.mark.quick
 
@@ -20,16 +23,13 @@ def renamed(old, new):
     return pytest.warns(DeprecationWarning, match=f"{old} is now {new}")
 
 
-@pytest.mark.parametrize(
-    "make", [lambda **options: RaggedCache("1MB", 4, **options), lambda **options: CachedDataset([1], "1MB", **options)]
-)
-def test_admit_is_admission(make):
-    with renamed("admit=", r"admission=\. The old name goes with the next version\."):
-        cache = make(admit="cost")
-    with cache, renamed("admit=", "admission="), pytest.raises(ValueError, match="admission='lru' is unknown"):
-        make(admit="lru")
-    with pytest.raises(TypeError, match=r"admit= is the old name of admission=\. Pass admission= only\."):
-        with pytest.warns(DeprecationWarning, match="admit="):
+def test_admit_is_admission():
+    for make in (partial(RaggedCache, "1MB", 4), partial(CachedDataset, [1], "1MB")):
+        with renamed("admit=", r"admission=\. The old name goes with the next version\."):
+            cache = make(admit="cost")
+        with cache, renamed("admit=", "admission="), pytest.raises(ValueError, match="admission='lru' is unknown"):
+            make(admit="lru")
+        with renamed("admit=", "admission="), pytest.raises(TypeError, match=r"admit= is the old name of admission=\. Pass"):
             make(admit="cost", admission="all")
 
 
@@ -48,12 +48,8 @@ def test_methods_and_options_have_new_names(tmp_path):
         sampler = BlockSampler(range(8), 2, False, window=1, ahead=wanted.extend)
     assert sorted(sampler) == list(range(8))
     assert wanted
-    storage = InMemoryDataStorage(tmp_path / "samples")
-    storage.start_preparation()
-    storage.save_sample(1)
-    storage.finish_preparation(None)
     with renamed("expect", "prefetch_blocks"):
-        assert StorageDataset(storage).expect([0]) is None
+        assert StorageDataset(save(InMemoryDataStorage(tmp_path / "samples"), 1)).expect([0]) is None
 
 
 def test_count_is_count_rows(tmp_path):

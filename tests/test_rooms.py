@@ -1,7 +1,8 @@
-"""The architecture: one row a folder says from which other folders it imports."""
+"""The architecture: a table on the page of the package says from which other folders each folder imports."""
 
 import ast
 import functools
+import graphlib
 import re
 from pathlib import Path
 
@@ -11,30 +12,10 @@ import stocache
 from stocache import errors
 
 PACKAGE = Path(stocache.__file__).parent
-IMPORTS = {  # besides errors; from the ground up, so that each folder's row names only rows above
-    "system": "",
-    "threads": "system",
-    "samples": "",
-    "shm": "system",
-    "timing": "shm",
-    "ring": "shm system threads timing",
-    "storage": "samples system",
-    "transforms": "samples system",
-    "cache": "samples shm system timing",
-    "disk": "cache samples shm system",
-    "datasets": "cache disk samples shm storage system timing transforms",
-    "samplers": "cache samples system",
-    "diagnosis": "cache ring system timing",
-    "forecast": "cache datasets samples system transforms",
-    "loader": "cache datasets diagnosis forecast ring samplers samples shm system threads timing",
-    "advice": "datasets forecast loader system",
-    "preparation": "datasets samples storage system",
-    "text": "cache disk loader samples system",
-    "cli": "advice cache datasets disk preparation shm storage system timing",
-    "reading/graph": "cache disk ring samples system threads",
-    "reading/run": "loader reading/graph ring system threads",
-    "reading": "cache disk reading/graph reading/run samples system",
-}
+ROWS = re.findall(r"^\| \[?`([a-z/]+)`.*\| ([^|]*) ?\|$", (PACKAGE / "README.md").read_text(), re.MULTILINE)
+IMPORTS = {folder: row.replace(",", "").split() for folder, row in ROWS}
+"""The table on the page of the package, without errors: from the ground up, so that each folder's row names only rows above."""
+
 MOST_FILES = 12
 pytestmark = pytest.mark.quick
 
@@ -60,21 +41,17 @@ def imported(path: Path) -> set[str]:
     return {name for name in found if name.split(".")[0] != "errors"}
 
 
-def test_the_table_names_every_folder_is_on_the_page_of_the_package_and_each_imports_only_from_rows_above_it():
+def test_the_table_names_every_folder_and_each_imports_only_from_rows_above_it():
     assert {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")} == {*IMPORTS, "."}
-    above = set()
-    for folder, row in IMPORTS.items():
-        assert set(row.split()) <= above, folder
-        above.add(folder)
-    rows = re.findall(r"^\| \[?`([a-z/]+)`.*\| ([^|]*) ?\|$", (PACKAGE / "README.md").read_text(), re.MULTILINE)
-    assert {folder: row.replace(",", "").strip() for folder, row in rows} == IMPORTS
+    for number, row in enumerate(IMPORTS.values()):
+        assert {*row} <= {*list(IMPORTS)[:number]}
 
 
 @pytest.mark.parametrize("folder", IMPORTS)
 def test_a_folder_imports_what_its_row_says(folder):
     names = set().union(*map(imported, (PACKAGE / folder).glob("*.py")))
     assert all(map(folder_of, names))  # nothing from the package itself
-    assert {folder_of(name) for name in names} - {folder} == set(IMPORTS[folder].split())
+    assert {folder_of(name) for name in names} - {folder} == {*IMPORTS[folder]}
 
 
 @pytest.mark.parametrize("folder", [*IMPORTS, "."])
@@ -86,11 +63,7 @@ def test_a_folder_has_few_files_which_do_not_import_in_a_circle(folder):
     for stem, path in files.items():
         within = (name.removeprefix(prefix).split(".")[0] for name in imported(path) if name.startswith(prefix))
         graph[stem] = {name for name in within if name in files}
-    while graph:
-        free = [stem for stem, needs in graph.items() if not needs & graph.keys()]
-        assert free, f"a circle among {sorted(graph)}"
-        for stem in free:
-            del graph[stem]
+    graphlib.TopologicalSorter(graph).prepare()  # raises for a circle
 
 
 def test_graphs_of_datapipes_are_the_business_of_the_reading_services():
