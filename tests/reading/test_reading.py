@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import random
 import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,28 +28,8 @@ from stocache.reading import (
 )
 from stocache.reading.graph.sharding import share
 from stocache.ring.ring import Ring
-from tests.support.graphs import (
-    COUNT,
-    EXACT,
-    GRAPHS,
-    HomemadeError,
-    dies,
-    elements,
-    fails,
-    fails_at_once,
-    fails_locally,
-    large,
-    loader,
-    noise,
-    numbers,
-    plain,
-    slow,
-    source,
-    square,
-    tensor,
-    twice,
-    unpicklable,
-)
+from tests.support import graphs
+from tests.support.graphs import COUNT, EXACT, GRAPHS, HomemadeError, elements, loader, numbers, plain, source, square
 from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes:UserWarning")
@@ -142,7 +121,7 @@ def test_uneven_shares_and_random_lengths_are_delivered_whole(count, divide):
         assert len(dataloader) == count
         for _ in range(2):
             assert sorted(dataloader) == list(range(count))
-    with loader(getattr(source(9 * count), divide)().filter(some).map(twice).unbatch(), 3, **FORK) as dataloader:
+    with loader(getattr(source(9 * count), divide)().filter(some).map(graphs.twice).unbatch(), 3, **FORK) as dataloader:
         assert sorted(dataloader) == sorted(number for value in range(0, 9 * count, 3) for number in (value, -value))
 
 
@@ -190,11 +169,10 @@ def test_graphs_that_cannot_be_divided_are_refused(message):
             list(dataloader)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_graph_that_torchs_loader_has_iterated_can_be_sharded(workers):
+def test_a_graph_that_torchs_loader_has_iterated_can_be_sharded():
     graph = source().sharding_filter()
     assert list(torch.utils.data.DataLoader(graph, batch_size=None)) == ALL
-    with loader(graph, workers) as dataloader:
+    with loader(graph, 2) as dataloader:
         assert list(dataloader) == ALL
 
 
@@ -219,17 +197,18 @@ def test_dispatched_elements_may_be_used_up_at_different_rates():
 
 
 def test_random_maps_differ_by_worker_repeat_by_seed_and_leave_the_numbers_of_this_process_alone():
-    expected = random.random(), float(torch.rand(())), np.random.rand()
+    def draws():
+        return random.random(), float(torch.rand(())), np.random.rand()
+
     numbers(1)
-    then = random.random(), float(torch.rand(())), np.random.rand()
+    expected = draws()
     numbers(1)
-    with loader(source().sharding_filter().map(noise), 2) as dataloader:
+    with loader(source().sharding_filter().map(graphs.noise), 2) as dataloader:
         first = list(dataloader)
         dataloader.seed(5)
         assert list(dataloader) == first
-    for column in (1, 2, 3):
-        assert len({element[column] for element in first}) == COUNT
-    assert (random.random(), float(torch.rand(())), np.random.rand()) == then != expected
+    assert [len(set(column)) for column in zip(*first, strict=True)] == [COUNT] * 4
+    assert draws() == expected
 
 
 @pytest.mark.quick
@@ -289,18 +268,20 @@ def test_workers_make_no_more_than_the_prefetching_counts_allow(ahead, most):
             assert counted[0] <= delivered + most
 
 
-@pytest.mark.parametrize("name", ["sharded", "dispatched", "large and dispatched"])
+TENSORS = {
+    "sharded": lambda: source().sharding_filter().map(graphs.tensor),
+    "dispatched": lambda: source().map(graphs.tensor).sharding_round_robin_dispatch(),
+    "large and dispatched": lambda: source().map(graphs.large).sharding_round_robin_dispatch().shuffle(buffer_size=50),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
 def test_tensors_come_through_the_ring_unchanged(name, monkeypatch):
     received, receive = [], Ring.receive
     monkeypatch.setattr(Ring, "receive", lambda ring, *content: received.append(1) or receive(ring, *content))
-    make = large if "large" in name else tensor
-    graph = {
-        "sharded": lambda: source().sharding_filter().map(tensor),
-        "dispatched": lambda: source().map(tensor).sharding_round_robin_dispatch(),
-        "large and dispatched": lambda: source().map(large).sharding_round_robin_dispatch().shuffle(buffer_size=50),
-    }[name]()
-    with loader(graph, 2) as dataloader:
+    with loader(TENSORS[name](), 2) as dataloader:
         found = list(dataloader)  # all held at once
+    make = graphs.large if "large" in name else graphs.tensor
     assert sorted(map(plain, found)) == sorted(plain(make(value)) for value in ALL)
     assert received
 
@@ -360,10 +341,10 @@ PLACES = {
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
-        (fails, HomemadeError, "(?s)Caught HomemadeError in {}.\nOriginal Traceback.*in fails.*HomemadeError: thirteen"),
-        (fails_locally, WorkerError, "(?s)in {}.*LocalError: here.*Traceback"),
-        (unpicklable, TypeError, "(?s)Caught TypeError in (DataLoader )?{}.*cannot pickle '_thread.lock' object"),
-        (dies, WorkerError, r"was killed by signal 9 \(SIGKILL\)"),
+        (graphs.fails, HomemadeError, "(?s)Caught HomemadeError in {}.\nOriginal Traceback.*in fails.*HomemadeError: thirteen"),
+        (graphs.fails_locally, WorkerError, "(?s)in {}.*LocalError: here.*Traceback"),
+        (graphs.unpicklable, TypeError, "(?s)Caught TypeError in (DataLoader )?{}.*cannot pickle '_thread.lock' object"),
+        (graphs.dies, WorkerError, r"was killed by signal 9 \(SIGKILL\)"),
     ],
 )
 def test_a_failure_is_raised_with_its_traceback(place, function, error, message):
@@ -379,8 +360,18 @@ def test_a_failure_is_raised_with_its_traceback(place, function, error, message)
 @pytest.mark.parametrize(
     ("name", "options", "error", "message"),
     [
-        ("shuffled", {"worker_init_fn": fails_at_once}, HomemadeError, r"(?s)in worker process \d.*in fails_at_once.*at once"),
-        ("dispatched", {"worker_reset_fn": fails_at_once}, HomemadeError, r"(?s)in worker process \d.*fails_at_once.*at once"),
+        (
+            "shuffled",
+            {"worker_init_fn": graphs.fails_at_once},
+            HomemadeError,
+            r"(?s)in worker process \d.*in fails_at_once.*at once",
+        ),
+        (
+            "dispatched",
+            {"worker_reset_fn": graphs.fails_at_once},
+            HomemadeError,
+            r"(?s)in worker process \d.*fails_at_once.*at once",
+        ),
         ("shuffled", {"worker_init_fn": print}, GraphError, r"returned NoneType\. It must return the last pipe of a graph"),
     ],
 )
@@ -403,7 +394,7 @@ def read_on_without(pid, iterator):
     ("divide", "victim"), [("sharding_filter", 0), *(("sharding_round_robin_dispatch", at) for at in (0, 1))]
 )
 def test_a_process_that_is_killed_from_outside_is_noticed(divide, victim):
-    with loader(getattr(source(4000), divide)().map(slow), 2) as dataloader:
+    with loader(getattr(source(4000), divide)().map(graphs.slow), 2) as dataloader:
         iterator = iter(dataloader)
         next(iterator)
         with pytest.raises(RuntimeError, match=r"(?i)killed by signal"):  # of torch, when this process is just here
@@ -443,7 +434,7 @@ def test_a_loader_needs_a_graph():
     with pytest.raises(GraphError, match="expected an IterDataPipe or MapDataPipe, got list"):
         DataLoader2([1, 2])
     with pytest.raises(HomemadeError, match="at once"):
-        DataLoader2(source(), fails_at_once)
+        DataLoader2(source(), graphs.fails_at_once)
 
 
 class Recording(ReadingServiceInterface):
@@ -504,11 +495,8 @@ def test_threads_may_each_have_a_loader():
         with loader(GRAPHS["shuffled"](), 2, seed=number) as dataloader:
             found[number] = list(dataloader), list(dataloader)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(run, range(3)))
     for number in range(3):
         with loader(GRAPHS["shuffled"](), 0, seed=number) as dataloader:
             assert found[number] == (list(dataloader), list(dataloader))
