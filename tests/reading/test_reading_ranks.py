@@ -76,20 +76,20 @@ def test_ranks_have_shares_of_one_order_with_any_number_of_workers_and_end_toget
         assert len(set().union(*shares)) == 48
 
 
-def test_ranks_of_unequal_length_end_with_the_shortest(on_ranks):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_end_with_the_shortest_or_with_one_that_fails(on_ranks, workers):
     def run(rank):
-        found = []
-        for workers in (0, 2):
-            graph = source(60).sharding_filter().filter(lambda value: value % 2 == rank or value > 50)
-            with loader(graph, workers) as dataloader:
-                found += list(dataloader), list(dataloader)
-        return found
+        with loader(source(60).sharding_filter().filter(lambda value: value % 2 == rank or value > 50), workers) as dataloader:
+            found = [len(list(dataloader)), len(list(dataloader))]
+        with loader(source().sharding_filter().map(fails), 0) as dataloader:
+            try:
+                return *found, len(list(dataloader))
+            except HomemadeError:
+                return *found, "fails"
 
-    one, two = on_ranks(2, run)
-    assert list(map(len, one)) == list(map(len, two))
-    for its in (one, two):
-        assert its[0]
-        assert its == [its[0]] * 4
+    (one, again, ended), (two, too, failed) = on_ranks(2, run)
+    assert one == again == two == too > 0
+    assert (ended, failed) == (6, "fails")
 
 
 def test_without_a_seed_ranks_take_that_of_rank_0(on_ranks):
@@ -110,9 +110,8 @@ def test_random_maps_differ_by_rank_and_worker(on_ranks):
         with loader(source(20).sharding_filter().map(noise), 2) as dataloader:
             return list(dataloader)
 
-    found = [element for its in on_ranks(2, run) for element in its]
-    for column in (1, 2, 3):
-        assert len({element[column] for element in found}) == 20
+    one, two = on_ranks(2, run)
+    assert [len(set(column)) for column in zip(*one, *two, strict=True)] == [20] * 4
 
 
 def test_ranks_may_leave_an_epoch_early_and_at_different_times(on_ranks):
@@ -176,18 +175,6 @@ def test_ranks_share_a_named_cache(on_ranks):
     assert fills == same == 60
     for its, others in zip(one, two, strict=True):
         assert sorted(its + others) == [float(value) for value in range(60)]
-
-
-def test_a_failure_on_one_rank_ends_the_epoch_of_the_others(on_ranks):
-    def run(rank):
-        with loader(source().sharding_filter().map(fails), 0) as dataloader:
-            try:
-                return len(list(dataloader))
-            except HomemadeError as error:
-                return str(error)
-
-    count, error = on_ranks(2, run)
-    assert (count, error.split()[0]) == (6, "thirteen")
 
 
 def test_one_rank_has_it_all(on_ranks):
