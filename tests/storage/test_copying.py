@@ -102,22 +102,16 @@ def test_rows_that_vary_in_their_structure_are_not_copied(kind):
     assert opened(file_of([*map(MADE[kind], range(200))])).records(range(200)) is None
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
+def test_what_is_pickled_or_may_be_read_only_where_names_are_trusted_is_not_copied():
+    for value, message in (
         ({1: {2j: [object]}}, "its samples are partly pickled"),
         ({"a": torch.eye(2).to_sparse()}, "its samples are partly pickled"),
         (collections.defaultdict(made_by_name, a=b"x"), "have the default_factory"),
-    ],
-)
-def test_what_is_pickled_or_may_be_read_only_where_names_are_trusted_is_not_copied(value, message):
-    block = opened(file_of([{"bytes": b"x", "value": value}], allow_pickle=True), allow_pickle=True)
-    assert block.sample(0)["bytes"] == b"x"
-    with pytest.raises(StocacheError, match=message):
-        block.records([0])
-
-
-# ---------------------------------------------------------------------------------------------------- damaged and forged
+    ):
+        block = opened(file_of([{"bytes": b"x", "value": value}], allow_pickle=True), allow_pickle=True)
+        assert block.sample(0)["bytes"] == b"x"
+        with pytest.raises(StocacheError, match=message):
+            block.records([0])
 
 
 def copied_or_refused(block):

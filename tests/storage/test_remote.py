@@ -4,7 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,8 @@ import pytest
 from stocache import DamagedError, LimitError, OnDiskBlockDataStorage, StorageError, prepare
 from stocache.storage.manifest import block_name
 from tests.support.equality import same
-from tests.support.preparing import Broken, Images, Preparer, content, written
-from tests.support.processes import run_all
+from tests.support.preparing import Images, Preparer, content, written
+from tests.support.processes import in_child, run_all
 from tests.support.storages import N, files_of, sample, save
 
 fsspec = pytest.importorskip("fsspec", reason="it opens URLs")
@@ -21,7 +21,6 @@ from fsspec.implementations.local import LocalFileSystem  # noqa: E402
 
 BLOCKS = [f"{b:06d}.safetensors" for b in range(N // 5)]
 QUIET = {"block_size": 7, "progress": False}
-FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
@@ -77,14 +76,6 @@ def test_samples_come_from_a_url(remote, fetched, open_remote):
     assert fetched() == []
 
 
-def test_any_file_system_will_do(source, tmp_path):
-    memory = fsspec.filesystem("memory")
-    memory.put(source.base_folder, "/photos", recursive=True)
-    with OnDiskBlockDataStorage("memory://photos", local_folder=tmp_path / "local") as storage:
-        assert same(storage.load_sample(7), sample(7))
-    memory.rm("/photos", recursive=True)
-
-
 def test_the_folder_stays_within_its_limit_and_the_latest_stay(source, open_remote, tmp_path, fetched):
     size = max(path.stat().st_size for path in files_of(source) if "blocks" in str(path))
     with open_remote(local_limit=3 * size) as storage:
@@ -105,38 +96,28 @@ def test_processes_fetch_each_block_once_and_read_while_others_make_room(open_re
         with open_remote(local_limit=limit) as storage:
             assert read(storage)
 
-    run_all(FORK, 3, read_all)
+    run_all(multiprocessing.get_context("fork"), 3, read_all)
     names = fetched()
     assert set(names) == set(BLOCKS)
     assert limit == 1 or len(names) == len(BLOCKS)
 
 
 def test_threads_fetch_each_block_once(remote, fetched):
-    threads = [threading.Thread(target=remote.load_sample, args=(3,)) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(5) as pool:
+        list(pool.map(remote.load_sample, [3] * 5))
     assert fetched() == BLOCKS[:1]
 
 
 def test_a_fetch_that_was_killed_is_done_again(remote, open_remote):
-    def fetch_slowly():
+    def fetch():
         def get_file(self, path, target, **options):
             Path(target).write_bytes(b"half of it")
-            ready.set()
-            signal.pause()
+            os.kill(os.getpid(), signal.SIGKILL)
 
         LocalFileSystem.get_file = get_file
         open_remote().load_sample(0)
 
-    ready = FORK.Event()
-    process = FORK.Process(target=fetch_slowly)
-    process.start()
-    assert ready.wait(60)
-    process.kill()
-    process.join()
-    process.close()
+    assert in_child(fetch) == signal.SIGKILL
     assert read(remote, [0])
 
 
@@ -178,21 +159,17 @@ def test_what_cannot_be_fetched_is_an_error(remote, tmp_path, monkeypatch):
         len(nothing)
 
 
+WRONG = [
+    ("nothing://photos", {}, StorageError, "nothing://photos cannot be opened: Protocol not known"),
+    *(("memory://photos", {"local_limit": limit}, LimitError, f"{limit}") for limit in (0, "x")),
+]
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("url", "options", "error", "message"),
-    [
-        ("nothing://photos", {}, StorageError, "nothing://photos cannot be opened: Protocol not known"),
-        ("memory://photos", {"local_limit": 0}, LimitError, "local_limit=0"),
-        ("memory://photos", {"local_limit": "x"}, LimitError, "x"),
-    ],
-)
+@pytest.mark.parametrize(("url", "options", "error", "message"), WRONG)
 def test_wrong_urls_and_limits_are_errors(url, options, error, message):
     with pytest.raises(error, match=message):
         OnDiskBlockDataStorage(url, **options)
-
-
-# ---------------------------------------------------------------------------------------------------- prepared there
 
 
 @pytest.fixture
@@ -265,23 +242,6 @@ def test_an_interrupted_preparation_at_a_url_goes_on_and_writes_a_cut_block_agai
     assert content(tmp_path / "a") == content(tmp_path / "b")
     again = written(tmp_path / "a")
     assert {name for name in kept if kept[name] == again[name]} == {f"{b:06d}.safetensors" for b in (0, 1, 2, 5, 6, 7)}
-
-
-def test_whole_blocks_of_a_dataset_at_a_url_are_not_written_again(tmp_path, memory):
-    def times():
-        return {name: fs.modified(name) for name in fs.find("/stocache/photos/blocks")}
-
-    fs, flag = fsspec.filesystem("memory"), tmp_path / "flag"
-    flag.touch()
-    with pytest.raises(ValueError, match="photo 60"):
-        prepare(Broken(flag), memory, **QUIET)
-    kept = times()
-    assert kept
-    flag.unlink()
-    for folder in (memory, tmp_path / "a"):
-        prepare(Broken(flag), folder, **QUIET).close()
-    assert kept.items() <= times().items()
-    assert there(memory) == content(tmp_path / "a")
 
 
 def test_a_block_at_a_url_that_cannot_be_looked_at_is_an_error_and_stays(memory, monkeypatch):
