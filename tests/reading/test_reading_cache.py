@@ -205,10 +205,17 @@ def test_the_replay_of_a_resumed_epoch_is_hits():
     assert count.taken() == 0
 
 
+def kind(value):
+    return [type(value)]
+
+
 @pytest.mark.quick
-def test_a_source_that_is_longer_than_it_said_is_delivered_whole():
+def test_what_cannot_be_cached_and_a_source_that_is_longer_than_it_said_are_delivered_whole():
     with cached(source().map(square).shuffle(), dataset_len=10) as dataloader:
         assert sorted(dataloader) == sorted(dataloader) == [value * value for value in range(COUNT)]
+    with cached(source().map(kind)) as dataloader:
+        assert list(dataloader) == [[int]] * COUNT
+        assert cache_of(dataloader).stats().filled == 0
 
 
 @pytest.mark.quick
@@ -254,6 +261,7 @@ def test_two_runs_of_three_epochs_run_the_maps_once(name, workers, memory, folde
         found, in_memory, on_disk = run(GRAPHS[name](count), workers, **options_of(folder, memory))
         assert found == expected
         assert count.taken() == calls == on_disk.misses
+        assert on_disk.filled == COUNT  # once the loader is shut down
         assert in_memory.filled == {0: 0, "4KB": in_memory.filled, "4MB": COUNT}[memory]
         assert (memory == "4KB") is (0 < in_memory.filled < COUNT)
 

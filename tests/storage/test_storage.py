@@ -1,6 +1,7 @@
 """The contract of all storages, and what becomes of files that are damaged."""
 
 import errno
+import io
 import json
 import os
 import pickle
@@ -333,9 +334,8 @@ def test_what_is_no_index_is_an_error(tmp_path, text, error, message):
 def forge(storage, change):
     """Change facts in the index of a storage, and its checksum."""
     path = Path(storage.base_folder, "index.json")
-    facts = json.loads(path.read_bytes())
-    facts |= change(facts) if callable(change) else change
-    path.write_bytes(embed_checksum(json.dumps(facts | {"checksum": "0" * 16}).encode(), b'"checksum": "'))
+    facts = json.loads(path.read_bytes()) | change | {"checksum": "0" * 16}
+    path.write_bytes(embed_checksum(json.dumps(facts).encode(), b'"checksum": "'))
     return OnDiskBlockDataStorage(storage.base_folder)
 
 
@@ -356,8 +356,9 @@ def test_a_forged_index_is_an_error(disk, change):
 
 
 def test_a_block_of_another_size_than_the_index_says_is_an_error(disk):
+    blocks = [(samples, nbytes + 1, checksum) for samples, nbytes, checksum in disk.index.blocks]
     with pytest.raises(DamagedError, match="is not the block in the index"):
-        forge(disk, lambda facts: {"blocks": [[n, size + 1, checksum] for n, size, checksum in facts["blocks"]]}).load_sample(0)
+        forge(disk, {"blocks": blocks}).load_sample(0)
 
 
 @pytest.mark.parametrize("name", ["photo.jpg", "blocks", "index.json.bak"])
@@ -389,12 +390,11 @@ def test_two_may_not_prepare_one_folder_at_a_time_and_no_lock_is_left_behind(tmp
 
 @pytest.mark.parametrize("make_one", ["in memory", "on disk, blocks of 7"])
 def test_a_full_disk_is_an_error_at_any_byte(make_one, tmp_path, monkeypatch):
-    """A disk that takes a certain number of bytes, and no more, for every number there is to try."""
-    budget = 0
+    budget = 0  # bytes that the disk takes
 
-    class Disk:
-        def __init__(self, file):
-            self._file = file
+    class Disk(io.FileIO):
+        def __init__(self, path, mode, buffering):
+            super().__init__(path, mode)
 
         def write(self, data):
             nonlocal budget
@@ -402,21 +402,9 @@ def test_a_full_disk_is_an_error_at_any_byte(make_one, tmp_path, monkeypatch):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             taken = min(budget, len(data))
             budget -= taken
-            return self._file.write(data[:taken])
+            return super().write(data[:taken])
 
-        def __getattr__(self, name):
-            return getattr(self._file, name)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exception):
-            self._file.close()
-
-    def open_file(*arguments, **options):
-        file = open(*arguments, **options)  # noqa: SIM115
-        return Disk(file) if "wb" in arguments else file
-
+    open_file = lambda path, mode, **options: (Disk if mode == "wb" else io.open)(path, mode, **options)
     monkeypatch.setattr(local, "open", open_file, raising=False)
     for attempt in range(100):
         budget = 997 * attempt
@@ -429,8 +417,7 @@ def test_a_full_disk_is_an_error_at_any_byte(make_one, tmp_path, monkeypatch):
         assert problem.errno == errno.ENOSPC
         assert "data" in problem.filename
         assert not storage.is_prepared()
-        if hasattr(storage, "close"):
-            storage.close()
+        getattr(storage, "close", bool)()
     assert attempt >= 6
     assert read(storage)
     assert not list(tmp_path.rglob("*.tmp"))
