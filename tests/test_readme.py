@@ -43,7 +43,7 @@ def test_the_example_of_a_cache_of_ones_own_caches_a_dataset():
 
 
 SCRIPTS = """
-import json, os, runpy, signal, sys
+import json, os, runpy, signal, sys, warnings
 from stocache import *
 from stocache import reading
 while line := sys.stdin.readline():
@@ -52,6 +52,7 @@ while line := sys.stdin.readline():
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
         continue
     signal.alarm(100)  # which ends it
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # of more workers than cores
     os.chdir(folder)
     for number, file in enumerate((os.devnull, "stdout", "stderr")):
         os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
