@@ -121,6 +121,15 @@ def test_a_fetch_that_was_killed_is_done_again(remote, open_remote):
     assert read(remote, [0])
 
 
+def test_what_another_has_fetched_meanwhile_is_not_fetched_again(remote, open_remote, fetched, monkeypatch):
+    remote.load_sample(0)
+    looks = iter([False])  # the first look is too early
+    monkeypatch.setattr("stocache.storage.remote._touched", lambda path: next(looks, os.path.exists(path)))
+    with open_remote() as other:
+        assert read(other, [0])
+    assert fetched() == BLOCKS[:1]
+
+
 def test_what_was_fetched_before_it_was_prepared_again_is_fetched_again(source, remote, open_remote, fetched):
     remote.load_sample(0)
     for path in files_of(source):
