@@ -29,10 +29,10 @@ from stocache.reading import (
 from stocache.reading.graph.sharding import share
 from stocache.ring.ring import Ring
 from tests.support import graphs
-from tests.support.graphs import COUNT, EXACT, GRAPHS, HomemadeError, elements, loader, numbers, plain, source, square
+from tests.support.graphs import COUNT, EXACT, GRAPHS, WARNINGS, HomemadeError, elements, loader, numbers, plain, source, square
 from tests.support.processes import wait_until
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes:UserWarning")
+pytestmark = WARNINGS
 FORK = {"multiprocessing_context": "fork"}
 ALL = list(range(COUNT))
 

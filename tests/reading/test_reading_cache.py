@@ -20,10 +20,23 @@ from stocache.reading import (
     find_dps,
     traverse_dps,
 )
-from tests.support.graphs import COUNT, Counting, elements, large, no_third, noise, numbers, source, square, tensor, twice
+from tests.support.graphs import (
+    COUNT,
+    WARNINGS,
+    Counting,
+    elements,
+    large,
+    no_third,
+    noise,
+    numbers,
+    source,
+    square,
+    tensor,
+    twice,
+)
 from tests.support.pairs import pairs
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes:UserWarning")
+pytestmark = WARNINGS
 
 
 def cached(graph, workers=0, limit="16MB", method="fork", **options):

@@ -30,10 +30,10 @@ from stocache.reading.graph.graph import clone, pipes_of, sources
 from stocache.reading.graph.seeds import is_pure
 from stocache.reading.graph.sharding import dispatched_end, replicable_end
 from stocache.system.rng import RngMonitor
-from tests.support.graphs import COUNT, HomemadeError, fails, source
+from tests.support.graphs import COUNT, WARNINGS, HomemadeError, fails, source
 from tests.support.processes import in_child
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, *WARNINGS]
 
 
 class Untouchable:

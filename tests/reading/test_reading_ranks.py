@@ -17,10 +17,10 @@ from stocache.reading import (
     MultiProcessingReadingService,
     SequentialReadingService,
 )
-from tests.support.graphs import COUNT, HomemadeError, fails, large, noise, source, square
+from tests.support.graphs import COUNT, WARNINGS, HomemadeError, fails, large, noise, source, square
 from tests.support.processes import run_all
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes:UserWarning")
+pytestmark = WARNINGS
 
 
 @pytest.fixture

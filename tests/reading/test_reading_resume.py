@@ -22,6 +22,7 @@ from tests.support.edits import changed, leaves, through_json
 from tests.support.graphs import (
     COUNT,
     GRAPHS,
+    WARNINGS,
     Counting,
     elements,
     loader,
@@ -34,7 +35,7 @@ from tests.support.graphs import (
     square,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes:UserWarning")
+pytestmark = WARNINGS
 EPOCHS = 3
 
 

@@ -7,12 +7,17 @@ import threading
 import time
 
 import numpy as np
+import pytest
 import torch
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from stocache.reading import DataLoader2, InProcessReadingService, MultiProcessingReadingService
 
 COUNT = 40
+WARNINGS = [  # of torch: on machines with few cores; of functions that are not pickled here, where dill is not installed
+    pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*function is not supported by pickle:UserWarning"),
+]
 
 
 def source(count=COUNT):
