@@ -1,5 +1,7 @@
 """Old names work for one version, and warn."""
 
+from functools import partial
+
 import pytest
 
 from stocache import (
@@ -12,59 +14,48 @@ from stocache import (
     StorageDataset,
     StreamLoader,
 )
+from tests.support.storages import save
+
+pytestmark = pytest.mark.quick
 
 
-def test_admit_is_admission(tmp_path):
-    for make in (lambda **options: RaggedCache("1MB", 4, **options), lambda **options: CachedDataset([1, 2], "1MB", **options)):
-        with pytest.warns(DeprecationWarning, match=r"admit= is now admission=\. The old name goes with the next version\."):
+def renamed(old, new):
+    return pytest.warns(DeprecationWarning, match=f"{old} is now {new}")
+
+
+def test_admit_is_admission():
+    for make in (partial(RaggedCache, "1MB", 4), partial(CachedDataset, [1], "1MB")):
+        with renamed("admit=", r"admission=\. The old name goes with the next version\."):
             cache = make(admit="cost")
-        with cache, pytest.raises(TypeError, match=r"admit= is the old name of admission=\. Pass admission= only\."):
-            with pytest.warns(DeprecationWarning, match="admit="):
-                make(admit="cost", admission="all")
+        with cache, renamed("admit=", "admission="), pytest.raises(ValueError, match="admission='lru' is unknown"):
+            make(admit="lru")
+        with renamed("admit=", "admission="), pytest.raises(TypeError, match=r"admit= is the old name of admission=\. Pass"):
+            make(admit="cost", admission="all")
 
 
-def test_an_unknown_value_under_the_old_name_is_refused():
-    with pytest.warns(DeprecationWarning, match="admit="), pytest.raises(ValueError, match="admission='lru' is unknown"):
-        RaggedCache("1MB", 4, admit="lru")
-
-
-def test_misfits_is_rejected():
-    with RaggedCache("1MB", 4) as cache:
-        with pytest.warns(DeprecationWarning, match="misfits is now rejected"):
-            assert cache.stats().misfits == cache.stats().rejected == 0
-
-
-def test_outside_is_fallbacks():
-    with pytest.warns(DeprecationWarning, match="outside is now fallbacks"):
+def test_counts_have_new_names():
+    with RaggedCache("1MB", 4) as cache, renamed("misfits", "rejected"):
+        assert cache.stats().misfits == cache.stats().rejected == 0
+    with renamed("outside", "fallbacks"):
         assert DataLoader([1, 2]).stats().outside == {}
 
 
-def test_here_is_from_env():
-    with pytest.warns(DeprecationWarning, match="Placement.here is now Placement.from_env"):
+def test_methods_and_options_have_new_names(tmp_path):
+    with renamed("Placement.here", "Placement.from_env"):
         assert Placement.here() == Placement.from_env()
-
-
-def test_ahead_is_prefetch():
     wanted = []
-    with pytest.warns(DeprecationWarning, match="ahead= is now prefetch="):
+    with renamed("ahead=", "prefetch="):
         sampler = BlockSampler(range(8), 2, False, window=1, ahead=wanted.extend)
     assert sorted(sampler) == list(range(8))
     assert wanted
+    with renamed("expect", "prefetch_blocks"):
+        assert StorageDataset(save(InMemoryDataStorage(tmp_path / "samples"), 1)).expect([0]) is None
 
 
 def test_count_is_count_rows(tmp_path):
+    pytest.importorskip("pyarrow", reason="it reads the rows")
     (tmp_path / "rows.tsv").write_text("1\t2\n" * 5)
-    with pytest.warns(DeprecationWarning, match="count= is now count_rows="):
+    with renamed("count=", "count_rows="):
         loader = StreamLoader(tmp_path / "rows.tsv", 2, 4, count=True, drop_last=False)
     with loader:
         assert len(loader) == 3
-
-
-def test_expect_is_prefetch_blocks(tmp_path):
-    storage = InMemoryDataStorage(tmp_path / "samples")
-    storage.start_preparation()
-    storage.save_sample(1)
-    storage.finish_preparation(None)
-    dataset = StorageDataset(storage)
-    with pytest.warns(DeprecationWarning, match="expect is now prefetch_blocks"):
-        assert dataset.expect([0]) is None

@@ -1,39 +1,23 @@
-"""The architecture: one row a folder says from which other folders it imports."""
+"""The architecture: a table on the page of the package says from which other folders each folder imports."""
 
 import ast
+import functools
+import graphlib
 import re
 from pathlib import Path
 
 import pytest
 
 import stocache
+from stocache import errors
 
 PACKAGE = Path(stocache.__file__).parent
-IMPORTS = {  # besides errors; from the ground up, so that each folder's row names only rows above
-    "system": "",
-    "threads": "system",
-    "samples": "",
-    "shm": "system",
-    "timing": "shm",
-    "ring": "shm system threads timing",
-    "storage": "samples system",
-    "transforms": "samples system",
-    "cache": "samples shm system timing",
-    "disk": "cache samples shm system",
-    "datasets": "cache disk samples shm storage system timing transforms",
-    "samplers": "cache samples system",
-    "diagnosis": "cache ring system timing",
-    "forecast": "cache datasets samples system transforms",
-    "loader": "cache datasets diagnosis forecast ring samplers samples shm system threads timing",
-    "advice": "datasets forecast loader system",
-    "preparation": "datasets samples storage system",
-    "text": "cache disk loader samples system",
-    "cli": "advice cache datasets disk preparation shm storage system timing",
-    "reading/graph": "cache disk ring samples system threads",
-    "reading/run": "loader reading/graph ring system threads",
-    "reading": "cache disk reading/graph reading/run samples system",
-}
+ROWS = re.findall(r"^\| \[?`([a-z/]+)`.*\| ([^|]*) ?\|$", (PACKAGE / "README.md").read_text(), re.MULTILINE)
+IMPORTS = {folder: row.replace(",", "").split() for folder, row in ROWS}
+"""The table on the page of the package, without errors: from the ground up, so that each folder's row names only rows above."""
+
 MOST_FILES = 12
+pytestmark = pytest.mark.quick
 
 
 def folder_of(module: str) -> str:
@@ -44,6 +28,7 @@ def folder_of(module: str) -> str:
     return "/".join(parts)
 
 
+@functools.cache
 def imported(path: Path) -> set[str]:
     """The dotted names below stocache that a file imports, anywhere in it."""
     found = set()
@@ -53,58 +38,32 @@ def imported(path: Path) -> set[str]:
             found |= {f"{module}.{alias.name}".lstrip(".") for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {alias.name.removeprefix("stocache.") for alias in node.names if alias.name.startswith("stocache.")}
-    return found
+    return {name for name in found if name.split(".")[0] != "errors"}
 
 
 def test_the_table_names_every_folder_and_each_imports_only_from_rows_above_it():
     assert {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")} == {*IMPORTS, "."}
-    above = set()
-    for folder, row in IMPORTS.items():
-        assert set(row.split()) <= above, folder
-        above.add(folder)
+    for number, row in enumerate(IMPORTS.values()):
+        assert {*row} <= {*list(IMPORTS)[:number]}
 
 
 @pytest.mark.parametrize("folder", IMPORTS)
 def test_a_folder_imports_what_its_row_says(folder):
-    used = set()
-    for path in (PACKAGE / folder).glob("*.py"):
-        used |= {"" if name.split(".")[0] == "errors" else folder_of(name) for name in imported(path) if name != "errors"}
-    assert used - {folder, ""} == set(IMPORTS[folder].split())
-    assert not any(
-        name and not folder_of(name) and name.split(".")[0] != "errors"
-        for path in (PACKAGE / folder).glob("*.py")
-        for name in imported(path)
-    )  # nothing from the package itself
+    names = set().union(*map(imported, (PACKAGE / folder).glob("*.py")))
+    assert all(map(folder_of, names))  # nothing from the package itself
+    assert {folder_of(name) for name in names} - {folder} == {*IMPORTS[folder]}
 
 
-def test_the_page_of_the_package_has_the_same_table():
-    rows = re.findall(r"^\| \[?`([a-z/]+)`.*\| ([^|]*) ?\|$", (PACKAGE / "README.md").read_text(), re.MULTILINE)
-    assert {folder: row.replace(",", "").strip() for folder, row in rows} == IMPORTS
-
-
-@pytest.mark.parametrize("folder", IMPORTS)
-def test_modules_of_a_folder_do_not_import_in_a_circle(folder):
+@pytest.mark.parametrize("folder", [*IMPORTS, "."])
+def test_a_folder_has_few_files_which_do_not_import_in_a_circle(folder):
     files = {path.stem: path for path in (PACKAGE / folder).glob("*.py") if path.stem != "__init__"}
+    assert len(files) <= MOST_FILES
     prefix = folder.replace("/", ".") + "."
     graph = {}
     for stem, path in files.items():
         within = (name.removeprefix(prefix).split(".")[0] for name in imported(path) if name.startswith(prefix))
         graph[stem] = {name for name in within if name in files}
-    while graph:
-        free = [stem for stem, needs in graph.items() if not needs & graph.keys()]
-        assert free, f"a circle among {sorted(graph)}"
-        for stem in free:
-            del graph[stem]
-
-
-@pytest.mark.parametrize("folder", [*IMPORTS, "."])
-def test_a_folder_has_few_files(folder):
-    assert len([path for path in (PACKAGE / folder).glob("*.py") if path.stem != "__init__"]) <= MOST_FILES
-
-
-def test_no_module_shares_its_name_with_an_export():
-    modules = {path.stem for path in PACKAGE.glob("*.py")} | {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert not modules & set(stocache.__all__)
+    graphlib.TopologicalSorter(graph).prepare()  # raises for a circle
 
 
 def test_graphs_of_datapipes_are_the_business_of_the_reading_services():
@@ -113,14 +72,14 @@ def test_graphs_of_datapipes_are_the_business_of_the_reading_services():
             assert not re.search(r"torch.utils.data.(datapipes|graph)|stocache.reading", path.read_text()), path
 
 
-def test_face_exports_a_sorted_all_that_exists():
+def test_the_package_exports_a_sorted_all_that_exists_and_shares_no_name_with_a_module():
     assert stocache.__all__ == sorted(stocache.__all__, key=lambda name: (name.islower(), name))
     assert all(hasattr(stocache, name) for name in stocache.__all__)
+    modules = {path.stem for path in PACKAGE.glob("*.py")} | {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert not modules & set(stocache.__all__)
 
 
 def test_every_error_is_a_stocache_error_and_drawn_in_the_docstring():
-    from stocache import errors
-
     classes = [item for item in vars(errors).values() if isinstance(item, type)]
     assert len(classes) == 19
     for item in classes:

@@ -1,140 +1,111 @@
 """The tests themselves: each file stands alone, lies where its subject lies, and no test leaves a trace."""
 
+import contextlib
+import multiprocessing
 import os
 import re
-import subprocess
-import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import stocache
 from tests.support import traces
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(stocache.__file__).parent
 
 
-@pytest.mark.parametrize("folder", ["tests", "benchmark"])
-def test_no_file_imports_a_test_file(folder):
-    for path in (ROOT / folder).rglob("*.py"):
+@pytest.mark.quick
+def test_no_file_imports_a_test_file_and_benchmarks_import_programs_and_support_only():
+    for path in (path for folder in ("tests", "benchmark") for path in (ROOT / folder).rglob("*.py")):
         text = path.read_text()
         assert not re.search(r"(?:from|import) +(?:[\w.]+\.)?(?:conftest|test_\w+)\b", text), path
         assert not re.search(r"\btests(?:\.\w+)*\.(?:conftest|test_\w+)\b", text), path  # in a program that runs elsewhere
+        if path.is_relative_to(ROOT / "benchmark"):
+            assert not re.findall(r"(?:from|import) +tests\b(?!\.support|\.programs)", text), path
 
 
-def test_benchmarks_import_programs_and_support_only():
-    for path in (ROOT / "benchmark").rglob("*.py"):
-        assert not re.findall(r"(?:from|import) +tests\b(?!\.support|\.programs)", path.read_text()), path
-
-
+@pytest.mark.quick
 def test_the_folders_are_those_of_the_package():
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")} == {*folders, "programs"}
 
 
-# ---------------------------------------------------------------------------------------------------- traces
-
-
-TESTS = """
-import multiprocessing, os, time
-from multiprocessing import resource_tracker
-from pathlib import Path
-
-import pytest
-from tests.support import traces
-
-resource_tracker.ensure_running()
-traces.PATIENCE_S = 0.5
-FOLDER = Path(f"/dev/shm/stocache-{os.geteuid()}")
-kept = []
-
-@pytest.fixture(scope="module", autouse=True)
-def clean():
+@contextlib.contextmanager
+def file(path):
+    made = not path.parent.exists()
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
     yield
-    for path in kept:
-        if isinstance(path, Path):
-            path.unlink()
-    if FOLDER.exists() and not list(FOLDER.iterdir()):
-        FOLDER.rmdir()
-
-def test_leaves_a_file():
-    kept.append(Path(f"/dev/shm/torch_{os.getpid()}_left"))
-    kept[-1].write_text("x")
-
-def test_leaves_a_named_segment():
-    FOLDER.mkdir(exist_ok=True)
-    kept.append(FOLDER / f"left-{os.getpid()}")
-    kept[-1].write_text("x")
-
-def test_leaves_a_semaphore():
-    kept.append(multiprocessing.get_context("spawn").Lock())
-
-def test_leaves_a_descriptor():
-    kept.append(os.open("/dev/null", os.O_RDONLY))
-
-def test_leaves_a_child():
-    kept.append(multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True))
-    kept[-1].start()
-
-def test_leaves_what_another_program_makes():
-    Path("begun").touch()
-    while not Path("made").exists():
-        time.sleep(0.01)
-    assert traces.private or any(Path("/dev/shm").glob("torch_*_foreign"))
-
-def test_leaves_nothing():
-    multiprocessing.get_context("spawn").Lock()
-    Path(f"/dev/shm/torch_{os.getpid()}_gone").touch()
-    os.unlink(f"/dev/shm/torch_{os.getpid()}_gone")
-"""
-
-FOREIGN = """
-import multiprocessing, os, time
-from pathlib import Path
-
-while not Path("begun").exists():
-    time.sleep(0.01)
-lock = multiprocessing.get_context("spawn").Lock()
-folder = f"/dev/shm/stocache-{os.geteuid()}"
-os.makedirs(folder, exist_ok=True)
-paths = [f"/dev/shm/torch_{os.getpid()}_foreign", f"{folder}/foreign-{os.getpid()}"]
-files = [open(path, "w") for path in paths]
-Path("made").touch()
-input()
-for path in paths:
-    os.unlink(path)
-if not os.listdir(folder):
-    os.rmdir(folder)
-"""
-
-WITHOUT_MOUNTING = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(24, 21)  # PR_CAPBSET_DROP, CAP_SYS_ADMIN
-os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-"""
+    path.unlink()
+    if made:
+        path.parent.rmdir()
 
 
-@pytest.mark.parametrize("mounting", [True, False], ids=["private mount", "by names"])
-def test_a_test_that_leaves_something_fails_whatever_other_programs_make(tmp_path, mounting):
-    if mounting and not traces.private:
-        pytest.skip("this process may not mount")
-    (tmp_path / "test_traces.py").write_text(TESTS)
+@contextlib.contextmanager
+def child():
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    process.start()
+    yield
+    process.kill()
+    process.join()
+    process.close()
+
+
+LEFT = {
+    "a file": lambda: file(Path(f"/dev/shm/torch_{os.getpid()}_left")),
+    "a named segment": lambda: file(Path(f"/dev/shm/stocache-{os.geteuid()}/left-{os.getpid()}")),
+    "a semaphore": lambda: contextlib.nullcontext(multiprocessing.get_context("spawn").Lock()),
+    "a descriptor": Path("/dev/null").open,
+    "a child": child,
+}
+
+
+@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize("what", LEFT)
+def test_what_is_left_is_noticed(what, private, monkeypatch):
+    def left():
+        return traces.settled(holdings) != holdings, bool(traces.names_that_stay(names))
+
+    monkeypatch.setattr(traces, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(traces, "private", private)
+    holdings, names = traces.holdings(), traces.shm_names()
+    with LEFT[what]() as kept:
+        assert left() == ((True, False) if what in ("a descriptor", "a child") else (False, True))
+    del kept
+    assert left() == (False, False)
+    monkeypatch.setattr(traces, "mount_private", lambda: private)
+    assert traces.pytest_xdist_auto_num_workers() == (2 if private else 0)
+
+
+def test_what_other_programs_make_is_not_ours(monkeypatch):
+    monkeypatch.setattr(traces, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(traces, "private", False)
+    before, path = traces.shm_names(), Path(f"/dev/shm/torch_{os.getpid()}_foreign")
+    with open(path, "w"), child():  # which has it open
+        assert traces.names_that_stay(before) == {str(path)}
+        monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [])
+        assert traces.names_that_stay(before) == set()
+    path.unlink()
+
+
+def test_a_test_that_leaves_something_fails(tmp_path):
+    (tmp_path / "test_traces.py").write_text(
+        "import os\n"
+        "from tests.support import traces\n"
+        "traces.PATIENCE_S, left, path = 0.1, [], f'/dev/shm/torch_{os.getpid()}_left'\n"
+        "def test_leaves_a_descriptor(): left.append(open('/dev/null'))\n"
+        "def test_leaves_a_file(): open(path, 'w').close()\n"
+        "def test_leaves_nothing(): os.unlink(path)\n"
+    )
     (tmp_path / "pytest.ini").write_text("[pytest]")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    pytest_run = ["-m", "pytest", "-rA", "--tb=no", "-p", "no:cacheprovider", "-p", "tests.support.traces"]
-    pytest_run += ["-n", "auto", str(tmp_path)]
-    start = [] if mounting else ["-c", WITHOUT_MOUNTING]
-    with subprocess.Popen([sys.executable, "-c", FOREIGN], cwd=tmp_path, stdin=subprocess.PIPE) as foreign:
-        run = subprocess.run(
-            [sys.executable, *start, *pytest_run], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
-        )
-        foreign.communicate(b"\n", timeout=20)
-    assert foreign.returncode == 0
-    left = {"file", "named_segment", "semaphore", "descriptor", "child"}
-    assert set(re.findall(r"^ERROR .*::test_leaves_(?:an?_)?(\w+)", run.stdout, re.MULTILINE)) == left, run.stdout
-    assert "7 passed, 5 errors" in run.stdout
-    assert ("2 workers" in run.stdout) == mounting
+    command = ["-m", "pytest", "-rA", "-p", "no:cacheprovider", "-p", "tests.support.traces", "-n", "0", tmp_path]
+    run = run_python(*command, ok=False, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout_s=200)
+    assert re.findall(r"^ERROR .*::test_leaves_(\w+)", run.stdout, re.MULTILINE) == ["a_descriptor", "a_file"], run.stdout
+    assert "3 passed, 2 errors" in run.stdout
 
 
 def test_every_test_is_compared_before_and_after(request):

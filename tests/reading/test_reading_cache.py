@@ -1,6 +1,7 @@
-"""The shared cache within a graph: hits skip reading and mapping, values and order stay those of the graph without."""
+"""The shared cache within a graph, with or without a disk behind it: hits skip reading and mapping, values and order stay."""
 
 import logging
+import pickle
 import random
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data.datapipes.iter import IterableWrapper, Mapper
 
-from stocache.errors import DatasetError, LimitError, SampleIndexError
+from stocache.errors import DatasetError, DiskError, LimitError, SampleIndexError
 from stocache.reading import (
     CachingReadingService,
     DataLoader2,
@@ -21,26 +22,29 @@ from stocache.reading import (
 )
 from tests.support.graphs import (
     COUNT,
+    WARNINGS,
     Counting,
     elements,
-    loader,
+    large,
     no_third,
     noise,
     numbers,
-    service,
     source,
     square,
     tensor,
     twice,
 )
+from tests.support.pairs import pairs
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes:UserWarning")
+pytestmark = WARNINGS
 
 
-def cached(graph, workers, limit=0.01, seed=5, **options):
-    engine = MultiProcessingReadingService(workers, "fork") if workers else InProcessReadingService()
-    dataloader = DataLoader2(graph, reading_service=SequentialReadingService(CachingReadingService(limit, **options), engine))
-    dataloader.seed(seed)
+def cached(graph, workers=0, limit="16MB", method="fork", **options):
+    """Return a loader of a graph with a cache; without one if the limit is None."""
+    engine = MultiProcessingReadingService(workers, method) if workers else InProcessReadingService()
+    caching = [] if limit is None else [CachingReadingService(limit, **options)]
+    dataloader = DataLoader2(graph, reading_service=SequentialReadingService(*caching, engine))
+    dataloader.seed(5)
     return dataloader
 
 
@@ -48,12 +52,25 @@ def cache_of(dataloader):
     return dataloader.reading_service.reading_services[0].cache
 
 
+def run(graph, workers=0, limit=None, **options):
+    """Return three epochs of a graph, and the counts of memory and disk if it is cached."""
+    with cached(graph, workers, limit, **options) as dataloader:
+        epochs = [elements(dataloader) for _ in range(3)]
+        caching = dataloader.reading_service.reading_services[0]
+    if limit is None:
+        return epochs
+    caches = [cache for cache in (caching.cache, caching.disk_cache) if cache is not None]
+    stats = [cache.stats() for cache in caches]
+    for cache in caches:
+        cache.close()
+    return epochs, *stats
+
+
 def random_tensor(value):
     return torch.full((3, 4), value), np.full(value % 5 + 1, value)
 
 
 CACHED = {
-    "before a shuffle": lambda count: source().map(count).map(random_tensor).shuffle().sharding_filter(),
     "then mapped": lambda count: source().map(count).map(random_tensor).shuffle().sharding_filter().map(noise).batch(3),
     "after the shard": lambda count: source().sharding_filter().map(count).map(random_tensor).shuffle(buffer_size=6),
     "before a filter": lambda count: source().map(count).filter(no_third).shuffle().sharding_filter(),
@@ -69,10 +86,8 @@ CACHED = {
 @pytest.mark.parametrize("name", CACHED)
 def test_a_cached_graph_gives_what_it_gave_without_and_works_once(name, workers, caplog):
     count = Counting()
-    options = {"multiprocessing_context": "fork"} if workers else {}
     numbers(1)
-    with loader(CACHED[name](count), workers, **options) as dataloader:
-        expected = [elements(dataloader) for _ in range(3)]
+    expected = run(CACHED[name](count), workers)
     length = COUNT - len(range(0, COUNT, 3)) if name == "after a filter" else COUNT
     count.taken()
     numbers(1)
@@ -87,56 +102,18 @@ def test_a_cached_graph_gives_what_it_gave_without_and_works_once(name, workers,
 
 def test_a_cache_of_half_the_bytes_serves_half():
     count = Counting()
-    graph = source(400).map(count).map(large_row).shuffle().sharding_filter()
-    with cached(graph, 2, limit=400 * 4096 / 2 / 2**30) as dataloader:
-        first = sorted(int(element[0]) for element in dataloader)
-        assert first == list(range(400))
-        count.taken()
-        assert sorted(int(element[0]) for element in dataloader) == first
-        missed = count.taken()
+    graph = source(100).map(count).map(large).shuffle().sharding_filter()
+    with cached(graph, 2, limit=f"{50 << 16}B") as dataloader:
+        for _ in range(2):
+            count.taken()
+            assert sorted(int(element[0]) for element in dataloader) == list(range(100))
         resident = cache_of(dataloader).stats().filled
-        assert missed == 400 - resident
-        assert 150 < resident < 200
-
-
-def large_row(value):
-    return torch.full((1024,), float(value))
-
-
-def test_the_last_chain_before_the_first_random_pipe_is_taken():
-    graph = source().map(square).batch(1).map(len).shuffle().sharding_filter().map(twice)
-    with cached(graph, 0) as dataloader:
-        assert sorted(dataloader) == [[1, -1]] * COUNT
-        (cacher,) = find_dps(traverse_dps(dataloader.datapipe), SharedCacher)
-        maps = [pipe.fn for pipe in find_dps(traverse_dps(dataloader.datapipe), Mapper)]
-        assert maps == [twice, square]
-        assert cacher.cache is cache_of(dataloader)
-
-
-def test_where_there_is_no_such_chain_a_warning_says_so(caplog):
-    for graph, reason in (
-        (source().shuffle().sharding_filter().map(square), "no map comes before the first random pipe"),
-        (source().sharding_filter().filter(no_third).map(square), "are sharded already. Pass key_fn="),
-        (source().sharding_filter().zip(source()).map(first), "are sharded already. Pass key_fn="),
-        (source().map(Own()).shuffle(), "no map comes before the first random pipe"),
-    ):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, "stocache"), cached(graph, 2, dataset_len=COUNT) as dataloader:
-            assert len(list(dataloader)) > 0
-            assert cache_of(dataloader) is None
-        assert "nothing is cached" in caplog.text
-        assert reason in caplog.text
+        assert count.taken() == 100 - resident
+        assert 40 < resident < 50
 
 
 def first(pair):
     return pair[0]
-
-
-def test_without_a_length_a_warning_asks_for_it(caplog):
-    with caplog.at_level(logging.WARNING, "stocache"), cached(source().filter(no_third).map(square).shuffle(), 0) as dataloader:
-        assert len(list(dataloader)) > 0
-        assert cache_of(dataloader) is None
-    assert "nothing is cached: FilterIterDataPipe has no length. Pass dataset_len=" in caplog.text
 
 
 class Own:
@@ -149,115 +126,195 @@ class Own:
         return value + self.numbers.random()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_what_is_made_with_random_numbers_is_not_kept(workers, caplog):
-    numbers(1)
-    with (
-        caplog.at_level(logging.WARNING, "stocache"),
-        cached(source().map(noise).shuffle().sharding_filter(), workers) as dataloader,
-    ):
-        first, second = sorted(dataloader), sorted(dataloader)
-        assert cache_of(dataloader).stats().filled == 0
-    assert [its[0] for its in first] == list(range(COUNT))
-    assert first != second
-    if not workers:
-        assert "noise draw random numbers, so their results are not cached" in caplog.text
+def test_the_last_chain_before_the_first_random_pipe_is_taken():
+    with cached(source().map(square).batch(1).map(len).shuffle().sharding_filter().map(twice)) as dataloader:
+        assert sorted(dataloader) == [[1, -1]] * COUNT
+        graph = traverse_dps(dataloader.datapipe)
+        (cacher,) = find_dps(graph, SharedCacher)
+        assert [pipe.fn for pipe in find_dps(graph, Mapper)] == [twice, square]
+        assert cacher.cache is cache_of(dataloader)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_key_function_finds_elements_wherever_they_come_from(workers):
-    count = Counting()
-    names = [f"name {number}" for number in range(COUNT)]
-    key_of = {name: number for number, name in enumerate(names)}
+UNCACHED = [
+    (lambda: source().shuffle().sharding_filter().map(square), "no map comes before the first random pipe"),
+    (lambda: source().map(Own()).shuffle(), "no map comes before the first random pipe"),
+    (lambda: source().sharding_filter().filter(no_third).map(square), "are sharded already. Pass key_fn="),
+    (lambda: source().sharding_filter().zip(source()).map(first), "are sharded already. Pass key_fn="),
+    (lambda: source().filter(no_third).map(square).shuffle(), "FilterIterDataPipe has no length. Pass dataset_len="),
+]
 
-    def graph():
-        return IterableWrapper(names).shuffle().sharding_filter().map(count).map(str.upper).map(twice_named)
 
-    options = {"multiprocessing_context": "fork"} if workers else {}
-    with loader(graph(), workers, **options) as dataloader:
-        expected = [elements(dataloader) for _ in range(2)]
-    count.taken()
-    explicit = graph().shared_cache(key_of.__getitem__, 0.01, dataset_len=COUNT)
-    assert find_dps(traverse_dps(explicit), Mapper) == []
-    assert len(explicit) == COUNT
-    with loader(explicit, workers, **options) as dataloader:
-        assert elements(dataloader) == expected[0]
-        assert count.taken() == COUNT
-        assert elements(dataloader) == expected[1]
-        assert count.taken() == 0
+@pytest.mark.quick
+@pytest.mark.parametrize(("graph", "reason"), UNCACHED)
+def test_where_there_is_no_such_chain_or_no_length_a_warning_says_so(graph, reason, caplog):
+    options = {} if "length" in reason else {"dataset_len": COUNT}
+    with caplog.at_level(logging.WARNING, "stocache"), cached(graph(), **options) as dataloader:
+        assert len(list(dataloader)) > 0
+        assert cache_of(dataloader) is None
+    assert "nothing is cached" in caplog.text
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize(("workers", "on_disk"), [(0, False), (2, False), (0, True)])
+def test_what_is_made_with_random_numbers_is_not_kept(workers, on_disk, tmp_path, caplog):
+    options = options_of(tmp_path / "disk") if on_disk else {"limit": "4MB"}
+    with caplog.at_level(logging.WARNING, "stocache"):
+        (one, two, _), *stats = run(source().map(noise).shuffle().sharding_filter(), workers, **options)
+    assert [each.filled for each in stats] == [0] * (1 + on_disk)
+    assert not set(one) & set(two)
+    assert workers or "noise draw random numbers, so their results are not cached" in caplog.text
 
 
 def twice_named(name):
     return {"name": name, "length": torch.tensor(len(name))}
 
 
-def test_the_cache_of_a_service_may_have_a_key_function():
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_key_function_finds_elements_wherever_they_come_from(workers):
     count = Counting()
-    with cached(source().map(count).shuffle().sharding_filter(), 2, key_fn=reverse) as dataloader:
-        first = elements(dataloader)
-        assert elements(dataloader) != first
-        assert count.taken() == COUNT
+    key_of = {f"name {number}": number for number in range(COUNT)}
+
+    def graph():
+        return IterableWrapper([*key_of]).shuffle().sharding_filter().map(count).map(str.upper).map(twice_named)
+
+    expected = run(graph(), workers)
+    count.taken()
+    explicit = graph().shared_cache(key_of.__getitem__, "4MB", dataset_len=COUNT)
+    assert find_dps(traverse_dps(explicit), Mapper) == []
+    assert len(explicit) == COUNT
+    assert run(explicit, workers) == expected
+    assert count.taken() == COUNT
 
 
 def reverse(value):
     return COUNT - 1 - value
 
 
+@pytest.mark.parametrize("options", [{"key_fn": reverse}, {"name": "reading-test"}])
+def test_the_cache_of_a_service_may_have_a_key_function_or_a_name(options):
+    count = Counting()
+    with cached(source().map(count).shuffle(), **options) as kept:
+        found = [elements(kept), elements(kept)]
+        assert found[0] != found[1]
+        with cached(source().map(count).shuffle(), **options) as dataloader:
+            assert [elements(dataloader), elements(dataloader)] == found
+    assert count.taken() == (COUNT if "name" in options else 2 * COUNT)
+
+
 def test_the_replay_of_a_resumed_epoch_is_hits():
     count = Counting()
-    graph = source().shuffle().sharding_filter().map(count).map(random_tensor).shared_cache(int, 0.01, dataset_len=COUNT)
+    graph = source().shuffle().sharding_filter().map(count).map(random_tensor).shared_cache(int, "4MB", dataset_len=COUNT)
     graph = graph.shuffle(buffer_size=9)  # for which they must be made again
-    with loader(graph, 2, multiprocessing_context="fork") as dataloader:
+    with cached(graph, 2, None) as dataloader:
         elements(dataloader)
         iterator = iter(dataloader)
         for _ in range(13):
             next(iterator)
         state, rest = dataloader.state_dict(), elements(iterator)
     count.taken()
-    with loader(graph, 2, multiprocessing_context="fork") as dataloader:
+    with cached(graph, 2, None) as dataloader:
         dataloader.load_state_dict(state)
         assert elements(dataloader) == rest
     assert count.taken() == 0
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_all_start_methods_share_the_cache(method):
-    graph = source().map(tensor).shuffle().sharding_filter()
-    services = SequentialReadingService(CachingReadingService(0.01), MultiProcessingReadingService(2, method))
-    with DataLoader2(graph, reading_service=services) as dataloader:
-        dataloader.seed(5)
-        first = [elements(dataloader), elements(dataloader)]
-        stats = cache_of(dataloader).stats()
-        assert (stats.fills, stats.hits) == (COUNT, COUNT)
-    with DataLoader2(graph, reading_service=service(0)) as dataloader:
-        dataloader.seed(5)
-        assert [elements(dataloader), elements(dataloader)] == first
+def kind(value):
+    return [type(value)]
 
 
-def test_a_named_cache_is_found_by_the_next_loader():
-    count = Counting()
-    name = "reading-test"
-    kept = cached(source().map(count).shuffle(), 0, name=name)
-    with kept:
-        first = elements(kept)
-        with cached(source().map(count).shuffle(), 0, name=name) as dataloader:
-            assert elements(dataloader) == first
-    assert count.taken() == COUNT
-
-
-def test_a_source_that_is_longer_than_it_said_is_delivered_whole():
-    with cached(source().map(square).shuffle(), 0, dataset_len=10) as dataloader:
+@pytest.mark.quick
+def test_what_cannot_be_cached_and_a_source_that_is_longer_than_it_said_are_delivered_whole():
+    with cached(source().map(square).shuffle(), dataset_len=10) as dataloader:
         assert sorted(dataloader) == sorted(dataloader) == [value * value for value in range(COUNT)]
+    with cached(source().map(kind)) as dataloader:
+        assert list(dataloader) == [[int]] * COUNT
+        assert cache_of(dataloader).stats().filled == 0
 
 
-def test_wrong_arguments_are_refused():
-    with pytest.raises(DatasetError, match="needs the number of keys"):
-        source().filter(no_third).shared_cache(int)
-    with pytest.raises(LimitError, match="size_limit_gib"):
-        source().shared_cache(int, -1)
-    with pytest.raises(SampleIndexError, match="40"):
-        list(source().shared_cache(lambda value: COUNT, 0.01))
-    with pytest.raises(TypeError, match="integer"):
-        list(source().shared_cache(str, 0.01))
-    with pytest.raises(LimitError, match="size_limit_gib"):
-        iter(cached(source().map(square).shuffle(), 0, limit="much"))
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: source().filter(no_third).shared_cache(int), DatasetError, "needs the number of keys"),
+        (lambda: source().shared_cache(int, -1), LimitError, "size_limit_gib"),
+        (lambda: list(source().shared_cache(lambda value: COUNT, 0.01)), SampleIndexError, "40"),
+        (lambda: list(source().shared_cache(str, 0.01)), TypeError, "integer"),
+        (lambda: iter(cached(source().map(square).shuffle(), limit="much")), LimitError, "size_limit_gib"),
+        (lambda: source().map(tensor).shared_cache(int, 0, disk="/d"), LimitError, "disk and disk_limit go together"),
+        (lambda: run(source().map(tensor), **options_of(__file__)), DiskError, r"is a file or below one\. Give a folder"),
+    ],
+)
+def test_wrong_arguments_are_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "disk"
+
+
+def options_of(folder, memory=0, limit="4MB", fingerprint="1"):
+    return {"limit": memory, "disk": folder, "disk_limit": limit, "fingerprint": fingerprint}
+
+
+GRAPHS = {
+    "shuffled": lambda count: source().map(count).map(tensor).shuffle().sharding_filter(),
+    "sharded": lambda count: source().sharding_filter().map(count).map(tensor),
+    "dispatched": lambda count: source().map(count).map(tensor).shuffle().sharding_round_robin_dispatch(),
+}
+
+
+@pytest.mark.parametrize(("name", "workers", "memory"), [*pairs([*GRAPHS], [0, 2], [0, "4KB", "4MB"])])
+def test_two_runs_of_three_epochs_run_the_maps_once(name, workers, memory, folder):
+    count = Counting()
+    expected = run(GRAPHS[name](count), workers)
+    count.taken()
+    for calls in (COUNT, 0):
+        found, in_memory, on_disk = run(GRAPHS[name](count), workers, **options_of(folder, memory))
+        assert found == expected
+        assert count.taken() == calls == on_disk.misses
+        assert on_disk.filled == COUNT  # once the loader is shut down
+        assert in_memory.filled == {0: 0, "4KB": in_memory.filled, "4MB": COUNT}[memory]
+        assert (memory == "4KB") is (0 < in_memory.filled < COUNT)
+
+
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_all_start_methods_share_the_caches(method, folder):
+    count = Counting()
+    expected = run(GRAPHS["shuffled"](count))
+    count.taken()
+    for workers, calls in ((2, COUNT), (0, 0)):
+        assert run(GRAPHS["shuffled"](count), workers, method=method, **options_of(folder, "4KB"))[0] == expected
+        assert count.taken() == calls
+
+
+def test_shared_cache_of_a_graph_takes_a_disk(folder):
+    count = Counting()
+
+    def graph(**options):
+        pipe = source().shuffle().sharding_filter().map(count).map(tensor)
+        return pipe.shared_cache(int, 0, dataset_len=COUNT, **options) if options else pipe
+
+    expected = run(graph())
+    count.taken()
+    for calls in (COUNT, 0):
+        pipe = graph(disk=folder, disk_limit="4MB", fingerprint="1")
+        assert run(pipe) == expected
+        assert count.taken() == calls
+        copied = pickle.loads(pickle.dumps(pipe))
+        assert copied.disk_cache.stats() == pipe.disk_cache.stats()
+        for each in (pipe, copied):
+            each.cache.close()
+            each.disk_cache.close()
+    assert graph(admission="all").disk_cache is None
+
+
+def test_another_fingerprint_or_length_empties_the_folder(folder, caplog):
+    count = Counting()
+    for number, (fingerprint, length) in enumerate([("1", COUNT), ("2", COUNT), ("2", COUNT), ("3", 2 * COUNT)]):
+        caplog.clear()
+        found = run(source(length).map(count).map(square), **options_of(folder, fingerprint=fingerprint))[0]
+        assert found[2] == [repr(value * value) for value in range(length)]
+        assert count.taken() == (0 if number == 2 else length)
+        assert ("was left behind for other data" in caplog.text) is (number in (1, 3))

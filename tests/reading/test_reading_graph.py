@@ -1,5 +1,6 @@
-"""The graph of DataPipes: walked, searched, changed, copied; and where its random numbers come from."""
+"""The graph of DataPipes: walked, searched, changed, copied; where its random numbers come from; and the pipes that we add."""
 
+import inspect
 import pickle
 import random
 import threading
@@ -13,11 +14,26 @@ from torch.utils.data import IterDataPipe
 from torch.utils.data.datapipes.iter import IterableWrapper, Mapper, ShardingFilter, Shuffler
 from torch.utils.data.datapipes.map import SequenceWrapper
 
-from stocache.errors import GraphError
-from stocache.reading import SeedGenerator, find_dps, list_dps, remove_dp, replace_dp, set_graph_random_seed, traverse_dps
-from stocache.reading.graph.graph import clone, sources
+from stocache.errors import GraphError, WorkerError
+from stocache.reading import (
+    Prefetcher,
+    SeedGenerator,
+    find_dps,
+    list_dps,
+    remove_dp,
+    replace_dp,
+    set_graph_random_seed,
+    traverse_dps,
+)
+from stocache.reading.graph import pipes
+from stocache.reading.graph.graph import clone, pipes_of, sources
 from stocache.reading.graph.seeds import is_pure
+from stocache.reading.graph.sharding import dispatched_end, replicable_end
 from stocache.system.rng import RngMonitor
+from tests.support.graphs import COUNT, WARNINGS, HomemadeError, fails, source
+from tests.support.processes import in_child
+
+pytestmark = [pytest.mark.quick, *WARNINGS]
 
 
 class Untouchable:
@@ -55,122 +71,90 @@ def chain():
     return IterableWrapper(range(10)).shuffle().sharding_filter().map(double)
 
 
-def test_a_chain_is_listed_from_its_end(chain):
-    assert [type(pipe) for pipe in list_dps(traverse_dps(chain))] == [Mapper, ShardingFilter, Shuffler, IterableWrapper]
+@pytest.fixture
+def two():
+    return [IterableWrapper([1]), IterableWrapper([2])]
 
 
-def test_the_graph_names_each_pipe_with_its_sources(chain):
-    ((number, (pipe, below)),) = traverse_dps(chain).items()
+def test_pipes_are_listed_from_the_end_and_found_by_their_very_type(chain):
+    graph = traverse_dps(chain)
+    ((number, (pipe, below)),) = graph.items()
     assert number == id(chain)
     assert pipe is chain
     assert list(below) == [id(chain.datapipe)]
+    assert [type(pipe) for pipe in list_dps(graph)] == [Mapper, ShardingFilter, Shuffler, IterableWrapper]
+    assert list_dps(graph, exclude_dps=chain.datapipe) == [chain]
+    assert list_dps(graph, exclude_dps=[chain.datapipe, chain]) == []
+    assert find_dps(graph, Shuffler) == [chain.datapipe.source_datapipe]
+    assert find_dps(graph, IterDataPipe) == []
+    assert len(pipes_of(SequenceWrapper(range(3)).map(double))) == 2
+    for wrong in (None, [1], IterableWrapper):
+        with pytest.raises(GraphError, match="expected an IterDataPipe or MapDataPipe, got"):
+            traverse_dps(wrong)
 
 
-@pytest.mark.parametrize("wrap", [list, tuple, lambda its: {"one": its[0], "two": {its[1]: 1}}, lambda its: [{"deep": (its,)}]])
-def test_sources_are_found_in_containers(wrap):
-    pipes = [IterableWrapper([1]), IterableWrapper([2])]
-    assert sources(Holder(wrap(pipes))) == pipes
-
-
-def test_a_container_that_holds_itself_is_walked_once():
-    pipe, endless = IterableWrapper([1]), []
+def test_sources_are_found_in_containers_and_each_is_walked_once(two):
+    for held in (two, (*two,), {"one": two[0], "two": {two[1]: 1}}, [{"deep": (two,)}]):
+        assert sources(Holder(held)) == two
+    pipe, endless = two[0], []
     endless += [endless, endless, pipe]
     assert sources(Holder(endless)) == [pipe]
-
-
-def test_a_diamond_is_linear_and_lists_shared_pipes_once():
-    pipe = IterableWrapper(range(3))
     for _ in range(200):  # 2**200 ways through it
         pipe = Holder(pipe, [pipe])
-    assert len(list_dps(traverse_dps(pipe))) == 201
-
-
-def test_a_cycle_ends():
+    assert len(pipes_of(pipe)) == 201
     first = Holder()
     second = Holder(first)
     first.held = (second,)
-    assert list_dps(traverse_dps(second)) == [second, first]
+    assert pipes_of(second) == [second, first]
 
 
 def test_walking_neither_pickles_nor_starts_nor_changes_a_pipe():
     pipe = Holder(Untouchable(), IterableWrapper([Untouchable()]))
     before = dict(vars(pipe))
-    assert len(list_dps(traverse_dps(pipe))) == 2
+    assert len(pipes_of(pipe)) == 2
     assert vars(pipe) == before
 
 
-def test_threads_may_walk_at_the_same_time(chain):
-    found = []
-    threads = [threading.Thread(target=lambda: found.extend(len(traverse_dps(chain)) for _ in range(200))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [1] * 800
+def test_parts_of_other_processes_end_where_all_their_paths_have_met():
+    one, two, single = (source().sharding_round_robin_dispatch() for _ in range(3))
+    joined = one.zip(two)
+    assert dispatched_end(source().sharding_filter().zip(joined.map(double))) is joined
+    assert dispatched_end(source().sharding_filter()) is None
+    assert dispatched_end(single.map(double)) is single
+    filtered = source().sharding_filter()
+    assert replicable_end(filtered.fullsync().map(double)) is filtered
 
 
-def test_a_map_style_pipe_is_walked_too():
-    pipe = SequenceWrapper(range(3)).map(double)
-    assert len(list_dps(traverse_dps(pipe))) == 2
-
-
-@pytest.mark.parametrize("wrong", [None, [1], IterableWrapper])
-def test_what_is_no_pipe_is_refused(wrong):
-    with pytest.raises(GraphError, match="expected an IterDataPipe or MapDataPipe, got"):
-        traverse_dps(wrong)
-
-
-def test_pipes_are_found_by_their_very_type(chain):
-    assert find_dps(traverse_dps(chain), Shuffler) == [chain.datapipe.source_datapipe]
-    assert find_dps(traverse_dps(chain), IterDataPipe) == []
-
-
-def test_excluded_pipes_are_left_out_with_what_leads_to_them(chain):
-    graph = traverse_dps(chain)
-    assert list_dps(graph, exclude_dps=chain.datapipe) == [chain]
-    assert list_dps(graph, exclude_dps=[chain.datapipe, chain]) == []
-
-
-def test_a_pipe_is_replaced_for_all_that_read_from_it():
-    old, new = IterableWrapper([1]), IterableWrapper([2])
+def test_a_pipe_is_replaced_for_all_that_read_from_it(two):
+    old, new = two
     end = old.map(double).zip(old, old.map(double))
     graph = replace_dp(traverse_dps(end), old, new)
     assert find_dps(graph, IterableWrapper) == [new]
     assert sources(end)[1] is new
+    assert list(replace_dp(graph, end, old)) == list(traverse_dps(old))
+    holder = Holder(Pair(old, [old]), {"a": {old}}, (old, frozenset({old})))
+    replace_dp(traverse_dps(holder), old, new)
+    assert holder.held == (Pair(new, [new]), {"a": {new}}, (new, frozenset({new})))
+    assert type(holder.held[0]) is Pair
 
 
-def test_the_end_of_a_graph_is_replaced(chain):
-    new = IterableWrapper([2])
-    assert list(traverse_dps(new)) == list(replace_dp(traverse_dps(chain), chain, new))
-
-
-def test_a_pipe_is_removed(chain):
+def test_a_pipe_with_one_source_is_removed(chain, two):
     graph = remove_dp(traverse_dps(chain), chain.datapipe)
     assert [type(pipe) for pipe in list_dps(graph)] == [Mapper, Shuffler, IterableWrapper]
     assert list_dps(remove_dp(graph, chain))[0] is chain.datapipe
-
-
-def test_a_source_and_a_junction_are_not_removed():
-    one, two = IterableWrapper([1]), IterableWrapper([2])
-    end = one.zip(two)
-    for pipe, count in ((one, 0), (end, 2)):
+    end = two[0].zip(two[1])
+    for pipe, count in ((two[0], 0), (end, 2)):
         with pytest.raises(GraphError, match=f"has {count} sources, and only a pipe with one can be removed"):
             remove_dp(traverse_dps(end), pipe)
-
-
-def test_a_named_tuple_of_pipes_stays_one():
-    old, new = IterableWrapper([1]), IterableWrapper([2])
-    end = Holder(Pair(old, [old]))
-    replace_dp(traverse_dps(end), old, new)
-    assert end.held == (Pair(new, [new]),)
 
 
 class Remembering(IterDataPipe):
     """A pipe with a state of its own, and a function that does not pickle."""
 
-    def __init__(self, datapipe):
+    def __init__(self, datapipe, **held):
         self.datapipe, self.seen, self.numbers = datapipe, [], random.Random(1)
         self.function = lambda value: value
+        vars(self).update(held)
 
     def __iter__(self):
         for value in self.datapipe:
@@ -178,84 +162,49 @@ class Remembering(IterDataPipe):
             yield self.function(value)
 
 
-def test_a_copy_shares_no_state_but_data():
+class Refusing(Remembering):
+    def __getstate__(self):
+        raise TypeError("holds a connection")
+
+
+@pytest.mark.parametrize("make", [Remembering, partial(Remembering, lock=threading.Lock()), Refusing])
+def test_a_copy_shares_its_state_only_where_that_cannot_be_copied(make):
     data = list(range(5))
-    pipe = Remembering(IterableWrapper(data))
+    pipe = make(IterableWrapper(data))
     copy = clone(pipe)
     assert list(copy) == data
     assert pipe.seen == []
-    assert copy.numbers is not pipe.numbers
-    assert copy.datapipe is not pipe.datapipe
-    assert copy.datapipe.iterable is data
-
-
-def test_a_copy_of_what_cannot_be_copied_has_pipes_of_its_own():
-    pipe = Remembering(IterableWrapper([1, 2]))
-    pipe.lock = threading.Lock()
-    copy = clone(pipe)
-    assert list(copy) == [1, 2]
-    assert pipe.seen == []
-    assert copy.datapipe is not pipe.datapipe
-    assert copy.lock is pipe.lock
-
-
-def test_a_copy_is_made_of_a_pipe_that_refuses_to_be_pickled():
-    class Refusing(Remembering):
-        def __getstate__(self):
-            raise TypeError("holds a connection")
-
-    pipe = Refusing(IterableWrapper([1, 2]))
-    copy = clone(pipe)
-    assert list(copy) == [1, 2]
     assert copy is not pipe
     assert copy.datapipe is not pipe.datapipe
+    assert (copy.datapipe.iterable is data) == (copy.numbers is not pipe.numbers) == (make is Remembering)
+    assert getattr(copy, "lock", None) is getattr(pipe, "lock", None)
 
 
-# ---------------------------------------------------------------------------------------------------- seeds
-
-
-def test_seeds_are_a_function_of_seed_and_purpose():
+def test_seeds_are_a_function_of_seed_purpose_and_worker():
     def draws(generator):
         return [generator.generate_shared_seed(), generator.generate_seed(), generator.generate_shared_seed()]
 
     assert draws(SeedGenerator(3)) == draws(SeedGenerator(3)) != draws(SeedGenerator(4))
     assert all(0 <= seed < 2**64 for seed in draws(SeedGenerator(2**64 - 1)))
     assert len(set(draws(SeedGenerator(3)))) == 3
-
-
-def test_workers_share_the_shared_seeds_only():
     generator = SeedGenerator(3)
     generator.generate_shared_seed()
     one, two = generator.spawn(1), generator.spawn(2)
     shared = generator.generate_shared_seed()
     assert one.generate_shared_seed() == two.generate_shared_seed() == shared
     assert len({one.generate_seed(), two.generate_seed(), generator.generate_seed(), one.spawn(2).generate_seed()}) == 4
-
-
-def test_a_generator_becomes_that_of_a_rank_in_place():
-    generator, other = SeedGenerator(3), SeedGenerator(3)
-    assert generator.spawn(1, inplace=True) is generator
-    assert generator.generate_seed() == other.spawn(1).generate_seed()
+    assert generator.spawn(7, inplace=True) is generator
+    assert generator.generate_seed() == SeedGenerator(3).spawn(7).generate_seed()
     assert pickle.loads(pickle.dumps(generator)).generate_seed() == generator.generate_seed()
-
-
-@pytest.mark.parametrize("seed", [-1, 2**64, 1.5, "one"])
-def test_a_seed_is_an_unsigned_integer_of_64_bits(seed):
-    with pytest.raises(ValueError, match=r"must be an integer in \[0, 2\*\*64\)"):
-        SeedGenerator(seed)
-
-
-def test_there_is_no_negative_worker():
+    torch.manual_seed(1)
+    first, second = (SeedGenerator().generate_seed() for _ in range(2))
+    torch.manual_seed(1)
+    assert SeedGenerator().generate_seed() == first != second
+    for seed in (-1, 2**64, 1.5, "one"):
+        with pytest.raises(ValueError, match=r"must be an integer in \[0, 2\*\*64\)"):
+            SeedGenerator(seed)
     with pytest.raises(ValueError, match="worker_id=-1 is negative"):
         SeedGenerator(1).spawn(-1)
-
-
-def test_without_a_seed_torch_gives_one():
-    torch.manual_seed(1)
-    first = SeedGenerator().generate_seed()
-    assert SeedGenerator().generate_seed() != first
-    torch.manual_seed(1)
-    assert SeedGenerator().generate_seed() == first
 
 
 def test_random_pipes_before_the_shard_have_shared_seeds_and_others_their_own():
@@ -269,18 +218,16 @@ def test_random_pipes_before_the_shard_have_shared_seeds_and_others_their_own():
     assert after != other
 
 
-def test_watch_sees_every_draw():
-    for draw in (random.random, np.random.rand, lambda: torch.rand(1), lambda: np.random.normal(size=3)):
-        watch = RngMonitor()
-        assert not watch.changed()
-        draw()
-        assert watch.changed()
+def test_every_draw_is_noticed():
     previous = np.random.get_bit_generator()
     try:
-        np.random.set_bit_generator(np.random.PCG64(1))
-        watch = RngMonitor()
-        np.random.rand()
-        assert watch.changed()
+        for generator in (previous, np.random.PCG64(1)):
+            np.random.set_bit_generator(generator)
+            for draw in (random.random, np.random.rand, lambda: torch.rand(1), lambda: np.random.normal(size=3)):
+                watch = RngMonitor()
+                assert not watch.changed()
+                draw()
+                assert watch.changed()
     finally:
         np.random.set_bit_generator(previous)
 
@@ -297,7 +244,64 @@ def test_a_function_with_a_generator_in_it_is_not_pure():
     numbers = random.Random(1)
     assert is_pure(double)
     assert is_pure(partial(max, 3))
-    assert not is_pure(lambda value: value + numbers.random())
-    assert not is_pure(Noisy())
-    assert not is_pure(Noisy().__call__)
-    assert not is_pure(partial(double, torch.Generator()))
+    for function in (lambda value: value + numbers.random(), Noisy(), Noisy().__call__, partial(double, torch.Generator())):
+        assert not is_pure(function)
+
+
+def test_prefetch_delivers_all_in_order_and_raises_what_the_source_does():
+    assert list(source().prefetch(3)) == list(range(COUNT))
+    assert len(source().prefetch()) == COUNT
+    iterator = iter(source().map(fails).prefetch(3))
+    assert [next(iterator) for _ in range(13)] == list(range(13))
+    with pytest.raises(HomemadeError, match="thirteen"):
+        next(iterator)
+    with pytest.raises(ValueError, match="buffer_size=0 is less than 1"):
+        source().prefetch(0)
+
+
+def test_prefetch_pauses_and_resumes():
+    taken = []
+    pipe = Prefetcher(source().map(lambda value: taken.append(value) or value), 3)
+    pipe.pause()  # nothing to pause yet
+    iterator = iter(pipe)
+    assert next(iterator) == 0
+    pipe.pause()
+    count = len(taken)
+    assert [next(iterator) for _ in range(count - 1)] == list(range(1, count))
+    threading.Event().wait(0.01)
+    assert len(taken) == count
+    pipe.resume()
+    assert list(iterator) == list(range(count, COUNT))
+
+
+def test_a_prefetching_pipe_that_a_fork_has_inherited_says_so():
+    def go_on():
+        with pytest.raises(WorkerError, match="the process was forked"):
+            next(iterator)
+
+    iterator = iter(source().prefetch(2))
+    next(iterator)
+    assert in_child(go_on) == 0
+    assert list(iterator) == list(range(1, COUNT))
+
+
+def test_unzip_splits_columns():
+    rows = IterableWrapper([(i, -i, str(i)) for i in range(5)])
+    one, three = rows.unzip(3, columns_to_skip=[1])
+    assert list(zip(one, three, strict=True)) == [(i, str(i)) for i in range(5)]
+    (only,) = IterableWrapper([(1, 2)]).unzip(2, columns_to_skip=[0])
+    assert list(only) == [2]
+    with pytest.raises(ValueError, match=r"names columns outside \[0, 3\)"):
+        rows.unzip(3, columns_to_skip=[3])
+    with pytest.raises(ValueError, match="all columns are skipped"):
+        rows.unzip(1, columns_to_skip=[0])
+
+
+def test_pinning_is_torchs_and_needs_cuda_and_fullsync_needs_a_process_group():
+    assert list(inspect.signature(pipes._pin).parameters)[:2] == ["data", "device"]
+    assert pipes._pin({"text": ["one", 2]}, None) == {"text": ["one", 2]}
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="pin_memory needs CUDA"):
+            source().pin_memory()
+    with pytest.raises(RuntimeError, match=r"fullsync needs torch.distributed"):
+        list(source().fullsync())

@@ -3,9 +3,6 @@
 import multiprocessing
 import os
 import pickle
-import random
-import socket
-import time
 
 import pytest
 import torch
@@ -20,216 +17,175 @@ from stocache.reading import (
     MultiProcessingReadingService,
     SequentialReadingService,
 )
-from tests.support.graphs import COUNT, elements, large, no_third, noise, source, square
+from tests.support.graphs import COUNT, WARNINGS, HomemadeError, fails, large, noise, source, square
 from tests.support.processes import run_all
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes:UserWarning")
+pytestmark = WARNINGS
 
 
-def on_ranks(folder, count, function, *args):
-    """Run ``function(rank, *args)`` on so many ranks, and return what it returns on each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    run_all(multiprocessing.get_context("fork"), count, _rank, count, port, folder, function, args)
-    return [pickle.loads((folder / f"{rank}").read_bytes()) for rank in range(count)]
+@pytest.fixture
+def on_ranks(tmp_path):
+    """Run ``function(rank)`` on several ranks, and return what it returns on each."""
+
+    def run(count, function):
+        run_all(multiprocessing.get_context("fork"), count, _rank, count, tmp_path, function, timeout_s=120)
+        return [pickle.loads((tmp_path / f"{rank}").read_bytes()) for rank in range(count)]
+
+    return run
 
 
-def _rank(rank, count, port, folder, function, args):
+def _rank(rank, count, folder, function):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=count)
+    dist.init_process_group("gloo", f"file://{folder}/ranks", rank=rank, world_size=count)
     torch.manual_seed(rank)  # ranks have other random numbers
-    found = function(rank, *args)
+    found = function(rank)
     (folder / f"{rank}").write_bytes(pickle.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)
 
 
-def services(workers):
+def loader(graph, workers, seed=None):
     engine = MultiProcessingReadingService(workers, "fork") if workers else InProcessReadingService()
-    return SequentialReadingService(DistributedReadingService(timeout=20), engine)
+    service = SequentialReadingService(DistributedReadingService(timeout=60), engine)
+    dataloader = DataLoader2(graph, reading_service=service)
+    if seed is not None:
+        dataloader.seed(seed)
+    return dataloader
 
 
 def shuffled(count=COUNT):
     return source(count).shuffle().sharding_filter().map(square)
 
 
-def epochs(rank, workers, count):
-    with DataLoader2(shuffled(count), reading_service=services(workers)) as dataloader:
-        dataloader.seed(3)
-        return len(dataloader), list(dataloader), list(dataloader)
+def test_ranks_have_shares_of_one_order_with_any_number_of_workers_and_end_together(on_ranks):
+    def run(rank):
+        found = []
+        for workers in (0, 1, 2):
+            with loader(shuffled(50), workers, seed=3) as dataloader:
+                found.append((len(dataloader), list(dataloader), list(dataloader)))
+        return found
 
-
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_ranks_have_shares_of_one_order_and_end_together(tmp_path, workers):
-    found = on_ranks(tmp_path, 2, epochs, workers, 41)
-    with DataLoader2(shuffled(41)) as dataloader:
-        dataloader.seed(3)
-        alone = list(dataloader)
+    found = on_ranks(3, run)
+    for alone, one, two in found:
+        assert alone == one == two
+        assert alone[1] != alone[2]
     for epoch in (1, 2):
-        one, two = (its[epoch] for its in found)
-        assert found[0][0] == len(one) == len(two) == 20
-        assert len({*one, *two}) == 40
-    assert sorted([*found[0][1], *found[1][1]]) != alone
-    assert found[0][1] != found[0][2]
-
-
-def test_the_order_of_a_rank_does_not_depend_on_its_workers(tmp_path):
-    found = [on_ranks(tmp_path, 3, epochs, workers, 50) for workers in (0, 1, 2)]
-    assert found[0] == found[1] == found[2]
-
-
-def uneven(rank, workers):
-    graph = source(60).sharding_filter().filter(lambda value: value % 2 == rank or value > 50)
-    with DataLoader2(graph, reading_service=services(workers)) as dataloader:
-        return list(dataloader), list(dataloader)
+        shares = [its[epoch] for its, *_ in found]
+        assert [length for (length, *_), *_ in found] == list(map(len, shares)) == [16] * 3
+        assert len(set().union(*shares)) == 48
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_ranks_of_unequal_length_end_with_the_shortest(tmp_path, workers):
-    (one, again), (two, _) = on_ranks(tmp_path, 2, uneven, workers)
-    assert len(one) == len(two) == len(again) > 0
-    assert one == again
+def test_ranks_end_with_the_shortest_or_with_one_that_fails(on_ranks, workers):
+    def run(rank):
+        with loader(source(60).sharding_filter().filter(lambda value: value % 2 == rank or value > 50), workers) as dataloader:
+            found = [len(list(dataloader)), len(list(dataloader))]
+        with loader(source().sharding_filter().map(fails), 0) as dataloader:
+            try:
+                return *found, len(list(dataloader))
+            except HomemadeError:
+                return *found, "fails"
+
+    (one, again, ended), (two, too, failed) = on_ranks(2, run)
+    assert one == again == two == too > 0
+    assert (ended, failed) == (6, "fails")
 
 
-def unseeded(rank):
-    with DataLoader2(shuffled(), reading_service=DistributedReadingService()) as dataloader:
-        epochs = list(dataloader), list(dataloader)
-        torch.manual_seed(0 if rank == 0 else 77)  # rank 0 as at the beginning
-        assert list(dataloader) == epochs[0]
-        return epochs
+def test_without_a_seed_ranks_take_that_of_rank_0(on_ranks):
+    def run(rank):
+        with DataLoader2(shuffled(), reading_service=DistributedReadingService()) as dataloader:
+            epochs = list(dataloader), list(dataloader)
+            torch.manual_seed(0 if rank == 0 else 77)  # rank 0 as at the beginning
+            assert list(dataloader) == epochs[0]
+            return epochs
 
-
-def test_without_a_seed_ranks_take_that_of_rank_0(tmp_path):
-    (one, first), (two, second) = on_ranks(tmp_path, 2, unseeded)
+    (one, first), (two, second) = on_ranks(2, run)
     assert sorted(one + two) == sorted(first + second) == [value * value for value in range(COUNT)]
     assert one != first
 
 
-def noisy(rank):
-    graph = source(20).sharding_filter().map(noise)
-    with DataLoader2(graph, reading_service=services(2)) as dataloader:
-        return list(dataloader)
+def test_random_maps_differ_by_rank_and_worker(on_ranks):
+    def run(rank):
+        with loader(source(20).sharding_filter().map(noise), 2) as dataloader:
+            return list(dataloader)
+
+    one, two = on_ranks(2, run)
+    assert [len(set(column)) for column in zip(*one, *two, strict=True)] == [20] * 4
 
 
-def test_random_maps_differ_by_rank_and_worker(tmp_path):
-    found = [element for its in on_ranks(tmp_path, 2, noisy) for element in its]
-    for column in (1, 2, 3):
-        assert len({element[column] for element in found}) == 20
-
-
-def leaving(rank, counts, workers):
-    with DataLoader2(shuffled(400), reading_service=services(workers)) as dataloader:
-        dataloader.seed(1)
-        began = time.monotonic()
-        taken = []
-        for epoch in counts:
-            iterator = iter(dataloader)
-            taken.append([element for _, element in zip(range(epoch[rank]), iterator, strict=False)])
-        whole = list(dataloader)
-    return taken, whole, time.monotonic() - began
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_ranks_may_leave_an_epoch_early_and_at_different_times(tmp_path, workers):
+def test_ranks_may_leave_an_epoch_early_and_at_different_times(on_ranks):
     counts = [(5, 5), (0, 0), (1, 1), (7, 3), (2, 9)]
-    (one, whole, took), (two, other, took_too) = on_ranks(tmp_path, 2, leaving, counts, workers)
-    for epoch, (first, second) in enumerate(counts):
-        assert len(one[epoch]) <= first
-        assert len(two[epoch]) <= second
-    assert [len(its) for its in one[:3]] == [len(its) for its in two[:3]] == [5, 0, 1]
-    assert len(whole) == len(other) == 200
-    assert max(took, took_too) < 15
+
+    def run(rank):
+        found = []
+        for workers in (0, 2):
+            with loader(shuffled(100), workers, seed=1) as dataloader:
+                for epoch in counts:
+                    iterator = iter(dataloader)
+                    found.append(len([element for _, element in zip(range(epoch[rank]), iterator, strict=False)]))
+                found.append(len(list(dataloader)))
+        return found
+
+    one, two = on_ranks(2, run)
+    for begin in (0, 6):
+        assert one[begin : begin + 3] == two[begin : begin + 3] == [5, 0, 1]
+        for epoch, (first, second) in enumerate(counts, begin):
+            assert one[epoch] <= first
+            assert two[epoch] <= second
+        assert one[begin + 5] == two[begin + 5] == 50
 
 
-def broken_off(rank, workers, position):
-    with DataLoader2(shuffled(60), reading_service=services(workers)) as dataloader:
-        dataloader.seed(3)
-        list(dataloader)
-        iterator = iter(dataloader)
-        for _ in range(position):
-            next(iterator)
-        return dataloader.state_dict(), list(iterator), list(dataloader)
+def test_ranks_go_on_from_their_own_states_only(on_ranks):
+    def run(rank):
+        for before, after, position in ((0, 0, 7), (2, 2, 30), (2, 0, 7), (0, 2, 7)):
+            with loader(shuffled(60), before, seed=3) as dataloader:
+                list(dataloader)
+                iterator = iter(dataloader)
+                for _ in range(position):
+                    next(iterator)
+                state, rest = dataloader.state_dict(), [list(iterator), list(dataloader)]
+            with loader(shuffled(60), after) as dataloader:
+                dataloader.load_state_dict(state)
+                assert [list(dataloader), list(dataloader)] == rest
+        states = [None] * 2
+        dist.all_gather_object(states, state)
+        with loader(shuffled(60), 0) as dataloader:
+            dataloader.load_state_dict(states[1 - rank])
+            with pytest.raises(StateError, match=f"with rank {1 - rank}; this one has {rank}"):
+                iter(dataloader)
+
+    on_ranks(2, run)
 
 
-def go_on(rank, states, workers):
-    with DataLoader2(shuffled(60), reading_service=services(workers)) as dataloader:
-        dataloader.load_state_dict(states[rank])
-        return list(dataloader), list(dataloader)
+def test_ranks_share_a_named_cache(on_ranks):
+    def run(rank):
+        graph = source(60).map(large).shuffle().sharding_filter()
+        caching = CachingReadingService("16MB", name="reading-ranks")
+        services = DistributedReadingService(), caching, MultiProcessingReadingService(2, "fork")
+        with DataLoader2(graph, reading_service=SequentialReadingService(*services)) as dataloader:
+            dataloader.seed(1)
+            found = [[float(element[0]) for element in dataloader] for _ in range(3)]
+            dist.barrier()
+            fills = dataloader.reading_service.reading_services[1].cache.stats().fills
+            dist.barrier()
+        return found, fills
 
-
-@pytest.mark.parametrize(("before", "after"), [(0, 0), (2, 2), (2, 0), (0, 2)])
-def test_ranks_go_on_from_their_states(tmp_path, before, after):
-    for position in (7, 30) if before == after else (7,):
-        found = on_ranks(tmp_path, 2, broken_off, before, position)
-        rest = on_ranks(tmp_path, 2, go_on, [state for state, *_ in found], after)
-        assert rest == [(its, then) for _, its, then in found]
-
-
-def swapped(rank, states):
-    with DataLoader2(shuffled(60), reading_service=services(0)) as dataloader:
-        dataloader.load_state_dict(states[1 - rank])
-        with pytest.raises(StateError, match=f"with rank {1 - rank}; this one has {rank}"):
-            iter(dataloader)
-
-
-def test_the_state_of_another_rank_is_refused(tmp_path):
-    states = [state for state, *_ in on_ranks(tmp_path, 2, broken_off, 0, 3)]
-    on_ranks(tmp_path, 2, swapped, states)
-
-
-def with_cache(rank, name):
-    graph = source(60).map(large).shuffle().sharding_filter()
-    sequence = DistributedReadingService(), CachingReadingService(0.1, name=name), MultiProcessingReadingService(2, "fork")
-    with DataLoader2(graph, reading_service=SequentialReadingService(*sequence)) as dataloader:
-        dataloader.seed(random.Random(1).getrandbits(64))
-        found = [sorted(float(element[0]) for element in dataloader) for _ in range(3)]
-        dist.barrier()
-        stats = dataloader.reading_service.reading_services[1].cache.stats()
-        dist.barrier()
-    return found, stats.fills
-
-
-def test_ranks_share_a_named_cache(tmp_path):
-    (one, fills), (two, same) = on_ranks(tmp_path, 2, with_cache, "reading-ranks")
+    (one, fills), (two, same) = on_ranks(2, run)
     assert fills == same == 60
-    for epoch in range(3):
-        assert sorted(one[epoch] + two[epoch]) == [float(value) for value in range(60)]
+    for its, others in zip(one, two, strict=True):
+        assert sorted(its + others) == [float(value) for value in range(60)]
 
 
-def failing(rank):
-    graph = source(20).sharding_filter().map(fails_on_even)
-    with DataLoader2(graph, reading_service=services(0)) as dataloader:
-        try:
-            return len(list(dataloader))
-        except ValueError as error:
-            return str(error)[:4]
+def test_one_rank_has_it_all(on_ranks):
+    def run(rank):
+        with DataLoader2(shuffled(), reading_service=DistributedReadingService()) as dataloader:
+            return len(dataloader), len(list(dataloader))
 
-
-def fails_on_even(value):
-    if value == 8:
-        raise ValueError("here")
-    return value
-
-
-def test_a_failure_on_one_rank_ends_the_epoch_of_the_others(tmp_path):
-    assert on_ranks(tmp_path, 2, failing) == ["here", 4]
-
-
-def alone(rank):
-    with DataLoader2(shuffled(), reading_service=DistributedReadingService()) as dataloader:
-        return len(dataloader), elements(dataloader)
-
-
-def test_one_rank_has_it_all(tmp_path):
-    ((length, found),) = on_ranks(tmp_path, 1, alone)
-    assert length == len(found) == COUNT
+    assert on_ranks(1, run) == [(COUNT, COUNT)]
 
 
 def test_distributed_reading_needs_a_process_group():
-    with DataLoader2(source().filter(no_third), reading_service=DistributedReadingService()) as dataloader:
+    with DataLoader2(source(), reading_service=DistributedReadingService()) as dataloader:
         with pytest.raises(RuntimeError, match=r"torch.distributed is not initialized. Call init_process_group first"):
             iter(dataloader)
-    with pytest.raises(RuntimeError, match=r"fullsync needs torch.distributed"):
-        list(source().fullsync())

@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import json
 import pickle
 import random
 
@@ -19,11 +18,11 @@ from stocache.reading import (
     ReadingServiceInterface,
     SequentialReadingService,
 )
-from tests.support.edits import changed, leaves
+from tests.support.edits import changed, leaves, through_json
 from tests.support.graphs import (
     COUNT,
     GRAPHS,
-    SAME_FOR_ANY_WORKERS,
+    WARNINGS,
     Counting,
     elements,
     loader,
@@ -34,11 +33,9 @@ from tests.support.graphs import (
     service,
     source,
     square,
-    tensor,
-    twice,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes:UserWarning")
+pytestmark = WARNINGS
 EPOCHS = 3
 
 
@@ -49,13 +46,8 @@ def run(graph, workers, **options):
         return [elements(dataloader) for _ in range(EPOCHS)]
 
 
-def saved(dataloader):
-    """Return the state of a loader, after JSON has saved it."""
-    return json.loads(json.dumps(dataloader.state_dict()))
-
-
 def broken_off(graph, workers, epoch, position, **options):
-    """Return the state that is taken in an epoch, after so many elements."""
+    """Return the state that is taken in an epoch, after some elements."""
     numbers(1)
     with loader(graph(), workers, **options) as dataloader:
         for _ in range(epoch):
@@ -63,7 +55,7 @@ def broken_off(graph, workers, epoch, position, **options):
         iterator = iter(dataloader)
         for _ in range(position):
             next(iterator)
-        return saved(dataloader)
+        return through_json(dataloader.state_dict())
 
 
 def resumed(graph, workers, state, epoch, **options):
@@ -74,38 +66,37 @@ def resumed(graph, workers, state, epoch, **options):
         return [elements(dataloader) for _ in range(EPOCHS - epoch)]
 
 
+def check(graph, before, after, epoch, position, **options):
+    """What is resumed by a service is the rest of one run."""
+    whole = run(graph, before, **options)
+    rest = resumed(graph, after, broken_off(graph, before, epoch, position, **options), epoch, **options)
+    assert rest == [whole[epoch][position:], *whole[epoch + 1 :]], f"after {position} elements of epoch {epoch}"
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", GRAPHS)
-@pytest.mark.sampled(3)
 def test_the_rest_is_that_of_one_run(name, workers):
-    whole = run(GRAPHS[name], workers)
-    draw = random.Random(f"{name} {workers}")
-    places = [(0, 0), (draw.randrange(EPOCHS), draw.randrange(1, len(whole[0]))), (1, len(whole[1]))]
-    for epoch, position in places:
-        state = broken_off(GRAPHS[name], workers, epoch, position)
-        rest = resumed(GRAPHS[name], workers, state, epoch)
-        assert rest == [whole[epoch][position:], *whole[epoch + 1 :]], f"after {position} elements of epoch {epoch}"
+    check(GRAPHS[name], workers, workers, epoch=random.randrange(2), position=random.randrange(1, 13))
 
 
-@pytest.mark.parametrize("seed", [5, None])
 @pytest.mark.parametrize(
-    ("where", "workers"), [("in process", 0), ("in workers", 2), ("dispatched", 2), ("dispatched, noisy batches", 2)]
+    ("where", "workers", "seed"),
+    [("in process", 0, 5), ("in workers", 2, None), ("dispatched", 2, 5), ("dispatched, noisy batches", 2, None)],
 )
 def test_every_position_can_be_resumed_and_the_next_epoch_follows(where, workers, seed):
     def graph():
-        shuffled = source(14).shuffle()
+        shuffled = source(8).shuffle()
         if "noisy" in where:
             return shuffled.sharding_round_robin_dispatch().map(noise).batch(3)
         divided = shuffled.sharding_round_robin_dispatch() if where == "dispatched" else shuffled.sharding_filter()
         return divided.map(square).filter(no_third)
 
-    numbers(1)
     with loader(graph(), workers, seed) as dataloader:
-        first, states = elements(dataloader), [(saved(dataloader), torch.get_rng_state())]
+        first, states = elements(dataloader), [(through_json(dataloader.state_dict()), torch.get_rng_state())]
         second = []
         for element in dataloader:
             second.append(plain(element))
-            states.append((saved(dataloader), torch.get_rng_state()))
+            states.append((through_json(dataloader.state_dict()), torch.get_rng_state()))
         third = elements(dataloader)
     assert first != second != third
     for position, (state, of_torch) in enumerate(states):
@@ -116,8 +107,7 @@ def test_every_position_can_be_resumed_and_the_next_epoch_follows(where, workers
             assert [elements(dataloader), elements(dataloader)] == [second[position:], third]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", ["noisy batches", "filtered", "both"])
+@pytest.mark.parametrize(("name", "workers"), [("noisy batches", 0), ("noisy batches", 2), ("both", 2)])
 def test_what_was_resumed_can_be_broken_off_again(name, workers):
     whole = run(GRAPHS[name], workers)
     state = broken_off(GRAPHS[name], workers, 1, 4)
@@ -135,49 +125,31 @@ def test_what_was_resumed_can_be_broken_off_again(name, workers):
     assert resumed(GRAPHS[name], workers, state, 1) == [whole[1][9:], whole[2]]
 
 
-@pytest.mark.parametrize("name", sorted(SAME_FOR_ANY_WORKERS - {"both", "both, branches of dispatched", "prefetched"}))
-@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 3), (3, 0)])
-@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [("shuffled", 0, 2), ("filtered", 2, 3), ("filtered", 3, 0), ("dispatched", 2, 0), ("dispatched, filtered", 2, 3)],
+)
 def test_another_number_of_workers_goes_on_where_that_is_exact(name, before, after):
-    whole = run(GRAPHS[name], 0)
-    for position in (1, 11):
-        state = broken_off(GRAPHS[name], before, 1, position)
-        assert resumed(GRAPHS[name], after, state, 1) == [whole[1][position:], whole[2]]
+    check(GRAPHS[name], before, after, epoch=1, position=11)
 
 
-def test_another_number_of_workers_is_refused_where_that_is_not_exact():
-    for name, reason in (("batched", "an element after the sharding_filter"), ("noisy", "its own random numbers")):
-        state = broken_off(GRAPHS[name], 2, 0, 5)
-        for workers in (0, 3):
-            with pytest.raises(StateError, match=f"(?s)the state was taken with 2 workers.*now there are {workers}.*{reason}"):
-                resumed(GRAPHS[name], workers, state, 0)
+@pytest.mark.parametrize(
+    ("name", "reason"), [("batched", "an element after the sharding_filter"), ("noisy", "its own random numbers")]
+)
+def test_another_number_of_workers_is_refused_where_that_is_not_exact(name, reason):
+    state = broken_off(GRAPHS[name], 2, 0, 5)
+    for workers in (0, 3):
+        with pytest.raises(StateError, match=f"(?s)the state was taken with 2 workers.*now there are {workers}.*{reason}"):
+            resumed(GRAPHS[name], workers, state, 0)
 
 
-def test_a_state_between_epochs_goes_on_with_any_number_of_workers():
-    with loader(GRAPHS["shuffled"](), 2) as dataloader:
-        first = elements(dataloader)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_state_between_epochs_goes_on_with_any_number_of_workers(epoch):
+    with loader(GRAPHS["batched"](), 2) as dataloader:
+        for _ in range(epoch):
+            elements(dataloader)
         state = dataloader.state_dict()
-        second = elements(dataloader)
-    assert first != second
-    assert resumed(GRAPHS["shuffled"], 0, state, 1)[0] == second
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_without_a_seed_the_rest_is_the_same_and_torch_decides_about_later_epochs(workers):
-    numbers(1)
-    with loader(GRAPHS["shuffled"](), workers, seed=None) as dataloader:
-        iterator = iter(dataloader)
-        next(iterator)
-        state = saved(dataloader)
-        rest = elements(iterator)
-        torch.manual_seed(3)
-        later = elements(dataloader)
-    numbers(99)
-    with loader(GRAPHS["shuffled"](), workers, seed=None) as dataloader:
-        dataloader.load_state_dict(state)
-        assert elements(dataloader) == rest
-        torch.manual_seed(3)
-        assert elements(dataloader) == later
+    assert resumed(GRAPHS["batched"], 0, state, epoch) == run(GRAPHS["batched"], 0)[epoch:]
 
 
 def test_a_seed_that_is_set_in_an_epoch_or_before_its_rest_is_for_the_next():
@@ -191,46 +163,37 @@ def test_a_seed_that_is_set_in_an_epoch_or_before_its_rest_is_for_the_next():
         dataloader.seed(5)
         states.append(dataloader.state_dict())
     for state in states:
-        with loader(GRAPHS["shuffled"](), 0, seed=None) as dataloader:
-            dataloader.load_state_dict(state)
-            assert [elements(dataloader) for _ in range(3)] == [one[1:], one, two]
+        assert resumed(GRAPHS["shuffled"], 0, state, 0) == [one[1:], one, two]
 
 
-def test_a_state_that_nothing_was_taken_of_begins_at_the_beginning():
-    dataloader = loader(GRAPHS["shuffled"](), 0)
-    assert resumed(GRAPHS["shuffled"], 0, dataloader.state_dict(), 0) == run(GRAPHS["shuffled"], 0)
-
-
-# ---------------------------------------------------------------------------------------------------- how it is done
+COUNTED = {
+    "after the shard": lambda count: source().shuffle().sharding_filter().map(count),
+    "after the shard, batched": lambda count: source().shuffle().sharding_filter().map(count).batch(5),
+    "after a dispatch": lambda count: source().shuffle().sharding_round_robin_dispatch().map(count),
+    "before a dispatch": lambda count: source().map(count).sharding_round_robin_dispatch(),
+    "before a filter": lambda count: source().shuffle().sharding_filter().map(count).filter(no_third),
+}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(
-    "where", ["after the shard", "after the shard, batched", "after a dispatch", "before a dispatch", "before a filter"]
-)
+@pytest.mark.parametrize("where", COUNTED)
 def test_work_that_cannot_be_noticed_is_not_done_again(where, workers):
     count = Counting()
-    graph = {
-        "after the shard": lambda: source().shuffle().sharding_filter().map(count),
-        "after the shard, batched": lambda: source().shuffle().sharding_filter().map(count).batch(5),
-        "after a dispatch": lambda: source().shuffle().sharding_round_robin_dispatch().map(count),
-        "before a dispatch": lambda: source().map(count).sharding_round_robin_dispatch(),
-        "before a filter": lambda: source().shuffle().sharding_filter().map(count).filter(no_third),
-    }[where]
-    with loader(graph(), workers, **({"multiprocessing_context": "fork"} if workers else {})) as dataloader:
+    graph, options = COUNTED[where](count), {"multiprocessing_context": "fork"} if workers else {}
+    with loader(graph, workers, **options) as dataloader:
         iterator = iter(dataloader)
-        delivered = len([next(iterator) for _ in range(5)])
-        state = dataloader.state_dict()
-        rest = elements(iterator)
+        for _ in range(5):
+            next(iterator)
+        state, rest = dataloader.state_dict(), elements(iterator)
     count.taken()
-    with loader(graph(), workers, **({"multiprocessing_context": "fork"} if workers else {})) as dataloader:
+    with loader(graph, workers, **options) as dataloader:
         dataloader.load_state_dict(state)
         assert elements(dataloader) == rest
-    done = delivered * (5 if "batched" in where else 1)
+    left = COUNT - 5 * (5 if "batched" in where else 1)
     if where == "before a filter":  # 5 that it let through, and those in front of the next that it did not
-        assert count.taken() <= COUNT - done
+        assert count.taken() <= left
     else:
-        assert count.taken() == COUNT - done
+        assert count.taken() == left
 
 
 class Stateful:
@@ -241,32 +204,6 @@ class Stateful:
 
     def __call__(self, value):
         return value, self.numbers.random()
-
-
-def test_a_map_with_a_generator_of_its_own_is_run_again():
-    def graph():
-        return source().sharding_filter().map(Stateful())
-
-    with loader(graph(), 2) as dataloader:
-        iterator = iter(dataloader)
-        for _ in range(7):
-            next(iterator)
-        state, rest = dataloader.state_dict(), elements(iterator)
-    with loader(graph(), 2) as dataloader:
-        dataloader.load_state_dict(state)
-        assert elements(dataloader) == rest
-
-
-def test_functions_of_the_user_are_called_when_resuming_too():
-    def change(datapipe, *_):
-        return datapipe.map(square)
-
-    options = {"worker_init_fn": change, "multiprocessing_context": "fork"}
-    for name in ("filtered", "dispatched, noisy batches", "batched"):
-        graph = GRAPHS["plain"] if name == "batched" else (lambda: source().shuffle().sharding_round_robin_dispatch())
-        whole = run(graph, 2, **options)
-        state = broken_off(graph, 2, 0, 7, **options)
-        assert resumed(graph, 2, state, 0, **options) == [whole[0][7:], *whole[1:]]
 
 
 class Pairs(IterDataPipe):
@@ -283,38 +220,49 @@ class Pairs(IterDataPipe):
         return False
 
 
+AGAIN = {
+    "a map with a generator of its own": lambda: source().sharding_filter().map(Stateful()),
+    "a pipe of the main process": lambda: Pairs(source().shuffle().sharding_filter().map(square)),
+    "and pipes behind it": lambda: Pairs(source().shuffle().sharding_filter()).shuffle().batch(2),
+    "behind batches": lambda: Pairs(source().shuffle().sharding_filter().batch(2)),
+    "behind random numbers": lambda: Pairs(source().sharding_filter().map(noise)),
+}
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_pipes_of_the_main_process_are_brought_along(workers):
-    graphs = (
-        lambda: Pairs(source().shuffle().sharding_filter().map(square)),
-        lambda: Pairs(source().shuffle().sharding_filter()).shuffle().batch(2),
-        lambda: Pairs(source().shuffle().sharding_filter().batch(2)),
-        lambda: Pairs(source().sharding_filter().map(noise)),
-    )
-    for graph in graphs:
-        whole = run(graph, workers)
-        state = broken_off(graph, workers, 1, 3)
-        assert resumed(graph, workers, state, 1) == [whole[1][3:], whole[2]]
+@pytest.mark.parametrize("what", AGAIN)
+def test_what_must_see_all_elements_sees_them_again(what, workers):
+    check(AGAIN[what], workers, workers, epoch=0 if "map" in what else 1, position=3)
 
 
-# ---------------------------------------------------------------------------------------------------- states
+@pytest.mark.parametrize("divide", ["sharding_filter", "sharding_round_robin_dispatch"])
+def test_functions_of_the_user_are_called_when_resuming_too(divide):
+    def change(datapipe, *_):
+        return datapipe.map(square)
+
+    options = {"worker_init_fn": change, "multiprocessing_context": "fork"}
+    check(lambda: getattr(source().shuffle(), divide)(), 2, 2, epoch=0, position=7, **options)
 
 
-def test_from_state_brings_its_graph():
-    state = broken_off(GRAPHS["shuffled"], 2, 1, 4)
-    whole = run(GRAPHS["shuffled"], 2)
+def test_from_state_brings_its_graph_and_the_beginning_of_the_epoch_can_be_had_instead():
+    whole = run(GRAPHS["noisy"], 2)
+    state = broken_off(GRAPHS["noisy"], 2, 1, 4)
     with DataLoader2.from_state(state, service(2)) as dataloader:
         assert elements(dataloader) == whole[1][4:]
     with DataLoader2(None, reading_service=service(2)) as dataloader:
         dataloader.load_state_dict(state)
-        assert elements(dataloader) == whole[1][4:]
+        dataloader._restore_checkpoint_beginning_of_epoch()
+        assert [elements(dataloader), elements(dataloader)] == whole[1:]
 
 
-def test_a_graph_that_does_not_pickle_is_to_be_made_again():
+@pytest.mark.quick
+def test_a_state_is_loaded_before_iterating_with_the_same_graph_if_that_does_not_pickle():
     graph = source().sharding_filter().map(lambda value: value + 1)
     with loader(graph, 0) as dataloader:
         next(iter(dataloader))
         state = dataloader.state_dict()
+        with pytest.raises(StateError, match=r"has begun to iterate. Load the state into a new one"):
+            dataloader.load_state_dict(state)
     with pytest.raises(StateError, match=r"the graph of the state did not pickle. Make the loader with the same graph"):
         DataLoader2.from_state(state)
     with loader(graph, 0) as dataloader:
@@ -322,83 +270,61 @@ def test_a_graph_that_does_not_pickle_is_to_be_made_again():
         assert list(dataloader) == list(range(2, 41))
 
 
-def test_the_beginning_of_the_epoch_can_be_had_instead():
-    whole = run(GRAPHS["noisy"], 2)
-    with loader(GRAPHS["noisy"](), 2, seed=None) as dataloader:
-        dataloader.load_state_dict(broken_off(GRAPHS["noisy"], 2, 1, 9))
-        dataloader._restore_checkpoint_beginning_of_epoch()
-        assert [elements(dataloader), elements(dataloader)] == whole[1:]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (None, "is not a state of a DataLoader2"),
-        ([1], "is not a state of a DataLoader2"),
-        ({}, "is not a state of a DataLoader2"),
-        ({"version": 1, "dropped": 0}, "reads states of version 2, and this state has version 1"),
-        ({"what": "DataLoader", "version": 2}, "is not a state of a DataLoader2"),
-    ],
-)
-def test_what_is_not_a_state_is_refused(wrong, message):
-    with pytest.raises(StateError, match=message):
-        DataLoader2(source()).load_state_dict(wrong)
-
-
-def test_the_state_of_another_graph_is_refused():
+@pytest.mark.quick
+def test_what_is_not_a_state_or_is_that_of_another_graph_is_refused():
+    for wrong in (None, [1], {}, {"what": "DataLoader", "version": 2}):
+        with pytest.raises(StateError, match="is not a state of a DataLoader2"):
+            DataLoader2(source()).load_state_dict(wrong)
+    with pytest.raises(StateError, match="reads states of version 2, and this state has version 1"):
+        DataLoader2(source()).load_state_dict({"version": 1, "dropped": 0})
     state = broken_off(GRAPHS["shuffled"], 0, 0, 5)
     with pytest.raises(StateError, match=r"with graph \['Mapper.*; this one has \['Filter"):
         resumed(GRAPHS["filtered"], 0, state, 0)
-    with pytest.raises(
-        StateError, match="6 elements of the loader are made from 6 of the reading service, which begins after 5"
+    for cut, error in (
+        ("{", "the checkpoint of a InProcessReadingService is damaged"),
+        (None, "is damaged"),
+        (b"7", "is not a"),
     ):
+        with pytest.raises(StateError, match=error):
+            InProcessReadingService().restore(source(), cut)
+    with pytest.raises(StateError, match="the graph of the state cannot be unpickled"):
+        DataLoader2.from_state(changed(state, ("parts", "graph"), state["parts"]["graph"][:40]))
+    message = "6 elements of the loader are made from 6 of the reading service, which begins after 5"
+    with pytest.raises(StateError, match=message):
         resumed(GRAPHS["shuffled"], 0, changed(state, ("position", "delivered"), 6), 0)
 
 
-WRONG = [None, -1, 10**30, 3, "", "AAAA", [], [7], {}, {"a": 1}, True, 0.5, object()]
+WRONG = [None, -1, 10**30, "AAAA", [7], {"a": 1}, 0.5, object()]
 
 
 @pytest.mark.parametrize("position", [0, 3, COUNT])
 def test_a_damaged_state_is_refused_or_resumed_as_another(position):
-    numbers(1)
-    services = SequentialReadingService(Unchanging(), InProcessReadingService())
-    with DataLoader2(source().shuffle().sharding_filter().map(noise), reading_service=services) as dataloader:
-        if position == COUNT:
-            list(dataloader)
-        else:
-            for _ in zip(range(position), dataloader, strict=False):
-                pass
-        state = saved(dataloader)
+    services = SequentialReadingService(Plain(), InProcessReadingService())
+    with DataLoader2(GRAPHS["noisy"](), reading_service=services) as dataloader:
+        iterator = iter(dataloader)
+        for _ in zip(range(position), iterator, strict=False):
+            pass
+        state = through_json(dataloader.state_dict())
     assert len(list(leaves(state))) > (30 if 0 < position < COUNT else 8)
     refused = 0
-    for path in [*leaves(state), *[path[:-1] for path in leaves(state) if len(path) > 1]]:
-        for wrong in WRONG:
-            for graph in (source().shuffle().sharding_filter().map(noise), None):
-                with DataLoader2(graph, reading_service=services) as dataloader:
-                    try:
-                        dataloader.load_state_dict(changed(state, path, wrong))
-                        elements(dataloader)
-                    except StateError:
-                        refused += 1
-    assert refused > 100
+    for path in [*leaves(state), *{path[:-1]: 0 for path in leaves(state) if len(path) > 1}]:
+        for number, wrong in enumerate(WRONG):
+            with DataLoader2(GRAPHS["noisy"]() if number % 2 else None, reading_service=services) as dataloader:
+                try:
+                    dataloader.load_state_dict(changed(state, path, wrong))
+                    elements(dataloader)
+                except StateError:
+                    refused += 1
+    assert refused > 50
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_damaged_state_of_workers_is_refused_or_resumed_as_another(wrong):
-    state = broken_off(GRAPHS["dispatched, filtered"], 2, 0, 5)
+def test_a_damaged_state_of_workers_is_refused_or_resumed_as_another():
+    graph = GRAPHS["dispatched, filtered"]
+    state = broken_off(graph, 2, 0, 5)
     for path in leaves(state["parts"]["service"]["position"], ("parts", "service", "position")):
-        with contextlib.suppress(StateError):
-            resumed(GRAPHS["dispatched, filtered"], 2, changed(state, path, wrong), EPOCHS - 1)
-
-
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
-def test_a_cut_state_is_refused(share):
-    state = broken_off(GRAPHS["noisy"], 0, 0, 5)
-    graph, service = state["parts"]["graph"], json.dumps(state["parts"]["service"])
-    with pytest.raises(StateError, match="the graph of the state cannot be unpickled"):
-        DataLoader2.from_state(changed(state, ("parts", "graph"), graph[: int(share * len(graph)) // 4 * 4]))
-    with pytest.raises(StateError, match="the checkpoint of a InProcessReadingService is damaged"):
-        InProcessReadingService().restore(source(), service[: int(share * len(service))].encode())
+        for wrong in WRONG:
+            with contextlib.suppress(StateError):
+                resumed(graph, 2, changed(state, path, wrong), EPOCHS - 1)
 
 
 ran = []
@@ -415,58 +341,42 @@ def run_code():
     ran.append(1)
 
 
+@pytest.mark.quick
 def test_a_loader_with_a_graph_unpickles_nothing():
+    ran.clear()
     state = broken_off(GRAPHS["shuffled"], 0, 0, 5)
     code = base64.b64encode(pickle.dumps(Running())).decode()
-    with loader(GRAPHS["shuffled"](), 0) as dataloader:
-        dataloader.load_state_dict(changed(state, ("parts", "graph"), code))
-        assert elements(dataloader) == run(GRAPHS["shuffled"], 0)[0][5:]
+    rest = resumed(GRAPHS["shuffled"], 0, changed(state, ("parts", "graph"), code), 0)
+    assert rest[0] == run(GRAPHS["shuffled"], 0)[0][5:]
     for position in (code, {"a": code}, state["parts"]["service"] | {"parts": code}):
-        with loader(GRAPHS["shuffled"](), 0) as dataloader:
-            dataloader.load_state_dict(changed(state, ("parts", "service"), position))
-            with pytest.raises(StateError, match="reading service"):
-                iter(dataloader)
+        with pytest.raises(StateError, match="reading service"):
+            resumed(GRAPHS["shuffled"], 0, changed(state, ("parts", "service"), position), 0)
     assert ran == []
     with pytest.raises(StateError, match="the graph of the state is damaged: it is NoneType"):
         DataLoader2.from_state(changed(state, ("parts", "graph"), code))
     assert ran == [1]  # as its docstring says
 
 
-def test_a_state_is_loaded_before_iterating():
-    with loader(source(), 0) as dataloader:
-        next(iter(dataloader))
-        with pytest.raises(StateError, match=r"has begun to iterate. Load the state into a new one"):
-            dataloader.load_state_dict(dataloader.state_dict())
-
-
+@pytest.mark.quick
 def test_a_state_of_other_services_is_refused():
     whole = SequentialReadingService(InProcessReadingService())
     with DataLoader2(source(), reading_service=whole) as dataloader:
         next(iter(dataloader))
         state = dataloader.state_dict()
-    with pytest.raises(StateError, match="is not a state of a reading service"):
-        list(DataLoader2.from_state(state, InProcessReadingService()))
-    with pytest.raises(StateError, match="the state belongs to 1 reading services in sequence, but here are 2"):
-        list(DataLoader2.from_state(state, SequentialReadingService(Plain(), InProcessReadingService())))
-    with pytest.raises(StateError, match="Plain keeps no position"):
-        list(DataLoader2.from_state(state, Plain()))
-
-
-# ---------------------------------------------------------------------------------------------------- the user's services
+    for other, message in (
+        (InProcessReadingService(), "is not a state of a reading service"),
+        (SequentialReadingService(Plain(), InProcessReadingService()), "belongs to 1 reading services .*, but here are 2"),
+        (Plain(), "Plain keeps no position"),
+    ):
+        with pytest.raises(StateError, match=message):
+            list(DataLoader2.from_state(state, other))
 
 
 class Plain(ReadingServiceInterface):
     """A service that knows nothing of checkpoints."""
 
     def initialize(self, datapipe):
-        return datapipe.map(square)
-
-
-class Unchanging(Plain):
-    """A service that leaves the graph as it is."""
-
-    def initialize(self, datapipe):
-        return datapipe
+        return datapipe.map(str)
 
 
 class Knowing(CheckpointableReadingServiceInterface):
@@ -517,21 +427,3 @@ def test_services_of_the_user_are_resumed(make):
     assert len(rest) == COUNT - 6
     with DataLoader2.from_state(state, make()) as dataloader:
         assert elements(dataloader) == rest
-
-
-def test_tensors_are_resumed():
-    def graph():
-        return source().map(tensor).sharding_round_robin_dispatch().map(noise).shuffle()
-
-    whole = run(graph, 2)
-    state = broken_off(graph, 2, 0, 11)
-    assert resumed(graph, 2, state, 0) == [whole[0][11:], *whole[1:]]
-
-
-def test_one_to_many_is_resumed_midway_through_one():
-    def graph():
-        return source().shuffle().sharding_filter().map(twice).unbatch().map(plain)
-
-    whole = run(graph, 2)
-    state = broken_off(graph, 2, 0, 11)
-    assert resumed(graph, 2, state, 0) == [whole[0][11:], *whole[1:]]

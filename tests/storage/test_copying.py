@@ -10,11 +10,9 @@ import os
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
-from benchmark.fuzz import seal_block
 from stocache import RaggedCache
 from stocache.errors import StocacheError
 from stocache.samples.record_encoder import pack_sample
@@ -22,7 +20,7 @@ from stocache.storage import copying
 from stocache.storage.block import Block, BytesFile, File, encode
 from tests.support.containers import Box
 from tests.support.samples import Kind, made_by_name, samples
-from tests.support.storages import COPIED, MADE
+from tests.support.storages import COPIED, MADE, picture
 
 N = 25
 
@@ -57,24 +55,20 @@ def values_of(kind):
 
 
 @pytest.mark.parametrize("kind", COPIED)
-def test_records_of_every_kind_are_copied(kind):
-    block = opened(file_of(values_of(kind)))
+def test_records_of_every_kind_are_copied_and_are_those_that_are_encoded(kind):
+    values = values_of(kind)
+    block = opened(file_of(values))
     records = block.records(range(N))
     assert sorted(records) == list(range(N))
     check(block, records)
-    assert in_cache(records) == dict(enumerate(map(pack_sample, values_of(kind))))
+    assert in_cache(records) == dict(enumerate(map(pack_sample, values)))
+    if kind not in ("nested", "other types", "made containers"):
+        with RaggedCache("1MB", N) as cache:
+            assert all(parts(records[idx]) == parts(cache._store.encode(values[idx], "sample")) for idx in range(N))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in COPIED if kind not in ("nested", "other types", "made containers")])
-def test_a_copied_record_is_the_one_that_is_encoded(kind):
-    records = opened(file_of(values_of(kind))).records(range(N))
-    with RaggedCache("1MB", N) as cache:
-        for idx, value in enumerate(values_of(kind)):
-            assert parts(records[idx]) == parts(cache._store.encode(value, "sample"))
-
-
-@pytest.mark.parametrize("rows", [[3], [7, 2, 24, 2], [0, 5, 10], range(24, 2, -1)])
-@pytest.mark.parametrize("kind", ["optional parts", "tensors", "encoded images"])
+@pytest.mark.parametrize("rows", [[3], [7, 2, 24, 2], range(24, 2, -1)])
+@pytest.mark.parametrize("kind", ["optional parts", "tensors"])
 def test_some_rows_are_copied_in_any_order(kind, rows, tmp_path):
     path = tmp_path / "block"
     path.write_bytes(file_of(values_of(kind)))
@@ -96,6 +90,7 @@ def test_rows_are_copied_in_parts_of_limited_size(name, most, monkeypatch):
     assert max(sizes) <= 10
 
 
+@settings(max_examples=30)
 @given(st.lists(samples, min_size=1, max_size=3), st.integers(1, 4))
 def test_what_is_copied_of_any_samples_is_equal(values, times):
     block = opened(file_of(values * times))
@@ -104,25 +99,19 @@ def test_what_is_copied_of_any_samples_is_equal(values, times):
 
 @pytest.mark.parametrize("kind", MADE)
 def test_rows_that_vary_in_their_structure_are_not_copied(kind):
-    values = [*map(MADE[kind], range(200))]
-    assert opened(file_of(values)).records(range(200)) is None
+    assert opened(file_of([*map(MADE[kind], range(200))])).records(range(200)) is None
 
 
-@pytest.mark.parametrize("value", [{1: {2j: [object]}}, {"a": torch.eye(2).to_sparse()}])
-def test_what_is_pickled_is_not_copied(value):
-    block = opened(file_of([{"bytes": b"x", "value": value}], allow_pickle=True), allow_pickle=True)
-    with pytest.raises(StocacheError, match="its samples are partly pickled"):
-        block.records([0])
-
-
-def test_what_may_be_read_only_where_names_are_trusted_is_not_copied():
-    block = opened(file_of([collections.defaultdict(made_by_name, a=b"x")], allow_pickle=True), allow_pickle=True)
-    assert block.sample(0)["b"] == 7
-    with pytest.raises(StocacheError, match="have the default_factory"):
-        block.records([0])
-
-
-# ---------------------------------------------------------------------------------------------------- damaged and forged
+def test_what_is_pickled_or_may_be_read_only_where_names_are_trusted_is_not_copied():
+    for value, message in (
+        ({1: {2j: [object]}}, "its samples are partly pickled"),
+        ({"a": torch.eye(2).to_sparse()}, "its samples are partly pickled"),
+        (collections.defaultdict(made_by_name, a=b"x"), "have the default_factory"),
+    ):
+        block = opened(file_of([{"bytes": b"x", "value": value}], allow_pickle=True), allow_pickle=True)
+        assert block.sample(0)["bytes"] == b"x"
+        with pytest.raises(StocacheError, match=message):
+            block.records([0])
 
 
 def copied_or_refused(block):
@@ -138,7 +127,7 @@ def test_of_a_damaged_block_sound_samples_only_are_copied(kind):
     data, rng, wrong = file_of(values), np.random.default_rng(0), []
     expected = dict(enumerate(map(pack_sample, values)))
     begin = opened(data).begin
-    for at in rng.integers(begin, len(data), 150).tolist():
+    for at in rng.integers(begin, len(data), 80).tolist():
         damaged = bytearray(data)
         damaged[at] ^= 1 << rng.integers(8)
         try:
@@ -148,7 +137,7 @@ def test_of_a_damaged_block_sound_samples_only_are_copied(kind):
         records = copied_or_refused(block)
         wrong.append(9 - len(records))
         assert not records or in_cache(records).items() <= expected.items()
-    assert len(wrong) > 20
+    assert len(wrong) > 10
     assert min(wrong) >= 1
 
 
@@ -161,6 +150,7 @@ def test_one_damaged_sample_costs_only_itself():
 
 def forged(values, change):
     """A block whose checksums are right, after changing its structure, and its columns by name."""
+    seal_block = pytest.importorskip("benchmark.fuzz", reason="it makes images").seal_block
     data = file_of(values)
     length = int.from_bytes(data[:8], "little")
     header, columns = json.loads(data[8 : 8 + length]), bytearray(data[8 + length :])
@@ -189,36 +179,38 @@ def integers(*numbers):
     return np.array(numbers, np.int64).tobytes()
 
 
-DAYS = [datetime.date(2026, 1, 1 + idx) for idx in range(3)]
-PICTURES = [Image.fromarray(np.full((4, 5, 3), idx, np.uint8)) for idx in range(3)]
-EMPTY = [torch.zeros(0, 2, idx) for idx in range(3)]
+TEXTS = ["ab", "cd", "efg"].__getitem__
 FORGED = {
-    "text that is not UTF-8": (["ab", "cd", "efg"], write("sample", 2, b"\xff"), [0, 2]),
-    "a day that does not exist": (DAYS, write("sample", 18, b"99"), [0, 2]),
-    "an unknown member": ([Kind.BOX, Kind.MASK, Kind.BOX], write("sample", 0, b"Z"), [1, 2]),
-    "an image without its pixels": (PICTURES, write("2", 0, integers(99)), [1, 2]),
-    "a length below zero": ([collections.deque([idx], 3) for idx in range(3)], write("maxlen", 8, integers(-1)), [0, 2]),
-    "a value beyond its column": (["ab", "cd", "efg"], write("sample:offsets", 24, integers(2**40)), []),
-    "a value before its column": (["ab", "cd", "efg"], write("sample:offsets", 8, integers(-(2**62))), []),
-    "a shape of another size": ([torch.zeros(idx, 2) for idx in range(3)], write("sample:shapes", 16, integers(2)), []),
+    "text that is not UTF-8": (TEXTS, write("sample", 2, b"\xff"), [0, 2]),
+    "a day that does not exist": (lambda idx: datetime.date(2026, 1, 1 + idx), write("sample", 18, b"99"), [0, 2]),
+    "an unknown member": ([Kind.BOX, Kind.MASK, Kind.BOX].__getitem__, write("sample", 0, b"Z"), [1, 2]),
+    "an image without its pixels": (lambda idx: picture(idx, 4, 5, 3), write("2", 0, integers(99)), [1, 2]),
+    "a length below zero": (lambda idx: collections.deque([idx], 3), write("maxlen", 8, integers(-1)), [0, 2]),
+    "a value beyond its column": (TEXTS, write("sample:offsets", 24, integers(2**40)), []),
+    "a value before its column": (TEXTS, write("sample:offsets", 8, integers(-(2**62))), []),
+    "a shape of another size": (lambda idx: torch.zeros(idx, 2), write("sample:shapes", 16, integers(2)), []),
     "a shape whose product overflows": (
-        [torch.zeros(idx, 2) for idx in range(3)],
+        lambda idx: torch.zeros(idx, 2),
         write("sample:shapes", 32, integers(2**33, 2**31 + 2)),
         [],
     ),
-    "a shape that no tensor has": (EMPTY, write("sample:shapes", 0, integers(0, 2**62, 2**62)), []),
-    "a kind that its union does not have": ([b"ab", 2, None], write("sample:kinds", 8, integers(7)), []),
-    "numbers that claim dimensions": ([1, 2, 3], set_in_tree(shape=[0]), []),
-    "a class that is not here": ([Box(b"x", idx) for idx in range(3)], set_in_tree(**{"class": "nowhere:Box"}), []),
-    "a class of another kind": ([Box(b"x", idx) for idx in range(3)], set_in_tree(**{"class": "subprocess:Popen"}), []),
+    "a shape that no tensor has": (
+        lambda idx: torch.zeros(0, 2, idx),
+        write("sample:shapes", 0, integers(0, 2**62, 2**62)),
+        [],
+    ),
+    "a kind that its union does not have": ([b"ab", 2, None].__getitem__, write("sample:kinds", 8, integers(7)), []),
+    "numbers that claim dimensions": (lambda idx: 1 + idx, set_in_tree(shape=[0]), []),
+    "a class that is not here": (lambda idx: Box(b"x", idx), set_in_tree(**{"class": "nowhere:Box"}), []),
+    "a class of another kind": (lambda idx: Box(b"x", idx), set_in_tree(**{"class": "subprocess:Popen"}), []),
 }
 
 
 @pytest.mark.parametrize("case", FORGED)
 def test_what_is_forged_is_copied_only_where_it_can_be_read(case):
-    values, change, sound = FORGED[case]
+    make, change, sound = FORGED[case]
     try:
-        block = forged(values, change)
+        block = forged([*map(make, range(3))], change)
     except StocacheError:
         assert sound == []
         return
@@ -240,3 +232,15 @@ def test_a_block_that_is_cut_while_it_is_open_is_not_copied(tmp_path):
     os.truncate(path, 500_000)
     with pytest.raises(ValueError, match="it is cut"):
         block.records(range(4))
+
+
+def test_what_is_forged_at_random_is_read_or_refused_without_harm():
+    """A few of the blocks, indices and records of benchmark/fuzz.py, which tries 20,000."""
+    for name in ("PIL", "zstandard", "lz4"):
+        pytest.importorskip(name, reason="the benchmark needs it")
+    from benchmark import fuzz
+
+    counts, failures, _ = fuzz.trials(200, 1_000_000)
+    assert failures == []
+    assert counts.total() == 200
+    assert {name for name, _ in counts} == {forger.__name__ for forger in fuzz.FORGERS}

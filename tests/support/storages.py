@@ -9,8 +9,8 @@ import pathlib
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
-from PIL import Image
 
 from stocache import DataStorage
 from tests.support.containers import Box, Point
@@ -58,7 +58,8 @@ def sample(idx):
     }
 
 
-def save(storage, count=N, info=None):
+def save(storage, count=N, info=None, sample=sample):
+    """Prepare a storage, and return it; the samples are what a function makes of their index."""
     storage.start_preparation()
     for idx in range(count):
         storage.save_sample(sample(idx))
@@ -74,9 +75,14 @@ def pixels(idx, *shape):
     return np.random.default_rng(idx).integers(0, 256, shape, dtype=np.uint8)
 
 
+def picture(idx, *shape):
+    images = pytest.importorskip("PIL.Image", reason="the samples are images")
+    return images.fromarray(pixels(idx, *shape))
+
+
 def jpeg(idx):
     file = io.BytesIO()
-    Image.fromarray(pixels(idx, 20 + idx % 5, 30, 3)).save(file, "JPEG")
+    picture(idx, 20 + idx % 5, 30, 3).save(file, "JPEG")
     return file.getvalue()
 
 
@@ -107,7 +113,7 @@ COPIED = {
     "other types": lambda idx: [tagged(idx), decimal.Decimal(idx) / 4, fractions.Fraction(idx, 3), Access(idx % 8), range(idx)],
     "tensors with attributes": lambda idx: {"boxes": boxes(idx), "label": idx},
     "made containers": lambda idx: {
-        "image": Image.fromarray(pixels(idx, 4 + idx % 5, 7, 3)), "size": torch.Size([idx, 2]), "text": "x" * idx,
+        "image": picture(idx, 4 + idx % 5, 7, 3), "size": torch.Size([idx, 2]), "text": "x" * idx,
         "counts": collections.Counter(a=idx), "last": collections.deque([idx, "x"], 3), "part": slice(idx),
         "set": {idx, -idx - 1}, "dict": collections.defaultdict(list, a=idx), "tensors": tensordict(),
     },
