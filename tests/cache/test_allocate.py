@@ -13,6 +13,8 @@ from stocache.cache.shared import SharedCache
 from stocache.system import limits
 from stocache.system.limits import GIB, MIB, Memory
 
+pytestmark = pytest.mark.quick
+
 
 def slots_for(dataset_len, slot_bytes):
     return CacheLayout(dataset_len, dataset_len, {}, Structure.from_dims((slot_bytes,), torch.uint8))
@@ -22,30 +24,31 @@ def slots_for(dataset_len, slot_bytes):
 def test_as_many_slots_fit_as_in_stocaching(limit, dataset_len, slot_bytes):
     """The formula of stocaching 0.2.1, in whole numbers."""
     expected = dataset_len if slot_bytes * dataset_len + dataset_len <= limit else (limit - dataset_len) // slot_bytes
-    if expected > 0:
-        assert slots_for(dataset_len, slot_bytes).capacity_within(limit) == expected
-    else:
-        assert slots_for(dataset_len, slot_bytes).capacity_within(limit) == 0
+    assert slots_for(dataset_len, slot_bytes).capacity_within(limit) == max(0, expected)
 
 
-def test_a_limit_for_exactly_one_slot_is_enough():
+def test_a_limit_must_leave_room_for_one_slot_unless_it_is_zero(caplog):
     assert slots_for(10, 100).affordable("110B", named=False) == 1
+    assert slots_for(10, 0).affordable("10B", named=False) == 10
+    assert slots_for(10, 10).affordable(0, named=False) == 0
     message = (
         "size_limit_gib=109B leaves 99 bytes after the 10-byte state array; one slot needs 100 bytes. Raise size_limit_gib"
     )
     with pytest.raises(LimitError, match=message):
         slots_for(10, 100).affordable("109B", named=False)
+    assert not caplog.records
 
 
 def test_a_limit_above_the_machine_caches_what_fits_and_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(limits, "memory", lambda: Memory(4 * GIB, 2 * GIB))
-    slots = slots_for(10**6, 10**6).affordable(32, named=False)
-    assert slots == (2 * GIB - 4 * GIB // 20 - 10**6) // 10**6
-    assert f"the cache was given 32.0 GiB. Caching what fits: {slots} of 1000000 samples" in caplog.text
-    assert "Lower size_limit_gib" in caplog.text
-
-
-def test_the_warning_names_the_remedy_for_a_small_shm(monkeypatch, caplog):
+    with monkeypatch.context() as patched:
+        patched.setattr(limits, "memory", lambda: Memory(4 * GIB, 2 * GIB))
+        slots = slots_for(10**6, 10**6).affordable(32, named=False)
+        assert slots == (2 * GIB - 4 * GIB // 20 - 10**6) // 10**6
+        assert f"the cache was given 32.0 GiB. Caching what fits: {slots} of 1000000 samples" in caplog.text
+        assert "Lower size_limit_gib" in caplog.text
+        patched.setattr(limits, "memory", lambda: Memory(GIB, 100))
+        assert slots_for(10, GIB).affordable("auto", named=False) == 0
+        assert "no room for one sample of 1.0 GiB" in caplog.text
     monkeypatch.setattr(limits, "has_memfd", lambda: False)
     monkeypatch.setattr(limits, "shm_free", lambda: 64 * MIB)
     assert slots_for(1000, MIB).affordable(1, named=False) == 47
@@ -56,48 +59,28 @@ def test_the_warning_names_the_remedy_for_a_small_shm(monkeypatch, caplog):
     assert "memfd_create is forbidden" in caplog.text
 
 
-def test_auto_without_room_for_one_sample_warns_instead_of_raising(monkeypatch, caplog):
-    monkeypatch.setattr(limits, "memory", lambda: Memory(GIB, 100))
-    assert slots_for(10, GIB).affordable("auto", named=False) == 0
-    assert "no room for one sample of 1.0 GiB" in caplog.text
-
-
-def test_zero_switches_the_cache_off_in_silence(caplog):
-    assert slots_for(10, 10).affordable(0, named=False) == 0
-    assert not caplog.records
-
-
-def test_samples_of_no_bytes_fit_whenever_their_states_do():
-    assert slots_for(10, 0).affordable("10B", named=False) == 10
-
-
 def test_a_layout_of_samples_that_vary_in_size_counts_bytes(monkeypatch, caplog):
     layout = CacheLayout(10, 90, {})
     assert layout.affordable("100B", named=False) == layout.data_bytes(10) == 10
-    with pytest.raises(
-        LimitError, match="cache holds 0 bytes: size_limit_gib=90B leaves 0 bytes after the 90-byte state array"
-    ):
+    message = "cache holds 0 bytes: size_limit_gib=90B leaves 0 bytes after the 90-byte state array"
+    with pytest.raises(LimitError, match=message):
         layout.affordable("90B", named=False)
     monkeypatch.setattr(limits, "memory", lambda: Memory(GIB, 100 * MIB))
     assert layout.affordable(1, named=False) == 100 * MIB - 64 * MIB - 90
     assert "Caching what fits: 36.0 MiB" in caplog.text
 
 
-# ------------------------------------------------------------------------------------------------ options
-
-
 def test_both_caches_are_made_from_one_set_of_options():
-    options = CacheOptions("1MB", name="of-options", fingerprint="f", codec="lz4", allow_pickle=True)
-    with (
-        SharedCache.from_options(options, 10, (3,)) as shared,
-        SharedCache("1MB", 10, (3,), name="of-options", fingerprint="f") as same,
-    ):
-        shared.set_slot(2, torch.ones(3, dtype=torch.uint8))
+    pytest.importorskip("lz4", reason="the codec is not installed")
+    options = {"name": "of-options", "fingerprint": "f"}
+    ragged_options = options | {"codec": "lz4", "allow_pickle": True}
+    made_of = CacheOptions("1MB", **ragged_options)
+    with SharedCache.from_options(made_of, 10, (3,)) as cache, SharedCache("1MB", 10, (3,), **options) as same:
+        cache.set_slot(2, torch.ones(3, dtype=torch.uint8))
         assert same.get_slot(2).tolist() == [1, 1, 1]
-    with RaggedCache.from_options(options, 10) as ragged:
-        ragged.set_slot(2, {1, 2})
-        with RaggedCache("1MB", 10, name="of-options", fingerprint="f", codec="lz4", allow_pickle=True) as same:
-            assert same.get_slot(2) == {1, 2}
+    with RaggedCache.from_options(made_of, 10) as cache, RaggedCache("1MB", 10, **ragged_options) as same:
+        cache.set_slot(2, {1, 2})
+        assert same.get_slot(2) == {1, 2}
 
 
 def test_options_are_checked_when_they_are_made():

@@ -3,24 +3,18 @@
 import pytest
 
 from benchmark.filling import EXPECTED, VARYING, by_block, by_get_or_load_many, by_set_slots
-from benchmark.sigkill import trial
+from benchmark.sigkill import slot_by_slot, trial
 
 
-@pytest.mark.parametrize("seed", range(24))
-@pytest.mark.sampled(2)
-def test_a_kill_in_the_middle_of_filling_leaves_whole_samples_only(seed):
-    trial(10_000 + seed)
-
-
-@pytest.mark.parametrize("make", [by_set_slots, by_get_or_load_many])
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.sampled(2)
-def test_so_does_a_kill_in_the_middle_of_a_batch(seed, make):
+@pytest.mark.parametrize("make", [slot_by_slot, by_set_slots, by_get_or_load_many])
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.sampled(4)
+def test_a_kill_in_the_middle_of_filling_leaves_whole_samples_only(seed, make):
     trial(10_000 + seed, make)
 
 
 @pytest.mark.parametrize("samples", [EXPECTED, VARYING], ids=["to slots", "to records"])
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.sampled(2)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.sampled(3)
 def test_so_does_a_kill_in_the_middle_of_admitting_blocks(seed, samples, tmp_path):
     trial(10_000 + seed, by_block(tmp_path, samples), 0.03)

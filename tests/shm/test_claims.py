@@ -2,7 +2,7 @@
 
 import os
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,9 +10,12 @@ import torch
 
 from stocache import SharedCache
 from stocache.shm.layout import ROWS
+from tests.support.processes import in_child
+
+pytestmark = pytest.mark.quick
 
 N = 50
-SOME = np.array([3, 4, 9, 20])
+SOME = [3, 4, 9, 20]
 
 
 @pytest.fixture
@@ -26,15 +29,10 @@ def claims(cache):
     return cache._claims
 
 
-def to_load(claims, indices):
+def take(claim, indices):
+    """Claim samples with ``claims.to_load`` or ``claims.to_write``; return those that were claimed."""
     taken = set()
-    claims.to_load(np.array(indices), taken)
-    return taken
-
-
-def to_write(claims, indices):
-    taken = set()
-    claims.to_write(np.array(indices), taken)
+    claim(np.array(indices), taken)
     return taken
 
 
@@ -60,60 +58,49 @@ class Other:
             os.close(fd)
 
 
-def test_a_sample_is_claimed_once_in_a_process(claims):
-    assert to_load(claims, SOME) == {3, 4, 9, 20}
-    assert to_load(claims, [9, 10]) == {10}
-    claims.end_loading({3, 4, 9, 20})
-    assert to_load(claims, [9, 10]) == {9}
-
-
-def test_who_writes_may_take_a_claim_to_load_and_excludes_writers(claims):
-    loading = to_load(claims, SOME)
-    writing = to_write(claims, [3, 5])
-    assert writing == {3, 5}
-    assert to_write(claims, [3, 5, 6]) == {6}
-    assert to_load(claims, [5]) == set()
+def test_a_sample_is_claimed_once_and_who_writes_may_take_a_claim_to_load(claims):
+    loading = take(claims.to_load, SOME)
+    assert loading == {3, 4, 9, 20}
+    assert take(claims.to_load, [9, 10]) == {10}
+    assert take(claims.to_write, [3, 5]) == {3, 5}
+    assert take(claims.to_write, [3, 5, 6]) == {6}
+    assert take(claims.to_load, [5]) == set()
     claims.end_loading(loading)
-    assert to_write(claims, [3, 4]) == {4}  # 3 is still being written
+    assert take(claims.to_write, [3, 4]) == {4}  # 3 is still being written
     claims.end_writing({3, 4, 5, 6})
-    assert to_load(claims, [3, 4, 5, 6]) == {3, 4, 5, 6}
+    assert take(claims.to_load, [3, 4, 5, 6, 9, 10]) == {3, 4, 5, 6, 9}
 
 
-@pytest.mark.parametrize("take", [to_load, to_write])
-def test_claims_end_with_their_process(cache, claims, take):
-    other = Other(lambda: take(claims, SOME))
-    assert to_load(claims, [2, *SOME]) == {2}
-    assert to_write(claims, SOME) == (set() if take is to_write else set(SOME.tolist()))
-    claims.end_writing(set(SOME.tolist()))
+@pytest.mark.parametrize("way", ["to_load", "to_write"])
+def test_claims_end_with_their_process(claims, way):
+    other = Other(lambda: take(getattr(claims, way), SOME))
+    assert take(claims.to_load, [2, *SOME]) == {2}
+    assert take(claims.to_write, SOME) == (set() if way == "to_write" else set(SOME))
+    claims.end_writing(set(SOME))
     other.kill()
-    assert to_write(claims, SOME) == set(SOME.tolist())
-
-
-def test_a_new_process_in_the_row_of_an_ended_one_has_not_its_claims(cache, claims):
-    first = Other(lambda: to_write(claims, SOME))
-    first.kill()
-    second = Other(lambda: to_write(claims, [30]))  # takes over the row
-    assert to_write(claims, [*SOME, 30]) == set(SOME.tolist())
-    second.kill()
+    new = Other(lambda: take(claims.to_write, [30]))  # takes over the row
+    assert take(claims.to_write, [*SOME, 30]) == set(SOME)
+    new.kill()
 
 
 def test_a_forked_child_has_not_the_claims_of_its_parent(claims):
-    assert to_write(claims, SOME) == set(SOME.tolist())
-    pid = os.fork()
-    if pid == 0:
-        os._exit(to_write(claims, [*SOME, 5]) != {5})
-    assert os.waitpid(pid, 0)[1] == 0
-    assert to_load(claims, SOME) == set()
+    def check():
+        assert take(claims.to_write, [*SOME, 5]) == {5}
+
+    assert take(claims.to_write, SOME) == set(SOME)
+    assert in_child(check) == 0
+    assert take(claims.to_load, SOME) == set()
 
 
-def test_a_process_without_a_row_reads_and_does_not_fill(cache, monkeypatch):
-    cache.set_slot(0, torch.zeros(4, dtype=torch.uint8))
-    pid = os.fork()
-    if pid == 0:
+def test_a_process_without_a_row_reads_and_does_not_fill(cache):
+    def use():
         cache._segment.holder = 0  # as when all of the rows are taken
         cache.get_or_load_many([0, 1], lambda indices: [torch.ones(4, dtype=torch.uint8)] * len(indices))
-        os._exit(cache.stats().filled != 1 or cache.get_slot(0) is None)
-    assert os.waitpid(pid, 0)[1] == 0
+        assert cache.stats().filled == 1
+        assert cache.get_slot(0) is not None
+
+    cache.set_slot(0, torch.zeros(4, dtype=torch.uint8))
+    assert in_child(use) == 0
     assert cache._segment.holder < 2**31
     assert (cache._segment.holder - 1) % ROWS < ROWS - 1
 
@@ -129,11 +116,8 @@ def test_threads_that_fill_together_write_each_sample_once(cache):
     def load(indices):
         return [torch.full((4,), idx, dtype=torch.uint8) for idx in indices]
 
-    threads = [threading.Thread(target=fill, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(fill, range(4)))
     stats = cache.stats()
     assert (stats.filled, stats.fills, stats.races) == (N, N, 0)
     assert not cache._claims._words.any()

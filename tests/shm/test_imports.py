@@ -1,10 +1,9 @@
 """Commands that list and remove caches start fast: what they import does not import torch or numpy."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import stocache
+from tests.support.processes import run_python
 
 LIGHT = (
     "errors system.limits system.waiting shm.layout shm.registry shm.named cache.stats cache.options cache.arena cli.listing"
@@ -20,4 +19,4 @@ for name in {LIGHT.split()}:
     importlib.import_module("stocache." + name)
     assert not sys.modules.keys() & {{"torch", "numpy"}}, name
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    run_python("-c", program)

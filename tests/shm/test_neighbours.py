@@ -328,13 +328,14 @@ def attacker(work):
             status = 0 if kept is None else kept.close() or 0
         finally:
             os._exit(status)
+    os.close(ready[1])
     try:
         os.read(ready[0], 1)
         yield pid
     finally:
         os.write(end[1], b"x")
         status = os.waitpid(pid, 0)[1]
-        for fd in (*ready, *end):
+        for fd in (ready[0], *end):
             os.close(fd)
     assert status == 0
 
