@@ -105,18 +105,6 @@ def test_what_is_not_allowed_is_refused(cache, resident, outside):
     assert same(cache.get_slot(idx), sample(2))
 
 
-def test_who_missed_and_comes_late_is_ignored(cache, resident):
-    idx = resident[0]
-    assert cache.get_slot(idx) is None
-    assert cache.get_slot(idx) is None  # as two threads would
-    cache.set_slot(idx, sample(1))
-    cache.set_slot(idx, sample(2))
-    assert same(cache.get_slot(idx), sample(1))
-    assert cache.stats().races == 1
-    with pytest.raises(SlotError, match="the slot is set"):
-        cache.set_slot(idx, sample(2))
-
-
 def test_samples_are_copies_unless_the_memory_itself_is_asked_for(cache, resident):
     value = sample(0)
     cache.set_slot(resident[0], value)
@@ -188,9 +176,6 @@ def test_hits_and_misses_of_threads_are_all_counted(cache, resident, outside):
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(read, range(4)))
     assert cache.counts() == (2000, 2000, 1)
-
-
-# ---------------------------------------------------------------------------------------------------- loading what misses
 
 
 def test_a_claim_is_given_up_when_the_load_fails(cache, resident):

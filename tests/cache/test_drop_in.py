@@ -69,16 +69,13 @@ def test_the_articles_dataset_reads_exactly_what_is_not_resident(workers, persis
     dataset.cache.close()
 
 
-def act(cache, action, idx, value, flags):
-    if action == "get":
-        return cache.get_slot(idx, *flags)
-    if action == "set":
-        return cache.set_slot(idx, value, *flags)
-    if action == "item":
-        return cache[idx]
-    if action == "store":
-        return cache.__setitem__(idx, value)
-    return cache.clear()
+ACTIONS = {
+    "get": lambda cache, idx, value, flags: cache.get_slot(idx, *flags),
+    "set": lambda cache, idx, value, flags: cache.set_slot(idx, value, *flags),
+    "item": lambda cache, idx, value, flags: cache[idx],
+    "store": lambda cache, idx, value, flags: cache.__setitem__(idx, value),
+    "clear": lambda cache, idx, value, flags: cache.clear(),
+}
 
 
 @pytest.mark.leaves_descriptors
@@ -103,7 +100,7 @@ def test_random_calls_end_as_in_stocaching(seed, capsys):
         outcomes = []
         for cache in (ours, theirs):
             try:
-                result = act(cache, action, idx, value, flags)
+                result = ACTIONS[action](cache, idx, value, flags)
                 outcomes.append(None if result is None else (result.dtype, result.tolist()))
             except Exception as error:
                 outcomes.append(error)

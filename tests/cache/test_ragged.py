@@ -4,7 +4,7 @@ import json
 import logging.handlers
 import math
 import os
-import random
+import pickle
 import signal
 import sys
 
@@ -45,9 +45,6 @@ def fill(cache, indices=range(N)):
         assert same(cache.get_or_load(idx, sample), sample(idx))
 
 
-# ------------------------------------------------------------------------------------------------ the byte limit
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("limit", [1000, 5000, 100_000])
 def test_the_limit_is_kept_and_what_found_no_room_is_outside(limit):
@@ -69,7 +66,6 @@ def test_wrong_arguments_say_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     for options, error, message in (
         ({"size_limit_gib": "500B"}, LimitError, "=500B leaves 0 bytes after the 608-byte state array. Raise"),
-        ({"dataset_len": -1}, LimitError, "dataset_len=-1 is negative"),
         ({"admission": "lru"}, LimitError, "admission='lru' is unknown. Use 'all' or 'cost'"),
         ({"codec": "rar"}, CodecError, "codec='rar' is unknown. Use 'zstd' or 'lz4', or None"),
         ({"codec": "zstd"}, CodecError, r"needs a package that is not installed: pip install 'stocache\[codecs\]'"),
@@ -79,17 +75,14 @@ def test_wrong_arguments_say_what_to_do(monkeypatch):
 
 
 @pytest.mark.quick
-def test_limit_zero_and_no_samples_are_caches_that_hold_nothing(monkeypatch, caplog):
+def test_caches_without_a_limit_samples_or_memory_hold_nothing(monkeypatch, caplog):
     with RaggedCache(0, N) as cache:
-        fill(cache)
-        cache.clear()
-        fill(cache)
-        assert cache.stats().filled == 0
+        for _ in range(2):
+            fill(cache)
+            cache.clear()
         assert cache.counts() == (0, 2 * N, 0)
     with RaggedCache(1, 0) as cache:
-        assert cache.get_slots([]) == ([], pytest.approx(torch.empty(0)))
-        with pytest.raises(SampleIndexError, match="outside the dataset of 0 samples"):
-            cache.get_slot(0)
+        assert cache.get_slots([])[0] == []
     no_shared_memory(monkeypatch)
     with RaggedCache(1, N) as cache:
         fill(cache)
@@ -128,9 +121,6 @@ def test_many_at_once_and_overwriting():
         assert cache.get_slot(0) == "new"
         cache.set_slot(0, "x" * 4000, allow_overwrite=True)  # for which there is no room
         assert cache.get_slot(0) == "new"
-
-
-# ------------------------------------------------------------------------------------------------ several processes
 
 
 def share_work(number, cache, count):
@@ -175,22 +165,6 @@ def test_kinds_of_samples_survive_a_clear_by_another_process():
             assert cache.get_slot(idx) == value
 
 
-def test_writers_that_are_killed_cost_only_their_bytes():
-    with RaggedCache("9MB", N) as cache:
-        for _ in range(10):
-            pid = os.fork()
-            if pid == 0:
-                for idx in range(N):
-                    cache.get_or_load(idx, sample)
-                os._exit(0)
-            signal.sigtimedwait([signal.SIGUSR1], random.random() * 0.004)
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        fill(cache)
-        fill(cache)
-        assert cache.stats().filled == N
-
-
 def test_the_next_run_finds_them_and_others_are_refused():
     def run():
         cache = RaggedCache(1, N, name="ragged", fingerprint="1")
@@ -220,9 +194,6 @@ def test_the_next_run_finds_them_and_others_are_refused():
     assert not os.path.exists(f"/dev/shm/stocache-{os.geteuid()}/ragged")
 
 
-# ------------------------------------------------------------------------------------------------ codecs and damage
-
-
 @pytest.mark.parametrize(("codec", "package"), [("zstd", "zstandard"), ("lz4", "lz4")])
 def test_compressed_samples_take_less_and_what_does_not_shrink_takes_no_more(codec, package):
     pytest.importorskip(package, reason="a codec is not installed")
@@ -239,15 +210,6 @@ def test_compressed_samples_take_less_and_what_does_not_shrink_takes_no_more(cod
         assert same(cache.get_slot(0), flat)
 
 
-def test_a_damaged_entry_is_an_error():
-    with RaggedCache("1MB", N) as cache:
-        cache.set_slot(0, "text")
-        misplace(cache, 0, 2**40)
-        with pytest.raises(SegmentError, match="the cache is damaged: the record of sample 0") as caught:
-            cache.get_slot(0)
-        del caught  # whose traceback would hold the memory
-
-
 @pytest.mark.parametrize(
     "forge",
     [
@@ -257,18 +219,17 @@ def test_a_damaged_entry_is_an_error():
     ],
     ids=["beyond all", "not reserved", "too long"],
 )
-def test_a_treedef_outside_of_the_memory_is_an_error(forge):
+def test_a_treedef_or_a_record_outside_of_the_memory_is_an_error(forge):
     with RaggedCache("512MiB", 4) as cache:
         cache.set_slot(0, "text")
         forge(cache._store.arena._words, cache._segment.view(0, 4096))
-        fresh = RaggedCache.__new__(RaggedCache)
-        fresh.__setstate__(cache.__getstate__())
-        with pytest.raises(SegmentError, match="the structure of its samples lies outside of its memory"):
-            fresh.get_slot(0)
-        fresh.close()
-
-
-# ------------------------------------------------------------------------------------------------ admission by cost
+        with pickle.loads(pickle.dumps(cache)) as fresh:
+            with pytest.raises(SegmentError, match="the structure of its samples lies outside of its memory"):
+                fresh.get_slot(0)
+        misplace(cache, 0, 2**40)
+        with pytest.raises(SegmentError, match="the cache is damaged: the record of sample 0") as caught:
+            cache.get_slot(0)
+        del caught  # whose traceback would hold the memory
 
 
 def admission_of(n, capacity):
@@ -338,9 +299,11 @@ def test_the_cache_measures_loads_and_keeps_the_costly(monkeypatch):
         assert len(costly - kept) <= 1  # the first epoch's guess may have let in one too many of the others
         assert len(kept) == 52  # as many as fit
         assert (cache.aux_array != SlotState.EMPTY).all()
+        cache.clear()  # what samples cost stays known
+        for idx in range(n):
+            cache.get_or_load(idx, load)
+        assert cache.stats().filled == 52
 
-
-# ---------------------------------------------------------------------------------------------------- classes of late modules
 
 LATE = """
 from dataclasses import dataclass

@@ -113,12 +113,12 @@ def test_a_batch_takes_the_lock_once_and_is_written_in_few_calls(monkeypatch):
         monkeypatch.setattr(os, "pwrite", lambda *arguments: pytest.fail("a second call"))
         monkeypatch.setattr(Segment, "run_locked", lambda self, *rest: locks.append(None) or run_locked(self, *rest))
         store = cache._store
-        encoded = [store.encode(np.full(9 + 10_000 * idx, idx, float), "sample") for idx in range(5)]
+        values = [np.full(9 + 10_000 * idx, idx, float) for idx in range(5)]
+        encoded = [store.encode(value, "sample") for value in values]
         assert write_together(cache, list(range(5)), encoded, [None] * 5) == [FILLS] * 5
         assert encoded[4].leaves[0].ctypes.data == values[4].ctypes.data  # large leaves are not copied
         assert (writes, len(locks)) == ([15], 1)
-        for idx in range(5):
-            assert same(store.load(idx, True), np.full(9 + 10_000 * idx, idx, float))
+        assert all(same(store.load(idx, True), value) for idx, value in enumerate(values))
 
 
 MANY = [bytes(100 + idx) if idx < 150 else "x" * idx for idx in range(300)]
@@ -132,19 +132,3 @@ def test_many_samples_are_written_as_they_are_one_by_one(limit):
         outcome(cache, write_together, MANY)
         for idx in np.flatnonzero(np.array(counters) == FILLS).tolist():
             assert cache._store.load(idx, True) == MANY[idx]
-
-
-def test_room_for_many_samples_of_one_treedef_is_taken_at_once(monkeypatch):
-    taken, written, sizes = [], [], []
-    with RaggedCache("9MB", len(MANY)) as cache:
-        take, pwrite = cache._store.arena.take, os.pwrite
-        monkeypatch.setattr(cache._store.arena, "take", lambda nbytes: taken.append(nbytes) or take(nbytes))
-        monkeypatch.setattr(
-            os, "pwrite", lambda fd, data, at: written.append(at) or sizes.append(len(data)) or pwrite(fd, data, at)
-        )
-        encoded = [cache._store.encode(value, "sample") for value in MANY]
-        write_together(cache, list(range(len(MANY))), encoded, [None] * len(MANY))
-        rooms = [record.room for record in encoded]
-        assert taken[1::2] == [sum(rooms[:150]), sum(rooms[150:])]  # and room for two treedefs
-        assert len(written) == 4
-        assert sum(sizes) - sum(rooms) < 100

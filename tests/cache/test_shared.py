@@ -16,7 +16,7 @@ from stocache.system.limits import GIB, MIB, Memory
 from tests.support.containers import Box, Point
 from tests.support.equality import same
 from tests.support.faults import claimed, no_shared_memory
-from tests.support.makers import DIMS, LIMIT, SLOTS, N, fill, in_blocks, in_shm, sample, scattered
+from tests.support.makers import DIMS, SLOTS, N, fill, in_blocks, in_shm, sample, scattered
 
 pytestmark = pytest.mark.quick
 
@@ -30,9 +30,6 @@ def cache(request):
 def first_bytes(value):
     """The first 7 bytes of a value at most, to write only these."""
     return memoryview(value).cast("B")[:7]
-
-
-# ------------------------------------------------------------------------------------------------ slots
 
 
 def test_batches_are_read_and_written_as_their_samples_are(cache, resident, outside):
@@ -52,18 +49,20 @@ def test_batches_are_read_and_written_as_their_samples_are(cache, resident, outs
     assert not cache.array.any()
 
 
-def test_stats_count_what_happened(cache, resident, outside):
+def test_stats_and_repr_say_what_happened(cache, resident, outside):
     cache.get_slot(resident[0])
     cache.get_slot(outside[0])
     cache.set_slot(resident[0], sample(0))
     cache.get_slots([resident[0], resident[0], resident[1], outside[1]])
     stats = cache.stats()
     assert (stats.hits, stats.misses, stats.fills, stats.races, stats.refused) == (2, 4, 1, 0, 0)
-    assert (stats.dataset_len, stats.slots, stats.filled, stats.slot_bytes) == (N, SLOTS, 1, 60)
-    assert stats.filled_bytes == 60
+    assert (stats.dataset_len, stats.slots, stats.filled, stats.slot_bytes, stats.filled_bytes) == (N, SLOTS, 1, 60, 60)
     assert stats.reserved_bytes == 768  # 12 slots of 60 bytes, in whole cache lines: one extent
-    assert stats.hit_rate == pytest.approx(2 / 6)
-    assert stats.fill_fraction == pytest.approx(1 / 20)
+    assert (stats.hit_rate, stats.fill_fraction) == pytest.approx((2 / 6, 1 / 20))
+    assert repr(cache) == (
+        "<SharedCache of uint8[3, 4, 5]: 1 of 20 samples cached, room for 12 (720 B) in "
+        f"{cache._segment.backing}, hit rate 33%>"
+    )
 
 
 def test_slots_can_be_read_and_written_by_number():
@@ -84,10 +83,8 @@ def test_slots_can_be_read_and_written_by_number():
         with pytest.raises(SampleError, match=r"cache\[0\]: value is torch.float32, the cache holds torch.uint8"):
             cache[0] = torch.zeros(DIMS)
         assert len(list(cache)) == SLOTS
-        assert cache.get_slots(range(N))[1].sum() == 0  # nothing is marked by that
+        assert not cache.aux_array[:SLOTS].any()  # nothing is marked by that
 
-
-# ------------------------------------------------------------------------------------------------ values
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64,
@@ -180,9 +177,6 @@ def test_scalar_slots_take_numbers_that_survive(dtype, good, bad):
             assert repr(cache.get_slot(0).item()) == repr(np.asarray(value).item())
 
 
-# ------------------------------------------------------------------------------------------------ samples of several parts
-
-
 def parts(idx):
     rng = np.random.default_rng(idx)
     return {
@@ -216,30 +210,18 @@ def test_samples_of_several_parts_come_back_the_same():
         assert again["image"].data_ptr() == rows["image"].data_ptr()
         cache.set_slots([5, 6, 7], again)
         assert same(cache.get_slot(6), parts(2))
-    with SharedCache.like(parts(0), 15, 10**6) as cache:
-        assert len(pickle.dumps(cache)) < 4096  # however large the cache is
-
-
-def test_a_dict_of_shapes_and_a_record_are_samples():
-    with SharedCache(1, 4, {"x": (2,), "y": ()}, {"x": torch.float32, "y": torch.int64}) as cache:
-        cache.set_slot(1, {"x": torch.ones(2), "y": torch.tensor(3)})
-        assert same(cache.get_slot(1), {"x": torch.ones(2), "y": torch.tensor(3)})
-        assert cache.slot_bytes == 16
-        assert cache.array["x"].shape == (4, 2)
-        cache[2] = {"x": torch.zeros(2), "y": 7}
-        assert cache[2]["y"] == 7
-        with pytest.raises(SampleError, match=r'set_slot\(0\): sample\["x"\] has shape \(3,\)'):
-            cache.set_slot(0, {"x": torch.ones(3), "y": torch.tensor(3)})
+        cache[8] = parts(2)
+        assert cache[8]["box"].label == parts(2)["box"].label
+        with pytest.raises(SampleError, match=r'set_slot\(0\): sample\["image"\] has shape \(3,\)'):
+            cache.set_slot(0, parts(0) | {"image": torch.ones(3, dtype=torch.uint8)}, allow_overwrite=True)
     record = np.zeros(1, dtype=[("x", "i4"), ("y", "f4")])[0]
-    with SharedCache.like(record, 1, 4) as cache:
+    with SharedCache.like(record, 15, 10**6) as cache:
         cache.set_slot(0, record)
         cache.get_slot(0)["x"] = 99
         assert cache.get_slot(0)["x"] == 0
+        assert len(pickle.dumps(cache)) < 4096  # however large the cache is
     with pytest.raises(SampleError, match="would lose its mask"):
         SharedCache.like(np.ma.masked_array([1.0, 2.0], [True, False]), 1, 4)
-
-
-# ------------------------------------------------------------------------------------------------ batches
 
 
 def test_indices_of_a_batch_are_integers_of_any_kind():
@@ -283,9 +265,6 @@ def test_batches_go_to_memory_that_fits_and_come_from_it():
         ):
             with pytest.raises(SampleError, match=message):
                 cache.get_slots([0, 1], out=out)
-
-
-# ------------------------------------------------------------------------------------------------ limits and life
 
 
 def test_a_limit_or_a_length_that_is_none_is_refused():
@@ -378,13 +357,3 @@ def test_a_write_in_pieces_is_whole_and_one_that_fails_leaves_an_empty_slot(monk
         monkeypatch.setattr(os, "pwrite", lambda fd, buffer, offset: real(fd, first_bytes(buffer), offset))
         cache.set_slot(2, sample(2, (4096,)))
         assert same(cache.get_slot(2), sample(2, (4096,)))
-
-
-def test_repr_says_what_a_person_wants_to_know():
-    with SharedCache(LIMIT, N, DIMS) as cache:
-        fill(cache)
-        cache.get_slot(0)
-        backing = cache._segment.backing
-        assert repr(cache) == (
-            f"<SharedCache of uint8[3, 4, 5]: 12 of 20 samples cached, room for 12 (720 B) in {backing}, hit rate 100%>"
-        )
