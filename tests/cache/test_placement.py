@@ -1,11 +1,19 @@
+"""How many samples a cache gets for its limit, on a machine that may not have as much, and which."""
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stocache import LimitError, Placement
+from stocache import LimitError, Placement, Structure
+from stocache.cache.allocate import CacheLayout
+from stocache.cache.options import CacheOptions
 from stocache.cache.placement import BlockBounds, ordering_of, residency
+from stocache.cache.ragged import RaggedCache
+from stocache.cache.shared import SharedCache
+from stocache.system import limits
+from stocache.system.limits import GIB, MIB, Memory
 
 pytestmark = pytest.mark.quick
 
@@ -104,3 +112,76 @@ def test_placement_refuses_nonsense():
             Placement(**arguments)
     with pytest.raises(LimitError, match="exceeds 64-bit arithmetic"):
         residency(Placement("scattered"), 2**33, 10)
+
+
+def slots_for(dataset_len, slot_bytes):
+    return CacheLayout(dataset_len, dataset_len, {}, Structure.from_dims((slot_bytes,), torch.uint8))
+
+
+@given(st.integers(1, 2**40), st.integers(1, 10**7), st.integers(1, 10**7))
+def test_as_many_slots_fit_as_in_stocaching(limit, dataset_len, slot_bytes):
+    """The formula of stocaching 0.2.1, in whole numbers."""
+    expected = dataset_len if slot_bytes * dataset_len + dataset_len <= limit else (limit - dataset_len) // slot_bytes
+    assert slots_for(dataset_len, slot_bytes).capacity_within(limit) == max(0, expected)
+
+
+def test_a_limit_must_leave_room_for_one_slot_unless_it_is_zero(caplog):
+    assert slots_for(10, 100).affordable("110B", named=False) == 1
+    assert slots_for(10, 0).affordable("10B", named=False) == 10
+    assert slots_for(10, 10).affordable(0, named=False) == 0
+    message = (
+        "size_limit_gib=109B leaves 99 bytes after the 10-byte state array; one slot needs 100 bytes. Raise size_limit_gib"
+    )
+    with pytest.raises(LimitError, match=message):
+        slots_for(10, 100).affordable("109B", named=False)
+    assert not caplog.records
+
+
+def test_a_limit_above_the_machine_caches_what_fits_and_says_so(monkeypatch, caplog):
+    with monkeypatch.context() as patched:
+        patched.setattr(limits, "memory", lambda: Memory(4 * GIB, 2 * GIB))
+        slots = slots_for(10**6, 10**6).affordable(32, named=False)
+        assert slots == (2 * GIB - 4 * GIB // 20 - 10**6) // 10**6
+        assert f"the cache was given 32.0 GiB. Caching what fits: {slots} of 1000000 samples" in caplog.text
+        assert "Lower size_limit_gib" in caplog.text
+        patched.setattr(limits, "memory", lambda: Memory(GIB, 100))
+        assert slots_for(10, GIB).affordable("auto", named=False) == 0
+        assert "no room for one sample of 1.0 GiB" in caplog.text
+    monkeypatch.setattr(limits, "has_memfd", lambda: False)
+    monkeypatch.setattr(limits, "shm_free", lambda: 64 * MIB)
+    assert slots_for(1000, MIB).affordable(1, named=False) == 47
+    assert "/dev/shm has 64.0 MiB free, of which a quarter is left to the batches; the cache was given 1.0 GiB" in caplog.text
+    assert "--shm-size=2g" in caplog.text
+    monkeypatch.setattr(limits, "shm_free", lambda: 0)
+    assert slots_for(1000, MIB).affordable(1, named=False) == 0
+    assert "memfd_create is forbidden" in caplog.text
+
+
+def test_a_layout_of_samples_that_vary_in_size_counts_bytes(monkeypatch, caplog):
+    layout = CacheLayout(10, 90, {})
+    assert layout.affordable("100B", named=False) == layout.data_bytes(10) == 10
+    message = "cache holds 0 bytes: size_limit_gib=90B leaves 0 bytes after the 90-byte state array"
+    with pytest.raises(LimitError, match=message):
+        layout.affordable("90B", named=False)
+    monkeypatch.setattr(limits, "memory", lambda: Memory(GIB, 100 * MIB))
+    assert layout.affordable(1, named=False) == 100 * MIB - 64 * MIB - 90
+    assert "Caching what fits: 36.0 MiB" in caplog.text
+
+
+def test_both_caches_are_made_from_one_set_of_options():
+    pytest.importorskip("lz4", reason="the codec is not installed")
+    options = {"name": "of-options", "fingerprint": "f"}
+    ragged_options = options | {"codec": "lz4", "allow_pickle": True}
+    made_of = CacheOptions("1MB", **ragged_options)
+    with SharedCache.from_options(made_of, 10, (3,)) as cache, SharedCache("1MB", 10, (3,), **options) as same:
+        cache.set_slot(2, torch.ones(3, dtype=torch.uint8))
+        assert same.get_slot(2).tolist() == [1, 1, 1]
+    with RaggedCache.from_options(made_of, 10) as cache, RaggedCache("1MB", 10, **ragged_options) as same:
+        cache.set_slot(2, {1, 2})
+        assert same.get_slot(2) == {1, 2}
+
+
+def test_options_are_checked_when_they_are_made():
+    for options in ({"size_limit_gib": "much"}, {"admission": "lru"}, {"codec": "rar"}, {"on_busy": "wait"}, {"persist": True}):
+        with pytest.raises(ValueError, match=r"is not a size|is unknown|are for caches with a name"):
+            CacheOptions(**options)

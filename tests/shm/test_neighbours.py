@@ -61,17 +61,10 @@ def _clean():
             shutil.rmtree(place, ignore_errors=True)
 
 
-@pytest.mark.parametrize(
-    "take",
-    [
-        lambda place: place.mkdir(0o777),
-        lambda place: place.symlink_to("/tmp"),
-        lambda place: place.write_text("mine"),
-    ],
-    ids=["directory", "link", "file"],
-)
-def test_where_another_user_has_taken_the_place_a_cache_is_not_shared(take, caplog):
-    take(Path(registry.directory_of(VICTIM)))
+@pytest.mark.parametrize("what", ["directory", "link", "file"])
+def test_where_another_user_has_taken_the_place_a_cache_is_not_shared(what, caplog):
+    place = Path(registry.directory_of(VICTIM))
+    {"directory": place.mkdir, "link": lambda: place.symlink_to("/tmp"), "file": place.touch}[what]()
 
     def use():
         assert not is_shared()
