@@ -78,6 +78,14 @@ ACTIONS = {
 }
 
 
+def outcome(cache, action, *arguments):
+    try:
+        result = ACTIONS[action](cache, *arguments)
+    except Exception as error:
+        return error
+    return None if result is None else (result.dtype, result.tolist())
+
+
 @pytest.mark.leaves_descriptors
 @pytest.mark.parametrize("seed", range(6))
 def test_random_calls_end_as_in_stocaching(seed, capsys):
@@ -90,23 +98,16 @@ def test_random_calls_end_as_in_stocaching(seed, capsys):
     limit = (n + rng.randint(1, n) * nbytes) / 2**30
     ours, theirs = SharedCache(limit, n, dims, dtype), peer.SharedCache(limit, n, dims, dtype)
     assert len(ours) == len(theirs)
-    set_after_miss = set()
+    missed = set()
     for _ in range(200):
         idx, value = rng.randint(-1, n), torch.randint(0, 2, dims).to(dtype)
         flags = rng.random() < 0.5, rng.random() < 0.5
         action = rng.choice(["get", "get", "set", "set", "item", "store", "clear" if rng.random() < 0.1 else "get"])
-        if action == "set" and idx in set_after_miss and not flags[1] and 0 <= idx < n and theirs.aux_array[idx] == 1:
+        if action == "set" and idx in missed and not flags[1] and 0 <= idx < n and theirs.aux_array[idx] == 1:
             continue  # a lost race, as far as we can tell; stocaching raises
-        outcomes = []
-        for cache in (ours, theirs):
-            try:
-                result = ACTIONS[action](cache, idx, value, flags)
-                outcomes.append(None if result is None else (result.dtype, result.tolist()))
-            except Exception as error:
-                outcomes.append(error)
-        if action == "get" and outcomes[0] is None:
-            set_after_miss.add(idx)
-        mine, peers = outcomes
+        mine, peers = (outcome(cache, action, idx, value, flags) for cache in (ours, theirs))
+        if action == "get" and mine is None:
+            missed.add(idx)
         assert isinstance(mine, type(peers)) if isinstance(peers, Exception) else mine == peers, (action, idx, flags)
         assert torch.equal(ours.aux_array, theirs.aux_array)
         assert torch.equal(ours.array, theirs.array)

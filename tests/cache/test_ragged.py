@@ -248,16 +248,13 @@ def simulate(sizes, costs, capacity):
     return shares
 
 
-@pytest.mark.parametrize("n", [200, 5000])
-def test_of_log_normal_sizes_the_smallest_are_kept(n):
-    sizes = (np.random.default_rng(7).lognormal(0, 1, n) * 1000).astype(int)
+def test_of_log_normal_sizes_the_smallest_are_kept():
+    n, sizes = 1000, (np.random.default_rng(7).lognormal(0, 1, 1000) * 1000).astype(int)
     capacity = int(sizes.sum() * 0.2)
     best = np.searchsorted(np.cumsum(np.sort(sizes)), capacity) / n  # Phi(1 + Phi^-1(0.2)) = 0.563 of an endless dataset
     _, second, third = simulate(sizes, [0.01] * n, capacity)
     assert third > best - 0.02
     assert second > 0.8 * best * (1 - 32 / n)  # what came before the first verdict is missing
-    if n == 200:  # with costs in proportion to size any choice is as good, and none is refused room
-        assert simulate(sizes, sizes * 1e-6, sizes.sum() // 2)[2] > 0.4
 
 
 @pytest.mark.quick
@@ -367,7 +364,7 @@ def test_a_process_that_has_not_imported_the_class_of_a_sample_loads_it_again(sc
     ("use", "found"),
     [
         (lambda cache: [cache.get_slot(idx) for idx in range(4)], [None] * 4),
-        (lambda cache: cache.get_slots(range(4))[0], [None] * 4),
+        (lambda cache: [*cache.get_slots(range(4))[0], cache.get_slots([3])[1].item()], [None] * 4 + [False]),
         (lambda cache: [cache.get_or_load(idx, str) for idx in range(4)], ["0", "1", "2", "3"]),
         (lambda cache: cache.get_or_load_many(range(4), lambda indices: map(str, indices)), ["0", "1", "2", "3"]),
     ],
@@ -379,8 +376,6 @@ def test_a_sample_of_a_class_that_is_not_imported_is_a_miss_that_says_once_what_
         assert use(scans.cache) == found
     (record,) = caplog.records
     assert "Import late_scans first" in record.message
-    message = r"get_slot\(0\): the sample is of a class whose module is not imported here\. Import it first\."
-    with pytest.raises(SlotError, match=message):
+    with pytest.raises(SlotError, match=r"get_slot\(0\): the sample is of a class whose module is not imported here\. Import"):
         scans.cache.get_slot(0, allow_empty_slot=False)
-    assert not scans.cache.get_slots(range(8))[1].any()
     assert "late_scans" not in sys.modules

@@ -167,6 +167,19 @@ def take_over():
     remove_leftover()
 
 
+def interrupted(work, every):
+    """Interrupt work at steps, one after the other. Yield their numbers, each when that has happened."""
+    kept = []  # as a notebook keeps the last error, and with it all frames
+    for k in steps_of(work, every):
+        with at_step(k, interrupt):
+            try:
+                work()
+            except KeyboardInterrupt as error:
+                kept.append(error)
+        yield k
+    assert kept
+
+
 @by_step
 @unraisable
 @pytest.mark.leaves_descriptors  # an interrupt may come between the opening of a file and its first name: it has no lock yet
@@ -175,42 +188,23 @@ def take_over():
 def test_an_interrupt_at_any_step_leaves_no_lock(work, every, caplog):
     caplog.set_level(logging.ERROR, "stocache")
     work()
-    kept = []  # as a notebook keeps the last error, and with it all frames
-    for k in steps_of(work, every):
-        with at_step(k, interrupt):
-            try:
-                work()
-            except KeyboardInterrupt as error:
-                kept.append(error)
+    for k in interrupted(work, every):
         assert not is_locked(registry.directory_of()), f"step {k}"
         assert not registry.attaching.locked(), f"step {k}"
         assert in_child(open_and_close) == 0, f"step {k}"
         if work is take_over:
             remove_leftover()
-    assert kept
-    kept.clear()
     gc.collect()
     segment._leave_all()
     open_and_close()
     assert not Path(registry.path_of(NAME)).exists()
 
 
-def fill_and_clear(cache):
-    cache.set_slot(0, value(0))
-    cache.get_or_load(1, value)
-    cache.get_or_load_many([2, 3], values)
-    with cache.claim(0):
-        pass
-    cache.clear()
-
-
 def is_free(cache):
-    """Raise unless this process, which is another, can take every lock of a cache, and claim every sample."""
+    """Raise unless this process, which is another, can take every lock of a cache."""
     with cache._segment.guard:
-        for number in range(N + 1):
-            assert cache._segment.try_lock(number), f"lock {number} is taken"
+        assert all(cache._segment.try_lock(number) for number in range(N + 1))
         assert cache._segment._lock(segment._EXTENTS_LOCK)
-        cache._segment.unlock(0, N + 1)
 
 
 @by_step
@@ -219,23 +213,26 @@ def is_free(cache):
 @EVERY
 @pytest.mark.parametrize("kind", [lambda: SharedCache(1, N, (4,)), lambda: RaggedCache("1MB", N)], ids=["shared", "ragged"])
 def test_an_interrupt_at_any_step_of_filling_leaves_no_lock_of_the_cache(kind, every):
-    with kind() as cache:
-        steps = steps_of(lambda: fill_and_clear(cache), every)
-    kept = []
-    for k in steps:
-        with kind() as cache:
-            with at_step(k, interrupt):
-                try:
-                    fill_and_clear(cache)
-                except KeyboardInterrupt as error:
-                    kept.append(error)
+    caches = [kind()]
+
+    def fill_and_clear():
+        cache = caches[-1]
+        cache.set_slot(0, value(0))
+        cache.get_or_load(1, value)
+        cache.get_or_load_many([2, 3], values)
+        with cache.claim(0):
+            pass
+        cache.clear()
+
+    for k in interrupted(fill_and_clear, every):
+        with caches.pop() as cache:
             assert not cache._segment.guard.locked(), f"step {k}"
             assert in_child(is_free, cache) == 0, f"step {k}"
             for idx in range(N):
                 found = cache.get_slot(idx)
                 assert found is None or torch.equal(found, value(idx))
-    assert kept
-    kept.clear()
+        caches.append(kind())
+    caches.pop().close()
 
 
 @by_step
