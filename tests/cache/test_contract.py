@@ -16,7 +16,7 @@ from stocache.disk.cache import DiskCache
 from tests.support.equality import same
 from tests.support.faults import claimed
 from tests.support.makers import DISK, RAGGED, SHARED, SLOTS, N, disk, disk_records, fill, in_shm, ragged, sample, scattered
-from tests.support.processes import wait_until
+from tests.support.processes import stop, stopped, wait_until
 
 PACKAGES = {"zstd": "zstandard", "lz4": "lz4"}
 
@@ -221,27 +221,15 @@ def test_threads_that_want_one_sample_load_it_once(cache, resident):
 
 
 def test_a_process_waits_for_the_load_of_another_but_not_for_the_dead_or_for_ever(cache, resident):
-    idx, come, tell = resident[0], *os.pipe()
-
-    def load_until_killed(idx):
-        os.write(tell, b"x")
-        signal.pause()
-
-    for timeout_s in (0.01, 1000):
-        pid = os.fork()
-        if pid == 0:
-            cache.get_or_load(idx, load_until_killed)
-        os.read(come, 1)
-        killer = threading.Timer(0.05, os.kill, (pid, signal.SIGKILL))
-        if timeout_s == 1000:
-            killer.start()
-        assert torch.equal(cache.get_or_load(idx, sample, timeout_s=timeout_s), sample(idx))
+    idx = resident[0]
+    with stopped(lambda: cache.get_or_load(idx, lambda idx: stop())):
+        assert torch.equal(cache.get_or_load(idx, sample, timeout_s=0.01), sample(idx))
         cache.clear()
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    killer.join()
-    os.close(come)
-    os.close(tell)
+    with stopped(lambda: cache.get_or_load(idx, lambda idx: stop())) as pid:
+        killer = threading.Timer(0.05, os.kill, (pid, signal.SIGKILL))
+        killer.start()
+        assert torch.equal(cache.get_or_load(idx, sample, timeout_s=1000), sample(idx))
+        killer.join()
 
 
 def test_many_are_loaded_with_one_call_and_only_what_is_missing(cache, resident, outside):

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 import weakref
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from stocache.shm.segment import Segment
 from stocache.storage import local, remote
 from stocache.system import limits, waiting
 from tests.support.faults import claimed
-from tests.support.processes import in_child
+from tests.support.processes import in_child, stop, stopped
 from tests.support.traces import CLONE_NEWNS, MS_REC, MS_SLAVE
 
 NAME, N = "test-moments", 6
@@ -108,10 +107,6 @@ def interrupt():
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop():
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def make(**options):
@@ -311,27 +306,6 @@ def waits(monkeypatch):
     for module in (segment, registry, base):
         monkeypatch.setattr(module, "wait_until", lambda ready, timeout_s: waits.append(timeout_s) or ready())
     return waits
-
-
-@contextlib.contextmanager
-def stopped(action):
-    """Fork a child that runs an action which stops it; give its pid, and then kill it."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            action()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(pid, os.WUNTRACED)
-    try:
-        assert os.WIFSTOPPED(status), "the child did not stop"
-        yield pid
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
 
 
 def test_a_sample_stays_uncached_when_a_stopped_process_reserves_memory(waits, monkeypatch, caplog):

@@ -18,7 +18,7 @@ from stocache.cli import listing
 from stocache.shm import layout, registry
 from stocache.shm.segment import ROW_LOCKS
 from stocache.system import limits
-from tests.support.processes import in_child, run_python
+from tests.support.processes import in_child, run_python, stop
 
 N, DIMS = 40, (3, 8, 8)
 HALF = f"{N + N // 2 * 192}B"
@@ -65,29 +65,26 @@ def _removed():
 
 
 def test_processes_that_come_at_once_with_the_name_only_get_the_same_cache():
-    read_end, write_end = os.pipe()
     go, start = os.pipe()
 
     def come(number):
         os.close(start)
         os.read(go, 1)  # returns when the parent closes its end
-        cache = make()
-        fill(cache, [number])
-        os.write(write_end, b"x")
-        signal.pause()  # holds it until all have come
+        kept = make()
+        fill(kept, [number])
+        stop()
 
     pids = []
     for number in range(N):
-        pid = os.fork()
-        if pid == 0:
+        pids.append(os.fork())
+        if pids[-1] == 0:
             try:
                 come(number)
             finally:
                 os._exit(0)
-        pids.append(pid)
     os.close(start)
-    for _ in pids:
-        os.read(read_end, 1)
+    for pid in pids:
+        os.waitpid(pid, os.WUNTRACED)
     (found,) = listing.find()
     assert {holder.pid for holder in found.holders} == set(pids)
     with make() as cache:
@@ -95,8 +92,7 @@ def test_processes_that_come_at_once_with_the_name_only_get_the_same_cache():
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    for fd in (read_end, write_end, go):
-        os.close(fd)
+    os.close(go)
 
 
 def test_auto_takes_the_cache_that_is_there_and_one_of_auto_knows_its_size(caplog):

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import struct
 import zlib
 from pathlib import Path
@@ -25,7 +26,7 @@ from stocache.shm.segment import Segment
 from stocache.system import limits
 from stocache.system.waiting import printable
 from tests.support.faults import nothing_attached
-from tests.support.processes import in_child
+from tests.support.processes import in_child, stop, stopped
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be several users")
 
@@ -291,33 +292,6 @@ def test_a_name_of_a_directory_that_is_not_a_users_is_passed_by():
             place.rmdir()
 
 
-@contextlib.contextmanager
-def attacker(work):
-    """Fork a process of the attacker's that works, then keeps what it has got until the context ends; give its pid."""
-    ready, end = os.pipe(), os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            os.setuid(ATTACKER)
-            kept = work()
-            os.write(ready[1], b"x")
-            os.read(end[0], 1)
-            status = 0 if kept is None else kept.close() or 0
-        finally:
-            os._exit(status)
-    os.close(ready[1])
-    try:
-        os.read(ready[0], 1)
-        yield pid
-    finally:
-        os.write(end[1], b"x")
-        status = os.waitpid(pid, 0)[1]
-        for fd in (ready[0], *end):
-            os.close(fd)
-    assert status == 0
-
-
 def test_a_lock_of_another_user_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(registry, "wait_until", lambda *arguments: pytest.fail("waited"))
     place = registry.directory_of(ATTACKER)
@@ -327,7 +301,7 @@ def test_a_lock_of_another_user_is_not_waited_for(monkeypatch):
         for fd in (os.open(place, os.O_RDONLY), os.open(f"{place}/locked", os.O_RDWR | os.O_CREAT, 0o600)):
             fcntl.flock(fd, fcntl.LOCK_EX)
 
-    with attacker(keep):
+    with stopped(keep, ATTACKER):
         (found,) = listing.find(ATTACKER)
         assert found.state == "bad"
         named.remove(registry.path_of("locked", ATTACKER), force=True)
@@ -336,13 +310,16 @@ def test_a_lock_of_another_user_is_not_waited_for(monkeypatch):
 
 def test_looking_at_another_users_cache_does_not_disturb_its_processes():
     def use():
-        cache = make()
-        cache.set_slot(1, torch.ones(4, dtype=torch.uint8))
-        return cache
+        with make() as cache:
+            cache.set_slot(1, torch.ones(4, dtype=torch.uint8))
+            stop()
+        os._exit(0)
 
-    with attacker(use) as pid:
+    with stopped(use, ATTACKER) as pid:
         (found,) = listing.find(ATTACKER)
         assert (found.state, found.stats.filled, [holder.pid for holder in found.holders]) == ("live", 1, [pid])
+        os.kill(pid, signal.SIGCONT)
+        assert os.waitpid(pid, 0)[1] == 0
     assert not Path(registry.directory_of(ATTACKER)).exists()
 
 

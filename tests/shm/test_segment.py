@@ -3,7 +3,6 @@
 import errno
 import os
 import pickle
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from stocache.shm.segment import Segment
 from stocache.system import limits
 from stocache.system.limits import GIB, MIB, Memory
 from tests.support.faults import no_shared_memory, nothing_attached
-from tests.support.processes import in_child, run_python
+from tests.support.processes import in_child, run_python, stopped
 
 pytestmark = pytest.mark.quick
 
@@ -230,28 +229,6 @@ def take(claim, indices):
     return taken
 
 
-class Other:
-    """Another process that has claimed samples, until it is killed."""
-
-    def __init__(self, claim):
-        ready, self.go = os.pipe(), os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            claim()
-            os.write(ready[1], b"x")
-            os.read(self.go[0], 1)
-            os._exit(0)
-        os.read(ready[0], 1)
-        for fd in ready:
-            os.close(fd)
-
-    def kill(self):
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        for fd in self.go:
-            os.close(fd)
-
-
 def test_a_sample_is_claimed_once_and_who_writes_may_take_a_claim_to_load(claims):
     loading = take(claims.to_load, SOME)
     assert loading == {3, 4, 9, 20}
@@ -267,14 +244,12 @@ def test_a_sample_is_claimed_once_and_who_writes_may_take_a_claim_to_load(claims
 
 @pytest.mark.parametrize("way", ["to_load", "to_write"])
 def test_claims_end_with_their_process(claims, way):
-    other = Other(lambda: take(getattr(claims, way), SOME))
-    assert take(claims.to_load, [2, *SOME]) == {2}
-    assert take(claims.to_write, SOME) == (set() if way == "to_write" else set(SOME))
-    claims.end_writing(set(SOME))
-    other.kill()
-    new = Other(lambda: take(claims.to_write, [30]))  # takes over the row
-    assert take(claims.to_write, [*SOME, 30]) == set(SOME)
-    new.kill()
+    with stopped(lambda: take(getattr(claims, way), SOME)):
+        assert take(claims.to_load, [2, *SOME]) == {2}
+        assert take(claims.to_write, SOME) == (set() if way == "to_write" else set(SOME))
+        claims.end_writing(set(SOME))
+    with stopped(lambda: take(claims.to_write, [30])):  # takes over the row
+        assert take(claims.to_write, [*SOME, 30]) == set(SOME)
 
 
 def test_a_forked_child_has_not_the_claims_of_its_parent(claims):
