@@ -114,6 +114,10 @@ def test_whole_batches_of_another_order_are_contiguous_and_may_be_set():
         rows, mask = cache.get_slots([5, 0])
         assert mask.tolist() == [True, False]
         assert not rows[0][1].any()
+        cache.set_slot(
+            8, (samples[8][0].contiguous(), *samples[8][1:])
+        )  # a sample in another order than the first is no misfit
+        assert everywhere(identical, cache.get_slot(8), samples[8])
 
 
 @settings(max_examples=25)
