@@ -179,27 +179,23 @@ def test_hits_and_misses_of_threads_are_all_counted(cache, resident, outside):
 
 
 def test_a_claim_is_given_up_when_the_load_fails(cache, resident):
-    def fail(idx):
+    def fail(indices):
+        if cache.stats().filled:
+            yield from map(sample, indices[:2])
         raise OSError("the disk is gone")
 
-    def some(indices):
-        yield from map(sample, indices[:2])
-        fail(0)
-
-    for _ in range(2):
-        with pytest.raises(OSError, match="the disk is gone"):
-            cache.get_or_load(resident[0], fail)
-    with pytest.raises(SampleError, match=r"value is|requires a gradient"):
-        cache.get_or_load(resident[0], lambda idx: sample(idx, dtype=torch.float32).requires_grad_())
-    with pytest.raises(OSError, match="the disk is gone"):
-        cache.get_or_load_many(resident, some)
-    assert cache.stats().filled == 2  # loaded one by one, they are kept up to the failure
-    for idx in resident[:3]:
-        assert same(cache.get_or_load(idx, sample, timeout_s=0), sample(idx))
-    with pytest.raises(ValueError, match="zip"):
-        cache.get_or_load_many(resident, lambda indices: [])
-    with claimed(cache, resident[3]):  # no claim is left
-        pass
+    bad = sample(0, dtype=torch.float32).requires_grad_()  # of the wrong dtype for one kind, with a gradient for the other
+    for load, error, message in (
+        (lambda: cache.get_or_load(resident[0], lambda idx: next(fail([idx]))), OSError, "the disk is gone"),
+        (lambda: cache.get_or_load(resident[0], lambda idx: bad), SampleError, r"value is|requires a gradient"),
+        (lambda: [cache.get_or_load(resident[0], sample), cache.get_or_load_many(resident, fail)], OSError, "the disk is gone"),
+        (lambda: cache.get_or_load_many(resident, lambda indices: []), ValueError, "zip"),
+    ):
+        with pytest.raises(error, match=message):
+            load()
+        assert not cache._claims._words.any()
+    assert cache.stats().filled == 3  # loaded one by one, they are kept up to the failure
+    assert all(same(cache.get_slot(idx), sample(idx)) for idx in resident[:3])
 
 
 def test_threads_that_want_one_sample_load_it_once(cache, resident):
@@ -271,7 +267,7 @@ def test_many_wait_for_what_another_is_loading(cache, resident):
 
 
 def test_what_does_not_fit_is_passed_by_if_not_strict(cache, resident, caplog):
-    bad = sample(0, dtype=torch.float32).requires_grad_()  # of the wrong dtype for one kind, with a gradient for the other
+    bad = sample(0, dtype=torch.float32).requires_grad_()
     for idx in resident[:2]:
         for _ in range(2):
             assert cache.get_or_load(idx, lambda idx: bad, strict=False) is bad

@@ -160,9 +160,10 @@ def test_kinds_of_samples_survive_a_clear_by_another_process():
         assert in_child(clear_and_refill) == 0
         assert cache.get_slot(0) == (3.0, 4)
         assert cache.get_slot(1) == [2, "x"]
-        for idx, value in ((2, {"a": 1}), (3, "text"), (4, (3.0, 4))):
-            cache.set_slot(idx, value)
-            assert cache.get_slot(idx) == value
+        with pickle.loads(pickle.dumps(cache)) as fresh:  # as another process, it reads what it needs from the cache
+            for idx, value in ((2, {"a": 1}), (3, "text"), (4, (3.0, 4))):
+                cache.set_slot(idx, value)
+                assert cache.get_slot(idx) == fresh.get_slot(idx) == value
 
 
 def test_the_next_run_finds_them_and_others_are_refused():

@@ -252,13 +252,21 @@ def test_claims_end_with_their_process(claims, way):
         assert take(claims.to_write, [*SOME, 30]) == set(SOME)
 
 
-def test_a_forked_child_has_not_the_claims_of_its_parent(claims):
+def test_a_forked_child_has_not_the_claims_of_its_parent_and_respects_them(claims):
     def check():
+        claims._words[SOME] = words  # as when the parent has claimed them again
+        assert not claims.run_unwritten(lambda: None)
         assert take(claims.to_write, [*SOME, 5]) == {5}
 
+    def check_free():
+        claims._words[:] = 0  # as when the parent has written them
+        assert claims.run_unwritten(lambda: None)
+
     assert take(claims.to_write, SOME) == set(SOME)
+    words = claims._words[SOME]
+    assert in_child(check_free) == 0
+    claims.end_writing(set(SOME))
     assert in_child(check) == 0
-    assert take(claims.to_load, SOME) == set()
 
 
 def test_a_process_without_a_row_reads_and_does_not_fill(cache):
