@@ -7,7 +7,6 @@ import os
 import pickle
 import signal
 import stat
-import threading
 from pathlib import Path
 
 import pytest
@@ -131,24 +130,30 @@ print(Path({str(path())!r}).exists())
     assert not path().exists()
 
 
+def has_lock():
+    status = path().stat()
+    return os.getpid() in registry.lock_owners(ROW_LOCKS, layout.ROWS)[status.st_dev, status.st_ino]
+
+
 def test_views_hold_neither_the_name_nor_the_locks():
     """Until 3.13 a view holds a descriptor in Python's mmap, whose closing would drop the locks of this process."""
-    keeper = make()
-    fill(keeper)
-    views = keeper.get_slot(7, copy=False), keeper.array
-    keeper.close()
-    del keeper
+    cache = make()
+    fill(cache)
+    views = cache.get_slot(7, copy=False), cache.array
+    cache.close()
     assert not path().exists()
     assert torch.equal(views[0], sample(7))
-    with make(persist=True) as keeper:
-        views = keeper.array
-    del keeper
-    again = make()
+    with make(persist=True) as cache:
+        views = cache.array
+    cache = make()
     del views
     gc.collect()
-    status = path().stat()
-    assert os.getpid() in registry.lock_owners(ROW_LOCKS, layout.ROWS)[status.st_dev, status.st_ino]
-    again.close()
+    assert has_lock()
+    with registry.attaching:
+        cache.close()  # this process leaves it later
+    cache = make()
+    assert has_lock()
+    cache.close()
 
 
 def test_persist_keeps_it_for_the_next_run_whoever_says_it(caplog):
@@ -223,18 +228,24 @@ def test_long_identities_differ_by_their_end():
             make(dims={**dims, "part 299": (0,)}, fingerprint="f" * 5000)
 
 
-def test_a_child_forked_in_the_middle_does_not_keep_the_lock():
-    pids = []
+def test_a_child_forked_in_the_middle_does_not_keep_the_lock_of_a_parent_that_is_killed():
+    read, write = os.pipe()
 
-    def fork_in_a_thread(at):
-        forking = threading.Thread(target=lambda: pids.append(os.fork() or signal.pause()))
-        forking.start()
-        forking.join()
+    def fork_and_die(at):
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+        os.write(write, str(pid).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    registry.run_locked(registry.directory_of(), fork_in_a_thread, create=True)
-    assert in_child(make) == 0  # hangs if the child has the lock
-    os.kill(pids[0], signal.SIGKILL)
-    os.waitpid(pids[0], 0)
+    make().close()  # the first segment sets up what a child does
+    assert in_child(lambda: registry.run_locked(registry.directory_of(), fork_and_die, create=True)) == signal.SIGKILL
+    try:
+        assert in_child(lambda: make(on_busy="raise")) == 0
+    finally:
+        os.kill(int(os.read(read, 20)), signal.SIGKILL)
+        os.close(read)
+        os.close(write)
 
 
 def test_a_file_deleted_in_use_is_told_to_the_next_maker(caplog):
