@@ -252,15 +252,6 @@ def test_a_collection_at_any_step_leaves_what_is_gone_without_waiting_for_itself
     assert in_child(all_trials, timeout_s=300) == 0
 
 
-def test_what_a_finalizer_cannot_do_now_is_done_later():
-    done = []
-    with registry.attaching:
-        registry.when_free(lambda: done.append(1))
-        assert not done
-    registry.run_due_tasks()
-    assert done == [1]
-
-
 SAMPLES = ["text", 7, {"a": torch.arange(5)}, [1.5, None], b"bytes" * 100, (1, "x")]
 
 
@@ -527,6 +518,8 @@ def test_caches_work_without_dev_shm(monkeypatch, caplog):
 
 
 def test_readers_order_their_loads_where_the_processor_does_not(monkeypatch):
+    order_loads()
+    assert in_child(order_loads) == 0  # it takes no lock of others
     ordered = []
     monkeypatch.setattr(base, "WEAKLY_ORDERED", True)
     monkeypatch.setattr(base, "order_loads", lambda: ordered.append(1))
@@ -546,8 +539,3 @@ def test_readers_order_their_loads_where_the_processor_does_not(monkeypatch):
         ordered.clear()
         shared.fill_batch([1, 2], [torch.empty(2, 4, dtype=torch.uint8)], list)
         assert ordered
-
-
-def test_ordering_takes_no_lock_of_others():
-    order_loads()
-    assert in_child(order_loads) == 0
