@@ -49,6 +49,12 @@ def test_batches_are_read_and_written_as_their_samples_are(cache, resident, outs
     assert not cache.array.any()
 
 
+def test_all_memory_of_a_batch_is_reserved():
+    with SharedCache(1, 8, (100_000,)) as cache:
+        cache.set_slots([1, 5], torch.ones(2, 100_000, dtype=torch.uint8))
+        assert all(cache._segment.has(idx * 100_000, (idx + 1) * 100_000) for idx in (1, 5))
+
+
 def test_stats_and_repr_say_what_happened(cache, resident, outside):
     cache.get_slot(resident[0])
     cache.get_slot(outside[0])
