@@ -97,7 +97,10 @@ def steps_of(work, every):
     return sorted(first.values())[::every]
 
 
-EVERY = pytest.mark.parametrize("every", [pytest.param(8, marks=pytest.mark.slow), 37])  # all of them take a minute
+def each_of(some, more):
+    return pytest.mark.parametrize("every", [pytest.param(more, marks=pytest.mark.slow), some])  # all of them take a minute
+
+
 unraisable = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # interrupts of finalizers
 
 
@@ -157,15 +160,20 @@ def open_twice():
 
 
 def take_over():
-    in_child(lambda: (make(persist=True), die()))
     open_and_close()
+
+
+def leave_behind():
     remove_leftover()
+    in_child(lambda: (make(persist=True), die()))
 
 
-def interrupted(work, every):
+def interrupted(work, every, prepare=lambda: None):
     """Interrupt work at steps, one after the other. Yield their numbers, each when that has happened."""
     kept = []  # as a notebook keeps the last error, and with it all frames
+    prepare()
     for k in steps_of(work, every):
+        prepare()
         with at_step(k, interrupt):
             try:
                 work()
@@ -178,18 +186,16 @@ def interrupted(work, every):
 @by_step
 @unraisable
 @pytest.mark.leaves_descriptors  # an interrupt may come between the opening of a file and its first name: it has no lock yet
-@EVERY
+@each_of(37, 13)
 @pytest.mark.parametrize("work", [open_and_close, open_twice, take_over])
 def test_an_interrupt_at_any_step_leaves_no_lock(work, every, caplog):
     caplog.set_level(logging.ERROR, "stocache")
     work()
-    for k in interrupted(work, every):
+    for k in interrupted(work, every, *[leave_behind] * (work is take_over)):
         assert not is_locked(registry.directory_of()), f"step {k}"
         assert not registry.attaching.locked(), f"step {k}"
         assert in_child(open_and_close) == 0, f"step {k}"
-        if work is take_over:
-            remove_leftover()
-    gc.collect()
+    remove_leftover()
     segment._leave_all()
     open_and_close()
     assert not Path(registry.path_of(NAME)).exists()
@@ -205,7 +211,7 @@ def is_free(cache):
 @by_step
 @unraisable
 @pytest.mark.leaves_descriptors
-@EVERY
+@each_of(11, 3)
 @pytest.mark.parametrize("kind", [lambda: SharedCache(1, N, (4,)), lambda: RaggedCache("1MB", N)], ids=["shared", "ragged"])
 def test_an_interrupt_at_any_step_of_filling_leaves_no_lock_of_the_cache(kind, every):
     caches = [kind()]
@@ -231,7 +237,7 @@ def test_an_interrupt_at_any_step_of_filling_leaves_no_lock_of_the_cache(kind, e
 
 
 @by_step
-@EVERY
+@each_of(37, 13)
 def test_a_collection_at_any_step_leaves_what_is_gone_without_waiting_for_itself(every):
     def trial(k):
         cache = make(name="test-moments-gone")
