@@ -211,7 +211,7 @@ def is_free(cache):
 @by_step
 @unraisable
 @pytest.mark.leaves_descriptors
-@each_of(11, 3)
+@each_of(17, 3)
 @pytest.mark.parametrize("kind", [lambda: SharedCache(1, N, (4,)), lambda: RaggedCache("1MB", N)], ids=["shared", "ragged"])
 def test_an_interrupt_at_any_step_of_filling_leaves_no_lock_of_the_cache(kind, every):
     caches = [kind()]
