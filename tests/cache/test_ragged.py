@@ -168,6 +168,7 @@ def test_kinds_of_samples_survive_a_clear_by_another_process():
 
 def test_the_next_run_finds_them_and_others_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", sys)  # it is not used, but must be there
+
     def run():
         cache = RaggedCache(1, N, name="ragged", fingerprint="1")
         fill(cache)
