@@ -105,6 +105,17 @@ def test_what_is_not_allowed_is_refused(cache, resident, outside):
     assert same(cache.get_slot(idx), sample(2))
 
 
+def test_who_missed_and_comes_late_is_ignored(cache, resident):
+    idx = resident[0]
+    assert [cache.get_slot(idx), cache.get_slot(idx)] == [None, None]  # as two threads would
+    for value in (1, 2):
+        cache.set_slot(idx, sample(value))
+    assert same(cache.get_slot(idx), sample(1))
+    assert cache.stats().races == 1
+    with pytest.raises(SlotError, match="the slot is set"):
+        cache.set_slot(idx, sample(2))
+
+
 def test_samples_are_copies_unless_the_memory_itself_is_asked_for(cache, resident):
     value = sample(0)
     cache.set_slot(resident[0], value)
