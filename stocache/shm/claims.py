@@ -59,13 +59,17 @@ class Claims:
 
     def _take(self, indices: _Indices | list[int], mark: int, ours: set[int], taken: set[int]) -> None:
         with self._segment.guard:
-            if self._holder != self._segment.holder:  # a forked child has no claims of its own
-                self._holder = self._segment.holder
-                self._loading.clear()
-                self._writing.clear()
+            self._enter_process()
             if self._holder:
                 marks = self._mark if len(indices) > 1 else self._mark_one
                 self._segment.run_locked(_LOCK, 1, lambda: marks(indices, mark, ours, taken), None)
+
+    def _enter_process(self) -> None:
+        """Forget the claims of the parent in a forked child, which has none of its own. Call it with the guard held."""
+        if self._holder != self._segment.holder:
+            self._holder = self._segment.holder
+            self._loading.clear()
+            self._writing.clear()
 
     def _mark_one(self, indices: _Indices | list[int], mark: int, ours: set[int], taken: set[int]) -> None:
         for idx in map(int, indices):
@@ -130,6 +134,7 @@ class Claims:
     def run_unwritten(self, work: Callable[[], None]) -> bool:
         """Run ``work`` while nobody can claim a sample. Return False if somebody is writing one."""
         with self._segment.guard:
+            self._enter_process()
             return not self._writing and self._segment.run_locked(_LOCK, 1, lambda: self._run_unwritten(work), False)
 
     def _run_unwritten(self, work: Callable[[], None]) -> bool:

@@ -1,68 +1,74 @@
+"""How many samples a cache gets for its limit, on a machine that may not have as much, and which."""
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stocache import LimitError, Placement
+from stocache import LimitError, Placement, Structure
+from stocache.cache.allocate import CacheLayout
+from stocache.cache.options import CacheOptions
 from stocache.cache.placement import BlockBounds, ordering_of, residency
+from stocache.cache.ragged import RaggedCache
+from stocache.cache.shared import SharedCache
+from stocache.system import limits
+from stocache.system.limits import GIB, MIB, Memory
+
+pytestmark = pytest.mark.quick
 
 OUTSIDE = -1
 
 
 @st.composite
-def residencies(draw):
-    order = draw(st.sampled_from(["prefix", "scattered"]))
-    nodes = draw(st.integers(1, 4))
-    placement = Placement(order, draw(st.integers(1, 9)), draw(st.integers(0, nodes - 1)), nodes)
-    dataset_len = draw(st.integers(0, 300))
-    return residency(placement, dataset_len, draw(st.integers(0, dataset_len)))
+def placements(draw):
+    """Return a placement, and the number of its samples."""
+    order, nodes = draw(st.sampled_from(["prefix", "scattered"])), draw(st.integers(1, 5))
+    node = draw(st.integers(0, nodes - 1))
+    if draw(st.booleans()):
+        return Placement(order, draw(st.integers(1, 9)), node, nodes), draw(st.integers(1, 300))
+    bounds = np.cumsum([0, *draw(st.lists(st.integers(1, 9), min_size=1, max_size=40))])
+    return Placement(order, BlockBounds(bounds), node, nodes), int(bounds[-1])
 
 
-def slots_of(residency, dataset_len):
-    indices = torch.arange(dataset_len)
+def slots_of(residency):
+    indices = torch.arange(residency.dataset_len)
     return torch.where(residency.resident(indices), residency.slots(indices), OUTSIDE).tolist()
 
 
-@given(residencies(), st.data())
-def test_resident_samples_have_slots_of_their_own(residency, data):
-    slots = slots_of(residency, residency.dataset_len)
+@given(placements(), st.data())
+def test_resident_samples_have_slots_of_their_own_and_come_in_whole_blocks(drawn, data):
+    placement, dataset_len = drawn
+    count = data.draw(st.integers(0, dataset_len))
+    chosen, unit = residency(placement, dataset_len, count), placement.unit
+    slots = slots_of(chosen)
     resident = [slot for slot in slots if slot != OUTSIDE]
     assert len(set(resident)) == len(resident)
-    assert all(0 <= slot < residency.dataset_len for slot in resident)
+    assert all(0 <= slot < dataset_len for slot in resident)
     for idx, slot in enumerate(slots):
         if slot != OUTSIDE:
-            assert residency.slot(idx) == slot
-            assert not residency.identity or slot == idx
-
-
-@given(st.integers(1, 500), st.integers(0, 500), st.sampled_from(["prefix", "scattered"]))
-def test_every_slot_is_used_when_units_are_single_samples(dataset_len, slots, order):
-    slots = min(slots, dataset_len)
-    chosen = residency(Placement(order), dataset_len, slots)
-    assert sorted(slot for slot in slots_of(chosen, dataset_len) if slot != OUTSIDE) == list(range(slots))
+            assert chosen.slot(idx) == slot
+            assert not chosen.identity or slot == idx
+    if count == dataset_len:
+        assert chosen.identity
+    bounds = unit.bounds if isinstance(unit, BlockBounds) else np.arange(0, dataset_len, unit)
+    for block in np.split(np.array(slots) != OUTSIDE, bounds[1:]):
+        assert block.all() or not block.any()
+    if unit == 1:
+        assert sorted(resident) == list(range(count))
 
 
 def test_prefix_keeps_the_first_samples_in_their_own_slots():
-    assert slots_of(residency(Placement(), 6, 4), 6) == [0, 1, 2, 3, OUTSIDE, OUTSIDE]
+    assert slots_of(residency(Placement(), 6, 4)) == [0, 1, 2, 3, OUTSIDE, OUTSIDE]
 
 
-@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.9])
 def test_scattered_gives_every_stretch_its_share(share):
     n, stretch = 100_000, 1000
     chosen = residency(Placement("scattered"), n, int(share * n))
     resident = chosen.resident(torch.arange(n)).view(-1, stretch).sum(dim=1)
     assert resident.min() >= share * stretch - 5
     assert resident.max() <= share * stretch + 5
-
-
-@pytest.mark.parametrize("order", ["prefix", "scattered"])
-def test_blocks_are_resident_as_a_whole(order):
-    chosen = residency(Placement(order, unit=64), 1000, 500)
-    resident = chosen.resident(torch.arange(1000)).tolist()
-    blocks = [resident[start : start + 64] for start in range(0, 1000, 64)]
-    assert all(all(block) or not any(block) for block in blocks)
-    assert sum(map(all, blocks)) == 500 // 64
 
 
 @pytest.mark.parametrize("order", ["prefix", "scattered"])
@@ -74,63 +80,108 @@ def test_nodes_add_up(order, nodes, slots):
     assert held.any(dim=0).sum() == min(100, nodes * slots)
 
 
-@st.composite
-def placements(draw):
-    """Return a placement, and the number of its samples."""
-    order, nodes = draw(st.sampled_from(["prefix", "scattered"])), draw(st.integers(1, 5))
-    if draw(st.booleans()):
-        return Placement(order, draw(st.integers(1, 9)), nodes=nodes), draw(st.integers(1, 300))
-    bounds = np.cumsum([0, *draw(st.lists(st.integers(1, 9), min_size=1, max_size=40))])
-    return Placement(order, BlockBounds(bounds), nodes=nodes), int(bounds[-1])
-
-
-@given(placements())
-def test_every_sample_has_a_position_in_line(drawn):
+@given(placements(), st.data())
+def test_a_node_keeps_the_head_of_its_part_or_all_of_it_and_some_before(drawn, data):
     placement, dataset_len = drawn
-    found = ordering_of(placement, dataset_len)
-    everything = np.arange(dataset_len)
+    found, everything = ordering_of(placement, dataset_len), np.arange(dataset_len)
     positions = found.positions(everything)
     assert sorted(positions) == list(range(dataset_len))
     assert (found.samples(positions) == everything).all()
     assert found.bounds[0] == 0
     assert found.bounds[-1] == dataset_len
     assert (np.diff(found.bounds) >= 0).all()
+    begin, end = found.bounds[placement.node : placement.node + 2]
+    own = residency(placement, dataset_len, data.draw(st.integers(0, dataset_len - 1)))
+    in_line = own.resident(torch.from_numpy(found.samples(everything))).tolist()
+    part, kept = in_line[begin:end], sum(in_line)
+    assert part == sorted(part, reverse=True)
+    if not all(part):
+        assert sum(part) == kept
+    elif isinstance(placement.unit, int):  # one stretch around the line that ends where the part ends
+        assert all(in_line[(end - 1 - back) % dataset_len] for back in range(kept))
 
 
-@given(placements(), st.data())
-def test_a_node_keeps_the_head_of_its_part_or_all_of_it_and_some_before(drawn, data):
-    placement, dataset_len = drawn
-    slots = data.draw(st.integers(0, dataset_len - 1))
-    found = ordering_of(placement, dataset_len)
-    for node, (begin, end) in enumerate(zip(found.bounds[:-1], found.bounds[1:], strict=True)):
-        own = residency(Placement(placement.order, placement.unit, node, placement.nodes), dataset_len, slots)
-        in_line = own.resident(torch.from_numpy(found.samples(np.arange(dataset_len)))).tolist()
-        part, kept = in_line[begin:end], sum(in_line)
-        assert part == sorted(part, reverse=True)
-        if not all(part):
-            assert sum(part) == kept
-        elif isinstance(placement.unit, int):  # one stretch around the line that ends where the part ends
-            assert all(in_line[(end - 1 - back) % dataset_len] for back in range(kept))
-
-
-def test_all_resident_means_slot_is_index_whatever_the_placement():
-    assert residency(Placement("scattered", unit=7, node=1, nodes=2), 100, 100).identity
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_placement_refuses_nonsense():
+    for arguments, message in (
         ({"order": "random"}, "placement 'random' is unknown"),
         ({"unit": 0}, "unit=0"),
         ({"node": 2, "nodes": 2}, "node=2, nodes=2"),
         ({"nodes": 0}, "nodes=0"),
-    ],
-)
-def test_placement_refuses_nonsense(arguments, message):
-    with pytest.raises(LimitError, match=message):
-        Placement(**arguments)
-
-
-def test_scattered_refuses_what_64_bits_cannot_multiply():
+    ):
+        with pytest.raises(LimitError, match=message):
+            Placement(**arguments)
     with pytest.raises(LimitError, match="exceeds 64-bit arithmetic"):
         residency(Placement("scattered"), 2**33, 10)
+
+
+def slots_for(dataset_len, slot_bytes):
+    return CacheLayout(dataset_len, dataset_len, {}, Structure.from_dims((slot_bytes,), torch.uint8))
+
+
+@given(st.integers(1, 2**40), st.integers(1, 10**7), st.integers(1, 10**7))
+def test_as_many_slots_fit_as_in_stocaching(limit, dataset_len, slot_bytes):
+    """The formula of stocaching 0.2.1, in whole numbers."""
+    expected = dataset_len if slot_bytes * dataset_len + dataset_len <= limit else (limit - dataset_len) // slot_bytes
+    assert slots_for(dataset_len, slot_bytes).capacity_within(limit) == max(0, expected)
+
+
+def test_a_limit_must_leave_room_for_one_slot_unless_it_is_zero(caplog):
+    assert slots_for(10, 100).affordable("110B", named=False) == 1
+    assert slots_for(10, 0).affordable("10B", named=False) == 10
+    assert slots_for(10, 10).affordable(0, named=False) == 0
+    message = (
+        "size_limit_gib=109B leaves 99 bytes after the 10-byte state array; one slot needs 100 bytes. Raise size_limit_gib"
+    )
+    with pytest.raises(LimitError, match=message):
+        slots_for(10, 100).affordable("109B", named=False)
+    assert not caplog.records
+
+
+def test_a_limit_above_the_machine_caches_what_fits_and_says_so(monkeypatch, caplog):
+    with monkeypatch.context() as patched:
+        patched.setattr(limits, "memory", lambda: Memory(4 * GIB, 2 * GIB))
+        slots = slots_for(10**6, 10**6).affordable(32, named=False)
+        assert slots == (2 * GIB - 4 * GIB // 20 - 10**6) // 10**6
+        assert f"the cache was given 32.0 GiB. Caching what fits: {slots} of 1000000 samples" in caplog.text
+        assert "Lower size_limit_gib" in caplog.text
+        patched.setattr(limits, "memory", lambda: Memory(GIB, 100))
+        assert slots_for(10, GIB).affordable("auto", named=False) == 0
+        assert "no room for one sample of 1.0 GiB" in caplog.text
+    monkeypatch.setattr(limits, "has_memfd", lambda: False)
+    monkeypatch.setattr(limits, "shm_free", lambda: 64 * MIB)
+    assert slots_for(1000, MIB).affordable(1, named=False) == 47
+    assert "/dev/shm has 64.0 MiB free, of which a quarter is left to the batches; the cache was given 1.0 GiB" in caplog.text
+    assert "--shm-size=2g" in caplog.text
+    monkeypatch.setattr(limits, "shm_free", lambda: 0)
+    assert slots_for(1000, MIB).affordable(1, named=False) == 0
+    assert "memfd_create is forbidden" in caplog.text
+
+
+def test_a_layout_of_samples_that_vary_in_size_counts_bytes(monkeypatch, caplog):
+    layout = CacheLayout(10, 90, {})
+    assert layout.affordable("100B", named=False) == layout.data_bytes(10) == 10
+    message = "cache holds 0 bytes: size_limit_gib=90B leaves 0 bytes after the 90-byte state array"
+    with pytest.raises(LimitError, match=message):
+        layout.affordable("90B", named=False)
+    monkeypatch.setattr(limits, "memory", lambda: Memory(GIB, 100 * MIB))
+    assert layout.affordable(1, named=False) == 100 * MIB - 64 * MIB - 90
+    assert "Caching what fits: 36.0 MiB" in caplog.text
+
+
+def test_both_caches_are_made_from_one_set_of_options():
+    pytest.importorskip("lz4", reason="the codec is not installed")
+    options = {"name": "of-options", "fingerprint": "f"}
+    ragged_options = options | {"codec": "lz4", "allow_pickle": True}
+    made_of = CacheOptions("1MB", **ragged_options)
+    with SharedCache.from_options(made_of, 10, (3,)) as cache, SharedCache("1MB", 10, (3,), **options) as same:
+        cache.set_slot(2, torch.ones(3, dtype=torch.uint8))
+        assert same.get_slot(2).tolist() == [1, 1, 1]
+    with RaggedCache.from_options(made_of, 10) as cache, RaggedCache("1MB", 10, **ragged_options) as same:
+        cache.set_slot(2, {1, 2})
+        assert same.get_slot(2) == {1, 2}
+
+
+def test_options_are_checked_when_they_are_made():
+    for options in ({"size_limit_gib": "much"}, {"admission": "lru"}, {"codec": "rar"}, {"on_busy": "wait"}, {"persist": True}):
+        with pytest.raises(ValueError, match=r"is not a size|is unknown|are for caches with a name"):
+            CacheOptions(**options)

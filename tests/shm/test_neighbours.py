@@ -1,30 +1,32 @@
 """Named caches among hostile users: places that were taken, races for them, forged files, and what root sees of them."""
 
 import contextlib
+import fcntl
 import gc
+import io
 import json
 import os
 import shutil
-import stat
+import signal
 import struct
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 from stocache import SegmentError, SharedCacheDDP
 from stocache.cli import listing, top
+from stocache.cli.app import app
 from stocache.shm import named, registry
 from stocache.shm.layout import EXTENTS_AT, HUGE_PAGE, Layout
 from stocache.shm.segment import Segment
 from stocache.system import limits
 from stocache.system.waiting import printable
 from tests.support.faults import nothing_attached
-from tests.support.processes import in_child
+from tests.support.processes import in_child, stop, stopped
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be several users")
 
@@ -60,31 +62,13 @@ def _clean():
             shutil.rmtree(place, ignore_errors=True)
 
 
-# ---------------------------------------------------------------------------------------------------- the place is taken
-
-
-def take_by_mkdir(place):
-    place.mkdir(0o777)
-
-
-def take_by_link(place):
-    place.symlink_to("/tmp")
-
-
-def take_by_file(place):
-    place.write_text("mine")
-
-
-@pytest.mark.parametrize("take", [take_by_mkdir, take_by_link, take_by_file])
-def test_where_another_user_has_taken_the_place_a_cache_is_not_shared(take, caplog):
-    take(Path(registry.directory_of(VICTIM)))
+@pytest.mark.parametrize("what", ["directory", "link", "file"])
+def test_where_another_user_has_taken_the_place_a_cache_is_not_shared(what, caplog):
+    place = Path(registry.directory_of(VICTIM))
+    {"directory": place.mkdir, "link": lambda: place.symlink_to("/tmp"), "file": place.touch}[what]()
 
     def use():
-        with make() as cache:
-            cache.set_slot(3, torch.full((4,), 7, dtype=torch.uint8))
-            assert cache.get_slot(3).tolist() == [7] * 4
-            with make() as other:
-                assert other.get_slot(3) is None
+        assert not is_shared()
         assert "belongs to user 0, not to 12345. It is not used" in caplog.text
         assert f"Cache {NAME!r} is not shared" in caplog.text
 
@@ -133,19 +117,9 @@ def test_or_it_is_in_the_users_runtime_directory(runtime, caplog):
         assert make().get_slot(3).tolist() == [7] * 4
 
     assert as_user(VICTIM, use)
-
-
-@pytest.mark.parametrize(
-    "spoil", [lambda place: place.chmod(0o755), lambda place: os.chown(place, ATTACKER, -1)], ids=["open", "another's"]
-)
-def test_but_only_if_that_is_the_users_alone(runtime, spoil):
-    Path(registry.directory_of(VICTIM)).mkdir()
-    spoil(runtime)
-
-    def use():
-        assert not is_shared()
-
-    assert as_user(VICTIM, use)
+    for spoil in (lambda: runtime.chmod(0o755), lambda: (runtime.chmod(0o700), os.chown(runtime, ATTACKER, -1))):
+        spoil()  # it is open, or another user's
+        assert as_user(VICTIM, lambda: is_shared() and os._exit(1))
 
 
 def test_and_only_if_that_is_in_memory(monkeypatch, tmp_path):
@@ -157,9 +131,6 @@ def test_and_only_if_that_is_in_memory(monkeypatch, tmp_path):
 
 def tmpfs_mounts():
     return [line for line in Path("/proc/self/mounts").read_text().splitlines() if line.split()[2] == "tmpfs"]
-
-
-# ---------------------------------------------------------------------------------------------------- races for the place
 
 
 def test_a_directory_that_is_changed_before_it_is_opened_is_not_used(monkeypatch):
@@ -181,33 +152,21 @@ def test_a_directory_that_is_changed_before_it_is_opened_is_not_used(monkeypatch
     place.rmdir()
 
 
-def replace_by_link(target):
-    target.symlink_to("/etc/hostname")
-
-
-def replace_by_pipe(target):
-    os.mkfifo(target, 0o600)
-
-
-def replace_by_anothers(target):
+def own_file(target, uid=0):
     target.write_bytes(b"x" * 100)
     target.chmod(0o600)
-    os.chown(target, ATTACKER, -1)
-
-
-def replace_by_own(target):
-    target.write_bytes(b"x" * 100)
-    target.chmod(0o600)
+    os.chown(target, uid, -1)
 
 
 @pytest.mark.parametrize(
     ("replace", "message"),
     [
-        (replace_by_link, "Too many levels of symbolic links|is a symbolic link"),
-        (replace_by_pipe, "is a pipe, so it is not used"),
-        (replace_by_anothers, f"belongs to user {ATTACKER}"),
-        (replace_by_own, "is not a segment of stocache"),
+        (lambda target: target.symlink_to("/etc/hostname"), "Too many levels of symbolic links|is a symbolic link"),
+        (lambda target: os.mkfifo(target, 0o600), "is a pipe, so it is not used"),
+        (lambda target: own_file(target, ATTACKER), f"belongs to user {ATTACKER}"),
+        (own_file, "is not a segment of stocache"),
     ],
+    ids=["link", "pipe", "another's", "own"],
 )
 def test_a_file_that_is_changed_before_it_is_opened_is_refused(monkeypatch, replace, message):
     with make() as cache:
@@ -231,9 +190,6 @@ def test_a_file_that_is_changed_before_it_is_opened_is_refused(monkeypatch, repl
         target.unlink()
 
 
-# ---------------------------------------------------------------------------------------------------- forged files
-
-
 def header(control=N, data=HUGE_PAGE, extent=HUGE_PAGE, descriptor=b"", claimed=None):
     """Return the bytes of a header whose checksum is right."""
     sizes = struct.pack("<QQQI", control, data, extent, len(descriptor) if claimed is None else claimed)
@@ -245,12 +201,9 @@ def header(control=N, data=HUGE_PAGE, extent=HUGE_PAGE, descriptor=b"", claimed=
 
 
 def described(identity=None, facts=None, **more):
-    told = {
-        "identity": {"samples": "uint8[4]", "fingerprint": None} if identity is None else identity,
-        "facts": {"dataset_len": N, "capacity": N, "slot_bytes": 4} if facts is None else facts,
-        "created": 1.7e9,
-    }
-    return json.dumps(told | more).encode()
+    identity = {"samples": "uint8[4]", "fingerprint": None} if identity is None else identity
+    facts = {"dataset_len": N, "capacity": N, "slot_bytes": 4} if facts is None else facts
+    return json.dumps({"identity": identity, "facts": facts, "created": 1.7e9} | more).encode()
 
 
 def facts(**changed):
@@ -288,134 +241,91 @@ FORGED = {
 }
 
 
-def forge(place, name, content, **layout):
+def forge(place, name, content):
     """Put a forged file into a directory of the attacker's, as large as its header says, if that can be."""
     place.mkdir(0o700, exist_ok=True)
     target = place / name
+    own_file(target, ATTACKER)
+    planned = Layout(N, HUGE_PAGE, HUGE_PAGE)
     with open(target, "wb") as file:
         file.write(content)
-        planned = Layout(N, HUGE_PAGE, HUGE_PAGE)
         file.truncate(planned.size)
         os.posix_fallocate(file.fileno(), 0, planned.control_at + N)
-    target.chmod(0o600)
-    for path in (place, target):
-        os.chown(path, ATTACKER, ATTACKER)
+    os.chown(place, ATTACKER, ATTACKER)
 
 
-def shown(*arguments):
-    """Return what a command prints, as root, for all users."""
-    command = [sys.executable, "-m", "stocache", *arguments]
-    return subprocess.run(command, capture_output=True, timeout=60, check=False)
-
-
-@pytest.mark.parametrize("what", FORGED)
-def test_a_forged_file_is_listed_and_does_no_harm(what):
-    forge(Path(registry.directory_of(ATTACKER)), "forged", FORGED[what])
-    (found,) = listing.find(ATTACKER)
-    assert found.state in ("bad", "dead")
-    assert json.loads(json.dumps(found.as_dict()))["name"] == "forged"
-    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(top.table([found], 200, users=True))
-    console.print(top.live_table([found], top.Rates().update([found], 1.0), 200))
-    console.file.close()
-    assert "\x1b" not in console.export_text().replace("\n", "")
-    for text in (found.samples, found.fingerprint or "", found.problem):
-        assert text.isprintable()
-    if what in ("no identity", "an escape in the identity", "half a surrogate"):
-        assert found.state == "dead"
-        assert found.stats.filled == 0
-
-
-def test_the_commands_show_forged_files_of_all_users_to_root():
+def test_forged_files_are_listed_and_do_no_harm():
     place = Path(registry.directory_of(ATTACKER))
-    for number, content in enumerate(FORGED.values()):
-        forge(place, f"forged-{number}", content)
+    for what, content in FORGED.items():
+        forge(place, what, content)
     forge(place, "\x1b[31mred", FORGED["no identity"])
+    found = listing.find(ATTACKER)
+    assert json.loads(json.dumps([each.as_dict() for each in found]))[0]["name"] == r"\x1b[31mred"
+    dead = {each.name for each in found if each.state == "dead" and each.stats.filled == 0}
+    assert dead == {r"\x1b[31mred", "no identity", "an escape in the identity", "half a surrogate"}
+    assert {each.name for each in found if each.state == "bad"} == FORGED.keys() - dead
+    with Console(width=200, record=True, file=io.StringIO()) as console:
+        console.print(top.table(found, 200, users=True))
+        console.print(top.live_table(found, top.Rates().update(found, 1.0), 200))
+    assert console.export_text().replace("\n", "").isprintable()
+    assert all(text.isprintable() for each in found for text in (each.samples, each.fingerprint or "", each.problem))
     os.mkfifo(place / "pipe", 0o600)
-    for name in ("link", "dir"):
-        (place / name).symlink_to("/etc/shadow") if name == "link" else (place / name).mkdir()
-    for arguments in (("ls", "--user", "all"), ("stat", "forged-23", "--user", "all")):
-        result = shown(*arguments)
-        assert result.returncode == 0, result.stderr
-        assert b"\x1b" not in result.stdout
-        assert b"Traceback" not in result.stderr
-        assert (rb"\x1b[31mred" in result.stdout) == (arguments[0] == "ls")
-    removed = shown("rm", "--dead", "--force", "--user", str(ATTACKER))
-    assert b"Traceback" not in removed.stderr
+    (place / "link").symlink_to("/etc/shadow")
+    (place / "dir").mkdir()
+    for arguments in (["ls", "--user", "all"], ["stat", "nested JSON", "--user", "all"]):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        assert "\x1b" not in result.output
+    removed = CliRunner().invoke(app, ["rm", "--dead", "--force", "--user", str(ATTACKER)])
+    assert isinstance(removed.exception, SystemExit | None)
 
 
 def test_a_name_of_a_directory_that_is_not_a_users_is_passed_by():
-    for name in ("99999999999999999999", "٣", "-1", "007", "4294967295"):
-        Path(f"/dev/shm/stocache-{name}").mkdir()
+    places = [Path(f"/dev/shm/stocache-{name}") for name in ("99999999999999999999", "٣", "-1", "007", "4294967295")]
+    for place in places:
+        place.mkdir()
     try:
         assert not {99999999999999999999, 3, -1, 7, 2**32 - 1} & set(registry.users())
         listing.find(-1)
     finally:
-        for name in ("99999999999999999999", "٣", "-1", "007", "4294967295"):
-            Path(f"/dev/shm/stocache-{name}").rmdir()
+        for place in places:
+            place.rmdir()
 
 
 def test_a_lock_of_another_user_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(registry, "PATIENCE_S", 60.0)
-    ready, release = os.pipe()
+    monkeypatch.setattr(registry, "wait_until", lambda *arguments: pytest.fail("waited"))
+    place = registry.directory_of(ATTACKER)
 
     def keep():
-        import fcntl
-
-        place = registry.directory_of(ATTACKER)
         os.mkdir(place, 0o700)
-        for path in (place, f"{place}/locked"):
-            fd = os.open(path, os.O_RDONLY if path == place else os.O_RDWR | os.O_CREAT, 0o600)
+        for fd in (os.open(place, os.O_RDONLY), os.open(f"{place}/locked", os.O_RDWR | os.O_CREAT, 0o600)):
             fcntl.flock(fd, fcntl.LOCK_EX)
-        os.write(release, b"x")
-        os.read(stay, 1)
 
-    stay, go = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(go)
-        os.setuid(ATTACKER)
-        keep()
-        os._exit(0)
-    os.close(stay)
-    os.read(ready, 1)
-    (found,) = listing.find(ATTACKER)
-    assert found.state == "bad"
-    named.remove(registry.path_of("locked", ATTACKER), force=True)
-    os.close(go)
-    os.waitpid(pid, 0)
-    for fd in (ready, release):
-        os.close(fd)
-    assert not Path(registry.directory_of(ATTACKER)).exists()
+    with stopped(keep, ATTACKER):
+        (found,) = listing.find(ATTACKER)
+        assert found.state == "bad"
+        named.remove(registry.path_of("locked", ATTACKER), force=True)
+    assert not Path(place).exists()
 
 
 def test_looking_at_another_users_cache_does_not_disturb_its_processes():
-    opened, goes_on = os.pipe(), os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.setuid(ATTACKER)
-        cache = make()
-        cache.set_slot(1, torch.ones(4, dtype=torch.uint8))
-        os.write(opened[1], b"x")
-        os.read(goes_on[0], 1)
-        cache.close()
+    def use():
+        with make() as cache:
+            cache.set_slot(1, torch.ones(4, dtype=torch.uint8))
+            stop()
         os._exit(0)
-    os.read(opened[0], 1)
-    (found,) = listing.find(ATTACKER)
-    assert (found.state, found.stats.filled, [holder.pid for holder in found.holders]) == ("live", 1, [pid])
-    os.write(goes_on[1], b"x")
-    assert os.waitpid(pid, 0)[1] == 0
-    for fd in (*opened, *goes_on):
-        os.close(fd)
+
+    with stopped(use, ATTACKER) as pid:
+        (found,) = listing.find(ATTACKER)
+        assert (found.state, found.stats.filled, [holder.pid for holder in found.holders]) == ("live", 1, [pid])
+        os.kill(pid, signal.SIGCONT)
+        assert os.waitpid(pid, 0)[1] == 0
     assert not Path(registry.directory_of(ATTACKER)).exists()
 
 
 def test_a_text_is_printable_whatever_is_in_it():
     assert printable("a b ü 漢 [x]") == "a b ü 漢 [x]"
     assert printable("\x1b[31m\n\x9b\u202e\ud800") == r"\x1b[31m\n\x9b\u202e\ud800"
-
-
-# ---------------------------------------------------------------------------------------------------- files that are cut
 
 
 def test_an_anonymous_segment_in_a_memfd_cannot_be_cut(monkeypatch):
@@ -428,22 +338,12 @@ def test_an_anonymous_segment_in_a_memfd_cannot_be_cut(monkeypatch):
     assert os.fstat(segment.fd).st_size == segment.layout.size
 
 
-@pytest.mark.parametrize("stretched", [False, True])
-def test_a_named_file_that_was_cut_is_noticed_when_attaching(stretched):
+def test_a_named_file_that_was_cut_is_noticed_when_attaching():
     with make() as cache:
         cache.set_slot(3, torch.full((4,), 7, dtype=torch.uint8))
-        size = os.path.getsize(registry.path_of(NAME))
-        os.truncate(registry.path_of(NAME), EXTENTS_AT)
-        if stretched:
-            os.truncate(registry.path_of(NAME), size)
-        with pytest.raises(SegmentError, match=r"is damaged: .* Remove it: stocache rm --force"):
-            make()
-        Path(registry.path_of(NAME)).unlink()
-
-
-def test_a_directory_made_by_this_user_is_for_it_alone():
-    with make():
-        status = os.stat(registry.directory_of())
-        assert stat.S_IMODE(status.st_mode) == 0o700
-        assert status.st_uid == os.geteuid()
-    assert limits.SHM_DIR == "/dev/shm"
+        path = Path(registry.path_of(NAME))
+        for size in (EXTENTS_AT, path.stat().st_size):  # and stretched again
+            os.truncate(path, size)
+            with pytest.raises(SegmentError, match=r"is damaged: .* Remove it: stocache rm --force"):
+                make()
+        path.unlink()

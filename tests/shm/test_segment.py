@@ -1,19 +1,27 @@
+"""Segments of shared memory, and the claims of many samples at once: who has them, and that they end with their process."""
+
 import errno
-import multiprocessing
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from stocache import SegmentError
+import stocache
+from stocache import SegmentError, SharedCache
 from stocache.shm import layout
 from stocache.shm import segment as segment_module
-from stocache.shm.layout import Layout
+from stocache.shm.layout import ROWS, Layout
 from stocache.shm.segment import Segment
 from stocache.system import limits
 from stocache.system.limits import GIB, MIB, Memory
 from tests.support.faults import no_shared_memory, nothing_attached
+from tests.support.processes import in_child, run_python, stopped
+
+pytestmark = pytest.mark.quick
 
 
 @pytest.fixture(params=["/dev/shm", "memfd"])
@@ -25,13 +33,14 @@ def segment(request, monkeypatch):
     return segment
 
 
-def free_lock(segment: Segment, number: int) -> bool:
-    """Whether another process could take the lock; asked in a child, since locks are per process."""
-    pid = os.fork()
-    if pid == 0:
+def is_free(segment, number):
+    """Whether another process could take a lock; asked in a child, since locks are per process."""
+
+    def take():
         with segment.guard:
-            os._exit(not segment.try_lock(number))
-    return os.waitpid(pid, 0)[1] == 0
+            assert segment.try_lock(number)
+
+    return in_child(take) == 0
 
 
 def test_memory_is_taken_extent_by_extent(segment):
@@ -76,24 +85,9 @@ def test_buffers_are_written_one_behind_the_other_however_much_the_kernel_takes_
         segment.reserve(0, MIB)
     segment.write_all(5, buffers, len(wanted))
     assert bytes(segment.view(0, len(wanted) + 105)) == bytes(5) + wanted + bytes(100)
-
-
-def test_memory_that_takes_no_more_bytes_is_an_error(segment, monkeypatch):
-    with segment.guard:
-        segment.reserve(0, 100)
     monkeypatch.setattr(os, "pwritev", lambda *arguments: 0)
     with pytest.raises(SegmentError, match="takes no more bytes"):
         segment.write_all(0, [b"abcd"], 4)
-
-
-def test_a_tensor_keeps_the_memory_when_the_segment_is_gone():
-    segment = Segment.create(100, 5 * MIB)
-    with segment.guard:
-        segment.reserve(0, 4)
-    segment.write(0, b"abcd", 4)
-    tensor = segment.tensor(0, 4)
-    del segment
-    assert bytes(tensor.tolist()) == b"abcd"
 
 
 def test_no_memory_refuses_the_extent_and_gives_back_what_it_got(segment, monkeypatch, caplog):
@@ -112,15 +106,15 @@ def test_no_memory_refuses_the_extent_and_gives_back_what_it_got(segment, monkey
     assert len(caplog.records) == 1
     assert "No space left on device. Samples beyond stay uncached, training goes on." in caplog.text
     segment.clear()
+    monkeypatch.setattr(limits, "memory", lambda: Memory(GIB, 65 * MIB))
+    segment._known_spare = 0
+    with segment.guard:
+        assert not segment.reserve(0, 10)  # before the kernel has to refuse
+    assert segment._allocate(0, 2 * MIB) == "65.0 MiB of memory are available, of which 64.0 MiB stay free"
+    monkeypatch.undo()
+    segment.clear()
     with segment.guard:
         assert segment.reserve(0, 10)
-
-
-def test_low_memory_refuses_before_the_kernel_has_to(segment, monkeypatch, caplog):
-    monkeypatch.setattr(limits, "memory", lambda: Memory(GIB, 65 * MIB))
-    with segment.guard:
-        assert not segment.reserve(0, 10)
-    assert "65.0 MiB of memory are available, of which 64.0 MiB stay free" in caplog.text
 
 
 def test_huge_page_populating_is_only_a_wish(monkeypatch):
@@ -141,85 +135,35 @@ def test_huge_page_populating_is_only_a_wish(monkeypatch):
 def test_locks_exclude_other_processes_and_go_with_unlock(segment):
     with segment.guard:
         assert segment.try_lock(5)
-    assert not free_lock(segment, 5)
-    assert free_lock(segment, 6)
+    assert not is_free(segment, 5)
+    assert is_free(segment, 6)
     segment.unlock(5)
-    assert free_lock(segment, 5)
-    assert segment.run_locked(0, 10, lambda: (free_lock(segment, 9), free_lock(segment, 10)), None) == (False, True)
-    assert free_lock(segment, 0)
+    assert is_free(segment, 5)
+    assert segment.run_locked(0, 10, lambda: (is_free(segment, 9), is_free(segment, 10)), None) == (False, True)
+    assert is_free(segment, 0)
 
 
-def test_each_process_counts_in_a_row_of_its_own(segment):
+def test_each_process_counts_in_a_row_of_its_own_and_takes_over_that_of_an_ended_one(segment):
+    def count():
+        segment.counters[0] += 10
+        segment.counters[6] += 1
+
     segment.counters[0] += 1
     for _ in range(3):
-        pid = os.fork()
-        if pid == 0:
-            segment.counters[0] += 10
-            segment.counters[6] += 1
-            os._exit(0)
-        os.waitpid(pid, 0)
+        assert in_child(count) == 0
     assert segment.totals()[:7] == [31, 0, 0, 0, 0, 0, 3]
     assert segment.counters[0] == 1
-
-
-def test_rows_of_ended_processes_are_taken_over(segment):
-    before = len(segment_rows(segment))
-    for _ in range(5):
-        pid = os.fork()
-        if pid == 0:
-            segment.counters[0] += 1
-            os._exit(0)
-        os.waitpid(pid, 0)
-    assert len(segment_rows(segment)) == before + 1
-
-
-def segment_rows(segment):
     rows = np.frombuffer(os.pread(segment.fd, layout.EXTENTS_AT - layout.ROWS_AT, layout.ROWS_AT), np.int64)
-    rows = rows.reshape(-1, layout.ROW_WORDS)
-    return rows[rows.any(axis=1)]
+    assert rows.reshape(-1, layout.ROW_WORDS).any(axis=1).sum() == 2
 
 
-def test_an_unpickled_copy_in_the_same_process_is_the_segment_itself(segment):
-    assert pickle.loads(pickle.dumps(segment)) is segment
-
-
-def attach(connection):
-    segment = connection.recv()
-    with segment.guard:
-        segment.reserve(0, 4)
-    segment.write(0, b"abcd", 4)
-    segment.control[0] = 1
-    connection.send(True)
-    connection.recv()
-
-
-@pytest.mark.slow
-def test_a_running_process_attaches_through_proc(segment, start_method):
-    context = multiprocessing.get_context(start_method)
-    ours, theirs = context.Pipe()
-    process = context.Process(target=attach, args=(theirs,))
-    process.start()
-    ours.send(segment)
-    assert ours.recv()
-    assert bytes(segment.tensor(0, 4).tolist()) == b"abcd"
-    assert segment.control[0] == 1
-    ours.send(True)
-    process.join()
-    process.close()
-    ours.close()
-    theirs.close()
-
-
-def test_attaching_after_the_owner_let_go_is_a_clear_error(segment):
-    function, (key, handle, backing, path) = segment.__reduce__()
-    with pytest.raises(SegmentError, match=r"its process has closed it"):
-        function((key[0], key[1] + 1), handle, backing, path)
-    with pytest.raises(SegmentError, match="The process that pickled it must be alive, on this machine"):
-        function((0, 0), "/proc/self/fd/99999", backing, path)
-
-
-def test_a_file_of_another_format_is_refused(segment):
+def test_attaching_to_what_is_gone_or_of_another_format_is_a_clear_error(segment):
     function, (key, *handle) = segment.__reduce__()
+    assert function(key, *handle) is segment
+    with pytest.raises(SegmentError, match=r"its process has closed it"):
+        function((key[0], key[1] + 1), *handle)
+    with pytest.raises(SegmentError, match="The process that pickled it must be alive, on this machine"):
+        function((0, 0), "/proc/self/fd/99999", *handle[1:])
     os.pwrite(segment.fd, b"stocache\x63", 0)
     with nothing_attached(), pytest.raises(SegmentError, match="format version 99, this stocache reads version 3"):
         function(key, *handle)
@@ -260,8 +204,114 @@ def test_shm_comes_first_when_it_has_the_room(monkeypatch):
     assert Segment.create(0, 1).backing == "memfd"
     monkeypatch.setattr(limits, "open_memfd", lambda: None)
     assert Segment.create(0, 1).backing == "/dev/shm"
+    assert {Layout.for_sizes(0, data * MIB).extent_bytes for data in (0, 1, 33, 65536)} == {2 * MIB}
 
 
-@pytest.mark.parametrize("data", [0, 1, 33, 65536])
-def test_extents_have_2_mib_whatever_the_size_of_the_data(data):
-    assert Layout.for_sizes(0, data * MIB).extent_bytes == 2 * MIB
+N = 50
+SOME = [3, 4, 9, 20]
+
+
+@pytest.fixture
+def cache():
+    with SharedCache(1, N, (4,)) as cache:
+        yield cache
+
+
+@pytest.fixture
+def claims(cache):
+    return cache._claims
+
+
+def take(claim, indices):
+    """Claim samples with ``claims.to_load`` or ``claims.to_write``; return those that were claimed."""
+    taken = set()
+    claim(np.array(indices), taken)
+    return taken
+
+
+def test_a_sample_is_claimed_once_and_who_writes_may_take_a_claim_to_load(claims):
+    loading = take(claims.to_load, SOME)
+    assert loading == {3, 4, 9, 20}
+    assert take(claims.to_load, [9, 10]) == {10}
+    assert take(claims.to_write, [3, 5]) == {3, 5}
+    assert take(claims.to_write, [3, 5, 6]) == {6}
+    assert take(claims.to_load, [5]) == set()
+    claims.end_loading(loading)
+    assert take(claims.to_write, [3, 4]) == {4}  # 3 is still being written
+    claims.end_writing({3, 4, 5, 6})
+    assert take(claims.to_load, [3, 4, 5, 6, 9, 10]) == {3, 4, 5, 6, 9}
+
+
+@pytest.mark.parametrize("way", ["to_load", "to_write"])
+def test_claims_end_with_their_process(claims, way):
+    with stopped(lambda: take(getattr(claims, way), SOME)):
+        assert take(claims.to_load, [2, *SOME]) == {2}
+        assert take(claims.to_write, SOME) == (set() if way == "to_write" else set(SOME))
+        claims.end_writing(set(SOME))
+    with stopped(lambda: take(claims.to_write, [30])):  # takes over the row
+        assert take(claims.to_write, [*SOME, 30]) == set(SOME)
+
+
+def test_a_forked_child_has_not_the_claims_of_its_parent_and_respects_them(claims):
+    def check():
+        claims._words[SOME] = words  # as when the parent has claimed them again
+        assert not claims.run_unwritten(lambda: None)
+        assert take(claims.to_write, [*SOME, 5]) == {5}
+
+    def check_free():
+        claims._words[:] = 0  # as when the parent has written them
+        assert claims.run_unwritten(lambda: None)
+
+    assert take(claims.to_write, SOME) == set(SOME)
+    words = claims._words[SOME]
+    assert in_child(check_free) == 0
+    claims.end_writing(set(SOME))
+    assert in_child(check) == 0
+
+
+def test_a_process_without_a_row_reads_and_does_not_fill(cache):
+    def use():
+        cache._segment.holder = 0  # as when all of the rows are taken
+        cache.get_or_load_many([0, 1], lambda indices: [torch.ones(4, dtype=torch.uint8)] * len(indices))
+        assert cache.stats().filled == 1
+        assert cache.get_slot(0) is not None
+
+    cache.set_slot(0, torch.zeros(4, dtype=torch.uint8))
+    assert in_child(use) == 0
+    assert cache._segment.holder < 2**31
+    assert (cache._segment.holder - 1) % ROWS < ROWS - 1
+
+
+def test_threads_that_fill_together_write_each_sample_once(cache):
+    def fill(number):
+        indices = np.random.default_rng(number).permutation(N).tolist()
+        for at in range(0, N, 10):
+            part = indices[at : at + 10]
+            for idx, sample in zip(part, cache.get_or_load_many(part, load), strict=True):
+                assert (sample == idx).all()
+
+    def load(indices):
+        return [torch.full((4,), idx, dtype=torch.uint8) for idx in indices]
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(fill, range(4)))
+    stats = cache.stats()
+    assert (stats.filled, stats.fills, stats.races) == (N, N, 0)
+    assert not cache._claims._words.any()
+
+
+LIGHT = (
+    "errors system.limits system.waiting shm.layout shm.registry shm.named cache.stats cache.options cache.arena cli.listing"
+)
+
+
+def test_listing_caches_imports_neither_torch_nor_numpy():
+    program = f"""
+import importlib, sys, types
+package = sys.modules["stocache"] = types.ModuleType("stocache")  # in place of the package itself, which exports everything
+package.__path__ = [{str(Path(stocache.__file__).parent)!r}]
+for name in {LIGHT.split()}:
+    importlib.import_module("stocache." + name)
+    assert not sys.modules.keys() & {{"torch", "numpy"}}, name
+"""
+    run_python("-c", program)

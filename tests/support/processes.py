@@ -104,3 +104,36 @@ def wait_until(condition):
         assert time.monotonic() < deadline
         time.sleep(0.001)
     return True
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@contextlib.contextmanager
+def stopped(action, uid=None):
+    """Fork a child that runs an action and is stopped in it or after it, as another user if one is given; give its pid.
+
+    It holds all that it has taken until it is killed, at the end of the context at the latest.
+    """
+    pid = os.fork()
+    if pid == 0:
+        try:
+            if uid is not None:
+                os.setuid(uid)
+            kept = action()
+            stop()
+            del kept
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(pid, os.WUNTRACED)
+    try:
+        assert os.WIFSTOPPED(status), "the child did not stop"
+        yield pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
