@@ -33,13 +33,13 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 import stocache
+from benchmark.support.bottlenecks import BOTTLENECKS
 from benchmark.support.measuring import machine, settle
 from stocache import CachedDataset
 from stocache.loader import collate as loader_collate
 from stocache.loader import requests, thread_iterator
 from stocache.timing import record
 from stocache.timing.histogram import BUCKETS, Distribution, bucket_of
-from benchmark.support.bottlenecks import BOTTLENECKS
 
 CLAIM = "Recording waits costs under 1 %, percentiles are exact within 2 %, and the verdict finds eight bottlenecks."
 

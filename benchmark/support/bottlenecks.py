@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ N, BATCH = 240, 20
 NEEDED_GIB = "1MB"  # all samples
 
 
-def burn(cost_s):
+def burn(cost_s: float) -> None:
     """Run Python for that long, and hold the GIL."""
     until = time.thread_time() + cost_s
     while time.thread_time() < until:
@@ -26,16 +26,16 @@ def burn(cost_s):
 
 @dataclass(frozen=True)
 class Source(Dataset):
-    """Samples that take ``cost_s`` to load, waiting, as for a disk or a network, or in Python."""
+    """Samples that take ``cost_s`` to load: waiting, as for a disk or a network, or in Python."""
 
     cost_s: float = 0.0
     wait: Callable[[float], None] = time.sleep
     size: int = 32
 
-    def __len__(self):
+    def __len__(self) -> int:
         return N
 
-    def __getitem__(self, idx):
+    def __getitem__(self, idx: int) -> tuple[torch.Tensor, int]:
         self.wait(self.cost_s)
         return torch.full((3, self.size, self.size), idx % 251, dtype=torch.uint8), idx
 
@@ -47,12 +47,16 @@ class Slow:
     cost_s: float
     function: Callable[[Any], Any] = tuple
 
-    def __call__(self, value):
+    def __call__(self, value: Any) -> Any:
+        """Burn, and return what the function returns."""
         burn(self.cost_s)
         return self.function(value)
 
 
-def cached(cost_s=0.0, limit=NEEDED_GIB, wait=time.sleep, size=32, **options):
+def cached(
+    cost_s: float = 0.0, limit: str = NEEDED_GIB, wait: Callable[[float], None] = time.sleep, size: int = 32, **options: Any
+) -> Callable[[], CachedDataset]:
+    """Return a function that caches a `Source`."""
     return lambda: CachedDataset(Source(cost_s, wait, size), limit, **options)
 
 
@@ -78,7 +82,7 @@ class Bottleneck:
     options: dict[str, Any] = field(default_factory=dict)
 
     @contextmanager
-    def running(self):
+    def running(self) -> Iterator[Any]:
         """Run all epochs, and give the loader."""
         dataset = self.dataset()
         if self.warm:

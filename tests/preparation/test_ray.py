@@ -3,19 +3,15 @@
 Most run with a stand-in for Ray that runs tasks in this process. Those with a real Ray are slow: they show what it alone can.
 """
 
-import contextlib
 import os
 import pickle
 import signal
 import sys
 import threading
-import time
 import types
-from collections import Counter
 from pathlib import Path
 from unittest.mock import ANY
 
-import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -23,9 +19,9 @@ import stocache.preparation
 from stocache import OnDiskBlockDataStorage, SampleError, StorageError
 from stocache.cli.app import app
 from stocache.errors import WorkerError
-from stocache.storage.manifest import block_name
-from tests.support.preparing import Faulty, FaultyTogether, Images, N, Preparer, content, prepare_quietly, prepared, written
-from tests.support.processes import run_python, wait_until
+from tests.support.preparing import Faulty, FaultyTogether, Images, Preparer, content, prepared, written
+from tests.support.processes import run_python
+from tests.support.ray_programs import by_ray
 
 
 class RayError(Exception):
@@ -126,10 +122,6 @@ def ray(monkeypatch):
     yield stand_in
     sys.modules.pop("stocache.preparation.ray", None)
     vars(stocache.preparation).pop("ray", None)
-
-
-def by_ray(source, folder, **options):
-    prepare_quietly(source, folder, engine="ray", **options).close()
 
 
 @pytest.mark.parametrize(("make", "options"), [
@@ -259,89 +251,15 @@ def test_the_command_takes_ray_with_and_without_an_address(tmp_path, monkeypatch
 # ---------------------------------------------------------------------------------------------------- a real Ray
 
 
-def log(dataset, name, word):
-    with open(f"{dataset.log}.{name}", "a") as file:
-        file.write(f"{word}\n")
-
-
-def logged(path):
-    return path.read_text().split() if path.exists() else []
-
-
-class Unpickled(Faulty):
-    """A dataset that writes down which processes have unpickled it."""
-
-    def __setstate__(self, state):
-        vars(self).update(state)
-        log(self, "unpickled", os.getpid())
-
-
-def die_once(dataset, idx):
-    if idx == 45 and not logged(Path(f"{dataset.log}.deaths")):
-        left_by_a_writer = dataset.log.parent / "ray" / f"{block_name(45 // 7)}.123.tmp"
-        left_by_a_writer.touch()
-        log(dataset, "deaths", idx)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def a_killed_worker_costs_the_block_it_was_at(folder):
-    by_ray(Unpickled(log=folder / "log", seeded=True, at=die_once), folder / "ray")
-    assert Counter(map(int, logged(folder / "log"))) == Counter([*range(N), *range(42, 45)])
-    assert set(Counter(logged(folder / "log.unpickled")).values()) == {1}
-    assert content(folder / "ray") == prepared(Unpickled(seeded=True), folder / "here")
-
-
-def wait_for_an_end(dataset, idx):
-    """At sample 60 an error, once another block has begun; those that come later swallow the interruption, and go on."""
-    if idx == 60:
-        wait_until(Path(f"{dataset.log}.pids").exists)
-        raise ValueError("photo 60 cannot be read")
-    if idx > 63:
-        log(dataset, "pids", os.getpid())
-        for _ in range(2):
-            with contextlib.suppress(KeyboardInterrupt):
-                ended = time.monotonic() + 60
-                while time.monotonic() < ended:
-                    time.sleep(0.01)  # a cancelled task is interrupted between two of these, not within one
-
-
-def after_an_error_of_the_dataset_nothing_is_written_any_more(folder):
-    with pytest.raises(ValueError, match="photo 60 cannot be read") as raised:
-        by_ray(Faulty(log=folder / "log", at=wait_for_an_end), folder / "error")
-    before = content(folder / "error")
-    assert "RayTaskError" in type(raised.value.__cause__).__name__
-    pids = set(map(int, logged(folder / "log.pids")))
-    wait_until(lambda: not any(map(psutil.pid_exists, pids)))
-    assert content(folder / "error") == before
-    assert len([name for name in before if name.startswith("blocks/")]) == 8
-
-
-def in_a_real_ray(path):
-    import ray
-
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    a_killed_worker_costs_the_block_it_was_at(Path(path))
-    after_an_error_of_the_dataset_nothing_is_written_any_more(Path(path))
-    ray.shutdown()
-
-
-def in_its_own_ray(path):
-    before = signal.getsignal(signal.SIGTERM)
-    by_ray(Images(), path, num_workers=2)
-    assert not sys.modules["ray"].is_initialized()
-    assert signal.getsignal(signal.SIGTERM) is before
-    names = [process.name() for process in psutil.Process().children(recursive=True)]
-    assert not [name for name in names if "raylet" in name or "gcs" in name], names
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("function", ["in_a_real_ray", "in_its_own_ray"])
 def test_a_real_ray_loses_workers_and_its_own_is_quiet_and_ends_with_the_preparation(tmp_path, function):
     pytest.importorskip("ray", reason="comes with the extra ray")
     # Its workers hardly run on a busy machine with the niceness of 15, Ray's own choice
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"RAY_worker_niceness": "0"}
-    code = f"import sys; from tests.preparation.test_ray import {function}; {function}(sys.argv[1])"
-    done = run_python("-c", code, tmp_path, cwd=Path(__file__).parents[2], env=environment, timeout_s=240)
+    done = run_python(
+        "-m", "tests.support.ray_programs", function, tmp_path, cwd=Path(__file__).parents[2], env=environment, timeout_s=240
+    )
     if function == "in_its_own_ray":
         assert (done.stdout, done.stderr) == ("", "")
         assert content(tmp_path) == prepared(Images(), tmp_path / "here")
