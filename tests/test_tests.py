@@ -92,20 +92,24 @@ def test_what_other_programs_make_is_not_ours(monkeypatch):
     path.unlink()
 
 
-def test_a_test_that_leaves_something_fails(tmp_path):
+def test_a_test_that_leaves_something_fails_and_a_failure_says_how_to_repeat_it(tmp_path):
     (tmp_path / "test_traces.py").write_text(
         "import os\n"
-        "from tests.support import traces\n"
+        "from tests.support import processes, traces\n"
         "traces.PATIENCE_S, left, path = 0.1, [], f'/dev/shm/torch_{os.getpid()}_left'\n"
         "def test_leaves_a_descriptor(): left.append(open('/dev/null'))\n"
         "def test_leaves_a_file(): open(path, 'w').close()\n"
         "def test_leaves_nothing(): os.unlink(path)\n"
+        "def test_fails(): processes.run_python('-c', 'print(5 * 5); exit(3)')\n"
     )
     (tmp_path / "pytest.ini").write_text("[pytest]")
-    command = ["-m", "pytest", "-rA", "-p", "no:cacheprovider", "-p", "tests.support.traces", "-n", "0", tmp_path]
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    command = ["-m", "pytest", "-rA", "-p", "no:cacheprovider", "--seed", "7", "-n", "0", tmp_path]
     run = run_python(*command, ok=False, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout_s=200)
     assert re.findall(r"^ERROR .*::test_leaves_(\w+)", run.stdout, re.MULTILINE) == ["a_descriptor", "a_file"], run.stdout
-    assert "3 passed, 2 errors" in run.stdout
+    assert "1 failed, 3 passed, 2 errors" in run.stdout
+    assert re.search(r"exit\(3\)' ended with 3\n.*stdout: …25", run.stdout)  # the end of what the child printed
+    assert "pytest --seed 7 -n 0 -m '' test_traces.py::test_fails" in run.stdout
 
 
 def test_every_test_is_compared_before_and_after(request):

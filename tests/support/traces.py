@@ -20,6 +20,7 @@ import pytest
 SHM = "/dev/shm"
 PREFIXES = ("torch_", "sem.", "stocache-", "pymp-", "psm_")  # of torch, multiprocessing and stocache
 SEGMENTS = ("/memfd:stocache", "/dev/shm/#", "/dev/shm/stocache")  # as they are called where they are mapped
+LEAST_BYTES = 1 << 30  # of a /dev/shm of our own; it takes memory as it fills
 PATIENCE_S = 10.0  # for processes that end after their test
 
 CLONE_NEWNS, MS_REC, MS_SLAVE = 1 << 17, 1 << 14, 1 << 19  # of linux/sched.h and linux/mount.h
@@ -29,7 +30,7 @@ private = False
 
 
 def pytest_configure() -> None:
-    """Mount a /dev/shm of our own, as large as the one that is there."""
+    """Mount a /dev/shm of our own, as large as the one that is there, or larger."""
     global private
     private = mount_private()
 
@@ -44,7 +45,7 @@ def pytest_xdist_auto_num_workers() -> int:
 def mount_private() -> bool:
     """Mount an empty /dev/shm that only this process and its children see; False where that is not allowed."""
     libc = ctypes.CDLL(None)
-    size = os.statvfs(SHM).f_blocks * os.statvfs(SHM).f_frsize
+    size = max(os.statvfs(SHM).f_blocks * os.statvfs(SHM).f_frsize, LEAST_BYTES)
     return (
         libc.unshare(CLONE_NEWNS) == 0
         and libc.mount(None, b"/", None, MS_REC | MS_SLAVE, None) == 0  # or others would see the mount
