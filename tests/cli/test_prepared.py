@@ -203,7 +203,8 @@ def test_a_broken_image_stops_or_is_skipped(photos, out, caplog, workers):
 
 
 def test_skipped_samples_are_told_in_one_line_of_stderr(run, photos, out, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("stocache"), "propagate", False)  # there is no handler, as in a process of its own
+    for name, value in (("propagate", False), ("handlers", [])):  # as in a process of its own
+        monkeypatch.setattr(logging.getLogger("stocache"), name, value)
     (photos / "4.jpg").write_bytes(b"")
     result = run("prepare", photos, out, "--on-error", "skip", "--workers", 0)
     notice = f"{out} lacks 1 of the 10 samples of the source, which cannot be loaded: {out}/skipped.json lists them."

@@ -25,10 +25,11 @@ from stocache import CachedDataset
 
 WARNED = "stocache warned:"
 
-_handler = logging.StreamHandler()  # here, and so in workers that are spawned, too: they import the program
-_handler.setLevel("WARNING")
-_handler.setFormatter(logging.Formatter(f"{WARNED} %(message)s"))
-logging.getLogger("stocache").addHandler(_handler)
+if __name__ in ("__main__", "__mp_main__"):  # also in workers that are spawned; not in a process of tests
+    _handler = logging.StreamHandler()
+    _handler.setLevel("WARNING")
+    _handler.setFormatter(logging.Formatter(f"{WARNED} %(message)s"))
+    logging.getLogger("stocache").addHandler(_handler)
 
 
 def epochs(dataset, batch_size=8, num_workers=0, start_method="fork", **options):
