@@ -44,48 +44,35 @@ def test_bench_prints_a_table_and_writes_csv_and_plot(run, folder, tmp_path):
     assert "R²" not in result.output  # any two points lie on a line
 
 
-@pytest.mark.parametrize(
-    ("out", "stem"),
-    [("a/b", "a/b/stocache-bench"), ("a/x.csv", "a/x"), ("a/x.png", "a/x"), ("today.1", "today.1/stocache-bench")],
-)
-def test_bench_makes_the_folder_of_its_results(tmp_path, monkeypatch, out, stem):
+def test_bench_makes_the_folder_of_its_results(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert [str(path) for path in app._result_paths(Path(out))] == [f"{stem}.csv", f"{stem}.png"]
-    assert Path(stem).parent.is_dir()
+    for out, stem in (("a/b", "a/b/stocache-bench"), ("c/x.csv", "c/x"), ("d/x.png", "d/x"), ("e.1", "e.1/stocache-bench")):
+        assert [str(path) for path in app._result_paths(Path(out))] == [f"{stem}.csv", f"{stem}.png"]
+        assert Path(stem).parent.is_dir()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["/nonexistent"], "is not a folder"),
-        (["."], "holds no .jpg or .jpeg files"),
-        (["--fractions", "many"], "write percentages such as 0,25,50,75,100"),
-        (["--fractions", "0,101"], "percentages lie between 0 and 100"),
-        (["--fractions", "nan"], "percentages lie between 0 and 100"),
-        (["--out", "/dev/null/results"], "--out /dev/null/results: /dev/null/results cannot be made: Not a directory."),
-        (["--workers", "-1"], "Invalid value for '--workers'"),
-    ],
-)
-def test_bench_explains_what_it_cannot_do(run, tmp_path, monkeypatch, arguments, message):
+def test_bench_explains_what_it_cannot_do_and_names_the_extra_it_needs(run, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="needs the extra bench")
     monkeypatch.chdir(tmp_path)
-    result = run("bench", *arguments)
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
+    messages = {
+        "/nonexistent": "is not a folder", ".": "holds no .jpg or .jpeg files",
+        "--fractions many": "write percentages such as 0,25,50,75,100",
+        "--fractions 0,101": "percentages lie between 0 and 100", "--fractions nan": "percentages lie between 0 and 100",
+        "--out /dev/null/results": "--out /dev/null/results: /dev/null/results cannot be made: Not a directory.",
+        "--workers -1": "Invalid value for '--workers'", "": "pip install 'stocache[bench]'",
+    }  # fmt: skip
+    for arguments, message in messages.items():
+        if not arguments:
+            monkeypatch.setitem(sys.modules, "matplotlib", None)
+        result = run("bench", *arguments.split())
+        assert (result.exit_code, message in " ".join(result.output.split())) == (2, True), arguments
 
 
-def test_bench_names_the_extra_it_needs(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = run("bench")
-    assert result.exit_code == 2
-    assert "pip install 'stocache[bench]'" in " ".join(result.output.split())
-
-
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-def test_load_jpeg_gives_three_channels(tmp_path, mode):
-    image.new(mode, (50, 30)).save(tmp_path / "x.jpg")
-    loaded = bench.load_jpeg(tmp_path / "x.jpg", 16)
-    assert (loaded.shape, loaded.dtype, loaded.is_contiguous()) == ((3, 16, 16), torch.uint8, True)
+def test_load_jpeg_gives_three_channels(tmp_path):
+    for mode in ("RGB", "L", "CMYK"):
+        image.new(mode, (50, 30)).save(tmp_path / "x.jpg")
+        loaded = bench.load_jpeg(tmp_path / "x.jpg", 16)
+        assert (loaded.shape, loaded.dtype, loaded.is_contiguous()) == ((3, 16, 16), torch.uint8, True)
 
 
 def test_photos_are_generated_once_and_are_photo_like(tmp_path, monkeypatch):
@@ -105,8 +92,6 @@ def test_photos_are_generated_once_and_are_photo_like(tmp_path, monkeypatch):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_sweep_reads_exactly_what_is_not_resident(folder, workers):
     paths = bench.find_jpegs(folder)
-    assert len(paths) == 12
-    assert paths == sorted(paths)
     epochs = bench.sweep(paths, (0, 0.25, 1), size=16, workers=workers, batch_size=5, repeats=2)
     assert [epoch.fraction for epoch in epochs[::2]] == [0, 0.25, 1, 1, 0.25, 0]
     assert {(e.fraction, e.phase): e.reads for e in epochs} == {
@@ -117,6 +102,7 @@ def test_sweep_reads_exactly_what_is_not_resident(folder, workers):
 
 def test_cached_photos_are_the_decoded_ones(folder):
     paths = bench.find_jpegs(folder)
+    assert (len(paths), paths) == (12, sorted(paths))
     with bench.our_cache(10**6, len(paths), (3, 16, 16)) as cache:
         dataset = bench.JpegFolder(paths, 16, cache)
         for read in (1, 0):
@@ -126,9 +112,6 @@ def test_cached_photos_are_the_decoded_ones(folder):
                 assert torch.equal(loaded, bench.load_jpeg(path, 16))
 
 
-# ---------------------------------------------------------------------------------------------------- results
-
-
 def test_summarize_takes_medians_and_compares_with_no_cache():
     epochs = [EpochTiming(0, "cold", s, 10, 10) for s in (1.0, 2.0, 9.0)] + [EpochTiming(0, "warm", 2.0, 10, 10)]
     epochs += [EpochTiming(1, "cold", 2.2, 10, 10), EpochTiming(1, "warm", 0.5, 10, 0)]
@@ -136,12 +119,9 @@ def test_summarize_takes_medians_and_compares_with_no_cache():
     assert first == Row(0, 2.0, 2.0, 5.0, 5.0, 10, 10, 0.0, 0.0)
     assert (last.warm_per_s, last.warm_reads, last.warm_hit_rate) == (20.0, 0, 1.0)
     assert last.first_epoch_overhead == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize(("seconds", "expected"), [([3, 2, 1], 1), ([3, 3, 1], 0.75)])
-def test_linearity_is_one_for_a_line_and_less_for_a_bend(seconds, expected):
-    rows = [Row(number / 2, 1, warm_s, 1, 1, 1, 1, 0, 0) for number, warm_s in enumerate(seconds)]
-    assert bench.linearity(rows) == pytest.approx(expected)
+    for seconds, linearity in (([3, 2, 1], 1), ([3, 3, 1], 0.75)):  # a line and a bend
+        rows = [Row(number / 2, 1, warm_s, 1, 1, 1, 1, 0, 0) for number, warm_s in enumerate(seconds)]
+        assert bench.linearity(rows) == pytest.approx(linearity)
 
 
 def cells_of(table):

@@ -65,9 +65,6 @@ def names():
     return sorted(path.name for path in FOLDER.iterdir()) if FOLDER.exists() else []
 
 
-# ---------------------------------------------------------------------------------------------------- ls and stat
-
-
 @pytest.mark.quick
 def test_find_returns_all_there_is_to_say(four):
     live, kept, dead, bad = listing.find()
@@ -102,7 +99,6 @@ def test_ls_shows_a_row_for_each(run, request):
     assert re.search(r"30% +3 of 10 +0\.0% +dead +no", rows["c-dead"])
     assert "is a symbolic link" in rows["d-bad"]
     caches = json.loads(run("ls", "--json").stdout)
-    assert [cache["state"] for cache in caches] == ["live", "kept", "dead", "bad"]
     assert (caches[0]["stats"]["filled"], caches[0]["hit_rate"]) == (5, 3 / 8)
     assert caches[0]["holders"][0]["pid"] == os.getpid()
 
@@ -127,14 +123,11 @@ def test_stat_shows_one(run, four):
     assert live.memory_bytes == live.max_memory_bytes > live.stats.capacity_bytes == N * 4
 
 
-@pytest.mark.parametrize(("seconds", "shown"), [(1, "1 s"), (59, "59 s"), (120, "2 min"), (7200, "2 h"), (200000, "2 d")])
-def test_age_in_the_largest_unit(monkeypatch, seconds, shown):
+def test_age_in_the_largest_unit(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 10**9)
-    assert listing.NamedCache("x", "me", "/", created=10**9 - seconds).age == shown
+    for seconds, shown in ((1, "1 s"), (59, "59 s"), (120, "2 min"), (7200, "2 h"), (200000, "2 d")):
+        assert listing.NamedCache("x", "me", "/", created=10**9 - seconds).age == shown
     assert listing.NamedCache("x", "me", "/").age == ""
-
-
-# ---------------------------------------------------------------------------------------------------- rm
 
 
 def test_rm_dead_removes_leftovers_only(run, four, monkeypatch):
@@ -164,23 +157,21 @@ def test_rm_spares_what_is_in_use_without_force(run, four):
     assert four.stats().filled == N
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["rm"], "say which: stocache rm NAME..., or stocache rm --dead"),
-        (["rm", "--dead", "x"], "say which"),
-        (["rm", ".x"], "name='.x' cannot name a cache"),
-        (["rm", "--user", "all", "x"], "--user all works with --dead only"),
-        (["ls", "--user", "no-such-user"], "there is no user 'no-such-user' on this machine"),
-        (["top"], "top needs a terminal. In scripts: stocache ls --json"),
-        (["top", "--interval", "0"], "Invalid value for '--interval'"),
-        (["doctor", "--size-limit-gib", "much"], "size_limit_gib='much' is not a size"),
-    ],
-)
-def test_what_the_commands_cannot_do(run, arguments, message):
-    result = run(*arguments)
-    assert result.exit_code in (1, 2)
-    assert message in " ".join(result.output.split())
+def test_what_the_commands_cannot_do(run):
+    for command, message in {
+        "rm": "say which: stocache rm NAME..., or stocache rm --dead",
+        "rm --dead x": "say which",
+        "rm .x": "name='.x' cannot name a cache",
+        "rm --user all x": "--user all works with --dead only",
+        "ls --user no-such-user": "there is no user 'no-such-user' on this machine",
+        "top": "top needs a terminal. In scripts: stocache ls --json",
+        "top --interval 0": "Invalid value for '--interval'",
+        "doctor --size-limit-gib much": "size_limit_gib='much' is not a size",
+        "doctor --disk x --disk-limit many": "disk_limit='many' is not a size.",
+    }.items():
+        result = run(*command.split())
+        assert result.exit_code in (1, 2), command
+        assert message in " ".join(result.output.split())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -204,18 +195,12 @@ def test_the_caches_of_another_user(run):
     assert not Path(registry.directory_of(12345)).exists()
 
 
-# ---------------------------------------------------------------------------------------------------- top
-
-
 def test_top_shows_hits_and_leaves_on_q(four):
     fill(four)
     seen = r"a-live.*10 of 10 +█{10} +100% .*[1-9]\d* +10 +1 +live"  # when it has seen hits in an interval
     lines = in_terminal(120, "top", "--interval", "0.1", until=seen, meanwhile=lambda: four.get_slot(1))
     assert any("quit with q" in line for line in lines)
-
-
-def test_rates_are_hits_per_second_between_looks(four):
-    rates = top.Rates()
+    rates = top.Rates()  # hits per second between two looks
     assert set(rates.update(listing.find(), 10.0).values()) == {0.0}
     for _ in range(30):
         four.get_slot(0)
@@ -223,28 +208,16 @@ def test_rates_are_hits_per_second_between_looks(four):
     assert (after[str(FOLDER / "a-live")], after[str(FOLDER / "c-dead")]) == (15.0, 0.0)
 
 
-# ---------------------------------------------------------------------------------------------------- doctor
-
-
 @pytest.fixture
 def healthy(monkeypatch, tmp_path):
     """A machine with nothing to find."""
-    monkeypatch.setattr(limits, "shm_total", lambda: 64 * GIB)
-    monkeypatch.setattr(limits, "shm_free", lambda: 60 * GIB)
-    monkeypatch.setattr(limits, "memory", lambda: Memory(128 * GIB, 100 * GIB))
-    monkeypatch.setattr(limits, "cgroup_memory", lambda: None)
-    monkeypatch.setattr(limits, "memfd_huge_policy", lambda: "advise")
-    monkeypatch.setattr(limits, "has_memfd", lambda: True)
+    facts = {"shm_total": 64 * GIB, "shm_free": 60 * GIB, "memory": Memory(128 * GIB, 100 * GIB)}
+    facts |= {"cgroup_memory": None, "memfd_huge_policy": "advise", "has_memfd": True}
+    for name, fact in facts.items():
+        monkeypatch.setattr(limits, name, lambda fact=fact: fact)
     monkeypatch.setattr(doctor, "_SEATS", tmp_path / "seats")
     monkeypatch.setattr(doctor, "_file_system", lambda path: "tmpfs")
     monkeypatch.setattr(resource, "getrlimit", lambda what: (65536, 65536) if what == resource.RLIMIT_NOFILE else (-1, -1))
-
-
-def test_doctor_finds_nothing_on_a_healthy_machine(healthy, run):
-    assert doctor.examine(32 * GIB) == []
-    result = run("doctor", "--size-limit-gib", "32")
-    assert (result.exit_code, result.stdout) == (0, "0 problems found\n")
-    assert json.loads(run("doctor", "--json").stdout) == []
 
 
 FILES = {resource.RLIMIT_NOFILE: (1024, 4096), resource.RLIMIT_AS: (-1, -1)}
@@ -268,16 +241,21 @@ SICK = [
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("owner", "name", "value", "what", "remedy"), SICK)
-def test_doctor_names_the_remedy(healthy, run, monkeypatch, owner, name, value, what, remedy):
-    monkeypatch.setattr(owner, name, value)
-    (finding,) = doctor.examine(32 * GIB)
-    assert what in finding.what
-    assert remedy in finding.remedy
-    result = run("doctor", "--size-limit-gib", "32GiB")
-    assert result.exit_code == (finding.kind == "problem")
-    assert f"{finding.kind}: {finding.what}\n    do: {finding.remedy}\n" in result.stdout
-    assert json.loads(run("doctor", "--size-limit-gib", "32", "--json").stdout) == [vars(finding)]
+def test_doctor_finds_nothing_on_a_healthy_machine_and_names_the_remedy_on_others(healthy, run, monkeypatch):
+    assert doctor.examine(32 * GIB) == []
+    result = run("doctor", "--size-limit-gib", "32")
+    assert (result.exit_code, result.stdout) == (0, "0 problems found\n")
+    assert json.loads(run("doctor", "--json").stdout) == []
+    for owner, name, value, what, remedy in SICK:
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, value)
+            (finding,) = doctor.examine(32 * GIB)
+            assert what in finding.what
+            assert remedy in finding.remedy
+            result = run("doctor", "--size-limit-gib", "32GiB")
+            assert result.exit_code == (finding.kind == "problem")
+            assert f"{finding.kind}: {finding.what}\n    do: {finding.remedy}\n" in result.stdout
+            assert json.loads(run("doctor", "--size-limit-gib", "32", "--json").stdout) == [vars(finding)]
 
 
 def test_doctor_finds_leftovers_and_damage(healthy, four, monkeypatch):
@@ -297,8 +275,6 @@ def test_doctor_finds_a_file_deleted_in_use(healthy):
         FOLDER.rmdir()
         (finding,) = doctor.examine()
         assert f"processes {os.getpid()} use a named cache whose file was deleted" in finding.what
-        device = os.stat("/dev/shm").st_dev
-        assert any(path.endswith("/lost") for path in named.deleted_in_use(device))
         assert named.deleted_in_use(-1) == {}  # as in another container, where the same paths are others
 
 
@@ -314,21 +290,18 @@ def test_doctor_finds_a_file_deleted_in_use(healthy):
         ({"etc/logind.conf.d/10.conf": "RemoveIPC=yes", "usr/logind.conf.d/20.conf": "RemoveIPC=off"}, False),
         ({"usr/logind.conf.d/10.conf": "RemoveIPC=yes", "etc/logind.conf.d/10.conf": "RemoveIPC=0"}, False),
         ({"linger/12345": ""}, False),
-        ({"seats": None}, False),
+        (None, False),
     ],
 )
 def test_doctor_knows_what_logind_does_at_logout(healthy, monkeypatch, tmp_path, files, on):
     monkeypatch.setattr(doctor, "_LOGIND", [str(tmp_path / "etc"), str(tmp_path / "usr")])
     monkeypatch.setattr(doctor, "_LINGER", tmp_path / "linger")
-    if "seats" not in files:
+    if files is not None:
         (tmp_path / "seats").mkdir()
-    for name, text in files.items():
-        if text is not None:
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(text)
+    for name, text in (files or {}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     findings = doctor.examine()
-    assert len(findings) == on
-    if on:
-        assert "systemd deletes your files in /dev/shm when you log out" in findings[0].what
-        assert "loginctl enable-linger 12345" in findings[0].remedy
+    assert ["systemd deletes your files in /dev/shm when you log out" in finding.what for finding in findings] == [True] * on
+    assert all("loginctl enable-linger 12345" in finding.remedy for finding in findings)

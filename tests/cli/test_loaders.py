@@ -50,17 +50,6 @@ def test_a_file_is_a_loader_by_the_name_that_a_record_gets_and_by_what_it_says(c
         del kept
 
 
-def test_the_commands_over_caches_leave_loaders_out(run):
-    with SharedCacheDDP(1, 4, (2,), name="c"):
-        kept = Record(1, False, "c")
-        name = f"c{record.SUFFIX}{os.getpid()}-0"
-        assert [cache["name"] for cache in json.loads(run("ls", "--json").stdout)] == ["c"]
-        assert f"there is no cache '{name}'" in run("stat", name).output
-        assert "0 dead caches, " in run("rm", "--dead").output
-        assert len(listing.find_loaders()) == 1
-        del kept
-
-
 def test_rm_dead_removes_the_records_of_killed_processes_only(run, clean):
     leave_loader_behind("c", rank=1)
     kept = Record(0, False, "d")
@@ -68,17 +57,12 @@ def test_rm_dead_removes_the_records_of_killed_processes_only(run, clean):
     assert (dead.state, dead.rank, dead.counted.sum(WAIT_NS), live.state) == ("dead", 1, 5, "live")
     told = f"left behind by processes that were killed: c.loader-{dead.pid}-0 ("
     assert told in next(doctor._named()).what
+    assert json.loads(run("ls", "--json").stdout) == []
+    assert f"there is no cache '{live.name}'" in run("stat", live.name).output
     result = run("rm", "--dead")
     assert (result.exit_code, "0 dead caches and 1 dead loader, " in result.output) == (0, True)
     assert [loader.name for loader in listing.find_loaders()] == [live.name]
     del kept
-
-
-def test_a_record_that_ends_between_two_looks_is_left_out(clean):
-    path = forge()
-    (found,) = listing.find_loaders(count=False)
-    path.unlink()
-    assert listing._count(found) is None
 
 
 def identity(**changes):
@@ -90,25 +74,22 @@ HOSTILE = [
     ({"size": 0}, "is not a segment of stocache"),
     ({"control": b"x" * 100}, "is not the record of a loader"),
     ({"facts": {"dataset_len": 0, "capacity": 0, "rows": 10**30}}, "its descriptor says 1000"),
-    (identity(rank="0"), "not that of a loader"),
-    (identity(rank=True), "not that of a loader"),
     (identity(rank=[]), "has a header with another"),
-    (identity(pid=-1), "not that of a loader"),
-    (identity(cache=None), "not that of a loader"),
-    (identity(cache=7), "not that of a loader"),
+    *((identity(**wrong), "not that of a loader") for wrong in ({"rank": "0"}, {"rank": True}, {"pid": -1}, {"cache": 7})),
 ]
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("forged", "problem"), HOSTILE)
-def test_a_file_that_is_not_a_record_is_a_problem_of_that_file_alone(clean, forged, problem):
-    forge(**forged)
+def test_a_file_that_is_not_a_record_is_a_problem_of_that_file_alone(clean):
     kept = Record(0, False, "d")
-    bad, good = listing.find_loaders()
-    assert (bad.state, bad.counted) == ("bad", None)
-    assert problem in bad.problem
-    assert (good.state, good.problem) == ("live", "")
-    assert listing.find() == []
+    for forged, problem in HOSTILE:
+        path = forge(**forged)
+        bad, good = listing.find_loaders()
+        assert (bad.state, bad.counted) == ("bad", None)
+        assert problem in bad.problem
+        assert (good.state, good.problem) == ("live", "")
+        assert listing.find() == []
+        path.unlink()
     del kept
 
 
@@ -125,16 +106,18 @@ def test_a_forged_record_gives_numbers_and_texts_that_can_be_shown(clean):
     assert found.counted.counts(WAIT_NS).min() > 0
 
 
-def test_records_are_read_up_to_a_bound(clean, monkeypatch):
+def test_records_are_read_up_to_a_bound_and_with_care(clean, monkeypatch):
     for number in range(3):
-        forge(f"c.loader-1-{number}", rows=2)
-    monkeypatch.setattr(listing, "_MOST_BYTES", 2 * listing.find_loaders()[0].memory_bytes)
-    first, second, third = listing.find_loaders()
+        path = forge(f"c.loader-1-{number}", rows=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(listing, "_MOST_BYTES", 2 * listing.find_loaders()[0].memory_bytes)
+        first, second, third = listing.find_loaders()
     assert (first.problem, second.problem) == ("", "")
     assert "is not read: the records of this user exceed" in third.problem
+    found = listing.find_loaders(count=False)[-1]
+    path.unlink()
+    assert listing._count(found) is None  # it ended between two looks
 
-
-def test_a_file_that_is_cut_while_it_is_read_is_a_problem(clean, monkeypatch):
     path = forge(rows=5)
     pread = os.pread
 
@@ -144,8 +127,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_a_problem(clean, monkeypatch):
         return pread(fd, nbytes, at)
 
     monkeypatch.setattr(os, "pread", cut_first)
-    (bad,) = listing.find_loaders()
-    assert "is damaged: it was cut." in bad.problem
+    assert "is damaged: it was cut." in listing.find_loaders()[0].problem
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

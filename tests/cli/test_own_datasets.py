@@ -68,9 +68,6 @@ def _modules(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-# ---------------------------------------------------------------------------------------------------- advise
-
-
 def test_advise_measures_as_it_is_told_and_prints_what_it_finds(run, monkeypatch):
     given = []
 
@@ -88,14 +85,6 @@ def test_advise_measures_as_it_is_told_and_prints_what_it_finds(run, monkeypatch
     ]
 
 
-@pytest.mark.slow
-def test_advise_prints_settings_and_their_code(run):
-    result = run("advise", "own_data:numbers", "--time-limit-s", 8)
-    assert result.exit_code == 0, result.output
-    assert "Numbers: 40 samples" in result.stdout
-    assert result.stdout.count("DataLoader(") >= 2
-
-
 def test_what_cannot_be_advised_is_said_in_one_line(run, monkeypatch):
     result = run("advise", "own_data:broken")
     assert (result.exit_code, result.stdout) == (2, "")
@@ -111,9 +100,9 @@ def test_what_cannot_be_advised_is_said_in_one_line(run, monkeypatch):
     assert (result.exit_code, result.output) == (2, "step_ms must be finite.\n")
 
 
-@pytest.mark.parametrize(
-    ("where", "message"),
-    [
+@pytest.mark.quick
+def test_a_function_that_gives_no_dataset_is_named_in_one_line(run):
+    for where, message in (
         ("nowhere_at_all:f", "module 'nowhere_at_all' cannot be imported: ModuleNotFoundError: No module named"),
         ("bad_syntax:f", "module 'bad_syntax' cannot be imported: SyntaxError: "),
         ("bad_import:f", "cannot be imported: ModuleNotFoundError: No module named 'not_there_at_all' (bad_import.py, line 1)"),
@@ -131,45 +120,28 @@ def test_what_cannot_be_advised_is_said_in_one_line(run, monkeypatch):
         ("own_data:bad_length", "returned BadLength, whose __len__ raised ValueError: no index file"),
         ("own_data:cached", "returned a CachedDataset. Return the dataset in it"),
         ("own_data:empty", "own_data:empty returned Numbers of length 0. There is nothing to measure."),
-    ],
-)
-@pytest.mark.quick
-def test_a_function_that_gives_no_dataset_is_named_in_one_line(run, where, message):
-    result = run("advise", where)
-    assert (result.exit_code, result.stdout) == (2, "")
-    (line,) = result.stderr.splitlines()
-    assert message in line
-    assert "(dataset.py, line" not in line  # where this command called it
-
-
-# ---------------------------------------------------------------------------------------------------- bench
+    ):
+        result = run("advise", where)
+        assert (result.exit_code, result.stdout) == (2, "")
+        (line,) = result.stderr.splitlines()
+        assert message in line
+        assert "(dataset.py, line" not in line  # where this command called it
 
 
 @pytest.mark.leaves_descriptors
-@pytest.mark.parametrize(("function", "samples", "workers"), [("numbers", 40, 0), ("numbers", 40, 1), ("one", 1, 0)])
-def test_bench_measures_a_dataset(run, tmp_path, function, samples, workers):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bench_measures_a_dataset(run, tmp_path, workers):
     pytest.importorskip("matplotlib", reason="needs the extra bench")
     options = ("--workers", workers, "--batch-size", 7, "--fractions", "0,25,100", "--out", "new/results")
-    result = run("bench", f"own_data:{function}", *options)
+    result = run("bench", "own_data:numbers", *options)
     assert result.exit_code == 0, result.output
-    told = f"{samples} sample{'s' * (samples > 1)} of own_data:{function}, Numbers, files left in the page cache"
-    assert told in result.output
+    assert "40 samples of own_data:numbers, Numbers, files left in the page cache" in result.output
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in result.stdout.splitlines() if line.startswith("|")]
-    if samples == 40:
-        reads = [("0%", "40", "40", "0.0%"), ("25%", "40", "30", "25.0%"), ("100%", "40", "0", "100.0%")]
-        assert [(line[0], *line[5:8]) for line in lines[2:]] == reads
-        with (tmp_path / "new" / "results" / "stocache-bench.csv").open() as file:
-            assert [float(row["warm_hit_rate"]) for row in csv.DictReader(file)] == [0.0, 0.25, 1.0]
-
-
-def test_a_sample_that_bench_cannot_load_is_named_in_one_line(run):
-    pytest.importorskip("matplotlib", reason="needs the extra bench")
-    for fractions in ("0", "100"):
-        result = run("bench", "own_data:broken", "--workers", 0, "--fractions", fractions)
-        assert result.exit_code == 2
-        last = result.stderr.splitlines()[-1]
-        assert "own_data:broken: a sample cannot be loaded or cached: ValueError: sample 7 is broken" in last
-        assert "Traceback" not in result.output
+    reads = [("0%", "40", "40", "0.0%"), ("25%", "40", "30", "25.0%"), ("100%", "40", "0", "100.0%")]
+    assert [(line[0], *line[5:8]) for line in lines[2:]] == reads
+    with (tmp_path / "new" / "results" / "stocache-bench.csv").open() as file:
+        assert [float(row["warm_hit_rate"]) for row in csv.DictReader(file)] == [0.0, 0.25, 1.0]
+    assert "1 sample of own_data:one, " in run("bench", "own_data:one", *options).output
 
 
 def test_the_error_of_a_worker_is_described_by_its_last_line():
@@ -182,8 +154,13 @@ def test_the_error_of_a_worker_is_described_by_its_last_line():
     assert describe_error(caught.value) == r"KeyError: 'photos\n7'"
 
 
-def test_bench_refuses_options_for_photos_and_what_is_no_dataset(run):
+def test_what_bench_cannot_load_or_take_is_one_line(run):
     pytest.importorskip("matplotlib", reason="needs the extra bench")
+    for fractions in ("0", "100"):
+        result = run("bench", "own_data:broken", "--workers", 0, "--fractions", fractions)
+        last = result.stderr.splitlines()[-1]
+        assert "own_data:broken: a sample cannot be loaded or cached: ValueError: sample 7 is broken" in last
+        assert (result.exit_code, "Traceback" in result.output) == (2, False)
     for option in (("--size", 8), ("--repeat-folder", 2), ("--photos", 9), ("--warm-pages",)):
         result = run("bench", "own_data:numbers", *option)
         told = f"{option[0]} is for photos. Leave it out for a dataset of yours.\n"
@@ -213,12 +190,9 @@ def test_batches_that_torch_does_not_collate_remain_lists():
 @pytest.mark.parametrize("share", [0, 0.1, 1])
 def test_a_partly_cached_dataset_has_the_samples_of_the_dataset(share):
     partly = PartlyCached(Varying(), share)
-    for epoch in range(2):
+    for _epoch in range(2):
         samples, reads = zip(*[partly[idx] for idx in range(len(partly))], strict=True)
-        for idx, sample in enumerate(samples):
-            assert torch.equal(sample[0], torch.arange(idx))
-            assert sample[1] == "x" * idx
-        if epoch:
-            assert sum(reads) == 30 - round(30 * share)
-    assert partly.count_cached() == round(30 * share)
+        assert all(torch.equal(sample[0], torch.arange(idx)) for idx, sample in enumerate(samples))
+        assert [sample[1] for sample in samples] == ["x" * idx for idx in range(30)]
+    assert (sum(reads), partly.count_cached()) == (30 - round(30 * share), round(30 * share))
     partly.close()

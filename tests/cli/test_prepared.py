@@ -51,18 +51,18 @@ def fails(outcome, message):
 
 @pytest.fixture
 def place():
-    """A folder that another user may use, too, with 10 files that are called photos."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o777)
-    (folder / "photos").mkdir()
-    for number in range(10):
-        (folder / "photos" / f"{number}.jpg").write_bytes(bytes([number]) * 100)
-    yield folder
-    shutil.rmtree(folder)
+    """A folder that another user may use, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        yield Path(folder)
 
 
 @pytest.fixture
 def photos(place):
+    """10 files that are called photos."""
+    (place / "photos").mkdir()
+    for number in range(10):
+        (place / "photos" / f"{number}.jpg").write_bytes(bytes([number]) * 100)
     return place / "photos"
 
 
@@ -98,9 +98,6 @@ def flip(path):
     path.write_bytes(data)
 
 
-# ---------------------------------------------------------------------------------------------------- prepare
-
-
 def test_prepare_says_how_to_use_what_it_made(place, out):
     for number in range(4):
         folder = place / "classes" / ("odd" if number % 2 else "even")
@@ -115,14 +112,14 @@ def test_prepare_says_how_to_use_what_it_made(place, out):
     assert dataset.storage.load_dataset_info() == {"classes": ["even", "odd"]}
 
 
-def test_prepare_takes_the_options_of_prepare(tmp_path):
+def test_prepare_takes_the_options_of_prepare(tmp_path, out):
     array = np.random.default_rng(0).integers(0, 9, (50, 25))
     np.save(tmp_path / "a.npy", array)
     options = ("--workers", 0, "--block-bytes", "1000", "--shuffle-seed", 3, "--fingerprint", "v1")
-    assert command("prepare", tmp_path / "a.npy", tmp_path / "out", *options)[0] == 0
+    assert command("prepare", tmp_path / "a.npy", out, *options)[0] == 0
     expected = prepare(array, tmp_path / "2", block_bytes=1000, shuffle_seed=3, fingerprint="v1", info={}, progress=False)
-    assert all(map(np.array_equal, everything(tmp_path / "out"), everything(tmp_path / "2")))
-    with OnDiskBlockDataStorage(tmp_path / "out") as storage:
+    assert all(map(np.array_equal, everything(out), everything(tmp_path / "2")))
+    with OnDiskBlockDataStorage(out) as storage:
         assert storage.index.plan == expected.index.plan | {"source": "NpyFile"}
         assert storage.block_size == expected.block_size == 5
 
@@ -169,26 +166,24 @@ def test_prepare_explains_what_it_cannot_do(place, photos, out):
     for options, message in (
         (("--block-bytes", "1MB", "--block-size", 3), "give --block-size or --block-bytes, not both"),
         (("auto",), "auto is one argument too many, or the address of a Ray: then give --ray too."),
-        (("--on-error", "ignore"), "'ignore' is not one of 'stop', 'skip'"),
     ):
         code, lines = command("prepare", photos, out, *options)
         assert (code, message in " ".join(lines)) == (2, True), lines
     assert not out.exists()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_broken_image_stops_or_is_skipped(photos, out, caplog, workers):
+def test_a_broken_image_stops_or_is_skipped_which_one_line_of_stderr_says(run, photos, out, monkeypatch):
+    for name, value in (("propagate", False), ("handlers", [])):  # as in a process of its own
+        monkeypatch.setattr(logging.getLogger("stocache"), name, value)
     (photos / "4.jpg").write_bytes(b"")
     message = f"{photos}/4.jpg cannot be read as an image: it is empty. Repair, convert or remove it."
-    assert run_prepare(photos, out, workers=workers) == (1, [message])
-    if workers:
-        return
-    assert run_prepare(photos, out, "--on-error", "stop") == (1, [message])
-    code, [line] = run_prepare(photos, out, "--on-error", "skip")
-    assert (code, numbers(out)) == (0, [0, 1, 2, 3, 9, 5, 6, 7, 8])
-    assert f"{out}: 9 samples in 5 blocks of 2" in line
+    for workers in (0, 1):
+        assert run_prepare(photos, out, "--on-error", "stop", workers=workers) == (1, [message])
+    result = run("prepare", photos, out, "--on-error", "skip", "--workers", 0, "--block-size", 2)
+    assert (result.exit_code, numbers(out)) == (0, [0, 1, 2, 3, 9, 5, 6, 7, 8])
     notice = f"{out} lacks 1 of the 10 samples of the source, which cannot be loaded: {out}/skipped.json lists them."
-    assert [record.getMessage() for record in caplog.records] == [notice]
+    assert (result.stdout.count("\n"), lines_of(result.stderr)) == (1, [notice])
+    assert f"{out}: 9 samples in 5 blocks of 2" in result.stdout
     with OnDiskBlockDataStorage(out) as storage:
         [sample] = storage.load_skipped()
     assert (sample.index, sample.name, sample.reason) == (4, f"{photos}/4.jpg", f"StorageError: {message}")
@@ -200,22 +195,6 @@ def test_a_broken_image_stops_or_is_skipped(photos, out, caplog, workers):
     assert run_prepare(photos, out, "--again")[0] == 0
     assert numbers(out) == list(range(10))
     assert not (out / "skipped.json").exists()
-
-
-def test_skipped_samples_are_told_in_one_line_of_stderr(run, photos, out, monkeypatch):
-    for name, value in (("propagate", False), ("handlers", [])):  # as in a process of its own
-        monkeypatch.setattr(logging.getLogger("stocache"), name, value)
-    (photos / "4.jpg").write_bytes(b"")
-    result = run("prepare", photos, out, "--on-error", "skip", "--workers", 0)
-    notice = f"{out} lacks 1 of the 10 samples of the source, which cannot be loaded: {out}/skipped.json lists them."
-    assert (result.stdout.count("\n"), lines_of(result.stderr)) == (1, [notice])
-
-
-def test_errors_go_to_stderr_and_damage_to_stdout(run, place):
-    inspected, checked = run("inspect", place / "out"), run("check", place / "out")
-    wrong = f"{place}/out/index.json is missing: nothing was prepared there, or not completely. Prepare it.\n"
-    assert (inspected.exit_code, inspected.stdout, inspected.stderr) == (1, "", wrong)
-    assert (checked.exit_code, checked.stdout, checked.stderr) == (1, wrong, "")
 
 
 def test_rows_of_a_broken_part_of_a_parquet_file_are_skipped_and_named(place, out):
@@ -240,9 +219,6 @@ def test_rows_of_a_broken_part_of_a_parquet_file_are_skipped_and_named(place, ou
     assert [skipped[0].name, skipped[-1].name] == [f"{path}, row 40", f"{path}, row 59"]
 
 
-# ---------------------------------------------------------------------------------------------------- unreadable
-
-
 def as_another_user(place, *commands):
     """Run commands as a user who is not root; return their exit codes and lines."""
     command("prepare", place / "photos", place / "photos")  # imports what that user may not be able to read
@@ -254,7 +230,7 @@ def as_another_user(place, *commands):
     return json.loads((place / "outcome").read_text())
 
 
-def test_a_file_that_may_not_be_read_stops_or_is_skipped(place, photos, out):
+def test_what_may_not_be_read_or_written_is_one_line(place, photos, out):
     (photos / "4.jpg").chmod(0)
     arguments = ("prepare", photos, out, "--workers", 0, "--block-size", 2)
     stopped, [code, _] = as_another_user(place, arguments, (*arguments, "--on-error", "skip"))
@@ -263,29 +239,22 @@ def test_a_file_that_may_not_be_read_stops_or_is_skipped(place, photos, out):
     with OnDiskBlockDataStorage(out) as storage:
         assert "Permission denied" in storage.load_skipped()[0].reason
 
-
-def test_what_may_not_be_read_or_written_is_one_line(place, photos, prepared):
     (place / "classes" / "cats").mkdir(parents=True)
     (place / "table.csv").write_text("a\n1\n")
     (place / "table.npy").write_bytes(b"")
-    (place / "own").mkdir()
-    (place / "own" / "1.jpg").write_bytes(b"1")
     (place / "mine").mkdir(mode=0o555)
+    np.save(place / "own.npy", np.zeros((1, 1)))
     sources = {"classes/cats": "classes", "table.csv": "table.csv", "table.npy": "table.npy", "photos": "photos"}
-    options = ("--workers", 0, "--on-error")
-    commands = [(name, ("prepare", place / source, place / f"{way}-{source}", *options, way))
-                for name, source in sources.items() for way in ("stop", "skip")]  # fmt: skip
-    commands += [("out", ("check", prepared)), ("out", ("inspect", prepared))]
-    commands += [("mine", ("prepare", place / "own", place / "mine", "--workers", 0))]
+    commands = [(name, ("prepare", place / source, place / f"new-{source}", "--workers", 0, "--on-error", "skip"))
+                for name, source in sources.items()]  # fmt: skip
+    commands += [("out", ("check", out)), ("out", ("inspect", out))]
+    commands += [("mine", ("prepare", place / "own.npy", place / "mine", "--workers", 0))]
     for name in (*sources, "out"):
         (place / name).chmod(0)
     outcomes = as_another_user(place, *(arguments for _, arguments in commands))
     for (name, _), outcome in zip(commands, outcomes, strict=True):
         assert fails(outcome, "Permission denied")
         assert str(place / name) in outcome[1][0]
-
-
-# ---------------------------------------------------------------------------------------------------- changed or gone
 
 
 def test_an_image_that_goes_while_the_folder_is_prepared_is_told_and_not_skipped(photos, out, monkeypatch):
@@ -350,51 +319,29 @@ def test_a_command_waits_for_the_process_that_prepares_the_folder(photos, out, m
     assert (code, ": 10 samples in 5 blocks of 2" in line) == (0, True)
 
 
-# ---------------------------------------------------------------------------------------------------- inspect and check
-
-
 def test_inspect_shows_a_tree(tmp_path):
-    samples = [
-        {"image": torch.zeros(3, 4, number + 1), "tokens": [1] * number, "meta": ("x", None if number else 1.5), "id": 2**70}
-        for number in range(3)
-    ]
+    samples = [{"image": torch.zeros(3, 4, number + 1), "tokens": [1] * number, "meta": ("x", None if number else 1.5)}
+               for number in range(3)]  # fmt: skip
     prepare(samples, tmp_path / "out", info={"classes": ["cat"] * 1000}, fingerprint="v1", progress=False)
     rows = [line.split(maxsplit=1) for line in command("inspect", tmp_path / "out")[1]]
     assert ["samples", "3"] in rows
     assert ["info", "{'classes': ['cat', 'cat', 'cat', 'cat', 'cat', 'cat', ...]}"] in rows
     assert any(name == "plan" and "fingerprint 'v1'" in plan for name, plan in rows)
     assert rows[5:] == [
-        ["structure", "dict"],
-        ["'image'", "tensor float32 ?x?x?"],
-        ["'tokens'", "one of"],
-        ["or", "list"],
-        ["or", "list of int ?"],
-        ["'meta'", "tuple"],
-        ["0", "str"],
-        ["1", "one of"],
-        ["or", "float"],
-        ["or", "None"],
-        ["'id'", "int"],
-    ]
-
-
-def test_inspect_names_what_samples_are_made_of(tmp_path):
-    prepare([], tmp_path / "out", progress=False)
-    assert "structure  no samples" in command("inspect", tmp_path / "out")[1]
-    assert command("check", tmp_path / "out", "--workers", 0)[1] == ["0 blocks, 0 samples, no damage"]
-    for number, (sample, line) in enumerate(
-        [
-            (torch.zeros(2, 3, dtype=torch.bfloat16), "tensor bfloat16 2x3"),
-            (np.zeros((2, 3), ">i2"), "array >i2 2x3"),
-            (np.float32(1), "scalar <f4"),
-            ([1.5, 2.5], "list of float 2"),
-            (["x"] * 17, "list of any length"),
-            (Memory, "pickled"),
-            ({}, "dict"),
-        ]
-    ):
-        prepare([sample], tmp_path / str(number), progress=False, allow_pickle=True)
-        assert command("inspect", tmp_path / str(number))[1][5].split(maxsplit=1) == ["structure", line]
+        ["structure", "dict"], ["'image'", "tensor float32 ?x?x?"],
+        ["'tokens'", "one of"], ["or", "list"], ["or", "list of int ?"],
+        ["'meta'", "tuple"], ["0", "str"], ["1", "one of"], ["or", "float"], ["or", "None"],
+    ]  # fmt: skip
+    prepare([], tmp_path / "none", progress=False)
+    assert "structure  no samples" in command("inspect", tmp_path / "none")[1]
+    assert command("check", tmp_path / "none", "--workers", 0)[1] == ["0 blocks, 0 samples, no damage"]
+    made_of = {
+        "tensor bfloat16 2x3": torch.zeros(2, 3, dtype=torch.bfloat16), "array >i2 2x3": np.zeros((2, 3), ">i2"), "dict": {},
+        "scalar <f4": np.float32(1), "list of float 2": [1.5, 2.5], "list of any length": ["x"] * 17, "pickled": Memory,
+    }  # fmt: skip
+    for line, sample in made_of.items():
+        prepare([sample], tmp_path / line, progress=False, allow_pickle=True)
+        assert command("inspect", tmp_path / line)[1][5].split(maxsplit=1) == ["structure", line]
 
 
 def test_inspect_as_json_is_in_bytes_and_whole_and_reads_no_blocks(prepared):
@@ -417,24 +364,20 @@ def test_inspect_shows_an_info_that_is_no_json_and_none_that_is_pickled(tmp_path
     assert fails(command("inspect", tmp_path / "tensor"), "info.safetensors is damaged")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_check_lists_all_damage(run, prepared, workers):
-    assert command("check", prepared, "--workers", workers) == (0, ["5 blocks, 10 samples, no damage"])
+def test_check_lists_all_damage(run, prepared, tmp_path, monkeypatch):
+    unused = prepared / "blocks" / "000005.safetensors"
+    for workers in (0, 1):
+        assert command("check", prepared, "--workers", workers) == (0, ["5 blocks, 10 samples, no damage"])
     first, second, *_ = blocks_of(prepared)
     flip(first)
     second.unlink()
-    (prepared / "blocks" / "000005.safetensors").write_bytes(b"")
-    result = run("check", prepared, "--workers", workers)
-    assert result.exit_code == 1
-    assert f"stocache prepare SRC {prepared} --repair" in result.stderr
-    assert [line.partition(" (")[0].partition(". ")[0] for line in result.stdout.splitlines()] == [
-        f"{first} is damaged",
-        f"{second} is missing.",
-        f"{prepared}/blocks/000005.safetensors is not in the index: nothing reads it",
-    ]
+    unused.write_bytes(b"")
+    said = [f"{first} is damaged", f"{second} is missing.", f"{unused} is not in the index: nothing reads it"]
+    for workers in (0, 1):
+        result = run("check", prepared, "--workers", workers)
+        assert (result.exit_code, f"stocache prepare SRC {prepared} --repair" in result.stderr) == (1, True)
+        assert [line.partition(" (")[0].partition(". ")[0] for line in result.stdout.splitlines()] == said
 
-
-def test_check_covers_the_info_and_blocks_that_the_disk_fails_to_read(tmp_path, monkeypatch):
     prepare([1], tmp_path / "out", info={"mean": torch.ones(100)}, progress=False)
     path = tmp_path / "out" / "info.safetensors"
     arguments = ("check", tmp_path / "out", "--workers", 0)
@@ -453,15 +396,17 @@ def test_check_covers_the_info_and_blocks_that_the_disk_fails_to_read(tmp_path, 
     assert any(told in line for line in command(*arguments)[1])
 
 
-@pytest.mark.parametrize("name", ["inspect", "check"])
-def test_a_folder_that_is_not_prepared_or_damaged_is_named(prepared, name):
+def test_a_folder_that_is_not_prepared_or_damaged_is_named_as_an_error_or_as_what_check_finds(run, prepared):
     index = prepared / "index.json"
     text = index.read_text()
     for damaged in (text[:-10], text.replace('"samples": 10', '"samples": 11'), "", "[]"):
         index.write_text(damaged)
-        assert fails(command(name, prepared), "index.json is ")
+        assert all(fails(command(name, prepared), "index.json is ") for name in ("inspect", "check"))
     index.unlink()
-    assert fails(command(name, prepared), "index.json is missing: nothing was prepared there, or not completely.")
-    assert fails(command(name, prepared / "nothing"), "index.json is missing")
+    assert fails(command("check", prepared / "nothing"), "index.json is missing")
+    inspected, checked = run("inspect", prepared), run("check", prepared)
+    wrong = f"{index} is missing: nothing was prepared there, or not completely. Prepare it.\n"
+    assert (inspected.exit_code, inspected.stdout, inspected.stderr) == (1, "", wrong)
+    assert (checked.exit_code, checked.stdout, checked.stderr) == (1, wrong, "")
     index.mkdir()
-    assert fails(command(name, prepared), "Is a directory")
+    assert all(fails(command(name, prepared), "Is a directory") for name in ("inspect", "check"))

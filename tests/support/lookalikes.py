@@ -1,7 +1,7 @@
 """Datasets and transforms like those of torchvision, of which there is no build for every torch.
 
 They have the names and modules of torchvision's classes, by which these are recognised, and draw their random numbers in the
-same way. They pickle by a function, as their modules may not exist. Their code is our own.
+same way. They pickle by a function, as their modules may not exist.
 """
 
 import contextlib
@@ -36,9 +36,6 @@ def _rebuild(name, state):
     return made
 
 
-# ---------------------------------------------------------------------------------------------------- transforms
-
-
 @_of(V1)
 class Compose:
     def __init__(self, transforms):
@@ -63,11 +60,8 @@ class _Sized:
 
 @_of(V1)
 class Resize(_Sized):
-    """The shorter side to ``size``."""
-
     def __call__(self, img):
-        scale = self.size / min(img.size)
-        sides = [max(self.size, int(side * scale)) for side in img.size]
+        sides = [max(self.size, int(side * self.size / min(img.size))) for side in img.size]
         return img.resize(sides, Image.Resampling.BILINEAR)
 
 
@@ -90,10 +84,9 @@ class RandomResizedCrop:
         self.size, self.scale, self.ratio = size, scale, ratio
 
     def box(self, width, height):
-        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         for _ in range(10):
             area = width * height * torch.empty(1).uniform_(*self.scale).item()
-            aspect = math.exp(torch.empty(1).uniform_(low, high).item())
+            aspect = math.exp(torch.empty(1).uniform_(*map(math.log, self.ratio)).item())
             w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
             if 0 < w <= width and 0 < h <= height:
                 top = int(torch.randint(0, height - h + 1, (1,)))
@@ -193,9 +186,6 @@ class RandomVerticalFlip:
         boxes = target["boxes"].clone()
         boxes[:, [1, 3]] = image.shape[-2] - boxes[:, [3, 1]]
         return image.flip(-2), target | {"boxes": boxes}
-
-
-# ---------------------------------------------------------------------------------------------------- datasets
 
 
 @_of(DATASETS)
