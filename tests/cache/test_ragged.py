@@ -32,12 +32,9 @@ def sample(idx):
     """Samples of several kinds and sizes."""
     generator = torch.Generator().manual_seed(idx)
     image = torch.randint(0, 256, (3, 4 + idx % 7, 5 + idx % 3), generator=generator, dtype=torch.uint8)
-    if idx % 3 == 0:
-        return image, idx
-    if idx % 3 == 1:
-        boxes = torch.rand(idx % 5, 4, generator=generator)
-        return {"image": image, "boxes": boxes, "caption": "x" * idx, "tokens": [idx] * idx}
-    return [image.numpy(), None, (str(idx), float(idx))]
+    boxes = torch.rand(idx % 5, 4, generator=generator)
+    detection = {"image": image, "boxes": boxes, "caption": "x" * idx, "tokens": [idx] * idx}
+    return ((image, idx), detection, [image.numpy(), None, (str(idx), float(idx))])[idx % 3]
 
 
 def fill(cache, indices=range(N)):
@@ -128,22 +125,18 @@ def share_work(number, cache, count):
     fill(cache)
 
 
-@pytest.mark.parametrize(
-    ("start_method", "options"),
-    [("fork", {}), ("fork", {"admission": "cost", "name": "ragged"}), ("forkserver", {"codec": "lz4"})],
-    indirect=["start_method"],
-    ids=str,
-)
+@pytest.mark.parametrize(("start_method", "options"), [
+    ("fork", {}), ("fork", {"admission": "cost", "name": "ragged"}), ("forkserver", {"codec": "lz4"}),
+], indirect=["start_method"], ids=str)  # fmt: skip
 def test_processes_share_what_each_has_loaded(run_processes, options):
     if "codec" in options:
         pytest.importorskip("lz4", reason="a codec is not installed")
-    with RaggedCache("1MB", N, **options) as cache:
+    with RaggedCache("1MB", N, **options) as cache, RaggedCache("1MB", N, codec=options.get("codec")) as alone:
         run_processes(3, share_work, cache, 3)
         fill(cache)
+        fill(alone)
         stats = cache.stats()
         assert stats.filled == stats.fills == N
-    with RaggedCache("1MB", N, codec=options.get("codec")) as alone:
-        fill(alone)
         assert stats.slot_bytes == alone.stats().slot_bytes  # each kind of samples is stored once
 
 
@@ -155,8 +148,7 @@ def test_kinds_of_samples_survive_a_clear_by_another_process():
         cache.get_or_load(0, lambda idx: (3.0, 4))
 
     with RaggedCache("1MB", N) as cache:
-        cache.get_or_load(0, lambda idx: {"a": 1})
-        cache.get_or_load(1, lambda idx: "text")
+        cache.set_slots([0, 1], [{"a": 1}, "text"])
         assert in_child(clear_and_refill) == 0
         assert cache.get_slot(0) == (3.0, 4)
         assert cache.get_slot(1) == [2, "x"]
@@ -169,13 +161,16 @@ def test_kinds_of_samples_survive_a_clear_by_another_process():
 def test_the_next_run_finds_them_and_others_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", sys)  # it is not used, but must be there
 
+    def make(**options):
+        return RaggedCache(**{"size_limit_gib": 1, "dataset_len": N, "name": "ragged", "fingerprint": "1"} | options)
+
     def run():
-        cache = RaggedCache(1, N, name="ragged", fingerprint="1")
+        cache = make()
         fill(cache)
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert in_child(run) == signal.SIGKILL
-    with RaggedCache(1, N, name="ragged", fingerprint="1") as cache:
+    with make() as cache:
         assert cache.stats().filled == N
         fill(cache)
         assert cache.counts() == (N, 0, 0)
@@ -187,8 +182,8 @@ def test_the_next_run_finds_them_and_others_are_refused(monkeypatch):
             ({"size_limit_gib": 2}, "bytes 1073741216, now 2147483040"),
         ]:
             with pytest.raises(MismatchError, match=difference):
-                RaggedCache(**{"size_limit_gib": 1, "dataset_len": N, "name": "ragged", "fingerprint": "1"} | options)
-        RaggedCache("auto", N, name="ragged", fingerprint="1").close()  # takes what is there
+                make(**options)
+        make(size_limit_gib="auto").close()  # takes what is there
         (found,) = listing.find()
         assert found.stats == cache.stats()
         shown = CliRunner().invoke(app, ["stat", "ragged"]).stdout
@@ -213,15 +208,11 @@ def test_compressed_samples_take_less_and_what_does_not_shrink_takes_no_more(cod
         assert same(cache.get_slot(0), flat)
 
 
-@pytest.mark.parametrize(
-    "forge",
-    [
-        lambda words, memory: words.__setitem__(2, 1 << 62),  # where the newest treedef is
-        lambda words, memory: words.__setitem__(2, 200 << 20),  # in memory that is not reserved
-        lambda words, memory: memory.__setitem__(slice(words[2] + 11, words[2] + 15), b"\xff" * 4),  # its length
-    ],
-    ids=["beyond all", "not reserved", "too long"],
-)
+@pytest.mark.parametrize("forge", [
+    lambda words, memory: words.__setitem__(2, 1 << 62),  # where the newest treedef is
+    lambda words, memory: words.__setitem__(2, 200 << 20),  # in memory that is not reserved
+    lambda words, memory: memory.__setitem__(slice(words[2] + 11, words[2] + 15), b"\xff" * 4),  # its length
+], ids=["beyond all", "not reserved", "too long"])  # fmt: skip
 def test_a_treedef_or_a_record_outside_of_the_memory_is_an_error(forge):
     with RaggedCache("512MiB", 4) as cache:
         cache.set_slot(0, "text")
@@ -292,9 +283,8 @@ def test_the_cache_measures_loads_and_keeps_the_costly(monkeypatch):
             order = np.random.default_rng(epoch).permutation(n).tolist()
             if epoch == 1:
                 cache.get_or_load_many(order, lambda indices: map(load, indices))
-            else:
-                for idx in order:
-                    assert same(cache.get_or_load(idx, load), torch.full((1000,), idx % 256, dtype=torch.uint8))
+            for idx in order * (epoch != 1):
+                assert (cache.get_or_load(idx, load) == idx % 256).all()
         kept = set(torch.nonzero(cache.aux_array == SlotState.SET).flatten().tolist())
         assert len(costly - kept) <= 1  # the first epoch's guess may have let in one too many of the others
         assert len(kept) == 52  # as many as fit
@@ -305,37 +295,23 @@ def test_the_cache_measures_loads_and_keeps_the_costly(monkeypatch):
         assert cache.stats().filled == 52
 
 
-LATE = """
-from dataclasses import dataclass
-
-@dataclass
-class Scan:
-    image: object
-    idx: int
-"""
-
-
 class LateScans:
     """Imports the module of its samples when the first is loaded, as datasets do that a worker makes ready."""
-
-    def __init__(self, folder):
-        self.folder = folder
 
     def __len__(self):
         return 8
 
     def __getitem__(self, idx):
-        if self.folder not in sys.path:
-            sys.path.append(self.folder)
         import late_scans
 
         return late_scans.Scan(torch.full((3, idx), idx), idx)
 
 
 @pytest.fixture
-def scans(tmp_path):
-    (tmp_path / "late_scans.py").write_text(LATE)
-    with CachedDataset(LateScans(str(tmp_path)), "1MB", probe=0) as dataset:
+def scans(tmp_path, monkeypatch):
+    (tmp_path / "late_scans.py").write_text("from collections import namedtuple\n\nScan = namedtuple('Scan', 'image idx')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with CachedDataset(LateScans(), "1MB", probe=0) as dataset:
         yield dataset
 
 
@@ -363,16 +339,12 @@ def test_a_process_that_has_not_imported_the_class_of_a_sample_loads_it_again(sc
     assert misses >= 1
 
 
-@pytest.mark.parametrize(
-    ("use", "found"),
-    [
-        (lambda cache: [cache.get_slot(idx) for idx in range(4)], [None] * 4),
-        (lambda cache: [*cache.get_slots(range(4))[0], cache.get_slots([3])[1].item()], [None] * 4 + [False]),
-        (lambda cache: [cache.get_or_load(idx, str) for idx in range(4)], ["0", "1", "2", "3"]),
-        (lambda cache: cache.get_or_load_many(range(4), lambda indices: map(str, indices)), ["0", "1", "2", "3"]),
-    ],
-    ids=["get_slot", "get_slots", "get_or_load", "get_or_load_many"],
-)
+@pytest.mark.parametrize(("use", "found"), [
+    (lambda cache: [cache.get_slot(idx) for idx in range(4)], [None] * 4),
+    (lambda cache: [*cache.get_slots(range(4))[0], cache.get_slots([3])[1].item()], [None] * 4 + [False]),
+    (lambda cache: [cache.get_or_load(idx, str) for idx in range(4)], ["0", "1", "2", "3"]),
+    (lambda cache: cache.get_or_load_many(range(4), lambda indices: map(str, indices)), ["0", "1", "2", "3"]),
+])  # fmt: skip
 def test_a_sample_of_a_class_that_is_not_imported_is_a_miss_that_says_once_what_to_import(scans, use, found, caplog):
     scans_in_a_child(scans)
     for _ in range(2):
