@@ -126,12 +126,10 @@ def values(indices):
 
 def is_locked(path):
     """Whether somebody has the lock of a directory."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
         fd = os.open(path, os.O_RDONLY)
-        try:
-            return not waiting.try_flock(fd)
-        finally:
-            os.close(fd)
+        stack.callback(os.close, fd)
+        return not waiting.try_flock(fd)
     return False
 
 
@@ -159,21 +157,17 @@ def open_twice():
         assert first.array.data_ptr() == second.array.data_ptr()
 
 
-def take_over():
-    open_and_close()
-
-
 def leave_behind():
     remove_leftover()
     in_child(lambda: (make(persist=True), die()))
 
 
-def interrupted(work, every, prepare=lambda: None):
+def interrupted(work, every, before=int):
     """Interrupt work at steps, one after the other. Yield their numbers, each when that has happened."""
     kept = []  # as a notebook keeps the last error, and with it all frames
-    prepare()
+    before()
     for k in steps_of(work, every):
-        prepare()
+        before()
         with at_step(k, interrupt):
             try:
                 work()
@@ -187,11 +181,15 @@ def interrupted(work, every, prepare=lambda: None):
 @unraisable
 @pytest.mark.leaves_descriptors  # an interrupt may come between the opening of a file and its first name: it has no lock yet
 @each_of(37, 13)
-@pytest.mark.parametrize("work", [open_and_close, open_twice, take_over])
-def test_an_interrupt_at_any_step_leaves_no_lock(work, every, caplog):
+@pytest.mark.parametrize(
+    ("work", "before"),
+    [(open_and_close, int), (open_twice, int), (open_and_close, leave_behind)],
+    ids=["make", "join", "take over"],
+)
+def test_an_interrupt_at_any_step_leaves_no_lock(work, before, every, caplog):
     caplog.set_level(logging.ERROR, "stocache")
     work()
-    for k in interrupted(work, every, *[leave_behind] * (work is take_over)):
+    for k in interrupted(work, every, before):
         assert not is_locked(registry.directory_of()), f"step {k}"
         assert not registry.attaching.locked(), f"step {k}"
         assert in_child(open_and_close) == 0, f"step {k}"
@@ -278,7 +276,7 @@ def check_and_refill(cache):
 
 
 @by_step
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 7])
+@each_of(7, 1)
 @pytest.mark.parametrize("admission", ["all", "cost"])
 def test_a_kill_at_any_step_of_clear_leaves_a_cache_that_works(admission, every):
     def clear_and_die():
@@ -326,12 +324,10 @@ def test_a_sample_stays_uncached_when_a_stopped_process_reserves_memory(waits, m
 
 
 def test_a_stopped_process_that_loads_is_waited_for_once_and_not_for_each_sample(waits):
-    with SharedCache(1, 64, (4,)) as cache:
-        with stopped(lambda: cache.get_or_load_many(range(64), lambda indices: stop())):
-            samples = cache.get_or_load_many(range(64), values, timeout_s=3)
-            assert [sample[0].item() for sample in samples] == [idx + 1 for idx in range(64)]
-            assert waits == [3]
-            assert cache.stats().filled == 64
+    with SharedCache(1, 64, (4,)) as cache, stopped(lambda: cache.get_or_load_many(range(64), lambda indices: stop())):
+        samples = cache.get_or_load_many(range(64), values, timeout_s=3)
+        assert [sample[0].item() for sample in samples] == [idx + 1 for idx in range(64)]
+        assert (waits, cache.stats().filled) == ([3], 64)
 
 
 def test_clear_says_which_stopped_process_is_writing(waits, monkeypatch):
@@ -405,8 +401,7 @@ def test_a_process_that_is_at_work_is_waited_for_longer(monkeypatch):
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        for fd in (ready, begun, end, go_on):
-            os.close(fd)
+        list(map(os.close, (ready, begun, end, go_on)))
     assert waits[:3] == [registry.PATIENCE_S] * 3
     assert not waiting.is_at_work(pid)  # it has ended
     assert waiting.describe_process(pid) == f"process {pid}"
@@ -415,9 +410,8 @@ def test_a_process_that_is_at_work_is_waited_for_longer(monkeypatch):
 
 def test_a_stopped_process_that_fetches_a_file_is_not_waited_for(monkeypatch, tmp_path):
     monkeypatch.setattr(remote, "_STANDSTILL_S", 0.2)
-    (tmp_path / "far").mkdir()
-    (tmp_path / "far" / "block").write_bytes(b"content")
-    mirror = remote.Mirror(remote.RemoteStore(f"file://{tmp_path}/far", None), str(tmp_path / "near"), "1GB")
+    (tmp_path / "block").write_bytes(b"content")
+    mirror = remote.Mirror(remote.RemoteStore(f"file://{tmp_path}", None), str(tmp_path / "near"), "1GB")
 
     def fetch():
         monkeypatch.setattr(remote.RemoteStore, "get", lambda *arguments: stop())
@@ -426,7 +420,7 @@ def test_a_stopped_process_that_fetches_a_file_is_not_waited_for(monkeypatch, tm
     with stopped(fetch):
         path = Path(mirror.fetch("block"))
         assert path.read_bytes() == b"content"
-    assert sorted(name.name for name in path.parent.iterdir()) == ["block", "block.part"]  # which the next fetch uses
+    assert sorted(os.listdir(path.parent)) == ["block", "block.part"]  # which the next fetch uses
 
 
 def test_a_stopped_process_that_prepares_a_folder_is_named(monkeypatch, tmp_path):
@@ -532,16 +526,13 @@ def test_readers_order_their_loads_where_the_processor_does_not(monkeypatch):
     with SharedCache(1, N, (4,)) as shared, RaggedCache("1MB", N) as ragged:
         for cache in (shared, ragged):
             cache.set_slots([1, 2], torch.stack(values([1, 2])) if cache is shared else ["a", "b"])
-            for read in (
-                lambda cache: cache.get_slot(1),
-                lambda cache: cache.peek(1),
-                lambda cache: cache.get_slots([1, 2]),
-                lambda cache: cache.get_or_load(1, value),
-                lambda cache: cache.get_or_load_many([1, 2], list),
-            ):
+            for name, *arguments in (
+                ("get_slot", 1), ("peek", 1), ("get_slots", [1, 2]), ("get_or_load", 1, value),
+                ("get_or_load_many", [1, 2], list),
+            ):  # fmt: skip
                 ordered.clear()
-                read(cache)
-                assert ordered
+                getattr(cache, name)(*arguments)
+                assert ordered, name
         ordered.clear()
         shared.fill_batch([1, 2], [torch.empty(2, 4, dtype=torch.uint8)], list)
         assert ordered
