@@ -15,7 +15,7 @@ from stocache import ClosedError, SampleError, SampleIndexError, SlotError, Slot
 from stocache.disk.cache import DiskCache
 from tests.support.equality import same
 from tests.support.faults import claimed
-from tests.support.makers import DISK, RAGGED, SHARED, SLOTS, N, disk, disk_records, fill, in_shm, ragged, sample, scattered
+from tests.support.makers import DISK, RAGGED, SHARED, SLOTS, N, disk, disk_records, fill, ragged, sample, scattered
 from tests.support.processes import stop, stopped, wait_until
 
 
@@ -134,20 +134,11 @@ def test_a_closed_cache_says_so(cache, resident):
         cache.get_solt(0)
 
 
-def at_once(count, work):
-    """Run ``work(number)`` in threads that begin together."""
-    barrier = threading.Barrier(count)
-
-    def begin(number):
-        barrier.wait(60)
-        work(number)
-
-    with ThreadPoolExecutor(count) as pool:
-        list(pool.map(begin, range(count)))
-
-
 def test_threads_that_race_for_slots_agree(cache, resident):
+    barrier = threading.Barrier(8)
+
     def work(number):
+        barrier.wait(60)
         for idx in resident * 5:
             got = cache.get_slot(idx)
             if got is None:
@@ -155,22 +146,11 @@ def test_threads_that_race_for_slots_agree(cache, resident):
             else:
                 assert same(got, sample(idx))
 
-    at_once(8, work)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
     stats = cache.stats()
     assert stats.fills == SLOTS
     assert stats.fills + stats.races == stats.misses
-
-
-@one_kind(in_shm)
-def test_hits_and_misses_of_threads_are_all_counted(cache, resident, outside):
-    def read(number):
-        for _ in range(500):
-            cache.hit(resident[0], True)
-            cache.get_slot(outside[0])
-
-    cache.set_slot(resident[0], sample(resident[0]))
-    at_once(4, read)
-    assert cache.counts() == (2000, 2000, 1)
 
 
 def test_a_claim_is_given_up_when_the_load_fails(cache, resident):

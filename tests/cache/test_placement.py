@@ -8,10 +8,7 @@ from hypothesis import strategies as st
 
 from stocache import LimitError, Placement, Structure
 from stocache.cache.allocate import CacheLayout
-from stocache.cache.options import CacheOptions
 from stocache.cache.placement import BlockBounds, ordering_of, residency
-from stocache.cache.ragged import RaggedCache
-from stocache.cache.shared import SharedCache
 from stocache.system import limits
 from stocache.system.limits import GIB, MIB, Memory
 
@@ -155,16 +152,3 @@ def test_a_layout_of_samples_that_vary_in_size_counts_bytes(monkeypatch, caplog)
     monkeypatch.setattr(limits, "memory", lambda: Memory(GIB, 100 * MIB))
     assert layout.affordable(1, named=False) == 100 * MIB - 64 * MIB - 90
     assert "Caching what fits: 36.0 MiB" in caplog.text
-
-
-def test_both_caches_are_made_from_one_set_of_options():
-    pytest.importorskip("lz4", reason="the codec is not installed")
-    options = {"name": "of-options", "fingerprint": "f"}
-    ragged_options = options | {"codec": "lz4", "allow_pickle": True}
-    made_of = CacheOptions("1MB", **ragged_options)
-    with SharedCache.from_options(made_of, 10, (3,)) as cache, SharedCache("1MB", 10, (3,), **options) as same:
-        cache.set_slot(2, torch.ones(3, dtype=torch.uint8))
-        assert same.get_slot(2).tolist() == [1, 1, 1]
-    with RaggedCache.from_options(made_of, 10) as cache, RaggedCache("1MB", 10, **ragged_options) as same:
-        cache.set_slot(2, {1, 2})
-        assert same.get_slot(2) == {1, 2}

@@ -1,13 +1,11 @@
 """Large samples are handed out as views that are copied when they are written to: nothing of that reaches the cache."""
 
-import os
 import pickle
 import random
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from stocache import CachedDataset, SharedCache
 from stocache.cache.slots import _LARGE
@@ -107,22 +105,6 @@ def test_a_forked_child_has_its_own(cached):
     assert is_right(held[2], 2)
 
 
-def spoil(its):
-    right = is_right(its, its["label"])
-    its["image"].zero_()
-    its["map"].fill(0)
-    return right
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_transforms_in_place_see_the_cache_in_every_epoch():
-    with CachedDataset([sample(idx) for idx in range(N)], 1, transform=spoil) as cached:
-        for workers in (0, 2):
-            loader = DataLoader(cached, 5, shuffle=True, num_workers=workers, persistent_workers=bool(workers))
-            assert all(bool(right.all()) for _ in range(3) for right in loader)
-        del loader
-
-
 def test_what_is_written_and_cannot_be_given_back_is_not_handed_out_again(cached, monkeypatch):
     monkeypatch.setattr(private._libc, "madvise", lambda *arguments: -1)
     cached.__getitems__([3])[0]["image"].fill_(1)
@@ -137,18 +119,3 @@ def test_without_address_space_samples_are_copied_and_they_outlive_the_cache(mon
         del cached
         assert are_right(batch, range(N))
         monkeypatch.setattr(private._libc, "mmap", lambda *arguments: private._FAILED)
-
-
-def test_memory_that_was_written_is_given_back():
-    def own_bytes():
-        with open(f"/proc/{os.getpid()}/smaps_rollup") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Anonymous:"))
-
-    shape = (1 << 20,)
-    with SharedCache(1, 64, shape) as cache:
-        for idx in range(64):
-            cache.set_slot(idx, torch.full(shape, idx, dtype=torch.uint8))
-        before = own_bytes()
-        for idx in range(0, 64, 2):
-            cache.get_or_load_many([idx], None)[0].fill_(1)
-        assert own_bytes() - before < 16 << 20  # of 32 MiB
