@@ -29,12 +29,11 @@ def test_names_and_positions_of_arguments_are_those_of_stocaching():
 class MyDataset(Dataset):
     """The use that stocaching's article shows."""
 
-    def __init__(self, n, limit):
-        self.n = n
-        self.cache = stocaching.SharedCache(size_limit_gib=limit, dataset_len=n, data_dims=(3, 8, 8), dtype=torch.uint8)
+    def __init__(self, limit):
+        self.cache = stocaching.SharedCache(size_limit_gib=limit, dataset_len=40, data_dims=(3, 8, 8), dtype=torch.uint8)
 
     def __len__(self):
-        return self.n
+        return 40
 
     def __getitem__(self, idx):
         x = self.cache.get_slot(idx)
@@ -47,7 +46,7 @@ class MyDataset(Dataset):
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_the_articles_dataset_reads_exactly_what_is_not_resident(workers, persistent):
-    dataset = MyDataset(40, f"{40 + 30 * 192}B")
+    dataset = MyDataset(f"{40 + 30 * 192}B")
     orders = []
     for each in (dataset, range(40)):
         loader = DataLoader(

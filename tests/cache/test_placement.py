@@ -64,15 +64,6 @@ def test_prefix_keeps_the_first_samples_and_scattered_gives_every_stretch_its_sh
         assert ((resident - share * stretch).abs() <= 5).all()
 
 
-@pytest.mark.parametrize(("nodes", "slots"), [(4, 25), (3, 50), (2, 40)])
-def test_nodes_add_up(nodes, slots):
-    for order in ("prefix", "scattered"):
-        windows = [residency(Placement(order, node=node, nodes=nodes), 100, slots) for node in range(nodes)]
-        held = torch.stack([window.resident(torch.arange(100)) for window in windows])
-        assert (held.sum(dim=1) == slots).all()
-        assert held.any(dim=0).sum() == min(100, nodes * slots)
-
-
 @given(placements(), st.data())
 def test_a_node_keeps_the_head_of_its_part_or_all_of_it_and_some_before(drawn, data):
     placement, dataset_len = drawn

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,11 +40,7 @@ by_step = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has
 
 
 class at_step:
-    """Run an action at the k-th step within stocache (and what it calls of the standard library) at which a signal may come.
-
-    Attributes:
-        places: where the steps before were.
-    """
+    """Run an action at the k-th step within stocache (and the standard library) at which a signal may come; note all places."""
 
     def __init__(self, k, action):
         self.k, self.action, self.places = k, action, []
@@ -73,10 +70,8 @@ class at_step:
 
     def _stops_in(self, code):
         if code not in self._stops:
-            instructions = list(dis.get_instructions(code))
-            pairs = [
-                (before.offset, after.offset) for before, after in itertools.pairwise(instructions) if before.opname in _STOPS
-            ]
+            each = itertools.pairwise(dis.get_instructions(code))
+            pairs = [(before.offset, after.offset) for before, after in each if before.opname in _STOPS]
             # A signal is raised at the call, a trace function at the step after it: the same only under the same handler
             self._stops[code] = {after for before, after in pairs if handler_at(code, before) == handler_at(code, after)}
         return self._stops[code]
@@ -300,12 +295,11 @@ def waits(monkeypatch):
 
 
 def test_a_sample_stays_uncached_when_a_stopped_process_reserves_memory(waits, monkeypatch, caplog):
+    def reserve():
+        monkeypatch.setattr(Segment, "_allocate", lambda *arguments: stop())
+        cache.set_slot(0, value(0))
+
     with SharedCache(1, N, (4,)) as cache:
-
-        def reserve():
-            monkeypatch.setattr(Segment, "_allocate", lambda *arguments: stop())
-            cache.set_slot(0, value(0))
-
         with stopped(reserve) as pid:
             for idx in range(1, N):
                 assert torch.equal(cache.get_or_load(idx, value), value(idx))
@@ -325,13 +319,12 @@ def test_a_stopped_process_that_loads_is_waited_for_once_and_not_for_each_sample
 
 
 def test_clear_says_which_stopped_process_is_writing(waits, monkeypatch):
+    def write():
+        monkeypatch.setattr(SlotArrays, "write", lambda *arguments: stop())
+        cache.set_slot(1, value(1))
+
     with SharedCache(1, N, (4,)) as cache:
         cache.set_slot(0, value(0))
-
-        def write():
-            monkeypatch.setattr(SlotArrays, "write", lambda *arguments: stop())
-            cache.set_slot(1, value(1))
-
         with stopped(write) as pid:
             with pytest.raises(BusyError, match=rf"clear: process {pid} \(.*\), which is stopped keeps the lock of a slot"):
                 cache.clear()
@@ -350,8 +343,7 @@ def test_a_stopped_process_with_the_lock_of_the_directory_is_named(waits, caplog
         with pytest.raises(BusyError, match=message):
             make(on_busy="raise")
         with make() as cache:  # without a second wait
-            assert cache.get_or_load(1, value)[0] == 2
-            assert len(cache) == 0
+            assert (cache.get_or_load(1, value)[0], len(cache)) == (2, 0)
         assert waits == [registry.PATIENCE_S, 0]
         assert f"cache '{NAME}' holds nothing" in caplog.text
     with make() as cache:
@@ -419,15 +411,13 @@ def test_a_stopped_process_that_prepares_a_folder_is_named(monkeypatch, tmp_path
     monkeypatch.setattr(local, "_REPORT_S", 0.05)
     monkeypatch.setattr(local, "_STANDSTILL_S", 0.3)
 
-    def hold():
-        with local.LocalStore(str(tmp_path)).locked():
-            stop()
+    def run():
+        prepare([torch.zeros(3)] * 4, tmp_path, num_workers=0, progress=False)
 
-    with stopped(hold) as pid:
-        message = rf"is being prepared by process {pid} \(.*\), which is stopped, which makes no progress"
-        with pytest.raises(StorageError, match=message):
-            prepare([torch.zeros(3)] * 4, tmp_path, num_workers=0, progress=False)
-    prepare([torch.zeros(3)] * 4, tmp_path, num_workers=0, progress=False)
+    with stopped(lambda: local.LocalStore(str(tmp_path)).locked().__enter__()) as pid:
+        with pytest.raises(StorageError, match=rf"prepared by process {pid} \(.*\), which is stopped, which makes no progress"):
+            run()
+    run()
 
 
 def test_two_samples_that_need_each_other_are_loaded_at_once(waits):
@@ -442,13 +432,9 @@ def test_two_samples_that_need_each_other_are_loaded_at_once(waits):
             cache.get_or_load(1 - idx, load)
         return value(idx)
 
-    with SharedCache(1, N, (4,)) as cache:
-        threads = [threading.Thread(target=cache.get_or_load, args=(idx, load)) for idx in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert [cache.get_slot(idx)[0].item() for idx in (0, 1)] == [1, 2]
+    with SharedCache(1, N, (4,)) as cache, ThreadPoolExecutor(2) as pool:
+        assert [sample[0].item() for sample in pool.map(lambda idx: cache.get_or_load(idx, load), (0, 1))] == [1, 2]
+        assert cache.stats().filled == 2
     assert not waits
 
 

@@ -3,7 +3,6 @@
 import errno
 import os
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -268,21 +267,6 @@ def test_a_process_without_a_row_reads_and_does_not_fill(cache):
     assert in_child(use) == 0
     assert cache._segment.holder < 2**31
     assert (cache._segment.holder - 1) % ROWS < ROWS - 1
-
-
-def test_threads_that_fill_together_write_each_sample_once(cache):
-    def fill(number):
-        for part in np.random.default_rng(number).permutation(N).reshape(-1, 10):
-            assert (torch.stack(cache.get_or_load_many(part, load))[:, 0].numpy() == part).all()
-
-    def load(indices):
-        return [torch.full((4,), idx, dtype=torch.uint8) for idx in indices]
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(fill, range(4)))
-    stats = cache.stats()
-    assert (stats.filled, stats.fills, stats.races) == (N, N, 0)
-    assert not cache._claims._words.any()
 
 
 def test_listing_caches_imports_neither_torch_nor_numpy():
