@@ -252,7 +252,7 @@ class SharedCache(SampleCache):
                         samples[row] = self.get_or_load(idx, lambda idx: next(iter(load([idx]))), strict=False)
                     columns.put(items, row, encode(samples[row], "sample"))
         except SampleError:
-            found = iter(columns.load_many(index[mask]))
+            found = iter(columns.load_many(index[mask]) if hits else [])
             for row, idx in enumerate(index.tolist()):
                 if mask[row]:
                     samples[row] = next(found)

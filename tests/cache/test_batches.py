@@ -30,10 +30,19 @@ def new(shape, dtype):
     return torch.empty(shape, dtype=dtype)
 
 
+def lazy(cache, samples, indices, loads):
+    """A batch of samples that notes which it loads."""
+
+    def load(missing):
+        loads.extend(missing)
+        return [samples[idx] for idx in missing]
+
+    return LazyBatch(cache, indices, load, BatchSpec.of(cache))
+
+
 def gathered(samples, indices, limit=1):
     with filled(samples, limit) as cache:
-        unread = LazyBatch(cache, indices, lambda missing: [samples[idx] for idx in missing], BatchSpec.of(cache))
-        return unread.gather(new)
+        return lazy(cache, samples, indices, []).gather(new)
 
 
 def images(n=N):
@@ -114,9 +123,7 @@ def test_whole_batches_of_another_order_are_contiguous_and_may_be_set():
         rows, mask = cache.get_slots([5, 0])
         assert mask.tolist() == [True, False]
         assert not rows[0][1].any()
-        cache.set_slot(
-            8, (samples[8][0].contiguous(), *samples[8][1:])
-        )  # a sample in another order than the first is no misfit
+        cache.set_slot(8, (samples[8][0].contiguous(), *samples[8][1:]))  # another order than the first's is no misfit
         assert everywhere(identical, cache.get_slot(8), samples[8])
 
 
@@ -130,9 +137,7 @@ def test_any_mixture_of_hits_and_misses(data):
         for idx in cached:
             cache.set_slot(idx, samples[idx])
         loaded = []
-        unread = LazyBatch(
-            cache, indices, lambda missing: [loaded.append(idx) or samples[idx] for idx in missing], BatchSpec.of(cache)
-        )
+        unread = lazy(cache, samples, indices, loaded)
         assert unread.cached == cached.issuperset(indices)
         assert same(unread.gather(new), default_collate([samples[idx] for idx in indices]))
         assert sorted(loaded) == sorted(set(indices) - cached)
@@ -140,25 +145,19 @@ def test_any_mixture_of_hits_and_misses(data):
         assert (stats.hits + stats.misses, stats.misses) == (len(indices), len(loaded))
 
 
-class Recording(list):
-    def __init__(self, samples):
-        super().__init__(samples)
-        self.loads = []
-
-    def __getitem__(self, idx):
-        self.loads.append(idx)
-        return super().__getitem__(idx)
-
-
 def test_a_misfit_is_read_with_all_others_and_loaded_once():
-    samples = Recording(images())
+    samples = images()
     samples[4] = torch.zeros(3, 4, 6, dtype=torch.uint8)
-    with CachedDataset(samples, 1, probe=2) as dataset:
-        unread = with_lazy_batches(dataset).__getitems__([0, 4, 2])
-        assert unread.gather(new) is None
-        assert same(list(unread), [list(samples)[idx] for idx in (0, 4, 2)])
-        assert sorted(samples.loads) == [2, 4]  # 0 was loaded by the probe, in a child process
-        assert unread.gather(new) is None  # it is read already
+    for cached in ([], [0]):
+        loads = []
+        with SharedCache.like(samples[0], 1, N) as cache:
+            for idx in cached:
+                cache.set_slot(idx, samples[idx])
+            unread = lazy(cache, samples, [0, 4, 2], loads)
+            assert unread.gather(new) is None
+            assert same(list(unread), [samples[idx] for idx in (0, 4, 2)])
+            assert sorted(loads) == [0, 2, 4][len(cached) :]
+            assert unread.gather(new) is None  # it is read already
 
 
 def test_reading_later_is_for_cached_datasets_that_can_be_gathered():
@@ -194,18 +193,13 @@ def test_reading_later_is_for_cached_datasets_that_can_be_gathered():
 @pytest.mark.parametrize("dtype", ["u1", "i8", "f2", "f8", "?", "c8", ">f4", "<M8[s]", [("a", "i4"), ("b", "f8")]])
 def test_numpy_scalars_are_written_by_the_batch(dtype):
     dtype = np.dtype(dtype)
-
-    def sample(idx):
-        value = (idx, idx / 4) if dtype.names else idx
-        return {"image": np.full((2, 3), idx, np.uint8), "label": np.array([value], dtype)[0]}
-
-    samples = [sample(idx) for idx in range(N)]
+    labels = np.array([(idx, idx / 4) if dtype.names else idx for idx in range(N)], dtype)
+    samples = [{"image": np.full((2, 3), idx, np.uint8), "label": label} for idx, label in enumerate(labels)]
     with SharedCache.like(samples[0], 1, N) as cache:
         store = cache._columns
         assert (store.pack(samples) is not None) == (dtype.kind in "uifbc" and samples[0]["label"].dtype.isnative)
-        encoded = store.encode_many(samples)
-        for buffers, sample in zip(encoded, samples, strict=True):
-            assert [bytes(part) for part in buffers] == [bytes(part) for part in store.encode(sample, "")]
+        for buffers, sample in zip(store.encode_many(samples), samples, strict=True):
+            assert list(map(bytes, buffers)) == list(map(bytes, store.encode(sample, "")))
         cache.get_or_load_many(range(N), lambda indices: [samples[idx] for idx in indices])
         assert all(identical(cache.get_slot(idx), samples[idx]) for idx in range(N))
         strange = [*samples[:3], samples[0] | {"label": 3}, *samples[4:]]

@@ -15,17 +15,12 @@ from stocache import ClosedError, SampleError, SampleIndexError, SlotError, Slot
 from stocache.disk.cache import DiskCache
 from tests.support.equality import same
 from tests.support.faults import claimed
-from tests.support.makers import DISK, RAGGED, SHARED, SLOTS, N, disk, disk_records, fill, in_shm, ragged, sample, scattered
+from tests.support.makers import DISK, RAGGED, SHARED, SLOTS, N, disk, disk_records, fill, ragged, sample, scattered
 from tests.support.processes import stop, stopped, wait_until
-
-PACKAGES = {"zstd": "zstandard", "lz4": "lz4"}
 
 
 @pytest.fixture(params=[scattered, ragged, disk, disk_records], ids=lambda maker: maker.__name__)
 def cache(request):
-    codec = request.param.__name__.rpartition("_")[2]
-    if codec in PACKAGES:
-        pytest.importorskip(PACKAGES[codec], reason="a codec is not installed")
     with request.param() as cache:
         yield cache
 
@@ -88,44 +83,20 @@ def test_indices_are_integers_of_any_kind_and_all_else_is_refused(cache, residen
         cache.get_or_load_many([N], sample)
 
 
-def test_what_is_not_allowed_is_refused(cache, resident, outside):
-    idx, out = resident[0], outside[0]
-    room = rf"\({out}\): the sample lies outside the cache, which has room for 1"
-    with pytest.raises(SampleIndexError, match=f"get_slot{room}"):
-        cache.get_slot(out, allow_oob_idx=False)
-    with pytest.raises(SampleIndexError, match=f"set_slot{room}"):
-        cache.set_slot(out, sample(out), allow_oob_idx=False)
-    with pytest.raises(SlotError, match=rf"get_slot\({idx}\): the slot is empty"):
-        cache.get_slot(idx, allow_empty_slot=False)
-    cache.set_slot(idx, sample(1))
-    with pytest.raises(SlotError, match=rf"set_slot\({idx}\): the slot is set. Ask get_slot first"):
-        cache.set_slot(idx, sample(2))
-    assert same(cache.get_slot(idx), sample(1))
-    cache.set_slot(idx, sample(2), allow_overwrite=True)
-    assert same(cache.get_slot(idx), sample(2))
-
-
-def test_who_missed_and_comes_late_is_ignored(cache, resident):
-    idx = resident[0]
-    assert [cache.get_slot(idx), cache.get_slot(idx)] == [None, None]  # as two threads would
-    for value in (1, 2):
-        cache.set_slot(idx, sample(value))
-    assert same(cache.get_slot(idx), sample(1))
-    assert cache.stats().races == 1
-    with pytest.raises(SlotError, match="the slot is set"):
-        cache.set_slot(idx, sample(2))
-
-
-def test_samples_are_copies_unless_the_memory_itself_is_asked_for(cache, resident):
+def test_samples_are_copies_unless_the_memory_is_asked_for_and_are_overwritten_if_allowed(cache, resident):
     value = sample(0)
     cache.set_slot(resident[0], value)
     value.zero_()
     cache.get_slot(resident[0]).zero_()
     cache.get_or_load_many([resident[0]], None)[0].zero_()
     assert same(cache.get_slot(resident[0]), sample(0))
+    with pytest.raises(SlotError, match=rf"set_slot\({resident[0]}\): the slot is set. Ask get_slot first"):
+        cache.set_slot(resident[0], sample(1))
+    cache.set_slot(resident[0], sample(2), allow_overwrite=True)
+    assert same(cache.get_slot(resident[0]), sample(2))
     view = cache.get_slot(resident[0], copy=False).fill_(9)
     is_shared = not isinstance(cache, DiskCache)  # what is on a disk has no view
-    assert same(cache.get_slot(resident[0]), view if is_shared else sample(0))
+    assert same(cache.get_slot(resident[0]), view if is_shared else sample(2))
 
 
 def test_a_closed_cache_says_so(cache, resident):
@@ -134,17 +105,10 @@ def test_a_closed_cache_says_so(cache, resident):
     cache.close()
     cache.close()
     for use in (
-        lambda: cache.get_slot(0),
-        lambda: cache.get_slots([0]),
-        lambda: cache.get_or_load(0, sample),
-        lambda: cache.get_or_load_many([0], lambda indices: map(sample, indices)),
-        lambda: cache.set_slot(0, sample(0)),
-        lambda: cache.aux_array,
-        lambda: cache.clear(),
-        lambda: cache.counts(),
-        lambda: cache.stats(),
-        lambda: pickle.dumps(cache),
-    ):
+        lambda: cache.get_slot(0), lambda: cache.get_slots([0]), lambda: cache.get_or_load(0, sample),
+        lambda: cache.get_or_load_many([0], list), lambda: cache.set_slot(0, sample(0)), lambda: cache.aux_array,
+        lambda: cache.clear(), lambda: cache.counts(), lambda: cache.stats(), lambda: pickle.dumps(cache),
+    ):  # fmt: skip
         with pytest.raises(ClosedError, match="the cache is closed"):
             use()
     assert "closed" in repr(cache)
@@ -170,23 +134,6 @@ def test_threads_that_race_for_slots_agree(cache, resident):
     stats = cache.stats()
     assert stats.fills == SLOTS
     assert stats.fills + stats.races == stats.misses
-
-
-@one_kind(in_shm)
-def test_hits_and_misses_of_threads_are_all_counted(cache, resident, outside):
-    cache.set_slot(resident[0], sample(resident[0]))
-
-    barrier = threading.Barrier(4)
-
-    def read(number):
-        barrier.wait(60)
-        for _ in range(500):
-            cache.hit(resident[0], True)
-            cache.get_slot(outside[0])
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(read, range(4)))
-    assert cache.counts() == (2000, 2000, 1)
 
 
 def test_a_claim_is_given_up_when_the_load_fails(cache, resident):
@@ -240,12 +187,11 @@ def test_a_process_waits_for_the_load_of_another_but_not_for_the_dead_or_for_eve
 
 
 def test_many_are_loaded_with_one_call_and_only_what_is_missing(cache, resident, outside):
-    calls = []
-
     def load(indices):
         calls.append(indices)
-        return [sample(idx) for idx in indices]
+        return map(sample, indices)
 
+    calls = []
     cache.set_slot(resident[1], sample(resident[1]))
     wanted = [outside[0], *resident[:4], resident[2], outside[0]]
     samples = cache.get_or_load_many(wanted, load)
@@ -287,7 +233,6 @@ def test_what_does_not_fit_is_passed_by_if_not_strict(cache, resident, caplog):
     assert same(fourth, sample(3))
     assert (cache.stats().rejected, cache.stats().fills) == (3, 1)
     assert cache.aux_array[resident[:3]].tolist() == [SlotState.OOB] * 3
-    (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning.startswith(
-        f"sample {resident[0]} does not fit and stays uncached. So will others like it, without a warning: "
-    )
+    (record,) = caplog.records
+    warning = f"sample {resident[0]} does not fit and stays uncached. So will others like it, without a warning: "
+    assert record.message.startswith(warning)

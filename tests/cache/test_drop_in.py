@@ -13,20 +13,15 @@ from stocache import SharedCache
 
 def test_names_and_positions_of_arguments_are_those_of_stocaching():
     def names(function):
-        return [
-            (name, p.default) for name, p in inspect.signature(function).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD
-        ]
+        parameters = inspect.signature(function).parameters.values()
+        return [(each.name, each.default) for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
 
     empty = inspect.Parameter.empty
-    assert names(SharedCache) == [
-        ("size_limit_gib", empty), ("dataset_len", empty), ("data_dims", empty), ("dtype", torch.uint8),
-    ]  # fmt: skip
-    assert names(SharedCache.get_slot) == [
-        ("self", empty), ("idx", empty), ("allow_oob_idx", True), ("allow_empty_slot", True),
-    ]  # fmt: skip
-    assert names(SharedCache.set_slot) == [
-        ("self", empty), ("idx", empty), ("value", empty), ("allow_oob_idx", True), ("allow_overwrite", False),
-    ]  # fmt: skip
+    sizes = [(name, empty) for name in ("size_limit_gib", "dataset_len", "data_dims")]
+    assert names(SharedCache) == [*sizes, ("dtype", torch.uint8)]
+    own, oob = [("self", empty), ("idx", empty)], ("allow_oob_idx", True)
+    assert names(SharedCache.get_slot) == [*own, oob, ("allow_empty_slot", True)]
+    assert names(SharedCache.set_slot) == [*own, ("value", empty), oob, ("allow_overwrite", False)]
     assert isinstance(stocaching.get_shm_size(), int)
     assert [(state.name, state.value) for state in stocaching.SlotState] == [("EMPTY", 0), ("SET", 1), ("OOB", 2)]
 
@@ -34,12 +29,11 @@ def test_names_and_positions_of_arguments_are_those_of_stocaching():
 class MyDataset(Dataset):
     """The use that stocaching's article shows."""
 
-    def __init__(self, n, limit):
-        self.n = n
-        self.cache = stocaching.SharedCache(size_limit_gib=limit, dataset_len=n, data_dims=(3, 8, 8), dtype=torch.uint8)
+    def __init__(self, limit):
+        self.cache = stocaching.SharedCache(size_limit_gib=limit, dataset_len=40, data_dims=(3, 8, 8), dtype=torch.uint8)
 
     def __len__(self):
-        return self.n
+        return 40
 
     def __getitem__(self, idx):
         x = self.cache.get_slot(idx)
@@ -52,7 +46,7 @@ class MyDataset(Dataset):
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_the_articles_dataset_reads_exactly_what_is_not_resident(workers, persistent):
-    dataset = MyDataset(40, f"{40 + 30 * 192}B")
+    dataset = MyDataset(f"{40 + 30 * 192}B")
     orders = []
     for each in (dataset, range(40)):
         loader = DataLoader(

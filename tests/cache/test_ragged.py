@@ -23,6 +23,7 @@ from stocache.system import limits
 from stocache.system.limits import GIB, Memory
 from tests.support.equality import same
 from tests.support.faults import claimed, misplace, no_shared_memory
+from tests.support.makers import codec
 from tests.support.processes import in_child
 
 N = 60
@@ -32,12 +33,9 @@ def sample(idx):
     """Samples of several kinds and sizes."""
     generator = torch.Generator().manual_seed(idx)
     image = torch.randint(0, 256, (3, 4 + idx % 7, 5 + idx % 3), generator=generator, dtype=torch.uint8)
-    if idx % 3 == 0:
-        return image, idx
-    if idx % 3 == 1:
-        boxes = torch.rand(idx % 5, 4, generator=generator)
-        return {"image": image, "boxes": boxes, "caption": "x" * idx, "tokens": [idx] * idx}
-    return [image.numpy(), None, (str(idx), float(idx))]
+    boxes = torch.rand(idx % 5, 4, generator=generator)
+    detection = {"image": image, "boxes": boxes, "caption": "x" * idx, "tokens": [idx] * idx}
+    return ((image, idx), detection, [image.numpy(), None, (str(idx), float(idx))])[idx % 3]
 
 
 def fill(cache, indices=range(N)):
@@ -76,18 +74,19 @@ def test_wrong_arguments_say_what_to_do(monkeypatch):
 
 @pytest.mark.quick
 def test_caches_without_a_limit_samples_or_memory_hold_nothing(monkeypatch, caplog):
-    with RaggedCache(0, N) as cache:
+    with RaggedCache(0, N) as cache, RaggedCache(1, 0) as empty:
         for _ in range(2):
             fill(cache)
             cache.clear()
         assert cache.counts() == (0, 2 * N, 0)
-    with RaggedCache(1, 0) as cache:
-        assert cache.get_slots([])[0] == []
+        assert empty.get_slots([])[0] == []
     no_shared_memory(monkeypatch)
-    with RaggedCache(1, N) as cache:
-        fill(cache)
-        assert (cache.aux_array == SlotState.OOB).all()
-    assert "no shared memory: /no/such/dir cannot be written" in caplog.text
+    with RaggedCache(1, N) as cache, pickle.loads(pickle.dumps(cache)) as copy:
+        for each in (cache, copy):
+            fill(each)
+            assert (each.aux_array == SlotState.OOB).all()
+    (record,) = caplog.records
+    assert "no shared memory: /no/such/dir cannot be written" in record.message
 
 
 @pytest.mark.quick
@@ -110,13 +109,10 @@ def test_samples_stay_uncached_when_memory_runs_low_and_get_another_chance(monke
 def test_many_at_once_and_overwriting():
     with RaggedCache("4000B", N) as cache:
         cache.set_slots(torch.arange(3), [sample(idx) for idx in range(3)])
-        samples, mask = cache.get_slots([2, 3, 0])
-        assert mask.tolist() == [True, False, True]
-        assert same(samples, [sample(2), None, sample(0)])
-        with pytest.raises(SampleError, match="set_slots: 1 values for 2 indices"):
-            cache.set_slots([3, 4], ["x"])
-        with pytest.raises(SampleIndexError, match="set_slots: indices"):
-            cache.set_slots([N], ["x"])
+        assert same(cache.get_slots([2, 3, 0])[0], [sample(2), None, sample(0)])
+        for indices, error, message in (([3, 4], SampleError, "1 values for 2 indices"), ([N], SampleIndexError, "indices")):
+            with pytest.raises(error, match=f"set_slots: {message}"):
+                cache.set_slots(indices, ["x"])
         cache.set_slot(0, "new", allow_overwrite=True)
         assert cache.get_slot(0) == "new"
         cache.set_slot(0, "x" * 4000, allow_overwrite=True)  # for which there is no room
@@ -128,22 +124,18 @@ def share_work(number, cache, count):
     fill(cache)
 
 
-@pytest.mark.parametrize(
-    ("start_method", "options"),
-    [("fork", {}), ("fork", {"admission": "cost", "name": "ragged"}), ("forkserver", {"codec": "lz4"})],
-    indirect=["start_method"],
-    ids=str,
-)
+@pytest.mark.parametrize(("start_method", "options"), [
+    ("fork", {}), ("fork", {"admission": "cost", "name": "ragged"}), ("forkserver", {"codec": "lz4"}),
+], indirect=["start_method"], ids=str)  # fmt: skip
 def test_processes_share_what_each_has_loaded(run_processes, options):
     if "codec" in options:
-        pytest.importorskip("lz4", reason="a codec is not installed")
-    with RaggedCache("1MB", N, **options) as cache:
+        codec("lz4")
+    with RaggedCache("1MB", N, **options) as cache, RaggedCache("1MB", N, codec=options.get("codec")) as alone:
         run_processes(3, share_work, cache, 3)
         fill(cache)
+        fill(alone)
         stats = cache.stats()
         assert stats.filled == stats.fills == N
-    with RaggedCache("1MB", N, codec=options.get("codec")) as alone:
-        fill(alone)
         assert stats.slot_bytes == alone.stats().slot_bytes  # each kind of samples is stored once
 
 
@@ -155,8 +147,7 @@ def test_kinds_of_samples_survive_a_clear_by_another_process():
         cache.get_or_load(0, lambda idx: (3.0, 4))
 
     with RaggedCache("1MB", N) as cache:
-        cache.get_or_load(0, lambda idx: {"a": 1})
-        cache.get_or_load(1, lambda idx: "text")
+        cache.set_slots([0, 1], [{"a": 1}, "text"])
         assert in_child(clear_and_refill) == 0
         assert cache.get_slot(0) == (3.0, 4)
         assert cache.get_slot(1) == [2, "x"]
@@ -169,13 +160,16 @@ def test_kinds_of_samples_survive_a_clear_by_another_process():
 def test_the_next_run_finds_them_and_others_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", sys)  # it is not used, but must be there
 
+    def make(**options):
+        return RaggedCache(**{"size_limit_gib": 1, "dataset_len": N, "name": "ragged", "fingerprint": "1"} | options)
+
     def run():
-        cache = RaggedCache(1, N, name="ragged", fingerprint="1")
+        cache = make()
         fill(cache)
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert in_child(run) == signal.SIGKILL
-    with RaggedCache(1, N, name="ragged", fingerprint="1") as cache:
+    with make() as cache:
         assert cache.stats().filled == N
         fill(cache)
         assert cache.counts() == (N, 0, 0)
@@ -187,8 +181,8 @@ def test_the_next_run_finds_them_and_others_are_refused(monkeypatch):
             ({"size_limit_gib": 2}, "bytes 1073741216, now 2147483040"),
         ]:
             with pytest.raises(MismatchError, match=difference):
-                RaggedCache(**{"size_limit_gib": 1, "dataset_len": N, "name": "ragged", "fingerprint": "1"} | options)
-        RaggedCache("auto", N, name="ragged", fingerprint="1").close()  # takes what is there
+                make(**options)
+        make(size_limit_gib="auto").close()  # takes what is there
         (found,) = listing.find()
         assert found.stats == cache.stats()
         shown = CliRunner().invoke(app, ["stat", "ragged"]).stdout
@@ -197,31 +191,24 @@ def test_the_next_run_finds_them_and_others_are_refused(monkeypatch):
     assert not os.path.exists(f"/dev/shm/stocache-{os.geteuid()}/ragged")
 
 
-@pytest.mark.parametrize(("codec", "package"), [("zstd", "zstandard"), ("lz4", "lz4")])
-def test_compressed_samples_take_less_and_what_does_not_shrink_takes_no_more(codec, package):
-    pytest.importorskip(package, reason="a codec is not installed")
+@pytest.mark.parametrize("name", ["zstd", "lz4"])
+def test_compressed_samples_take_less_and_what_does_not_shrink_takes_no_more(name):
     flat, noise = torch.arange(50_000) // 100, torch.randint(0, 256, (50_000,), dtype=torch.uint8)
-    with RaggedCache("1MB", 2, codec=codec) as cache:
+    with RaggedCache("1MB", 2, codec=codec(name)) as cache:
         cache.set_slot(0, flat)
         before = cache.stats().filled_bytes
         assert before < flat.nbytes / 10
         cache.set_slot(1, noise)
         assert cache.stats().filled_bytes - before <= noise.nbytes + 64
-        assert same(cache.get_slot(1), noise)
-        cache.get_slot(0).zero_()
         cache.get_slot(0, copy=False).zero_()  # which what is compressed does not have: a copy
-        assert same(cache.get_slot(0), flat)
+        assert same(cache.get_slots([0, 1])[0], [flat, noise])
 
 
-@pytest.mark.parametrize(
-    "forge",
-    [
-        lambda words, memory: words.__setitem__(2, 1 << 62),  # where the newest treedef is
-        lambda words, memory: words.__setitem__(2, 200 << 20),  # in memory that is not reserved
-        lambda words, memory: memory.__setitem__(slice(words[2] + 11, words[2] + 15), b"\xff" * 4),  # its length
-    ],
-    ids=["beyond all", "not reserved", "too long"],
-)
+@pytest.mark.parametrize("forge", [
+    lambda words, memory: words.__setitem__(2, 1 << 62),  # where the newest treedef is
+    lambda words, memory: words.__setitem__(2, 200 << 20),  # in memory that is not reserved
+    lambda words, memory: memory.__setitem__(slice(words[2] + 11, words[2] + 15), b"\xff" * 4),  # its length
+], ids=["beyond all", "not reserved", "too long"])  # fmt: skip
 def test_a_treedef_or_a_record_outside_of_the_memory_is_an_error(forge):
     with RaggedCache("512MiB", 4) as cache:
         cache.set_slot(0, "text")
@@ -251,17 +238,14 @@ def simulate(sizes, costs, capacity):
     return shares
 
 
-def test_of_log_normal_sizes_the_smallest_are_kept():
+@pytest.mark.quick
+def test_of_log_normal_sizes_the_smallest_are_kept_and_what_is_not_worth_it_is_refused_for_good_once_all_is_measured():
     n, sizes = 1000, (np.random.default_rng(7).lognormal(0, 1, 1000) * 1000).astype(int)
     capacity = int(sizes.sum() * 0.2)
     best = np.searchsorted(np.cumsum(np.sort(sizes)), capacity) / n  # Phi(1 + Phi^-1(0.2)) = 0.563 of an endless dataset
     _, second, third = simulate(sizes, [0.01] * n, capacity)
     assert third > best - 0.02
     assert second > 0.8 * best * (1 - 32 / n)  # what came before the first verdict is missing
-
-
-@pytest.mark.quick
-def test_what_is_not_worth_it_is_refused_for_good_once_all_is_measured():
     assert simulate([1000] * 500, [1e-3] * 500, 1000 * 500) == [0, 1 - 31 / 500, 1.0]  # all fit
     n, admission = 100, admission_of(100, 10_000)
     costs = [1.0 if idx < 5 else 1e-3 for idx in range(n)]
@@ -292,9 +276,8 @@ def test_the_cache_measures_loads_and_keeps_the_costly(monkeypatch):
             order = np.random.default_rng(epoch).permutation(n).tolist()
             if epoch == 1:
                 cache.get_or_load_many(order, lambda indices: map(load, indices))
-            else:
-                for idx in order:
-                    assert same(cache.get_or_load(idx, load), torch.full((1000,), idx % 256, dtype=torch.uint8))
+            for idx in order * (epoch != 1):
+                assert (cache.get_or_load(idx, load) == idx % 256).all()
         kept = set(torch.nonzero(cache.aux_array == SlotState.SET).flatten().tolist())
         assert len(costly - kept) <= 1  # the first epoch's guess may have let in one too many of the others
         assert len(kept) == 52  # as many as fit
@@ -305,37 +288,23 @@ def test_the_cache_measures_loads_and_keeps_the_costly(monkeypatch):
         assert cache.stats().filled == 52
 
 
-LATE = """
-from dataclasses import dataclass
-
-@dataclass
-class Scan:
-    image: object
-    idx: int
-"""
-
-
 class LateScans:
     """Imports the module of its samples when the first is loaded, as datasets do that a worker makes ready."""
-
-    def __init__(self, folder):
-        self.folder = folder
 
     def __len__(self):
         return 8
 
     def __getitem__(self, idx):
-        if self.folder not in sys.path:
-            sys.path.append(self.folder)
         import late_scans
 
         return late_scans.Scan(torch.full((3, idx), idx), idx)
 
 
 @pytest.fixture
-def scans(tmp_path):
-    (tmp_path / "late_scans.py").write_text(LATE)
-    with CachedDataset(LateScans(str(tmp_path)), "1MB", probe=0) as dataset:
+def scans(tmp_path, monkeypatch):
+    (tmp_path / "late_scans.py").write_text("from collections import namedtuple\n\nScan = namedtuple('Scan', 'image idx')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with CachedDataset(LateScans(), "1MB", probe=0) as dataset:
         yield dataset
 
 
@@ -363,16 +332,12 @@ def test_a_process_that_has_not_imported_the_class_of_a_sample_loads_it_again(sc
     assert misses >= 1
 
 
-@pytest.mark.parametrize(
-    ("use", "found"),
-    [
-        (lambda cache: [cache.get_slot(idx) for idx in range(4)], [None] * 4),
-        (lambda cache: [*cache.get_slots(range(4))[0], cache.get_slots([3])[1].item()], [None] * 4 + [False]),
-        (lambda cache: [cache.get_or_load(idx, str) for idx in range(4)], ["0", "1", "2", "3"]),
-        (lambda cache: cache.get_or_load_many(range(4), lambda indices: map(str, indices)), ["0", "1", "2", "3"]),
-    ],
-    ids=["get_slot", "get_slots", "get_or_load", "get_or_load_many"],
-)
+@pytest.mark.parametrize(("use", "found"), [
+    (lambda cache: [cache.get_slot(idx) for idx in range(4)], [None] * 4),
+    (lambda cache: [*cache.get_slots(range(4))[0], cache.get_slots([3])[1].item()], [None] * 4 + [False]),
+    (lambda cache: [cache.get_or_load(idx, str) for idx in range(4)], ["0", "1", "2", "3"]),
+    (lambda cache: cache.get_or_load_many(range(4), lambda indices: map(str, indices)), ["0", "1", "2", "3"]),
+])  # fmt: skip
 def test_a_sample_of_a_class_that_is_not_imported_is_a_miss_that_says_once_what_to_import(scans, use, found, caplog):
     scans_in_a_child(scans)
     for _ in range(2):

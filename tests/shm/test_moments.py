@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,11 +40,7 @@ by_step = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has
 
 
 class at_step:
-    """Run an action at the k-th step within stocache (and what it calls of the standard library) at which a signal may come.
-
-    Attributes:
-        places: where the steps before were.
-    """
+    """Run an action at the k-th step within stocache (and the standard library) at which a signal may come; note all places."""
 
     def __init__(self, k, action):
         self.k, self.action, self.places = k, action, []
@@ -73,10 +70,8 @@ class at_step:
 
     def _stops_in(self, code):
         if code not in self._stops:
-            instructions = list(dis.get_instructions(code))
-            pairs = [
-                (before.offset, after.offset) for before, after in itertools.pairwise(instructions) if before.opname in _STOPS
-            ]
+            each = itertools.pairwise(dis.get_instructions(code))
+            pairs = [(before.offset, after.offset) for before, after in each if before.opname in _STOPS]
             # A signal is raised at the call, a trace function at the step after it: the same only under the same handler
             self._stops[code] = {after for before, after in pairs if handler_at(code, before) == handler_at(code, after)}
         return self._stops[code]
@@ -126,12 +121,10 @@ def values(indices):
 
 def is_locked(path):
     """Whether somebody has the lock of a directory."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
         fd = os.open(path, os.O_RDONLY)
-        try:
-            return not waiting.try_flock(fd)
-        finally:
-            os.close(fd)
+        stack.callback(os.close, fd)
+        return not waiting.try_flock(fd)
     return False
 
 
@@ -159,21 +152,17 @@ def open_twice():
         assert first.array.data_ptr() == second.array.data_ptr()
 
 
-def take_over():
-    open_and_close()
-
-
 def leave_behind():
     remove_leftover()
     in_child(lambda: (make(persist=True), die()))
 
 
-def interrupted(work, every, prepare=lambda: None):
+def interrupted(work, every, before=int):
     """Interrupt work at steps, one after the other. Yield their numbers, each when that has happened."""
     kept = []  # as a notebook keeps the last error, and with it all frames
-    prepare()
+    before()
     for k in steps_of(work, every):
-        prepare()
+        before()
         with at_step(k, interrupt):
             try:
                 work()
@@ -187,11 +176,11 @@ def interrupted(work, every, prepare=lambda: None):
 @unraisable
 @pytest.mark.leaves_descriptors  # an interrupt may come between the opening of a file and its first name: it has no lock yet
 @each_of(37, 13)
-@pytest.mark.parametrize("work", [open_and_close, open_twice, take_over])
-def test_an_interrupt_at_any_step_leaves_no_lock(work, every, caplog):
+@pytest.mark.parametrize(("work", "before"), [(open_and_close, int), (open_twice, int), (open_and_close, leave_behind)])
+def test_an_interrupt_at_any_step_leaves_no_lock(work, before, every, caplog):
     caplog.set_level(logging.ERROR, "stocache")
     work()
-    for k in interrupted(work, every, *[leave_behind] * (work is take_over)):
+    for k in interrupted(work, every, before):
         assert not is_locked(registry.directory_of()), f"step {k}"
         assert not registry.attaching.locked(), f"step {k}"
         assert in_child(open_and_close) == 0, f"step {k}"
@@ -278,7 +267,7 @@ def check_and_refill(cache):
 
 
 @by_step
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 7])
+@each_of(7, 1)
 @pytest.mark.parametrize("admission", ["all", "cost"])
 def test_a_kill_at_any_step_of_clear_leaves_a_cache_that_works(admission, every):
     def clear_and_die():
@@ -306,42 +295,36 @@ def waits(monkeypatch):
 
 
 def test_a_sample_stays_uncached_when_a_stopped_process_reserves_memory(waits, monkeypatch, caplog):
+    def reserve():
+        monkeypatch.setattr(Segment, "_allocate", lambda *arguments: stop())
+        cache.set_slot(0, value(0))
+
     with SharedCache(1, N, (4,)) as cache:
-
-        def reserve():
-            monkeypatch.setattr(Segment, "_allocate", lambda *arguments: stop())
-            cache.set_slot(0, value(0))
-
         with stopped(reserve) as pid:
             for idx in range(1, N):
                 assert torch.equal(cache.get_or_load(idx, value), value(idx))
-            assert waits == [segment.PATIENCE_S]  # once for all
-            assert cache.stats().filled == 0
-            assert f"process {pid} (" in caplog.text
-            assert ", which is stopped has kept a lock of the cache" in caplog.text
-            assert caplog.text.count("has kept a lock") == 1
-        for idx in range(N):
-            cache.get_or_load(idx, value)
+            assert (waits, cache.stats().filled) == ([segment.PATIENCE_S], 0)  # once for all
+            (record,) = caplog.records
+            assert f"process {pid} (" in record.message
+            assert ", which is stopped has kept a lock of the cache" in record.message
+        cache.get_or_load_many(range(N), values)
         assert cache.stats().filled == N
 
 
 def test_a_stopped_process_that_loads_is_waited_for_once_and_not_for_each_sample(waits):
-    with SharedCache(1, 64, (4,)) as cache:
-        with stopped(lambda: cache.get_or_load_many(range(64), lambda indices: stop())):
-            samples = cache.get_or_load_many(range(64), values, timeout_s=3)
-            assert [sample[0].item() for sample in samples] == [idx + 1 for idx in range(64)]
-            assert waits == [3]
-            assert cache.stats().filled == 64
+    with SharedCache(1, 64, (4,)) as cache, stopped(lambda: cache.get_or_load_many(range(64), lambda indices: stop())):
+        samples = cache.get_or_load_many(range(64), values, timeout_s=3)
+        assert [sample[0].item() for sample in samples] == [idx + 1 for idx in range(64)]
+        assert (waits, cache.stats().filled) == ([3], 64)
 
 
 def test_clear_says_which_stopped_process_is_writing(waits, monkeypatch):
+    def write():
+        monkeypatch.setattr(SlotArrays, "write", lambda *arguments: stop())
+        cache.set_slot(1, value(1))
+
     with SharedCache(1, N, (4,)) as cache:
         cache.set_slot(0, value(0))
-
-        def write():
-            monkeypatch.setattr(SlotArrays, "write", lambda *arguments: stop())
-            cache.set_slot(1, value(1))
-
         with stopped(write) as pid:
             with pytest.raises(BusyError, match=rf"clear: process {pid} \(.*\), which is stopped keeps the lock of a slot"):
                 cache.clear()
@@ -360,8 +343,7 @@ def test_a_stopped_process_with_the_lock_of_the_directory_is_named(waits, caplog
         with pytest.raises(BusyError, match=message):
             make(on_busy="raise")
         with make() as cache:  # without a second wait
-            assert cache.get_or_load(1, value)[0] == 2
-            assert len(cache) == 0
+            assert (cache.get_or_load(1, value)[0], len(cache)) == (2, 0)
         assert waits == [registry.PATIENCE_S, 0]
         assert f"cache '{NAME}' holds nothing" in caplog.text
     with make() as cache:
@@ -382,9 +364,7 @@ def test_leaving_does_not_wait_for_long(waits):
 
 
 def test_a_process_that_is_at_work_is_waited_for_longer(monkeypatch):
-    ready, begun = os.pipe()
-    end, go_on = os.pipe()
-    waits = []
+    (ready, begun), (end, go_on), waits = os.pipe(), os.pipe(), []
 
     def wait(condition, timeout_s):
         waits.append(timeout_s)
@@ -405,8 +385,7 @@ def test_a_process_that_is_at_work_is_waited_for_longer(monkeypatch):
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        for fd in (ready, begun, end, go_on):
-            os.close(fd)
+        list(map(os.close, (ready, begun, end, go_on)))
     assert waits[:3] == [registry.PATIENCE_S] * 3
     assert not waiting.is_at_work(pid)  # it has ended
     assert waiting.describe_process(pid) == f"process {pid}"
@@ -415,9 +394,8 @@ def test_a_process_that_is_at_work_is_waited_for_longer(monkeypatch):
 
 def test_a_stopped_process_that_fetches_a_file_is_not_waited_for(monkeypatch, tmp_path):
     monkeypatch.setattr(remote, "_STANDSTILL_S", 0.2)
-    (tmp_path / "far").mkdir()
-    (tmp_path / "far" / "block").write_bytes(b"content")
-    mirror = remote.Mirror(remote.RemoteStore(f"file://{tmp_path}/far", None), str(tmp_path / "near"), "1GB")
+    (tmp_path / "block").write_bytes(b"content")
+    mirror = remote.Mirror(remote.RemoteStore(f"file://{tmp_path}", None), str(tmp_path / "near"), "1GB")
 
     def fetch():
         monkeypatch.setattr(remote.RemoteStore, "get", lambda *arguments: stop())
@@ -426,22 +404,20 @@ def test_a_stopped_process_that_fetches_a_file_is_not_waited_for(monkeypatch, tm
     with stopped(fetch):
         path = Path(mirror.fetch("block"))
         assert path.read_bytes() == b"content"
-    assert sorted(name.name for name in path.parent.iterdir()) == ["block", "block.part"]  # which the next fetch uses
+    assert sorted(os.listdir(path.parent)) == ["block", "block.part"]  # which the next fetch uses
 
 
 def test_a_stopped_process_that_prepares_a_folder_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(local, "_REPORT_S", 0.05)
     monkeypatch.setattr(local, "_STANDSTILL_S", 0.3)
 
-    def hold():
-        with local.LocalStore(str(tmp_path)).locked():
-            stop()
+    def run():
+        prepare([torch.zeros(3)] * 4, tmp_path, num_workers=0, progress=False)
 
-    with stopped(hold) as pid:
-        message = rf"is being prepared by process {pid} \(.*\), which is stopped, which makes no progress"
-        with pytest.raises(StorageError, match=message):
-            prepare([torch.zeros(3)] * 4, tmp_path, num_workers=0, progress=False)
-    prepare([torch.zeros(3)] * 4, tmp_path, num_workers=0, progress=False)
+    with stopped(lambda: local.LocalStore(str(tmp_path)).locked().__enter__()) as pid:
+        with pytest.raises(StorageError, match=rf"prepared by process {pid} \(.*\), which is stopped, which makes no progress"):
+            run()
+    run()
 
 
 def test_two_samples_that_need_each_other_are_loaded_at_once(waits):
@@ -456,13 +432,9 @@ def test_two_samples_that_need_each_other_are_loaded_at_once(waits):
             cache.get_or_load(1 - idx, load)
         return value(idx)
 
-    with SharedCache(1, N, (4,)) as cache:
-        threads = [threading.Thread(target=cache.get_or_load, args=(idx, load)) for idx in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert [cache.get_slot(idx)[0].item() for idx in (0, 1)] == [1, 2]
+    with SharedCache(1, N, (4,)) as cache, ThreadPoolExecutor(2) as pool:
+        assert [sample[0].item() for sample in pool.map(lambda idx: cache.get_or_load(idx, load), (0, 1))] == [1, 2]
+        assert cache.stats().filled == 2
     assert not waits
 
 
@@ -491,13 +463,10 @@ def test_a_thread_waits_again_once_its_load_has_failed(waits):
 
 def use_caches():
     for name in (None, "test-moments-hidden"):
-        with SharedCache(1, N, (4,), name=name) as cache:
-            cache.get_or_load(1, value)
-            assert torch.equal(cache.get_slot(1), value(1))
-            assert cache.stats().filled == 1
-        with RaggedCache("1MB", N, name=name and name + "-r") as cache:
-            cache.get_or_load(1, str)
-            assert cache.get_slot(1) == "1"
+        with SharedCache(1, N, (4,), name=name) as cache, RaggedCache("1MB", N, name=name and name + "-r") as ragged:
+            for each in (cache, ragged):
+                each.get_or_load(1, value)
+                assert torch.equal(each.get_slot(1), value(1))
         with CachedDataset([value(idx) for idx in range(20)], 1, name=name and name + "-d", probe=0) as dataset:
             for _ in range(2):
                 assert all(torch.equal(dataset[idx], value(idx)) for idx in range(20))
@@ -532,16 +501,13 @@ def test_readers_order_their_loads_where_the_processor_does_not(monkeypatch):
     with SharedCache(1, N, (4,)) as shared, RaggedCache("1MB", N) as ragged:
         for cache in (shared, ragged):
             cache.set_slots([1, 2], torch.stack(values([1, 2])) if cache is shared else ["a", "b"])
-            for read in (
-                lambda cache: cache.get_slot(1),
-                lambda cache: cache.peek(1),
-                lambda cache: cache.get_slots([1, 2]),
-                lambda cache: cache.get_or_load(1, value),
-                lambda cache: cache.get_or_load_many([1, 2], list),
-            ):
+            for name, *arguments in (
+                ("get_slot", 1), ("peek", 1), ("get_slots", [1, 2]), ("get_or_load", 1, value),
+                ("get_or_load_many", [1, 2], list),
+            ):  # fmt: skip
                 ordered.clear()
-                read(cache)
-                assert ordered
+                getattr(cache, name)(*arguments)
+                assert ordered, name
         ordered.clear()
         shared.fill_batch([1, 2], [torch.empty(2, 4, dtype=torch.uint8)], list)
         assert ordered

@@ -1,12 +1,13 @@
 """Named caches: who shares one, when it goes, what is left behind and taken over, and what is refused."""
 
+import contextlib
 import dataclasses
 import errno
 import gc
 import os
 import pickle
+import re
 import signal
-import stat
 from pathlib import Path
 
 import pytest
@@ -43,14 +44,14 @@ def path():
 
 
 def leave_behind(**options):
-    """Have a process fill the cache and be killed."""
+    """Have a process fill the cache and end without any clean-up."""
 
-    def die():
+    def end():
         cache = make(**options)
         fill(cache)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(0)
 
-    assert in_child(die) == signal.SIGKILL
+    assert in_child(end) == 0
     assert path().exists()
 
 
@@ -59,7 +60,7 @@ def _removed():
     yield
     gc.collect()
     path().unlink(missing_ok=True)
-    if path().parent.exists():
+    with contextlib.suppress(FileNotFoundError):
         path().parent.rmdir()
 
 
@@ -104,15 +105,10 @@ def test_auto_takes_the_cache_that_is_there_and_one_of_auto_knows_its_size(caplo
             make(HALF)
 
 
-ENDS = [
-    "raise KeyError",
-    pytest.param(
-        "batches = iter(DataLoader(cache, num_workers=1, persistent_workers=True)); next(batches)", marks=pytest.mark.slow
-    ),
-]
+LOADING = "batches = iter(DataLoader(cache, num_workers=1, persistent_workers=True)); next(batches)"
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", ["raise KeyError", pytest.param(LOADING, marks=pytest.mark.slow)])
 def test_it_goes_when_the_script_ends(end):
     script = f"""
 from pathlib import Path
@@ -151,9 +147,8 @@ def test_views_hold_neither_the_name_nor_the_locks():
     assert has_lock()
     with registry.attaching:
         cache.close()  # this process leaves it later
-    cache = make()
-    assert has_lock()
-    cache.close()
+    with make():
+        assert has_lock()
 
 
 def test_persist_keeps_it_for_the_next_run_whoever_says_it(caplog):
@@ -164,7 +159,6 @@ def test_persist_keeps_it_for_the_next_run_whoever_says_it(caplog):
     with make(fingerprint="v1") as cache:
         stats = cache.stats()
         assert (stats.filled, stats.hits, stats.misses) == (N, 0, 0)
-        assert all(torch.equal(cache.get_slot(idx), sample(idx)) for idx in range(N))
     assert path().exists()
     assert not caplog.records
 
@@ -177,36 +171,28 @@ def test_the_next_run_takes_over_what_a_killed_one_left(fingerprint, caplog):
         assert (stats.filled, stats.fills) == (N, 0)
         assert all(torch.equal(cache.get_slot(idx), sample(idx)) for idx in range(N))
     assert not path().exists()
-    warned = "Without a fingerprint it is unknown whether its data has changed" in caplog.text
-    assert (warned, len(caplog.records)) == ((False, 0) if fingerprint else (True, 1))
+    warnings = ["Without a fingerprint it is unknown whether its data has changed" in each.message for each in caplog.records]
+    assert warnings == [True] * (fingerprint is None)
 
 
-@pytest.mark.parametrize(
-    ("options", "difference"),
-    [
-        ({"fingerprint": "v2"}, "fingerprint 'v1', now 'v2'"),
-        ({"dataset_len": N + 1}, f"dataset_len {N}, now {N + 1}; slots {N}, now {N + 1}"),
-        ({"dtype": torch.int8}, "samples 'uint8[3, 8, 8]', now 'int8[3, 8, 8]'"),
-        ({"placement": "scattered"}, "order='prefix'"),
-        ({"size_limit_gib": HALF}, f"slots {N}, now {N // 2}"),
-    ],
-)
+@pytest.mark.parametrize(("options", "difference"), [
+    ({"dataset_len": N + 1}, f"dataset_len {N}, now {N + 1}; slots {N}, now {N + 1}"),
+    ({"dtype": torch.int8}, "samples 'uint8[3, 8, 8]', now 'int8[3, 8, 8]'"), ({"placement": "scattered"}, "order='prefix'"),
+    ({"fingerprint": "v2"}, "fingerprint 'v1', now 'v2'"), ({"size_limit_gib": HALF}, f"slots {N}, now {N // 2}"),
+])  # fmt: skip
 def test_another_cache_is_replaced_when_dead_and_refused_when_alive(options, difference, caplog):
     options = {"fingerprint": "v1", **options}
     leave_behind(fingerprint="v1")
     with stopped(lambda: make(fingerprint="v1")) as pid:
         for users in (pid, ", ".join(map(str, sorted([os.getpid(), pid])))):  # then by this process, too
-            with pytest.raises(MismatchError, match=f"is in use by processes {users} for") as caught:
+            with pytest.raises(MismatchError, match=f"is in use by processes {users} for .*{re.escape(difference)}"):
                 make(**options)
-            assert difference in str(caught.value)
-            del caught  # whose traceback holds the segment
             cache = make(fingerprint="v1")
         assert cache.stats().filled == N
         cache.close()
     with make(**options) as cache:
         assert cache.stats().filled == 0
-    assert "was left behind for other data: " in caplog.text
-    assert difference in caplog.text
+    assert re.search(f"was left behind for other data: .*{re.escape(difference)}", caplog.text)
 
 
 def test_refused_memory_gets_another_chance_in_the_next_run(monkeypatch, caplog):
@@ -255,10 +241,8 @@ def test_a_file_deleted_in_use_is_told_to_the_next_maker(caplog):
         path().unlink()
         path().parent.rmdir()  # as systemd does with RemoveIPC
         assert torch.equal(cache.get_slot(3), sample(3))
-        copy = pickle.loads(pickle.dumps(cache))
-        assert copy.get_slot(3) is not None
-        with make() as second:
-            assert second.stats().filled == 0
+        with pickle.loads(pickle.dumps(cache)) as copy, make() as second:
+            assert (copy.stats().filled, second.stats().filled) == (N, 0)
             cache.close()
             copy.close()
             assert path().exists()  # the old one's leaving does not touch the new one
@@ -266,13 +250,10 @@ def test_a_file_deleted_in_use_is_told_to_the_next_maker(caplog):
         assert "RemoveIPC=no" in caplog.text
 
 
-def test_names_that_are_no_names():
+def test_names_that_are_no_names_and_options_without_one():
     for name in ("", ".", "..", "a/b", "../x", "/etc/passwd", ".hidden", "-rf", "a b", "ä", "x" * 101, "a\0b", 7):
         with pytest.raises(CacheNameError, match=r"cannot name a cache\. Use up to 100 letters"):
             make(name=name)
-
-
-def test_options_without_a_name():
     with pytest.raises(CacheNameError, match="SharedCacheDDP needs a name"):
         make(name=None)
     for options in ({"persist": True}, {"fingerprint": "x"}):
@@ -309,36 +290,25 @@ def replace(make):
     return lambda target: (target.unlink(), make(target))
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda target: os.truncate(target, 2104831), "is damaged: it has 2104831 bytes, its header says 2104832"),
-        (cut_and_stretch, "is damaged: it has .* of memory, expected"),
-        (lambda target: os.truncate(target, 10), "is not a segment of stocache: it begins with b'stocache'"),
-        (lambda target: os.truncate(target, 0), "is not a segment of stocache: it begins with b''"),
-        (patch(0, b"STOCACHE"), "is not a segment of stocache: it begins with b'STOCACHE'"),
-        (patch(8, b"\2"), "has format version 2, this stocache reads version 3"),
-        (patch(16, b"\xff"), "has a damaged header"),
-        (patch(40, b"\xff\xff\xff\xff"), "has a damaged header"),
-        (forge(lambda _: b"{}"), "has a header without a descriptor"),
-        (forge(lambda _: b"\xff"), "has a header without a descriptor"),
-        (forge(lambda _: b'{"identity": 1, "facts": 2}'), "has a header with another descriptor"),
-        (
-            forge(lambda old: old.replace(b'"capacity": 40', b'"capacity": 39')),
-            "is damaged: its sizes do not belong to a capacity of 39",
-        ),
-        (lambda target: target.chmod(0o644), r"is open to others \(mode 644\). If it is yours: chmod 600"),
-        (replace(lambda target: target.symlink_to("/etc/hostname")), "is a symbolic link, so it is not used"),
-        (replace(lambda target: os.mkfifo(target, 0o600)), "is a pipe, so it is not used"),
-        (replace(lambda target: target.mkdir()), "is not a regular file, so it is not used"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda target: os.truncate(target, 2104831), "is damaged: it has 2104831 bytes, its header says 2104832"),
+    (cut_and_stretch, "is damaged: it has .* of memory, expected"),
+    (lambda target: os.truncate(target, 10), "is not a segment of stocache: it begins with b'stocache'"),
+    (lambda target: os.truncate(target, 0), "is not a segment of stocache: it begins with b''"),
+    (patch(8, b"\2"), "has format version 2, this stocache reads version 3"), (patch(16, b"\xff"), "has a damaged header"),
+    (patch(40, b"\xff\xff\xff\xff"), "has a damaged header"), (forge(lambda _: b"\xff"), "has a header without a descriptor"),
+    (forge(lambda _: b'{"identity": 1, "facts": 2}'), "has a header with another descriptor"),
+    (forge(lambda old: old.replace(b'"capacity": 40', b'"capacity": 39')), "sizes do not belong to a capacity of 39"),
+    (lambda target: target.chmod(0o644), r"is open to others \(mode 644\). If it is yours: chmod 600"),
+    (replace(lambda target: target.symlink_to("/etc/hostname")), "is a symbolic link, so it is not used"),
+    (replace(lambda target: os.mkfifo(target, 0o600)), "is a pipe, so it is not used"),
+    (replace(lambda target: target.mkdir()), "is not a regular file, so it is not used"),
+])  # fmt: skip
 def test_a_damaged_file_or_none_is_refused(damage, message):
     leave_behind(fingerprint="v1")
     damage(path())
-    with pytest.raises(SegmentError, match=message) as caught:
+    with pytest.raises(SegmentError, match=f"{path()} .*{message}"):
         make(fingerprint="v1")
-    assert str(path()) in str(caught.value)
     if path().is_dir():
         path().rmdir()
 
@@ -354,27 +324,13 @@ def test_a_directory_that_others_may_enter_is_refused():
     path().parent.unlink()
 
 
-def test_files_and_directory_are_for_their_user_only():
-    umask = os.umask(0)
-    try:
-        with make() as cache:
-            for each, mode in ((path(), 0o600), (path().parent, 0o700)):
-                assert stat.S_IMODE(each.stat().st_mode) == mode
-                assert each.stat().st_uid == os.geteuid()
-            assert f"in {path()}, hit" in repr(cache)
-    finally:
-        os.umask(umask)
-
-
 def test_without_shm_nothing_is_cached_and_training_goes_on(monkeypatch, caplog):
     with make(0) as cache:
-        assert len(cache) == 0
-        assert not path().exists()
+        assert (len(cache), path().exists()) == (0, False)
     monkeypatch.setattr(limits, "shm_free", lambda: 0)
     with make() as cache:
         fill(cache)
-        assert len(cache) == 0
-        assert cache.stats().misses == N
+        assert (len(cache), cache.stats().misses) == (0, N)
     assert "no shared memory: /dev/shm cannot be written;" in caplog.text
 
 
@@ -386,7 +342,6 @@ def test_an_error_of_the_file_system_disables_the_cache_and_names_the_remedy(mon
     with monkeypatch.context() as patched:
         patched.setattr(os, call, fail)
         cache = make()
-    assert len(cache) == 0
-    assert cache.get_slot(3) is None
+    assert (len(cache), cache.get_slot(3)) == (0, None)
     assert "holds nothing: /dev/shm: No space left on device. In Docker: --shm-size" in caplog.text
     cache.close()
