@@ -82,12 +82,10 @@ def test_the_order_is_the_same_whoever_parses_and_whatever_is_cached(numbered, t
 
 def test_two_iterators_at_once_are_two_epochs(numbered):
     with StreamLoader(numbered, 10, 20, shuffle=True) as loader:
-        one, two = [], []
-        for (_, a), (_, b) in zip(loader, loader, strict=True):
-            one += a.tolist()
-            two += b.tolist()
-        assert sorted(one) == sorted(two) == list(range(420))
-        assert one != two
+        one, two = zip(*((a, b) for (_, a), (_, b) in zip(loader, loader, strict=True)), strict=True)
+        assert not torch.equal(torch.cat(one), torch.cat(two))
+        for epoch in (one, two):
+            assert sorted(torch.cat(epoch).tolist()) == list(range(420))
 
 
 def test_with_workers_there_is_one_iterator_at_a_time(numbered):
@@ -124,13 +122,9 @@ def test_batches_are_the_users_to_keep_and_to_write_to(numbered):
                     y.zero_()
 
 
-# ---------------------------------------------------------------------------------------------------- torch's DataLoader
-
-
 def test_in_a_dataloader_of_torch_each_row_comes_once_in_an_order_by_torchs_seed_or_the_epoch(numbered):
     with StreamLoader(numbered, 10, 20, shuffle=True, drop_last=False, size_limit_gib=0.01) as loader:
-        torchs = DataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context="fork")
-        epochs = []
+        torchs, epochs = DataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context="fork"), []
         for seed in (1, 1, 2):
             torch.manual_seed(seed)
             epochs.append(numbers(torchs))
@@ -141,23 +135,13 @@ def test_in_a_dataloader_of_torch_each_row_comes_once_in_an_order_by_torchs_seed
         set_once = [numbers(torchs) for _ in range(2)]
         assert set_once[0] == set_once[1]
         assert set_once[0] not in epochs
-
-
-def test_a_torch_dataloader_follows_changes(numbered):
-    with StreamLoader(numbered, 10, 20, drop_last=False, size_limit_gib=0.01) as loader:
-        torchs = DataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context="fork")
-        assert len(numbers(torchs)) == N
         numbered.write_bytes(rows(3, N))
         for _ in range(2):
             assert sorted(numbers(torchs)) == list(range(3, N))
 
 
-# ---------------------------------------------------------------------------------------------------- resumed
-# the rest of it is in tests/system/test_state_contract.py
-
-
 def nth_state(loader, count):
-    """The state after that many batches."""
+    """The state after that many batches; resuming from each is in tests/system/test_state_contract.py."""
     for _ in itertools.islice(loader, count):
         state = loader.state_dict()
     return state
@@ -206,18 +190,12 @@ def test_what_fails_before_its_first_batch_is_resumed_there(numbered):
 def test_torchdatas_stateful_dataloader_resumes_it(numbered):
     torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata's loader is torchdata's")
     with StreamLoader(numbered, 10, 20, shuffle=True, drop_last=False) as loader:
-        first, second = (
-            torchdata.StatefulDataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context="fork")
-            for _ in range(2)
-        )
+        options = {"batch_size": None, "num_workers": 2, "multiprocessing_context": "fork"}
+        first, second = (torchdata.StatefulDataLoader(loader, **options) for _ in range(2))
         torch.manual_seed(1)
-        came = []
-        for _, y in first:
-            came.append(y.tolist())
-            if len(came) == 15:
-                state = first.state_dict()
-        second.load_state_dict(state)
-        assert [y.tolist() for _, y in second] == came[15:]
+        came, states = zip(*((y.tolist(), first.state_dict()) for _, y in first), strict=True)
+        second.load_state_dict(states[14])
+        assert tuple(y.tolist() for _, y in second) == came[15:]
         del first, second
 
 
