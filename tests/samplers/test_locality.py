@@ -1,9 +1,6 @@
 """Which rank of which machine gets which sample: the same global batches, where they are cached."""
 
 import itertools
-import json
-import multiprocessing
-import os
 from collections import Counter
 
 import numpy as np
@@ -11,15 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DistributedSampler, Subset
 
 import stocache
-from stocache import CachedDataset, LimitError, LocalityDistributedSampler, Placement, SharedCache, StateError
+from stocache import LimitError, LocalityDistributedSampler, Placement, SharedCache, StateError
 from stocache.cache.placement import BlockBounds, residency
 from stocache.samplers.assignment import assign_ranks
-from tests.support.processes import run_all, run_python
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 quick = pytest.mark.quick
 
 TORCHRUN, SLURM = (
@@ -224,36 +219,6 @@ def test_ranks_and_nodes_are_those_of_the_launcher(names, monkeypatch):
         for sampler in (LocalityDistributedSampler(dataset, 4), LocalityDistributedSampler(range(100), 4)):
             assert (sampler.rank, sampler.num_replicas) == (5, 8)
             assert list(sampler) == list(wanted)
-
-
-@pytest.mark.slow
-def test_torchrun_names_ranks_and_nodes_as_we_read_them():
-    program = ["sh", "-c", "echo $RANK $WORLD_SIZE $GROUP_RANK $GROUP_WORLD_SIZE"]
-    done = run_python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python", *program)
-    assert sorted(done.stdout.splitlines()) == ["0 2 0 1", "1 2 0 1"]
-
-
-def train_on_a_machine(node, folder):
-    os.environ.update(RANK=str(node), WORLD_SIZE="2", GROUP_RANK=str(node), GROUP_WORLD_SIZE="2")
-    reads, seen = [], []
-    with CachedDataset(TensorDataset(torch.arange(512)), f"{512 + 256 * 8}B", placement=Placement.from_env()) as dataset:
-        sampler = LocalityDistributedSampler(dataset, 16, stratify=True)
-        loader = stocache.DataLoader(dataset, 16, sampler=sampler, num_workers=1, multiprocessing_context="fork")
-        for epoch in range(2):
-            loader.set_epoch(epoch)
-            seen.append([idx for (batch,) in loader for idx in batch.tolist()])
-            reads.append(dataset.cache.stats().misses)
-        (folder / str(node)).write_text(json.dumps([reads, seen]))
-        del loader
-
-
-def test_two_machines_read_each_sample_once_and_exchange_nothing(tmp_path):
-    run_all(multiprocessing.get_context("fork"), 2, train_on_a_machine, tmp_path)
-    found = [json.loads((tmp_path / str(node)).read_text()) for node in range(2)]
-    assert 512 <= sum(reads[0] for reads, _ in found) <= 512 + 2 * 8  # with what was probed and is another one's
-    assert all(first == both for (first, both), _ in found)  # nothing more in the second epoch
-    for epoch in range(2):
-        assert sorted(idx for _, seen in found for idx in seen[epoch]) == list(range(512))
 
 
 UNEVEN, BLOCKS = "cannot be divided evenly among {} nodes", "blocks of 7 samples in all, the dataset has 40"

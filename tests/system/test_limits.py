@@ -46,7 +46,7 @@ def test_the_floor_is_a_twentieth_between_bounds():
 
 
 def fake_proc(root, cgroup, mountinfo):
-    write_files(root / "proc", cgroup=cgroup, mountinfo=mountinfo)
+    write_files(root / "proc", cgroup=cgroup.strip(), mountinfo=mountinfo.strip())
     return root / "proc"
 
 

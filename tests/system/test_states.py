@@ -61,33 +61,23 @@ def test_a_state_is_read_as_it_was_made():
         assert FORM.read(state, {"samples": 7, "fingerprint": fingerprint}) == (position, parts)
 
 
-OTHERS = {  # changes of a state, by what is said of them
-    "samples 8; this one has 7": [lambda state: state["identity"].update(samples=8)],
-    "samples None; this one has 7": [lambda state: state["identity"].update(samples=None)],
-    "damaged": [
-        lambda state: state["identity"].clear(), lambda state: state.update(identity=3), lambda state: state.update(parts=None),
-        lambda state: state["position"].pop("epoch"), lambda state: state["position"].update(more=1),
-    ],
-    "batches=-1": [lambda state: state["position"].update(batches=-1)],
-    "batches=4611686018427387904": [lambda state: state["position"].update(batches=1 << 62)],
-    "batches=True": [lambda state: state["position"].update(batches=True)],
-    "own=<object": [lambda state: state["parts"].update(own=object())],
-    "not a state of a Thing": [
-        lambda state: state.update(what="Other"), lambda state: state.update(more=1),
-        lambda state: state.pop("version"), lambda state: state.clear(),
-    ],
-    "reads states of version 3, and this state has version 2": [lambda state: state.update(version=2)],
-}  # fmt: skip
+DAMAGED, NOT_ONE = "damaged", "not a state of a Thing"
+OTHERS = [  # places of a state, what is there, and what is said of it
+    (("identity", "samples"), 8, "samples 8; this one has 7"), (("identity", "samples"), None, "samples None; this one has 7"),
+    (("identity",), {}, DAMAGED), (("identity",), 3, DAMAGED), (("parts",), None, DAMAGED),
+    (("position", "batches"), -1, "batches=-1"), (("position", "batches"), 1 << 62, "batches=4611686018427387904"),
+    (("position", "batches"), True, "batches=True"), (("position",), {"batches": 2}, DAMAGED),
+    (("parts", "own"), object(), "own=<object"), (("what",), "Other", NOT_ONE), (("more",), 1, NOT_ONE),
+    (("position", "more"), 1, DAMAGED), (("version",), 2, "reads states of version 3, and this state has version 2"),
+]  # fmt: skip
 
 
 def test_other_states_are_refused():
     own = {"samples": 7, "fingerprint": "a"}
-    for message, changes in OTHERS.items():
-        for change in changes:
-            state = FORM.make(dict(own), {"batches": 2, "epoch": None}, {"own": None})
-            change(state)
-            with pytest.raises(StateError, match=message):
-                FORM.read(state, own)
-    for other in (None, [], 3, "state", b"state"):
-        with pytest.raises(StateError, match="not a state of a Thing"):
+    state = FORM.make(own, {"batches": 2, "epoch": None}, {"own": None})
+    for path, value, message in OTHERS:
+        with pytest.raises(StateError, match=message):
+            FORM.read(changed(state, path, value), own)
+    for other in (None, [], 3, "state", b"state", {}):
+        with pytest.raises(StateError, match=NOT_ONE):
             FORM.read(other, {})

@@ -9,16 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from stocache import (
-    CsvFormat,
-    CustomFormat,
-    DamagedError,
-    FixedWidthFormat,
-    JsonLinesFormat,
-    ReadOptions,
-    StreamError,
-    StreamLoader,
-)
+from stocache import CsvFormat, CustomFormat, DamagedError, JsonLinesFormat, ReadOptions, StreamError, StreamLoader
 from tests.support.processes import in_child
 from tests.support.texts import COMPRESSIONS, FORK, SKIP, N, epochs, numbers, parse, rows, zstd
 
@@ -113,7 +104,6 @@ def test_a_parse_function_is_any_callable_that_returns_a_row_for_each_line(numbe
     def refuse(found):
         raise ValueError("not these")
 
-    refuses(numbered, "arrays of", format=CustomFormat(lambda found: np.zeros((len(found) - 1, 2))))
     refuses(numbered, r"numbered\.tsv, line 1: '0\\t0\\t0': ValueError: not these", format=CustomFormat(refuse))
     with StreamLoader(numbered, 10, 20, format=CustomFormat(functools.partial(parse)), shuffle=True, drop_last=False) as loader:
         tokens = torch.cat([batch["tokens"] for batch in loader])
@@ -203,22 +193,7 @@ def test_a_kib_of_zstd_is_not_decompressed_at_once(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", [b"\n" * MIB, b"#\n" * (MIB // 2), b"7,8,1\n" + b" \n" * (MIB // 2 - 3)])
+@pytest.mark.parametrize("text", [b"\n", b"#\n", b" \n"])
 def test_lines_that_are_not_rows_take_no_memory_however_many(tmp_path, text):
-    path = write_bomb(tmp_path / "bomb", "gz", text, 100, after=b"5,6,2\n")
-
-    def read():
-        with StreamLoader(path, 1, 1000, format=CSV, drop_last=False) as loader:
-            assert len(list(loader)) == 3 + 100 * text.count(b"7,8")
-
-    in_bounded_memory(read)
-
-
-def test_a_line_in_fixed_widths_that_is_longer_than_others_does_not_widen_them(tmp_path):
-    (path := tmp_path / "rows").write_bytes(b"1 2 0\n" * 50_000 + b"1 2 0" + b" " * 8 * MIB + b"\n" + b"1 2 0\n" * 50_000)
-
-    def read():
-        with StreamLoader(path, 1000, 1000, format=FixedWidthFormat([2, 2, 1]), drop_last=False) as loader:
-            assert sum(len(y) for _, y in loader) == 100_001
-
-    in_bounded_memory(read)
+    path = write_bomb(tmp_path / "bomb", "gz", text * (MIB // len(text)), 100)
+    in_bounded_memory(lambda: refuses(path, "leaves no batch", format=CSV, batch_size=4, buffer_size=4))

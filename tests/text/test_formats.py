@@ -8,17 +8,8 @@ import re
 import pytest
 import torch
 
-from stocache import (
-    CacheOptions,
-    CsvFormat,
-    CustomFormat,
-    FixedWidthFormat,
-    JsonLinesFormat,
-    LimitError,
-    ReadOptions,
-    StreamError,
-    StreamLoader,
-)
+from stocache import CacheOptions, CsvFormat, CustomFormat, FixedWidthFormat, JsonLinesFormat, ReadOptions, StreamLoader
+from stocache.errors import LimitError, StreamError
 from tests.support.equality import everywhere, identical
 from tests.support.texts import numbers
 

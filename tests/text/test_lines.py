@@ -227,12 +227,6 @@ def test_compressed_text_is_read_anywhere_and_says_why_it_ends_too_early(tmp_pat
         assert re.match({"gz": "its gzip", "bz2": "its bz2", "zst": "its zstd"}[compression] + " data is cut: ", damage)
 
 
-def damage_of(path, data):
-    path.write_bytes(data)
-    found = lines_of(str(path), 100_000)
-    return found.read(found.begin)[0][-1].damage
-
-
 def test_zstd_frames_of_any_kind_are_read_as_they_were_written(tmp_path):
     zstandard, text = zstd(), b"".join(b"%d,%d\n" % (n, n * n) for n in range(40_000))
     stream, flush = zstandard.ZstdCompressor(write_checksum=True).compressobj(), zstandard.COMPRESSOBJ_FLUSH_BLOCK
@@ -253,11 +247,13 @@ def test_zstd_frames_of_any_kind_are_read_as_they_were_written(tmp_path):
 def test_damaged_compressed_text_and_a_zstd_frame_that_wants_much_memory_are_refused(tmp_path):
     data = bytearray(gzip.compress(b"".join(b"%d\n" % n for n in range(10_000))))
     data[-6] ^= 255  # of the checksum
-    assert "gzip data is damaged" in damage_of(tmp_path / "bad.gz", data)
     parameters = zstd().ZstdCompressionParameters(window_log=28, write_content_size=False)
     stream = zstd().ZstdCompressor(compression_params=parameters).compressobj()
-    damage = damage_of(tmp_path / "wide.zst", stream.compress(b"1\n") + stream.flush())
-    assert damage == "its zstd data is damaged: a frame wants 256 MiB of memory, 128 MiB are allowed"
+    wide = stream.compress(b"1\n") + stream.flush()
+    for content, damage in ((data, "its gzip data is damaged"), (wide, "a frame wants 256 MiB of memory, 128 MiB are allowed")):
+        (tmp_path / "bad").write_bytes(content)
+        found = lines_of(str(tmp_path / "bad"), 100_000)
+        assert damage in found.read(found.begin)[0][-1].damage
 
 
 def test_zstd_needs_its_library(tmp_path, monkeypatch):
@@ -303,15 +299,9 @@ def test_a_file_that_changes_is_seen(tmp_path):
             file.seek(at)
             file.write(b"2")
         os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
-        after = find_files(path)
-        assert after != before
-        before = after
+        assert find_files(path) != before
+        before = find_files(path)
     found = lines_of(path)
-    _, end = found.read(found.begin)
-    found.check(found.begin, end)
-    os.utime(path, ns=(0, 0))
-    with pytest.raises(DamagedError, match=r"000\.txt has changed while it was being read"):
-        found.read(found.begin)
     os.unlink(path)
     with pytest.raises(DamagedError, match=r"000\.txt is gone"):
-        found.check(found.begin, end)
+        found.check(found.begin, found.read(found.begin)[1])
