@@ -16,8 +16,7 @@ from tests.support.texts import numbers
 pytestmark = pytest.mark.quick
 
 
-def lengths(lines):
-    return torch.tensor([len(line) for line in lines])
+lengths = lambda lines: torch.tensor([len(line) for line in lines])
 
 
 FORMATS = {

@@ -2,8 +2,6 @@
 
 import gzip
 import itertools
-import json
-import multiprocessing
 import os
 
 import numpy as np
@@ -13,8 +11,7 @@ import torch
 from stocache import CacheOptions, CsvFormat, StreamLoader
 from stocache.text.buffers import Buffers
 from stocache.text.lines import Lines
-from tests.support.processes import run_all
-from tests.support.texts import FORK, SKIP, N, epochs, numbers, ours, rows
+from tests.support.texts import FORK, SKIP, N, epochs, numbers, ours, rows, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 
@@ -87,11 +84,6 @@ RANKS = {  # and the number of buffers in shares of 229 and 208 rows, or in one 
 }
 
 
-def rank_job(rank, path, folder, options):
-    found = epochs(path, rank=rank, world_size=2, cache=on(folder / "disk", "10KB"), **options)
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-
-
 @pytest.mark.usefixtures("_removed")
 @pytest.mark.parametrize("way", RANKS)
 def test_two_ranks_read_and_parse_the_text_once(way, numbered, tmp_path, work):
@@ -100,8 +92,8 @@ def test_two_ranks_read_and_parse_the_text_once(way, numbered, tmp_path, work):
     expected = [epochs(numbered, rank=rank, world_size=2, **options) for rank in range(2)]
     work.taken()
     for run in range(2):
-        run_all(multiprocessing.get_context("fork"), 2, rank_job, numbered, tmp_path, options)
-        assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == expected
+        found = run_ranks(numbered, tmp_path, 2, cache=on(tmp_path / "disk", "10KB"), **options)
+        assert [rank[:2] for rank in found] == expected
         reads_and_parsed = work.taken()
         assert reads_and_parsed[1] == parsed if run == 0 else reads_and_parsed == (0, 0)
     assert not ours()

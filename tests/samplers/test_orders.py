@@ -1,7 +1,8 @@
-"""Orders of a BlockSampler, how well it mixes, and of a StatefulDistributedSampler: those of torch, for any number of ranks."""
+"""Orders: permutations, of a BlockSampler and how well it mixes, and of a StatefulDistributedSampler."""
 
 import itertools
 import json
+import math
 import tracemalloc
 
 import numpy as np
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, TensorDataset
 
 import stocache
-from stocache import BlockSampler, LimitError, SampleIndexError, StateError, StatefulDistributedSampler, shuffle_quality
+from stocache import BlockSampler, LimitError, Permutation, StatefulDistributedSampler, shuffle_quality
+from stocache.errors import SampleIndexError, StateError
 
 pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:.*suggested max number of worker")]
 
@@ -133,9 +135,6 @@ def test_a_state_of_another_order_is_an_error():
     for name, value in changes.items():
         with pytest.raises(StateError, match=f"of another order .*{name.replace('indices', 'samples')}="):
             BlockSampler(**options | {name: value}).load_state_dict(state)
-    of_before = {"epoch": 0, "done": 0, "samples": 10, "shuffle": True, "window": 16, "seed": 0, "rank": 0, "world_size": 2}
-    with pytest.raises(StateError, match="is not a state of a BlockSampler"):
-        BlockSampler(**options).load_state_dict(of_before)
 
 
 @pytest.mark.parametrize("listed", [range(10), [3, 1, 2]])
@@ -279,3 +278,61 @@ def test_states_of_torchdata_are_loaded_for_the_epoch_that_is_set():
     for wrong in (-1, 16, None, "3", [1], 1.5):
         with pytest.raises(StateError, match="is damaged"):
             ours.load_state_dict({"yielded": wrong})
+
+
+@given(st.integers(0, 3000), st.lists(st.integers(0, 2**70), max_size=4))
+def test_every_number_has_one_place(n, key):
+    order = Permutation(n, *key)
+    numbers = order.at(np.arange(n))
+    assert sorted(numbers) == list(range(n)) == list(range(len(order)))
+    assert (order.places(numbers) == np.arange(n)).all()
+    assert (Permutation(n, *key).at(np.arange(n)) == numbers).all()
+
+
+@pytest.mark.parametrize("n", [2**24 + 1, 2**32 + 1, 2**62])
+def test_large_orders_are_computed_anywhere(n):
+    places = np.random.default_rng(0).integers(0, n, 40_000)
+    order = Permutation(n, 1)
+    numbers = order.at(places)
+    assert numbers.min() >= 0
+    assert numbers.max() < n
+    assert (order.places(numbers) == places).all()
+    assert (order.at(places[77:99]) == numbers[77:99]).all()
+    assert abs(numbers.mean() / n - 0.5) < 0.01
+
+
+def excess(counts, expected):
+    """Return by how many standard deviations chi-square is above its mean."""
+    degrees = counts.size - 1
+    return (((counts - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees)
+
+
+def test_neighbours_and_places_are_as_frequent_as_in_randperm():
+    order = np.stack([Permutation(100, 7, epoch).at(np.arange(100)) for epoch in range(300)])
+    cell, counts, share = order * 16 // 100, np.zeros((16, 16)), np.bincount(np.arange(100) * 16 // 100)
+    for first, second in itertools.pairwise(cell.T):
+        np.add.at(counts, (first, second), 1)
+    together = np.outer(share, share) - np.diag(share)  # a number is not its own neighbour
+    assert excess(counts, together * len(order) / 100) < 5
+    counts = np.zeros((32, 32))
+    for epoch in range(1000):
+        np.add.at(counts, (np.arange(32), Permutation(32, 7, epoch).at(np.arange(32))), 1)
+    assert excess(counts, np.full((32, 32), 1000 / 32)) < 5
+
+
+def test_keys_that_differ_little_make_orders_that_have_nothing_in_common():
+    n = 10_000
+    made = [Permutation(n, *key).at(np.arange(n)) for key in [(0, 0), (0, 1), (1, 0), (0, 0, 0), (2**32,)]]
+    for number, one in enumerate(made):
+        for other in made[:number]:
+            assert (one == other).sum() < 12  # one is expected
+            assert abs(np.corrcoef(one, other)[0, 1]) < 0.05
+
+
+def test_numbers_and_keys_out_of_range_are_errors():
+    for wrong in (-1, 2.5, 2**62 + 1):
+        with pytest.raises(LimitError, match="n must be between 0 and 2\\*\\*62"):
+            Permutation(wrong)
+    for wrong in (-1, "a", 0.5):
+        with pytest.raises(LimitError, match="key must be integers of 0 or more"):
+            Permutation(5, wrong)
