@@ -1,9 +1,6 @@
 """Which rank of which machine gets which sample: the same global batches, where they are cached."""
 
 import itertools
-import json
-import multiprocessing
-import os
 from collections import Counter
 
 import numpy as np
@@ -11,23 +8,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DistributedSampler, Subset
 
 import stocache
-from stocache import CachedDataset, LimitError, LocalityDistributedSampler, Placement, SharedCache, StateError
+from stocache import LimitError, LocalityDistributedSampler, Placement, SharedCache, StateError
 from stocache.cache.placement import BlockBounds, residency
 from stocache.samplers.assignment import assign_ranks
-from tests.support.processes import run_all, run_python
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 quick = pytest.mark.quick
 
-LAUNCHERS = ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+TORCHRUN, SLURM = (
+    "RANK WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE",
+    "SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_NODEID SLURM_STEP_NUM_NODES",
+)
 
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch):
-    for name in LAUNCHERS:
+    for name in f"{TORCHRUN} {SLURM}".split():
         monkeypatch.delenv(name, raising=False)
 
 
@@ -60,21 +58,18 @@ def stratified(samples, slots, batch_size, nodes, per_node, unit=1, **options):
     return found, held
 
 
+def batches_of(sampler):
+    order = list(sampler)
+    return [order[at : at + sampler.batch_size] for at in range(0, len(order), sampler.batch_size)]
+
+
 def steps_of(samplers):
     """Return the batches of all ranks, step by step."""
-    batches = [
-        [order[at : at + sampler.batch_size] for at in range(0, len(order), sampler.batch_size)]
-        for sampler in samplers
-        for order in [list(sampler)]
-    ]
-    return list(zip(*batches, strict=True))
+    return list(zip(*map(batches_of, samplers), strict=True))
 
 
 def global_batches(steps):
     return [Counter(itertools.chain(*step)) for step in steps]
-
-
-# ---------------------------------------------------------------------------------------------------- torch's batches
 
 
 @st.composite
@@ -139,9 +134,6 @@ def test_a_node_keeps_what_stands_first_in_its_part_and_gives_away_the_rest(node
             assert max(shares) - min(shares) <= 1
 
 
-# ---------------------------------------------------------------------------------------------------- strata
-
-
 def hits_of(ours, held):
     """How many cached samples each rank has at each step."""
     return [[sum(sample in its for sample in batch) for batch, its in zip(step, held, strict=True)] for step in steps_of(ours)]
@@ -187,9 +179,9 @@ def test_strata_give_all_ranks_as_many_cached_samples(nodes, per_node, share):
 
 def test_strata_differ_from_epoch_to_epoch_and_mix_cached_samples_with_others():
     (sampler,), (held,) = stratified(1000, 500, 100, 1, 1)
-    first, again = list(sampler), list(sampler)
+    first = list(sampler)
     sampler.set_epoch(1)
-    assert first == again != list(sampler)
+    assert first != list(sampler)
     early = [sum(sample in held for sample in first[at : at + 50]) for at in range(0, 1000, 100)]
     assert 200 < sum(early) < 300  # of 250 in the first halves of the batches
     assert len(set(early)) > 3
@@ -205,26 +197,16 @@ def test_strata_go_on_as_they_were_begun(nodes, per_node, batch_size, samples, d
     whole = steps_of(before)
     for iterator in map(iter, before):
         list(itertools.islice(iterator, 4 * 3))
-    state = before[0].state_dict()
     after, _ = stratified(samples, 70, batch_size, nodes, per_node, **options)
     for sampler in after:
-        sampler.load_state_dict(state)
+        sampler.load_state_dict(before[0].state_dict())
     left = steps_of(after)
     assert global_batches(left[:6]) == global_batches(whole[4:10])
     seen = set(itertools.chain(*itertools.chain(*whole[:4]), *itertools.chain(*left)))
     assert len(seen) == samples or (drop_last and len(seen) > samples - 8)
-    for sampler in after:
-        sampler.set_epoch(1)
-    assert len(set(itertools.chain(*map(list, after)))) >= samples - 8 * drop_last
 
 
-# ---------------------------------------------------------------------------------------------------- who is where
-
-
-@pytest.mark.parametrize(
-    "names",
-    ["RANK WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE", "SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_NODEID SLURM_STEP_NUM_NODES"],
-)
+@pytest.mark.parametrize("names", [TORCHRUN, SLURM])
 def test_ranks_and_nodes_are_those_of_the_launcher(names, monkeypatch):
     assert list(LocalityDistributedSampler(range(10), 4, shuffle=False)) == list(range(10))  # without one, all is one process
     wanted = samplers(100, 4, 4, 2)[5]
@@ -239,53 +221,16 @@ def test_ranks_and_nodes_are_those_of_the_launcher(names, monkeypatch):
             assert list(sampler) == list(wanted)
 
 
-@pytest.mark.slow
-def test_torchrun_names_ranks_and_nodes_as_we_read_them():
-    program = ["sh", "-c", "echo $RANK $WORLD_SIZE $GROUP_RANK $GROUP_WORLD_SIZE"]
-    done = run_python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python", *program)
-    assert sorted(done.stdout.splitlines()) == ["0 2 0 1", "1 2 0 1"]
-
-
-def train_on_a_machine(node, folder):
-    os.environ.update(RANK=str(node), WORLD_SIZE="2", GROUP_RANK=str(node), GROUP_WORLD_SIZE="2")
-    reads, seen = [], []
-    with CachedDataset(TensorDataset(torch.arange(512)), f"{512 + 256 * 8}B", placement=Placement.from_env()) as dataset:
-        sampler = LocalityDistributedSampler(dataset, 16, stratify=True)
-        loader = stocache.DataLoader(dataset, 16, sampler=sampler, num_workers=1, multiprocessing_context="fork")
-        for epoch in range(2):
-            loader.set_epoch(epoch)
-            seen.append([idx for (batch,) in loader for idx in batch.tolist()])
-            reads.append(dataset.cache.stats().misses)
-        (folder / str(node)).write_text(json.dumps([reads, seen]))
-        del loader
-
-
-def test_two_machines_read_each_sample_once_and_exchange_nothing(tmp_path):
-    run_all(multiprocessing.get_context("fork"), 2, train_on_a_machine, tmp_path)
-    found = [json.loads((tmp_path / str(node)).read_text()) for node in range(2)]
-    assert 512 <= sum(reads[0] for reads, _ in found) <= 512 + 2 * 8  # with what was probed and is another one's
-    assert all(first == both for (first, both), _ in found)  # nothing more in the second epoch
-    for epoch in range(2):
-        assert sorted(idx for _, seen in found for idx in seen[epoch]) == list(range(512))
-
-
-# ---------------------------------------------------------------------------------------------------- errors
-
-
+UNEVEN, BLOCKS = "cannot be divided evenly among {} nodes", "blocks of 7 samples in all, the dataset has 40"
 OPTIONS = [
-    ({"batch_size": 0}, "batch_size=0"),
-    ({"batch_size": 2.0}, r"batch_size=2\.0"),
-    ({"seed": -1}, "seed=-1"),
-    ({"num_replicas": 0}, "num_replicas=0"),
-    ({"rank": 4}, "rank=4 is out of range for num_replicas=4"),
-    ({"num_nodes": 3}, "for 2 nodes, but there are 3"),
-    ({"placement": Placement(nodes=3)}, "num_replicas=4 cannot be divided evenly among 3 nodes"),
-    ({"placement": Placement(nodes=8)}, "cannot be divided evenly among 8 nodes"),
+    ({"batch_size": 0}, "batch_size=0"), ({"batch_size": 2.0}, r"batch_size=2\.0"), ({"seed": -1}, "seed=-1"),
+    ({"num_replicas": 0}, "num_replicas=0"), ({"rank": 4}, "rank=4 is out of range for num_replicas=4"),
+    ({"placement": Placement(nodes=3)}, UNEVEN.format(3)), ({"placement": Placement(nodes=8)}, UNEVEN.format(8)),
+    ({"placement": Placement("prefix", BlockBounds([0, 7]), nodes=2)}, BLOCKS),
+    ({"num_nodes": 3}, "for 2 nodes, but there are 3"), ({"dataset": Subset(range(40), range(3))}, "CachedDataset around the"),
     ({"node_rank": 1}, "node_rank says node 1, but rank 0 of 4, 2 on each node, is on node 0"),
     ({"stratify": True}, "stratify needs shuffle=True, and a CachedDataset"),
-    ({"placement": Placement("prefix", BlockBounds([0, 7]), nodes=2)}, "blocks of 7 samples in all, the dataset has 40"),
-    ({"dataset": Subset(range(40), range(3))}, "CachedDataset around the Subset"),
-]
+]  # fmt: skip
 
 
 @quick

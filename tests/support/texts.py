@@ -2,6 +2,8 @@
 
 import bz2
 import gzip
+import json
+import multiprocessing
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 from stocache import CsvFormat, ReadOptions, StreamLoader
 from stocache.cli import listing
 from stocache.text import lines, open_file
+from tests.support.processes import run_all
 
 N = 437  # rows of the text
 FORK = ReadOptions(multiprocessing_context="fork")
@@ -39,6 +42,17 @@ def epochs(path, count=2, **options):
     """The rows of some epochs by their numbers."""
     with StreamLoader(path, **{"batch_size": 10, "buffer_size": 20} | options) as loader:
         return [numbers(loader) for _ in range(count)]
+
+
+def _rank(rank, path, folder, options):
+    with StreamLoader(path, 10, 20, rank=rank, **options) as loader:
+        (folder / f"{rank}.json").write_text(json.dumps([numbers(loader), numbers(loader), len(loader)]))
+
+
+def run_ranks(path, folder, count, **options):
+    """The rows of two epochs of each rank by their numbers, and its length; each rank is a process."""
+    run_all(multiprocessing.get_context("fork"), count, _rank, path, folder, options | {"world_size": count})
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 
 def parse(found):

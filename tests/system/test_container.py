@@ -43,11 +43,12 @@ def container():
     except OSError as error:
         pytest.skip(f"cannot make a cgroup: {error}")
     try:
-        names = [name for name in ("memory.max", "memory.limit_in_bytes") if (group / name).exists()]
-        if not names:
-            pytest.skip("the memory controller is not delegated")
-        (group / names[0]).write_text(str(LIMIT))
-        yield group
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            if (group / name).exists():
+                (group / name).write_text(str(LIMIT))
+                yield group
+                return
+        pytest.skip("the memory controller is not delegated")
     finally:
         group.rmdir()
 

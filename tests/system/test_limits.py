@@ -12,20 +12,11 @@ pytestmark = pytest.mark.quick
 
 
 def test_parse_size_takes_numbers_and_units_and_format_size_writes_them():
-    for size, expected in {
-        32: 32 * GIB,
-        0.5: GIB // 2,
-        0: 0,
-        "32": 32 * GIB,
-        "32GiB": 32 * GIB,
-        " 1.5 gib ": 3 * GIB // 2,
-        "500MB": 500_000_000,
-        "64KiB": 65536,
-        "2TB": 2_000_000_000_000,
-        "7B": 7,
-        "1e3 B": 1000,
-    }.items():
-        assert limits.parse_size(size) == expected, size
+    sizes = {
+        32: 32 * GIB, 0.5: GIB // 2, 0: 0, "32": 32 * GIB, "32GiB": 32 * GIB, " 1.5 gib ": 3 * GIB // 2, "500MB": 500_000_000,
+        "64KiB": 65536, "2TB": 2_000_000_000_000, "7B": 7, "1e3 B": 1000,
+    }  # fmt: skip
+    assert {size: limits.parse_size(size) for size in sizes} == sizes
     written = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 3 * MIB // 2: "1.5 MiB", 5 * GIB: "5.0 GiB"}
     assert {n: limits.format_size(n) for n in written} == written
 
@@ -34,9 +25,7 @@ def test_parse_size_refuses_what_is_no_size():
     for size, message in (
         *((size, "finite and not negative") for size in (-1, float("nan"), float("inf"))),
         *((size, "is not a size") for size in ("-3GiB", "much", "", "3 gallons")),
-        (None, "is a NoneType"),
-        (True, "is a bool"),
-        ([1], "is a list"),
+        *((None, "is a NoneType"), (True, "is a bool"), ([1], "is a list")),
     ):
         with pytest.raises(LimitError, match=message):
             limits.parse_size(size)
@@ -56,15 +45,9 @@ def test_the_floor_is_a_twentieth_between_bounds():
     assert Memory(256 * MIB, 10 * MIB).spare == 0
 
 
-# ------------------------------------------------------------------------------------------------ cgroups
-
-
 def fake_proc(root, cgroup, mountinfo):
-    proc = root / "proc"
-    proc.mkdir()
-    (proc / "cgroup").write_text(cgroup)
-    (proc / "mountinfo").write_text(mountinfo)
-    return proc
+    write_files(root / "proc", cgroup=cgroup.strip(), mountinfo=mountinfo.strip())
+    return root / "proc"
 
 
 def write_files(folder, **values):
@@ -85,12 +68,9 @@ def test_cgroup_v2_takes_the_tightest_of_all_ancestors_and_of_high_and_max(tmp_p
 
 
 def test_cgroup_v1_reads_limit_in_bytes_and_ignores_no_limit(tmp_path):
-    mount = tmp_path / "memory"
-    proc = fake_proc(
-        tmp_path,
-        "5:cpu:/x\n4:cpuset,memory:/docker/abc\n0::/x\n",
-        f"31 20 0:27 / {tmp_path}/cpu rw - cgroup cgroup rw,cpu\n32 20 0:28 / {mount} rw - cgroup cgroup rw,cpuset,memory\n",
-    )
+    mount, cpu = tmp_path / "memory", f"31 20 0:27 / {tmp_path}/cpu rw - cgroup cgroup rw,cpu\n"
+    mountinfo = f"{cpu}32 20 0:28 / {mount} rw - cgroup cgroup rw,cpuset,memory\n"
+    proc = fake_proc(tmp_path, "5:cpu:/x\n4:cpuset,memory:/docker/abc\n0::/x\n", mountinfo)
     inner = mount / "docker" / "abc"
     write_files(inner, memory__limit_in_bytes=3 * GIB, memory__usage_in_bytes=2 * GIB, memory__stat="total_inactive_file 0")
     write_files(mount, memory__limit_in_bytes=9223372036854771712, memory__usage_in_bytes=20 * GIB)
@@ -106,9 +86,6 @@ def test_a_container_has_its_own_group_at_the_mount(tmp_path, cgroup, root):
     write_files(mount, memory__max=GIB, memory__current=0)
     assert limits.cgroup_memory(proc) == limits.CgroupMemory(GIB, GIB, str(mount))
     assert limits.cgroup_memory(tmp_path / "nothing") is None
-
-
-# ------------------------------------------------------------------------------------------------ limits
 
 
 def test_auto_leaves_head_room_and_is_bounded_by_shm_where_memfd_is_forbidden(monkeypatch):

@@ -2,58 +2,43 @@
 
 import functools
 import gzip
-import logging
 import multiprocessing
-import re
-from pathlib import Path
+import resource
 
 import numpy as np
 import pytest
 import torch
 
-from stocache import (
-    CsvFormat,
-    CustomFormat,
-    DamagedError,
-    FixedWidthFormat,
-    JsonLinesFormat,
-    ReadOptions,
-    StreamError,
-    StreamLoader,
-)
+from stocache import CsvFormat, CustomFormat, DamagedError, JsonLinesFormat, ReadOptions, StreamError, StreamLoader
 from tests.support.processes import in_child
 from tests.support.texts import COMPRESSIONS, FORK, SKIP, N, epochs, numbers, parse, rows, zstd
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 
+MIB = 1 << 20
+CSV, TOO_LONG = CsvFormat(","), r"line {}: the line is longer than 16 MiB\. Raise max_line_bytes"
 GOOD = b"1\t1\t1\n2\t2\t2\n3\t3\t3\n"
-BAD = {
-    b"4\t4\n": r"line 4: '4\\t4': 2 fields; expected 3 fields split at '\\t'",
-    b"4\tfour\t4\n": r"line 4: .*: column 1 is 'four', not a number; expected",
-}
 
 
 def refuses(path, message, error=StreamError, **options):
-    with pytest.raises(error, match=message):
-        with StreamLoader(path, **{"batch_size": 1, "buffer_size": 2, **options}) as loader:
-            list(loader)
+    with pytest.raises(error, match=message), StreamLoader(path, **{"batch_size": 1, "buffer_size": 2, **options}) as loader:
+        list(loader)
 
 
 def test_a_line_that_does_not_fit_is_named_or_left_out(tmp_path, engine, caplog):
-    path = tmp_path / "bad.tsv"
-    for line, message in BAD.items():
-        path.write_bytes(GOOD + line + b"5\t5\t5\n\n# comment\n" + line)
-        refuses(path, r"bad\.tsv, " + message, read=ReadOptions(engine))
-        for ways in ({}, {"num_workers": 2, "size_limit_gib": 0.01}) if len(line) == 4 else ({},):
-            caplog.clear()
-            read = ReadOptions(engine, "fork")
-            with StreamLoader(path, 2, 2, format=SKIP, read=read, drop_last=False, **ways) as loader:
-                for epoch in range(2):
-                    assert numbers(loader) == [1, 2, 3, 5]
-                    assert loader.stats().skipped == 2 * (epoch + 1)
-            messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-            assert [m for m in messages if "left out" in m and "bad.tsv, line 4" in m]
-            assert messages.count("epoch 0: 2 of 6 lines were left out, and 0 good ones that then filled no batch") == 1
+    path, read = tmp_path / "bad.tsv", ReadOptions(engine, "fork")
+    path.write_bytes(GOOD + b"4\tfour\t4\n")
+    refuses(path, r"bad\.tsv, line 4: .*: column 1 is 'four', not a number; expected", read=read)
+    path.write_bytes(GOOD + b"4\t4\n5\t5\t5\n\n# comment\n4\t4\n")
+    refuses(path, r"bad\.tsv, line 4: '4\\t4': 2 fields; expected 3 fields split at '\\t'", read=read)
+    for ways in ({}, {"num_workers": 2, "size_limit_gib": 0.01}):
+        caplog.clear()
+        with StreamLoader(path, 2, 2, format=SKIP, read=read, drop_last=False, **ways) as loader:
+            for epoch in range(2):
+                assert numbers(loader) == [1, 2, 3, 5]
+                assert loader.stats().skipped == 2 * (epoch + 1)
+        assert "bad.tsv, line 4" in caplog.text
+        assert caplog.text.count("epoch 0: 2 of 6 lines were left out, and 0 good ones that then filled no batch") == 1
 
 
 def test_workers_name_the_line_too_and_are_gone_then(tmp_path):
@@ -69,30 +54,19 @@ def test_files_without_data(tmp_path, content):
     path, full, skip_header = tmp_path / "empty.tsv", tmp_path / "full.tsv", int(b"header" in content)
     path.write_bytes(content)
     full.write_bytes(b"header\n" * skip_header + GOOD)
-    refuses(path, r"empty\.tsv(: no line holds data| is empty)", skip_header=skip_header)
-    if not content:
+    if content:
+        refuses(path, r"empty\.tsv: no line holds data", skip_header=skip_header)
+    else:
         refuses([path, full], r"empty\.tsv is empty: a file of at least one line was expected")
     form = CsvFormat("\t", skip_header=skip_header, on_error="raise" if content else "skip")
     with StreamLoader([path, full], 1, 1, format=form) as loader:
         assert numbers(loader) == [1, 2, 3]
 
 
-def test_where_nothing_is_left_the_first_bad_line_is_named(tmp_path):
-    path = tmp_path / "bad.tsv"
-    for content, message in (
-        (b"1\t2\t3\nx\ty\tz\n", r"9 of 10 lines were left out, and the others fill no batch. The first: .*, line 2"),
-        (b"", "8 of 8 lines were left out"),
-    ):
-        path.write_bytes(content + b"a\tb\tc\n" * 8)
-        refuses(path, message, batch_size=2, format=SKIP)
-
-
 def test_truncated_gzip_ends_the_epoch_or_counts_as_a_bad_line(tmp_path, caplog):
-    path = tmp_path / "cut.tsv.gz"
-    path.write_bytes(gzip.compress(rows(0, 5000))[:-2000])
+    (path := tmp_path / "cut.tsv.gz").write_bytes(gzip.compress(rows(0, 5000))[:-2000])
     for ways in ({}, {"num_workers": 1, "read": FORK}):
-        message = r"cut\.tsv\.gz, line \d+: its gzip data is cut"
-        refuses(path, message, DamagedError, batch_size=100, buffer_size=200, **ways)
+        refuses(path, r"cut\.tsv\.gz, line \d+: its gzip data is cut", DamagedError, batch_size=100, buffer_size=200, **ways)
     with StreamLoader(path, 100, 200, format=SKIP, drop_last=False) as loader:
         found = numbers(loader)
         assert found == list(range(len(found)))
@@ -101,19 +75,20 @@ def test_truncated_gzip_ends_the_epoch_or_counts_as_a_bad_line(tmp_path, caplog)
     assert "its gzip data is cut" in caplog.text
 
 
-def test_a_header_that_does_not_fit_the_rows_or_was_not_announced(tmp_path):
+def test_where_a_header_does_not_fit_or_nothing_is_left_the_first_bad_line_is_named(tmp_path):
+    path = tmp_path / "bad.tsv"
+    path.write_bytes(b"1\t2\t3\nx\ty\tz\n" + b"a\tb\tc\n" * 8)
+    message = r"9 of 10 lines were left out, and the others fill no batch. The first: .*, line 2"
+    refuses(path, message, batch_size=2, format=SKIP)
     path = tmp_path / "wrong.csv"
     path.write_text("a,b,c,d\n1,2,3\n")
-    options = {"delimiter": ",", "skip_header": 1, "columns": ["a", "b"], "label_columns": "c"}
-    refuses(path, r"wrong\.csv: the header has 4 names, the first row 3 fields", **options)
-    path.write_text("a,b\n1,2\n")
-    message = r"line 1: 'a,b': column 0 is 'a', not a number; .*skip_header=1 leaves a header out"
-    refuses(path, message, delimiter=",")
+    form = CsvFormat(",", skip_header=1, columns=["a", "b"], label_columns="c")
+    refuses(path, r"wrong\.csv: the header has 4 names, the first row 3 fields", format=form)
+    refuses(path, r"line 1: 'a,b,c,d': column 0 is 'a', not a number; .*skip_header=1 leaves a header out", format=CSV)
 
 
 def test_good_rows_that_fill_no_batch_are_counted(tmp_path, caplog):
-    path = tmp_path / "bad.tsv"
-    path.write_bytes(rows(0, 20) + b"x\n" + rows(21, 40) + b"y\n" + rows(41, 60))
+    (path := tmp_path / "bad.tsv").write_bytes(rows(0, 20) + b"x\n" + rows(21, 40) + b"y\n" + rows(41, 60))
     for drop_last, delivered in ((True, 40), ("batch", 40), (False, 58)):
         with StreamLoader(path, 10, 20, format=SKIP, drop_last=drop_last) as loader:
             assert len(numbers(loader)) == delivered
@@ -126,7 +101,6 @@ def test_a_parse_function_is_any_callable_that_returns_a_row_for_each_line(numbe
     def refuse(found):
         raise ValueError("not these")
 
-    refuses(numbered, "arrays of", format=CustomFormat(lambda found: np.zeros((len(found) - 1, 2))))
     refuses(numbered, r"numbered\.tsv, line 1: '0\\t0\\t0': ValueError: not these", format=CustomFormat(refuse))
     with StreamLoader(numbered, 10, 20, format=CustomFormat(functools.partial(parse)), shuffle=True, drop_last=False) as loader:
         tokens = torch.cat([batch["tokens"] for batch in loader])
@@ -143,9 +117,6 @@ def test_json_that_is_nested_too_deep_is_a_bad_line(tmp_path):
         refuses(path, "the first row is not a JSON object", format=form)
 
 
-# ---------------------------------------------------------------------------------------------------- long lines
-
-
 def test_lines_are_as_long_as_max_line_bytes_or_left_out_and_reported_once(tmp_path, caplog):
     (path := tmp_path / "a.csv").write_text("".join(f"{n},{n},{n}{' ' * 500 * (n % 10 == 3)}\n" for n in range(40)))
     for limit in (508, "508", "1KB", "0.5KiB"):
@@ -160,11 +131,6 @@ def test_lines_are_as_long_as_max_line_bytes_or_left_out_and_reported_once(tmp_p
     assert caplog.text.count("line 4: the line is longer than 100 bytes") == 1
 
 
-MIB = 1 << 20
-CSV = CsvFormat(",")
-TOO_LONG = r"line {}: the line is longer than 16 MiB\. Raise max_line_bytes"
-
-
 def write_bomb(path, compression, text, times, after=b"\n5,6,2\n"):
     """Write two rows, then ``text`` that often, each time as a member of its own."""
     compress = COMPRESSIONS[compression]
@@ -174,9 +140,7 @@ def write_bomb(path, compression, text, times, after=b"\n5,6,2\n"):
 
 def in_bounded_memory(action, mib=300):
     """Run an action in a child process, which takes less than some MiB of memory for it."""
-
-    def peak():
-        return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) >> 10
+    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
     def run():
         before = peak()
@@ -186,12 +150,12 @@ def in_bounded_memory(action, mib=300):
     assert in_child(run, timeout_s=120) == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "compression"),
-    [(b"x" * MIB, "gz"), (b" " * MIB, "bz2"), (b"#" + b"x" * (MIB - 1), "zst"), (b"12345678" * (MIB // 8), "zst")],
-    ids=["row", "blank", "comment", "numbers"],
-)
-def test_a_line_that_is_too_long_is_refused_or_left_out_in_bounded_memory(tmp_path, text, compression):
+BOMBS = {"row": (b"x" * MIB, "gz"), "blank": (b" " * MIB, "bz2"), "comment": (b"#" + b"x" * (MIB - 1), "zst")}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_line_that_is_too_long_is_refused_or_left_out_in_bounded_memory(tmp_path, kind):
+    text, compression = BOMBS[kind]
     path = write_bomb(tmp_path / "bomb", compression, text, 400)
 
     def read():
@@ -207,15 +171,12 @@ def test_long_lines_are_refused_in_bounded_memory_however_they_would_be_read(tmp
     row, bracket = (write_bomb(tmp_path / text, "gz", text.encode() * MIB, 400) for text in "x[")
     with open(hole := write_bomb(tmp_path / "hole", "plain", b"", 0, after=b""), "r+b") as file:
         file.truncate(400 * MIB)
+    loadtxt = CustomFormat(functools.partial(np.loadtxt, delimiter=",", ndmin=2))
+    json = JsonLinesFormat(skip_header=2, comments="1", label_columns=None)
+    ways = [(hole, CSV, 0), (row, CSV, 1), (row, loadtxt, 0), (row, CsvFormat(",", skip_header=3), 0), (bracket, json, 0)]
 
     def read():
-        for path, form, workers in (
-            (hole, CSV, 0),
-            (row, CSV, 1),
-            (row, CustomFormat(functools.partial(np.loadtxt, delimiter=",", ndmin=2)), 0),
-            (row, CsvFormat(",", skip_header=3), 0),
-            (bracket, JsonLinesFormat(skip_header=2, comments="1", label_columns=None), 0),
-        ):
+        for path, form, workers in ways:
             refuses(path, TOO_LONG.format(3), format=form, num_workers=workers)
 
     in_bounded_memory(read)
@@ -229,22 +190,7 @@ def test_a_kib_of_zstd_is_not_decompressed_at_once(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", [b"\n" * MIB, b"#\n" * (MIB // 2), b"7,8,1\n" + b" \n" * (MIB // 2 - 3)])
+@pytest.mark.parametrize("text", [b"\n", b"#\n", b" \n"])
 def test_lines_that_are_not_rows_take_no_memory_however_many(tmp_path, text):
-    path = write_bomb(tmp_path / "bomb", "gz", text, 100, after=b"5,6,2\n")
-
-    def read():
-        with StreamLoader(path, 1, 1000, format=CSV, drop_last=False) as loader:
-            assert len(list(loader)) == 3 + 100 * text.count(b"7,8")
-
-    in_bounded_memory(read)
-
-
-def test_a_line_in_fixed_widths_that_is_longer_than_others_does_not_widen_them(tmp_path):
-    (path := tmp_path / "rows").write_bytes(b"1 2 0\n" * 50_000 + b"1 2 0" + b" " * 8 * MIB + b"\n" + b"1 2 0\n" * 50_000)
-
-    def read():
-        with StreamLoader(path, 1000, 1000, format=FixedWidthFormat([2, 2, 1]), drop_last=False) as loader:
-            assert sum(len(y) for _, y in loader) == 100_001
-
-    in_bounded_memory(read)
+    path = write_bomb(tmp_path / "bomb", "gz", text * (MIB // len(text)), 100)
+    in_bounded_memory(lambda: refuses(path, "leaves no batch", format=CSV, batch_size=4, buffer_size=4))

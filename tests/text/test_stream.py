@@ -1,9 +1,8 @@
-"""StreamLoader: its length and its life, its files, its cache and its ranks."""
+"""StreamLoader: its orders, its states, its length and life, its files, its cache and its ranks."""
 
 import contextlib
 import gzip
 import itertools
-import json
 import multiprocessing
 import os
 import pickle
@@ -14,19 +13,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from stocache import (
-    CacheNameError,
-    CacheOptions,
-    ClosedError,
-    CustomFormat,
-    DamagedError,
-    ReadOptions,
-    StreamError,
-    StreamLoader,
-)
+from stocache import CacheOptions, CustomFormat, ReadOptions, StreamLoader, shuffle_quality
+from stocache.errors import CacheNameError, ClosedError, DamagedError, StateError, StreamError
 from tests.support.equality import same
 from tests.support.processes import run_all, wait_until
-from tests.support.texts import FORK, N, Watch, numbers, ours, parse, rows
+from tests.support.texts import FORK, N, Watch, epochs, numbers, ours, parse, rows, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 quick = pytest.mark.quick
@@ -34,17 +25,9 @@ quick = pytest.mark.quick
 CONTEXT = multiprocessing.get_context("fork")
 
 
-# ---------------------------------------------------------------------------------------------------- length and life
-
-
 @quick
-def test_the_length_is_known_after_a_first_pass_or_when_counted(numbered, capsys):
+def test_the_length_is_known_when_rows_are_counted(numbered, capsys):
     for drop_last, batches in ((True, 42), ("batch", 43), (False, 44)):
-        with StreamLoader(numbered, 10, 20, drop_last=drop_last) as loader:
-            with pytest.raises(TypeError, match="known after its first epoch, or with count_rows=True"):
-                len(loader)
-            assert bool(loader)
-            assert len(list(loader)) == len(loader) == batches
         for options in ({"count_rows": True}, {"shuffle": "buffers"}):
             read = ReadOptions(progress="count_rows" in options)
             with StreamLoader(numbered, 10, 20, drop_last=drop_last, read=read, **options) as loader:
@@ -68,12 +51,10 @@ def test_a_loader_is_left_early_copied_and_closed_twice_and_leaves_no_file_open(
         assert copied.stats().cache.hits == hits + 21
     loader.close()
     loader.close()
-    for use in (lambda: next(iter(loader)), lambda: len(loader)):
-        with pytest.raises(ClosedError, match="the StreamLoader is closed"):
-            use()
-
-
-# ---------------------------------------------------------------------------------------------------- files
+    with pytest.raises(ClosedError, match="the StreamLoader is closed"):
+        next(iter(loader))
+    with pytest.raises(ClosedError, match="the StreamLoader is closed"):
+        len(loader)
 
 
 @quick
@@ -134,11 +115,10 @@ def test_a_file_that_changed_is_never_served_stale(numbered, ways):
 def test_a_change_in_the_middle_of_an_epoch_is_an_error_also_for_what_is_cached(numbered):
     with StreamLoader(numbered, 10, 20, size_limit_gib=0.01) as loader:
         list(loader)
-        batches = iter(loader)
+        batches, delivered = iter(loader), []
         next(batches)
-        keeping_time(numbered, rows(1, N + 1))
+        numbered.write_bytes(rows(1, N + 1))
         os.utime(numbered)
-        delivered = []
         with pytest.raises(DamagedError, match=r"numbered\.tsv has changed while it was being read\. The next epoch will"):
             delivered.extend(batches)
         assert len(delivered) < 30  # of 42: what was read ahead
@@ -153,13 +133,8 @@ def test_the_files_of_a_glob_are_those_that_are_there_when_an_epoch_begins(tmp_p
         for _ in range(2):
             with pytest.raises(StreamError, match=r"b\.tsv is empty"):
                 list(loader)
-        (tmp_path / "b.tsv").unlink()
-        assert numbers(loader) == list(range(40))
         (tmp_path / "b.tsv").write_bytes(rows(40, 80))
         assert numbers(loader) == list(range(80))
-
-
-# ---------------------------------------------------------------------------------------------------- the cache
 
 
 @quick
@@ -203,8 +178,7 @@ def named_job(number, path, parsed):
 
     cache = CacheOptions(0.01, name="texts", persist=True)
     with StreamLoader(path, 10, 20, format=CustomFormat(parse), drop_last=False, cache=cache) as loader:
-        for _ in range(2):
-            assert torch.cat(list(loader)).flatten().tolist() == list(range(N))
+        assert [torch.cat(list(loader)).flatten().tolist() for _ in range(2)] == [list(range(N))] * 2
 
 
 @pytest.mark.usefixtures("_removed")
@@ -226,56 +200,28 @@ def test_it_reads_ahead_while_the_trainer_works(numbered, monkeypatch):
         batches.close()
 
 
-# ---------------------------------------------------------------------------------------------------- ranks
-
-
-def rank_job(rank, path, world_size, folder, options):
-    with StreamLoader(path, 10, 20, rank=rank, world_size=world_size, **options) as loader:
-        epochs = [numbers(loader) for _ in range(2)]
-        (folder / str(rank)).write_text(json.dumps([epochs, len(loader)]))
-
-
-def run_ranks(folder, content, world_size, **options):
-    (path := folder / "rows.tsv").write_bytes(content)
-    run_all(CONTEXT, world_size, rank_job, path, world_size, folder, options)
-    return [json.loads((folder / str(rank)).read_text()) for rank in range(world_size)]
+COUNTED, BUFFERS = {"count_rows": True}, {"shuffle": "buffers", "size_limit_gib": 0.01}
+RANKS = [
+    (True, gzip.compress, COUNTED), ("batch", gzip.compress, COUNTED), ("batch", bytes, COUNTED),
+    (True, bytes, BUFFERS), ("batch", bytes, BUFFERS), (False, bytes, BUFFERS), (False, bytes, {"num_workers": 2}),
+    (False, gzip.compress, {"size_limit_gib": 0.01, "shuffle": True}), (False, gzip.compress, {}),
+]  # fmt: skip
 
 
 @pytest.mark.usefixtures("_removed")
-@pytest.mark.parametrize(
-    ("compress", "options"),
-    [
-        (gzip.compress, {}),
-        (gzip.compress, {"size_limit_gib": 0.01, "shuffle": True}),
-        (bytes, {"size_limit_gib": 0.01, "shuffle": "buffers"}),
-        (bytes, {"num_workers": 2}),
-    ],
-)
-def test_ranks_read_every_row_once(tmp_path, compress, options):
-    per_rank = run_ranks(tmp_path, compress(rows()), 3, drop_last=False, **options)
+@pytest.mark.parametrize(("drop_last", "compress", "options"), RANKS)
+def test_ranks_read_every_row_once_or_equally_many_batches(tmp_path, drop_last, compress, options):
+    (path := tmp_path / "rows").write_bytes(compress(rows() + b"".join(b"%d\t%d\t%d\n" % (n, n, n) for n in range(N, N + 300))))
+    ranks = run_ranks(path, tmp_path, 3, drop_last=drop_last, **options)
     for epoch in range(2):
-        assert sorted(n for epochs, _ in per_rank for n in epochs[epoch]) == list(range(N))
+        found = sorted(number for rank in ranks for number in rank[epoch])
+        assert len(found) == len(set(found))
+        if drop_last:  # the last rows are shorter, so there are more of them in as many bytes
+            assert {len(rank[epoch]) for rank in ranks} == {10 * length for *_, length in ranks}
+            assert len(found) > N
+        else:
+            assert found == list(range(N + 300))
     assert not ours()
-
-
-@pytest.mark.parametrize(("drop_last", "compress"), [(True, gzip.compress), ("batch", gzip.compress), ("batch", bytes)])
-def test_counted_ranks_deliver_equally_many_batches(tmp_path, drop_last, compress):
-    content = rows() + b"".join(b"%d\t%d\t%d\n" % (n, n, n) for n in range(N, N + 300))  # shorter rows
-    ranks = run_ranks(tmp_path, compress(content), 2, drop_last=drop_last, count_rows=True)
-    ((first, again), expected), ((second, _), expected_too) = ranks
-    assert len(first) == len(second) == len(again) == 10 * expected
-    assert expected == expected_too > 20
-    assert not set(first) & set(second)
-
-
-@pytest.mark.parametrize("drop_last", [True, "batch"])
-def test_ranks_of_random_buffers_deliver_equally_many_batches(numbered, drop_last):
-    counts = []
-    for rank in range(3):
-        options = {"shuffle": "buffers", "drop_last": drop_last, "rank": rank, "world_size": 3}
-        with StreamLoader(numbered, 5, 20, **options) as loader:
-            counts += [len(list(loader)) for _ in range(4)] + [len(loader)]
-    assert len(set(counts)) == 1
 
 
 def test_ranks_are_those_of_torchrun_unless_they_are_given(numbered, monkeypatch):
@@ -297,3 +243,211 @@ def test_ranks_without_a_batch_and_caches_of_unknown_functions_are_refused_at_on
     with pytest.raises(CacheNameError, match="change the fingerprint with the function"):
         StreamLoader(numbered, 10, 20, format=form, cache=CacheOptions(0, disk=tmp_path / "disk", disk_limit="4MB"))
     StreamLoader(numbered, 10, 20, format=form, rank=0, world_size=2).close()
+
+
+@quick
+@pytest.mark.parametrize("buffer_size", [10, 40, 430, 440])
+def test_what_is_left_out_and_the_length_after_a_first_pass(numbered, buffer_size, caplog):
+    whole, full = N - N % buffer_size, N - N % 10
+    for drop_last, wanted in ((False, N), ("batch", full), (True, whole)):
+        with StreamLoader(numbered, 10, buffer_size, drop_last=drop_last) as loader:
+            if not wanted:
+                with pytest.raises(StreamError, match=r"437 rows, buffer_size=.*drop_last=True leaves no batch"):
+                    list(loader)
+                continue
+            with pytest.raises(TypeError, match="known after its first epoch, or with count_rows=True"):
+                len(loader)
+            assert bool(loader)
+            batches = list(loader)
+            assert torch.cat([y for _, y in batches]).tolist() == list(range(wanted))
+            assert {len(y) for _, y in batches[:-1]} <= {10}
+            assert len(batches) == len(loader)
+            assert loader.stats().rows == (wanted if drop_last is True else N)
+            list(loader)
+    left_out = f"the last {N % buffer_size} of {N} rows do not fill a buffer of {buffer_size} and are left out of each epoch"
+    assert caplog.text.count(left_out) == bool(whole)
+
+
+@quick
+@pytest.mark.parametrize(("shuffle", "window"), [(True, 1), (True, 3), ("buffers", 1), ("buffers", 3)])
+def test_orders_follow_from_seed_and_epoch(numbered, shuffle, window):
+    options = {"shuffle": shuffle, "window": window, "drop_last": False}
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    first = epochs(numbered, 3, **options)
+    assert all(sorted(order) == list(range(N)) for order in first)
+    assert len(set(map(tuple, first))) == 3
+    assert epochs(numbered, 1, seed=1, **options)[0] not in first
+    with StreamLoader(numbered, 10, 20, **options) as loader:
+        for epoch in (2, 0):
+            loader.set_epoch(epoch)
+            assert numbers(loader) == first[epoch]
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert np.random.get_state()[1].tolist() == states[1]
+    order = [n // 20 for n in epochs(numbered, 1, **options | {"drop_last": True})[0]]  # in windows of that many buffers
+    windows = [set(order[start : start + 20 * window]) for start in range(0, len(order), 20 * window)]
+    assert {len(buffers) for buffers in windows} == {window}
+    assert (sorted(windows, key=min) == windows) == (shuffle is True)
+    mixed = [shuffle_quality(np.array(order), 20, batch_size=10).same_block for order in first]
+    assert all(share < 1.2 / window for share in mixed)
+
+
+WAYS = {
+    "fork": {"num_workers": 2, "read": FORK, "size_limit_gib": "6KB"},
+    "forkserver": {"num_workers": 2, "read": ReadOptions("numpy", "forkserver")},
+    "spawn": {"num_workers": 1, "read": ReadOptions(multiprocessing_context="spawn"), "size_limit_gib": 0.01},
+    "partly cached": {"size_limit_gib": "6KB"},
+    "numpy, cached": {"read": ReadOptions("numpy"), "size_limit_gib": 0.01},
+}
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way == "spawn")) for way in WAYS])
+def test_the_order_is_the_same_whoever_parses_and_whatever_is_cached(numbered, tmp_path, way):
+    options = dict(WAYS[way])
+    if way == "forkserver":
+        options["cache"] = CacheOptions("2KB", disk=tmp_path / "disk", disk_limit="4MB")
+    kinds = [(True, 2, "batch"), (False, 1, False), ("buffers", 2, True)]
+    for shuffle, window, drop_last in kinds[: 1 if way in ("forkserver", "spawn") else None]:
+        order = {"shuffle": shuffle, "window": window, "drop_last": drop_last}
+        with StreamLoader(numbered, 10, 20, **order, **options) as loader:
+            assert [numbers(loader) for _ in range(3)] == epochs(numbered, 3, **order)
+            assert way != "forkserver" or loader.stats().disk.hits > 20
+
+
+def test_two_iterators_at_once_are_two_epochs(numbered):
+    with StreamLoader(numbered, 10, 20, shuffle=True) as loader:
+        one, two = zip(*((a, b) for (_, a), (_, b) in zip(loader, loader, strict=True)), strict=True)
+        assert not torch.equal(torch.cat(one), torch.cat(two))
+        for epoch in (one, two):
+            assert sorted(torch.cat(epoch).tolist()) == list(range(420))
+
+
+def test_with_workers_there_is_one_iterator_at_a_time(numbered):
+    with StreamLoader(numbered, 10, 20, num_workers=2, read=FORK) as loader:
+        first, second = iter(loader), iter(loader)
+        assert next(first)[1].tolist() == next(second)[1].tolist() == list(range(10))
+        with pytest.raises(StreamError, match="another iteration has begun"):
+            list(first)
+        assert torch.cat([y for _, y in second]).tolist() == list(range(10, 420))
+
+
+def doubled(batch):
+    x, y = batch
+    assert len(x) == len(y) == 10
+    return x * 2, os.getpid()
+
+
+def test_transforms_run_in_workers_and_get_whole_batches(numbered):
+    for workers in (0, 2):
+        with StreamLoader(numbered, 10, 20, transform=doubled, num_workers=workers, read=FORK) as loader:
+            for (x, pid), start in zip(loader, range(0, N, 10), strict=False):
+                assert x[:, 0].tolist() == [2 * n for n in range(start, start + 10)]
+                assert (pid != os.getpid()) == bool(workers)
+
+
+def test_batches_are_the_users_to_keep_and_to_write_to(numbered):
+    for options in ({}, {"shuffle": True}, {"num_workers": 1, "read": FORK}):
+        with StreamLoader(numbered, 10, 20, size_limit_gib=0.01, **options) as loader:
+            kept = [list(loader) for _ in range(2)]
+            for epoch in (*kept, loader):
+                for x, y in epoch:
+                    assert torch.equal(x[:, 0].long(), y)
+                    x.zero_()
+                    y.zero_()
+
+
+def test_in_a_dataloader_of_torch_each_row_comes_once_in_an_order_by_torchs_seed_or_the_epoch(numbered):
+    with StreamLoader(numbered, 10, 20, shuffle=True, drop_last=False, size_limit_gib=0.01) as loader:
+        torchs, epochs = DataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context="fork"), []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            epochs.append(numbers(torchs))
+        assert all(sorted(epoch) == list(range(N)) for epoch in epochs)
+        assert epochs[0] == epochs[1] != epochs[2]
+        assert loader.stats().cache.fill_fraction > 0
+        loader.set_epoch(5)
+        set_once = [numbers(torchs) for _ in range(2)]
+        assert set_once[0] == set_once[1]
+        assert set_once[0] not in epochs
+        numbered.write_bytes(rows(3, N))
+        for _ in range(2):
+            assert sorted(numbers(torchs)) == list(range(3, N))
+
+
+def nth_state(loader, count):
+    """The state after that many batches; resuming from each is in tests/system/test_state_contract.py."""
+    for _ in itertools.islice(loader, count):
+        state = loader.state_dict()
+    return state
+
+
+def test_resuming_neither_reads_nor_parses_what_was_delivered(numbered, monkeypatch):
+    watch = Watch(monkeypatch)
+    with StreamLoader(numbered, 10, 20, format=CustomFormat(watch.parse)) as loader:
+        state = nth_state(loader, 40)
+    watch.rows = 0
+    with StreamLoader(numbered, 10, 20, format=CustomFormat(watch.parse)) as loader:
+        loader.load_state_dict(state)
+        watch.bytes = 0
+        assert torch.cat(list(loader)).flatten().tolist() == list(range(400, 420))
+        assert len(loader) == 42
+    assert watch.rows <= 40
+    assert watch.bytes < len(rows()) / 3
+
+
+def test_what_fails_before_its_first_batch_is_resumed_there(numbered):
+    def fail(batch):
+        raise KeyError("by the user")
+
+    with StreamLoader(numbered, 10, 20) as loader:
+        state = nth_state(loader, 7)
+    with StreamLoader(numbered, 10, 20, transform=fail) as loader:
+        for load in (lambda: None, lambda: loader.load_state_dict(state)):
+            load()
+            before = loader.state_dict()
+            with pytest.raises(KeyError, match="by the user"):
+                next(iter(loader))
+            assert loader.state_dict() == before
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")
+def test_torchdatas_stateful_dataloader_resumes_it(numbered):
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata's loader is torchdata's")
+    with StreamLoader(numbered, 10, 20, shuffle=True, drop_last=False) as loader:
+        options = {"batch_size": None, "num_workers": 2, "multiprocessing_context": "fork"}
+        first, second = (torchdata.StatefulDataLoader(loader, **options) for _ in range(2))
+        torch.manual_seed(1)
+        came, states = zip(*((y.tolist(), first.state_dict()) for _, y in first), strict=True)
+        second.load_state_dict(states[14])
+        assert tuple(y.tolist() for _, y in second) == came[15:]
+        del first, second
+
+
+def test_states_that_do_not_belong_are_refused(numbered, tmp_path):
+    with StreamLoader(numbered, 10, 20) as loader:
+        state = nth_state(loader, 1)
+    for options in ({"seed": 1}, {"shuffle": True}, {"drop_last": False}, {"columns": [0]}, {"rank": 0, "world_size": 2}):
+        with StreamLoader(numbered, 10, 20, **options) as loader:
+            with pytest.raises(StateError, match="other files, or other arguments"):
+                loader.load_state_dict(state)
+    with StreamLoader(numbered, 10, 20) as loader:
+        loader.load_state_dict(state)
+        numbered.write_bytes(rows(1, N))
+        with pytest.raises(StateError, match="have changed since the state was taken"):
+            list(loader)
+    (copied := tmp_path / "copied.tsv").write_bytes(rows())
+    with StreamLoader(copied, 10, 20, num_workers=2, read=FORK) as loader:  # elsewhere, at another time, and with workers
+        loader.load_state_dict(state)
+        assert numbers(loader) == list(range(10, 420))
+
+
+def test_a_state_that_would_begin_inside_a_line_is_refused(tmp_path):
+    path = tmp_path / "long.tsv"
+    path.write_bytes(rows(0, 20_000))
+    with StreamLoader(path, 100, 200) as loader:
+        state = nth_state(loader, 101)
+    content, at = path.read_bytes(), state["position"]["line"][1]
+    path.write_bytes(content[: at - 3] + b"0\n1" + content[at:])
+    with StreamLoader(path, 100, 200) as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(StateError, match="no line begins where"):
+            next(iter(loader))
