@@ -9,14 +9,8 @@ import torch
 import torch.distributed as dist
 
 from stocache import StateError
-from stocache.reading import (
-    CachingReadingService,
-    DataLoader2,
-    DistributedReadingService,
-    InProcessReadingService,
-    MultiProcessingReadingService,
-    SequentialReadingService,
-)
+from stocache.reading import CachingReadingService, DataLoader2, DistributedReadingService
+from tests.support import graphs
 from tests.support.graphs import COUNT, WARNINGS, HomemadeError, fails, large, noise, source, square
 from tests.support.processes import run_all
 
@@ -45,20 +39,16 @@ def _rank(rank, count, folder, function):
     os._exit(0)
 
 
-def loader(graph, workers, seed=None):
-    engine = MultiProcessingReadingService(workers, "fork") if workers else InProcessReadingService()
-    service = SequentialReadingService(DistributedReadingService(timeout=60), engine)
-    dataloader = DataLoader2(graph, reading_service=service)
-    if seed is not None:
-        dataloader.seed(seed)
-    return dataloader
+def loader(graph, workers, seed=None, *before):
+    return graphs.loader(graph, workers, seed, DistributedReadingService(timeout=60), *before, multiprocessing_context="fork")
 
 
 def shuffled(count=COUNT):
     return source(count).shuffle().sharding_filter().map(square)
 
 
-def test_ranks_have_shares_of_one_order_with_any_number_of_workers_and_end_together(on_ranks):
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_have_shares_of_one_order_with_any_number_of_workers_and_end_together(on_ranks, ranks):
     def run(rank):
         found = []
         for workers in (0, 1, 2):
@@ -66,14 +56,14 @@ def test_ranks_have_shares_of_one_order_with_any_number_of_workers_and_end_toget
                 found.append((len(dataloader), list(dataloader), list(dataloader)))
         return found
 
-    found = on_ranks(3, run)
+    found = on_ranks(ranks, run)
     for alone, one, two in found:
         assert alone == one == two
         assert alone[1] != alone[2]
     for epoch in (1, 2):
         shares = [its[epoch] for its, *_ in found]
-        assert [length for (length, *_), *_ in found] == list(map(len, shares)) == [16] * 3
-        assert len(set().union(*shares)) == 48
+        assert [length for (length, *_), *_ in found] == list(map(len, shares)) == [50 // ranks] * ranks
+        assert len(set().union(*shares)) == 50 // ranks * ranks
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -161,10 +151,7 @@ def test_ranks_go_on_from_their_own_states_only(on_ranks):
 def test_ranks_share_a_named_cache(on_ranks):
     def run(rank):
         graph = source(60).map(large).shuffle().sharding_filter()
-        caching = CachingReadingService("16MB", name="reading-ranks")
-        services = DistributedReadingService(), caching, MultiProcessingReadingService(2, "fork")
-        with DataLoader2(graph, reading_service=SequentialReadingService(*services)) as dataloader:
-            dataloader.seed(1)
+        with loader(graph, 2, 1, CachingReadingService("16MB", name="reading-ranks")) as dataloader:
             found = [[float(element[0]) for element in dataloader] for _ in range(3)]
             dist.barrier()
             fills = dataloader.reading_service.reading_services[1].cache.stats().fills
@@ -175,14 +162,6 @@ def test_ranks_share_a_named_cache(on_ranks):
     assert fills == same == 60
     for its, others in zip(one, two, strict=True):
         assert sorted(its + others) == [float(value) for value in range(60)]
-
-
-def test_one_rank_has_it_all(on_ranks):
-    def run(rank):
-        with DataLoader2(shuffled(), reading_service=DistributedReadingService()) as dataloader:
-            return len(dataloader), len(list(dataloader))
-
-    assert on_ranks(1, run) == [(COUNT, COUNT)]
 
 
 def test_distributed_reading_needs_a_process_group():
