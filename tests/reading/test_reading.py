@@ -111,9 +111,8 @@ def test_uneven_shares_and_random_lengths_are_delivered_whole(count, divide):
         assert len(dataloader) == count
         for _ in range(2):
             assert sorted(dataloader) == list(range(count))
-    with loader(
-        getattr(source(9 * count), divide)().filter(lambda value: value % 3 == 0).map(graphs.twice).unbatch(), 3, **FORK
-    ) as dataloader:
+    graph = getattr(source(9 * count), divide)().filter(lambda value: value % 3 == 0).map(graphs.twice).unbatch()
+    with loader(graph, 3, **FORK) as dataloader:
         assert sorted(dataloader) == sorted(number for value in range(0, 9 * count, 3) for number in (value, -value))
 
 
@@ -144,12 +143,8 @@ class Threaded(Mapper):
 REFUSED = {
     "has sharded already, so elements would be lost": lambda: source().sharding_filter().map(square).sharding_filter(),
     "2 parts of the graph lead to pipes that stay in the main process": lambda: Alone(source(), source()),
-    "a pipe with a thread of its own reads dispatched elements": lambda: Threaded(
-        source().sharding_round_robin_dispatch(), square
-    ),
-    "are dispatched to the workers of one rank": lambda: source().sharding_round_robin_dispatch(
-        SHARDING_PRIORITIES.DISTRIBUTED
-    ),
+    "a pipe with a thread of its own reads dispatched elements": lambda: Threaded(graphs.dispatched(), square),
+    "dispatched to the workers of one rank": lambda: source().sharding_round_robin_dispatch(SHARDING_PRIORITIES.DISTRIBUTED),
 }
 
 
