@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+from itertools import islice
 
 import pytest
 import torch
@@ -105,25 +106,15 @@ def test_random_maps_differ_by_rank_and_worker(on_ranks):
 
 
 def test_ranks_may_leave_an_epoch_early_and_at_different_times(on_ranks):
-    counts = [(5, 5), (0, 0), (1, 1), (7, 3), (2, 9)]
-
     def run(rank):
-        found = []
         for workers in (0, 2):
             with loader(shuffled(100), workers, seed=1) as dataloader:
-                for epoch in counts:
-                    iterator = iter(dataloader)
-                    found.append(len([element for _, element in zip(range(epoch[rank]), iterator, strict=False)]))
-                found.append(len(list(dataloader)))
-        return found
+                for counts in [(5, 5), (0, 0), (1, 1), (7, 3), (2, 9)]:
+                    found = len(list(islice(dataloader, counts[rank])))
+                    assert found == counts[rank] or found < counts[rank] > 1
+                assert len(list(dataloader)) == 50
 
-    one, two = on_ranks(2, run)
-    for begin in (0, 6):
-        assert one[begin : begin + 3] == two[begin : begin + 3] == [5, 0, 1]
-        for epoch, (first, second) in enumerate(counts, begin):
-            assert one[epoch] <= first
-            assert two[epoch] <= second
-        assert one[begin + 5] == two[begin + 5] == 50
+    on_ranks(2, run)
 
 
 def test_ranks_go_on_from_their_own_states_only(on_ranks):
@@ -132,8 +123,7 @@ def test_ranks_go_on_from_their_own_states_only(on_ranks):
             with loader(shuffled(60), before, seed=3) as dataloader:
                 list(dataloader)
                 iterator = iter(dataloader)
-                for _ in range(position):
-                    next(iterator)
+                list(islice(iterator, position))
                 state, rest = dataloader.state_dict(), [list(iterator), list(dataloader)]
             with loader(shuffled(60), after) as dataloader:
                 dataloader.load_state_dict(state)

@@ -21,14 +21,12 @@ EPOCHS = 3
 
 
 def run(graph, workers, **options):
-    """Return the elements of all epochs."""
     graphs.numbers(1)
     with loader(graph(), workers, **options) as dataloader:
         return [elements(dataloader) for _ in range(EPOCHS)]
 
 
 def broken_off(graph, workers, epoch, position, **options):
-    """Return the state that is taken in an epoch, after some elements."""
     graphs.numbers(1)
     with loader(graph(), workers, **options) as dataloader:
         for _ in range(epoch):
@@ -46,7 +44,6 @@ def resumed(graph, workers, state, epoch, **options):
 
 
 def check(graph, before, after, epoch, position, **options):
-    """What is resumed by a service is the rest of one run."""
     whole = run(graph, before, **options)
     rest = resumed(graph, after, broken_off(graph, before, epoch, position, **options), epoch, **options)
     assert rest == [whole[epoch][position:], *whole[epoch + 1 :]], f"after {position} elements of epoch {epoch}"
@@ -168,8 +165,6 @@ def test_work_that_cannot_be_noticed_is_not_done_again(where, workers):
 
 
 class Pairs(IterDataPipe):
-    """A pipe of the main process that is made of two elements each, in a way that nobody knows."""
-
     def __init__(self, datapipe):
         self.datapipe = datapipe
 
@@ -177,8 +172,7 @@ class Pairs(IterDataPipe):
         iterator = iter(self.datapipe)
         yield from zip(iterator, iterator)  # noqa: B905
 
-    def is_replicable(self):
-        return False
+    is_replicable = lambda self: False
 
 
 AGAIN = {
@@ -283,8 +277,6 @@ ran = []
 
 
 class Running:
-    """Runs code when it is unpickled."""
-
     def __reduce__(self):
         return exec, (f"from {__name__} import ran; ran.append(1)",)
 
@@ -321,15 +313,11 @@ def test_a_state_of_other_services_is_refused():
 
 
 class Plain(reading.ReadingServiceInterface):
-    """A service that knows nothing of checkpoints."""
-
     def initialize(self, datapipe):
         return datapipe.map(str)
 
 
 class Knowing(reading.CheckpointableReadingServiceInterface):
-    """A service that keeps where it is."""
-
     def initialize(self, datapipe):
         self.datapipe = Known(datapipe, 0)
         return self.datapipe

@@ -259,12 +259,10 @@ def test_what_must_not_be_written_is_left_alone(memory, monkeypatch):
 
 
 class Locked(MEMORY):
-    """A file system with a password."""
-
     protocol = "locked"
 
-    def __init__(self, password=None, **options):
-        super().__init__(**options)
+    def __init__(self, password=None):
+        super().__init__()
         if password != "please":
             raise ValueError("wrong password")
 
