@@ -4,17 +4,8 @@ from functools import partial
 
 import pytest
 
-from stocache import (
-    BlockSampler,
-    CachedDataset,
-    DataLoader,
-    InMemoryDataStorage,
-    Placement,
-    RaggedCache,
-    StorageDataset,
-    StreamLoader,
-)
-from tests.support.storages import save
+from stocache import BlockSampler, CachedDataset, DataLoader, Placement, RaggedCache, StorageDataset, StreamLoader
+from tests.support.storages import FilePerSample, save
 
 pytestmark = pytest.mark.quick
 
@@ -49,7 +40,7 @@ def test_methods_and_options_have_new_names(tmp_path):
     assert sorted(sampler) == list(range(8))
     assert wanted
     with renamed("expect", "prefetch_blocks"):
-        assert StorageDataset(save(InMemoryDataStorage(tmp_path / "samples"), 1)).expect([0]) is None
+        assert StorageDataset(save(FilePerSample(tmp_path / "samples"), 1), [0]).expect([0]) is None
 
 
 def test_count_is_count_rows(tmp_path):

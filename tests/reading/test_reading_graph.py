@@ -15,35 +15,16 @@ from torch.utils.data.datapipes.iter import IterableWrapper, Mapper, ShardingFil
 from torch.utils.data.datapipes.map import SequenceWrapper
 
 from stocache.errors import GraphError, WorkerError
-from stocache.reading import (
-    Prefetcher,
-    SeedGenerator,
-    find_dps,
-    list_dps,
-    remove_dp,
-    replace_dp,
-    set_graph_random_seed,
-    traverse_dps,
-)
+from stocache.reading import SeedGenerator, find_dps, list_dps, remove_dp, replace_dp, set_graph_random_seed, traverse_dps
 from stocache.reading.graph import pipes
 from stocache.reading.graph.graph import clone, pipes_of, sources
 from stocache.reading.graph.seeds import is_pure
 from stocache.reading.graph.sharding import dispatched_end, replicable_end
 from stocache.system.rng import RngMonitor
-from tests.support.graphs import COUNT, WARNINGS, HomemadeError, fails, source
+from tests.support.graphs import COUNT, WARNINGS, HomemadeError, Stateful, fails, source
 from tests.support.processes import in_child
 
 pytestmark = [pytest.mark.quick, *WARNINGS]
-
-
-class Untouchable:
-    """Raises when it is pickled, copied, iterated or compared."""
-
-    def __reduce__(self):
-        raise AssertionError("pickled")
-
-    __iter__ = __len__ = __eq__ = __deepcopy__ = __copy__ = __reduce__
-    __hash__ = None
 
 
 class Holder(IterDataPipe):
@@ -106,13 +87,6 @@ def test_sources_are_found_in_containers_and_each_is_walked_once(two):
     second = Holder(first)
     first.held = (second,)
     assert pipes_of(second) == [second, first]
-
-
-def test_walking_neither_pickles_nor_starts_nor_changes_a_pipe():
-    pipe = Holder(Untouchable(), IterableWrapper([Untouchable()]))
-    before = dict(vars(pipe))
-    assert len(pipes_of(pipe)) == 2
-    assert vars(pipe) == before
 
 
 def test_parts_of_other_processes_end_where_all_their_paths_have_met():
@@ -181,9 +155,7 @@ def test_a_copy_shares_its_state_only_where_that_cannot_be_copied(make):
 
 
 def test_seeds_are_a_function_of_seed_purpose_and_worker():
-    def draws(generator):
-        return [generator.generate_shared_seed(), generator.generate_seed(), generator.generate_shared_seed()]
-
+    draws = lambda its: [its.generate_shared_seed(), its.generate_seed(), its.generate_shared_seed()]
     assert draws(SeedGenerator(3)) == draws(SeedGenerator(3)) != draws(SeedGenerator(4))
     assert all(0 <= seed < 2**64 for seed in draws(SeedGenerator(2**64 - 1)))
     assert len(set(draws(SeedGenerator(3)))) == 3
@@ -207,6 +179,14 @@ def test_seeds_are_a_function_of_seed_purpose_and_worker():
         SeedGenerator(1).spawn(-1)
 
 
+def test_every_draw_is_noticed():
+    for draw in (random.random, np.random.rand, lambda: torch.rand(1)):
+        watch = RngMonitor()
+        assert not watch.changed()
+        draw()
+        assert watch.changed()
+
+
 def test_random_pipes_before_the_shard_have_shared_seeds_and_others_their_own():
     def orders(worker):
         pipe = IterableWrapper(range(100)).shuffle().sharding_filter().shuffle()
@@ -218,33 +198,12 @@ def test_random_pipes_before_the_shard_have_shared_seeds_and_others_their_own():
     assert after != other
 
 
-def test_every_draw_is_noticed():
-    previous = np.random.get_bit_generator()
-    try:
-        for generator in (previous, np.random.PCG64(1)):
-            np.random.set_bit_generator(generator)
-            for draw in (random.random, np.random.rand, lambda: torch.rand(1), lambda: np.random.normal(size=3)):
-                watch = RngMonitor()
-                assert not watch.changed()
-                draw()
-                assert watch.changed()
-    finally:
-        np.random.set_bit_generator(previous)
-
-
-class Noisy:
-    def __init__(self):
-        self.parts = {"inner": [np.random.default_rng(1)]}
-
-    def __call__(self, value):
-        return value
-
-
 def test_a_function_with_a_generator_in_it_is_not_pure():
-    numbers = random.Random(1)
+    numbers, noisy = random.Random(1), Stateful()
+    noisy.numbers = {"inner": [np.random.default_rng(1)]}
     assert is_pure(double)
     assert is_pure(partial(max, 3))
-    for function in (lambda value: value + numbers.random(), Noisy(), Noisy().__call__, partial(double, torch.Generator())):
+    for function in (lambda value: value + numbers.random(), noisy, noisy.__call__, partial(double, torch.Generator())):
         assert not is_pure(function)
 
 
@@ -259,38 +218,28 @@ def test_prefetch_delivers_all_in_order_and_raises_what_the_source_does():
         source().prefetch(0)
 
 
-def test_prefetch_pauses_and_resumes():
+def test_prefetch_pauses_and_resumes_and_says_so_in_a_fork():
+    def go_on():
+        with pytest.raises(WorkerError, match="the process was forked"):
+            next(iterator)
+
     taken = []
-    pipe = Prefetcher(source().map(lambda value: taken.append(value) or value), 3)
+    pipe = source().map(lambda value: taken.append(value) or value).prefetch(3)
     pipe.pause()  # nothing to pause yet
     iterator = iter(pipe)
     assert next(iterator) == 0
+    assert in_child(go_on) == 0
     pipe.pause()
     count = len(taken)
     assert [next(iterator) for _ in range(count - 1)] == list(range(1, count))
-    threading.Event().wait(0.01)
     assert len(taken) == count
     pipe.resume()
     assert list(iterator) == list(range(count, COUNT))
 
 
-def test_a_prefetching_pipe_that_a_fork_has_inherited_says_so():
-    def go_on():
-        with pytest.raises(WorkerError, match="the process was forked"):
-            next(iterator)
-
-    iterator = iter(source().prefetch(2))
-    next(iterator)
-    assert in_child(go_on) == 0
-    assert list(iterator) == list(range(1, COUNT))
-
-
 def test_unzip_splits_columns():
     rows = IterableWrapper([(i, -i, str(i)) for i in range(5)])
-    one, three = rows.unzip(3, columns_to_skip=[1])
-    assert list(zip(one, three, strict=True)) == [(i, str(i)) for i in range(5)]
-    (only,) = IterableWrapper([(1, 2)]).unzip(2, columns_to_skip=[0])
-    assert list(only) == [2]
+    assert [*map(list, rows.unzip(3, columns_to_skip=[1]))] == [[*range(5)], [*"01234"]]
     with pytest.raises(ValueError, match=r"names columns outside \[0, 3\)"):
         rows.unzip(3, columns_to_skip=[3])
     with pytest.raises(ValueError, match="all columns are skipped"):

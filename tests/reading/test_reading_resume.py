@@ -4,70 +4,46 @@ import base64
 import contextlib
 import pickle
 import random
+from itertools import islice
 
 import pytest
 import torch
 from torch.utils.data import IterDataPipe
 
-from stocache import StateError
-from stocache.reading import (
-    CheckpointableReadingServiceInterface,
-    DataLoader2,
-    InProcessReadingService,
-    MultiProcessingReadingService,
-    ReadingServiceInterface,
-    SequentialReadingService,
-)
-from tests.support.edits import changed, leaves, through_json
-from tests.support.graphs import (
-    COUNT,
-    GRAPHS,
-    WARNINGS,
-    Counting,
-    elements,
-    loader,
-    no_third,
-    noise,
-    numbers,
-    plain,
-    service,
-    source,
-    square,
-)
+from stocache import StateError, reading
+from stocache.reading import DataLoader2, InProcessReadingService, MultiProcessingReadingService, SequentialReadingService
+from tests.support import graphs
+from tests.support.edits import changed, leaves, places, through_json
+from tests.support.graphs import COUNT, GRAPHS, WARNINGS, Counting, elements, loader, no_third, noise, source, square
 
 pytestmark = WARNINGS
 EPOCHS = 3
 
 
 def run(graph, workers, **options):
-    """Return the elements of all epochs."""
-    numbers(1)
+    graphs.numbers(1)
     with loader(graph(), workers, **options) as dataloader:
         return [elements(dataloader) for _ in range(EPOCHS)]
 
 
 def broken_off(graph, workers, epoch, position, **options):
-    """Return the state that is taken in an epoch, after some elements."""
-    numbers(1)
+    graphs.numbers(1)
     with loader(graph(), workers, **options) as dataloader:
         for _ in range(epoch):
             elements(dataloader)
-        iterator = iter(dataloader)
-        for _ in range(position):
-            next(iterator)
+        list(islice(dataloader, position))
         return through_json(dataloader.state_dict())
 
 
 def resumed(graph, workers, state, epoch, **options):
     """Return the elements from a state to the end of all epochs, in a process whose random numbers are elsewhere."""
-    numbers(99)
+    graphs.numbers(99)
     with loader(graph(), workers, seed=None, **options) as dataloader:
         dataloader.load_state_dict(state)
         return [elements(dataloader) for _ in range(EPOCHS - epoch)]
 
 
 def check(graph, before, after, epoch, position, **options):
-    """What is resumed by a service is the rest of one run."""
     whole = run(graph, before, **options)
     rest = resumed(graph, after, broken_off(graph, before, epoch, position, **options), epoch, **options)
     assert rest == [whole[epoch][position:], *whole[epoch + 1 :]], f"after {position} elements of epoch {epoch}"
@@ -85,22 +61,19 @@ def test_the_rest_is_that_of_one_run(name, workers):
 )
 def test_every_position_can_be_resumed_and_the_next_epoch_follows(where, workers, seed):
     def graph():
-        shuffled = source(8).shuffle()
-        if "noisy" in where:
-            return shuffled.sharding_round_robin_dispatch().map(noise).batch(3)
-        divided = shuffled.sharding_round_robin_dispatch() if where == "dispatched" else shuffled.sharding_filter()
-        return divided.map(square).filter(no_third)
+        divided = graphs.dispatched(8) if "dispatched" in where else source(8).shuffle().sharding_filter()
+        return divided.map(noise).batch(3) if "noisy" in where else divided.map(square).filter(no_third)
 
     with loader(graph(), workers, seed) as dataloader:
         first, states = elements(dataloader), [(through_json(dataloader.state_dict()), torch.get_rng_state())]
         second = []
         for element in dataloader:
-            second.append(plain(element))
+            second.append(repr(element))
             states.append((through_json(dataloader.state_dict()), torch.get_rng_state()))
         third = elements(dataloader)
     assert first != second != third
     for position, (state, of_torch) in enumerate(states):
-        numbers(99)
+        graphs.numbers(99)
         torch.set_rng_state(of_torch)
         with loader(graph(), workers, seed=None) as dataloader:
             dataloader.load_state_dict(state)
@@ -111,7 +84,7 @@ def test_every_position_can_be_resumed_and_the_next_epoch_follows(where, workers
 def test_what_was_resumed_can_be_broken_off_again(name, workers):
     whole = run(GRAPHS[name], workers)
     state = broken_off(GRAPHS[name], workers, 1, 4)
-    numbers(99)
+    graphs.numbers(99)
     with loader(GRAPHS[name](), workers, seed=None) as dataloader:
         dataloader.load_state_dict(state)
         again = dataloader.state_dict()
@@ -119,8 +92,7 @@ def test_what_was_resumed_can_be_broken_off_again(name, workers):
         assert again == state
         iter(dataloader)
         iterator = iter(dataloader)  # nothing was taken, so it is the same epoch
-        for _ in range(5):
-            next(iterator)
+        list(islice(iterator, 5))
         state = dataloader.state_dict()
     assert resumed(GRAPHS[name], workers, state, 1) == [whole[1][9:], whole[2]]
 
@@ -133,9 +105,7 @@ def test_another_number_of_workers_goes_on_where_that_is_exact(name, before, aft
     check(GRAPHS[name], before, after, epoch=1, position=11)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"), [("batched", "an element after the sharding_filter"), ("noisy", "its own random numbers")]
-)
+@pytest.mark.parametrize(("name", "reason"), [("batched", "after the sharding_filter"), ("noisy", "its own random numbers")])
 def test_another_number_of_workers_is_refused_where_that_is_not_exact(name, reason):
     state = broken_off(GRAPHS[name], 2, 0, 5)
     for workers in (0, 3):
@@ -143,13 +113,12 @@ def test_another_number_of_workers_is_refused_where_that_is_not_exact(name, reas
             resumed(GRAPHS[name], workers, state, 0)
 
 
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_a_state_between_epochs_goes_on_with_any_number_of_workers(epoch):
+def test_a_state_between_epochs_goes_on_with_any_number_of_workers():
+    whole = run(GRAPHS["batched"], 0)
     with loader(GRAPHS["batched"](), 2) as dataloader:
-        for _ in range(epoch):
+        for epoch in range(2):
+            assert resumed(GRAPHS["batched"], 0, dataloader.state_dict(), epoch) == whole[epoch:]
             elements(dataloader)
-        state = dataloader.state_dict()
-    assert resumed(GRAPHS["batched"], 0, state, epoch) == run(GRAPHS["batched"], 0)[epoch:]
 
 
 def test_a_seed_that_is_set_in_an_epoch_or_before_its_rest_is_for_the_next():
@@ -169,7 +138,7 @@ def test_a_seed_that_is_set_in_an_epoch_or_before_its_rest_is_for_the_next():
 COUNTED = {
     "after the shard": lambda count: source().shuffle().sharding_filter().map(count),
     "after the shard, batched": lambda count: source().shuffle().sharding_filter().map(count).batch(5),
-    "after a dispatch": lambda count: source().shuffle().sharding_round_robin_dispatch().map(count),
+    "after a dispatch": lambda count: graphs.dispatched().map(count),
     "before a dispatch": lambda count: source().map(count).sharding_round_robin_dispatch(),
     "before a filter": lambda count: source().shuffle().sharding_filter().map(count).filter(no_third),
 }
@@ -182,8 +151,7 @@ def test_work_that_cannot_be_noticed_is_not_done_again(where, workers):
     graph, options = COUNTED[where](count), {"multiprocessing_context": "fork"} if workers else {}
     with loader(graph, workers, **options) as dataloader:
         iterator = iter(dataloader)
-        for _ in range(5):
-            next(iterator)
+        list(islice(iterator, 5))
         state, rest = dataloader.state_dict(), elements(iterator)
     count.taken()
     with loader(graph, workers, **options) as dataloader:
@@ -196,19 +164,7 @@ def test_work_that_cannot_be_noticed_is_not_done_again(where, workers):
         assert count.taken() == left
 
 
-class Stateful:
-    """A map with a generator of its own."""
-
-    def __init__(self):
-        self.numbers = random.Random(3)
-
-    def __call__(self, value):
-        return value, self.numbers.random()
-
-
 class Pairs(IterDataPipe):
-    """A pipe of the main process that is made of two elements each, in a way that nobody knows."""
-
     def __init__(self, datapipe):
         self.datapipe = datapipe
 
@@ -216,12 +172,11 @@ class Pairs(IterDataPipe):
         iterator = iter(self.datapipe)
         yield from zip(iterator, iterator)  # noqa: B905
 
-    def is_replicable(self):
-        return False
+    is_replicable = lambda self: False
 
 
 AGAIN = {
-    "a map with a generator of its own": lambda: source().sharding_filter().map(Stateful()),
+    "a map with a generator of its own": lambda: source().sharding_filter().map(graphs.Stateful()),
     "a pipe of the main process": lambda: Pairs(source().shuffle().sharding_filter().map(square)),
     "and pipes behind it": lambda: Pairs(source().shuffle().sharding_filter()).shuffle().batch(2),
     "behind batches": lambda: Pairs(source().shuffle().sharding_filter().batch(2)),
@@ -235,21 +190,18 @@ def test_what_must_see_all_elements_sees_them_again(what, workers):
     check(AGAIN[what], workers, workers, epoch=0 if "map" in what else 1, position=3)
 
 
-@pytest.mark.parametrize("divide", ["sharding_filter", "sharding_round_robin_dispatch"])
-def test_functions_of_the_user_are_called_when_resuming_too(divide):
-    def change(datapipe, *_):
-        return datapipe.map(square)
-
-    options = {"worker_init_fn": change, "multiprocessing_context": "fork"}
-    check(lambda: getattr(source().shuffle(), divide)(), 2, 2, epoch=0, position=7, **options)
+@pytest.mark.parametrize("make", [lambda: source().shuffle().sharding_filter(), graphs.dispatched])
+def test_functions_of_the_user_are_called_when_resuming_too(make):
+    options = {"worker_init_fn": lambda datapipe, *_: datapipe.map(square), "multiprocessing_context": "fork"}
+    check(make, 2, 2, epoch=0, position=7, **options)
 
 
 def test_from_state_brings_its_graph_and_the_beginning_of_the_epoch_can_be_had_instead():
     whole = run(GRAPHS["noisy"], 2)
     state = broken_off(GRAPHS["noisy"], 2, 1, 4)
-    with DataLoader2.from_state(state, service(2)) as dataloader:
+    with DataLoader2.from_state(state, graphs.service(2)) as dataloader:
         assert elements(dataloader) == whole[1][4:]
-    with DataLoader2(None, reading_service=service(2)) as dataloader:
+    with DataLoader2(None, reading_service=graphs.service(2)) as dataloader:
         dataloader.load_state_dict(state)
         dataloader._restore_checkpoint_beginning_of_epoch()
         assert [elements(dataloader), elements(dataloader)] == whole[1:]
@@ -280,17 +232,14 @@ def test_what_is_not_a_state_or_is_that_of_another_graph_is_refused():
     state = broken_off(GRAPHS["shuffled"], 0, 0, 5)
     with pytest.raises(StateError, match=r"with graph \['Mapper.*; this one has \['Filter"):
         resumed(GRAPHS["filtered"], 0, state, 0)
-    for cut, error in (
-        ("{", "the checkpoint of a InProcessReadingService is damaged"),
-        (None, "is damaged"),
-        (b"7", "is not a"),
-    ):
+    for cut, error in ("{", "the checkpoint of a InProcessReadingService is damaged"), (None, "is damaged"), (b"7", "is not a"):
         with pytest.raises(StateError, match=error):
             InProcessReadingService().restore(source(), cut)
     with pytest.raises(StateError, match="the graph of the state cannot be unpickled"):
         DataLoader2.from_state(changed(state, ("parts", "graph"), state["parts"]["graph"][:40]))
-    message = "6 elements of the loader are made from 6 of the reading service, which begins after 5"
-    with pytest.raises(StateError, match=message):
+    with pytest.raises(
+        StateError, match="6 elements of the loader are made from 6 of the reading service, which begins after 5"
+    ):
         resumed(GRAPHS["shuffled"], 0, changed(state, ("position", "delivered"), 6), 0)
 
 
@@ -301,13 +250,10 @@ WRONG = [None, -1, 10**30, "AAAA", [7], {"a": 1}, 0.5, object()]
 def test_a_damaged_state_is_refused_or_resumed_as_another(position):
     services = SequentialReadingService(Plain(), InProcessReadingService())
     with DataLoader2(GRAPHS["noisy"](), reading_service=services) as dataloader:
-        iterator = iter(dataloader)
-        for _ in zip(range(position), iterator, strict=False):
-            pass
+        list(islice(iter(dataloader), position))
         state = through_json(dataloader.state_dict())
-    assert len(list(leaves(state))) > (30 if 0 < position < COUNT else 8)
     refused = 0
-    for path in [*leaves(state), *{path[:-1]: 0 for path in leaves(state) if len(path) > 1}]:
+    for path in places(state):
         for number, wrong in enumerate(WRONG):
             with DataLoader2(GRAPHS["noisy"]() if number % 2 else None, reading_service=services) as dataloader:
                 try:
@@ -331,14 +277,8 @@ ran = []
 
 
 class Running:
-    """Runs code when it is unpickled."""
-
     def __reduce__(self):
-        return run_code, ()
-
-
-def run_code():
-    ran.append(1)
+        return exec, (f"from {__name__} import ran; ran.append(1)",)
 
 
 @pytest.mark.quick
@@ -372,16 +312,12 @@ def test_a_state_of_other_services_is_refused():
             list(DataLoader2.from_state(state, other))
 
 
-class Plain(ReadingServiceInterface):
-    """A service that knows nothing of checkpoints."""
-
+class Plain(reading.ReadingServiceInterface):
     def initialize(self, datapipe):
         return datapipe.map(str)
 
 
-class Knowing(CheckpointableReadingServiceInterface):
-    """A service that keeps where it is."""
-
+class Knowing(reading.CheckpointableReadingServiceInterface):
     def initialize(self, datapipe):
         self.datapipe = Known(datapipe, 0)
         return self.datapipe
@@ -406,23 +342,19 @@ class Known(IterDataPipe):
                 yield value
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        Plain,
-        Knowing,
-        lambda: SequentialReadingService(Plain(), InProcessReadingService()),
-        lambda: SequentialReadingService(Plain(), MultiProcessingReadingService(2)),
-        lambda: SequentialReadingService(MultiProcessingReadingService(2), Plain()),
-        lambda: SequentialReadingService(Plain()),
-        lambda: SequentialReadingService(Plain(), Knowing()),
-    ],
-)
+SERVICES = [
+    Plain, Knowing,
+    lambda: SequentialReadingService(Plain()), lambda: SequentialReadingService(Plain(), Knowing()),
+    lambda: graphs.service(0, Plain()), lambda: graphs.service(2, Plain()),
+    lambda: SequentialReadingService(MultiProcessingReadingService(2), Plain()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", SERVICES)
 def test_services_of_the_user_are_resumed(make):
     with DataLoader2(source().sharding_filter(), reading_service=make()) as dataloader:
         iterator = iter(dataloader)
-        for _ in range(6):
-            next(iterator)
+        list(islice(iterator, 6))
         state, rest = dataloader.state_dict(), elements(iterator)
     assert len(rest) == COUNT - 6
     with DataLoader2.from_state(state, make()) as dataloader:

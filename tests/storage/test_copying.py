@@ -33,10 +33,6 @@ def opened(data, allow_pickle=False):
     return Block(BytesFile(data), "a block", allow_pickle)
 
 
-def parts(record):
-    return record.treedef, b"".join(record.leaves), record.nbytes, record.packed, record.tail
-
-
 def in_cache(records):
     """The samples of records, as a cache returns them."""
     with RaggedCache("1MB", max(records) + 1) as cache:
@@ -51,7 +47,7 @@ def check(block, records):
 
 @functools.cache
 def values_of(kind):
-    return [(COPIED | MADE)[kind](idx) for idx in range(N)]
+    return [COPIED[kind](idx) for idx in range(N)]
 
 
 @pytest.mark.parametrize("kind", COPIED)
@@ -63,26 +59,26 @@ def test_records_of_every_kind_are_copied_and_are_those_that_are_encoded(kind):
     check(block, records)
     assert in_cache(records) == dict(enumerate(map(pack_sample, values)))
     if kind not in ("nested", "other types", "made containers"):
+        parts = lambda record: (record.treedef, b"".join(record.leaves), record.nbytes, record.packed, record.tail)
         with RaggedCache("1MB", N) as cache:
             assert all(parts(records[idx]) == parts(cache._store.encode(values[idx], "sample")) for idx in range(N))
 
 
-@pytest.mark.parametrize("rows", [[3], [7, 2, 24, 2], range(24, 2, -1)])
 @pytest.mark.parametrize("kind", ["optional parts", "tensors"])
-def test_some_rows_are_copied_in_any_order(kind, rows, tmp_path):
+def test_some_rows_are_copied_in_any_order(kind, tmp_path):
     path = tmp_path / "block"
     path.write_bytes(file_of(values_of(kind)))
     block = Block(File(str(path)), "a block")
-    records = block.records(rows)
-    assert set(records) == set(rows)
-    check(block, records)
+    for rows in ([3], [7, 2, 24, 2], range(24, 2, -1)):
+        records = block.records(rows)
+        assert set(records) == set(rows)
+        check(block, records)
 
 
 @pytest.mark.parametrize(("name", "most"), [("_AT_ONCE", 4), ("_CELLS", 30)])
 def test_rows_are_copied_in_parts_of_limited_size(name, most, monkeypatch):
     monkeypatch.setattr(copying, name, most)
-    sizes = []
-    real = copying.RowGroup.__init__
+    sizes, real = [], copying.RowGroup.__init__
     monkeypatch.setattr(copying.RowGroup, "__init__", lambda self, *args: sizes.append(len(args[2])) or real(self, *args))
     block = opened(file_of(values_of("optional parts")))
     check(block, records := block.records(range(N)))
@@ -155,18 +151,15 @@ def forged(values, change):
     length = int.from_bytes(data[:8], "little")
     header, columns = json.loads(data[8 : 8 + length]), bytearray(data[8 + length :])
     facts = json.loads(header["__metadata__"]["stocache"])
-    views = {
-        name: memoryview(columns)[slice(*entry["data_offsets"])] for name, entry in header.items() if name != "__metadata__"
-    }
+    view = np.frombuffer(columns, np.uint8)
+    views = {name: view[slice(*entry["data_offsets"])] for name, entry in header.items() if name != "__metadata__"}
     change(facts["structure"], views)
-    for view in views.values():
-        view.release()
     return opened(seal_block(header, facts, columns))
 
 
 def write(name, at, data):
     def change(tree, columns):
-        columns[name][at : at + len(data)] = data
+        columns[name][at : at + len(data)] = list(data)
 
     return change
 
@@ -189,11 +182,7 @@ FORGED = {
     "a value beyond its column": (TEXTS, write("sample:offsets", 24, integers(2**40)), []),
     "a value before its column": (TEXTS, write("sample:offsets", 8, integers(-(2**62))), []),
     "a shape of another size": (lambda idx: torch.zeros(idx, 2), write("sample:shapes", 16, integers(2)), []),
-    "a shape whose product overflows": (
-        lambda idx: torch.zeros(idx, 2),
-        write("sample:shapes", 32, integers(2**33, 2**31 + 2)),
-        [],
-    ),
+    "a shape that overflows": (lambda idx: torch.zeros(idx, 2), write("sample:shapes", 32, integers(2**33, 2**31 + 2)), []),
     "a shape that no tensor has": (
         lambda idx: torch.zeros(0, 2, idx),
         write("sample:shapes", 0, integers(0, 2**62, 2**62)),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from stocache.reading import DataLoader2, InProcessReadingService, MultiProcessingReadingService
+from stocache.reading import DataLoader2, InProcessReadingService, MultiProcessingReadingService, SequentialReadingService
 
 COUNT = 40
 WARNINGS = [  # of torch: on machines with few cores; of functions that are not pickled here, where dill is not installed
@@ -22,6 +22,10 @@ WARNINGS = [  # of torch: on machines with few cores; of functions that are not 
 
 def source(count=COUNT):
     return IterableWrapper(range(count))
+
+
+def dispatched(count=COUNT):
+    return source(count).shuffle().sharding_round_robin_dispatch()
 
 
 def square(value):
@@ -84,6 +88,16 @@ def fails_at_once(datapipe, *_):
     raise HomemadeError("at once")
 
 
+class Stateful:
+    """A map with a generator of its own."""
+
+    def __init__(self):
+        self.numbers = random.Random(3)
+
+    def __call__(self, value):
+        return value, self.numbers.random()
+
+
 class Counting:
     """Counts its calls, in all processes."""
 
@@ -104,15 +118,10 @@ EXACT = {
     "shuffled": lambda: source().shuffle().sharding_filter().map(square),
     "filtered": lambda: source().shuffle(buffer_size=7).sharding_filter().map(square).filter(no_third),
     "prefetched": lambda: source().map(square).shuffle().sharding_filter().prefetch(3).map(square),
-    "dispatched": lambda: source().shuffle().sharding_round_robin_dispatch().map(square),
-    "dispatched, filtered": lambda: source().shuffle().sharding_round_robin_dispatch().map(square).filter(no_third),
-    "both": lambda: source().shuffle().sharding_filter().zip(source().shuffle().sharding_round_robin_dispatch()),
-    "both, branches of dispatched": lambda: (
-        source()
-        .shuffle()
-        .sharding_filter()
-        .zip(source().shuffle().sharding_round_robin_dispatch().zip(source(30).sharding_round_robin_dispatch()))
-    ),
+    "dispatched": lambda: dispatched().map(square),
+    "dispatched, filtered": lambda: dispatched().map(square).filter(no_third),
+    "both": lambda: source().shuffle().sharding_filter().zip(dispatched()),
+    "both, branches of dispatched": lambda: source().shuffle().sharding_filter().zip(dispatched().zip(dispatched(30))),
 }
 """Graphs whose order is the same for any number of workers."""
 
@@ -126,24 +135,22 @@ GRAPHS = EXACT | {
 }
 
 
-def service(num_workers, **options):
-    return MultiProcessingReadingService(num_workers, **options) if num_workers else InProcessReadingService()
+def service(num_workers, *before, **options):
+    """Return a service that runs graphs in some workers, behind others."""
+    engine = MultiProcessingReadingService(num_workers, **options) if num_workers else InProcessReadingService()
+    return SequentialReadingService(*before, engine) if before else engine
 
 
-def loader(graph, num_workers, seed=5, **options):
-    dataloader = DataLoader2(graph, reading_service=service(num_workers, **options))
+def loader(graph, num_workers, seed=5, *before, **options):
+    dataloader = DataLoader2(graph, reading_service=service(num_workers, *before, **options))
     if seed is not None:
         dataloader.seed(seed)
     return dataloader
 
 
-def plain(element):
-    """Return an element as something that can be compared."""
-    return repr(element)
-
-
 def elements(iterator):
-    return [plain(element) for element in iterator]
+    """Return the elements as something that can be compared."""
+    return [*map(repr, iterator)]
 
 
 def numbers(seed):

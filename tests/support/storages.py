@@ -14,6 +14,7 @@ import torch
 
 from stocache import DataStorage
 from tests.support.containers import Box, Point
+from tests.support.equality import same
 from tests.support.samples import Access, Annotated, Kind, tensordict
 
 N = 50
@@ -69,6 +70,11 @@ def save(storage, count=N, info=None, sample=sample):
 
 def files_of(storage):
     return sorted(path for path in Path(storage.base_folder).rglob("*") if path.is_file())
+
+
+def read(storage, order=range(N)):
+    """Whether the samples of a storage are those that `save` saved."""
+    return all(same(storage.load_sample(idx), sample(idx)) for idx in order)
 
 
 def pixels(idx, *shape):
