@@ -7,7 +7,7 @@ import torch
 
 import stocache
 from stocache import CachedDataset
-from tests.support.ranks import Numbers, reset_accelerate
+from tests.support.ranks import Numbers, reset_accelerate, slow
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -69,10 +69,9 @@ def fit(trainer_class, dataset, folder, checkpoint=None, **arguments):
     ("trainer_class", "arguments"),
     [
         (OwnLoader, {"gradient_accumulation_steps": 2, "eval_strategy": "epoch", **PERSISTENT}),
-        pytest.param(OwnLoader, {}, marks=pytest.mark.slow),
-        pytest.param(Trainer, PERSISTENT, marks=pytest.mark.slow),
+        slow(OwnLoader, {}), slow(Trainer, PERSISTENT),
     ],
-)
+)  # fmt: skip
 def test_each_step_resumes_with_the_batches_that_come_without_stocache(trainer_class, arguments, tmp_path):
     accumulated = arguments.get("gradient_accumulation_steps", 1)
     updates = -(-STEPS // accumulated)  # in an epoch
