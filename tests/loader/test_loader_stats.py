@@ -40,8 +40,7 @@ class Silent(Sampler):
         return N
 
 
-def counts(found):
-    return [(epoch.hits, epoch.misses) for epoch in found]
+counts = lambda found: [(epoch.hits, epoch.misses) for epoch in found]
 
 
 def check_flat(numbers, prefix):
@@ -130,10 +129,9 @@ def test_a_new_loader_for_each_epoch_begins_an_epoch(make, options, each):
 
 def run_rank(number, out):
     with CachedDataset(Images(), 1, name="stats-ranks", fingerprint="v1", probe=0) as dataset:
-        sampler = DistributedSampler(dataset, 2, number, seed=3)
-        loader = stocache.DataLoader(dataset, 5, sampler=sampler, num_workers=1)
+        loader = stocache.DataLoader(dataset, 5, sampler=DistributedSampler(dataset, 2, number, seed=3), num_workers=1)
         for epoch in range(3):
-            sampler.set_epoch(epoch)
+            loader.set_epoch(epoch)
             list(loader)
         out.put((counts(loader.stats().epochs), loader.stats().hit_rate))
 
@@ -258,13 +256,3 @@ def test_a_trace_names_what_the_main_process_does_and_what_comes_from_workers(pr
         assert warm == {"wait for a batch": 2, "gather cached samples": 1}
         found = names(dataset, 10, profiler=profiler, num_workers=1)
         assert found == {"wait for a batch": 6, "receive a batch from a worker": 5}
-
-
-@pytest.mark.quick
-def test_ranges_exist_only_while_a_profiler_is_on(monkeypatch):
-    made = []
-    monkeypatch.setattr(torch.autograd.profiler, "record_function", made.append)
-    with CachedDataset(Images(), 1) as dataset:
-        list(stocache.DataLoader(dataset, 10))
-    assert made == []
-    assert torch.autograd.profiler._is_profiler_enabled is False

@@ -23,8 +23,7 @@ def loader(dataset, batch_size=4, seed=1, **options):
     return stocache.DataLoader(dataset, batch_size, sample_seed=seed, **options)
 
 
-def numbers_of_the_user():
-    return generators.read(), random.getstate(), repr(np.random.get_state(legacy=False))
+numbers_of_the_user = lambda: (generators.read(), random.getstate(), repr(np.random.get_state(legacy=False)))
 
 
 class Made(Dataset):
@@ -71,12 +70,8 @@ def shake(value):
     return value + torch.rand(3) + random.random() + random.gauss(0, 1) + torch.from_numpy(np.random.randn(3))
 
 
-def shaken(idx):
-    return shake(plain(idx))
-
-
-def mosaic(idx):
-    return torch.stack([shaken(each % N) for each in (idx, idx + 5, idx + 7)])
+shaken = lambda idx: shake(plain(idx))
+mosaic = lambda idx: torch.stack([shaken(each % N) for each in (idx, idx + 5, idx + 7)])
 
 
 def loaded(idx):
@@ -97,14 +92,10 @@ def forked(idx):
 
 
 OWN = []
+set_own = lambda seed: OWN.__setitem__(slice(None), [np.random.default_rng(seed)])
 
 
-def set_own(seed):
-    OWN[:] = [np.random.default_rng(seed)]
-
-
-def own(idx):
-    return torch.from_numpy(OWN[0].random(3))
+own = lambda idx: torch.from_numpy(OWN[0].random(3))
 
 
 def expected(make, indices, epoch, seed):
@@ -134,8 +125,7 @@ def cached(request):
     return make
 
 
-def before_cache(limit):
-    return lambda cached: cached(limit, Made(plain, shake))
+before_cache = lambda limit: lambda cached: cached(limit, Made(plain, shake))
 
 
 def after_cache(limit, make=shake):
