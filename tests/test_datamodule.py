@@ -120,15 +120,6 @@ def test_it_prepares_splits_trains_validates_tests_and_logs(tmp_path, workers):
     data.close()
 
 
-def test_samples_at_a_url_are_prepared_by_one_machine(tmp_path):
-    storage = OnDiskBlockDataStorage(f"file://{tmp_path}/url", 10, local_folder=tmp_path / "local", storage_options={})
-    data = module(tmp_path, storage)
-    assert not data.prepare_data_per_node
-    assert module(tmp_path).prepare_data_per_node
-    data.prepare_data()
-    assert len(storage) == N
-
-
 class Sized(DataModule):
     dataset_len = lambda self, info: len(info["labels"])
 
@@ -142,6 +133,7 @@ def test_any_storage_will_do(tmp_path, has_length):
     data, model = module(tmp_path, make(tmp_path / "data"), Sized, seed=3), Model()
     trainer(tmp_path, max_epochs=1).fit(model, data)
     assert sorted(flat(model.seen)) == list(data.datasets["train"].indices)
+    assert data.prepare_data_per_node
     sampler = data.train_dataloader().sampler
     assert (type(sampler), sampler.seed) == (DistributedSampler, 3)  # whose epoch Lightning sets
     data.trainer = None
@@ -168,9 +160,11 @@ def test_parts_are_as_asked_for_and_the_same_each_time(tmp_path):
         data.val_dataloader()
 
 
-def test_each_part_has_its_cache_its_transform_and_its_sampler(tmp_path):
-    transforms = {"val": lambda sample: (sample[0].float(), sample[1])}
-    with ready(tmp_path, size_limit_gib={"train": "20KB", "val": "1MB"}, transforms=transforms) as data:
+def test_each_part_has_its_cache_its_transform_and_its_sampler_and_samples_at_a_url_are_prepared_by_one_machine(tmp_path):
+    storage = OnDiskBlockDataStorage(f"file://{tmp_path}/url", 10, local_folder=tmp_path / "local", storage_options={})
+    options = {"size_limit_gib": {"train": "20KB", "val": "1MB"}, "storage": storage}
+    with ready(tmp_path, transforms={"val": lambda sample: (sample[0].float(), sample[1])}, **options) as data:
+        assert (data.prepare_data_per_node, len(storage)) == (False, N)
         train, val = data.datasets["train"], data.datasets["val"]
         assert [isinstance(data.datasets[part], CachedDataset) for part in ("train", "val", "test")] == [True, True, False]
         assert val[0][0].dtype == torch.float32
@@ -201,12 +195,9 @@ def test_the_trainer_resumes_within_an_epoch_of_the_same_split(tmp_path, workers
     data.close()
 
     def resume(step, **options):
-        again, resumed = module(tmp_path, num_workers=workers, **options), Model()
-        again.setup("fit")
-        try:
+        resumed = Model()
+        with ready(tmp_path, num_workers=workers, **options) as again:
             trainer(tmp_path, max_epochs=2).fit(resumed, again, ckpt_path=tmp_path / f"step={step}.ckpt", weights_only=False)
-        finally:
-            again.close()
         return resumed.seen
 
     for step in (7, 28):

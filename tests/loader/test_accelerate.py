@@ -24,8 +24,7 @@ class Program:
     """One start of a program: the model, the optimizer and the loader of ``kind``, as accelerate prepares them.
 
     ``kind``: "skipping" skips what was trained, with ``set_epoch`` and ``skip_first_batches``; "stateful" has accelerate save
-    the loader of torchdata that it makes of the prepared one: with workers it does not resume, over any dataset; "registered"
-    has accelerate save a loader of stocache that is not prepared, but registered.
+    the loader of torchdata that it makes of ours (which does not resume with workers); "registered" has it save ours.
     """
 
     def __init__(self, kind, dataset, batch_size, options, loader_class=stocache.DataLoader, **config):

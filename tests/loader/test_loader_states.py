@@ -420,11 +420,7 @@ def test_edited_states_are_refused_or_resumed():
 
 @pytest.mark.quick
 def test_steps_between_snapshots_must_be_a_positive_number():
-    for steps, error, words in (
-        (0, ValueError, "at least 1"),
-        (-1, ValueError, "at least 1"),
-        (1.5, TypeError, "as an integer"),
-    ):
+    for steps, error, words in ((0, ValueError, "at least 1"), (-1, ValueError, "at least 1"), (1.5, TypeError, "an integer")):
         with pytest.raises(error, match=words):
             stocache.DataLoader(range(3), snapshot_every_n_steps=steps)
     assert len(list(stocache.DataLoader(range(3), snapshot_every_n_steps=None))) == 3

@@ -71,17 +71,15 @@ class Eager:
 generator = lambda seed: torch.Generator().manual_seed(seed)
 shuffled = lambda seed: RandomSampler(range(N), generator=generator(seed))
 SAMPLERS = {
-    "in order": lambda seed: {},
-    "global": lambda seed: {"shuffle": True},
+    "in order": lambda seed: {}, "global": lambda seed: {"shuffle": True},
     "own": lambda seed: {"shuffle": True, "generator": generator(seed)},
     "sampler's": lambda seed: {"sampler": shuffled(seed)},
     "with replacement": lambda seed: {"sampler": RandomSampler(range(N), True, 25, generator=generator(seed))},
     "weighted": lambda seed: {"sampler": WeightedRandomSampler(torch.arange(N) + 1.0, 40, generator=generator(seed))},
-    "eager": lambda seed: {"sampler": Eager()},
-    "stateful": lambda seed: {"sampler": Restless()},
+    "eager": lambda seed: {"sampler": Eager()}, "stateful": lambda seed: {"sampler": Restless()},
     "batches": lambda seed: {"batch_sampler": BatchSampler(shuffled(seed), 4, False)},
     "one by one": lambda seed: {"batch_size": None, "shuffle": True, "generator": generator(seed)},
-}
+}  # fmt: skip
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 WORKERS = {"alone": {}, "ahead": {"prefetch_factor": 2}, "workers": {"num_workers": 2}, "persistent": PERSISTENT}
 
