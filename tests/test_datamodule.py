@@ -11,16 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
-from stocache import (
-    BlockSampler,
-    CachedDataset,
-    DataPreparer,
-    InMemoryDataStorage,
-    LimitError,
-    OnDiskBlockDataStorage,
-    StateError,
-    StorageDataset,
-)
+import stocache
+from stocache import BlockSampler, CachedDataset, InMemoryDataStorage, LimitError, OnDiskBlockDataStorage, StateError
 from tests.support.ranks import of_all_ranks, run_ranks
 
 with warnings.catch_warnings():
@@ -31,16 +23,13 @@ with warnings.catch_warnings():
 
     from stocache.datamodule import CacheMonitor, DataModule
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.leaves_descriptors,  # loggers, and multiprocessing's server
-]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.leaves_descriptors]  # of loggers, multiprocessing's server
 
 N = 240
 LABELS = [0 if idx < 24 else 1 + idx % 3 for idx in range(N)]
 
 
-class Preparer(DataPreparer):
+class Preparer(stocache.DataPreparer):
     runs = 0
 
     def prepare_data(self):
@@ -96,8 +85,7 @@ def ready(folder, **options):
         data.close()
 
 
-def flat(batches):
-    return list(itertools.chain.from_iterable(batches))
+flat = lambda batches: list(itertools.chain.from_iterable(batches))
 
 
 def parts_of(folder, **options):
@@ -116,7 +104,7 @@ def test_it_prepares_splits_trains_validates_tests_and_logs(tmp_path, workers):
     assert model.validated == list(data.datasets["val"].indices) * 2
     assert model.tested == list(data.datasets["test"].indices)
     assert sorted([*epochs[0], *model.validated[: len(model.validated) // 2], *model.tested]) == list(range(N))
-    assert isinstance(data.datasets["val"], StorageDataset)
+    assert isinstance(data.datasets["val"], stocache.StorageDataset)
     assert (data.preparer.runs, data.train_dataloader().num_workers) == (1, workers)
     again = module(tmp_path)
     again.prepare_data()
@@ -132,18 +120,8 @@ def test_it_prepares_splits_trains_validates_tests_and_logs(tmp_path, workers):
     data.close()
 
 
-def test_samples_at_a_url_are_prepared_by_one_machine(tmp_path):
-    storage = OnDiskBlockDataStorage(f"file://{tmp_path}/url", 10, local_folder=tmp_path / "local", storage_options={})
-    data = module(tmp_path, storage)
-    assert not data.prepare_data_per_node
-    assert module(tmp_path).prepare_data_per_node
-    data.prepare_data()
-    assert len(storage) == N
-
-
 class Sized(DataModule):
-    def dataset_len(self, info):
-        return len(info["labels"])
+    dataset_len = lambda self, info: len(info["labels"])
 
 
 @pytest.mark.parametrize("has_length", [True, False])
@@ -155,6 +133,7 @@ def test_any_storage_will_do(tmp_path, has_length):
     data, model = module(tmp_path, make(tmp_path / "data"), Sized, seed=3), Model()
     trainer(tmp_path, max_epochs=1).fit(model, data)
     assert sorted(flat(model.seen)) == list(data.datasets["train"].indices)
+    assert data.prepare_data_per_node
     sampler = data.train_dataloader().sampler
     assert (type(sampler), sampler.seed) == (DistributedSampler, 3)  # whose epoch Lightning sets
     data.trainer = None
@@ -163,34 +142,29 @@ def test_any_storage_will_do(tmp_path, has_length):
     data.close()
 
 
-def test_shares_are_as_asked_for_and_the_same_each_time(tmp_path):
+def test_parts_are_as_asked_for_and_the_same_each_time(tmp_path):
     split = {"train": 0.5, "val": 0.25}
     parts = parts_of(tmp_path, split=split)
     assert {part: len(indices) for part, indices in parts.items()} == {"train": 120, "val": 60}
     assert parts_of(tmp_path, split=split) == parts
     assert parts_of(tmp_path, split=split, seed=1) != parts
     assert not set(parts["train"]) & set(parts["val"])
-
-
-def test_stratified_parts_have_their_share_of_every_label(tmp_path):
     parts = parts_of(tmp_path, stratify=lambda info: info["labels"])
     for part, share in {"train": 0.8, "val": 0.1, "test": 0.1}.items():
         counts = np.bincount(np.array(LABELS)[parts[part]])
         assert np.abs(counts - share * np.bincount(LABELS)).max() <= 1
     assert sorted(flat(parts.values())) == list(range(N))
-
-
-def test_a_function_may_split(tmp_path):
     split = lambda info, length: {"train": range(length - 10), "test": range(length - 10, length)}
     assert parts_of(tmp_path, split=split) == {"train": list(range(N - 10)), "test": list(range(N - 10, N))}
-    with ready(tmp_path, split=split) as data:
-        with pytest.raises(LimitError, match="the split has no part 'val', it has"):
-            data.val_dataloader()
+    with ready(tmp_path, split=split) as data, pytest.raises(LimitError, match="the split has no part 'val', it has"):
+        data.val_dataloader()
 
 
-def test_each_part_has_its_cache_its_transform_and_its_sampler(tmp_path):
-    transforms = {"val": lambda sample: (sample[0].float(), sample[1])}
-    with ready(tmp_path, size_limit_gib={"train": "20KB", "val": "1MB"}, transforms=transforms) as data:
+def test_each_part_has_its_cache_its_transform_and_its_sampler_and_samples_at_a_url_are_prepared_by_one_machine(tmp_path):
+    storage = OnDiskBlockDataStorage(f"file://{tmp_path}/url", 10, local_folder=tmp_path / "local", storage_options={})
+    options = {"size_limit_gib": {"train": "20KB", "val": "1MB"}, "storage": storage}
+    with ready(tmp_path, transforms={"val": lambda sample: (sample[0].float(), sample[1])}, **options) as data:
+        assert (data.prepare_data_per_node, len(storage)) == (False, N)
         train, val = data.datasets["train"], data.datasets["val"]
         assert [isinstance(data.datasets[part], CachedDataset) for part in ("train", "val", "test")] == [True, True, False]
         assert val[0][0].dtype == torch.float32
@@ -199,24 +173,18 @@ def test_each_part_has_its_cache_its_transform_and_its_sampler(tmp_path):
         assert list(data.val_dataloader().sampler) == list(range(len(val)))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_wrong_options_and_splits_are_errors(tmp_path):
+    by = lambda **parts: {"split": lambda info, length: parts}
+    for options, message in (
         ({"split": {"train": 0.8, "valid": 0.2}}, r"split has the parts \['valid'\]; there are train, val, test"),
-        ({"split": {"train": 0.8, "val": 0.3}}, "add up to at most 1"),
-        ({"split": {"train": -0.1}}, "between 0 and 1"),
+        ({"split": {"train": 0.8, "val": 0.3}}, "add up to at most 1"), ({"split": {"train": -0.1}}, "between 0 and 1"),
         ({"size_limit_gib": {"training": 1}}, r"size_limit_gib has the parts \['training'\]"),
-        ({"transforms": {"x": str}}, r"transforms has the parts \['x'\]"),
-        ({"split": lambda info, length: {"train": [0, 1], "val": [1]}}, "a sample of 'val' is in two parts"),
-        ({"split": lambda info, length: {"train": [0, 0]}}, "or twice in this one"),
-        ({"split": lambda info, length: {"train": [N]}}, "the split's train"),
-        ({"split": lambda info, length: {"all": [1]}}, r"parts \['all'\]"),
-        ({"stratify": lambda info: [1]}, f"stratify gives 1 labels of {N} samples"),
-    ],
-)
-def test_wrong_options_and_splits_are_errors(tmp_path, options, message):
-    with pytest.raises((LimitError, IndexError), match=message), ready(tmp_path, **options):
-        pass
+        ({"transforms": {"x": str}}, r"transforms has the parts \['x'\]"), (by(all=[1]), r"parts \['all'\]"),
+        (by(train=[0, 1], val=[1]), "a sample of 'val' is in two parts"), (by(train=[0, 0]), "or twice in this one"),
+        (by(train=[N]), "the split's train"), ({"stratify": lambda info: [1]}, f"stratify gives 1 labels of {N} samples"),
+    ):  # fmt: skip
+        with pytest.raises((LimitError, IndexError), match=message), ready(tmp_path, **options):
+            pass
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -227,12 +195,9 @@ def test_the_trainer_resumes_within_an_epoch_of_the_same_split(tmp_path, workers
     data.close()
 
     def resume(step, **options):
-        again, resumed = module(tmp_path, num_workers=workers, **options), Model()
-        again.setup("fit")
-        try:
+        resumed = Model()
+        with ready(tmp_path, num_workers=workers, **options) as again:
             trainer(tmp_path, max_epochs=2).fit(resumed, again, ckpt_path=tmp_path / f"step={step}.ckpt", weights_only=False)
-        finally:
-            again.close()
         return resumed.seen
 
     for step in (7, 28):

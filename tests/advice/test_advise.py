@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-import stocache
 from stocache import CachedDataset, DataLoader, DatasetError, LimitError, WorkerError, advise
 from stocache.forecast import epochs, measure
 from stocache.forecast.costs import UNCACHED, BatchCosts, Costs, WayCosts
@@ -25,7 +24,7 @@ CHEAP, FREE = BatchCosts(1e-5, 1e-5), BatchCosts(0.0, 0.0)
 
 
 class Images(Dataset):
-    """Small images, with numbers that are drawn."""
+    """Small images, with numbers that are drawn; a sample is broken, or all are, or each ends the process."""
 
     def __init__(self, length=64, breaks=None):
         self.length, self.breaks = length, breaks
@@ -117,26 +116,20 @@ def test_any_setting_can_be_predicted(measured):
 
 @pytest.mark.quick
 def test_the_report_says_what_was_measured(measured):
-    costs = costs_of(
-        packs=True, timed=7, cold_ratio=2.0, has_transform=True, missing=("codec='zstd' is left out: it is not installed",)
-    )
-    arguments = measured(costs)
+    missing = ("codec='zstd' is left out: it is not installed",)
+    arguments = measured(costs_of(packs=True, timed=7, cold_ratio=2.0, has_transform=True, missing=missing))
     text = str(advise(Images(), collate_fn=len, transform=tuple, batch_size=8, progress=False))
     assert (arguments["collate_fn"], arguments["transform"]) == (len, tuple)
     for words in (
-        "Images: 64 samples, 776 B each in a batch. Measured for ",
-        f" s, on 7 samples, with {CORES} processors.",
+        "Images: 64 samples, 776 B each in a batch. Measured for ", f" s, on 7 samples, with {CORES} processors.",
         "load      1 ms (median 1 ms, 95 % 1 ms, longest 1 ms), 100% of it processor time, the first time 2.00 times as long",
         "cache     776 B for each sample, 1 µs to fill, read and batched in 11.2 µs (a worker: 88,889/s)",
-        "codec lz4 388 B for each sample (ratio 2.00)",
-        "memory    1.0 MiB for a cache",
-        "transform=transform), batch_size=8, shuffle=True",
-        ", collate_fn=collate_fn)",
+        "codec lz4 388 B for each sample (ratio 2.00)", "memory    1.0 MiB for a cache",
+        "transform=transform), batch_size=8, shuffle=True", ", collate_fn=collate_fn)",
         "Predicted, with no training step, which leaves the processors free.",
         "Transforms of the dataset run after the cache",
-        "This rests on 7 samples only.",
-        "Codec='zstd' is left out: it is not installed.",
-    ):
+        "This rests on 7 samples only.", "Codec='zstd' is left out: it is not installed.",
+    ):  # fmt: skip
         assert words in text
 
 
@@ -151,31 +144,20 @@ def test_threads_are_tried_where_samples_are_fast_and_time_is_left(load_s, limit
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("name", "wrong", "message"),
-    [
+def test_numbers_that_are_not_possible_and_datasets_that_cannot_be_cached_are_refused():
+    for name, wrong, message in (
         ("step_ms", [-1, math.nan, math.inf, "40", True, None], "must be a finite number of milliseconds, 0 or more"),
         ("batch_size", [0, 2.5, "32", [], [32, 0], True, None, 2**40], "must be a number of samples from 1 to"),
         ("time_limit_s", [0, -1, math.nan, math.inf, "10"], "must be a positive number of seconds"),
-    ],
-)
-def test_numbers_that_are_not_possible_are_refused(name, wrong, message):
-    for value in wrong:
-        with pytest.raises(LimitError, match=f"{name}=.* {message}"):
-            advise(Images(), **{name: value})
-
-
-@pytest.mark.quick
-def test_datasets_that_cannot_be_cached_are_refused():
-    with pytest.raises(DatasetError, match="Numbers has no samples by number"):
-        advise(Numbers())
-    with pytest.raises(DatasetError, match=r"Images has length 0\. There is nothing to measure"):
-        advise(Images(0))
+    ):
+        for value in wrong:
+            with pytest.raises(LimitError, match=f"{name}=.* {message}"):
+                advise(Images(), **{name: value})
+    for dataset, message in ((Numbers(), "Numbers has no samples by number"), (Images(0), r"has length 0\. There is nothing")):
+        with pytest.raises(DatasetError, match=message):
+            advise(dataset)
     with CachedDataset([1, 2], 1) as cached, pytest.raises(DatasetError, match="Give the dataset in it"):
         advise(Subset(cached, [0]))
-
-
-# ---------------------------------------------------------------------------------------------------- num_workers="auto"
 
 
 @pytest.fixture
@@ -189,13 +171,11 @@ def messages(caplog):
 @pytest.mark.parametrize(
     ("costs", "ranks", "workers"),
     [
-        (costs_of(0.0, cores=4, batch=FREE), "", 0),
-        (costs_of(0.1, cpu_share=0.01, cores=4), "", 4),
-        (costs_of(0.1, cpu_share=0.01, cores=4), "2", 2),
-        (ValueError("no such\nfile"), "", 8),
+        (costs_of(0.0, cores=4, batch=FREE), "", 0), (costs_of(0.1, cpu_share=0.01, cores=4), "", 4),
+        (costs_of(0.1, cpu_share=0.01, cores=4), "2", 2), (ValueError("no such\nfile"), "", 8),
     ],
     ids=["free", "waiting", "ranks", "unknown"],
-)
+)  # fmt: skip
 def test_auto_takes_as_many_workers_as_make_an_epoch_short(costs, ranks, workers, measured, monkeypatch, messages):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     monkeypatch.setattr("stocache.forecast.choice.count_cores", lambda: 4 if isinstance(costs, Costs) else 99)
@@ -206,11 +186,8 @@ def test_auto_takes_as_many_workers_as_make_an_epoch_short(costs, ranks, workers
     assert loader.persistent_workers == bool(workers)
     assert (arguments["batch_sizes"], arguments["codecs"], arguments["passes"]) == ((8,), (None,), 1)
     (message,) = messages()
-    reason = (
-        "an epoch is predicted to take"
-        if isinstance(costs, Costs)
-        else r"samples cannot be measured (ValueError: no such file)"
-    )
+    unknown = r"samples cannot be measured (ValueError: no such file)"
+    reason = "an epoch is predicted to take" if isinstance(costs, Costs) else unknown
     assert message.startswith(f"num_workers='auto' chooses {workers}: {reason}")
 
 
@@ -226,31 +203,23 @@ def test_auto_measures_what_is_behind_a_cached_dataset(measured):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("dataset", "reason"), [(Numbers(), "the dataset is iterable"), (Images(0), "has no samples")])
-def test_auto_takes_no_workers_where_there_is_nothing_to_measure(dataset, reason, messages):
-    assert DataLoader(dataset, num_workers="auto").num_workers == 0
-    assert reason in messages()[0]
-
-
-@pytest.mark.quick
-def test_other_texts_are_refused_as_by_torch():
+def test_auto_takes_no_workers_where_there_is_nothing_to_measure_and_other_texts_are_refused(messages):
+    for dataset, reason in ((Numbers(), "the dataset is iterable"), (Images(0), "has no samples")):
+        assert DataLoader(dataset, num_workers="auto").num_workers == 0
+        assert reason in messages()[-1]
     with pytest.raises(TypeError, match="not supported between instances of"):
         DataLoader([1], num_workers="many")
-
-
-# ---------------------------------------------------------------------------------------------------- real measurements
 
 
 @pytest.fixture
 def short(monkeypatch):
     """Let measurements be short, and not exact."""
-    for module, name, value in (
-        *((measure, name, 0.01) for name in ("_ALONE_S", "_BUSY_S")),
-        *((epochs, name, 0.001) for name in ("_FILL_S", "_ROUND_S", "_WARM_UP_S")),
-        (measure, "CACHE_BYTES", 1 << 20),
-        (measure, "_MOST_WORKERS", 1),
-    ):
-        monkeypatch.setattr(module, name, value)
+    for name in ("_ALONE_S", "_BUSY_S"):
+        monkeypatch.setattr(measure, name, 0.01)
+    for name in ("_FILL_S", "_ROUND_S", "_WARM_UP_S"):
+        monkeypatch.setattr(epochs, name, 0.001)
+    monkeypatch.setattr(measure, "CACHE_BYTES", 1 << 20)
+    monkeypatch.setattr(measure, "_MOST_WORKERS", 1)
 
 
 @pytest.mark.parametrize("collate_fn", [None, len])
@@ -291,4 +260,3 @@ def test_the_error_of_a_sample_is_raised(monkeypatch):
     ):
         with pytest.raises(error, match=message):
             advise(Images(8, breaks), progress=False)
-    assert stocache.Advice.__name__ == "Advice"

@@ -14,13 +14,10 @@ from stocache.timing import record
 
 pytestmark = pytest.mark.quick
 
-CACHE = CacheFacts(
-    fills=0, filled=500, dataset_len=1000, sample_bytes=2_000_000, overhead_bytes=32_000, room_bytes=8 * GIB, disk=False
-)
+CACHE = CacheFacts(0, 500, 1000, sample_bytes=2_000_000, overhead_bytes=32_000, room_bytes=8 * GIB, disk=False)
 
 
-def room(gib, **more):
-    return replace(CACHE, room_bytes=int(gib * GIB), **more)
+room = lambda gib, **more: replace(CACHE, room_bytes=int(gib * GIB), **more)
 
 
 def facts(
@@ -45,10 +42,7 @@ def facts(
     return EpochFacts(**known | {"cache": None if cache is None else lambda: cache})
 
 
-def threads(cpu=0.5, looks=0, held=0, **others):
-    return facts(make_s=8.0, cpu=cpu, threads=True, looks=looks, held=held, **others)
-
-
+threads = lambda cpu=0.5, looks=0, held=0, **others: facts(make_s=8.0, cpu=cpu, threads=True, looks=looks, held=held, **others)
 HALF = (0.03,) * 500
 UNEVEN = (0.001,) * 400 + (0.5,) * 8
 

@@ -25,7 +25,7 @@ def costs_of(samples=100, cores=2, loads_s=(0.01,), uncached=FREE, codec=None, *
     return Costs(samples=samples, cores=cores, loads_s=loads_s, ways=ways, **more)
 
 
-def seconds(costs, step_s=0.0, *, limit=0, workers=0, batch=10):
+def seconds(costs, step_s=0.0, limit=0, workers=0, batch=10):
     return predict(costs, Setting(limit, workers, None, batch), step_s).epoch_s
 
 
@@ -55,43 +55,27 @@ def test_the_seconds_of_an_epoch_are_those_of_its_parts():
     uneven = costs_of(1000, loads_s=(0.001, 0.001, 0.001, 0.1))
     assert seconds(uneven) == pytest.approx(1000 * 0.103 / 4)
     assert len({seconds(uneven, workers=3, limit=300_000) for _ in range(3)}) == 1
-
-
-def test_time_falls_in_a_straight_line_with_the_cached_share():
-    costs = costs_of(1000)
-    times = [seconds(costs, limit=int(share * 1000 * 1001)) for share in (0, 0.25, 0.5, 0.75, 1)]
+    times = [seconds(costs_of(1000), limit=int(share * 1000 * 1001)) for share in (0, 0.25, 0.5, 0.75, 1)]
     assert times == pytest.approx([10, 7.5, 5, 2.5, 0], rel=0.01, abs=1e-9)
-
-
-def test_contention_counts_from_the_second_worker_on():
     costs = costs_of(1000, busy_ratio=1.5)
     assert [costs.contention(workers) for workers in (1, 2, 8)] == [1, 1.5, 1.5]
     assert seconds(costs, workers=2) == pytest.approx(1000 * 0.015 / 2)
-
-
-def test_the_first_epoch_loads_all_and_fills():
-    costs = costs_of(100, codec=FREE, cold_ratio=2.0, worker_start_s=0.5)
-    forecast = predict(costs, Setting(100 * 509, 1, "lz4", 10))
-    assert forecast.first_epoch_s == pytest.approx(100 * (0.02 + 0.001) + 0.5)
-    assert forecast.epoch_s == pytest.approx(0, abs=1e-9)
-
-
-def test_the_share_that_is_cached_counts_what_the_cache_takes_besides():
-    costs = costs_of(100, codec=FREE)
-    cases = ((100 * 1001, None, 1), (100 + 50_000, None, 0.5), (99, None, 0), (900 + 25_000, "lz4", 0.5), (GIB, "zstd", 0))
-    assert all(cached_share(costs, limit, codec) == share for limit, codec, share in cases)
-
-
-def test_the_share_of_waiting_lies_between_0_and_1():
     assert predict(costs_of(), Setting(0, 1, None, 10)).wait_share == 1
     assert predict(costs_of(), Setting(0, 2, None, 10), step_s=1.0).wait_share == pytest.approx(0.1 / 10.1, rel=0.1)
 
 
+def test_the_first_epoch_loads_all_and_fills_and_the_cached_share_counts_what_the_cache_takes_besides():
+    costs = costs_of(100, codec=FREE, cold_ratio=2.0, worker_start_s=0.5)
+    forecast = predict(costs, Setting(100 * 509, 1, "lz4", 10))
+    assert forecast.first_epoch_s == pytest.approx(100 * (0.02 + 0.001) + 0.5)
+    assert forecast.epoch_s == pytest.approx(0, abs=1e-9)
+    cases = ((100 * 1001, None, 1), (100 + 50_000, None, 0.5), (99, None, 0), (900 + 25_000, "lz4", 0.5), (GIB, "zstd", 0))
+    assert all(cached_share(costs, limit, codec) == share for limit, codec, share in cases)
+
+
 def test_costs_between_measured_numbers_of_workers_are_in_proportion():
     way = WayCosts({0: FREE, 2: BatchCosts(1.0, 2.0), 4: BatchCosts(2.0, 4.0)})
-    assert way.at(3) == BatchCosts(1.5, 3.0)
-    assert way.at(1) == way.at(2) == BatchCosts(1.0, 2.0)
-    assert way.at(64) == BatchCosts(2.0, 4.0)
+    assert [way.at(workers) for workers in (1, 2, 3, 64)] == [BatchCosts(part, 2 * part) for part in (1.0, 1.0, 1.5, 2.0)]
 
 
 def test_of_equally_fast_settings_the_cheaper_comes_first():
@@ -103,7 +87,7 @@ def test_of_equally_fast_settings_the_cheaper_comes_first():
     assert rank([fast, slow], 1) == [fast]
 
 
-def test_limits_hold_all_samples_or_what_the_machine_gives():
+def test_limits_hold_all_samples_or_what_the_machine_gives_in_three_digits():
     costs = costs_of(10**6)
     assert all(limit * GIB <= 100 * MIB for limit in limits_gib(costs, None, 100 * MIB))
     assert limits_gib(costs, None, 0) == limits_gib(costs, "zstd", GIB) == []  # no room; not measured
@@ -112,13 +96,9 @@ def test_limits_hold_all_samples_or_what_the_machine_gives():
         shares = [cached_share(costs, int(limit * GIB), None) for limit in limits_gib(costs, None, 100 * GIB)]
         assert shares[-1] == 1
         assert all(share < 1 for share in shares[:-1])
-
-
-@pytest.mark.parametrize("gib", [0.000123456, 0.0999, 0.1, 1.0, 123.456, 1000])
-def test_limits_are_rounded_to_three_digits(gib):
-    assert gib <= round_up(gib) <= gib * 1.01
-    assert gib * 0.99 <= round_down(gib) <= gib
-    assert float(f"{round_up(gib):.3g}") == round_up(gib)
+    for gib in (0.000123456, 0.0999, 0.1, 1.0, 123.456, 1000):
+        assert gib * 0.99 <= round_down(gib) <= gib <= round_up(gib) <= gib * 1.01
+        assert float(f"{round_up(gib):.3g}") == round_up(gib)
 
 
 def test_no_candidate_has_more_workers_than_processors_or_more_memory_than_there_is():

@@ -9,7 +9,7 @@ from torch.utils.data import DistributedSampler
 
 import stocache
 from stocache import CachedDataset
-from tests.support.ranks import Numbers, of_all_ranks, reset_accelerate, run_ranks
+from tests.support.ranks import Numbers, of_all_ranks, reset_accelerate, run_ranks, samples_of, slow
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
@@ -24,8 +24,7 @@ class Program:
     """One start of a program: the model, the optimizer and the loader of ``kind``, as accelerate prepares them.
 
     ``kind``: "skipping" skips what was trained, with ``set_epoch`` and ``skip_first_batches``; "stateful" has accelerate save
-    the loader of torchdata that it makes of the prepared one: with workers it does not resume, over any dataset; "registered"
-    has accelerate save a loader of stocache that is not prepared, but registered.
+    the loader of torchdata that it makes of ours (which does not resume with workers); "registered" has it save ours.
     """
 
     def __init__(self, kind, dataset, batch_size, options, loader_class=stocache.DataLoader, **config):
@@ -44,11 +43,9 @@ class Program:
             self.accelerator.register_for_checkpointing(loader)
 
     def train(self, folder, epoch=0, skipped=0, checkpoint=None):
-        """Train from an epoch on, and save each step in ``folder``; return the epoch and the samples of each step.
+        """Train from an epoch on, after ``skipped`` batches of it; return the epoch and the samples of each step.
 
-        Args:
-            epoch, skipped: where to begin, after as many batches.
-            checkpoint: number of the step whose checkpoint is loaded; None trains from the beginning, and saves.
+        ``checkpoint``: the step whose state is loaded from ``folder``; None trains from the beginning, and saves each step.
         """
         seen = []
         if checkpoint is not None and self.kind != "skipping":
@@ -83,10 +80,6 @@ def check_all_steps(folder, kind, options, batch_size=4, **config):
     return whole
 
 
-def samples_of(seen, epoch):
-    return sorted(label for at, labels in seen if at == epoch for label in labels)
-
-
 @pytest.fixture(autouse=True)
 def _states_are_reset():
     reset_accelerate()
@@ -94,20 +87,13 @@ def _states_are_reset():
     reset_accelerate()
 
 
-def slow(*row):
-    return pytest.param(*row, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("skipping", PERSISTENT),
-        ("registered", {}),
-        ("stateful", {}),
-        slow("skipping", WORKERS),
-        slow("registered", PERSISTENT),
+        ("skipping", PERSISTENT), ("registered", {}), ("stateful", {}),
+        slow("skipping", WORKERS), slow("registered", PERSISTENT),
     ],
-)
+)  # fmt: skip
 def test_each_step_resumes(kind, options, tmp_path):
     if kind == "stateful":
         pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")

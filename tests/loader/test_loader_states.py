@@ -34,12 +34,14 @@ class Counting(State, Dataset):
     """A map-style dataset whose samples tell how many it has given, and in which worker."""
 
     kept = ("given",)
-    given = 0
+    given, broken = 0, None
 
     def __len__(self):
         return 23
 
     def __getitem__(self, idx):
+        if idx == self.broken:
+            raise KeyError("broken")
         self.given += 1
         info = get_worker_info()
         return torch.tensor([idx, self.given, -1 if info is None else info.id])
@@ -133,21 +135,15 @@ def pipe():
 
 
 DATASETS = {
-    "map": Counting,
-    "map in batches": Batched,
-    "plain": Plain,
-    "dataset": Stateful,
-    "iterator": Iterates,
-    "both": Both,
-    "itself": Itself,
-    "pipe": pipe,
-}
+    "map": Counting, "map in batches": Batched, "plain": Plain, "dataset": Stateful, "iterator": Iterates, "both": Both,
+    "itself": Itself, "pipe": pipe,
+}  # fmt: skip
 
 
 def make(dataset, workers=0, state=None, **options):
     """Return a loader, which goes on from a state."""
     torch.manual_seed(5)
-    loader = stocache.DataLoader(DATASETS[dataset](), num_workers=workers, **options)
+    loader = stocache.DataLoader(DATASETS[dataset]() if isinstance(dataset, str) else dataset, num_workers=workers, **options)
     if state is not None:
         loader.load_state_dict(through_json(state))
     return loader
@@ -168,28 +164,21 @@ PERSISTENT = {"persistent_workers": True}
 @pytest.mark.parametrize(
     ("dataset", "workers", "options"),
     [
-        ("map", 0, {"batch_size": 3, "shuffle": True}),
-        ("map in batches", 0, {"batch_size": 3}),
-        ("plain", 0, {"batch_size": None}),
-        ("dataset", 0, {"batch_size": 3, "drop_last": True}),
-        ("iterator", 0, {"batch_size": None}),
-        ("both", 0, {"batch_size": 1}),
-        ("itself", 0, {"batch_size": 3}),
-        ("pipe", 0, {"batch_size": 3}),
+        ("map", 0, {"batch_size": 3, "shuffle": True}), ("map in batches", 0, {"batch_size": 3}),
+        ("plain", 0, {"batch_size": None}), ("dataset", 0, {"batch_size": 3, "drop_last": True}),
+        ("iterator", 0, {"batch_size": None}), ("both", 0, {"batch_size": 1}),
+        ("itself", 0, {"batch_size": 3}), ("pipe", 0, {"batch_size": 3}),
         ("map", 3, {"batch_size": 2, "snapshot_every_n_steps": 4, **PERSISTENT}),
         ("map", 2, {"batch_size": None, "shuffle": True}),
         ("map in batches", 2, {"batch_size": 3, "shuffle": True, **PERSISTENT}),
-        ("plain", 3, {"batch_size": None, **PERSISTENT}),
-        ("dataset", 3, {"batch_size": 2, "snapshot_every_n_steps": 2}),
+        ("plain", 3, {"batch_size": None, **PERSISTENT}), ("dataset", 3, {"batch_size": 2, "snapshot_every_n_steps": 2}),
         ("dataset", 3, {"batch_size": 1, "snapshot_every_n_steps": 5, **PERSISTENT}),
         ("dataset", 2, {"batch_size": 5, "drop_last": True}),
         ("iterator", 1, {"batch_size": 2, "multiprocessing_context": "spawn", **PERSISTENT}),
         ("iterator", 3, {"batch_size": None, "snapshot_every_n_steps": 100}),
-        ("both", 2, {"batch_size": 2, **PERSISTENT}),
-        ("itself", 2, {"batch_size": 2}),
-        ("pipe", 2, {"batch_size": 2}),
+        ("both", 2, {"batch_size": 2, **PERSISTENT}), ("itself", 2, {"batch_size": 2}), ("pipe", 2, {"batch_size": 2}),
     ],
-)
+)  # fmt: skip
 def test_states_resume_with_all_that_follows(dataset, workers, options):
     loader = make(dataset, workers, **options)
     first, states = play(loader)
@@ -235,15 +224,12 @@ class Seeds(IterableDataset):
 
 @pytest.mark.parametrize("make_generator", [lambda: None, lambda: torch.Generator().manual_seed(3)], ids=["global", "own"])
 def test_persistent_workers_have_the_seeds_of_those_that_they_replace(make_generator):
-    def loader():
-        return stocache.DataLoader(Seeds(), 2, num_workers=2, persistent_workers=True, generator=make_generator())
-
+    loader = lambda state=None: make(Seeds(), 2, state, batch_size=2, generator=make_generator(), **PERSISTENT)
     first = loader()
     epochs = [play(first) for _ in range(3)]
     assert same(epochs[0][0], epochs[2][0])
     for number in (1, len(epochs[1][1]) - 1):
-        resumed = loader()
-        resumed.load_state_dict(epochs[1][1][number])
+        resumed = loader(epochs[1][1][number])
         assert same(list(resumed), epochs[1][0][number % 5 :])
         assert same(list(resumed), epochs[2][0])
 
@@ -259,14 +245,10 @@ def test_the_dataset_in_a_worker_is_that_of_the_user():
     assert same(list(make("dataset", 1, loader.state_dict(), batch_size=None, worker_init_fn=note)), list(batches))
 
 
-class Gated(Dataset):
+class Gated(list):
     """The first sample comes when a file is there."""
 
-    def __init__(self, gate):
-        self.gate = gate
-
-    def __len__(self):
-        return 40
+    gate = None
 
     def __getitem__(self, idx):
         while idx == 0 and not self.gate.exists():
@@ -276,24 +258,22 @@ class Gated(Dataset):
 
 @needs_in_order
 def test_without_order_the_state_tells_what_was_delivered(tmp_path):
-    loader = stocache.DataLoader(Gated(tmp_path / "gate"), 2, num_workers=2, in_order=False)
+    dataset = Gated(range(40))
+    dataset.gate = tmp_path / "gate"
+    loader = make(dataset, 2, batch_size=2, in_order=False)
     batches = iter(loader)
     came = [next(batches).tolist() for _ in range(5)]
     assert [0, 1] not in came
     state = through_json(loader.state_dict())
     assert state["position"]["batches"] == 0
     assert len(state["position"]["ahead"]) == 5
-    (tmp_path / "gate").touch()
+    dataset.gate.touch()
     rest = sorted(batch.tolist() for batch in batches)
     assert sorted(came + rest) == [[n, n + 1] for n in range(0, 40, 2)]
     for workers in (2, 1, 0):
-        resumed = stocache.DataLoader(loader.dataset, 2, num_workers=workers, in_order=False)
-        resumed.load_state_dict(state)
+        resumed = make(dataset, workers, state, batch_size=2, in_order=False)
         assert sorted(batch.tolist() for batch in resumed) == rest
         assert len(list(resumed)) == 20
-
-
-# ---------------------------------------------------------------------------------------------------- samplers
 
 
 class Secretive(State, Sampler):
@@ -352,23 +332,15 @@ class RandomSteps(Steps):
 @pytest.mark.parametrize(
     ("workers", "options"),
     [
-        (2, lambda: {"sampler": Secretive(), "batch_size": 4}),
-        (0, lambda: {"sampler": Secretive(), "batch_size": None}),
+        (2, lambda: {"sampler": Secretive(), "batch_size": 4}), (0, lambda: {"sampler": Secretive(), "batch_size": None}),
         (0, lambda: {"batch_sampler": BatchSampler(Secretive(), 4, False)}),
-        (2, lambda: {"batch_sampler": SecretiveBatches()}),
-        (2, lambda: {"batch_sampler": OfIterators()}),
+        (2, lambda: {"batch_sampler": SecretiveBatches()}), (2, lambda: {"batch_sampler": OfIterators()}),
     ],
-)
+)  # fmt: skip
 def test_a_sampler_that_cannot_be_replayed_goes_on_from_its_own_state(workers, options):
-    loader = stocache.DataLoader(range(17), num_workers=workers, **options())
-    came, states = play(loader)
+    came, states = play(make(range(17), workers, **options()))
     for number in (1, len(came) // 2, len(came)):
-        resumed = stocache.DataLoader(range(17), num_workers=workers, **options())
-        resumed.load_state_dict(through_json(states[number]))
-        assert same(list(resumed), came[number:]), number
-
-
-# ---------------------------------------------------------------------------------------------------- numbers of workers
+        assert same(list(make(range(17), workers, states[number], **options())), came[number:]), number
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0)])
@@ -379,17 +351,6 @@ def test_one_worker_and_none_exchange_the_states_of_datasets(dataset, before, af
     assert same(list(make(dataset, after, states[2], batch_size=2)), came[2:])
 
 
-def test_the_states_of_workers_need_as_many_workers():
-    _, states = play(make("dataset", 2, batch_size=2))
-    with pytest.raises(StateError, match="states of 2 workers; this loader has 3"):
-        make("dataset", 3, states[3], batch_size=2)
-    resumed = make("dataset", 3, states[0], batch_size=2)  # no worker has begun
-    assert len(list(resumed)) == len(list(make("dataset", 3, batch_size=2)))
-
-
-# ---------------------------------------------------------------------------------------------------- bad moments
-
-
 class Fails(Stateful):
     def load_state_dict(self, state):
         raise KeyError("no such state")
@@ -398,51 +359,42 @@ class Fails(Stateful):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_while_restoring_is_that_of_the_dataset(workers):
     _, states = play(make("dataset", workers, batch_size=2))
-    resumed = stocache.DataLoader(Fails(), 2, num_workers=workers)
     with pytest.raises(KeyError, match="no such state"):
-        resumed.load_state_dict(states[3])
+        make(Fails(), workers, states[3], batch_size=2)
     states[3]["parts"]["dataset"] = None
     if workers:
-        resumed.load_state_dict(states[3])
-        batches = iter(resumed)
+        batches = iter(make(Fails(), workers, states[3], batch_size=2))
         with pytest.raises(KeyError, match="no such state"):
             next(batches)
 
 
-class Fragile(Counting):
-    def __getitem__(self, idx):
-        if idx == 9:
-            raise KeyError("nine")
-        return super().__getitem__(idx)[[0, 2]]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_after_an_error_the_same_worker_goes_on_with_the_next_batch(workers):
-    loader = stocache.DataLoader(Fragile(), 3, num_workers=workers)
+    dataset = Counting()
+    dataset.broken = 9
+    loader = make(dataset, workers, batch_size=3)
     batches = iter(loader)
     for _ in range(3):
         next(batches)
-    with pytest.raises(KeyError, match="nine"):
+    with pytest.raises(KeyError, match="broken"):
         next(batches)
-    resumed = stocache.DataLoader(Fragile(), 3, num_workers=workers)
-    resumed.load_state_dict(loader.state_dict())
-    assert same(list(resumed), list(batches))
+    assert same(list(make("map", workers, loader.state_dict(), batch_size=3)), list(batches))
 
 
-def test_a_state_of_a_longer_dataset_or_of_one_with_states_is_refused():
+def test_states_that_do_not_fit_are_refused_and_an_empty_one_begins_again():
     _, states = play(make("plain", batch_size=2))
     states[3]["parts"]["workers"][0]["samples"] = 99
-    resumed = make("plain", 0, states[3], batch_size=2)
     with pytest.raises(StateError, match="the dataset has 7 samples for this worker; the state was taken after 99"):
-        list(resumed)
+        list(make("plain", 0, states[3], batch_size=2))
     _, states = play(make("map", batch_size=2))
     with pytest.raises(StateError, match="does not have load_state_dict"):
-        stocache.DataLoader(range(23), 2).load_state_dict(states[2])
-
-
-def test_an_empty_state_begins_again():
-    loader = make("dataset", 2, batch_size=2, persistent_workers=True)
+        make(range(23), 0, states[2], batch_size=2)
+    loader = make("dataset", 2, batch_size=2, **PERSISTENT)
     first, states = play(loader)
+    with pytest.raises(StateError, match="states of 2 workers; this loader has 3"):
+        make("dataset", 3, states[3], batch_size=2)
+    resumed = make("dataset", 3, states[0], batch_size=2)  # no worker has begun
+    assert len(list(resumed)) == len(list(make("dataset", 3, batch_size=2)))
     loader.load_state_dict(states[4])
     loader.load_state_dict({})
     assert same(list(loader), first)
@@ -468,32 +420,22 @@ def test_edited_states_are_refused_or_resumed():
 
 @pytest.mark.quick
 def test_steps_between_snapshots_must_be_a_positive_number():
-    for steps in (0, -1):
-        with pytest.raises(ValueError, match="at least 1"):
+    for steps, error, words in ((0, ValueError, "at least 1"), (-1, ValueError, "at least 1"), (1.5, TypeError, "an integer")):
+        with pytest.raises(error, match=words):
             stocache.DataLoader(range(3), snapshot_every_n_steps=steps)
-    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
-        stocache.DataLoader(range(3), snapshot_every_n_steps=1.5)
-    loader = stocache.DataLoader[int](range(3), snapshot_every_n_steps=None)
-    assert len(list(loader)) == 3
+    assert len(list(stocache.DataLoader(range(3), snapshot_every_n_steps=None))) == 3
 
 
 def test_a_cached_dataset_passes_on_the_state_of_its_dataset():
-    with CachedDataset(Counting(), 1, probe=0) as dataset:
-        loader = stocache.DataLoader(dataset, 4, num_workers=2)
-        batches = iter(loader)
-        came = [next(batches) for _ in range(3)]
-        state = through_json(loader.state_dict())
-        rest = list(batches)
-        del loader, batches
-    with CachedDataset(Counting(), 1, probe=0) as dataset:
-        loader = stocache.DataLoader(dataset, 4, num_workers=2)
-        loader.load_state_dict(state)
-        assert same([batch[:, 0] for batch in loader], [batch[:, 0] for batch in rest])
-        del loader
-    assert torch.cat(came + rest)[:, 0].tolist() == list(range(23))
-
-
-# ---------------------------------------------------------------------------------------------------- torchdata's states
+    came, state = [], None
+    for count in (3, 23):
+        with CachedDataset(Counting(), 1, probe=0) as dataset:
+            loader = make(dataset, 2, state, batch_size=4)
+            batches = iter(loader)
+            came += [batch[:, 0] for _, batch in zip(range(count), batches, strict=False)]
+            state = loader.state_dict()
+            del loader, batches
+    assert torch.cat(came).tolist() == list(range(23))
 
 
 def of_torchdata(dataset, delivered, **options):
@@ -511,14 +453,13 @@ def of_torchdata(dataset, delivered, **options):
 @pytest.mark.parametrize(
     ("dataset", "workers", "options"),
     [
-        ("map", 0, lambda: {"batch_size": 3}),
-        ("map", 2, lambda: {"batch_size": 3, "shuffle": True}),
+        ("map", 0, lambda: {"batch_size": 3}), ("map", 2, lambda: {"batch_size": 3, "shuffle": True}),
         ("map", 0, lambda: {"batch_size": 3, "shuffle": True, "generator": torch.Generator().manual_seed(9)}),
         ("map", 2, lambda: {"batch_size": 3, "sampler": Secretive(23)}),
         *((dataset, 0, lambda: {"batch_size": 2}) for dataset in ("dataset", "iterator", "both", "itself", "plain")),
         *((dataset, 2, lambda: {"batch_size": 2}) for dataset in ("dataset", "both", "plain")),
     ],
-)
+)  # fmt: skip
 def test_a_state_of_torchdata_goes_on_as_torchdata_does(dataset, workers, options):
     torch.manual_seed(5)
     state, rest = of_torchdata(DATASETS[dataset](), 3, num_workers=workers, **options())

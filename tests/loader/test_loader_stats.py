@@ -25,11 +25,9 @@ from tests.support.processes import run_all
 pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 
 WORKERS = {
-    "alone": {},
-    "processes": {"num_workers": 2},
-    "threads": {"num_workers": 2, "worker_method": "thread"},
+    "alone": {}, "processes": {"num_workers": 2}, "threads": {"num_workers": 2, "worker_method": "thread"},
     "persistent": {"num_workers": 2, "persistent_workers": True},
-}
+}  # fmt: skip
 
 
 class Silent(Sampler):
@@ -42,13 +40,7 @@ class Silent(Sampler):
         return N
 
 
-def same(sample):
-    """A transform after the cache."""
-    return sample
-
-
-def counts(found):
-    return [(epoch.hits, epoch.misses) for epoch in found]
+counts = lambda found: [(epoch.hits, epoch.misses) for epoch in found]
 
 
 def check_flat(numbers, prefix):
@@ -59,7 +51,7 @@ def check_flat(numbers, prefix):
 
 @pytest.mark.parametrize(
     ("workers", "transform"),
-    [("alone", None), ("alone", same), ("processes", same), ("threads", None), ("threads", same), ("persistent", None)],
+    [("alone", None), ("alone", tuple), ("processes", tuple), ("threads", None), ("threads", tuple), ("persistent", None)],
 )
 def test_epochs_have_their_figures_whatever_the_sampler_asks(workers, transform):
     options = WORKERS[workers]
@@ -104,7 +96,7 @@ def test_a_loop_that_is_left_early_is_an_epoch_of_its_own():
 
 
 @pytest.mark.quick
-def test_loaders_of_parts_of_a_dataset_make_up_its_epochs_together():
+def test_loaders_of_parts_make_up_the_epochs_together_and_one_rank_those_of_its_share():
     with CachedDataset(Images(), 1, probe=0) as dataset:
         train, val = Subset(dataset, range(40)), Subset(dataset, range(40, N))
         loader = stocache.DataLoader(train, 8, shuffle=True)
@@ -113,6 +105,11 @@ def test_loaders_of_parts_of_a_dataset_make_up_its_epochs_together():
             list(stocache.DataLoader(val, 8))
         assert [sum(each) for each in counts(dataset.stats().epochs)] == [N] * 3
         assert counts(loader.stats().epochs) == [(0, 40), (40, 0), (40, 0)]
+    with CachedDataset(Images(), 1, probe=0) as dataset:
+        loader = stocache.DataLoader(dataset, 5, sampler=DistributedSampler(dataset, 2, 0, shuffle=False))
+        for _ in range(3):
+            list(loader)
+        assert counts(dataset.stats().epochs) == [(0, 25), (25, 0), (25, 0)]
 
 
 @pytest.mark.parametrize(
@@ -132,10 +129,9 @@ def test_a_new_loader_for_each_epoch_begins_an_epoch(make, options, each):
 
 def run_rank(number, out):
     with CachedDataset(Images(), 1, name="stats-ranks", fingerprint="v1", probe=0) as dataset:
-        sampler = DistributedSampler(dataset, 2, number, seed=3)
-        loader = stocache.DataLoader(dataset, 5, sampler=sampler, num_workers=1)
+        loader = stocache.DataLoader(dataset, 5, sampler=DistributedSampler(dataset, 2, number, seed=3), num_workers=1)
         for epoch in range(3):
-            sampler.set_epoch(epoch)
+            loader.set_epoch(epoch)
             list(loader)
         out.put((counts(loader.stats().epochs), loader.stats().hit_rate))
 
@@ -150,15 +146,6 @@ def test_shares_of_ranks_add_up():
         assert [sum(share) for share in own] == [N // 2] * 3
         assert hit_rate == pytest.approx(sum(hits for hits, _ in own) / (3 * N // 2))
     assert sum(misses for own, _ in found for _, misses in own) >= N  # each sample was loaded, by one rank or the other
-
-
-@pytest.mark.quick
-def test_a_private_cache_of_one_rank_has_epochs_of_its_share():
-    with CachedDataset(Images(), 1, probe=0) as dataset:
-        loader = stocache.DataLoader(dataset, 5, sampler=DistributedSampler(dataset, 2, 0, shuffle=False))
-        for _ in range(3):
-            list(loader)
-        assert counts(dataset.stats().epochs) == [(0, 25), (25, 0), (25, 0)]
 
 
 @pytest.mark.quick
@@ -196,11 +183,9 @@ def test_loaders_without_a_cache_tell_waits_too(dataset, workers):
     for _ in range(2):
         batches = len(list(loader))
     stats = loader.stats()
-    assert [epoch.wait.count for epoch in stats.epochs] == [batches] * 2
-    assert stats.wait.count == 2 * batches
-    assert stats.hit_rate is None
-    assert {epoch.hits for epoch in stats.epochs} == {epoch.hit_rate for epoch in stats.epochs} == {None}
-    assert [epoch.samples for epoch in stats.epochs] == [5 * batches] * 2
+    assert (stats.wait.count, stats.hit_rate) == (2 * batches, None)
+    found = [(epoch.wait.count, epoch.samples, epoch.hits, epoch.hit_rate) for epoch in stats.epochs]
+    assert found == [(batches, 5 * batches, None, None)] * 2
     loader.end_workers()
 
 
@@ -229,7 +214,6 @@ def test_making_and_collating_are_told_apart_whoever_does_them(dataset, workers)
     assert (counted.sum(SAMPLES), counted.batches) == (20, 2)
     assert counted.sum(MAKE_NS) >= 20 * 2e6
     assert counted.sum(COLLATE_NS) >= 2 * 10e6
-    assert counted.distribution(COLLATE_NS).p50_s >= 0.0098
 
 
 @pytest.mark.quick
@@ -252,9 +236,6 @@ def test_the_verdict_is_logged_when_an_epoch_ends(caplog, monkeypatch):
         assert not cache.disk
 
 
-# ---------------------------------------------------------------------------------------------------- traces
-
-
 def names(*arguments, profiler=torch.profiler.profile, **options):
     """Return how often each step occurs in the trace of an epoch."""
     with profiler() as profile:
@@ -275,13 +256,3 @@ def test_a_trace_names_what_the_main_process_does_and_what_comes_from_workers(pr
         assert warm == {"wait for a batch": 2, "gather cached samples": 1}
         found = names(dataset, 10, profiler=profiler, num_workers=1)
         assert found == {"wait for a batch": 6, "receive a batch from a worker": 5}
-
-
-@pytest.mark.quick
-def test_ranges_exist_only_while_a_profiler_is_on(monkeypatch):
-    made = []
-    monkeypatch.setattr(torch.autograd.profiler, "record_function", made.append)
-    with CachedDataset(Images(), 1) as dataset:
-        list(stocache.DataLoader(dataset, 10))
-    assert made == []
-    assert torch.autograd.profiler._is_profiler_enabled is False

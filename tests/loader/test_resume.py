@@ -3,6 +3,7 @@
 import copy
 import io
 import random
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -31,6 +32,9 @@ class Recorded(Dataset):
     def __getitem__(self, idx):
         self.loaded.append(idx)
         return torch.tensor([idx, idx * idx])
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
 
 
 class Restless:
@@ -64,28 +68,20 @@ class Eager:
         return iter(order)
 
 
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
-
-
+generator = lambda seed: torch.Generator().manual_seed(seed)
+shuffled = lambda seed: RandomSampler(range(N), generator=generator(seed))
 SAMPLERS = {
-    "in order": lambda seed: {},
-    "global": lambda seed: {"shuffle": True},
+    "in order": lambda seed: {}, "global": lambda seed: {"shuffle": True},
     "own": lambda seed: {"shuffle": True, "generator": generator(seed)},
-    "sampler's": lambda seed: {"sampler": RandomSampler(range(N), generator=generator(seed))},
+    "sampler's": lambda seed: {"sampler": shuffled(seed)},
     "with replacement": lambda seed: {"sampler": RandomSampler(range(N), True, 25, generator=generator(seed))},
     "weighted": lambda seed: {"sampler": WeightedRandomSampler(torch.arange(N) + 1.0, 40, generator=generator(seed))},
-    "eager": lambda seed: {"sampler": Eager()},
-    "stateful": lambda seed: {"sampler": Restless()},
-    "batches": lambda seed: {"batch_sampler": BatchSampler(RandomSampler(range(N), generator=generator(seed)), 4, False)},
+    "eager": lambda seed: {"sampler": Eager()}, "stateful": lambda seed: {"sampler": Restless()},
+    "batches": lambda seed: {"batch_sampler": BatchSampler(shuffled(seed), 4, False)},
     "one by one": lambda seed: {"batch_size": None, "shuffle": True, "generator": generator(seed)},
-}
-WORKERS = {
-    "alone": {},
-    "ahead": {"prefetch_factor": 2},
-    "workers": {"num_workers": 2},
-    "persistent": {"num_workers": 2, "persistent_workers": True},
-}
+}  # fmt: skip
+PERSISTENT = {"num_workers": 2, "persistent_workers": True}
+WORKERS = {"alone": {}, "ahead": {"prefetch_factor": 2}, "workers": {"num_workers": 2}, "persistent": PERSISTENT}
 
 
 def make(sampler="in order", workers="alone", seed=1, dataset=None, state=None):
@@ -131,10 +127,9 @@ def test_resumed_after_any_batch_it_delivers_what_would_have_come(sampler, worke
         globals_after.append((torch.get_rng_state(), random.getstate()))
 
     note()
-    for _ in range(2):
-        for batch in loader:
-            came.append(batch)
-            note()
+    for batch in chain.from_iterable(loader for _ in range(2)):
+        came.append(batch)
+        note()
     note()  # after the end
     third = list(loader)
     numbers = range(0, len(states), 3)
@@ -151,34 +146,20 @@ def test_resumed_after_any_batch_it_delivers_what_would_have_come(sampler, worke
         assert same(list(resumed), third), number
 
 
-def test_a_state_outlives_an_iterator_that_could_not_be_made(monkeypatch):
-    def refuse(loader):
-        raise OSError("no processes")
-
-    batches, state = after(make(workers="workers"), 1)
-    resumed = make(workers="workers", state=state)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.utils.data.DataLoader, "__iter__", refuse)
-        with pytest.raises(OSError, match="no processes"):
-            iter(resumed)
-    assert same(list(resumed), list(batches))
-
-
 class Endless:
     def __getitem__(self, idx):
         return idx
 
 
 def test_other_bit_generators_of_numpy_and_datasets_and_samplers_without_length():
+    loader = lambda sampler: stocache.DataLoader(Endless(), 2, sampler=sampler)
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
     try:
-        _, state = after(stocache.DataLoader(Endless(), 2, sampler=iter(range(6))), 1)
-        resumed = stocache.DataLoader(Endless(), 2, sampler=range(6))
+        resumed = loader(range(6))
         with pytest.raises(StateError, match="batches None"):
-            resumed.load_state_dict(saved(state))
-        _, state = after(stocache.DataLoader(Endless(), 2, sampler=range(6)), 1)
-        resumed.load_state_dict(saved(state))
+            resumed.load_state_dict(saved(after(loader(iter(range(6))), 1)[1]))
+        resumed.load_state_dict(saved(after(loader(range(6)), 1)[1]))
         assert [batch.tolist() for batch in resumed] == [[2, 3], [4, 5]]
     finally:
         np.random.set_bit_generator(before)
@@ -201,55 +182,26 @@ def test_taking_and_loading_a_state_draws_nothing_and_loads_nothing_again():
     assert same(saved(state), saved(kept))  # it did not change with its loader
 
 
-def test_a_resumed_epoch_can_be_interrupted_and_resumed():
-    torch.manual_seed(3)
-    expected = list(make("global", "workers"))
-    torch.manual_seed(3)
-    came, state = [], None
-    for _ in range(4):
-        loader = make("global", "workers", state=state)
-        assert state is None or same(loader.state_dict(), state)
-        batches = iter(loader)
-        came += [next(batches), next(batches)]
-        state = loader.state_dict()
-    assert same(came, expected)
-
-
-def test_a_cached_dataset_resumes_with_its_fingerprint():
+@pytest.mark.quick
+def test_what_is_not_a_state_or_that_of_another_loader_is_refused():
+    _, state = after(make(), 1)
+    for options, words in (
+        ({"dataset": Recorded(31)}, "samples 30; this one has 31"), ({"batch_size": 5}, "batches 8; this one has 6"),
+        ({"drop_last": True}, "batches 8; this one has 7"), ({"generator": generator(1)}, "0 random number generators"),
+        ({"shuffle": True}, "'RandomSampler'"),
+    ):  # fmt: skip
+        with pytest.raises(StateError, match=words):
+            stocache.DataLoader(**{"dataset": Recorded(), "batch_size": 4} | options).load_state_dict(state)
+    for wrong in (None, [1], {"_num_yielded": 3}):
+        with pytest.raises(StateError, match="not a state of a DataLoader"):
+            make().load_state_dict(wrong)
+    with pytest.raises(StateError, match="reads states of version 2, and this state has version 1"):
+        make(state={"version": 1, "batches": 3, "finished": False})
     with CachedDataset(Recorded(), 1, name="resume", fingerprint="v1") as dataset:
         _, state = after(make(dataset=dataset), 1)
     with CachedDataset(Recorded(), 1, name="resume", fingerprint="v2") as dataset:
         with pytest.raises(StateError, match="fingerprint 'v1'; this one has 'v2'"):
             make(dataset=dataset, state=state)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        (lambda: stocache.DataLoader(Recorded(31), 4), "samples 30; this one has 31"),
-        (lambda: stocache.DataLoader(Recorded(), 5), "batches 8; this one has 6"),
-        (lambda: stocache.DataLoader(Recorded(), 4, drop_last=True), "batches 8; this one has 7"),
-        (lambda: stocache.DataLoader(Recorded(), 4, generator=generator(1)), "0 random number generators"),
-        (lambda: stocache.DataLoader(Recorded(), 4, shuffle=True), "'RandomSampler'"),
-    ],
-)
-def test_the_state_of_another_loader_is_refused(other, words):
-    _, state = after(make(), 1)
-    with pytest.raises(StateError, match=words):
-        other().load_state_dict(state)
-
-
-@pytest.mark.quick
-def test_what_is_not_a_state_is_refused():
-    for state in (None, [1], {"_num_yielded": 3}):
-        with pytest.raises(StateError, match="not a state of a DataLoader"):
-            make().load_state_dict(state)
-    with pytest.raises(StateError, match="reads states of version 2, and this state has version 1"):
-        make(state={"version": 1, "batches": 3, "finished": False})
-
-
-# ---------------------------------------------------------------------------------------------------- ranks and epochs
 
 
 def ranked(ranks, rank, batch_size, state=None, **options):
@@ -300,14 +252,9 @@ def test_the_epoch_that_was_set_is_resumed(workers, step):
             assert same(list(resumed), epochs[epoch + 1][0])
 
 
-class Told(Recorded):
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-
 @pytest.mark.quick
-def test_a_dataset_is_told_the_epoch_that_is_resumed():
-    first, dataset = make(dataset=Told()), Told()
+def test_the_epoch_that_is_resumed_is_set_in_the_dataset():
+    first, dataset = make(), Recorded()
     first.set_epoch(7)
     make(dataset=dataset, state=after(first, 1)[1])
     assert dataset.epoch == 7
@@ -315,17 +262,13 @@ def test_a_dataset_is_told_the_epoch_that_is_resumed():
 
 @pytest.mark.parametrize(("delivered", "epoch"), [(0, 2), (1, 0), (1, 1), (8, 2)])
 def test_the_epoch_may_be_set_after_the_iterator_is_made(delivered, epoch):
-    def labels(iterator):
-        return [batch.tolist() for batch in iterator]
-
-    whole = ranked(1, 0, 5, num_workers=2)
+    whole, first = (ranked(1, 0, 5, num_workers=2) for _ in range(2))
     whole.set_epoch(epoch)
-    first = ranked(1, 0, 5, num_workers=2)
     first.sampler.set_epoch(1)
     resumed = ranked(1, 0, 5, after(first, delivered)[1], num_workers=2)
     iterator = iter(resumed)
     resumed.sampler.set_epoch(epoch)
-    assert labels(iterator) == labels(whole)[delivered if epoch == 1 else 0 :]
+    assert same(list(iterator), list(whole)[delivered if epoch == 1 else 0 :])
 
 
 @pytest.mark.parametrize("kind", ["distributed", "generator"])
@@ -333,15 +276,14 @@ def test_the_epoch_may_be_set_after_the_iterator_is_made(delivered, epoch):
 def test_an_iterator_that_is_not_used_takes_the_resumed_epoch(workers, delivered, kind):
     """As a trainer makes one that begins at the end of an epoch."""
 
-    def loader(state=None):
+    def loader(state):
         sampling = {"sampler": DistributedSampler(range(N), 1, 0)} if kind == "distributed" else SAMPLERS["own"](5)
         made = stocache.DataLoader(Recorded(), 4, **sampling, **WORKERS[workers])
-        made.load_state_dict(state or {})
+        made.load_state_dict(state)
         return made
 
-    first = loader()
-    _, state = after(first, delivered)
-    resumed = loader(state)
+    first = loader({})
+    resumed = loader(after(first, delivered)[1])
     iter(resumed)
     for one in (first, resumed):
         one.set_epoch(1)

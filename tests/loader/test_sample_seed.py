@@ -23,8 +23,7 @@ def loader(dataset, batch_size=4, seed=1, **options):
     return stocache.DataLoader(dataset, batch_size, sample_seed=seed, **options)
 
 
-def numbers_of_the_user():
-    return generators.read(), random.getstate(), repr(np.random.get_state(legacy=False))
+numbers_of_the_user = lambda: (generators.read(), random.getstate(), repr(np.random.get_state(legacy=False)))
 
 
 class Made(Dataset):
@@ -71,12 +70,8 @@ def shake(value):
     return value + torch.rand(3) + random.random() + random.gauss(0, 1) + torch.from_numpy(np.random.randn(3))
 
 
-def shaken(idx):
-    return shake(plain(idx))
-
-
-def mosaic(idx):
-    return torch.stack([shaken(each % N) for each in (idx, idx + 5, idx + 7)])
+shaken = lambda idx: shake(plain(idx))
+mosaic = lambda idx: torch.stack([shaken(each % N) for each in (idx, idx + 5, idx + 7)])
 
 
 def loaded(idx):
@@ -97,14 +92,10 @@ def forked(idx):
 
 
 OWN = []
+set_own = lambda seed: OWN.__setitem__(slice(None), [np.random.default_rng(seed)])
 
 
-def set_own(seed):
-    OWN[:] = [np.random.default_rng(seed)]
-
-
-def own(idx):
-    return torch.from_numpy(OWN[0].random(3))
+own = lambda idx: torch.from_numpy(OWN[0].random(3))
 
 
 def expected(make, indices, epoch, seed):
@@ -134,6 +125,9 @@ def cached(request):
     return make
 
 
+before_cache = lambda limit: lambda cached: cached(limit, Made(plain, shake))
+
+
 def after_cache(limit, make=shake):
     """A dataset whose transform comes after the cache, and whose loads draw, too."""
     return lambda cached: cached(limit, Made(loaded), transform={0: make})
@@ -151,38 +145,34 @@ HOOK, FORK_HOOK = SampleSeed(17, hooks=(set_own,)), SampleSeed(2, hooks=(torch.m
         (lambda cached: Made(shaken), shaken, 32, 1, {}),
         (lambda cached: Made(shaken), shaken, None, 2, TWO | {"pin_memory": True}),
         (lambda cached: Made(shaken), shaken, 5, 1, PERSISTENT | {"prefetch_factor": 3, "shuffle": True}),
-        (lambda cached: cached(2000, Made(plain, shake)), shaken, 1, 2, {"prefetch_factor": 2}),
-        (lambda cached: cached(300, Made(plain, shake)), shaken, None, 1, {}),
-        (lambda cached: cached(100, Made(plain, shake)), shaken, 5, 1, TWO | {"shuffle": True}),
-        (lambda cached: cached(300, Made(plain, shake)), shaken, 1, 2, PERSISTENT),
-        (lambda cached: cached(2000, Made(plain, shake)), shaken, 32, 1, SPAWNED),
-        (after_cache(2000), shaken, 4, 1, {}),
+        (before_cache(2000), shaken, 1, 2, {"prefetch_factor": 2}), (before_cache(300), shaken, None, 1, {}),
+        (before_cache(100), shaken, 5, 1, TWO | {"shuffle": True}), (before_cache(300), shaken, 1, 2, PERSISTENT),
+        (before_cache(2000), shaken, 32, 1, SPAWNED), (after_cache(2000), shaken, 4, 1, {}),
         (after_cache(300), shaken, 3, 2, {"sampler": LocalityDistributedSampler}),
         (lambda cached: Mosaic(after_cache(300)(cached)), mosaic, 4, 1, {}),
         (lambda cached: Mosaic(after_cache(2000)(cached)), mosaic, 4, 1, {}),
         (lambda cached: ConcatDataset([after_cache(300)(cached)]), shaken, 4, 1, {}),
         (lambda cached: Subset(after_cache(300)(cached), range(N)), shaken, 4, 1, {}),
-        (lambda cached: Made(rare, n=150), rare, 8, 1, {}),
-        (lambda cached: Made(rare, n=150), rare, 8, 1, TWO),
-        (lambda cached: Together(rare, n=150), rare, 8, 1, {}),
-        (lambda cached: Together(rare, n=150), rare, 8, 1, TWO),
+        (lambda cached: Made(rare, n=150), rare, 8, 1, {}), (lambda cached: Made(rare, n=150), rare, 8, 1, TWO),
+        (lambda cached: Together(rare, n=150), rare, 8, 1, {}), (lambda cached: Together(rare, n=150), rare, 8, 1, TWO),
         (lambda cached: Made(own), own, 5, 1, {"seed": HOOK, "num_workers": 1}),
         (after_cache(2000, lambda value: own(0)), own, 5, 1, {"seed": HOOK}),
         (lambda cached: Made(forked), forked, 4, 1, {"seed": FORK_HOOK}),
     ],
-)
+)  # fmt: skip
 def test_samples_come_from_seed_epoch_and_index_alone(make, function, batch_size, ranks, options, cached):
-    dataset, options = make(cached), {"seed": 17} | options
-    seed = options["seed"] if isinstance(options["seed"], SampleSeed) else SampleSeed(options["seed"])
-    loaders = [loader(dataset, batch_size, **options)] if ranks == 1 else []
-    if ranks > 1 and "sampler" in options:
-        samplers = [options["sampler"](dataset, 3, num_nodes=1, num_replicas=2, rank=rank) for rank in range(2)]
-        loaders = [loader(dataset, batch_size, **options | {"sampler": sampler}) for sampler in samplers]
-    elif ranks > 1:
-        loaders = [loader(dataset, batch_size, sampler=DistributedSampler(dataset, 2, rank), **options) for rank in range(2)]
+    dataset, options = make(cached), {"seed": SampleSeed(17)} | options
+    sampler = options.pop("sampler", None)
+    if ranks == 1:
+        samplers = [None]
+    elif sampler is None:
+        samplers = [DistributedSampler(dataset, 2, rank) for rank in range(2)]
+    else:
+        samplers = [sampler(dataset, 3, num_nodes=1, num_replicas=2, rank=rank) for rank in range(2)]
+    loaders = [loader(dataset, batch_size, sampler=sampler, **options) for sampler in samplers]
     random.gauss(0, 1), np.random.randn(), torch.rand(1)  # each keeps the second number of a pair
     for epoch in range(2):
-        wanted, found = expected(function, range(len(dataset)), epoch, seed), set()
+        wanted, found = expected(function, range(len(dataset)), epoch, options["seed"]), set()
         for each in loaders:
             each.set_epoch(epoch)
             batches = iter(each)
@@ -267,19 +257,13 @@ def test_other_kinds_of_generators_are_seeded_and_kept(monkeypatch):
     assert not same(found[1], found[2])
 
 
-# ------------------------------------------------------------------------------------------------ collating, errors
-
-
 def mix(samples):
     return torch.stack([values for values, _ in samples]) * random.random() + torch.rand(()) + np.random.randn()
 
 
 def test_a_collate_function_is_seeded_for_its_batch():
     seeds = []
-
-    def make(seed=1, **options):
-        return list(loader(Made(plain), seed=seed, collate_fn=mix, **options))
-
+    make = lambda seed=1, **options: list(loader(Made(plain), seed=seed, collate_fn=mix, **options))
     alone, before = make(), numbers_of_the_user()[1:]
     assert same(alone, make(num_workers=2))
     assert same(alone, make(seed=SampleSeed(1, (seeds.append,))))
@@ -290,56 +274,47 @@ def test_a_collate_function_is_seeded_for_its_batch():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("keys", [[("a", 1), ("b", 2)] * 2, ["x", "y"] * 2, [-1, -2, 3, -1], [[1, 2], [3]] * 2])
-def test_any_index_seeds_its_sample(keys):
+def test_any_index_seeds_its_sample():
     class Named(Dataset):
         def __getitem__(self, key):
             return torch.rand(2)
 
-    found = []
-    for options in ({"batch_size": 2, "sampler": keys}, {"batch_sampler": [keys]}, {"batch_size": None, "sampler": keys}):
-        found.append(torch.stack(list(stocache.DataLoader(Named(), sample_seed=5, **options))).reshape(-1, 2))
-    assert all(torch.equal(found[0], its) for its in found)
-    assert len(found[0].unique()) == 2 * len({repr(key) for key in keys})
+    for keys in ([("a", 1), ("b", 2)] * 2, ["x", "y"] * 2, [-1, -2, 3, -1], [[1, 2], [3]] * 2):
+        ways = {"batch_size": 2, "sampler": keys}, {"batch_sampler": [keys]}, {"batch_size": None, "sampler": keys}
+        found = [torch.stack(list(stocache.DataLoader(Named(), sample_seed=5, **way))).reshape(-1, 2) for way in ways]
+        assert all(torch.equal(found[0], its) for its in found)
+        assert len(found[0].unique()) == 2 * len({repr(key) for key in keys})
 
 
-class Failing(Made):
-    def __getitem__(self, idx):
-        if idx == 9:
-            raise KeyError("sample 9 is broken")
-        return super().__getitem__(idx)
+def break_ninth(idx):
+    if idx == 9:
+        raise KeyError("sample 9 is broken")
+    return torch.rand(3)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_errors_of_samples_pass_through_and_the_loader_goes_on(workers):
-    batches, came = iter(loader(Failing(), num_workers=workers)), []
+    batches = iter(loader(Made(break_ninth), num_workers=workers))
     before = generators.read()
-    for number in range(N // 4):
-        if number == 2:
-            with pytest.raises(KeyError, match="sample 9 is broken"):
-                next(batches)
-        else:
-            came.append(next(batches))
-    assert next(batches, None) is None
+    came = [next(batches), next(batches)]
+    with pytest.raises(KeyError, match="sample 9 is broken"):
+        next(batches)
+    came += batches
     assert generators.read() == before
     others = list(loader(Made()))
     assert same(came, others[:2] + others[3:])
 
 
-class Lucky(Together):
-    """Fails with some random numbers; the seeded ones are not among them."""
-
-    def __getitem__(self, idx):
-        if idx == 9 and torch.initial_seed() == 5:
-            torch.rand(())
-            raise ValueError("unlucky")
-        return idx
+def unlucky(idx):
+    if idx == 9 and torch.initial_seed() == 5:
+        raise ValueError(f"unlucky with {torch.rand(())}")
+    return plain(idx)
 
 
 @pytest.mark.quick
 def test_an_error_of_random_numbers_that_were_not_seeded_does_not_count():
     torch.manual_seed(5)
-    assert torch.cat(list(loader(Lucky()))).tolist() == list(range(N))
+    assert torch.cat([indices for _, indices in loader(Together(unlucky))]).tolist() == list(range(N))
 
 
 def test_worker_init_fn_reads_and_sets_attributes_of_the_dataset():

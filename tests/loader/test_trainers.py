@@ -11,27 +11,21 @@ from torch.utils.data import DistributedSampler
 import stocache
 from stocache import BlockSampler, CachedDataset, LocalityDistributedSampler
 from tests.support.images import Images
-from tests.support.ranks import Numbers, of_all_ranks, run_ranks
+from tests.support.ranks import Numbers, of_all_ranks, run_ranks, samples_of, slow
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     lightning = pytest.importorskip("lightning", reason="lightning is not installed")
     from lightning.pytorch.utilities import data
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.leaves_descriptors,  # its loggers, and multiprocessing's server
-]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.leaves_descriptors]  # of loggers, multiprocessing's server
 
 SAMPLES, EPOCHS = 11, 3  # three batches of four samples in an epoch
-WORKERS = {"num_workers": 2}
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 SETTINGS = {
-    "validation": {"val_check_interval": 0.5},
-    "limit": {"limit_train_batches": 2},
-    "accumulate": {"accumulate_grad_batches": 2},
-    "reload": {"reload_dataloaders_every_n_epochs": 1},
-}
+    "validation": {"val_check_interval": 0.5}, "limit": {"limit_train_batches": 2},
+    "accumulate": {"accumulate_grad_batches": 2}, "reload": {"reload_dataloaders_every_n_epochs": 1},
+}  # fmt: skip
 SETTINGS["all"] = {name: value for settings in SETTINGS.values() for name, value in settings.items()}
 
 
@@ -59,14 +53,9 @@ class Model(lightning.LightningModule):
             self.trainer.save_checkpoint(path)
             self.saved.append((path, len(self.seen)))
 
-    def on_train_batch_end(self, *args):
-        self.save("step")
-
-    def on_validation_end(self):
-        self.save("validation")
-
-    def on_train_epoch_end(self):
-        self.save("epoch")
+    on_train_batch_end = lambda self, *args: self.save("step")
+    on_validation_end = lambda self: self.save("validation")
+    on_train_epoch_end = lambda self: self.save("epoch")
 
 
 class Loaders(lightning.LightningDataModule):
@@ -124,28 +113,14 @@ def check_all_positions(folder, kind, options, rank=0, ranks=1, **settings):
     return whole.seen
 
 
-def samples_of(seen, epoch):
-    """Return the sorted samples of an epoch."""
-    return sorted(label for at, labels in seen if at == epoch for label in labels)
-
-
-def slow(*row):
-    return pytest.param(*row, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "settings"),
     [
-        ("distributed", PERSISTENT, None),
-        ("generator", {}, "validation"),
-        ("block", {}, None),
-        slow("block", WORKERS, "all"),
-        slow("locality", {}, "validation"),
-        slow("locality", PERSISTENT, "all"),
-        slow("generator", PERSISTENT, "all"),
-        *(slow("distributed", {}, name) for name in SETTINGS),
+        ("distributed", PERSISTENT, None), ("generator", {}, "validation"), ("block", {}, None),
+        slow("block", {"num_workers": 2}, "all"), slow("locality", {}, "validation"), slow("locality", PERSISTENT, "all"),
+        slow("generator", PERSISTENT, "all"), *(slow("distributed", {}, name) for name in SETTINGS),
     ],
-)
+)  # fmt: skip
 def test_lightning_resumes_at_every_step_and_epoch(kind, options, settings, tmp_path):
     settings = SETTINGS.get(settings, {})
     seen = check_all_positions(tmp_path, kind, options, **settings)
@@ -173,12 +148,8 @@ def test_lightning_resumes_two_ranks(tmp_path):
 
 def test_lightning_makes_it_again_with_another_sampler_and_all_other_arguments():
     with CachedDataset(Images(), 1) as dataset:
-        options = PERSISTENT | {
-            "prefetch_factor": 3,
-            "timeout": 70,
-            "snapshot_every_n_steps": 4,
-            "generator": torch.Generator(),
-        }
+        options = PERSISTENT | {"prefetch_factor": 3, "timeout": 70, "snapshot_every_n_steps": 4}
+        options["generator"] = torch.Generator()
         loader = stocache.DataLoader(dataset, 8, shuffle=True, **options)
         first = data._update_dataloader(loader, DistributedSampler(dataset, 2, 0))
         again = data._update_dataloader(first, DistributedSampler(dataset, 2, 1))

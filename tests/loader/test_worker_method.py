@@ -38,14 +38,6 @@ class Stream(IterableDataset):
         return iter(range(9))
 
 
-class Stateful(Images):
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
-
-
 def with_(**attributes):
     dataset = Images()
     vars(dataset).update(attributes)
@@ -55,16 +47,12 @@ def with_(**attributes):
 @pytest.mark.parametrize(
     ("dataset", "hooks", "reason"),
     [
-        (Stream(), False, "iterable"),
-        (Stateful(), False, "state"),
-        (with_(random=random.Random(3)), False, "generator"),
-        (with_(part=[torch.Generator()]), False, "generator"),
-        (with_(thread_safe=False), False, "thread_safe = False"),
-        (Images(), True, "hooks"),
-        (with_(file=open), False, "file"),
+        (Stream(), False, "iterable"), (with_(state_dict=dict, load_state_dict=vars), False, "state"),
+        (with_(random=random.Random(3)), False, "generator"), (with_(part=[torch.Generator()]), False, "generator"),
+        (with_(thread_safe=False), False, "thread_safe = False"), (Images(), True, "hooks"), (with_(file=open), False, "file"),
     ],
     ids=["iterable", "state", "random", "torch", "unsafe", "hooks", "file"],
-)
+)  # fmt: skip
 def test_datasets_that_threads_would_share_choose_processes(dataset, hooks, reason, caplog, tmp_path):
     caplog.set_level(logging.INFO, "stocache")
     with open(tmp_path / "file", "wb") as file:

@@ -6,6 +6,7 @@ import os
 import warnings
 from unittest import mock
 
+import pytest
 import torch
 from torch.utils.data import Dataset
 
@@ -59,3 +60,12 @@ def reset_accelerate():
     gc.collect()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def samples_of(seen, epoch):
+    """Return the sorted samples of an epoch, from pairs of the epoch and the labels of a batch."""
+    return sorted(label for at, labels in seen if at == epoch for label in labels)
+
+
+def slow(*row):
+    return pytest.param(*row, marks=pytest.mark.slow)

@@ -15,9 +15,7 @@ from stocache.timing.histogram import BUCKETS
 from stocache.timing.record import COLLATE_NS, LOAD_NS, MAKE_NS, PID, ROW_WORDS, SAMPLES, WAIT_NS, WORKER, Record
 from tests.support.processes import in_child, wait_until
 
-
-def batches_of(counted):
-    return [counted.distribution(COLLATE_NS, row).count for row in range(len(counted.rows))]
+batches_of = lambda counted: [counted.distribution(COLLATE_NS, row).count for row in range(len(counted.rows))]
 
 
 def work(record, worker, batches, ready):
@@ -53,9 +51,8 @@ def test_a_process_adds_to_a_row_of_its_own_which_a_killed_one_leaves_to_the_nex
             kill(living.pop())
     counted = record.read()
     assert batches_of(counted) == expected
-    assert counted.rows[:, WORKER].tolist() == [
-        int(bool(count)) * number for count, number in zip(expected, (0, 1, 2, 1, 2), strict=True)
-    ]
+    numbers = zip(expected, (0, 1, 2, 1, 2), strict=True)
+    assert counted.rows[:, WORKER].tolist() == [number if count else 0 for count, number in numbers]
     assert counted.sum(SAMPLES) == 5 * sum(expected)
     assert [counted.distribution(LOAD_NS, row).count for row in range(5)] == [3 * count for count in expected]
     assert counted.workers == 2
@@ -103,25 +100,23 @@ def test_loads_are_not_part_of_the_step_in_which_they_happen(monkeypatch):
     now = [1]
     monkeypatch.setattr(recording, "_clock_ns", lambda: now[0])
     record = Record(0, False)
-    row = record.main
+    row, advance = record.main, lambda ms: now.__setitem__(0, now[0] + ms * 10**6)
     row.begin_step()
-    now[0] += 50_000_000
+    advance(50)
     row.add_loads([0.02])
     row.add_making(4)
-    now[0] += 7_000_000
+    advance(7)
     row.add_loads([0.004] * 10)  # counted by numpy
     row.add_collating()
-    now[0] += 9_000_000
+    advance(9)
     row.begin_step()
-    now[0] += 3_000_000
+    advance(3)
     row.add_making(4)
     row.add_collating()
     counted = record.read()
-    assert counted.sum(LOAD_NS) == 60_000_000
-    assert counted.sum(MAKE_NS) == 33_000_000
-    assert counted.sum(COLLATE_NS) == 0  # 7 ms, in which 40 ms of loads were noted
+    # in the 7 ms of collating, 40 ms of loads were noted
+    assert [counted.sum(word) for word in (LOAD_NS, MAKE_NS, COLLATE_NS, SAMPLES)] == [60_000_000, 33_000_000, 0, 8]
     assert counted.distribution(LOAD_NS).count == 11
-    assert counted.sum(SAMPLES) == 8
 
 
 @pytest.mark.quick
