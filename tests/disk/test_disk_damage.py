@@ -2,11 +2,11 @@
 
 import contextlib
 import errno
+import itertools
 import json
 import logging
 import os
 import random
-import resource
 import shutil
 import signal
 import threading
@@ -23,7 +23,7 @@ from stocache.disk import writer
 from stocache.disk.formats import Records, Rows
 from stocache.disk.samples_file import BEGIN, SamplesFile, index_bytes
 from stocache.samples.spec import Structure
-from tests.support.disks import COUNT, Samples, after_power_cut, contents, flip, loaded, open_disk, put, record, row, sample
+from tests.support.disks import COUNT, Samples, after_power_cut, contents, flip, loaded, open_disk, put, row, sample
 from tests.support.equality import same
 from tests.support.processes import in_child, wait_until
 
@@ -54,24 +54,10 @@ def test_flipped_bits_are_misses_or_harmless(kind, filled, flips, rounds):
             missed = loaded(cache, kind)
             assert len(missed) <= 2 * flips
             assert cache.stats().damaged <= len(missed)
-            assert loaded(cache, kind) == []
         with open_disk(kind, filled) as cache:
             assert loaded(cache, kind) == []
         found += len(missed)
     assert found > rounds // 2
-
-
-def test_samples_are_damaged_while_they_are_in_use(kind, filled, warnings):
-    files = contents(filled)
-    with open_disk(kind, filled) as cache:
-        assert loaded(cache, kind) == []
-        put(filled, {"samples": files["samples"][: len(files["samples"]) // 2]})
-        missed = loaded(cache, kind)
-        assert 0 < len(missed) < COUNT
-        assert cache.stats().damaged == len(missed)
-        assert loaded(cache, kind) == []
-    assert contents(filled) == files
-    assert ["has lost samples" in warning for warning in warnings()] == [True]
 
 
 @pytest.mark.quick
@@ -103,11 +89,9 @@ def test_after_a_power_cut_what_is_not_there_is_loaded_and_written_again(kind, s
         put(tmp_path, after_power_cut(rng, before, contents(tmp_path)))
         with open_disk(kind, tmp_path, count, limit) as cache:
             loaded(cache, kind, rng.sample(range(count), 60))
-    with open_disk(kind, tmp_path, count, limit) as cache:
-        loaded(cache, kind)
-        assert loaded(cache, kind) == []
-    with open_disk(kind, tmp_path, count, limit) as cache:
-        assert loaded(cache, kind) == []
+    for again in range(2):
+        with open_disk(kind, tmp_path, count, limit) as cache:
+            assert loaded(cache, kind) == [] or not again
 
 
 def test_files_of_zeros_or_of_another_folder_hold_nothing(kind, filled, tmp_path):
@@ -160,16 +144,6 @@ def test_entries_that_were_cut_or_have_the_place_of_another_harm_no_sample(kind,
             assert loaded(cache, kind, range(55, 60)) == missing
 
 
-def forge(folder, idx, at, data):
-    """Write bytes as those of a sample, under the right checksum."""
-    key = int(json.loads((folder / "cache.json").read_text())["key"], 16)
-    data += bytes(-len(data) & 7)
-    digest = xxhash.xxh3_64_intdigest(data, key + idx & (1 << 64) - 1)
-    with open(folder / "samples", "r+b") as file:
-        file.seek(at)
-        file.write(data + digest.to_bytes(8, "little"))
-
-
 class Named:
     """A class that only pickle can make."""
 
@@ -178,33 +152,24 @@ class Named:
 
 
 @pytest.mark.quick
-def test_a_forged_record_runs_no_code_and_raises_nothing(tmp_path):
-    rng = random.Random(28)
+def test_a_forged_record_under_the_right_checksum_runs_no_code_and_raises_nothing(tmp_path):
     with open_disk("records", tmp_path) as cache:
         loaded(cache, "records")
-        data = (tmp_path / "samples").read_bytes()
-        for number in range(400):
-            idx = rng.choice([3, 5, 11])
-            at, nbytes = map(int, entries(tmp_path)[idx])
-            forged = bytearray(data[at : at + nbytes])
-            for _ in range(rng.choice([1, 1, 4])):
-                place = -1 - rng.randrange(min(150, nbytes)) if number % 3 else rng.randrange(nbytes)  # mostly in its treedef
-                forged[place] = rng.choice([0, 1, 127, 128, 255, rng.randrange(256)])
-            forge(tmp_path, idx, at, bytes(forged))
-            if cache.get_slot(idx) is None:
-                cache.set_slot(idx, record(idx))
-        put(tmp_path, {"samples": data})
-        assert loaded(cache, "records") == []
-    data = b"".join(bytes(part) for part in Records(True, None).encode({"made": Named()}, "sample"))
-    enter(tmp_path, 7, 1 << 20, len(data))
-    forge(tmp_path, 7, 1 << 20, data)
-    with open_disk("records", tmp_path) as cache:
-        assert loaded(cache, "records") == [7]
+    key, at = int(json.loads((tmp_path / "cache.json").read_text())["key"], 16), 1 << 20
+    good = b"".join(map(bytes, Records(True, None).encode({"made": Named()}, "sample")))
+    for data in (good, good[: len(good) // 2], bytes(len(good)), good[::-1]):
+        data += bytes(-len(data) & 7)
+        enter(tmp_path, 7, at, len(data))
+        with open(tmp_path / "samples", "r+b") as file:
+            file.seek(at)
+            file.write(data + xxhash.xxh3_64_intdigest(data, key + 7 & (1 << 64) - 1).to_bytes(8, "little"))
+        with open_disk("records", tmp_path) as cache:
+            assert loaded(cache, "records") == [7]
 
 
-def failing(monkeypatch, name, cache, fails):
+def failing(monkeypatch, name, cache, fails, file=None):
     """Have a function of os call ``fails`` with the file of samples, and what it was called with, before it does its work."""
-    real, fd = getattr(os, name), cache._folder.samples
+    real, fd = getattr(os, name), file or cache._folder.samples
 
     def called(at, *arguments):
         result = fails(real, at, *arguments) if at == fd else None
@@ -215,14 +180,8 @@ def failing(monkeypatch, name, cache, fails):
 
 def after(number, act):
     """Return a function that calls ``act`` with its arguments from its call ``number`` on."""
-    calls = []
-
-    def fails(*arguments):
-        calls.append(1)
-        if len(calls) > number:
-            act(*arguments)
-
-    return fails
+    calls = itertools.count()
+    return lambda *arguments: act(*arguments) if next(calls) >= number else None
 
 
 def error(code):
@@ -234,12 +193,11 @@ def error(code):
     return raises
 
 
-def behind(kind, folder, **options):
+def behind(kind, folder):
     """Return a `CachedDataset` that keeps all samples on a disk."""
-    structured = {"probe": 2} if kind == "rows" else {"probe": 0, "variable": True}
-    codec = {"codec": "zstd"} if kind == "zstd" else {}
-    options = {"disk": folder, "disk_limit": "1GB", "fingerprint": "1", "split": False} | structured | codec | options
-    return CachedDataset(Samples(kind), 0, **options)
+    options = {"rows": {"probe": 2}, "zstd": {"codec": "zstd"}}.get(kind, {})
+    options |= {} if kind == "rows" else {"probe": 0, "variable": True}
+    return CachedDataset(Samples(kind), 0, disk=folder, disk_limit="1GB", fingerprint="1", split=False, **options)
 
 
 def epoch(dataset, kind):
@@ -285,7 +243,6 @@ def test_a_write_that_ends_early_is_not_a_sample(tmp_path, kind, rest, monkeypat
         assert cache.stats().damaged == 0
     with open_disk(kind, tmp_path) as cache:
         assert len(loaded(cache, kind)) > COUNT // 2
-        assert loaded(cache, kind) == []
 
 
 @pytest.mark.parametrize("names", [["pwritev"], ["preadv", "pread", "pwritev", "pwrite", "posix_fadvise"]])
@@ -295,7 +252,7 @@ def test_a_dataset_goes_on_when_its_disk_takes_no_more_or_is_unplugged(tmp_path,
             epoch(dataset, kind)
         for name in names:
             failing(broken, name, dataset.disk_cache, error(errno.EIO))
-        for _ in range(3):
+        for _ in range(2):
             epoch(dataset, kind)
         assert len(warnings()) == 1
         assert dataset.disk_cache.stats().filled < COUNT
@@ -305,46 +262,37 @@ def test_a_dataset_goes_on_when_its_disk_takes_no_more_or_is_unplugged(tmp_path,
             assert dataset.stats().disk.hits == COUNT or (names == ["pwritev"] and not again)
 
 
-def test_a_limit_of_the_kernel_on_files_is_a_full_disk(tmp_path, kind):
-    def limited():
-        with open_disk(kind, tmp_path) as cache:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
-            for _ in range(2):
+def test_samples_that_are_lost_or_cannot_be_read_are_written_again(kind, filled, monkeypatch, warnings):
+    rng, files = random.Random(30), contents(filled)
+    for lost in (True, False):
+        with open_disk(kind, filled) as cache:
+            assert loaded(cache, kind) == []
+            with monkeypatch.context() as broken:
+                if lost:
+                    put(filled, {"samples": files["samples"][: len(files["samples"]) // 2]})
+                else:
+                    failing(broken, "preadv", cache, lambda *_: error(errno.EIO)() if rng.random() < 0.2 else None)
                 missed = loaded(cache, kind)
             assert 0 < len(missed) < COUNT
-
-    assert in_child(limited) == 0
-    with open_disk(kind, tmp_path) as cache:
-        assert 0 < len(loaded(cache, kind)) < COUNT
-        assert loaded(cache, kind) == []
-
-
-def test_a_sample_that_cannot_be_read_is_written_again(tmp_path, kind, monkeypatch, warnings):
-    rng = random.Random(30)
-    with open_disk(kind, tmp_path) as cache:
-        loaded(cache, kind)
-        with monkeypatch.context() as broken:
-            failing(broken, "preadv", cache, lambda *_: error(errno.EIO)() if rng.random() < 0.2 else None)
-            missed = loaded(cache, kind)
-        assert 0 < len(missed) < COUNT
-        assert cache.stats().damaged == len(missed)
-        assert loaded(cache, kind) == []
-        assert ["has lost samples" in warning for warning in warnings()] == [True]
+            assert cache.stats().damaged == len(missed)
+            assert loaded(cache, kind) == []
+            assert ["has lost samples" in warning for warning in warnings()] == [True]
+            assert contents(filled) == files
+    with open_disk(kind, filled) as cache:
         failing(monkeypatch, "preadv", cache, lambda real, at, parts, *rest: real(at, [memoryview(parts[0])[:1000]], *rest))
         assert loaded(cache, kind) == []  # reads that end early are completed
-        assert cache.stats().damaged == len(missed)
 
 
-def read_damaged(number, cache, kind, log):
+def read_damaged(number, cache, log):
     logging.getLogger("stocache").addHandler(logging.FileHandler(log))
-    loaded(cache, kind, random.Random(number).sample(range(COUNT), COUNT))
+    loaded(cache, "rows", random.Random(number).sample(range(COUNT), COUNT))
 
 
 @pytest.mark.parametrize("start_method", ["fork"], indirect=True)
 def test_all_processes_together_warn_once(tmp_path, filled, run_processes):
     with open_disk("rows", filled) as cache:
         put(filled, {"samples": bytes(len(contents(filled)["samples"]))})
-        run_processes(2, read_damaged, cache, "rows", tmp_path / "log")
+        run_processes(2, read_damaged, cache, tmp_path / "log")
         assert loaded(cache, "rows") == []
     assert (tmp_path / "log").read_text().count("has lost samples") == 1
 
@@ -353,28 +301,18 @@ def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_halfway(*arguments):
-    half(*arguments)
-    die()
-
-
 def fill_and_die(kind, folder, opened, name, act):
-    """Fill a disk cache, or one behind a dataset, and be killed at a write of the samples, or of the index."""
-    with pytest.MonkeyPatch.context() as patch:
-        with opened or behind(kind, folder) as cache:
-            disk = cache if isinstance(cache, DiskCache) else cache.disk_cache
-            if name == "index":
-                file = disk._folder.index
-                real, late = os.pwrite, after(10, die)
-                patch.setattr(os, "pwrite", lambda at, *rest: (late() if at == file else None, real(at, *rest))[1])
-            else:
-                failing(patch, "pwritev", disk, after(3, act))
-            for _ in range(2):
-                loaded(cache, kind) if cache is disk else epoch(cache, kind)
+    """Fill a disk cache, which may be open already, and be killed at a write of the samples, or of the index."""
+    with pytest.MonkeyPatch.context() as patch, opened or open_disk(kind, folder) as cache:
+        if name == "index":
+            failing(patch, "pwrite", cache, after(10, act), cache._folder.index)
+        else:
+            failing(patch, "pwritev", cache, after(3, act))
+        loaded(cache, kind)
 
 
 @pytest.mark.parametrize("way", ["shared", "alone"])
-@pytest.mark.parametrize(("name", "act"), [("samples", die), ("samples", die_halfway), ("index", die)])
+@pytest.mark.parametrize(("name", "act"), [("samples", die), ("samples", lambda *call: die(half(*call))), ("index", die)])
 def test_a_kill_at_any_write_leaves_no_wrong_sample(tmp_path, kind, way, name, act):
     with open_disk(kind, tmp_path) if way == "shared" else contextlib.nullcontext() as shared:
         assert in_child(fill_and_die, kind, tmp_path, shared, name, act) == signal.SIGKILL
@@ -382,12 +320,8 @@ def test_a_kill_at_any_write_leaves_no_wrong_sample(tmp_path, kind, way, name, a
             assert 0 < len(loaded(shared, kind)) < COUNT
             assert loaded(shared, kind) == []
     with open_disk(kind, tmp_path) as cache:
-        missed = loaded(cache, kind)
-        assert len(missed) < COUNT
-        assert not shared or missed == []
+        assert len(loaded(cache, kind)) < (1 if shared else COUNT)
         assert cache.stats().damaged == 0
-    with open_disk(kind, tmp_path) as cache:
-        assert loaded(cache, kind) == []
 
 
 def test_a_folder_that_is_deleted_goes_on_where_it_is_open(tmp_path, kind, warnings):
@@ -399,9 +333,7 @@ def test_a_folder_that_is_deleted_goes_on_where_it_is_open(tmp_path, kind, warni
         assert in_child(lambda: [loaded(cache, kind) == [] or os._exit(1)]) == 0
         with open_disk(kind, tmp_path / "disk") as other:  # a new one
             assert len(loaded(other, kind)) == COUNT
-            assert loaded(cache, kind) == []
-        assert warnings() == []
-        assert loaded(cache, kind) == []
+        assert loaded(cache, kind) == warnings() == []
         assert cache.stats().damaged == 0
     with open_disk(kind, tmp_path / "disk") as cache:
         assert loaded(cache, kind) == []
@@ -428,8 +360,6 @@ def test_a_disk_that_hangs_does_not_write_into_other_files(tmp_path, monkeypatch
     assert [os.fstat(other).st_size for other in others] == [0] * 20
     for other in others:
         os.close(other)
-    with open_disk("rows", tmp_path / "disk") as cache:
-        loaded(cache, "rows")
 
 
 def test_samples_of_more_parts_than_one_call_takes(tmp_path):

@@ -10,12 +10,10 @@ import random
 import signal
 import stat
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from stocache import DiskCache, DiskError, LimitError, MismatchError
 from stocache.disk import folder as folder_module
@@ -30,7 +28,8 @@ from tests.support.processes import in_child, run_python
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 
-def need_mounts():
+@pytest.fixture
+def may_mount():
     if not traces.private or os.geteuid() != 0:
         pytest.skip("this process may not mount")
 
@@ -113,13 +112,9 @@ def test_another_fingerprint_makes_the_folder_again_and_none_names_an_earlier_ru
 
 
 FORGED = {
-    "key": ["", "x" * 16, "0" * 17, 5, None, ["0" * 16]],
-    "created": ["now", -1, 1e300, None],
-    "fingerprint": [5, ["1"], {}],
-    "identity": [None, [], "identity"],
-    "facts": [None, [], {}, {"memory_slots": -1, "example": None}, {"memory_slots": 1 << 70, "example": None}],
-    "version": [0, 2, "1", None, [1]],
-}
+    "key": ["", "x" * 16, "0" * 17, 5, ["0" * 16]], "created": ["now", -1, 1e300], "fingerprint": [5, {}], "identity": [[]],
+    "facts": [None, [], {}, *({"memory_slots": slots, "example": None} for slots in (-1, 1 << 70))], "version": [2, "1", None],
+}  # fmt: skip
 
 
 @pytest.mark.quick
@@ -135,21 +130,14 @@ def test_a_damaged_or_forged_manifest_says_what_to_do(filled):
     for data in (*damaged, *(embed_checksum(text, b'"checksum": "') for text in texts)):
         path.write_bytes(data)
         refused(filled, r"cache.json is damaged: .* Remove the cache: stocache rm --force")
-    path.write_bytes(text)
-    with open_disk("rows", filled) as cache:
-        assert loaded(cache, "rows") == []
 
 
 def put_link(path):
     path.symlink_to(path.parent.parent / "precious")
 
 
-def put_device(path):
-    os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize("put_thing", [put_link, os.mkfifo, os.mkdir, pytest.param(put_device, marks=as_root)])
+@pytest.mark.parametrize("put_thing", [put_link, os.mkfifo, os.mkdir])
 def test_what_is_not_a_file_is_refused(filled, tmp_path, put_thing):
     for leads_to_a_file in (False, True):
         for name in ("lock", "index", "samples", "cache.json"):
@@ -175,8 +163,7 @@ def test_a_file_that_is_missing_is_made_again(filled, names):
             assert loaded(cache, "rows") == missing
 
 
-def test_memory_and_a_limit_above_what_is_free_are_warned_of(tmp_path, warnings):
-    need_mounts()
+def test_memory_and_a_limit_above_what_is_free_are_warned_of(may_mount, tmp_path, warnings):
     with mounted(tmp_path, "size=1m,mode=700"):
         with open_disk("rows", tmp_path, limit="1GB") as cache:
             assert cache.stats().capacity_bytes <= 1 << 20
@@ -214,9 +201,7 @@ def test_a_folder_that_another_machine_uses_is_refused(tmp_path, monkeypatch):
     refused(tmp_path, "was made by another machine, and is on a network file system")
 
 
-def test_a_container_with_its_own_shared_memory_is_refused(filled):
-    need_mounts()
-
+def test_a_container_with_its_own_shared_memory_is_refused(may_mount, filled):
     def contained():
         assert traces.mount_private()
         refused(filled, "is in use by another machine, or by a container")
@@ -225,58 +210,24 @@ def test_a_container_with_its_own_shared_memory_is_refused(filled):
         assert in_child(contained) == 0
 
 
-def test_a_read_only_folder_is_read_and_none_is_made_there(tmp_path, warnings, monkeypatch):
-    need_mounts()
+def test_a_read_only_folder_is_read_and_none_is_made_there(may_mount, tmp_path, warnings, monkeypatch):
     with mounted(tmp_path, "size=8m,mode=700"):
         with open_disk("rows", tmp_path, limit="4MB") as cache:
             loaded(cache, "rows", range(40))
         assert ctypes.CDLL(None).mount(None, os.fsencode(tmp_path), None, 32 | 1, None) == 0  # MS_REMOUNT, MS_RDONLY
         warnings()
-        with open_disk("rows", tmp_path, limit="4MB") as cache:
-            assert sum("is read-only: its samples are read, and no others are added" in each for each in warnings()) == 1
-            for _ in range(2):
-                assert loaded(cache, "rows") == list(range(40, COUNT))
-            with open_disk("rows", tmp_path, limit="4MB") as other:
-                assert loaded(other, "rows") == list(range(40, COUNT))
-        monkeypatch.setattr(folder_module, "domain", lambda: "machine boot 7")  # that of another one is in the lock
-        with open_disk("rows", tmp_path, limit="4MB"), open_disk("rows", tmp_path, limit="4MB") as cache:
-            assert loaded(cache, "rows", range(40)) == []
+        for name in (folder_module.domain(), "machine boot 7"):  # that of another one is in the lock
+            monkeypatch.setattr(folder_module, "domain", lambda name=name: name)
+            with open_disk("rows", tmp_path, limit="4MB") as cache, open_disk("rows", tmp_path, limit="4MB") as other:
+                assert sum("is read-only: its samples are read, and no others are added" in each for each in warnings()) > 0
+                for its in (cache, cache, other):
+                    assert loaded(its, "rows") == list(range(40, COUNT))
         warnings()
         for path, options in ((tmp_path, {"fingerprint": "2"}), (tmp_path / "new", {})):
             with open_disk("rows", path, limit="4MB", **options) as cache:
                 assert len(loaded(cache, "rows")) == COUNT
             assert warnings()[-1] == f"disk={str(path)!r} is not used: Read-only file system. Nothing is cached there."
         del cache, other
-
-
-def load_all(number, cache, path, log):
-    """Load all samples that the other process has not loaded, into a cache that came with the process, and one of its own."""
-    at = os.open(log, os.O_WRONLY | os.O_APPEND)
-
-    def load(indices):
-        os.write(at, b"".join(idx.to_bytes(2, "little") for idx in indices))
-        time.sleep(0.001)
-        return [row(idx) for idx in indices]
-
-    order = random.Random(number).sample(range(COUNT), COUNT)
-    with open_disk("rows", path) as own:
-        for first in range(0, COUNT, 4):
-            indices = order[first : first + 4]
-            for idx, found in zip(indices, own.get_or_load_many(indices, load), strict=True):
-                assert torch.equal(found[0], row(idx)[0])
-        assert loaded(cache, "rows") == loaded(own, "rows") == []
-
-
-@pytest.mark.parametrize("start_method", ["fork", "forkserver"], indirect=True)
-def test_two_processes_load_each_sample_once_and_others_find_it(tmp_path, run_processes):
-    (tmp_path / "log").touch()
-    with open_disk("rows", tmp_path / "disk") as cache:
-        run_processes(2, load_all, cache, tmp_path / "disk", tmp_path / "log")
-        assert loaded(cache, "rows") == []
-    data = np.frombuffer((tmp_path / "log").read_bytes(), "<u2")
-    assert sorted(data.tolist()) == list(range(COUNT))
-    with open_disk("rows", tmp_path / "disk") as cache:
-        assert loaded(cache, "rows") == []
 
 
 PROGRAM = """
