@@ -7,7 +7,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import types
 from pathlib import Path
 from unittest.mock import ANY
@@ -19,7 +18,7 @@ import stocache.preparation
 from stocache import OnDiskBlockDataStorage, SampleError, StorageError
 from stocache.cli.app import app
 from stocache.errors import WorkerError
-from tests.support.preparing import Faulty, FaultyTogether, Images, Preparer, content, prepared, written
+from tests.support.preparing import Faulty, FaultyTogether, Images, Locks, Preparer, content, prepared, written
 from tests.support.processes import run_python
 from tests.support.ray_programs import by_ray
 
@@ -34,11 +33,10 @@ class RayTaskError(RayError):
         self.cause = cause
 
 
-class Task:
+class Task(types.SimpleNamespace):
     """A value, or a call of which it is not known yet what it returns."""
 
-    def __init__(self, value=None, call=None):
-        self.value, self.call = value, call
+    value = call = None
 
     def hex(self):
         return f"{id(self):x}"
@@ -61,9 +59,8 @@ class StandIn(types.ModuleType):
         vars(self.exceptions).update(RayError=RayError, RayTaskError=RayTaskError)
         self.at, self.most, self.connected, self.cancelled, self.stubborn, self.dead = None, 0, None, [], False, ()
         self.initialized, self.turn = True, 0
-
-    def is_initialized(self):
-        return self.initialized
+        self.is_initialized, self.cluster_resources = lambda: self.initialized, lambda: {"CPU": 2.0}
+        self.put = lambda value: Task(value=value)
 
     def init(self, address, **options):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray has a handler of its own
@@ -71,12 +68,6 @@ class StandIn(types.ModuleType):
 
     def shutdown(self):
         self.connected = *self.connected, "and ended"
-
-    def cluster_resources(self):
-        return {"CPU": 2.0}
-
-    def put(self, value):
-        return Task(value)
 
     def remote(self, max_retries):
         assert max_retries == 3
@@ -97,14 +88,13 @@ class StandIn(types.ModuleType):
         if task.call is None:
             return task.value
         function, *arguments = task.call
-        self.at, home = pickle.loads(arguments[-1])[0], os.getcwd()
+        self.at = pickle.loads(arguments[-1])[0]
+        if self.at in self.dead:
+            raise RayError("the worker died\nof a signal")
+        home = os.getcwd()
         os.chdir("/")
         try:
-            if self.at in self.dead:
-                raise RayError("the worker died\nof a signal")
             return function(*arguments)
-        except RayError:
-            raise
         except Exception as error:
             raise RayTaskError(error) from error
         finally:
@@ -124,42 +114,16 @@ def ray(monkeypatch):
     vars(stocache.preparation).pop("ray", None)
 
 
-@pytest.mark.parametrize(("make", "options"), [
-    (lambda: Images(seeded=True), {}), (FaultyTogether, {"shuffle_seed": 3}), (lambda: Images(0), {}), (Preparer, {}),
-    (lambda: Preparer(30), {"shuffle_seed": 3}), (lambda: Faulty([3, 5, 60, 95, 99]), {"on_error": "skip"}),
+@pytest.mark.parametrize(("make", "options", "most"), [
+    (lambda: Images(seeded=True), {"num_workers": 1}, 1), (FaultyTogether, {"shuffle_seed": 3, "num_workers": 3}, 3),
+    (lambda: Images(0), {}, 0), (Preparer, {}, 4), (lambda: Preparer(30), {"shuffle_seed": 3}, 4),
+    (lambda: Faulty([3, 5, 60, 95, 99]), {"on_error": "skip"}, 4),
 ])  # fmt: skip
-def test_content_is_that_of_one_process(tmp_path, monkeypatch, ray, make, options):
+def test_content_is_that_of_one_process_and_num_workers_blocks_are_in_work(tmp_path, monkeypatch, ray, make, options, most):
     monkeypatch.chdir(tmp_path)
     by_ray(make(), "ray", **options)  # a relative folder is one of this process
     assert content(tmp_path / "ray") == prepared(make(), tmp_path / "here", **options)
-    assert ray.connected is None
-
-
-@pytest.mark.parametrize(("workers", "most"), [(1, 1), (3, 3), (0, 4)])
-def test_num_workers_are_how_many_blocks_are_in_work_at_one_time(tmp_path, ray, workers, most):
-    by_ray(Images(), tmp_path, num_workers=workers)
-    assert ray.most == most
-
-
-def only_here(dataset, idx):
-    if sys.modules["ray"].at is not None:
-        raise FileNotFoundError(f"photo {idx} is on another machine")
-
-
-def test_a_worker_that_sees_no_sample_at_all_is_an_error(tmp_path, ray):
-    with pytest.raises(FileNotFoundError, match="is on another machine"):
-        by_ray(Faulty(at=only_here), tmp_path, on_error="skip")
-    assert not (tmp_path / "skipped.json").exists()
-
-
-@pytest.mark.parametrize("stubborn", [False, True])
-def test_an_error_of_the_dataset_comes_out_as_itself_and_running_tasks_are_ended(tmp_path, ray, stubborn):
-    ray.stubborn = stubborn
-    with pytest.raises(ValueError, match="photo 60 cannot\nbe read") as raised:
-        by_ray(Faulty([60]), tmp_path)
-    assert type(raised.value.__cause__) is RayTaskError
-    assert set(ray.cancelled) == ({False, True} if stubborn else {False})
-    assert len(written(tmp_path)) == 8
+    assert (ray.connected, ray.most) == (None, most)
 
 
 class OddError(Exception):
@@ -174,7 +138,15 @@ def odd(dataset, idx):
         raise OddError("this", "that")
 
 
-def test_an_error_that_does_not_pickle_and_a_worker_that_dies_are_named(tmp_path, ray):
+def only_here(dataset, idx):
+    if sys.modules["ray"].at is not None:
+        raise FileNotFoundError(f"photo {idx} is on another machine")
+
+
+def test_a_worker_that_sees_no_sample_or_dies_and_an_error_that_does_not_pickle_are_named(tmp_path, ray):
+    with pytest.raises(FileNotFoundError, match="is on another machine"):
+        by_ray(Faulty(at=only_here), tmp_path, on_error="skip")
+    assert not (tmp_path / "skipped.json").exists()
     with pytest.raises(WorkerError, match="OddError: this and that"):
         by_ray(Faulty(at=odd), tmp_path)
     ray.dead = {9}
@@ -183,10 +155,14 @@ def test_an_error_that_does_not_pickle_and_a_worker_that_dies_are_named(tmp_path
     assert not OnDiskBlockDataStorage(tmp_path).is_prepared()
 
 
-class Locks(Preparer):
-    def prepare_data(self):
-        yield from super().prepare_data()
-        yield threading.Lock()
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_an_error_of_the_dataset_comes_out_as_itself_and_running_tasks_are_ended(tmp_path, ray, stubborn):
+    ray.stubborn = stubborn
+    with pytest.raises(ValueError, match="photo 60 cannot\nbe read") as raised:
+        by_ray(Faulty([60]), tmp_path)
+    assert type(raised.value.__cause__) is RayTaskError
+    assert set(ray.cancelled) == ({False, True} if stubborn else {False})
+    assert len(written(tmp_path)) == 8
 
 
 def test_a_sample_that_does_not_pickle_is_named_as_elsewhere_and_an_interrupted_preparation_goes_on(tmp_path, ray):
@@ -214,7 +190,7 @@ def test_a_ray_is_connected_to_or_started_and_ended(tmp_path, monkeypatch, ray, 
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_ray_that_is_not_there_is_an_error(tmp_path, monkeypatch, ray):
+def test_a_ray_that_is_not_there_or_not_installed_is_an_error(tmp_path, monkeypatch, ray):
     ray.initialized, ray.connected, before = False, (), signal.getsignal(signal.SIGTERM)
     with pytest.raises(StorageError, match=r"Ray cannot be connected to at 127\.0\.0\.1:1: ConnectionRefusedError"):
         by_ray(Images(), tmp_path / "a", address="127.0.0.1:1")
@@ -223,11 +199,9 @@ def test_a_ray_that_is_not_there_is_an_error(tmp_path, monkeypatch, ray):
         with pytest.raises(StorageError, match=f"Ray cannot be {what}: IndexError"):
             by_ray(Images(), tmp_path / "a", address=address)
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-@pytest.mark.usefixtures("ray")
-def test_without_ray_it_is_said_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "stocache.preparation.ray")
+    vars(stocache.preparation).pop("ray")
     with pytest.raises(StorageError, match=r"engine='ray' needs Ray, .*: pip install 'stocache\[ray\]'"):
         by_ray(Images(), tmp_path / "a")
 
@@ -248,18 +222,14 @@ def test_the_command_takes_ray_with_and_without_an_address(tmp_path, monkeypatch
     assert ray.connected[:1] == (("local" if arguments == ["--ray"] else "auto"),) or result.exit_code
 
 
-# ---------------------------------------------------------------------------------------------------- a real Ray
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("function", ["in_a_real_ray", "in_its_own_ray"])
 def test_a_real_ray_loses_workers_and_its_own_is_quiet_and_ends_with_the_preparation(tmp_path, function):
     pytest.importorskip("ray", reason="comes with the extra ray")
     # Its workers hardly run on a busy machine with the niceness of 15, Ray's own choice
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"RAY_worker_niceness": "0"}
-    done = run_python(
-        "-m", "tests.support.ray_programs", function, tmp_path, cwd=Path(__file__).parents[2], env=environment, timeout_s=240
-    )
+    arguments = "-m", "tests.support.ray_programs", function, tmp_path
+    done = run_python(*arguments, cwd=Path(__file__).parents[2], env=environment, timeout_s=240)
     if function == "in_its_own_ray":
         assert (done.stdout, done.stderr) == ("", "")
         assert content(tmp_path) == prepared(Images(), tmp_path / "here")

@@ -11,9 +11,15 @@ from stocache import DataPreparer, OnDiskBlockDataStorage
 from stocache.errors import DamagedError, StorageError
 from stocache.preparation.sources import open_source
 from stocache.storage.inspection import find_damage
-from tests.support.preparing import content, damage, failing, prepare_quietly, prepared
+from stocache.storage.manifest import block_name
+from tests.support.preparing import content, damage, failing, names, prepare_quietly, prepared, rewritten, written
 
 ROWS, BLOCK = 100, 10
+
+
+@pytest.fixture
+def table(tmp_path):
+    return write_table(tmp_path / "table.csv")
 
 
 def write_table(path, factor=2, time=5 * 10**9):
@@ -22,17 +28,12 @@ def write_table(path, factor=2, time=5 * 10**9):
     return path
 
 
-@pytest.fixture
-def table(tmp_path):
-    return write_table(tmp_path / "table.csv")
-
-
 class Numbers(DataPreparer):
     def __init__(self, rows=ROWS):
         self.rows = rows
 
     def prepare_data(self):
-        yield from itertools.islice((torch.full((20,), row) for row in range(ROWS)), self.rows)
+        yield from (torch.full((20,), row) for row in range(self.rows))
 
     def get_dataset_info(self):
         return {"torch": torch.ones(3)}  # not JSON: it has a file of its own
@@ -40,18 +41,6 @@ class Numbers(DataPreparer):
 
 def dataset():
     return TensorDataset(torch.arange(ROWS * 20).view(ROWS, 20))
-
-
-def name_of(number):
-    return f"blocks/{number:06}.safetensors"
-
-
-def changes(folder):
-    """When each file was changed."""
-    return {(name, os.stat(folder / name).st_mtime_ns) for name in content(folder)}
-
-
-# ---------------------------------------------------------------------------------------------------- the source has changed
 
 
 def test_an_edited_table_with_as_many_rows_is_not_prepared_already(table, tmp_path):
@@ -70,13 +59,10 @@ def test_a_file_that_was_touched_is_the_same_by_its_contents_or_by_a_fingerprint
     before = prepared(open_source(table, **options), tmp_path / "out", **given)
     os.utime(table, ns=(1, 1))
     assert prepared(open_source(table, **options), tmp_path / "out", **given) == before
-
-
-def test_contents_that_changed_without_a_trace_are_found_by_their_hash(table, tmp_path):
-    prepare_quietly(open_source(table, hashes=True), tmp_path / "out").close()
-    write_table(table, factor=3)
-    with pytest.raises(StorageError, match="files of the source have changed"):
-        prepare_quietly(open_source(table, hashes=True), tmp_path / "out")
+    write_table(table, factor=3, time=1)
+    if options:
+        with pytest.raises(StorageError, match="files of the source have changed"):
+            prepare_quietly(open_source(table, **options), tmp_path / "out")
 
 
 def test_each_change_of_a_folder_of_images_is_one_of_its_files(tmp_path):
@@ -114,34 +100,30 @@ def test_a_folder_of_an_earlier_version_without_facts_about_files_is_prepared_al
     assert prepared(open_source(table), tmp_path / "out") == before
 
 
-# ---------------------------------------------------------------------------------------------------- repairing
-
 DAMAGE = {
-    "value": lambda folder, name: damage(folder, name),
-    "header": lambda folder, name: damage(folder, name, at=20),
+    "value": damage, "header": lambda folder, name: damage(folder, name, at=20),
     "length of the header": lambda folder, name: damage(folder, name, at=3),
-    "cut": lambda folder, name: os.truncate(folder / name, 100),
-    "empty": lambda folder, name: os.truncate(folder / name, 0),
+    "cut": lambda folder, name: os.truncate(folder / name, 100), "empty": lambda folder, name: os.truncate(folder / name, 0),
     "missing": lambda folder, name: (folder / name).unlink(),
-}
+}  # fmt: skip
 
 
 def test_exactly_the_damaged_blocks_are_written_again(tmp_path):
-    folder = tmp_path / "out"
+    folder, numbers = tmp_path / "out", range(len(DAMAGE))
     before = prepared(dataset(), folder, block_size=BLOCK)
     for number, spoil in enumerate(DAMAGE.values()):
-        spoil(folder, name_of(number))
+        spoil(folder, block_name(number))
     with OnDiskBlockDataStorage(folder) as storage:
         problems = find_damage(storage, 0)
         assert len(problems) == len(DAMAGE)
         assert not any("stocache check" in problem or "codec" in problem for problem in problems)
-        for number in range(len(DAMAGE)):
+        for number in numbers:
             with pytest.raises(DamagedError, match="stocache prepare SRC DIR --repair"):
                 [storage.load_sample(row) for row in range(number * BLOCK, (number + 1) * BLOCK)]
-    for names in ({name_of(number) for number in range(len(DAMAGE))}, set()):  # a folder that is whole stays as it is
-        then = changes(folder)
+    for damaged in (numbers, ()):  # a folder that is whole stays as it is
+        then = written(folder)
         assert prepared(dataset(), folder, block_size=BLOCK, repair=True) == before
-        assert {name for name, _ in changes(folder) - then} == names
+        assert rewritten(folder, then) == names(*damaged)
 
 
 @pytest.mark.parametrize(("kind", "options"), [
@@ -150,25 +132,24 @@ def test_exactly_the_damaged_blocks_are_written_again(tmp_path):
 ])  # fmt: skip
 def test_every_source_repairs_its_folder(table, tmp_path, kind, options):
     make, folder = {"dataset": dataset, "preparer": Numbers, "table": lambda: open_source(table)}[kind], tmp_path / "out"
-    before = prepared(make(), folder, **options)
-    damage(folder, name_of(4))
-    then = changes(folder)
+    before, then = prepared(make(), folder, **options), written(folder)
+    damage(folder, block_name(4))
     assert prepared(make(), folder, repair=True, **options) == before
-    assert {name for name, _ in changes(folder) - then} == {name_of(4)}
+    assert rewritten(folder, then) == names(4)
 
 
 @pytest.mark.parametrize("how", ["value", "cut", "empty", "info"])
 def test_a_damaged_index_or_info_is_written_again_with_the_damaged_blocks(tmp_path, how):
     before = prepared(Numbers(), tmp_path / "out")
     DAMAGE.get(how, damage)(tmp_path / "out", "info.safetensors" if how == "info" else "index.json")
-    damage(tmp_path / "out", name_of(1))
+    damage(tmp_path / "out", block_name(1))
     assert prepared(Numbers(), tmp_path / "out", repair=True) == before
 
 
 OTHER = r"cannot be repaired: the source gives other samples now\. Prepare the folder anew"
 
 
-@pytest.mark.parametrize("name", [name_of(3), "index.json"])
+@pytest.mark.parametrize("name", [block_name(3), "index.json"])
 def test_a_source_with_other_samples_does_not_repair(tmp_path, name):
     whole = prepared(dataset(), tmp_path)
     damage(tmp_path, name)
@@ -186,7 +167,7 @@ def test_a_preparer_that_yields_fewer_samples_does_not_repair(tmp_path, rows, se
     options = {"shuffle_seed": seed, "block_size": BLOCK}
     prepare_quietly(Numbers(), tmp_path, **options).close()
     for number in missing:
-        (tmp_path / name_of(number)).unlink()
+        (tmp_path / block_name(number)).unlink()
     with pytest.raises(StorageError, match=OTHER):
         prepare_quietly(Numbers(rows), tmp_path, repair=True, **options)
     assert (tmp_path / "index.json").exists()
@@ -205,7 +186,7 @@ def test_a_damaged_info_does_not_hide_that_the_source_has_changed(table, tmp_pat
 
 def test_a_repair_that_is_killed_leaves_a_folder_that_can_be_repaired(tmp_path, monkeypatch):
     before = prepared(Numbers(), tmp_path)
-    damage(tmp_path, "index.json", name_of(1), name_of(5))
+    damage(tmp_path, "index.json", block_name(1), block_name(5))
     with failing(monkeypatch, "write_encoded", "write_block"):
         prepare_quietly(Numbers(), tmp_path, repair=True)
     assert prepared(Numbers(), tmp_path) == before

@@ -55,7 +55,7 @@ class Lazy(types.ModuleType):
         return dict
 
 
-def test_looking_up_runs_no_hooks():
+def test_looking_up_runs_no_hooks_and_imports_nothing():
     assert find_class(f"{__name__}:Outer.Inner") is Outer.__dict__["Inner"]
     assert find_class("lazy_package:Real") is Outer
     own = ("Outer.gone", "Outer.value", "Outer.function", "Outer.Inner.gone", "gone", "", "Outer.__class__", "ran.append")
@@ -63,9 +63,6 @@ def test_looking_up_runs_no_hooks():
     others = ["os:system", "builtins:exec", "sys:modules", "os:environ", "numpy.random:seed", "os:path.join"]
     for name in [*(f"{__name__}:{path}" for path in own), *lazy, *others]:
         assert find_class(name) is None
-
-
-def test_a_module_that_is_not_imported_is_named():
     with pytest.raises(Unresolved, match="Import antigravity first") as caught:
         type_lookup.resolve("antigravity:fly", False)
     assert caught.value.module == "antigravity"
@@ -107,14 +104,6 @@ def test_a_nature_is_real():
         type_lookup.enum_class(f"{__name__}:Disguised", False)
 
 
-def test_attributes_of_a_dataclass_are_set_without_code():
-    cls = dataclasses.make_dataclass("Guarded", ["x"], namespace={"y": property(None, lambda self, value: ran.append("set"))})
-    check_class("dataclass", cls, "name", ("x", "another"), ())
-    for key in ("y", "__class__", "__dict__", 1):
-        with pytest.raises(Unresolved, match=f"attribute '?{key}'?( is a property)?"):
-            check_class("dataclass", cls, "name", ("x", key), ())
-
-
 class Point(collections.namedtuple("Point", "x y")):
     def __new__(cls, *parts):
         ran.append("new")
@@ -125,17 +114,8 @@ class Point(collections.namedtuple("Point", "x y")):
         ran.append("make")
 
 
-def test_a_namedtuple_is_made_without_its_own_code():
-    check_class("namedtuple", Point, "Point", ("x", "y"), ())
-    make = Container("namedtuple", Point, ("x", "y")).unflatten_fn()
-    assert (type(make([1, 2])), *make([1, 2])) == (Point, 1, 2)
-    with pytest.raises(ValueError, match="1 parts has 2 fields"):
-        make([1])
-
-
 class Colour(enum.Flag):
-    RED = 1
-    BLUE = 2
+    RED, BLUE = 1, 2
 
     @classmethod
     def _missing_(cls, value):
@@ -143,7 +123,17 @@ class Colour(enum.Flag):
         return cls.RED
 
 
-def test_members_are_looked_up_without_code_of_their_class():
+def test_dataclasses_namedtuples_and_members_are_made_without_their_own_code():
+    cls = dataclasses.make_dataclass("Guarded", ["x"], namespace={"y": property(None, lambda self, value: ran.append("set"))})
+    check_class("dataclass", cls, "name", ("x", "another"), ())
+    for key in ("y", "__class__", "__dict__", 1):
+        with pytest.raises(Unresolved, match=f"attribute '?{key}'?( is a property)?"):
+            check_class("dataclass", cls, "name", ("x", key), ())
+    check_class("namedtuple", Point, "Point", ("x", "y"), ())
+    make = Container("namedtuple", Point, ("x", "y")).unflatten_fn()
+    assert (type(make([1, 2])), *make([1, 2])) == (Point, 1, 2)
+    with pytest.raises(ValueError, match="1 parts has 2 fields"):
+        make([1])
     assert member_of(Colour, "RED") is Colour.RED
     with pytest.raises(ValueError, match=r"Colour has no member 'RED\|BLUE'"):
         member_of(Colour, "RED|BLUE")
@@ -151,30 +141,20 @@ def test_members_are_looked_up_without_code_of_their_class():
     assert member_of(plain, "RED|BLUE|8") == plain(11)
 
 
-def test_only_pythons_own_factories_are_called():
+def test_only_pythons_own_factories_are_called_and_a_class_that_only_a_hook_finds_is_not_written(monkeypatch):
     for name in ("os:system", "builtins:exec", f"{__name__}:Outer", "builtins:type", "subprocess:Popen"):
         with pytest.raises(Unresolved, match=f"have the default_factory {name}. To call it, pass allow_pickle=True"):
             type_lookup.factory_of(name, False)
     assert type_lookup.factory_of("builtins:list", False) is list
-
-
-def test_a_class_that_only_a_hook_of_its_module_finds_is_refused_when_it_is_written(monkeypatch):
-    module = types.ModuleType("hooked")
-    Hidden = type("Hidden", (), {"__module__": "hooked"})
+    module, Hidden = types.ModuleType("hooked"), type("Hidden", (), {"__module__": "hooked"})
     module.__dict__["__getattr__"] = {"Hidden": Hidden}.__getitem__
     monkeypatch.setitem(sys.modules, "hooked", module)
     with pytest.raises(ValueError, match="other processes do not find as hooked:Hidden"):
         type_lookup.name_of(Hidden)
 
 
-# ---------------------------------------------------------------------------------------------------- dtypes and sizes
-
-
 def deep(levels):
-    descr = "<f4"
-    for _ in range(levels):
-        descr = [["a", descr]]
-    return descr
+    return [["a", deep(levels - 1)]] if levels else "<f4"
 
 
 NO_DTYPES = [
@@ -208,7 +188,7 @@ def test_only_dtypes_of_torch_with_bytes_of_their_own_are_found():
     assert {torch.bool, torch.bfloat16, torch.complex64, torch.uint16, torch.float8_e5m2} <= set(TORCH_DTYPES.values())
 
 
-def test_shapes_and_images_are_of_sizes_that_can_be():
+def test_shapes_and_images_are_of_sizes_that_can_be_and_time_zones_are_here():
     for shape in ([-1], [1.0], [True], [2**63], [1] * 65, "ab", None, 3, [[1]], {1: 2}):
         with pytest.raises(ValueError, match=r"is not a (shape|size)"):
             type_lookup.check_shape(shape)
@@ -219,9 +199,6 @@ def test_shapes_and_images_are_of_sizes_that_can_be():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"an image|is not a size"):
             check_image([{}, mode, size, None, data])
-
-
-def test_a_time_zone_is_one_that_is_here():
     before = set(sys.modules)
     for key in ("../../etc/passwd", "/etc/passwd", "Europe/../../x", "", "no/such/zone", "tzdata", "a.b/c"):
         with pytest.raises(ValueError, match="is not a datetime"):

@@ -2,8 +2,8 @@
 
 import contextlib
 import json
-import os
 import random
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -50,17 +50,12 @@ class Preparer(DataPreparer):
         return {"yielded": self.yielded}
 
 
-class Broken(Images):
-    """A dataset that fails at one sample while a file is there."""
+class Locks(Preparer):
+    """Its last sample cannot be stored."""
 
-    def __init__(self, flag):
-        super().__init__()
-        self.flag = flag
-
-    def __getitem__(self, idx):
-        if idx == 60 and os.path.exists(self.flag):
-            raise ValueError("photo 60 cannot be read")
-        return super().__getitem__(idx)
+    def prepare_data(self):
+        yield from super().prepare_data()
+        yield threading.Lock()
 
 
 class Faulty(Images):
@@ -112,6 +107,11 @@ def labels(storage):
     return [storage.load_sample(idx)[1] for idx in range(len(storage))]
 
 
+def names(*numbers):
+    """The names of blocks."""
+    return {f"{number:06}.safetensors" for number in numbers}
+
+
 def content(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
 
@@ -120,6 +120,11 @@ def written(folder):
     """When each block was written, and to which file. A worker that was ended may leave a part of one under another name."""
     blocks = (Path(folder) / "blocks").glob("*.safetensors")
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in blocks}
+
+
+def rewritten(folder, before):
+    """Which blocks were written after `written` returned this."""
+    return {name for name, time in written(folder).items() if before.get(name) != time}
 
 
 def loaded(log):

@@ -39,8 +39,7 @@ class Unpickled(Faulty):
 
 def die_once(dataset, idx):
     if idx == 45 and not logged(Path(f"{dataset.log}.deaths")):
-        left_by_a_writer = dataset.log.parent / "ray" / f"{block_name(45 // 7)}.123.tmp"
-        left_by_a_writer.touch()
+        (dataset.log.parent / "ray" / f"{block_name(45 // 7)}.123.tmp").touch()  # as a writer leaves it
         log(dataset, "deaths", idx)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,12 +1,14 @@
 """Samples of every kind, drawn by hypothesis or made by hand, and their comparisons."""
 
 import collections
+import contextlib
 import dataclasses
 import datetime
 import decimal
 import enum
 import fractions
 import pathlib
+import resource
 import threading
 
 import numpy as np
@@ -97,8 +99,6 @@ def containers(inner):
 
 samples = st.recursive(leaves, containers, max_leaves=10)
 
-# ---------------------------------------------------------------------------------------------------- of users and libraries
-
 
 class Odd:
     """Not of any kind that has bytes of its own."""
@@ -116,12 +116,8 @@ class OddZone(datetime.tzinfo):
         return datetime.timedelta(0)
 
 
-class Day(datetime.date):
-    """May hold more than a date."""
-
-
-class Days(set):
-    """May hold more than a set."""
+# They may hold more than a date or a set
+Day, Days = (type(name, (base,), {"__module__": __name__}) for name, base in (("Day", datetime.date), ("Days", set)))
 
 
 Extra = collections.namedtuple("Extra", "image info")
@@ -182,18 +178,13 @@ def alike(a, b):
         return a == b and a.default_factory is b.default_factory
     if isinstance(a, Slotted):
         return alike(a.image, b.image)
-    if isinstance(a, decimal.Decimal):
-        return repr(a) == repr(b)  # sNaN cannot be compared
-    if isinstance(a, fractions.Fraction):
-        return a == b  # too long for repr
+    if isinstance(a, decimal.Decimal | fractions.Fraction):  # sNaN cannot be compared; a fraction may be too long for repr
+        return repr(a) == repr(b) if isinstance(a, decimal.Decimal) else a == b
     if hasattr(a, "batch_size"):
         return a.batch_size == b.batch_size and bool((a == b).all())
     if hasattr(a, "getpixel"):
         return (a.mode, a.size, a.info, a.tobytes()) == (b.mode, b.size, b.info, b.tobytes())
     return identical(a, b) and everywhere(identical, a, b)
-
-
-# ---------------------------------------------------------------------------------------------------- what is pickled
 
 
 @dataclasses.dataclass
@@ -212,16 +203,19 @@ def nested(depth, value=1):
     return value
 
 
-def equal_dense(a, b):
-    return type(a) is type(b) and a.layout == b.layout and torch.equal(a.to_dense(), b.to_dense())
+@contextlib.contextmanager
+def takes_little_memory():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
 
 
-def equal_arrays(a, b):
-    return type(a) is type(b) and a.dtype == b.dtype and a.tolist() == b.tolist()
+def equal(of):
+    return lambda a, b: type(a) is type(b) and same(of(a), of(b))
 
 
-def equal_repr(a, b):
-    return type(a) is type(b) and repr(a) == repr(b)
+equal_dense, equal_repr = equal(lambda value: (value.layout, value.to_dense())), equal(repr)
+equal_arrays = equal(lambda array: (array.dtype, array.tolist()))
 
 
 STRING = getattr(getattr(np, "dtypes", None), "StringDType", lambda: object)()  # numpy 2 has one
