@@ -414,7 +414,12 @@ def test_a_stopped_process_that_prepares_a_folder_is_named(monkeypatch, tmp_path
     def run():
         prepare([torch.zeros(3)] * 4, tmp_path, num_workers=0, progress=False)
 
-    with stopped(lambda: local.LocalStore(str(tmp_path)).locked().__enter__()) as pid:
+    def hold():
+        holding = local.LocalStore(str(tmp_path)).locked()
+        holding.__enter__()
+        return holding
+
+    with stopped(hold) as pid:
         with pytest.raises(StorageError, match=rf"prepared by process {pid} \(.*\), which is stopped, which makes no progress"):
             run()
     run()
