@@ -5,20 +5,12 @@ import itertools
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    ConcatDataset,
-    Dataset,
-    IterableDataset,
-    IterDataPipe,
-    RandomSampler,
-    Subset,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, IterDataPipe, RandomSampler, Subset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torch.utils.data.graph import traverse_dps
 
@@ -44,14 +36,9 @@ def workers():
 @pytest.fixture(autouse=True)
 def no_thread_stays():
     """No worker thread of a test may be there after it."""
-    before = set(workers())
+    before = {*workers()}
     yield
-
-    def all_have_ended():
-        gc.collect()  # which does nothing while a thread collects
-        return not set(workers()) - before
-
-    wait_until(all_have_ended)
+    wait_until(lambda: gc.collect() >= 0 and before >= {*workers()})  # it does nothing while a thread collects
 
 
 def thread_loader(dataset, **options):
@@ -60,9 +47,6 @@ def thread_loader(dataset, **options):
 
 def agree_with_torch(dataset, **options):
     agree(*both(dataset, **THREADS | options))
-
-
-# ---------------------------------------------------------------------------------------------------- the same batches
 
 
 class Made(Dataset):
@@ -81,17 +65,14 @@ class MadeTogether(Made):
         return [self.make(idx) for idx in indices]
 
 
-class NotTogether(Made):
-    __getitems__ = None
-
-
 def numbers(idx):
     return {"tensors": [torch.full((2,), idx, dtype=torch.bfloat16), torch.ones(3, 90, 91) * idx], "one": np.int16(idx)}
 
 
 def test_datasets_that_make_samples_together_or_do_not():
     made, together = Made(numbers), MadeTogether(numbers)
-    for dataset in (made, together, NotTogether(numbers), Subset(made, range(3, 17)), ConcatDataset([made, together])):
+    made.__getitems__ = None
+    for dataset in (made, together, Subset(Made(numbers), range(3, 17)), ConcatDataset([made, together])):
         agree_with_torch(dataset, batch_size=4)
         assert not any(tensor.is_shared() for tensor in next(iter(thread_loader(dataset)))["tensors"])
 
@@ -108,18 +89,10 @@ def vary(sample):
     return {"part": sample[0][:, : 1 + sample[1] % 5], "idx": sample[1]}
 
 
-@pytest.mark.parametrize(
-    ("make", "collate"),
-    [
-        (lambda: CachedDataset(Images(), 1, transform=vary), list),
-        (lambda: CachedDataset(Made(lambda idx: vary(Images()[idx]), N), 1), list),
-        (lambda: CachedDataset(Made(lambda idx: torch.full((4, 5), idx).bfloat16(), N), 1), default_collate),
-    ],
-    ids=["transform", "varying", "bfloat16"],
-)
-def test_other_cached_datasets_give_the_same_batches(make, collate):
-    with make() as dataset:
-        agree_with_torch(dataset, batch_size=6, shuffle=True, collate_fn=collate)
+def test_cached_datasets_with_a_transform_or_varying_samples_give_the_same_batches():
+    for source, transform in ((Images(), vary), (Made(lambda idx: vary(Images()[idx]), N), None)):
+        with CachedDataset(source, 1, transform=transform) as dataset:
+            agree_with_torch(dataset, batch_size=6, shuffle=True, collate_fn=list)
 
 
 class Stream(IterableDataset):
@@ -156,11 +129,10 @@ class Gated(Images):
 
     def __init__(self, at=5):
         super().__init__()
-        self.gate, self.at, self.reads, self.lock = threading.Event(), at, [], threading.Lock()
+        self.gate, self.at, self.reads = threading.Event(), at, []
 
     def __getitem__(self, idx):
-        with self.lock:
-            self.reads.append(idx)
+        self.reads.append(idx)
         assert idx != self.at or self.gate.wait(60)
         return super().__getitem__(idx)
 
@@ -175,25 +147,17 @@ def test_without_order_all_batches_come():
     assert sorted(labels_of([*first, *iterator])) == list(range(N))
 
 
-# ---------------------------------------------------------------------------------------------------- memory
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.uint16, torch.complex64])
 def test_a_batch_has_a_storage_of_its_own(dtype):
     source = Made(lambda idx: torch.full((300,), idx).to(dtype), 64)
+    expected = torch.stack([source[idx] for idx in range(64)]).view(torch.uint8).chunk(8)
     with CachedDataset(source, 1, probe=4) as dataset:
         loader = thread_loader(dataset, batch_size=8)
-        for _ in range(2):
-            batches = list(loader)
-        for number, batch in enumerate(batches):
+        for batch, values in zip([*loader, *loader], [*expected, *expected], strict=True):
             assert batch.dtype == dtype
             assert batch.untyped_storage().nbytes() == batch.nbytes
-            expected = torch.stack([source[idx] for idx in range(8 * number, 8 * number + 8)])
-            assert torch.equal(batch.view(torch.uint8), expected.view(torch.uint8))
-
-
-# ---------------------------------------------------------------------------------------------------- in a worker
+            assert torch.equal(batch.view(torch.uint8), values)
 
 
 def look(idx):
@@ -208,21 +172,15 @@ began = []
 def test_worker_info_is_that_of_the_thread_and_is_none_elsewhere():
     began.clear()
     init = lambda number: began.append(look(0))  # began is global: a closure would be copied
-    loader = thread_loader(Made(look, 40), collate_fn=list, generator=torch.Generator().manual_seed(3), worker_init_fn=init)
-    found = []
-    for batch in loader:
-        assert set(batch) <= set(began)
-        thread = threading.Thread(target=lambda: found.append((get_worker_info(), torch.random.thread_safe_generator())))
-        thread.start()
-        thread.join()
+    elsewhere = lambda: (get_worker_info(), torch.random.thread_safe_generator())
+    with ThreadPoolExecutor(1) as other:
+        for batch in thread_loader(Made(look, 40), collate_fn=list, worker_init_fn=init):
+            assert set(batch) <= set(began)
+            assert other.submit(elsewhere).result() == elsewhere() == (None, None)
     seed = min(each[2] for each in began)
     assert sorted(began) == [(number, 2, seed + number, "thread", True, 40) for number in range(2)]
-    assert {*found, (get_worker_info(), torch.random.thread_safe_generator())} == {(None, None)}
     method = Made(lambda idx: get_worker_info().worker_method)
     assert set(itertools.chain(*torch.utils.data.DataLoader(method, num_workers=1))) == {"multiprocessing"}
-
-
-# ---------------------------------------------------------------------------------------------------- errors
 
 
 class Fails:
@@ -262,24 +220,14 @@ def draws(idx):
 @pytest.mark.parametrize(
     ("dataset", "options"),
     [
-        (Made(Fails(ValueError("wrong")), 30), {}),
-        (MadeTogether(Fails(KeyError("key")), 30), {}),
-        (Made(Fails(StopIteration("end")), 30), {}),
-        (MadeTogether(Fails(StopIteration("end")), 30), {}),
+        (Made(Fails(ValueError("wrong")), 30), {}), (MadeTogether(Fails(StopIteration("end")), 30), {}),
         (Made(draws, 40), {"batch_size": 10}),  # other samples of the batch wait for their turn to draw
         (Images(), {"batch_size": 2, "sampler": Breaks(Images())}),
     ],
-)
+)  # fmt: skip
 def test_errors_come_in_the_place_of_their_batch(dataset, options):
     make = lambda method: stocache.DataLoader(dataset, num_workers=2, worker_method=method, **{"batch_size": 4, **options})
     assert same(came(make("thread")), came(make("multiprocessing")))
-
-
-@pytest.mark.quick
-def test_the_first_error_of_a_batch_is_raised():
-    both = lambda idx: Fails(KeyError("later"), 7)(Fails(ValueError("first"), 4)(idx))
-    with pytest.raises(ValueError, match="first"):
-        list(thread_loader(Made(both), batch_size=20, num_workers=4))
 
 
 def fail(*arguments):
@@ -287,7 +235,10 @@ def fail(*arguments):
 
 
 @pytest.mark.quick
-def test_errors_of_worker_init_fn_and_collate_fn_are_raised():
+def test_errors_of_worker_init_fn_and_collate_fn_and_the_first_of_a_batch_are_raised():
+    two = lambda idx: Fails(KeyError("later"), 7)(Fails(ValueError("first"), 4)(idx))
+    with pytest.raises(ValueError, match="first"):
+        list(thread_loader(Made(two), batch_size=20, num_workers=4))
     for persistent in (False, True):
         iterator = iter(thread_loader(Images(), worker_init_fn=fail, persistent_workers=persistent))
         for _ in range(5):
@@ -307,14 +258,14 @@ def test_sys_exit_in_a_worker_is_an_error_of_the_loop():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("indices", [[1.5, 2], ["3", 1], [N, 1], [0, None], [-N - 1]], ids=str)
-def test_wrong_indices_are_refused(indices):
+def test_wrong_indices_are_refused():
     with CachedDataset(Images(), 1) as dataset:
-        first, error, end = came(thread_loader(dataset, batch_sampler=[[1, 2], indices]))
-        assert (first[1].tolist(), end) == ([1, 2], "")
-        with pytest.raises((SampleIndexError, TypeError), match=r".") as expected:
-            dataset.__getitems__(indices)
-        assert error[0] is expected.type
+        for indices in ([1.5, 2], ["3", 1], [N, 1], [0, None], [-N - 1]):
+            first, error, end = came(thread_loader(dataset, batch_sampler=[[1, 2], indices]))
+            assert (first[1].tolist(), end) == ([1, 2], "")
+            with pytest.raises((SampleIndexError, TypeError), match=r".") as expected:
+                dataset.__getitems__(indices)
+            assert error[0] is expected.type
 
 
 @pytest.mark.quick
@@ -329,19 +280,11 @@ def test_a_cache_that_is_closed_early_is_told():
         list(iterator)
 
 
-def test_an_unknown_method_is_refused():
-    with pytest.raises(ValueError, match=r"worker_method must be one of .*'thread', 'auto', got 'fibre'"):
-        stocache.DataLoader(Images(), num_workers=2, worker_method="fibre")
-
-
 def test_a_stuck_sample_ends_in_a_timeout():
     source = Gated(at=0)
     with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.2 seconds"):
         next(iter(thread_loader(source, timeout=0.2)))
     source.gate.set()
-
-
-# ---------------------------------------------------------------------------------------------------- who waits for whom
 
 
 @pytest.mark.quick
@@ -410,8 +353,8 @@ def test_samples_that_cannot_be_cached_are_loaded_by_the_thread_that_needs_them(
 
         def __getitem__(self, idx):
             self.owner = self.owner or threading.get_ident()
-            assert self.owner == threading.get_ident()
             time.sleep(0.001)
+            assert self.owner == threading.get_ident()
             return super().__getitem__(idx)
 
     order = [[idx, (idx * 7) % N, (idx * 3) % N] for idx in range(N)]  # samples come several times
@@ -421,19 +364,10 @@ def test_samples_that_cannot_be_cached_are_loaded_by_the_thread_that_needs_them(
             assert [batch[1].tolist() for batch in loader] == order
 
 
-class OneIsCut(Images):
-    def __getitem__(self, idx):
-        found, _ = super().__getitem__(idx)
-        return (found if idx != 3 else found[:, :4]), idx
-
-
 def test_a_sample_of_another_shape_is_an_error_as_with_processes():
-    with CachedDataset(OneIsCut(), 1, example=Images()[0]) as dataset:
+    with CachedDataset(Made(lambda idx: torch.ones(4 if idx == 3 else 8), N), 1, example=torch.ones(8)) as dataset:
         make = lambda method: stocache.DataLoader(dataset, 4, num_workers=2, worker_method=method)
         assert [type(found) for found in came(make("thread"))] == [type(found) for found in came(make("multiprocessing"))]
-
-
-# ---------------------------------------------------------------------------------------------------- life
 
 
 @pytest.mark.quick
@@ -463,14 +397,13 @@ def test_persistent_threads_serve_all_epochs():
 def test_what_threads_hold_goes_with_the_iterator():
     alive = []
 
-    class Heavy:
-        pass
-
     class Holds(Images):
+        held = None
+
         def __getitem__(self, idx):
-            if not hasattr(self, "heavy"):
-                self.heavy = Heavy()
-                alive.append(weakref.ref(self.heavy))
+            if self.held is None:
+                self.held = Images()
+                alive.append(weakref.ref(self.held))
             return idx
 
     gc.disable()
@@ -526,7 +459,9 @@ def test_a_forked_child_cannot_use_the_iterator():
         assert labels_of(iterator) == list(range(5, N))
 
 
-def test_an_unknown_get_worker_info_is_refused(monkeypatch):
+def test_an_unknown_method_or_get_worker_info_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"worker_method must be one of .*'thread', 'auto', got 'fibre'"):
+        stocache.DataLoader(Images(), num_workers=2, worker_method="fibre")
     monkeypatch.setattr(torch.utils.data._utils.worker, "get_worker_info", lambda: len([]))
     with pytest.raises(RuntimeError, match="this torch has another get_worker_info"):
         next(iter(thread_loader(Images())))

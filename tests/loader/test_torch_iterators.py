@@ -18,11 +18,6 @@ import stocache
 from stocache.loader.torch_iterators import QuickQueue, _is_ready, _kept, with_quick_queues
 
 FORK = multiprocessing.get_context("fork")
-WAYS = {
-    "main": {},
-    "processes": {"num_workers": 1, "multiprocessing_context": "fork"},
-    "threads": {"num_workers": 1, "worker_method": "thread"},
-}
 pytestmark = pytest.mark.leaves_descriptors  # the semaphores of a queue
 
 
@@ -57,8 +52,8 @@ def test_queues_are_quick_in_each_process_and_several_send_at_once(method, count
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
-    for number in range(count):  # the messages of each are whole, and in order
-        assert [message for message in came if message[0] == number] == [(number, at, _body(at)) for at in range(COUNT)]
+    came.sort(key=lambda message: message[0])  # the messages of each are whole, and in order
+    assert came == [(number, at, _body(at)) for number in range(count) for at in range(COUNT)]
     for options in ({"timeout": 0.0}, {"timeout": 0.01}, {"timeout": -1.0}, {"block": False}):
         with pytest.raises(queue.Empty, match=r"^$"):
             answers.get(**options)
@@ -88,29 +83,22 @@ def test_small_messages_are_sent_at_once_and_the_order_stays(quick):
 
 
 def test_nobody_waits_for_a_process_that_was_killed_while_it_sent(quick):
-    quick._wlock.acquire()
-    quick.put("a")  # a thread waits now
-    quick._wlock.release()
+    with quick._wlock:
+        quick.put("a")  # a thread waits now
     assert quick.get(timeout=60) == "a"
 
 
-def test_what_cannot_be_pickled_is_an_error_of_the_caller(quick):
+def test_errors_of_a_queue(quick):
     with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
         quick.put(lambda: 1)
     quick.put("a")
     assert quick.get(timeout=60) == "a"
+    quick._writer.close()  # the last one
+    with pytest.raises(EOFError, match=r"^$"):
+        quick.get(timeout=60)
     quick.close()
     with pytest.raises(ValueError, match="closed"):
         quick.put("a")
-
-
-def test_a_queue_whose_writers_have_gone_raises_as_before():
-    for kind in (multiprocessing.queues.Queue, QuickQueue):
-        some = kind(ctx=FORK)
-        some._writer.close()
-        with pytest.raises(EOFError, match=r"^$"):
-            some.get(timeout=60)
-        some._reader.close()
 
 
 class OwnQueue(multiprocessing.queues.Queue):
@@ -135,10 +123,11 @@ def test_the_loader_uses_quick_queues_or_those_of_the_users_context_which_it_lea
 def test_an_iterator_that_the_garbage_collector_finds_ends_its_workers():
     iterator = iter(stocache.DataLoader(list(range(80)), num_workers=1, multiprocessing_context="fork"))
     next(iterator)
-    workers = iterator._workers
-    (key,) = (key for key, queues in _kept.items() if queues == [iterator._worker_result_queue, *iterator._index_queues])
-    began = {"itself": iterator, "queues": [iterator._worker_result_queue, *iterator._index_queues]}
+    workers, queues = iterator._workers, [iterator._worker_result_queue, *iterator._index_queues]
+    (key,) = (key for key, kept in _kept.items() if kept == queues)
+    began = {"itself": iterator, "queues": queues}
     began["around"] = began
+    del queues
     del iterator, began
     gc.collect()
     assert [worker.exitcode for worker in workers] == [0]  # not ended by a signal after 5 seconds
@@ -153,15 +142,18 @@ class Short(IterableDataset):
         return iter(range(5))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_profiler_sees_each_batch_and_a_wrong_length_is_told_as_by_torch(way):
+FORKED = {"num_workers": 1, "multiprocessing_context": "fork"}
+
+
+@pytest.mark.parametrize("options", [{}, FORKED, {"num_workers": 1, "worker_method": "thread"}], ids=str)
+def test_a_profiler_sees_each_batch_and_a_wrong_length_is_told_as_by_torch(options):
     seen = []
-    for loader in (torch.utils.data.DataLoader(range(40), 4), stocache.DataLoader(range(40), 4, **WAYS[way])):
+    for loader in (torch.utils.data.DataLoader(range(40), 4), stocache.DataLoader(range(40), 4, **options)):
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             assert len(list(loader)) == 10
         seen.append(sum(event.name.startswith("enumerate(DataLoader)") for event in profiler.events()))
     assert seen[0] == seen[1] >= 10
-    short = stocache.DataLoader(Short(), **WAYS[way])
+    short = stocache.DataLoader(Short(), **options)
     assert len(short) == 3
     with pytest.warns(UserWarning, match="was reported to be 3"):
         list(short)

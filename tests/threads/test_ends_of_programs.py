@@ -8,7 +8,7 @@ import pytest
 from tests.support.processes import run_python
 
 RUN = """
-import atexit, ctypes, gc, json, os, signal, sys, threading, time, warnings
+import atexit, ctypes, gc, json, os, signal, sys, threading, warnings
 import torch, stocache
 from stocache.reading import DataLoader2
 from stocache.threads import daemons
@@ -27,15 +27,12 @@ class Data(torch.utils.data.Dataset):
             ctypes.CDLL(None).sleep(60)
         return torch.full((8, 8), idx), idx
 
-def busy(idx):
-    rows = torch.full((200, 500), float(idx))
-    for _ in range(10**6 if idx == 12 else 6):
-        rows = rows.sin()
-    return rows
-
 class Busy(Data):
     def __getitem__(self, idx):
-        return busy(idx)
+        rows = torch.full((200, 500), float(idx))
+        for _ in range(10**6 if idx == 12 else 6):
+            rows = rows.sin()
+        return rows
 
 gc.freeze()  # or each program would look through all of torch at its end
 ends, folder = {}, sys.argv[2]
@@ -58,15 +55,11 @@ LOADERS = {
     "gathered ahead": CACHED + "loader = stocache.DataLoader(dataset, 8, prefetch_factor=2)",
     "processes": CACHED + "loader = stocache.DataLoader(dataset, 8, num_workers=2)",
     "graph": "loader = DataLoader2(IterableWrapper(range(48)).shuffle().prefetch(4).sharding_filter())",
-    "on disk": (
-        "dataset = stocache.CachedDataset(Data(), '8KB', disk=data, disk_limit='1MB', fingerprint='1')\n"
-        "loader = stocache.DataLoader(dataset, 8)"
-    ),
-    "text": (
-        "open(data, 'w').write('1 2 3\\n' * 48)\n"
-        "read = stocache.ReadOptions(progress=False)\n"
-        "loader = stocache.StreamLoader(data, 4, 8, delimiter=' ', size_limit_gib=0.01, read=read)"
-    ),
+    "on disk": """dataset = stocache.CachedDataset(Data(), '8KB', disk=data, disk_limit='1MB', fingerprint='1')
+loader = stocache.DataLoader(dataset, 8)""",
+    "text": """open(data, 'w').write('1 2 3\\n' * 48)
+read = stocache.ReadOptions(progress=False)
+loader = stocache.StreamLoader(data, 4, 8, delimiter=' ', size_limit_gib=0.01, read=read)""",
     "no workers": CACHED + "loader = stocache.DataLoader(dataset, 8)",
     "of torch": CACHED + "loader = torch.utils.data.DataLoader(dataset, 8, num_workers=2)",
     "kept threads": "loader = stocache.DataLoader(Data(), 8, num_workers=2, worker_method='thread', persistent_workers=True)",
@@ -87,45 +80,38 @@ threading.Thread(target=train).start()""",
 }
 BUSY = {
     "busy threads": "loader = stocache.DataLoader(Busy(), 2, num_workers=8, worker_method='thread', persistent_workers=True)",
-    "busy graph": "loader = DataLoader2(IterableWrapper(range(48)).map(busy).prefetch(20))",
+    "busy graph": "loader = DataLoader2(IterableWrapper(range(48)).map(Busy().__getitem__).prefetch(20))",
 }
-BUSY_ENDINGS = {
-    "held": "iterator = iter(loader); next(iterator), next(iterator)",
-    "dropped": "iterator = iter(loader); next(iterator), next(iterator); del iterator, loader; gc.collect()",
-}
-
-
+BUSY_ENDINGS = {"held": "iterator = iter(loader); next(iterator), next(iterator)"}
+BUSY_ENDINGS["dropped"] = BUSY_ENDINGS["held"] + "; del iterator, loader; gc.collect()"
 STUCK = """
 daemons._INTERRUPTED_S = 0.1
 Data.stuck = 7
 list(stocache.DataLoader(Data(), 2, num_workers=2, worker_method='thread'))"""
 
 
-def ends_of(programs, folder):
-    """Run programs, and return the status of each and what it has written to stderr."""
+def bad_ends(programs, folder):
+    """Run programs; return the status of those that do not end well, and what they have written to stderr."""
     (folder / "programs").write_text(json.dumps(programs))
-    return json.loads(run_python("-c", RUN, folder / "programs", folder, timeout_s=300).stdout)
+    ends = json.loads(run_python("-c", RUN, folder / "programs", folder, timeout_s=300).stdout)
+    assert ends.keys() == programs.keys()
+    return {name: end for name, end in ends.items() if end != [0, ""]}
 
 
 def programs(number):
     """A program of each loader with an ending."""
-    endings = itertools.islice(itertools.cycle(ENDINGS), number, None)
-    return {
-        f"{loader}, {ending}": f"{LOADERS[loader]}\n{ENDINGS[ending]}" for loader, ending in zip(LOADERS, endings, strict=False)
-    }
+    pairs = zip(LOADERS, itertools.islice(itertools.cycle(ENDINGS), number, None), strict=False)
+    return {f"{loader}, {ending}": f"{LOADERS[loader]}\n{ENDINGS[ending]}" for loader, ending in pairs}
 
 
 def test_programs_end_without_an_error_and_ctrl_c_works_while_a_worker_is_stuck(tmp_path):
     busy = {f"{loader}, {end}": f"{BUSY[loader]}\n{BUSY_ENDINGS[end]}" for loader in BUSY for end in BUSY_ENDINGS}
-    ends = ends_of({"stuck": STUCK} | programs(0) | busy, tmp_path)
+    ends = bad_ends({"stuck": STUCK} | programs(0) | busy, tmp_path)
     code, said = ends.pop("stuck")
-    assert code in (1, -2)
-    assert said.rstrip().endswith("KeyboardInterrupt")
-    assert said.count("Traceback") == 1
-    assert {name: end for name, end in ends.items() if end != [0, ""]} == {}
+    assert (code in (1, -2), said.count("Traceback"), said.split()[-1]) == (True, 1, "KeyboardInterrupt")
+    assert ends == {}
 
 
 @pytest.mark.slow
 def test_each_loader_with_each_ending_ends_without_an_error(tmp_path):
-    ends = ends_of(programs(1) | programs(2) | programs(3), tmp_path)
-    assert {name: end for name, end in ends.items() if end != [0, ""]} == {}
+    assert bad_ends(programs(1) | programs(2) | programs(3), tmp_path) == {}

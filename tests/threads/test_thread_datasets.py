@@ -6,7 +6,6 @@ import logging
 import queue
 import socket
 import sqlite3
-import struct
 import tarfile
 import threading
 import time
@@ -38,7 +37,6 @@ pytestmark = [
 needs_lmdb = pytest.mark.skipif(lmdb is None, reason="lmdb is not installed")
 
 N = 60
-_RECORD = struct.Struct("<q")
 
 
 def thread_loader(dataset, **options):
@@ -51,64 +49,14 @@ def numbers_of(loader):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """A file of records; beside it the same records for LMDB."""
+    """A file of numbers; beside it the same numbers for LMDB."""
     path = tmp_path_factory.mktemp("files") / "records"
-    path.write_bytes(b"".join(map(_RECORD.pack, range(N))))
+    path.write_bytes(bytes(range(N)))
     if lmdb is not None:
-        with (
-            lmdb.open(f"{path}.lmdb", subdir=False, map_size=1 << 24) as environment,
-            environment.begin(write=True) as transaction,
-        ):
+        with lmdb.open(f"{path}.lmdb", subdir=False, map_size=1 << 24) as environment, environment.begin(write=True) as writes:
             for idx in range(N):
-                transaction.put(str(idx).encode(), _RECORD.pack(idx))
+                writes.put(str(idx).encode(), bytes([idx]))
     return path
-
-
-opened = functools.partial(open, mode="rb", buffering=0)
-
-
-def read_at(file, idx):
-    file.seek(_RECORD.size * idx)
-    time.sleep(0.0002)  # another thread that shared the file would move its position now
-    return _RECORD.unpack(file.read(_RECORD.size))[0]
-
-
-class Records(Dataset):
-    """Opens what it reads when it is first asked, and keeps it in an attribute."""
-
-    def __init__(self, path):
-        self.path, self.file, self.reads = path, None, 0
-
-    def __len__(self):
-        return N
-
-    def __getitem__(self, idx):
-        self.reads += 1
-        if self.file is None:
-            self.file = self.open()
-        return self.read(idx)
-
-    def open(self):
-        return opened(self.path)
-
-    def read(self, idx):
-        return read_at(self.file, idx)
-
-
-class LmdbRecords(Records):
-    """LMDB lets a process open an environment only once."""
-
-    def open(self):
-        return lmdb.open(f"{self.path}.lmdb", subdir=False, readonly=True, lock=False)
-
-    def read(self, idx):
-        with self.file.begin() as transaction:
-            return _RECORD.unpack(transaction.get(str(idx).encode()))[0]
-
-
-class LmdbBatches(LmdbRecords):
-    def __getitems__(self, indices):
-        return [self[idx] for idx in indices]
 
 
 class Through(Dataset):
@@ -125,7 +73,7 @@ class Through(Dataset):
 
 
 class Reader:
-    """A plain object that opens its file late, and cannot be pickled with it."""
+    """A plain object that opens what it reads when it is first asked, and cannot be pickled with it."""
 
     def __init__(self, path):
         self.path, self.file = path, None
@@ -133,10 +81,18 @@ class Reader:
     def __getstate__(self):
         return {"path": self.path, "file": None}
 
+    def open(self):
+        return open(self.path, "rb", buffering=0)
+
     def read(self, idx):
         if self.file is None:
-            self.file = opened(self.path)
-        return read_at(self.file, idx)
+            self.file = self.open()
+        return self.read_open(idx)
+
+    def read_open(self, idx):
+        self.file.seek(idx)
+        time.sleep(0.0002)  # another thread that shared the file would move its position now
+        return self.file.read(1)[0]
 
 
 class ReducedReader(Reader):
@@ -148,10 +104,28 @@ class ReducedReader(Reader):
     __copy__ = None
 
 
+class Records(Reader, Through):
+    """Keeps the file itself."""
+
+
+class LmdbRecords(Records):
+    """LMDB lets a process open an environment only once."""
+
+    def open(self):
+        return lmdb.open(f"{self.path}.lmdb", subdir=False, readonly=True, lock=False)
+
+    def read_open(self, idx):
+        with self.file.begin() as transaction:
+            return transaction.get(str(idx).encode())[0]
+
+
+class LmdbBatches(LmdbRecords):
+    def __getitems__(self, indices):
+        return [self[idx] for idx in indices]
+
+
 LAZY = {
-    "file": Records,
-    "lmdb": LmdbRecords,
-    "lmdb by batches": LmdbBatches,
+    **{"file": Records, "lmdb": LmdbRecords, "lmdb by batches": LmdbBatches},
     "object": lambda path: Through(ReducedReader(path).read),
     "one for each sample": lambda path: ConcatDataset([Subset(Records(path), [idx % N]) for idx in range(1200)]),
 }
@@ -178,20 +152,13 @@ def test_what_is_open_already_is_read_by_one_thread_at_a_time(path, caplog):
     assert dataset[7] == 7  # it is not closed
 
 
-def h5(path):
-    return pytest.importorskip("h5py").File(path, "w")
-
-
-def transaction(path):
-    return pytest.importorskip("lmdb").open(str(path), subdir=False).begin()
-
-
 @pytest.mark.parametrize(
     ("make", "name"),
     [
         (functools.partial(open, mode="wb"), "BufferedWriter"), (functools.partial(zipfile.ZipFile, mode="w"), "ZipFile"),
-        (functools.partial(tarfile.open, mode="w"), "TarFile"), (sqlite3.connect, "sqlite3.Connection"), (h5, "h5py"),
-        (lambda path: socket.socket(), "socket"), (transaction, "Transaction"),
+        (functools.partial(tarfile.open, mode="w"), "TarFile"), (sqlite3.connect, "sqlite3.Connection"),
+        (lambda path: socket.socket(), "socket"), (lambda path: pytest.importorskip("h5py").File(path, "w"), "h5py"),
+        (lambda path: pytest.importorskip("lmdb").open(str(path), subdir=False).begin(), "Transaction"),
     ],
 )  # fmt: skip
 def test_handles_are_found_wherever_a_dataset_holds_them(make, name, tmp_path):
@@ -224,22 +191,12 @@ class Drawing(Records):
 
 
 def test_samples_that_draw_do_not_wait_for_those_that_wait_for_the_dataset(path):
-    dataset = Drawing(path)
-    batches = []
+    dataset, batches = Drawing(path), []
     for method in ("multiprocessing", "thread"):
-        options = {"batch_size": 8, "num_workers": 3, "worker_method": method, "timeout": 60}
-        batches.append(numbers_of(stocache.DataLoader(dataset, generator=torch.Generator().manual_seed(3), **options)))
+        options = {"worker_method": method, "generator": torch.Generator().manual_seed(3)}
+        batches.append(numbers_of(thread_loader(dataset, batch_size=8, num_workers=3, **options)))
         dataset.file = dataset.open()
     assert batches[0] == batches[1]
-
-
-def test_modules_are_copied_and_share_their_parameters():
-    module = torch.nn.Sequential(torch.nn.Linear(1, 1))
-    module.memo = {}
-    mine = copy_dataset(Through(module)).read
-    assert mine is not module
-    assert mine.memo is not module.memo
-    assert mine[0].weight is module[0].weight
 
 
 class Missing:
@@ -254,27 +211,19 @@ missing = Missing()
 
 
 def test_what_is_made_to_be_shared_is_shared_and_what_is_small_is_copied():
-    dataset = Through(None)
-    dataset.event, dataset.queue, dataset.lock, dataset.local = (
-        threading.Event(),
-        queue.Queue(),
-        threading.Lock(),
-        threading.local(),
-    )
-    dataset.large, dataset.table, dataset.array = list(range(100_000)), torch.arange(N), np.arange(N)
-    dataset.names, dataset.logger = {str(idx): idx for idx in range(5000)}, logging.getLogger("stocache")
-    dataset.sentinel, dataset.no_sentinel = missing, Missing()
+    names, module = {str(idx): idx for idx in range(5000)}, torch.nn.Sequential(torch.nn.Linear(1, 1))
+    shared = [
+        threading.Event(), queue.Queue(), threading.Lock(), threading.local(), logging.getLogger("stocache"), missing, names,
+        list(range(100_000)), torch.arange(N), np.arange(N),
+    ]  # fmt: skip
     small = [{"a": [1]}, OrderedDict(a=[1]), defaultdict(list, a=[1]), [[1]], ([1],), deque([[1]], 5)]
-    copied = {str(type(value)): value for value in small}
-    vars(dataset).update(copied)
-    mine = copy_dataset(dataset)
-    assert {name for name in vars(dataset) if getattr(mine, name) is not getattr(dataset, name)} == {*copied, "no_sentinel"}
-    for name, value in copied.items():
-        assert getattr(mine, name) == value
-        assert type(getattr(mine, name)) is type(value)
-        (inner,), (inner_of_mine,) = (
-            each.values() if isinstance(value, dict) else each for each in (value, getattr(mine, name))
-        )
+    mine = copy_dataset(Through([*shared, Missing(), module, *small])).read
+    assert [value is copied for value, copied in zip(shared, mine, strict=False)] == [True] * len(shared)
+    assert mine[10] is not module is not mine[11]
+    assert mine[11][0].weight is module[0].weight
+    for value, copied in zip(small, mine[12:], strict=True):
+        assert (copied, type(copied)) == (value, type(value))
+        (inner,), (inner_of_mine,) = (each.values() if isinstance(value, dict) else each for each in (value, copied))
         assert inner is not inner_of_mine
 
 
@@ -312,9 +261,8 @@ def test_a_function_that_calls_itself_is_copied():
     counted.kept = True
     mine = copy_dataset(Through(counted)).read
     assert mine is not counted
-    assert (mine(23), mine(23, by=2), mine.__name__, mine.__qualname__, mine.kept) == (
-        3, 6, "count", counted.__qualname__, True
-    )  # fmt: skip
+    assert (mine(23), mine(23, by=2), mine.kept) == (3, 6, True)
+    assert (mine.__name__, mine.__qualname__) == ("count", counted.__qualname__)
 
 
 class Closes(Reader):
@@ -328,11 +276,10 @@ class Closes(Reader):
 def test_what_says_so_or_would_close_the_file_of_the_users_is_not_copied(path):
     reader, safe, unsafe = Closes(path), Reader(path), Reader(path)
     assert copy_dataset(Through(reader)).read is not reader
-    with opened(path) as reader.file:
+    with reader.open() as reader.file:
         assert copy_dataset(Through(reader)).read is reader
     for each, safety in ((safe, True), (unsafe, False)):
-        each.thread_safe = safety
-        each.file = opened(path)
+        each.thread_safe, each.file = safety, each.open()
         assert (copy_dataset(Through(each)).read is each) == safety
     assert find_open_handle(Through(safe)) is None
     unsafe.file = None
@@ -362,24 +309,21 @@ class Settings(dict):
 class Slotted:
     __slots__ = ("__weakref__", "empty", "part")
 
-    def __init__(self, part):
-        self.part = part
-
 
 class SlottedToo(Slotted):
     """Has attributes as well."""
 
 
 def test_odd_objects_are_copied():
-    settings, slotted = Settings(size=[3]), SlottedToo([5])
-    slotted.more = [6]
-    dataset = Through([settings, Forwards(settings), Slotted([4]), slotted])
+    settings, slotted, both = Settings(size=[3]), Slotted(), SlottedToo()
+    slotted.part, both.part, both.more = [4], [5], [6]
+    dataset = Through([settings, Forwards(settings), slotted, both])
     mine = copy_dataset(dataset).read
     assert mine[0] == settings
     assert mine[0]["size"] is not settings["size"]
     assert mine[1].inner is mine[0]
     assert (mine[2].part, mine[3].part, mine[3].more) == ([4], [5], [6])
-    assert mine[3].part is not slotted.part
+    assert mine[3].part is not both.part
     assert not hasattr(mine[2], "empty")
     assert find_open_handle(dataset) is None
 
