@@ -256,3 +256,10 @@ def test_a_trace_names_what_the_main_process_does_and_what_comes_from_workers(pr
         assert warm == {"wait for a batch": 2, "gather cached samples": 1}
         found = names(dataset, 10, profiler=profiler, num_workers=1)
         assert found == {"wait for a batch": 6, "receive a batch from a worker": 5}
+
+
+@pytest.mark.quick
+def test_ranges_exist_only_while_a_profiler_is_on(monkeypatch):
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", None)
+    with CachedDataset(Images(), 1) as dataset:
+        assert len(list(stocache.DataLoader(dataset, 10))) == 5

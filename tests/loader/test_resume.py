@@ -146,6 +146,16 @@ def test_resumed_after_any_batch_it_delivers_what_would_have_come(sampler, worke
         assert same(list(resumed), third), number
 
 
+def test_a_state_outlives_an_iterator_that_could_not_be_made(monkeypatch):
+    batches, state = after(make(workers="workers"), 1)
+    resumed = make(workers="workers", state=state)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.utils.data.DataLoader, "__iter__", None)
+        with pytest.raises(TypeError, match="not callable"):
+            iter(resumed)
+    assert same(list(resumed), list(batches))
+
+
 class Endless:
     def __getitem__(self, idx):
         return idx
