@@ -144,13 +144,12 @@ def test_images_are_resized_and_those_that_cannot_be_decoded_are_skipped(place, 
 
 def test_prepare_goes_on_where_it_was_interrupted_or_starts_again(photos, out):
     (photos / "9.jpg").write_bytes(b"")
-    assert fails(run_prepare(photos, out), "9.jpg cannot be read as an image: it is empty")
-    made = {path.name: path.stat().st_mtime_ns for path in blocks_of(out)}
-    assert len(made) == 4
-    assert fails(run_prepare(photos, out), "9.jpg")
-    assert {path.name: path.stat().st_mtime_ns for path in blocks_of(out)} == made
-    assert fails(run_prepare(photos, out, "--no-resume"), "9.jpg")
-    assert not {path.stat().st_mtime_ns for path in blocks_of(out)} & set(made.values())
+    made = []
+    for option in ((), (), ("--no-resume",)):
+        assert fails(run_prepare(photos, out, *option), "9.jpg cannot be read as an image: it is empty")
+        made.append([path.stat().st_mtime_ns for path in blocks_of(out)])
+    assert made[0] == made[1]
+    assert not {*made[1]} & {*made[2]}
     (photos / "9.jpg").write_bytes(b"9")
     assert run_prepare(photos, out)[0] == 0
     assert everything(out)[9]["image"] == b"9"
@@ -272,11 +271,8 @@ def test_an_image_that_goes_while_the_folder_is_prepared_is_told_and_not_skipped
 def test_a_repair_writes_the_damaged_blocks_from_a_source_that_is_as_before(photos, prepared):
     flip(blocks_of(prepared)[1])
     photo = (photos / "3.jpg").rename(photos.parent / "3.jpg")
-    before = {path: path.read_bytes() for path in prepared.rglob("*") if path.is_file()}
-    code, lines = run_prepare(photos, prepared, "--repair", "--on-error", "skip")
-    assert (code, len(lines)) == (1, 2)
-    assert lines[0].startswith(f"{prepared} is prepared in another way: samples: 10, now 9; ")
-    assert {path: path.read_bytes() for path in prepared.rglob("*") if path.is_file()} == before
+    code, [line, _] = run_prepare(photos, prepared, "--repair", "--on-error", "skip")
+    assert (code, line.startswith(f"{prepared} is prepared in another way: samples: 10, now 9; ")) == (1, True)
     photo.rename(photos / "3.jpg")
     code, [line] = run_prepare(photos, prepared, "--repair")
     assert (code, line.startswith(f"{prepared} is whole: 10 samples in 5 blocks of 2, ")) == (0, True)

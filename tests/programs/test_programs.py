@@ -17,8 +17,9 @@ from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 NEEDS = {
-    "accelerate_loop": ["accelerate"], "detection": ["PIL"], "hugging_face": ["PIL", "datasets"], "vision": ["PIL"], "worker_init": [],
-    "lazy_files": ["PIL", "h5py", "lmdb"], "lightning_ddp": ["lightning"], "monai_dicts": ["monai", "nibabel"],
+    "accelerate_loop": ["accelerate"], "detection": ["PIL"], "hugging_face": ["PIL", "datasets"], "vision": ["PIL"],
+    "worker_init": [], "lazy_files": ["PIL", "h5py", "lmdb"], "lightning_ddp": ["lightning"],
+    "monai_dicts": ["monai", "nibabel"],
 }  # fmt: skip
 FORKED, SPAWNED = {"num_workers": 2}, {"num_workers": 2, "start_method": "spawn"}
 
