@@ -29,12 +29,10 @@ class Numbers:
         return {"x": torch.full((3,), float(idx)), "label": idx}
 
 class Endless(IterableDataset):
-    def __iter__(self):
-        yield 1
+    __iter__ = None
 
 class BadLength:
-    def __getitem__(self, idx):
-        return idx
+    __getitem__ = None
     def __len__(self):
         raise ValueError("no index file")
 

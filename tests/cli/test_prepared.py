@@ -1,9 +1,9 @@
 """The commands prepare, inspect and check: what they make, show and find; what is wrong is said in one or two lines."""
 
+import contextlib
 import errno
 import json
 import logging
-import multiprocessing
 import os
 import re
 import shutil
@@ -22,7 +22,7 @@ from stocache.preparation.sources import ImageFolder
 from stocache.storage import local
 from stocache.system import limits
 from stocache.system.limits import Memory
-from tests.support.processes import in_child, wait_until
+from tests.support.processes import in_child
 
 ANOTHER_USER = 54321 if os.geteuid() == 0 else os.geteuid()
 
@@ -126,19 +126,17 @@ def test_prepare_takes_the_options_of_prepare(tmp_path, out):
 
 def test_images_are_resized_and_those_that_cannot_be_decoded_are_skipped(place, out):
     image = pytest.importorskip("PIL.Image", reason="needs the extra bench")
-    photos = place / "png"
-    photos.mkdir()
-    for number in range(6):
-        image.new("RGB", (40, 40), (number, 0, 0)).save(photos / f"{number}.png")
-    os.truncate(photos / "1.png", 60)
-    (photos / "3.png").write_text("a page that says 404")
-    assert fails(run_prepare(photos, out, "--size", 8), "1.png cannot be read as an image")
-    skipping = (photos, out, "--on-error", "skip", "--size")
+    folder = place / "png"
+    folder.mkdir()
+    for number in range(4):
+        image.new("RGB", (40, 40), (number, 0, 0)).save(folder / f"{number}.png")
+    os.truncate(folder / "1.png", 60)
+    assert fails(run_prepare(folder, out, "--size", 8), "1.png cannot be read as an image")
+    skipping = (folder, out, "--on-error", "skip", "--size")
     assert run_prepare(*skipping, 8)[0] == 0
     images = [sample["image"] for sample in everything(out)]
-    assert [int(pixels[0, 0, 0]) for pixels in images] == [0, 4, 2, 5]
-    assert images[0].shape == (3, 8, 8)
-    assert f"{out} was prepared already: 4 samples" in run_prepare(*skipping, 8)[1][-1]
+    assert [(int(pixels[0, 0, 0]), pixels.shape) for pixels in images] == [(number, (3, 8, 8)) for number in (0, 3, 2)]
+    assert f"{out} was prepared already: 3 samples" in run_prepare(*skipping, 8)[1][-1]
     code, [first, second] = run_prepare(*skipping, 9)
     assert (code, first.endswith("is prepared in another way: size of images of the source: 8, now 9.")) == (1, True)
     assert "--again" in second
@@ -146,13 +144,12 @@ def test_images_are_resized_and_those_that_cannot_be_decoded_are_skipped(place, 
 
 def test_prepare_goes_on_where_it_was_interrupted_or_starts_again(photos, out):
     (photos / "9.jpg").write_bytes(b"")
-    assert fails(run_prepare(photos, out), "9.jpg cannot be read as an image: it is empty")
-    made = {path.name: path.stat().st_mtime_ns for path in blocks_of(out)}
-    assert len(made) == 4
-    assert fails(run_prepare(photos, out), "9.jpg")
-    assert {path.name: path.stat().st_mtime_ns for path in blocks_of(out)} == made
-    assert fails(run_prepare(photos, out, "--no-resume"), "9.jpg")
-    assert not {path.stat().st_mtime_ns for path in blocks_of(out)} & set(made.values())
+    made = []
+    for option in ((), (), ("--no-resume",)):
+        assert fails(run_prepare(photos, out, *option), "9.jpg cannot be read as an image: it is empty")
+        made.append([path.stat().st_mtime_ns for path in blocks_of(out)])
+    assert made[0] == made[1]
+    assert not {*made[1]} & {*made[2]}
     (photos / "9.jpg").write_bytes(b"9")
     assert run_prepare(photos, out)[0] == 0
     assert everything(out)[9]["image"] == b"9"
@@ -201,19 +198,17 @@ def test_rows_of_a_broken_part_of_a_parquet_file_are_skipped_and_named(place, ou
     arrow = pytest.importorskip("pyarrow", reason="comes with the extra test")
     from pyarrow.parquet import read_metadata, write_table
 
-    path = place / "parts" / "1.parquet"
-    path.parent.mkdir()
-    for part in range(2):
-        table = arrow.table({"n": list(range(part * 100, part * 100 + 100))})
-        write_table(table, path.with_name(f"{part}.parquet"), row_group_size=20, use_dictionary=False)
+    path = place / "table.parquet"
+    write_table(arrow.table({"n": list(range(100))}), path, row_group_size=20, use_dictionary=False)
     begin = read_metadata(path).row_group(2).column(0).data_page_offset
-    data = path.read_bytes()
-    path.write_bytes(data[:begin] + bytes(20) + data[begin + 20 :])
-    assert fails(run_prepare(path.parent, out), "1.parquet cannot be read as parquet")
-    shuffled = run_prepare(path.parent, out, "--on-error", "skip", "--shuffle-seed", 3)
+    with path.open("r+b") as file:
+        file.seek(begin)
+        file.write(bytes(20))
+    assert fails(run_prepare(path, out), "table.parquet cannot be read as parquet")
+    shuffled = run_prepare(path, out, "--on-error", "skip", "--shuffle-seed", 3)
     assert fails(shuffled, "Leave out on_error='skip' (--on-error skip); for Parquet files, shuffle_seed")
-    assert run_prepare(path.parent, out, "--on-error", "skip", blocks=16)[0] == 0
-    assert sorted(sample["n"] for sample in everything(out)) == [*range(140), *range(160, 200)]
+    assert run_prepare(path, out, "--on-error", "skip", blocks=16)[0] == 0
+    assert sorted(sample["n"] for sample in everything(out)) == [*range(40), *range(60, 100)]
     with OnDiskBlockDataStorage(out) as storage:
         skipped = storage.load_skipped()
     assert [skipped[0].name, skipped[-1].name] == [f"{path}, row 40", f"{path}, row 59"]
@@ -276,46 +271,22 @@ def test_an_image_that_goes_while_the_folder_is_prepared_is_told_and_not_skipped
 def test_a_repair_writes_the_damaged_blocks_from_a_source_that_is_as_before(photos, prepared):
     flip(blocks_of(prepared)[1])
     photo = (photos / "3.jpg").rename(photos.parent / "3.jpg")
-    before = {path: path.read_bytes() for path in prepared.rglob("*") if path.is_file()}
-    code, lines = run_prepare(photos, prepared, "--repair", "--on-error", "skip")
-    assert (code, len(lines)) == (1, 2)
-    assert lines[0].startswith(f"{prepared} is prepared in another way: samples: 10, now 9; ")
-    assert {path: path.read_bytes() for path in prepared.rglob("*") if path.is_file()} == before
+    code, [line, _] = run_prepare(photos, prepared, "--repair", "--on-error", "skip")
+    assert (code, line.startswith(f"{prepared} is prepared in another way: samples: 10, now 9; ")) == (1, True)
     photo.rename(photos / "3.jpg")
     code, [line] = run_prepare(photos, prepared, "--repair")
     assert (code, line.startswith(f"{prepared} is whole: 10 samples in 5 blocks of 2, ")) == (0, True)
     assert numbers(prepared) == list(range(10))
 
 
-def test_a_command_waits_for_the_process_that_prepares_the_folder(photos, out, monkeypatch, caplog):
-    flag, read = out.with_name("flag"), ImageFolder._image
-
-    def wait_and_read(source, path):
-        wait_until(flag.exists)
-        return read(source, path)
-
-    def prepare_slowly():
-        ImageFolder._image = wait_and_read  # in this process
-        assert run_prepare(photos, out)[0] == 0
-
-    class SetFlag(logging.Handler):
-        def emit(self, record):
-            flag.touch()
-
+def test_a_command_waits_for_the_process_that_prepares_the_folder(photos, out, monkeypatch):
+    said = []
     monkeypatch.setattr(local, "_REPORT_S", 0.05)
-    process = multiprocessing.get_context("fork").Process(target=prepare_slowly)
-    process.start()
-    wait_until((out / "preparing.json").exists)
-    handler = SetFlag()
-    logging.getLogger("stocache").addHandler(handler)  # which the first line about waiting calls
-    try:
+    with contextlib.ExitStack() as held:
+        held.enter_context(local.LocalStore(str(out)).locked())
+        monkeypatch.setattr(local.logger, "warning", lambda *line: (said.append(line[0] % line[1:]), held.close()))
         code, [line] = run_prepare(photos, out)
-    finally:
-        logging.getLogger("stocache").removeHandler(handler)
-    process.join(60)
-    assert process.exitcode == 0
-    assert f"waiting for {out}, which is being prepared by process {process.pid} (" in caplog.text
-    process.close()
+    assert said[0].startswith(f"waiting for {out}, which is being prepared by process {os.getpid()} (")
     assert (code, ": 10 samples in 5 blocks of 2" in line) == (0, True)
 
 

@@ -58,15 +58,10 @@ class PennFudanDataset(Dataset):
         boxes = torch.stack([extent(part) for part in masks]) if len(masks) else torch.zeros((0, 4))
         img = torch.from_numpy(img).permute(2, 0, 1)
         img = Image(img if self.permuted else img.contiguous())
-        target = {
-            "boxes": BoundingBoxes(boxes, format="XYXY", canvas_size=img.shape[-2:]),
-            "masks": Mask(masks),
-            "labels": torch.ones((len(obj_ids),), dtype=torch.int64),
-            "image_id": idx,
-            "area": (boxes[:, 3] - boxes[:, 1]) * (boxes[:, 2] - boxes[:, 0]),
-            "iscrowd": torch.zeros((len(obj_ids),), dtype=torch.int64),
-        }
-        return img, target
+        boxes = BoundingBoxes(boxes, format="XYXY", canvas_size=img.shape[-2:])
+        area = (boxes[:, 3] - boxes[:, 1]) * (boxes[:, 2] - boxes[:, 0])
+        labels, iscrowd = torch.ones(len(obj_ids), dtype=torch.int64), torch.zeros(len(obj_ids), dtype=torch.int64)
+        return img, dict(boxes=boxes, masks=Mask(masks), labels=labels, image_id=idx, area=area, iscrowd=iscrowd)  # noqa: C408
 
     def __len__(self):
         return len(self.imgs)
@@ -80,15 +75,13 @@ def extent(mask):
 def random_flip(sample):
     """Flip image, boxes and masks, or not; what was one of the classes remains one."""
     img, target = sample
-    if torch.rand(1) < 0.5:
-        boxes, width = target["boxes"], img.shape[-1]
-        assert boxes.canvas_size == tuple(img.shape[-2:])
-        assert boxes.format is BoundingBoxFormat.XYXY
-        flipped = boxes.clone()
-        flipped[:, [0, 2]] = width - boxes[:, [2, 0]]
-        img = Image(img.flip(-1))
-        target = {**target, "boxes": flipped, "masks": Mask(target["masks"].flip(-1))}
-    return img, target
+    if torch.rand(1) >= 0.5:
+        return img, target
+    boxes = target["boxes"]
+    assert (boxes.canvas_size, boxes.format) == (tuple(img.shape[-2:]), BoundingBoxFormat.XYXY)
+    flipped = boxes.clone()
+    flipped[:, [0, 2]] = img.shape[-1] - boxes[:, [2, 0]]
+    return Image(img.flip(-1)), {**target, "boxes": flipped, "masks": Mask(target["masks"].flip(-1))}
 
 
 def make(root, count=30):
@@ -112,6 +105,5 @@ def collate_fn(batch):
 def main(wrap, folder, flip=False, permuted=False, **options):
     """Collect the batches of three epochs."""
     make(folder)
-    dataset = PennFudanDataset(folder, permuted=permuted)
-    dataset = wrap(dataset, transform=random_flip) if flip else wrap(dataset)
+    dataset = wrap(PennFudanDataset(folder, permuted), **({"transform": random_flip} if flip else {}))
     return epochs(dataset, 4, collate_fn=collate_fn, **options)

@@ -37,14 +37,17 @@ def decode(data):
 
 
 class Lazy(Dataset):
-    """Opens its file for the first sample; and before, to look for ``keys``, the names of the samples there."""
+    """Opens its file for the first sample; and before, to look for ``keys``, the names of the samples there or of a part."""
 
-    def __init__(self, path):
+    def __init__(self, path, part=slice(None)):
         self.path, self.file = path, None
         file = self.open()
-        self.keys = self.find_keys(file)
+        self.keys = self.find_keys(file)[part]
         if hasattr(file, "close"):
             file.close()
+
+    def find_keys(self, file):
+        return range(len(file))
 
     def __len__(self):
         return len(self.keys)
@@ -91,14 +94,6 @@ class LMDBDataset(Lazy):
                 transaction.put(f"{idx:08d}".encode(), png(idx))
 
 
-class LMDBSplit(LMDBDataset):
-    """One of two datasets over one file."""
-
-    def __init__(self, path, part):
-        super().__init__(path)
-        self.keys = self.keys[part::2]
-
-
 class ZipDataset(Lazy):
     def open(self):
         return zipfile.ZipFile(self.path)
@@ -138,17 +133,15 @@ class TarDataset(Lazy):
 class RecordDataset(Lazy):
     """Records of one size in a file, found by seeking."""
 
-    SIZE = 16 * 16 * 3
-
     def open(self):
         return open(self.path, "rb")
 
     def find_keys(self, file):
-        return range(0, self.path.stat().st_size, self.SIZE)
+        return range(0, self.path.stat().st_size, 16 * 16 * 3)
 
     def read(self, key):
         self.file.seek(key)
-        return torch.frombuffer(bytearray(self.file.read(self.SIZE)), dtype=torch.uint8).view(16, 16, 3).float() / 255
+        return torch.frombuffer(bytearray(self.file.read(16 * 16 * 3)), dtype=torch.uint8).view(16, 16, 3).float() / 255
 
     @staticmethod
     def make(path, count=COUNT):
@@ -160,9 +153,6 @@ class MemmapRows(Lazy):
 
     def open(self):
         return np.load(self.path, mmap_mode="r")
-
-    def find_keys(self, file):
-        return range(len(file))
 
     def read(self, key):
         return self.file[key]
@@ -197,15 +187,10 @@ class SQLiteDataset(Lazy):
 
 
 KINDS = {
-    "h5py": (H5Dataset, "data.h5"),
-    "lmdb": (LMDBDataset, "data.lmdb"),
-    "zip": (ZipDataset, "data.zip"),
-    "tar": (TarDataset, "data.tar"),
-    "raw": (RecordDataset, "data.bin"),
-    "memmap": (MemmapDataset, "data.npy"),
-    "memmap rows": (MemmapRows, "data.npy"),
-    "sqlite": (SQLiteDataset, "data.sqlite"),
-}
+    "h5py": (H5Dataset, "data.h5"), "lmdb": (LMDBDataset, "data.lmdb"), "zip": (ZipDataset, "data.zip"),
+    "tar": (TarDataset, "data.tar"), "raw": (RecordDataset, "data.bin"), "sqlite": (SQLiteDataset, "data.sqlite"),
+    "memmap": (MemmapDataset, "data.npy"), "memmap rows": (MemmapRows, "data.npy"),
+}  # fmt: skip
 
 
 def main(wrap, folder, kind="lmdb", start_method="fork", splits=False):
@@ -216,7 +201,7 @@ def main(wrap, folder, kind="lmdb", start_method="fork", splits=False):
     if not splits:
         workers = (0, 2) if start_method == "fork" else (2,)
         return [epochs(wrap(cls(path)), 16, num_workers, start_method) for num_workers in workers]
-    train, val = wrap(LMDBSplit(path, 0)), wrap(LMDBSplit(path, 1))
+    train, val = (wrap(cls(path, slice(begin, None, 2))) for begin in (0, 1))
     torch.manual_seed(0)
     options = {"batch_size": 8, "num_workers": 2, "multiprocessing_context": start_method, "persistent_workers": True}
     loaders = DataLoader(train, shuffle=True, **options), DataLoader(val, **options)
