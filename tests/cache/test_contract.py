@@ -221,18 +221,3 @@ def test_many_wait_for_what_another_is_loading(cache, resident):
     samples = cache.get_or_load_many([first, second], load, timeout_s=1000)
     assert all(map(same, samples, [sample(first), sample(second)]))
     assert calls == [[second]]
-
-
-def test_what_does_not_fit_is_passed_by_if_not_strict(cache, resident, caplog):
-    bad = sample(0, dtype=torch.float32).requires_grad_()
-    for idx in resident[:2]:
-        for _ in range(2):
-            assert cache.get_or_load(idx, lambda idx: bad, strict=False) is bad
-    (third, fourth) = cache.get_or_load_many(resident[2:4], lambda indices: [bad, sample(3)], strict=False)
-    assert third is bad
-    assert same(fourth, sample(3))
-    assert (cache.stats().rejected, cache.stats().fills) == (3, 1)
-    assert cache.aux_array[resident[:3]].tolist() == [SlotState.OOB] * 3
-    (record,) = caplog.records
-    warning = f"sample {resident[0]} does not fit and stays uncached. So will others like it, without a warning: "
-    assert record.message.startswith(warning)

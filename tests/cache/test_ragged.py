@@ -315,8 +315,7 @@ def scans_in_a_child(dataset, read=lambda dataset: list(map(dataset.__getitem__,
         assert "late_scans" not in sys.modules
         warnings = logging.handlers.BufferingHandler(100)
         logging.getLogger("stocache").addHandler(warnings)
-        for idx, scan in enumerate(read(dataset)):
-            assert (scan.idx, scan.image.tolist()) == (idx, [[idx] * idx] * 3)
+        assert [(scan.idx, scan.image.tolist()) for scan in read(dataset)] == [(idx, [[idx] * idx] * 3) for idx in range(8)]
         assert not warnings.buffer  # for loading the first of them imports the module
 
     before = dataset.cache.counts()

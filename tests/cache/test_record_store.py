@@ -1,6 +1,5 @@
 """RecordStore: a batch is written as its samples would be one by one, in few calls."""
 
-import os
 from itertools import chain, repeat
 
 import numpy as np
@@ -100,23 +99,6 @@ def test_a_batch_is_not_written_where_another_process_keeps_the_lock(options, co
     with RaggedCache("1MB", N, **options) as cache:
         monkeypatch.setattr(Segment, "run_locked", lambda self, number, count, work, late: late)
         assert outcome(cache, write_together, ["a", "b"], cost_s=lambda idx: 1.0)[0] == [[counter] * 2]
-
-
-def test_a_batch_takes_the_lock_once_and_is_written_in_few_calls(monkeypatch):
-    writes, locks = [], []
-    with RaggedCache("9MB", N) as cache:
-        outcome(cache, write_together, ["text", np.zeros(9)])  # their treedefs
-        written, run_locked = os.pwritev, Segment.run_locked
-        monkeypatch.setattr(os, "pwritev", lambda *arguments: writes.append(len(arguments[1])) or written(*arguments))
-        monkeypatch.setattr(os, "pwrite", lambda *arguments: pytest.fail("a second call"))
-        monkeypatch.setattr(Segment, "run_locked", lambda self, *rest: locks.append(None) or run_locked(self, *rest))
-        store = cache._store
-        values = [np.full(9 + 10_000 * idx, idx, float) for idx in range(5)]
-        encoded = [store.encode(value, "sample") for value in values]
-        assert write_together(cache, list(range(5)), encoded, [None] * 5) == [FILLS] * 5
-        assert encoded[4].leaves[0].ctypes.data == values[4].ctypes.data  # large leaves are not copied
-        assert (writes, len(locks)) == ([15], 1)
-        assert all(same(store.load(idx, True), value) for idx, value in enumerate(values))
 
 
 @pytest.mark.parametrize("limit", ["1MB", "50KB", "20KB"])

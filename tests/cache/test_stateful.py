@@ -1,6 +1,7 @@
 """Random sequences of calls against an independent oracle: a dict."""
 
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,11 @@ N = 12
 indices = st.integers(-2, N + 1)
 
 
+def refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
 class CacheMachine(RuleBasedStateMachine):
     @initialize(slots=st.integers(1, N), order=st.sampled_from(["prefix", "scattered"]), unit=st.integers(1, 3))
     def make(self, slots, order, unit):
@@ -23,6 +29,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.missed: dict[int, int] = {}
         self.counts = {"hits": 0, "misses": 0, "fills": 0, "races": 0, "refused": 0}
 
+    def is_outside(self, idx, allow_oob):
+        return not 0 <= idx < N or (idx not in self.resident and not allow_oob)
+
     def miss(self, idx):
         self.counts["misses"] += 1
         if idx in self.resident:
@@ -30,30 +39,23 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(idx=indices, allow_oob=st.booleans(), allow_empty=st.booleans(), copy=st.booleans())
     def get(self, idx, allow_oob, allow_empty, copy):
-        def call():
-            return self.cache.get_slot(idx, allow_oob, allow_empty, copy=copy)
-
-        if not 0 <= idx < N or (idx not in self.resident and not allow_oob):
-            with pytest.raises(SampleIndexError, match="outside the"):
-                call()
+        call = partial(self.cache.get_slot, idx, allow_oob, allow_empty, copy=copy)
+        if self.is_outside(idx, allow_oob):
+            refused(call, SampleIndexError, "outside the")
         elif idx in self.values:
             assert call() == self.values[idx]
             self.counts["hits"] += 1
         elif idx in self.resident and not allow_empty:
-            with pytest.raises(SlotError, match="the slot is empty"):
-                call()
+            refused(call, SlotError, "the slot is empty")
         else:
             assert call() is None
             self.miss(idx)
 
     @rule(idx=indices, value=st.integers(0, 99), allow_oob=st.booleans(), overwrite=st.booleans())
     def set(self, idx, value, allow_oob, overwrite):
-        def call():
-            self.cache.set_slot(idx, torch.tensor(value), allow_oob, overwrite)
-
-        if not 0 <= idx < N or (idx not in self.resident and not allow_oob):
-            with pytest.raises(SampleIndexError, match="outside the"):
-                call()
+        call = partial(self.cache.set_slot, idx, torch.tensor(value), allow_oob, overwrite)
+        if self.is_outside(idx, allow_oob):
+            refused(call, SampleIndexError, "outside the")
             return
         missed = self.missed.get(idx, 0)
         self.missed[idx] = max(0, missed - 1)
@@ -67,8 +69,7 @@ class CacheMachine(RuleBasedStateMachine):
             call()
             self.counts["races"] += 1
         else:
-            with pytest.raises(SlotError, match="the slot is set"):
-                call()
+            refused(call, SlotError, "the slot is set")
 
     @rule(batch=st.lists(st.integers(0, N - 1), max_size=6))
     def get_many(self, batch):

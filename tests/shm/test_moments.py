@@ -425,7 +425,7 @@ def test_a_stopped_process_that_prepares_a_folder_is_named(monkeypatch, tmp_path
     run()
 
 
-def test_two_samples_that_need_each_other_are_loaded_at_once(waits):
+def test_samples_that_need_each_other_or_themselves_are_loaded_at_once(waits):
     barrier = threading.Barrier(2, timeout=60)
     loads = []
 
@@ -440,10 +440,6 @@ def test_two_samples_that_need_each_other_are_loaded_at_once(waits):
     with SharedCache(1, N, (4,)) as cache, ThreadPoolExecutor(2) as pool:
         assert [sample[0].item() for sample in pool.map(lambda idx: cache.get_or_load(idx, load), (0, 1))] == [1, 2]
         assert cache.stats().filled == 2
-    assert not waits
-
-
-def test_a_sample_that_is_asked_for_within_its_own_load_is_loaded(waits):
     with SharedCache(1, N, (4,)) as cache:
         assert torch.equal(cache.get_or_load(1, lambda idx: cache.get_or_load(idx, value)), value(1))
         found = cache.get_or_load_many([2, 3], lambda indices: [cache.get_or_load_many([idx], values)[0] for idx in indices])

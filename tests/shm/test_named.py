@@ -67,19 +67,16 @@ def _removed():
 def test_processes_that_come_at_once_with_the_name_only_get_the_same_cache():
     go, start = os.pipe()
 
-    def come(number):
-        os.close(start)
-        os.read(go, 1)  # returns when the parent closes its end
-        kept = make()
-        fill(kept, [number])
-        stop()
-
     pids = []
     for number in range(N):
         pids.append(os.fork())
         if pids[-1] == 0:
             try:
-                come(number)
+                os.close(start)
+                os.read(go, 1)  # returns when the parent closes its end
+                kept = make()
+                fill(kept, [number])
+                stop()
             finally:
                 os._exit(0)
     os.close(start)

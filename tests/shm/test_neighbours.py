@@ -250,15 +250,13 @@ def test_forged_files_are_listed_and_do_no_harm():
 
 
 def test_a_name_of_a_directory_that_is_not_a_users_is_passed_by():
-    places = [Path(f"/dev/shm/stocache-{name}") for name in ("99999999999999999999", "٣", "-1", "007", "4294967295")]
-    for place in places:
-        place.mkdir()
+    places = [f"/dev/shm/stocache-{name}" for name in ("99999999999999999999", "٣", "-1", "007", "4294967295")]
+    list(map(os.mkdir, places))
     try:
         assert not {99999999999999999999, 3, -1, 7, 2**32 - 1} & set(registry.users())
         listing.find(-1)
     finally:
-        for place in places:
-            place.rmdir()
+        list(map(os.rmdir, places))
 
 
 def test_a_lock_of_another_user_is_not_waited_for(monkeypatch):

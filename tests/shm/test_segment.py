@@ -60,17 +60,6 @@ def test_memory_is_taken_extent_by_extent(segment):
     assert used() - before == segment.reserved_bytes == 5 * MIB
 
 
-def test_what_is_written_is_what_the_mapping_shows(segment):
-    reserve(segment, MIB, 3 * MIB)
-    segment.write(2 * MIB - 2, b"abcd", 4)
-    assert bytes(segment.tensor(2 * MIB - 2, 4).tolist()) == b"abcd"
-    assert segment.tensor(0, 0).shape == (0,)
-    segment.control[99] = 7
-    segment.clear()
-    assert segment.tensor(2 * MIB - 2, 4).sum() == 0
-    assert segment.control[99] == 7
-
-
 @pytest.mark.parametrize("most", [1, 3, 1000, None])
 def test_buffers_are_written_one_behind_the_other_however_much_the_kernel_takes_at_once(segment, most, monkeypatch):
     rest = [np.ones(2, complex), b"", bytes(range(7))] * (10 if most else 1000)

@@ -7,12 +7,8 @@ import pytest
 
 from benchmark.small_shm import CASES, run
 
-LEAST = {  # samples cached at the least
-    "fills up while caching, no memfd": 40,
-    "1 MiB": 256,
-    "full": 256,
-    "read-only, no memfd": 0,
-}
+# Samples cached at the least
+LEAST = {"fills up while caching, no memfd": 40, "1 MiB": 256, "full": 256, "read-only, no memfd": 0}
 CASE = {case.name: case for case in CASES}
 
 
