@@ -39,17 +39,14 @@ class Numbers(Dataset):
         return self.result(idx)
 
 
-def filled(dataset, workers=0, kind=None, **options):
+def filled(dataset, workers=0, **options):
     """How many samples of a dataset are cached by `warm`."""
     with CachedDataset(dataset, 0.01, **options) as cached:
-        assert kind in (None, type(cached.cache))
         cached.warm(num_workers=workers, progress=False)
         return cached.stats().total.filled
 
 
-class Lazy(Numbers):
-    """The idiom of every tutorial, of which tests/programs/lazy_files.py has more."""
-
+class Lazy(Numbers):  # tests/programs/lazy_files.py has more of them
     def __init__(self, path):
         self.path, self.file = path, None
         path.write_bytes(b"".join(idx.to_bytes(64, "little") for idx in range(N)))
@@ -78,8 +75,7 @@ def test_a_dataset_that_opens_its_file_lazily_stays_closed_here(tmp_path, warmed
 
 @pytest.mark.parametrize("buffering", [0, -1])
 def test_a_file_that_is_open_here_keeps_its_position(tmp_path, buffering):
-    path = tmp_path / "data"
-    path.write_bytes(bytes(range(256)) * 1000)
+    (path := tmp_path / "data").write_bytes(bytes(range(256)) * 1000)
     with open(path, "rb", buffering) as file:
         file.seek(1000)
         file.read(3)
@@ -142,11 +138,9 @@ def test_what_a_dataset_prints_is_printed_once(capfd):
 ENDS = {
     r"signal 9 \(SIGKILL\)": lambda: os.kill(os.getpid(), signal.SIGKILL),
     r"signal 40 \(SIGRTMIN\+6\)": lambda: os.kill(os.getpid(), 40),
-    r"signal 2 \(SIGINT\)": lambda: signal.raise_signal(signal.SIGINT),
-    "exited with code 0": lambda: os._exit(0),
-    "exited with code 4": lambda: sys.exit(4),
-    "exited with code 1": lambda: sys.exit(),
-}
+    r"signal 2 \(SIGINT\)": lambda: signal.raise_signal(signal.SIGINT), "exited with code 0": lambda: os._exit(0),
+    "exited with code 4": lambda: sys.exit(4), "exited with code 1": lambda: sys.exit(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", ENDS)
@@ -225,9 +219,9 @@ def test_what_a_child_cannot_load_is_loaded_here_with_one_warning(caplog):
         if os.getpid() != here:
             raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
 
-    for options, kind in (({}, SharedCache), ({"probe": 0}, RaggedCache)):
+    for options in ({}, {"probe": 0}):
         caplog.clear()
-        assert filled(Numbers(refuse_forks), kind=kind, **options) == N
+        assert filled(Numbers(refuse_forks), **options) == N
         (record,) = caplog.records
         assert "cannot be loaded in a child process (RuntimeError: Cannot re-initialize CUDA" in record.getMessage()
         assert "forked workers share them" in record.getMessage()
@@ -237,10 +231,9 @@ def test_without_child_processes_or_proc_samples_are_loaded_here(monkeypatch, tm
     def no_fork():
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    hidden = "a child process cannot get file positions of its own: /proc is hidden"
     for owner, name, value, reason in (
         (os, "fork", no_fork, "no child process can be made"),
-        (children, "_OPEN_FILES", str(tmp_path / "fd"), hidden),
+        (children, "_OPEN_FILES", str(tmp_path / "fd"), "a child process cannot get file positions of its own: /proc is hid"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
@@ -269,13 +262,11 @@ def test_a_dataset_that_a_worker_init_fn_makes_ready_needs_an_example_or_no_prob
 own = np.random.default_rng(0)
 TWICE, DRAWN = "was different the second time it was loaded", "was made with random numbers"
 DRAWS = {
-    "random": (lambda idx: idx + random.random(), TWICE),
-    "numpy": (lambda idx: idx + np.random.rand(), TWICE),
-    "torch": (lambda idx: torch.rand(3), TWICE),
-    "own": (lambda idx: own.random(), TWICE),  # which no generator of the libraries shows
+    "random": (lambda idx: idx + random.random(), TWICE), "numpy": (lambda idx: idx + np.random.rand(), TWICE),
+    "own": (lambda idx: own.random(), TWICE), "torch": (lambda idx: torch.rand(3), TWICE),  # own: no library shows its state
     "drawn": (lambda idx: (torch.rand(1) > 2).item(), DRAWN),
     "none": (lambda idx: {"a": [str(idx), None, float("nan")]}, None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", DRAWS)

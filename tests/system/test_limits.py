@@ -31,15 +31,11 @@ def test_parse_size_refuses_what_is_no_size():
             limits.parse_size(size)
 
 
-def test_shm_is_measured_as_a_file_system_and_nothing_where_there_is_none(monkeypatch):
-    status = os.statvfs("/dev/shm")
+def test_shm_is_a_file_system_and_the_floor_of_memory_a_twentieth_between_bounds(monkeypatch):
+    status, memory = os.statvfs("/dev/shm"), limits.memory()
     assert get_shm_size() == status.f_blocks * status.f_frsize // GIB
     monkeypatch.setattr(limits, "SHM_DIR", "/nonexistent")
     assert (limits.shm_total(), limits.shm_free()) == (0, 0)
-
-
-def test_the_floor_is_a_twentieth_between_bounds():
-    memory = limits.memory()
     assert 0 < memory.available <= memory.total
     assert [Memory(total, 0).floor for total in (256 * MIB, 20 * GIB, 1024 * GIB)] == [64 * MIB, GIB, 2 * GIB]
     assert Memory(256 * MIB, 10 * MIB).spare == 0

@@ -1,6 +1,7 @@
 """The one contract of all that has a state: whatever was delivered, a fresh object goes on with all that follows."""
 
 import base64
+import functools
 import itertools
 import pickle
 from contextlib import ExitStack
@@ -34,16 +35,12 @@ def stored(folder):
     return StorageDataset(stocache.prepare(samples, folder / "blocks", block_size=4, progress=False))
 
 
-def blocks(dataset=None, **options):
-    return BlockSampler(range(N), 4, True, window=2, seed=1, prefetch=dataset and dataset.prefetch_blocks, **options)
+def blocks(dataset=None):
+    return BlockSampler(range(N), 4, True, window=2, seed=1, prefetch=dataset and dataset.prefetch_blocks)
 
 
 def locality(dataset=range(N), **options):
     return stocache.LocalityDistributedSampler(dataset, 5, **{"num_replicas": 2, "rank": 1, "seed": 1} | options)
-
-
-def distributed():
-    return stocache.StatefulDistributedSampler(range(N), 2, 1, seed=1)
 
 
 def stream(stack, folder, **options):
@@ -59,18 +56,19 @@ def graph(stack):
     return loader
 
 
+DISTRIBUTED = functools.partial(stocache.StatefulDistributedSampler, range(N), 2, 1, seed=1)
 STRATA = {"num_replicas": 1, "rank": 0, "stratify": True}
 CASES = {  # other datasets in a loader: tests/loader/test_loader_states.py
     "loader": lambda stack, folder: loader(list(range(N)), shuffle=True),
     "cached": lambda stack, folder: loader(cached(stack), shuffle=True),
     "stored": lambda stack, folder: loader(dataset := stored(folder), sampler=blocks(dataset), collate_fn=list),
     "by locality": lambda stack, folder: loader(range(N), sampler=locality()),
-    "distributed": lambda stack, folder: loader(range(N), sampler=distributed()),
+    "distributed": lambda stack, folder: loader(range(N), sampler=DISTRIBUTED()),
     "stream in a loader": lambda stack, folder: loader(stream(stack, folder, shuffle=True), None),
     "BlockSampler": lambda stack, folder: blocks(),
     "LocalityDistributedSampler": lambda stack, folder: locality(),
     "stratified": lambda stack, folder: locality(cached(stack, placement=Placement("scattered")), **STRATA),
-    "StatefulDistributedSampler": lambda stack, folder: distributed(),
+    "StatefulDistributedSampler": lambda stack, folder: DISTRIBUTED(),
     "StreamLoader": lambda stack, folder: stream(stack, folder, shuffle=True, window=2),
     "buffers": lambda stack, folder: stream(stack, folder, shuffle="buffers", size_limit_gib=0.01),
     "DataLoader2": lambda stack, folder: graph(stack),

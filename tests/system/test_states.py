@@ -1,7 +1,6 @@
 """States of random generators, and the one form of all states: what they accept and what they refuse."""
 
 import contextlib
-import json
 import random
 
 import numpy as np
@@ -56,7 +55,7 @@ def test_damaged_states_of_generators_are_refused():
 
 def test_a_state_is_read_as_it_was_made():
     position, parts = {"batches": 2, "epoch": None}, {"own": [1, "a"]}
-    state = json.loads(json.dumps(FORM.make({"samples": 7, "fingerprint": "a"}, position, parts)))
+    state = through_json(FORM.make({"samples": 7, "fingerprint": "a"}, position, parts))
     for fingerprint in ("a", None):  # unknown
         assert FORM.read(state, {"samples": 7, "fingerprint": fingerprint}) == (position, parts)
 

@@ -11,9 +11,7 @@ from tests.support.texts import ours, rows
 
 @pytest.fixture
 def numbered(tmp_path):
-    """N rows, numbered, of lengths that vary."""
-    path = tmp_path / "numbered.tsv"
-    path.write_bytes(rows())
+    (path := tmp_path / "numbered.tsv").write_bytes(rows())
     return path
 
 

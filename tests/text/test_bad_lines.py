@@ -76,12 +76,10 @@ def test_truncated_gzip_ends_the_epoch_or_counts_as_a_bad_line(tmp_path, caplog)
 
 
 def test_where_a_header_does_not_fit_or_nothing_is_left_the_first_bad_line_is_named(tmp_path):
-    path = tmp_path / "bad.tsv"
-    path.write_bytes(b"1\t2\t3\nx\ty\tz\n" + b"a\tb\tc\n" * 8)
+    (path := tmp_path / "bad.tsv").write_bytes(b"1\t2\t3\nx\ty\tz\n" + b"a\tb\tc\n" * 8)
     message = r"9 of 10 lines were left out, and the others fill no batch. The first: .*, line 2"
     refuses(path, message, batch_size=2, format=SKIP)
-    path = tmp_path / "wrong.csv"
-    path.write_text("a,b,c,d\n1,2,3\n")
+    (path := tmp_path / "wrong.csv").write_text("a,b,c,d\n1,2,3\n")
     form = CsvFormat(",", skip_header=1, columns=["a", "b"], label_columns="c")
     refuses(path, r"wrong\.csv: the header has 4 names, the first row 3 fields", format=form)
     refuses(path, r"line 1: 'a,b,c,d': column 0 is 'a', not a number; .*skip_header=1 leaves a header out", format=CSV)

@@ -11,27 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stocache import StreamError
-from stocache.samples.pytree import leaves
 from stocache.text.engines import BulkParseError, engines
 from stocache.text.parsers import Custom, Delimited, FixedWidth, JsonLines, Target
+from tests.support.equality import same
 
 pytestmark = pytest.mark.quick
 
 F4, F8, I8, U1, BOOL = (np.dtype(name) for name in ("f4", "f8", "i8", "u1", "?"))
-NAN = math.nan
 
 
 def target(columns=(0, 1), labels=(2,), single=True, dtype=F4, label_dtype=I8, keep_nan=False):
     return Target(tuple(columns), labels, single, dtype, label_dtype, keep_nan)
-
-
-def same(ours, theirs):
-    for one, other in zip(leaves(ours), leaves(theirs), strict=True):
-        assert one.dtype == other.dtype
-        assert one.shape == other.shape
-        np.testing.assert_array_equal(one, other)
-        if one.dtype.kind == "f":
-            assert np.signbit(one).tolist() == np.signbit(other).tolist()
 
 
 def refused(parser, data, rows):
@@ -65,12 +55,12 @@ def test_numbers_are_those_that_python_reads(engine, rows, delimiter, end, dtype
     with np.errstate(over="ignore"):
         wanted = np.array([[float(row[1]), float(row[3])] for row in rows]).astype(dtype), np.array(labels)
     if engine == "pyarrow" or max(map(abs, labels)) < 2**53:
-        same(parser.bulk(data, len(rows)), wanted)
+        assert same(parser.bulk(data, len(rows)), wanted)
     else:
         refused(parser, data, len(rows))
     arrays, bad = parser.parse_row_by_row(data)
     assert not bad
-    same(arrays, wanted)
+    assert same(arrays, wanted)
 
 
 @given(rows=st.lists(st.tuples(st.floats(allow_nan=False, allow_infinity=False), st.integers(-100, 100), LABEL), min_size=1))
@@ -79,8 +69,8 @@ def test_json_lines(engine, rows):
     data = "".join(json.dumps({"b": b, **(more if b > 0 else {}), "label": int(c), "a": a}) + "\n" for a, b, c in rows).encode()
     parser = JsonLines(target((0, 1), (2,), dtype=F8), 3, [engine], names=("a", "b", "label"))
     wanted = np.array([[a, b] for a, b, _ in rows], F8), np.array([int(c) for *_, c in rows])
-    same(parser.parse_row_by_row(data)[0], wanted)
-    same(parser.bulk(data, len(rows)), wanted)
+    assert same(parser.parse_row_by_row(data)[0], wanted)
+    assert same(parser.bulk(data, len(rows)), wanted)
 
 
 def test_a_row_of_fixed_widths_that_is_longer_than_others_does_not_widen_them(engine):
@@ -112,20 +102,23 @@ def test_good_rows_are_the_same_in_bulk_and_beside_a_bad_one(engine, at):
     if what.labels:
         wanted = wanted, np.array(labels, what.label_dtype)
     for _ in range(2):  # also where it remembers how
-        same(parser.bulk(data, rows), wanted)
+        assert same(parser.bulk(data, rows), wanted)
     arrays, bad = parser.parse_row_by_row(data + b"bad bad bad bad bad\n")
     assert [number for number, _ in bad] == [rows]
-    same(arrays, wanted)
+    assert same(arrays, wanted)
 
 
 def test_what_numpy_cannot_parse_in_bulk_is_right_row_by_row(engine):
     quoted = b'"1";"a;b";"2"\n3;x;4\n', (np.array([[1], [3]], F4), np.array([2, 4]))
-    missing = b"1;;3\nNA;nan;4\nnull;5;6\n", (np.array([[1, NAN], [NAN, NAN], [NAN, 5]], F4), np.array([3, 4, 6]))
+    missing = (
+        b"1;;3\nNA;nan;4\nnull;5;6\n",
+        (np.array([[1, math.nan], [math.nan, math.nan], [math.nan, 5]], F4), np.array([3, 4, 6])),
+    )
     for (data, wanted), what in ((quoted, target((0,))), (missing, target(keep_nan=True))):
         parser = Delimited(what, 3, [engine], delimiter=";")
         if engine == "pyarrow":
-            same(parser.bulk(data, data.count(b"\n")), wanted)
-        same(parser.parse_row_by_row(data)[0], wanted)
+            assert same(parser.bulk(data, data.count(b"\n")), wanted)
+        assert same(parser.parse_row_by_row(data)[0], wanted)
     assert refused(parser, b"1;2;\n", 1)[1] == [(0, "column 2 is missing")]  # labels have no NaN
 
 
