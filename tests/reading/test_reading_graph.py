@@ -28,8 +28,6 @@ pytestmark = [pytest.mark.quick, *WARNINGS]
 
 
 class Holder(IterDataPipe):
-    """A pipe with sources of all kinds."""
-
     def __init__(self, *held):
         self.held = held
 
@@ -123,8 +121,6 @@ def test_a_pipe_with_one_source_is_removed(chain, two):
 
 
 class Remembering(IterDataPipe):
-    """A pipe with a state of its own, and a function that does not pickle."""
-
     def __init__(self, datapipe, **held):
         self.datapipe, self.seen, self.numbers = datapipe, [], random.Random(1)
         self.function = lambda value: value
