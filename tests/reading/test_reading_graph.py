@@ -228,6 +228,7 @@ def test_prefetch_pauses_and_resumes_and_says_so_in_a_fork():
     pipe.pause()
     count = len(taken)
     assert [next(iterator) for _ in range(count - 1)] == list(range(1, count))
+    threading.Event().wait(0.01)
     assert len(taken) == count
     pipe.resume()
     assert list(iterator) == list(range(count, COUNT))
