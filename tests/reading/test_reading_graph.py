@@ -28,8 +28,6 @@ pytestmark = [pytest.mark.quick, *WARNINGS]
 
 
 class Holder(IterDataPipe):
-    """A pipe with sources of all kinds."""
-
     def __init__(self, *held):
         self.held = held
 
@@ -123,8 +121,6 @@ def test_a_pipe_with_one_source_is_removed(chain, two):
 
 
 class Remembering(IterDataPipe):
-    """A pipe with a state of its own, and a function that does not pickle."""
-
     def __init__(self, datapipe, **held):
         self.datapipe, self.seen, self.numbers = datapipe, [], random.Random(1)
         self.function = lambda value: value
@@ -232,6 +228,7 @@ def test_prefetch_pauses_and_resumes_and_says_so_in_a_fork():
     pipe.pause()
     count = len(taken)
     assert [next(iterator) for _ in range(count - 1)] == list(range(1, count))
+    threading.Event().wait(0.01)
     assert len(taken) == count
     pipe.resume()
     assert list(iterator) == list(range(count, COUNT))

@@ -54,7 +54,6 @@ def fetched(tmp_path, monkeypatch):
 
 @pytest.fixture
 def open_remote(source, tmp_path):
-    """Open the source by its URL, with local copies."""
     return lambda **options: OnDiskBlockDataStorage(f"file://{tmp_path}/source", local_folder=tmp_path / "local", **options)
 
 
@@ -141,12 +140,8 @@ def test_a_damaged_or_missing_block_at_the_url_is_an_error(source, remote, tmp_p
     assert not list((tmp_path / "local").rglob("*.part"))
 
 
-def failing(error):
-    return mock.Mock(side_effect=error)
-
-
 def test_what_cannot_be_fetched_is_an_error(remote, tmp_path, monkeypatch):
-    monkeypatch.setattr(LocalFileSystem, "get_file", failing(TimeoutError("no answer")))
+    monkeypatch.setattr(LocalFileSystem, "get_file", mock.Mock(side_effect=TimeoutError("no answer")))
     with pytest.raises(StorageError, match=r"000000.safetensors cannot be fetched: TimeoutError: no answer"):
         remote.load_sample(0)
     nothing = OnDiskBlockDataStorage(f"file://{tmp_path}/nothing", local_folder=tmp_path / "local")
@@ -235,8 +230,7 @@ def test_a_block_at_a_url_that_cannot_be_looked_at_is_an_error_and_stays(memory,
     with pytest.raises(KeyboardInterrupt, match="by the user"):
         prepare(Preparer(stop_at=60), memory, **QUIET)
     before = there(memory)
-
-    real, block = MEMORY.cat_file, failing(TimeoutError("no answer"))
+    real, block = MEMORY.cat_file, mock.Mock(side_effect=TimeoutError("no answer"))
     with monkeypatch.context() as patch:
         patch.setattr(MEMORY, "cat_file", lambda fs, path, **its: (block if "blocks" in path else real)(fs, path, **its))
         with pytest.raises(StorageError, match=r"safetensors cannot be read: TimeoutError: no answer"):
@@ -249,7 +243,7 @@ def test_what_must_not_be_written_is_left_alone(memory, monkeypatch):
         prepare(Preparer(), memory, shuffle_seed=1, progress=False)
     assert there(memory) == {}
     with monkeypatch.context() as patch:
-        patch.setattr(MEMORY, "pipe_file", failing(PermissionError("read only")))
+        patch.setattr(MEMORY, "pipe_file", mock.Mock(side_effect=PermissionError("read only")))
         with pytest.raises(StorageError, match=r"preparing\.json cannot be written: PermissionError: read only"):
             prepare(Images(), memory, progress=False)
     fsspec.filesystem("memory").pipe_file("/stocache/photos/letter.txt", b"dear")

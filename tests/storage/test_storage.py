@@ -22,6 +22,7 @@ from stocache.storage.manifest import block_name
 from stocache.system.hashing import embed_checksum
 from tests.support.containers import Box
 from tests.support.equality import same
+from tests.support.processes import in_child
 from tests.support.storages import FilePerSample, N, files_of, read, sample, save
 
 pytestmark = pytest.mark.quick
@@ -149,7 +150,6 @@ def images(tmp_path):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What the kernel is asked: kind, descriptor, offset and bytes of each call."""
     calls, advise, read = [], os.posix_fadvise, os.preadv
     monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: (calls.append(("advise", *arguments[:3])), advise(*arguments)))
     monkeypatch.setattr(
@@ -193,14 +193,16 @@ def test_a_block_that_is_removed_or_cut_after_it_was_closed_is_an_error(tmp_path
                 storage.load_sample(idx)
 
 
-def test_threads_read_together_with_few_files_open(tmp_path, monkeypatch):
+def test_threads_and_forks_read_together_with_few_files_open(tmp_path, monkeypatch):
     monkeypatch.setattr("stocache.storage.storage._OPEN_BLOCKS", 3)
     with save(OnDiskBlockDataStorage(tmp_path / "data", 1)) as storage:
         before = len(os.listdir("/proc/self/fd"))
         assert read(storage)
         assert len(os.listdir("/proc/self/fd")) - before == 3
+        look = lambda seed: read(storage, random.Random(seed).choices(range(N), k=200)) or os._exit(1)
         with ThreadPoolExecutor(6) as pool:
-            assert all(pool.map(lambda seed: read(storage, random.Random(seed).choices(range(N), k=200)), range(6)))
+            assert all(pool.map(look, range(6)))
+        assert in_child(look, 7) == 0  # with files that were open before
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -318,7 +320,8 @@ def test_a_full_disk_is_an_error_at_any_byte(make_one, tmp_path, monkeypatch):
 
     open_file = lambda path, mode, **options: (Disk if mode == "wb" else io.open)(path, mode, **options)
     monkeypatch.setattr(local, "open", open_file, raising=False)
-    for Disk.budget in range(0, 4500, 499):
+    for budget in range(0, 4500, 499):
+        Disk.budget = budget
         storage = OURS[make_one](tmp_path / "data")
         with pytest.raises(OSError, match=r"No space left on device.*data"):
             save(storage, info=INFO)

@@ -4,7 +4,6 @@ import collections
 import datetime
 import decimal
 import fractions
-import io
 import pathlib
 from pathlib import Path
 
@@ -86,27 +85,16 @@ def picture(idx, *shape):
     return images.fromarray(pixels(idx, *shape))
 
 
-def jpeg(idx):
-    file = io.BytesIO()
-    picture(idx, 20 + idx % 5, 30, 3).save(file, "JPEG")
-    return file.getvalue()
-
-
 def boxes(idx):
     value = torch.from_numpy(pixels(idx, idx % 4, 4)).float().as_subclass(Annotated)
     value.canvas_size, value.space = (idx, 5), "xy" * (idx % 3)
     return value
 
 
-def tagged(idx):
-    day, path = datetime.date(2026, 1, 1 + idx % 28), pathlib.PurePosixPath(f"a/{idx}")
-    return collections.OrderedDict(day=day, path=path, kind=Kind.BOX)
-
-
 COPIED = {
     "bytes": lambda idx: bytes([idx]) * (300 * (idx % 5)),
     "text": lambda idx: "\udc80" * (idx % 2) + "ä" * (40 * idx),
-    "encoded images": lambda idx: {"jpeg": jpeg(idx), "label": idx},
+    "encoded images": lambda idx: {"jpeg": pixels(idx, 900 + idx).tobytes(), "label": idx},
     "tokens": lambda idx: {"input_ids": [idx + n for n in range(3 + idx)], "mask": tuple([idx % 2 == 0] * 5), "score": idx / 7},
     "numbers, at times none": lambda idx: (list(range(idx % 3)), 1j * idx, 2**70 + idx),
     "tensors": lambda idx: {"image": torch.from_numpy(pixels(idx, 3, 4 + idx % 6, 5)), "boxes": torch.zeros(idx % 3, 4)},
@@ -116,7 +104,10 @@ COPIED = {
     "scalars": lambda idx: {"a": np.float32(idx), "b": np.str_("x" * 3), "c": np.datetime64("2026-01-01") + idx},
     "nested": lambda idx: {"a": Point({"b": {"c": "x" * idx}}, (idx, "y")), 3: {Kind.BOX: Box(np.arange(idx % 3), idx)}},
     "optional parts": lambda idx: {"maybe": None if idx % 2 else "x" * idx, "value": idx if idx % 3 else [1.5] * idx},
-    "other types": lambda idx: [tagged(idx), decimal.Decimal(idx) / 4, fractions.Fraction(idx, 3), Access(idx % 8), range(idx)],
+    "other types": lambda idx: [
+        collections.OrderedDict(day=datetime.date(2026, 1, 1 + idx), path=pathlib.PurePosixPath(f"a/{idx}"), kind=Kind.BOX),
+        decimal.Decimal(idx) / 4, fractions.Fraction(idx, 3), Access(idx % 8), range(idx),
+    ],
     "tensors with attributes": lambda idx: {"boxes": boxes(idx), "label": idx},
     "made containers": lambda idx: {
         "image": picture(idx, 4 + idx % 5, 7, 3), "size": torch.Size([idx, 2]), "text": "x" * idx,
