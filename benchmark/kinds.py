@@ -131,7 +131,7 @@ def lazy(name: str) -> Callable[[Path, int], Any]:
     """Return the kind that opens its file at the first sample."""
 
     def open_lazily(folder: Path, count: int) -> Any:
-        from tests.programs import lazy_files
+        from benchmark.support import lazy_files
 
         cls, file = lazy_files.KINDS[name]
         if not (folder / file).exists():

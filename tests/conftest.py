@@ -35,6 +35,12 @@ __all__ = ["leaves_no_trace", "pytest_configure", "pytest_xdist_auto_num_workers
 settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("seeded")
 
+QUICK = {  # files of units and contracts that start few processes
+    "function_hash", "limits", "states", "histogram", "record", "spec", "records", "round_trips", "columns",
+    "record_encoder", "type_lookup", "placement", "shared", "segment", "orders", "locality", "ring", "pinned", "pickling",
+    "order", "storage", "verdict", "model", "measure", "known", "parsers", "formats", "reading_graph", "rooms", "old_names",
+    "tests", "disk_tiers", "no_more_threads",
+}  # fmt: skip
 START_METHODS = ("fork", "spawn", "forkserver")
 
 
@@ -64,9 +70,11 @@ def _seeded(request: pytest.FixtureRequest) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what `sampled` tests leave out."""
+    """Mark as slow what `sampled` tests leave out, and the tests of some files as quick."""
     seen: Counter[str] = Counter()
     for item in items:
+        if item.path.stem.removeprefix("test_") in QUICK:
+            item.add_marker("quick")
         mark = item.get_closest_marker("sampled")
         if mark is not None:
             name = item.nodeid.partition("[")[0]

@@ -15,7 +15,6 @@ PAGE = (FOLDER / "README.md").read_text()
 ROWS = re.findall(r"^\| .* \| .* \| .* \| (.*) \| [AB] \|$", PAGE, re.MULTILINE)
 
 
-@pytest.mark.quick
 def test_every_module_is_listed_with_a_claim_of_one_line(capsys):
     with pytest.raises(SystemExit, match=r"^$"):
         benchmark.main([])
@@ -24,7 +23,6 @@ def test_every_module_is_listed_with_a_claim_of_one_line(capsys):
     assert all(re.fullmatch(r"\w+ +[A-Z].*[.)]", line) and len(line) <= 140 for line in lines)
 
 
-@pytest.mark.quick
 def test_the_page_is_one_page_with_a_row_and_notes_for_each():
     assert len(PAGE.splitlines()) <= 100
     named = {re.match(r"`(?:sudo … )?(\w+)", row)[1] for row in ROWS if row.startswith("`")}
@@ -35,7 +33,6 @@ def test_the_page_is_one_page_with_a_row_and_notes_for_each():
     assert all((FOLDER / path).exists() for path in re.findall(r"\]\((notes[^)]*)\)", PAGE))
 
 
-@pytest.mark.quick
 def test_a_missing_package_ends_with_the_command_that_installs_it(monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "is_missing", lambda module: module == "torchdata.dataloader2")
     run = "torchdata.dataloader2 cannot be imported. Run: pip install --no-deps torchdata==0.9.0"

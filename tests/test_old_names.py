@@ -7,8 +7,6 @@ import pytest
 from stocache import BlockSampler, CachedDataset, DataLoader, Placement, RaggedCache, StorageDataset, StreamLoader
 from tests.support.storages import FilePerSample, save
 
-pytestmark = pytest.mark.quick
-
 
 def renamed(old, new):
     return pytest.warns(DeprecationWarning, match=f"{old} is now {new}")

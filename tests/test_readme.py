@@ -28,7 +28,6 @@ DEAR, MARKS = re.compile("spawn|lightning"), ((), pytest.mark.slow)
 COMMANDS = {command.name or command.callback.__name__ for command in app.registered_commands}
 
 
-@pytest.mark.quick
 def test_the_example_of_a_cache_of_ones_own_caches_a_dataset():
     (block,) = [block for block in BLOCKS.values() if "class Photos" in block]
     namespace, reads = {}, []
@@ -99,7 +98,6 @@ def test_every_example_runs_as_a_script(name, run_script, tmp_path):
     assert "restart" not in stdout or "read by a restart: 0" in stdout
 
 
-@pytest.mark.quick
 def test_the_first_page_is_short_and_shows_the_main_job_and_there_is_a_recipe_for_each():
     lines = PAGES["README.md"].splitlines()
     assert len(lines) <= 300
@@ -108,7 +106,6 @@ def test_the_first_page_is_short_and_shows_the_main_job_and_there_is_a_recipe_fo
         assert f"**{name}**" in "".join(PAGES.values())
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("page", PAGES)
 def test_links_headings_commands_and_benchmarks_exist(page):
     for path, heading in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", PAGES[page]):
@@ -123,7 +120,6 @@ def test_links_headings_commands_and_benchmarks_exist(page):
     assert all((ROOT / "benchmark" / f"{name}.py").exists() for name in benchmarks)
 
 
-@pytest.mark.quick
 def test_each_way_of_a_sample_has_at_most_eight_steps_whose_functions_exist():
     ways = PAGES["stocache/README.md"].split("\n### ")[1:]
     assert len(ways) == 5

@@ -17,7 +17,6 @@ IMPORTS = {folder: row.replace(",", "").split() for folder, row in ROWS}
 """The table on the page of the package, without errors: from the ground up, so that each folder's row names only rows above."""
 
 MOST_FILES = 12
-pytestmark = pytest.mark.quick
 
 
 def folder_of(module: str) -> str:

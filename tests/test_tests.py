@@ -1,5 +1,6 @@
 """The tests themselves: each file stands alone, lies where its subject lies, and no test leaves a trace."""
 
+import ast
 import contextlib
 import multiprocessing
 import os
@@ -18,7 +19,6 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = Path(stocache.__file__).parent
 
 
-@pytest.mark.quick
 def test_no_file_imports_a_test_file_and_benchmarks_import_programs_and_support_only():
     for path in (path for folder in ("tests", "benchmark") for path in (ROOT / folder).rglob("*.py")):
         text = path.read_text()
@@ -28,7 +28,15 @@ def test_no_file_imports_a_test_file_and_benchmarks_import_programs_and_support_
             assert not re.findall(r"(?:from|import) +tests\b(?!\.support|\.programs)", text), path
 
 
-@pytest.mark.quick
+def test_what_benchmarks_import_is_there():
+    for path in (ROOT / "benchmark").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("tests", "benchmark"):
+                module = ROOT / node.module.replace(".", "/")
+                text = module.with_suffix(".py").read_text() if not module.is_dir() else " ".join(map(str, module.iterdir()))
+                assert all(re.search(rf"\b{name.name}\b", text) for name in node.names), (path, node.module)
+
+
 def test_the_folders_are_those_of_the_package():
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")} == {*folders, "programs"}

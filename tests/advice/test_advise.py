@@ -104,7 +104,6 @@ def test_the_code_of_each_setting_runs_as_it_was_predicted(cpu_share, measured):
             loader.dataset.close()
 
 
-@pytest.mark.quick
 def test_any_setting_can_be_predicted(measured):
     measured(costs_of(0.005))
     advice = advise(Images(), batch_size=(8, 16), step_ms=4, progress=False)
@@ -114,7 +113,6 @@ def test_any_setting_can_be_predicted(measured):
     assert advice.predict(Setting(2**30, 0, None, 16)).epoch_s == pytest.approx(64 * 1e-5 + 4 * 0.00801)  # a step in proportion
 
 
-@pytest.mark.quick
 def test_the_report_says_what_was_measured(measured):
     missing = ("codec='zstd' is left out: it is not installed",)
     arguments = measured(costs_of(packs=True, timed=7, cold_ratio=2.0, has_transform=True, missing=missing))
@@ -133,7 +131,6 @@ def test_the_report_says_what_was_measured(measured):
         assert words in text
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("load_s", "limit_s", "tried"), [(0.001, 60, True), (0.06, 60, False), (0.001, 30, False)])
 def test_threads_are_tried_where_samples_are_fast_and_time_is_left(load_s, limit_s, tried, measured, monkeypatch):
     measured(costs_of(load_s))
@@ -143,7 +140,6 @@ def test_threads_are_tried_where_samples_are_fast_and_time_is_left(load_s, limit
     assert ("two make 1.75 times as many samples as one" in str(advice)) == tried
 
 
-@pytest.mark.quick
 def test_numbers_that_are_not_possible_and_datasets_that_cannot_be_cached_are_refused():
     for name, wrong, message in (
         ("step_ms", [-1, math.nan, math.inf, "40", True, None], "must be a finite number of milliseconds, 0 or more"),
@@ -166,7 +162,6 @@ def messages(caplog):
     return lambda: [record.getMessage() for record in caplog.records if "num_workers='auto'" in record.getMessage()]
 
 
-@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 @pytest.mark.parametrize(
     ("costs", "ranks", "workers"),
@@ -191,7 +186,6 @@ def test_auto_takes_as_many_workers_as_make_an_epoch_short(costs, ranks, workers
     assert message.startswith(f"num_workers='auto' chooses {workers}: {reason}")
 
 
-@pytest.mark.quick
 def test_auto_measures_what_is_behind_a_cached_dataset(measured):
     with CachedDataset(Images(), 1, transform=tuple) as dataset:
         arguments = measured(costs_of(0.1))
@@ -202,7 +196,6 @@ def test_auto_measures_what_is_behind_a_cached_dataset(measured):
         assert not arguments
 
 
-@pytest.mark.quick
 def test_auto_takes_no_workers_where_there_is_nothing_to_measure_and_other_texts_are_refused(messages):
     for dataset, reason in ((Numbers(), "the dataset is iterable"), (Images(0), "has no samples")):
         assert DataLoader(dataset, num_workers="auto").num_workers == 0

@@ -12,8 +12,6 @@ from stocache.cache.placement import BlockBounds, ordering_of, residency
 from stocache.system import limits
 from stocache.system.limits import GIB, MIB, Memory
 
-pytestmark = pytest.mark.quick
-
 OUTSIDE = -1
 
 

@@ -43,7 +43,6 @@ def fill(cache, indices=range(N)):
         assert same(cache.get_or_load(idx, sample), sample(idx))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("limit", [1000, 5000, 100_000])
 def test_the_limit_is_kept_and_what_found_no_room_is_outside(limit):
     with RaggedCache(f"{limit}B", N) as cache:
@@ -59,7 +58,6 @@ def test_the_limit_is_kept_and_what_found_no_room_is_outside(limit):
         assert (stats.filled == N) == (limit == 100_000)
 
 
-@pytest.mark.quick
 def test_wrong_arguments_say_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     for options, error, message in (
@@ -72,7 +70,6 @@ def test_wrong_arguments_say_what_to_do(monkeypatch):
             RaggedCache(**{"size_limit_gib": 1, "dataset_len": N} | options)
 
 
-@pytest.mark.quick
 def test_caches_without_a_limit_samples_or_memory_hold_nothing(monkeypatch, caplog):
     with RaggedCache(0, N) as cache, RaggedCache(1, 0) as empty:
         for _ in range(2):
@@ -89,7 +86,6 @@ def test_caches_without_a_limit_samples_or_memory_hold_nothing(monkeypatch, capl
     assert "no shared memory: /no/such/dir cannot be written" in record.message
 
 
-@pytest.mark.quick
 def test_samples_stay_uncached_when_memory_runs_low_and_get_another_chance(monkeypatch, caplog):
     with RaggedCache("40MB", N) as cache:
         with monkeypatch.context() as patched:
@@ -105,7 +101,6 @@ def test_samples_stay_uncached_when_memory_runs_low_and_get_another_chance(monke
         assert cache.stats().filled == N
 
 
-@pytest.mark.quick
 def test_many_at_once_and_overwriting():
     with RaggedCache("4000B", N) as cache:
         cache.set_slots(torch.arange(3), [sample(idx) for idx in range(3)])
@@ -238,7 +233,6 @@ def simulate(sizes, costs, capacity):
     return shares
 
 
-@pytest.mark.quick
 def test_of_log_normal_sizes_the_smallest_are_kept_and_what_is_not_worth_it_is_refused_for_good_once_all_is_measured():
     n, sizes = 1000, (np.random.default_rng(7).lognormal(0, 1, 1000) * 1000).astype(int)
     capacity = int(sizes.sum() * 0.2)

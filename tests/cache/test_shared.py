@@ -19,8 +19,6 @@ from tests.support.faults import claimed
 from tests.support.makers import DIMS, SLOTS, N, in_blocks, in_shm, sample, scattered
 from tests.support.samples import DTYPES
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture(params=[in_shm, scattered, in_blocks], ids=lambda maker: maker.__name__)
 def cache(request):

@@ -210,7 +210,6 @@ def manifest_of(**changes):
     return embed_checksum(json.dumps(whole | changes).encode(), b'"checksum": "')
 
 
-@pytest.mark.quick
 def test_a_false_manifest_takes_no_memory_and_a_damaged_one_is_named_with_the_remedy(run, folder):
     (folder / "cache.json").write_bytes(manifest_of(identity={"dataset_len": 10**30, "samples": "x"}))
     there = f"{FILLED} of {10**30}"
@@ -255,7 +254,6 @@ def test_a_file_that_is_missing_or_of_another_kind_is_not_followed(run, tmp_path
     assert (tmp_path / "precious").read_text() == "x"
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_check_reads_all_samples_and_changes_nothing(run, folder, workers):
     result = run("check", folder, "--workers", workers)

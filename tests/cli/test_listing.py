@@ -65,7 +65,6 @@ def names():
     return sorted(path.name for path in FOLDER.iterdir()) if FOLDER.exists() else []
 
 
-@pytest.mark.quick
 def test_find_returns_all_there_is_to_say(four):
     live, kept, dead, bad = listing.find()
     assert [cache.state for cache in (live, kept, dead, bad)] == ["live", "kept", "dead", "bad"]
@@ -84,7 +83,6 @@ def test_find_returns_all_there_is_to_say(four):
     assert four.stats().filled == N
 
 
-@pytest.mark.quick
 def test_ls_shows_a_row_for_each(run, request):
     assert run("ls").stdout == "no named caches\n"
     assert json.loads(run("ls", "--json").stdout) == []
@@ -240,7 +238,6 @@ SICK = [
 ]
 
 
-@pytest.mark.quick
 def test_doctor_finds_nothing_on_a_healthy_machine_and_names_the_remedy_on_others(healthy, run, monkeypatch):
     assert doctor.examine(32 * GIB) == []
     result = run("doctor", "--size-limit-gib", "32")
@@ -278,7 +275,6 @@ def test_doctor_finds_a_file_deleted_in_use(healthy):
         assert named.deleted_in_use(-1) == {}  # as in another container, where the same paths are others
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("files", "on"),
     [

@@ -79,7 +79,6 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.quick
 def test_a_file_that_is_not_a_record_is_a_problem_of_that_file_alone(clean):
     kept = Record(0, False, "d")
     for forged, problem in HOSTILE:

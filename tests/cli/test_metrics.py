@@ -108,7 +108,6 @@ def test_the_metrics_are_what_the_cache_and_the_loader_say(run, workers, least):
         del loader
 
 
-@pytest.mark.quick
 def test_words_of_a_record_are_counters_and_buckets_exact_sums_of_its_own():
     kept = Record(2, False, "c")
     durations = np.exp(np.random.default_rng(7).uniform(math.log(100), math.log(4e12), 500)).astype(int).tolist()
@@ -298,7 +297,6 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.quick
 def test_what_the_command_cannot_do_is_one_line(run, monkeypatch):
     getaddrinfo = socket.getaddrinfo
 

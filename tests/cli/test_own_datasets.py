@@ -98,7 +98,6 @@ def test_what_cannot_be_advised_is_said_in_one_line(run, monkeypatch):
     assert (result.exit_code, result.output) == (2, "step_ms must be finite.\n")
 
 
-@pytest.mark.quick
 def test_a_function_that_gives_no_dataset_is_named_in_one_line(run):
     for where, message in (
         ("nowhere_at_all:f", "module 'nowhere_at_all' cannot be imported: ModuleNotFoundError: No module named"),
@@ -184,7 +183,6 @@ def test_batches_that_torch_does_not_collate_remain_lists():
     ]  # fmt: skip
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("share", [0, 0.1, 1])
 def test_a_partly_cached_dataset_has_the_samples_of_the_dataset(share):
     partly = PartlyCached(Varying(), share)

@@ -56,7 +56,6 @@ COLUMNS = {
 }
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("what", "width"), COLUMNS)
 def test_columns_that_have_no_room_are_left_out(what, width):
     caches = [ON_DISK] if "disk" in what else CACHES

@@ -142,7 +142,6 @@ RAGGED = {
 SOME = [("columns", [3, 1, 0, 7, 14, 9, 28]), ("text", [0, 0, 9, 8, 9]), ("text", list(range(2, 27)))]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("kind", "indices"), [*((kind, range(N)) for kind in FIXED | RAGGED), *SOME])
 def test_bytes_of_blocks_are_copied_into_the_cache(prepared, made, kind, indices):
     make = (FIXED | RAGGED)[kind]
@@ -466,7 +465,6 @@ def test_from_a_url_wanted_samples_come_first_and_each_block_is_fetched_once(pre
             assert cached_set(cached)[-8:] == list(range(8, 16))
 
 
-@pytest.mark.quick
 def test_local_and_global_indices(prepared):
     numbers = SimpleNamespace(load_sample=lambda idx: idx)
     dataset = StorageDataset(numbers, [40, 3, 7])
@@ -488,7 +486,6 @@ def test_local_and_global_indices(prepared):
         assert [cached[idx][1] for idx in range(4)] == [9, 1, 8, 0]
 
 
-@pytest.mark.quick
 def test_units_are_compared_and_checked():
     for order in ("prefix", "scattered"):
         one, other = (residency(stocache.Placement(order, unit), 100, 45) for unit in (BlockBounds(range(0, 101, 10)), 10))

@@ -61,7 +61,6 @@ def everything(dataset, batch_size=5, **options):
     return [sample for batch in DataLoader(dataset, batch_size, collate_fn=list, **options) for sample in batch]
 
 
-@pytest.mark.quick
 @SIZES
 @pytest.mark.parametrize("limit", [1, "3KB", 0])
 def test_samples_are_those_of_the_dataset_and_read_once_if_they_fit(size, limit):
@@ -78,7 +77,6 @@ def test_samples_are_those_of_the_dataset_and_read_once_if_they_fit(size, limit)
         assert resident < N or source.reads.tolist() == ONCE
 
 
-@pytest.mark.quick
 @SIZES
 def test_batches_are_those_of_the_dataset_which_loads_them_with_one_call(size):
     source, calls = Source(size), []
@@ -99,7 +97,6 @@ def test_batches_are_those_of_the_dataset_which_loads_them_with_one_call(size):
         assert cached.__getitems__([]) == []
 
 
-@pytest.mark.quick
 def test_indices_are_those_of_a_sequence():
     source = Source()
     with CachedDataset(source, 1) as cached:
@@ -225,7 +222,6 @@ def test_attributes_of_the_dataset_are_reachable():
         cached[0]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_misfit_is_served_uncached_and_counted_with_one_warning(caplog, batched):
     source = Source(lambda idx: (3, 2 if idx == 21 else 6, 5))  # the probe does not see sample 21
@@ -365,7 +361,6 @@ def test_stats_and_the_log_have_an_entry_for_each_epoch(caplog):
     assert lines[1].startswith("epoch 2: 48 samples requested, 50.0 % from the cache, 24 read from the dataset, 0 newly cached")
 
 
-@pytest.mark.quick
 def test_epochs_of_which_the_last_batch_is_dropped_are_told_apart():
     with CachedDataset(Source(n=200), 1) as cached:
         cached.warm(progress=False)

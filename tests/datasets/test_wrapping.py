@@ -36,7 +36,6 @@ class Folder(Dataset):
         return (image if self.transform is None else self.transform(image)), idx
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("members", [{}, {"Dataset": Dataset}], ids=["a folder", "with a class"])
 def test_attributes_are_set_where_they_are_read(monkeypatch, members):
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(**members))  # a module of the user's, not Hugging Face
@@ -51,7 +50,6 @@ def test_attributes_are_set_where_they_are_read(monkeypatch, members):
         assert cached.loads == 5
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", ["transform", "size"])
 def test_what_cached_samples_are_made_with_cannot_be_set(name):
     folder = Folder()
@@ -101,7 +99,6 @@ PARTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("sample", "parts", "expected"), PARTS)
 def test_a_transform_of_parts_leaves_the_others_as_they_are(sample, parts, expected):
     samples = [sample] * 3
@@ -185,7 +182,6 @@ def test_several_indices_give_what_they_give_of_the_dataset(make):
                 assert same(cached[indices], dataset[indices]), indices
 
 
-@pytest.mark.quick
 def test_several_indices_are_served_from_the_cache():
     dataset = Columns()
     with CachedDataset(dataset, 1) as cached:

@@ -12,8 +12,6 @@ from stocache.diagnosis.verdict import CacheFacts, EpochFacts, judge
 from stocache.system.limits import GIB
 from stocache.timing import record
 
-pytestmark = pytest.mark.quick
-
 CACHE = CacheFacts(0, 500, 1000, sample_bytes=2_000_000, overhead_bytes=32_000, room_bytes=8 * GIB, disk=False)
 
 

@@ -60,7 +60,6 @@ def test_flipped_bits_are_misses_or_harmless(kind, filled, flips, rounds):
     assert found > rounds // 2
 
 
-@pytest.mark.quick
 def test_batches_have_no_row_that_is_damaged(filled):
     with open_disk("rows", filled) as cache:
         with open(filled / "samples", "r+b") as file:
@@ -125,7 +124,6 @@ def test_an_index_with_wild_numbers_is_a_miss_and_takes_no_memory(kind, filled):
             tracemalloc.stop()
 
 
-@pytest.mark.quick
 def test_entries_that_were_cut_or_have_the_place_of_another_harm_no_sample(kind, filled):
     files = contents(filled)
     enter(filled, 7, *map(int, entries(filled)[8]))
@@ -151,7 +149,6 @@ class Named:
         return Path("/tmp/no such path/made").mkdir, ()
 
 
-@pytest.mark.quick
 def test_a_forged_record_under_the_right_checksum_runs_no_code_and_raises_nothing(tmp_path):
     with open_disk("records", tmp_path) as cache:
         loaded(cache, "records")

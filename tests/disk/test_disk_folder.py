@@ -40,7 +40,6 @@ def refused(path, match, error=DiskError, **options):
         open_disk("rows", path, **options)
 
 
-@pytest.mark.quick
 def test_files_and_folders_with_other_files_are_refused(tmp_path):
     (tmp_path / "thesis\x1b[31m.tex").write_text("x")
     for path in (tmp_path / "thesis\x1b[31m.tex", tmp_path / "thesis\x1b[31m.tex" / "below"):
@@ -63,7 +62,6 @@ def test_a_folder_or_file_of_another_user_is_refused(filled):
     refused(filled, r"belongs to user 4321, not to 0. Give a folder of your own")
 
 
-@pytest.mark.quick
 def test_a_folder_that_others_may_write_is_refused(tmp_path):
     for mode, allow_pickle in ((0o777, False), (0o702, False), (0o770, True), (0o720, True)):
         tmp_path.chmod(mode)
@@ -78,7 +76,6 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path):
         open_disk("records", tmp_path, allow_pickle=True)
 
 
-@pytest.mark.quick
 def test_a_folder_for_other_samples_is_refused(filled):
     files = contents(filled)
     for options, difference in [
@@ -94,7 +91,6 @@ def test_a_folder_for_other_samples_is_refused(filled):
     open_disk("rows", filled).close()  # an error does not keep the folder locked
 
 
-@pytest.mark.quick
 def test_another_fingerprint_makes_the_folder_again_and_none_names_an_earlier_run(filled, tmp_path, warnings):
     with open_disk("rows", filled, fingerprint="2") as cache:
         (warning,) = warnings()
@@ -117,7 +113,6 @@ FORGED = {
 }  # fmt: skip
 
 
-@pytest.mark.quick
 def test_a_damaged_or_forged_manifest_says_what_to_do(filled):
     rng, path = random.Random(29), filled / "cache.json"
     text = path.read_bytes()
@@ -136,7 +131,6 @@ def put_link(path):
     path.symlink_to(path.parent.parent / "precious")
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("put_thing", [put_link, os.mkfifo, os.mkdir])
 def test_what_is_not_a_file_is_refused(filled, tmp_path, put_thing):
     for leads_to_a_file in (False, True):

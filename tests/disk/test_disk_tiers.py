@@ -13,8 +13,6 @@ from stocache.errors import ClosedError, MismatchError, SampleError
 from tests.support.disks import loaded, record
 from tests.support.equality import same
 
-pytestmark = pytest.mark.quick
-
 ALL = range(20)
 
 

@@ -17,8 +17,6 @@ from stocache.forecast.measure import fit_costs
 from stocache.forecast.model import Setting, play, predict
 from stocache.system.children import ChildError
 
-pytestmark = pytest.mark.quick
-
 
 class Clock:
     """Stands for the module `time`: it goes on while a sample is loaded, and for half of that a processor is used."""

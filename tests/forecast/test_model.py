@@ -9,8 +9,6 @@ from stocache.forecast.costs import UNCACHED, BatchCosts, Costs, WayCosts
 from stocache.forecast.model import Forecast, Setting, cached_share, play, predict
 from stocache.system.limits import GIB, MIB
 
-pytestmark = pytest.mark.quick
-
 FREE = BatchCosts(0.0, 0.0)
 
 

@@ -145,7 +145,6 @@ def test_a_default_collate_that_was_extended_is_used(monkeypatch):
         assert [batch[0] for batch in stocache.DataLoader(dataset, 5)] == [5] * 10
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "options",
     [
@@ -185,7 +184,6 @@ class Failing(Images):
         return super().__getitem__(idx)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, THREADS], ids=str)
 def test_errors_of_the_dataset_pass_through_and_the_loader_goes_on(workers):
     batches = iter(stocache.DataLoader(Failing(), 8, **workers))
@@ -319,7 +317,6 @@ def test_batches_survive_the_end_of_their_loader():
     assert same(batches, [in_batches(8)[number] for number in (0, 0, 1)])
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("persistent", [False, True])
 def test_leaving_early_again_and_again_leaves_the_ring_usable(persistent):
     loader = stocache.DataLoader(Images(200), 4, num_workers=2, persistent_workers=persistent)
@@ -374,7 +371,6 @@ def test_threads_that_start_workers_or_probe_fork_one_after_the_other():
     assert in_child(begin_in_threads) == 0  # an audit hook stays
 
 
-@pytest.mark.quick
 def test_through_the_ring_and_outside_of_it():
     loader = stocache.DataLoader(Images(), 8, num_workers=2)
     stats = loader.stats()
@@ -396,7 +392,6 @@ def test_without_shared_memory_it_is_torchs(monkeypatch):
     assert sum(ours.stats().fallbacks.values()) == 14
 
 
-@pytest.mark.quick
 def test_a_thread_gathers_ahead_only_what_is_cached():
     loads = []
 
@@ -427,7 +422,6 @@ def test_batches_without_workers_are_private_and_their_memory_is_used_again():
         assert [kept[0, 0, 0].item() for kept in list(loader)] == [0, 4, 8, 12]
 
 
-@pytest.mark.quick
 def test_an_error_ahead_comes_in_its_turn():
     with CachedDataset(Images(), 1) as dataset:
         dataset.warm(progress=False)
@@ -463,7 +457,6 @@ def test_a_transform_that_workers_set_is_applied_and_the_cache_may_be_closed_bef
     assert loader.stats().batches == 5
 
 
-@pytest.mark.quick
 def test_a_dataset_may_have_every_attribute_and_indices_travel_as_what_they_are():
     class Echo:
         """Answers everything, as mocks and lazy wrappers do."""
@@ -505,7 +498,6 @@ def test_set_epoch_reaches_the_dataset_in_persistent_workers(workers):
         assert {seen for _, epochs in loader for seen in epochs.tolist()} == {epoch}
 
 
-@pytest.mark.quick
 def test_set_epoch_reaches_the_sampler():
     sampler = DistributedSampler(Images(), 2, 0, seed=1)
     for options in ({"batch_sampler": BatchSampler(sampler, 8, False)}, {"sampler": sampler, "batch_size": 8}):

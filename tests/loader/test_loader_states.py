@@ -400,7 +400,6 @@ def test_states_that_do_not_fit_are_refused_and_an_empty_one_begins_again():
     assert same(list(loader), first)
 
 
-@pytest.mark.quick
 def test_edited_states_are_refused_or_resumed():
     loader = make("iterator", batch_size=2)
     next(iter(loader))
@@ -418,7 +417,6 @@ def test_edited_states_are_refused_or_resumed():
                 continue
 
 
-@pytest.mark.quick
 def test_steps_between_snapshots_must_be_a_positive_number():
     for steps, error, words in ((0, ValueError, "at least 1"), (-1, ValueError, "at least 1"), (1.5, TypeError, "an integer")):
         with pytest.raises(error, match=words):

@@ -80,7 +80,6 @@ def test_epochs_have_their_figures_whatever_the_sampler_asks(workers, transform)
         loader.end_workers()
 
 
-@pytest.mark.quick
 def test_a_loop_that_is_left_early_is_an_epoch_of_its_own():
     with CachedDataset(Images(), 1) as dataset:
         loader = stocache.DataLoader(dataset, 5)
@@ -95,7 +94,6 @@ def test_a_loop_that_is_left_early_is_an_epoch_of_its_own():
         assert [sum(each) for each in counts(dataset.stats().epochs)] == [20, N]
 
 
-@pytest.mark.quick
 def test_loaders_of_parts_make_up_the_epochs_together_and_one_rank_those_of_its_share():
     with CachedDataset(Images(), 1, probe=0) as dataset:
         train, val = Subset(dataset, range(40)), Subset(dataset, range(40, N))
@@ -148,7 +146,6 @@ def test_shares_of_ranks_add_up():
     assert sum(misses for own, _ in found for _, misses in own) >= N  # each sample was loaded, by one rank or the other
 
 
-@pytest.mark.quick
 def test_waits_are_the_times_that_the_loop_sees(monkeypatch):
     clock = SimpleNamespace(now=1)
     clock.perf_counter_ns = lambda: clock.now
@@ -216,7 +213,6 @@ def test_making_and_collating_are_told_apart_whoever_does_them(dataset, workers)
     assert counted.sum(COLLATE_NS) >= 2 * 10e6
 
 
-@pytest.mark.quick
 def test_the_verdict_is_logged_when_an_epoch_ends(caplog, monkeypatch):
     judged = []
     monkeypatch.setattr(epochs, "judge", lambda facts: judged.append(facts) or Verdict("source", 0.5, "loading is slow"))
@@ -258,7 +254,6 @@ def test_a_trace_names_what_the_main_process_does_and_what_comes_from_workers(pr
         assert found == {"wait for a batch": 6, "receive a batch from a worker": 5}
 
 
-@pytest.mark.quick
 def test_ranges_exist_only_while_a_profiler_is_on(monkeypatch):
     monkeypatch.setattr(torch.autograd.profiler, "record_function", None)
     with CachedDataset(Images(), 1) as dataset:

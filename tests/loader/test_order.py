@@ -6,8 +6,6 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from stocache.loader import order
 
-pytestmark = pytest.mark.quick
-
 
 def is_ours(batches):
     return getattr(batches, "gi_code", None) is order._shuffled.__code__

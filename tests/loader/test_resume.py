@@ -175,7 +175,6 @@ def test_other_bit_generators_of_numpy_and_datasets_and_samplers_without_length(
         np.random.set_bit_generator(before)
 
 
-@pytest.mark.quick
 def test_taking_and_loading_a_state_draws_nothing_and_loads_nothing_again():
     loader = make("global")
     batches, state = after(loader, 3)
@@ -192,7 +191,6 @@ def test_taking_and_loading_a_state_draws_nothing_and_loads_nothing_again():
     assert same(saved(state), saved(kept))  # it did not change with its loader
 
 
-@pytest.mark.quick
 def test_what_is_not_a_state_or_that_of_another_loader_is_refused():
     _, state = after(make(), 1)
     for options, words in (
@@ -262,7 +260,6 @@ def test_the_epoch_that_was_set_is_resumed(workers, step):
             assert same(list(resumed), epochs[epoch + 1][0])
 
 
-@pytest.mark.quick
 def test_the_epoch_that_is_resumed_is_set_in_the_dataset():
     first, dataset = make(), Recorded()
     first.set_epoch(7)

@@ -187,7 +187,6 @@ def test_samples_come_from_seed_epoch_and_index_alone(make, function, batch_size
         assert found == set(range(len(dataset)))
 
 
-@pytest.mark.quick
 def test_numbers_differ_and_stay_as_they_are_from_release_to_release():
     seed = SampleSeed(17)
     numbers = {seed.numbers(epoch, idx) for epoch in range(3) for idx in (*range(9), -1, 2**70, "1", (1, 2), "1 batch")}
@@ -198,7 +197,6 @@ def test_numbers_differ_and_stay_as_they_are_from_release_to_release():
     assert seed.numbers(3, ("a", 1))[3] == 4889874775595153946
 
 
-@pytest.mark.quick
 def test_the_epoch_is_that_of_set_epoch_or_of_the_sampler_or_counts_iterations():
     first = loader(Made(), N)
     counted = [next(iter(first))[0] for _ in range(3)]
@@ -238,7 +236,6 @@ def test_what_draws_nothing_is_made_as_without_a_seed(cached):
     assert len(list(one)) == one.stats().ring == 6
 
 
-@pytest.mark.quick
 def test_other_kinds_of_generators_are_seeded_and_kept(monkeypatch):
     found = [list(loader(Made(shaken)))]
     assert generators.PYTHON._memory is not None
@@ -273,7 +270,6 @@ def test_a_collate_function_is_seeded_for_its_batch():
     assert len({number for number in seeds if 0 <= number < 2**32}) == N + N // 4  # of each sample and each batch
 
 
-@pytest.mark.quick
 def test_any_index_seeds_its_sample():
     class Named(Dataset):
         def __getitem__(self, key):
@@ -311,7 +307,6 @@ def unlucky(idx):
     return plain(idx)
 
 
-@pytest.mark.quick
 def test_an_error_of_random_numbers_that_were_not_seeded_does_not_count():
     torch.manual_seed(5)
     assert torch.cat([indices for _, indices in loader(Together(unlucky))]).tolist() == list(range(N))
@@ -336,7 +331,6 @@ class Stream(IterableDataset):
         return iter(range(3))
 
 
-@pytest.mark.quick
 def test_what_is_not_a_seed_or_cannot_be_seeded_is_refused():
     for seed in (True, -1, 2**64, 1.0, "1", [1], None):
         with pytest.raises(LimitError, match=r"sample_seed=.* is not a seed\. Use an int from 0 to 2\*\*64 - 1"):

@@ -77,7 +77,6 @@ def test_datasets_that_make_samples_together_or_do_not():
         assert not any(tensor.is_shared() for tensor in next(iter(thread_loader(dataset)))["tensors"])
 
 
-@pytest.mark.quick
 def test_samples_without_batches_are_the_objects_themselves():
     made = [object() for _ in range(9)]
     came = list(thread_loader(Made(made.__getitem__, 9), batch_size=None))
@@ -147,7 +146,6 @@ def test_without_order_all_batches_come():
     assert sorted(labels_of([*first, *iterator])) == list(range(N))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.uint16, torch.complex64])
 def test_a_batch_has_a_storage_of_its_own(dtype):
     source = Made(lambda idx: torch.full((300,), idx).to(dtype), 64)
@@ -234,7 +232,6 @@ def fail(*arguments):
     raise ValueError("wrong")
 
 
-@pytest.mark.quick
 def test_errors_of_worker_init_fn_and_collate_fn_and_the_first_of_a_batch_are_raised():
     two = lambda idx: Fails(KeyError("later"), 7)(Fails(ValueError("first"), 4)(idx))
     with pytest.raises(ValueError, match="first"):
@@ -249,7 +246,6 @@ def test_errors_of_worker_init_fn_and_collate_fn_and_the_first_of_a_batch_are_ra
             list(thread_loader(dataset, collate_fn=fail))
 
 
-@pytest.mark.quick
 def test_sys_exit_in_a_worker_is_an_error_of_the_loop():
     with pytest.raises(WorkerError, match=r"sys\.exit\(3\)"):
         list(thread_loader(Made(Fails(SystemExit(3)))))
@@ -257,7 +253,6 @@ def test_sys_exit_in_a_worker_is_an_error_of_the_loop():
         list(thread_loader(Images(), worker_init_fn=lambda number: Fails(SystemExit(0), number)(number)))
 
 
-@pytest.mark.quick
 def test_wrong_indices_are_refused():
     with CachedDataset(Images(), 1) as dataset:
         for indices in ([1.5, 2], ["3", 1], [N, 1], [0, None], [-N - 1]):
@@ -268,7 +263,6 @@ def test_wrong_indices_are_refused():
             assert error[0] is expected.type
 
 
-@pytest.mark.quick
 def test_a_cache_that_is_closed_early_is_told():
     source = Gated()
     dataset = CachedDataset(source, 1, example=Images()[0])
@@ -287,7 +281,6 @@ def test_a_stuck_sample_ends_in_a_timeout():
     source.gate.set()
 
 
-@pytest.mark.quick
 def test_a_slow_sample_delays_only_its_own_batch():
     dataset = Gated()
     iterator = iter(thread_loader(dataset, batch_size=5, prefetch_factor=3))
@@ -298,7 +291,6 @@ def test_a_slow_sample_delays_only_its_own_batch():
     assert sorted(dataset.reads) == list(range(N))
 
 
-@pytest.mark.quick
 def test_hits_do_not_wait_for_misses():
     source = Gated(at=N - 1)
     with CachedDataset(source, 1, example=Images()[0]) as dataset:
@@ -318,7 +310,6 @@ def test_hits_do_not_wait_for_misses():
         assert labels_of(iterator) == list(itertools.chain(*order))
 
 
-@pytest.mark.quick
 def test_each_sample_of_a_half_cached_dataset_is_read_once():
     source = Gated(at=None)
     with CachedDataset(source, 1, example=Images()[0]) as dataset:
@@ -330,7 +321,6 @@ def test_each_sample_of_a_half_cached_dataset_is_read_once():
         assert (stats.misses, stats.filled) == (N, N)
 
 
-@pytest.mark.quick
 def test_an_iterator_that_is_dropped_gives_up_its_claims(monkeypatch):
     source = Gated()
     with CachedDataset(source, 1, example=Images()[0]) as dataset:
@@ -344,7 +334,6 @@ def test_an_iterator_that_is_dropped_gives_up_its_claims(monkeypatch):
         source.gate.set()
 
 
-@pytest.mark.quick
 def test_samples_that_cannot_be_cached_are_loaded_by_the_thread_that_needs_them():
     class Own(Images):
         """Belongs to one thread."""
@@ -370,7 +359,6 @@ def test_a_sample_of_another_shape_is_an_error_as_with_processes():
         assert [type(found) for found in came(make("thread"))] == [type(found) for found in came(make("multiprocessing"))]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("dataset", [Images(), Stream()])
 def test_an_iterator_that_is_dropped_or_broken_off_leaves_no_thread(dataset, persistent):
@@ -419,7 +407,6 @@ def test_more_threads_than_samples():
     agree_with_torch(Images(0), num_workers=3)
 
 
-@pytest.mark.quick
 def test_an_interrupt_of_the_loop_loses_no_batch(monkeypatch):
     gate, interrupted, gather = threading.Event(), [], ThreadCollate.gather
 

@@ -13,7 +13,7 @@ from stocache.loader import worker_method
 from stocache.loader.worker_method import Trial, choose_method
 from tests.support.images import Images, N
 
-pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:.*suggested max number of worker")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 
 
 class NeverTried(Trial):

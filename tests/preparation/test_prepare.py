@@ -166,7 +166,6 @@ def test_progress_goes_to_stderr_and_can_be_switched_off(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("source", "options", "error", "message"), [
     (Images(), {"block_size": 0}, LimitError, "block_size=0"),
     (Images(), {"block_bytes": "x"}, LimitError, "x"),

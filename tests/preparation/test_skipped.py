@@ -94,7 +94,6 @@ def test_the_size_of_blocks_is_estimated_from_samples_that_can_be_loaded(tmp_pat
             assert storage.block_size < 50
 
 
-@pytest.mark.quick
 @settings(max_examples=40)
 @given(st.integers(1, 40), st.integers(1, 9), st.data())
 def test_only_blocks_with_other_samples_change(length, size, data):

@@ -134,7 +134,6 @@ def test_workers_read_sources_that_their_parent_reads(tmp_path):
     assert same(list(dataset), samples)
 
 
-@pytest.mark.quick
 def test_samples_of_an_array_are_the_callers_and_pickles_do_not_hold_it(tmp_path):
     np.save(tmp_path / "a.npy", np.ones((1000, 100)))
     source = open_source(tmp_path / "a.npy")
@@ -164,7 +163,6 @@ def test_size_decodes_images_and_names_those_that_cannot_be(tmp_path):
             source[idx]
 
 
-@pytest.mark.quick
 def test_size_is_for_images_and_needs_pillow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     path = images(tmp_path)[0]
@@ -178,7 +176,6 @@ def test_size_is_for_images_and_needs_pillow(tmp_path, monkeypatch):
             open_source(path, size=size)
 
 
-@pytest.mark.quick
 def test_a_file_that_is_empty_or_gone_and_a_folder_that_cannot_be_listed_are_named(tmp_path, monkeypatch):
     source = open_source(write_files(tmp_path / "a", {"empty.jpg": b"", "gone.jpg": b"x"}))
     (tmp_path / "a" / "gone.jpg").unlink()
@@ -208,7 +205,6 @@ def test_cells_come_back_as_csv_reads_them(tmp_path_factory, cells, suffix):
     assert list(open_source(path)) == expected
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("cells", "values"), [
     (["1", "-2", "0"], [1, -2, 0]),
     (["1", str(2**70)], [1, 2**70]),
@@ -222,7 +218,6 @@ def test_a_column_is_numbers_when_all_of_it_comes_back_as_them(tmp_path, cells, 
     assert same(list(open_source(tmp_path / "t.csv")), [{"a": value} for value in values])
 
 
-@pytest.mark.quick
 def test_long_cells_are_read_the_limit_of_csv_stays_and_a_table_that_was_cut_is_named(tmp_path):
     path, limit = tmp_path / "t.csv", csv.field_size_limit()
     path.write_text("a\n" + "x" * 200_000)
@@ -346,7 +341,6 @@ def test_what_is_no_source_is_refused(tmp_path, files, name, message):
         open_source(tmp_path / name)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("files", "name"), [({"t.parquet": b""}, "pyarrow"), ({"state.json": b"{}", "dataset_info.json": b"{}"}, "datasets")]
 )

@@ -2,7 +2,6 @@
 
 import contextlib
 import sqlite3
-import tarfile
 import zipfile
 from io import BytesIO
 
@@ -111,43 +110,6 @@ class ZipDataset(Lazy):
                 file.writestr(f"{idx:04d}.png", png(idx))
 
 
-class TarDataset(Lazy):
-    def open(self):
-        return tarfile.open(self.path)
-
-    def find_keys(self, file):
-        return sorted(file.getnames())
-
-    def read(self, key):
-        return torch.from_numpy(decode(self.file.extractfile(key).read())), key
-
-    @staticmethod
-    def make(path, count=COUNT):
-        with tarfile.open(path, "w") as file:
-            for idx in range(count):
-                info = tarfile.TarInfo(f"{idx:04d}.png")
-                info.size = len(data := png(idx))
-                file.addfile(info, BytesIO(data))
-
-
-class RecordDataset(Lazy):
-    """Records of one size in a file, found by seeking."""
-
-    def open(self):
-        return open(self.path, "rb")
-
-    def find_keys(self, file):
-        return range(0, self.path.stat().st_size, 16 * 16 * 3)
-
-    def read(self, key):
-        self.file.seek(key)
-        return torch.frombuffer(bytearray(self.file.read(16 * 16 * 3)), dtype=torch.uint8).view(16, 16, 3).float() / 255
-
-    @staticmethod
-    def make(path, count=COUNT):
-        path.write_bytes(pictures(count).tobytes())
-
-
 class MemmapRows(Lazy):
     """Gives its rows as they are: numpy memmaps."""
 
@@ -160,11 +122,6 @@ class MemmapRows(Lazy):
     @staticmethod
     def make(path, count=COUNT):
         np.save(path, pictures(count))
-
-
-class MemmapDataset(MemmapRows):
-    def read(self, key):
-        return torch.from_numpy(self.file[key].astype(np.float32)), key
 
 
 class SQLiteDataset(Lazy):
@@ -188,8 +145,7 @@ class SQLiteDataset(Lazy):
 
 KINDS = {
     "h5py": (H5Dataset, "data.h5"), "lmdb": (LMDBDataset, "data.lmdb"), "zip": (ZipDataset, "data.zip"),
-    "tar": (TarDataset, "data.tar"), "raw": (RecordDataset, "data.bin"), "sqlite": (SQLiteDataset, "data.sqlite"),
-    "memmap": (MemmapDataset, "data.npy"), "memmap rows": (MemmapRows, "data.npy"),
+    "sqlite": (SQLiteDataset, "data.sqlite"), "memmap rows": (MemmapRows, "data.npy"),
 }  # fmt: skip
 
 

@@ -90,7 +90,6 @@ def test_all_start_methods_give_the_same(name, method):
         assert elements(other) == elements(forked)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_shares_are_exclusive_and_exhaustive_and_ranks_come_first(ranks, workers):
@@ -180,7 +179,6 @@ def test_random_maps_differ_by_worker_repeat_by_seed_and_leave_the_numbers_of_th
     assert graphs.noise(0) == expected
 
 
-@pytest.mark.quick
 def test_shuffle_switches_shuffles_on_and_off():
     graph = source().shuffle()
     assert list(DataLoader2(graph, Shuffle(False))) == ALL
@@ -340,7 +338,6 @@ def test_a_process_that_is_killed_from_outside_is_noticed(divide, victim):
             list(iterator)
 
 
-@pytest.mark.quick
 def test_wrong_arguments_are_refused_and_no_workers_allowed_with_a_warning():
     many = partial(MultiProcessingReadingService, num_workers=1)
     for service, arguments, message in (
@@ -357,7 +354,6 @@ def test_wrong_arguments_are_refused_and_no_workers_allowed_with_a_warning():
     assert list(DataLoader2(source(3).map(square), reading_service=service)) == [0, 1, 4]
 
 
-@pytest.mark.quick
 def test_a_loader_needs_a_graph_which_may_be_map_style():
     assert list(DataLoader2(SequenceWrapper(range(3)).map(square))) == [0, 1, 4]
     with pytest.raises(GraphError, match="has no graph"):

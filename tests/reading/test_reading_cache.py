@@ -99,7 +99,6 @@ UNCACHED = [
 ]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("graph", "reason"), UNCACHED)
 def test_where_there_is_no_such_chain_or_no_length_a_warning_says_so(graph, reason, caplog):
     options = {} if "length" in reason else {"dataset_len": COUNT}
@@ -161,7 +160,6 @@ def test_the_replay_of_a_resumed_epoch_is_hits():
     assert count.taken() == 0
 
 
-@pytest.mark.quick
 def test_what_cannot_be_cached_and_a_source_that_is_longer_than_it_said_are_delivered_whole():
     with cached(source().map(square).shuffle(), dataset_len=10) as dataloader:
         assert sorted(dataloader) == sorted(dataloader) == [value * value for value in range(COUNT)]
@@ -170,7 +168,6 @@ def test_what_cannot_be_cached_and_a_source_that_is_longer_than_it_said_are_deli
         assert cache_of(dataloader).stats().filled == 0
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [

@@ -24,7 +24,7 @@ from stocache.system.rng import RngMonitor
 from tests.support.graphs import COUNT, WARNINGS, HomemadeError, Stateful, fails, source
 from tests.support.processes import in_child
 
-pytestmark = [pytest.mark.quick, *WARNINGS]
+pytestmark = WARNINGS
 
 
 class Holder(IterDataPipe):

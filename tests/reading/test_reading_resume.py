@@ -203,7 +203,6 @@ def test_from_state_brings_its_graph_and_the_beginning_of_the_epoch_can_be_had_i
         assert [elements(dataloader), elements(dataloader)] == whole[1:]
 
 
-@pytest.mark.quick
 def test_a_state_is_loaded_before_iterating_with_the_same_graph_if_that_does_not_pickle():
     graph = source().sharding_filter().map(lambda value: value + 1)
     with loader(graph, 0) as dataloader:
@@ -218,7 +217,6 @@ def test_a_state_is_loaded_before_iterating_with_the_same_graph_if_that_does_not
         assert list(dataloader) == list(range(2, 41))
 
 
-@pytest.mark.quick
 def test_what_is_not_a_state_or_is_that_of_another_graph_is_refused():
     for wrong in (None, [1], {}, {"what": "DataLoader", "version": 2}):
         with pytest.raises(StateError, match="is not a state of a DataLoader2"):
@@ -275,7 +273,6 @@ class Running:
         return exec, (f"from {__name__} import ran; ran.append(1)",)
 
 
-@pytest.mark.quick
 def test_a_loader_with_a_graph_unpickles_nothing():
     ran.clear()
     state = broken_off(GRAPHS["shuffled"], 0, 0, 5)
@@ -291,7 +288,6 @@ def test_a_loader_with_a_graph_unpickles_nothing():
     assert ran == [1]  # as its docstring says
 
 
-@pytest.mark.quick
 def test_a_state_of_other_services_is_refused():
     whole = SequentialReadingService(InProcessReadingService())
     with DataLoader2(source(), reading_service=whole) as dataloader:

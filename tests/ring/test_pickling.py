@@ -19,8 +19,6 @@ from stocache.ring.pickling import Packer, pack, unpack
 from tests.support.equality import identical, same
 from tests.support.samples import DTYPES
 
-pytestmark = pytest.mark.quick
-
 
 class Memory:
     """Memory to place things in, as large as asked for."""

@@ -16,8 +16,6 @@ from tests.support.equality import same
 from tests.support.processes import in_child, wait_until
 from tests.support.rings import free, numbers
 
-pytestmark = pytest.mark.quick
-
 
 class Runtime:
     """What is called of CUDA, recorded."""

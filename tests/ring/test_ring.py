@@ -20,8 +20,6 @@ from tests.support.equality import same
 from tests.support.processes import in_child, stopped
 from tests.support.rings import free, numbers, states
 
-pytestmark = pytest.mark.quick
-
 
 def send(ring, batch, iteration=1):
     """What a worker does: returns the bytes of the message. The receiver asks for it first."""

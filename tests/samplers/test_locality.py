@@ -15,8 +15,6 @@ from stocache import LimitError, LocalityDistributedSampler, Placement, SharedCa
 from stocache.cache.placement import BlockBounds, residency
 from stocache.samplers.assignment import assign_ranks
 
-quick = pytest.mark.quick
-
 TORCHRUN, SLURM = (
     "RANK WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE",
     "SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_NODEID SLURM_STEP_NUM_NODES",
@@ -84,7 +82,6 @@ def trainings(draw):
     return samples, draw(st.integers(1, 8)), nodes, per_node, placement, options
 
 
-@quick
 @settings(max_examples=40)
 @given(trainings(), st.integers(0, 3), st.data())
 def test_global_batches_are_those_of_the_distributed_sampler_and_go_on_with_other_ranks(training, epoch, data):
@@ -165,7 +162,6 @@ def test_an_epoch_in_strata_has_every_sample_once_and_the_cached_ones_where_they
             assert sum(sum(step[node * per_node : (node + 1) * per_node]) for step in hits) >= part - ranks - unit * nodes
 
 
-@quick
 @pytest.mark.parametrize(("nodes", "per_node", "share"), [(1, 8, 0.9), (4, 2, 0.2), (2, 2, 1.0)])
 def test_strata_give_all_ranks_as_many_cached_samples(nodes, per_node, share):
     samples = 64 * nodes * per_node * 10
@@ -233,7 +229,6 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-@quick
 def test_options_that_do_not_go_together_are_errors(monkeypatch):
     defaults = {"dataset": range(40), "batch_size": 2, "placement": Placement(nodes=2), "num_replicas": 4, "rank": 0}
     for options, message in OPTIONS:
@@ -256,7 +251,6 @@ def test_options_that_do_not_go_together_are_errors(monkeypatch):
         stocache.DataLoader(range(40), batch_size=8, sampler=LocalityDistributedSampler(range(40), 4, num_replicas=2, rank=0))
 
 
-@quick
 def test_a_state_of_another_order_is_an_error():
     options = {"dataset": range(40), "batch_size": 4, "num_replicas": 2, "rank": 0}
     sampler = LocalityDistributedSampler(**options)

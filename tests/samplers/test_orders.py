@@ -16,7 +16,7 @@ from stocache import BlockSampler, LimitError, Permutation, StatefulDistributedS
 from stocache.errors import SampleIndexError, StateError
 from tests.support.edits import through_json
 
-pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:.*suggested max number of worker")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 
 
 @st.composite

@@ -15,8 +15,6 @@ from stocache.storage.block import Block, BytesFile, encode
 from stocache.system.hashing import checksum
 from tests.support.samples import Extra, Kind, Slotted, boxes, made, picture, takes_little_memory, tensordict
 
-pytestmark = pytest.mark.quick
-
 
 def whole(values, allow_pickle=False):
     """The file of a block."""

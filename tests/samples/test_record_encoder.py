@@ -15,8 +15,6 @@ from stocache.samples.record_encoder import Record, RecordEncoder, write_treedef
 from stocache.samples.type_lookup import Unfit
 from tests.support.samples import PICKLED, Annotated, Extra, Kind, Slotted, Space, boxes, made, picture, tensordict
 
-pytestmark = pytest.mark.quick
-
 
 def generic(sample, allow_pickle=False):
     record = Record(sample, "sample", allow_pickle)

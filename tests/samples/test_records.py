@@ -23,8 +23,6 @@ from tests.support.faults import misplace, record
 from tests.support.makers import codec as installed
 from tests.support.samples import Access, Kind, Space, takes_little_memory
 
-quick = pytest.mark.quick
-
 
 def test_a_metatensor_of_monai_comes_back_as_it_was(tmp_path):
     transforms = pytest.importorskip("monai.transforms", reason="comes with the extra test")
@@ -50,7 +48,6 @@ def coco(count):
     }
 
 
-@quick
 def test_samples_that_differ_in_sizes_members_and_values_only_have_one_treedef():
     paths = [pathlib.Path("a"), pathlib.Path("b/c")]
     for kind in ([*Kind, Kind.MASK], [Access(n) for n in range(9)], paths, [coco(n) for n in range(9)]):
@@ -76,7 +73,6 @@ def test_lists_of_many_items_without_bytes_come_back_from_records_and_blocks():
     assert list(map(len, Block(BytesFile(data), "a block").all())) == [60_000, 3]
 
 
-@quick
 def test_what_is_parsed_within_the_parsing_of_a_treedef_does_no_harm(monkeypatch):
     """As python/cpython#106905 has it: a finalizer that formats a traceback meanwhile makes ast raise SystemError."""
     parse = Mock(side_effect=[SystemError("AST constructor recursion depth mismatch (before=198, after=218)"), ("a", 1)])
@@ -85,7 +81,6 @@ def test_what_is_parsed_within_the_parsing_of_a_treedef_does_no_harm(monkeypatch
     assert parse.call_count == 2
 
 
-@quick
 @pytest.mark.parametrize(("sample", "old", "new", "message"), [
     (Kind.BOX, b"BOX", b"TOP", "Kind has no member 'TOP'"),
     (Access(3), b"READ", b"REED", r"Access has no member 'REED\|WRITE'"),
@@ -105,7 +100,6 @@ def test_damaged_values_are_errors(sample, old, new, message):
             cache.get_slot(0)
 
 
-@quick
 def test_a_damaged_or_forged_place_is_an_error_and_no_crash():
     with RaggedCache("1MB", 1) as cache:
         cache.set_slot(0, torch.zeros(4, 4))
@@ -118,7 +112,6 @@ def test_a_damaged_or_forged_place_is_an_error_and_no_crash():
                 cache.get_slot(0)
 
 
-@quick
 @pytest.mark.parametrize(("text", "message"), [
     ("", "cannot be read here"),
     ("__import__('os')", "cannot be read here"),
@@ -170,7 +163,6 @@ def refused(sample, message, **changes):
         forged(sample, **changes)
 
 
-@quick
 def test_forged_counts_shapes_and_lengths_are_errors():
     for items, count in itertools.product(([None] * 3, [{}] * 3, [(None, None)] * 3, [[]] * 3), (2**40, 2**62, 2**63, 10**6)):
         refused(items, "the cache is damaged", integers=[count])
@@ -186,7 +178,6 @@ def test_forged_counts_shapes_and_lengths_are_errors():
         refused(sample, "the cache is damaged: a sample reaches beyond its record", integers=integers)
 
 
-@quick
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
 def test_a_compressed_record_is_not_larger_than_its_leaves(codec):
     compress = pytest.importorskip("benchmark.fuzz", reason="needs the extra bench").compress

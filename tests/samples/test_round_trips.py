@@ -28,8 +28,6 @@ from tests.support.containers import Box, Point
 from tests.support.equality import everywhere, identical, same
 from tests.support.makers import codec as installed
 
-pytestmark = pytest.mark.quick
-
 
 def in_records(values, check=some.alike, **options):
     """Demand that samples pass a check when they are read from a cache, as copies and as views."""

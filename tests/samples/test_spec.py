@@ -14,9 +14,6 @@ from tests.support.containers import Box, Point
 from tests.support.equality import same
 from tests.support.samples import nested
 
-pytestmark = pytest.mark.quick
-
-
 Key, Other = Enum("Key", {"A": "a"}, type=str), Enum("Other", {"A": "a"}, type=str)
 fixed = [torch.zeros(2, 3), torch.tensor(7, dtype=torch.int16), torch.ones(0), np.arange(3.0), np.float32(0.5), None]
 numbers = st.one_of(st.integers(-(2**63), 2**63 - 1), st.floats(), st.booleans(), st.complex_numbers())

@@ -16,7 +16,6 @@ from stocache.samples.pytree import Container, check_class, check_image
 from stocache.samples.texts import TEXTS
 from stocache.samples.type_lookup import TORCH_DTYPES, Unresolved, find_class, member_of, numpy_dtype, torch_dtype
 
-pytestmark = pytest.mark.quick
 ran = []
 
 

@@ -20,8 +20,6 @@ from stocache.system.limits import GIB, MIB, Memory
 from tests.support.faults import no_shared_memory, nothing_attached
 from tests.support.processes import in_child, run_python, stopped
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture(params=["/dev/shm", "memfd"])
 def segment(request, monkeypatch):

@@ -150,7 +150,6 @@ def test_what_cannot_be_fetched_is_an_error(remote, tmp_path, monkeypatch):
         len(nothing)
 
 
-@pytest.mark.quick
 def test_wrong_urls_and_limits_are_errors():
     with pytest.raises(StorageError, match="nothing://photos cannot be opened: Protocol not known"):
         OnDiskBlockDataStorage("nothing://photos")

@@ -25,7 +25,6 @@ from tests.support.equality import same
 from tests.support.processes import in_child
 from tests.support.storages import FilePerSample, N, files_of, read, sample, save
 
-pytestmark = pytest.mark.quick
 OURS = {
     "in memory": InMemoryDataStorage,
     "on disk": OnDiskBlockDataStorage,

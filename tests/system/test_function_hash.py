@@ -2,13 +2,9 @@
 
 import functools
 
-import pytest
-
 from stocache.system.function_hash import callable_text
 from stocache.text.formats import CustomFormat
 from stocache.transforms.pipelines import step_text
-
-pytestmark = pytest.mark.quick
 
 
 def made(scale, words=frozenset({"a", "b", "c"})):

@@ -8,8 +8,6 @@ from stocache import LimitError, get_shm_size
 from stocache.system import limits
 from stocache.system.limits import GIB, MIB, Memory
 
-pytestmark = pytest.mark.quick
-
 
 def test_parse_size_takes_numbers_and_units_and_format_size_writes_them():
     sizes = {

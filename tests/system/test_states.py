@@ -12,8 +12,6 @@ from stocache.system import rng
 from stocache.system.state import ANYTHING, StateForm
 from tests.support.edits import changed, leaves, through_json
 
-pytestmark = pytest.mark.quick
-
 FORM = StateForm("Thing", 3, {"batches": (int,), "epoch": (int, type(None))}, {"own": ANYTHING}, optional=("fingerprint",))
 
 

@@ -12,9 +12,6 @@ from stocache.errors import LimitError, StreamError
 from tests.support.equality import everywhere, identical
 from tests.support.texts import numbers
 
-pytestmark = pytest.mark.quick
-
-
 lengths = lambda lines: torch.tensor([len(line) for line in lines])
 
 

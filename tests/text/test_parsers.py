@@ -15,8 +15,6 @@ from stocache.text.engines import BulkParseError, engines
 from stocache.text.parsers import Custom, Delimited, FixedWidth, JsonLines, Target
 from tests.support.equality import same
 
-pytestmark = pytest.mark.quick
-
 F4, F8, I8, U1, BOOL = (np.dtype(name) for name in ("f4", "f8", "i8", "u1", "?"))
 
 

@@ -19,12 +19,10 @@ from tests.support.processes import run_all, wait_until
 from tests.support.texts import FORK, N, Watch, epochs, numbers, ours, parse, rows, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
-quick = pytest.mark.quick
 
 CONTEXT = multiprocessing.get_context("fork")
 
 
-@quick
 def test_the_length_is_known_when_rows_are_counted(numbered, capsys):
     for drop_last, batches in ((True, 42), ("batch", 43), (False, 44)):
         for options in ({"count_rows": True}, {"shuffle": "buffers"}):
@@ -54,7 +52,6 @@ def test_a_loader_is_left_early_copied_and_closed_twice_and_leaves_no_file_open(
         next(iter(loader))
 
 
-@quick
 def test_many_files_are_one_text(tmp_path):
     cuts = [0, 5, 6, 100, 300, N]
     for number, (begin, end) in enumerate(itertools.pairwise(cuts)):
@@ -109,7 +106,6 @@ def test_a_file_that_changed_is_never_served_stale(numbered, ways):
                 assert len(loader) == len(fresh)
 
 
-@quick
 def test_a_change_in_the_middle_of_an_epoch_is_an_error_also_for_what_is_cached(numbered):
     with StreamLoader(numbered, 10, 20, size_limit_gib=0.01) as loader:
         list(loader)
@@ -123,7 +119,6 @@ def test_a_change_in_the_middle_of_an_epoch_is_an_error_also_for_what_is_cached(
         assert numbers(loader)[0] == 1
 
 
-@quick
 @pytest.mark.parametrize("shuffle", [False, True, "buffers"])
 def test_from_the_second_epoch_on_what_is_cached_is_neither_read_nor_parsed(numbered, monkeypatch, shuffle):
     watch = Watch(monkeypatch)
@@ -137,7 +132,6 @@ def test_from_the_second_epoch_on_what_is_cached_is_neither_read_nor_parsed(numb
         assert loader.stats().cache.hits == 2 * 22
 
 
-@quick
 def test_what_is_not_cached_is_found_by_its_bytes(numbered, monkeypatch):
     watch = Watch(monkeypatch)
     options = {"format": CustomFormat(watch.parse), "drop_last": False, "size_limit_gib": "4KB"}
@@ -228,7 +222,6 @@ def test_ranks_without_a_batch_and_caches_of_unknown_functions_are_refused_at_on
         StreamLoader(numbered, 10, 20, format=form, cache=CacheOptions(0, disk=tmp_path / "disk", disk_limit="4MB"))
 
 
-@quick
 @pytest.mark.parametrize("buffer_size", [10, 40, 430, 440])
 def test_what_is_left_out_and_the_length_after_a_first_pass(numbered, buffer_size, caplog):
     whole, full = N - N % buffer_size, N - N % 10
@@ -251,7 +244,6 @@ def test_what_is_left_out_and_the_length_after_a_first_pass(numbered, buffer_siz
     assert caplog.text.count(left_out) == bool(whole)
 
 
-@quick
 @pytest.mark.parametrize(("shuffle", "window"), [(True, 1), (True, 3), ("buffers", 1), ("buffers", 3)])
 def test_orders_follow_from_seed_and_epoch(numbered, shuffle, window):
     options = {"shuffle": shuffle, "window": window, "drop_last": False}

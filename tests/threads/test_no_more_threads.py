@@ -12,7 +12,7 @@ from tests.support.equality import same
 from tests.support.images import Images
 from tests.support.processes import wait_until
 
-pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:.*suggested max number of worker")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 
 
 def start_some(monkeypatch, count):

@@ -28,12 +28,9 @@ try:
 except ImportError:
     lmdb = None
 
-pytestmark = [
-    pytest.mark.quick,
-    pytest.mark.filterwarnings(  # what datasets open is closed when Python finds them
-        "ignore:.*suggested max number of worker", "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
-    ),
-]
+pytestmark = pytest.mark.filterwarnings(  # what datasets open is closed when Python finds them
+    "ignore:.*suggested max number of worker", "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 needs_lmdb = pytest.mark.skipif(lmdb is None, reason="lmdb is not installed")
 
 N = 60

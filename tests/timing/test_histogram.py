@@ -5,8 +5,6 @@ import pytest
 
 from stocache.timing.histogram import BOUNDS_S, BUCKETS, NOTHING, Distribution, bucket_of, count_all
 
-pytestmark = pytest.mark.quick
-
 rng = np.random.default_rng(0)
 
 

@@ -73,7 +73,6 @@ def test_a_forked_worker_does_not_write_what_its_parent_has_noted():
     assert record.read().distribution(WAIT_NS).count == 1
 
 
-@pytest.mark.quick
 def test_threads_take_rows_that_no_living_thread_has():
     record, rows, go = Record(2, False), [], threading.Event()
 
@@ -95,7 +94,6 @@ def test_threads_take_rows_that_no_living_thread_has():
     assert batches_of(record.read()) == [0, 1, 1, 1, 1]
 
 
-@pytest.mark.quick
 def test_loads_are_not_part_of_the_step_in_which_they_happen(monkeypatch):
     now = [1]
     monkeypatch.setattr(recording, "_clock_ns", lambda: now[0])
@@ -119,7 +117,6 @@ def test_loads_are_not_part_of_the_step_in_which_they_happen(monkeypatch):
     assert counted.distribution(LOAD_NS).count == 11
 
 
-@pytest.mark.quick
 def test_a_named_record_is_read_by_another_process_and_ends_with_its_loader():
     left = []
     assert in_child(lambda: left.append(Record(1, True, "photos"))) == 0  # which does not remove it
@@ -135,7 +132,6 @@ def test_a_named_record_is_read_by_another_process_and_ends_with_its_loader():
     assert not os.path.exists(folder)
 
 
-@pytest.mark.quick
 def test_a_forged_record_is_refused_or_overflows_nothing(tmp_path):
     row = ROW_WORDS * 8
     assert ROW_WORDS == 16 + 4 * BUCKETS

@@ -94,7 +94,6 @@ class Own:
         return image
 
 
-@pytest.mark.quick
 def test_only_common_functions_and_modules_are_known_to_be_deterministic():
     for transform in (np.asarray, torch.from_numpy, float, functools.partial(np.array, dtype=float), torch.nn.Identity()):
         assert is_deterministic(transform)
@@ -108,7 +107,6 @@ class Marked(Own):
     pass
 
 
-@pytest.mark.quick
 def test_a_mark_holds_for_what_was_marked():
     marked = deterministic(lambda image: image)
     assert marked(3) == 3
@@ -127,7 +125,6 @@ def test_a_mark_holds_for_what_was_marked():
         deterministic("resize")
 
 
-@pytest.mark.quick
 def test_a_subclass_of_a_known_transform_is_not_known():
     pytest.importorskip("PIL", reason="PIL is not installed")
     from tests.support.lookalikes import Lambda, RandomCrop, Resize

@@ -274,7 +274,6 @@ def test_the_cut_is_the_latest_while_everything_fits(cut, limit, kind, folder, c
         assert "the latest cut caches 4.7 KiB a sample" in line
 
 
-@pytest.mark.quick
 def test_a_path_is_not_cached_instead_of_its_image():
     options = floats, pixels, path = Option({}, 400, 0.011), Option({}, 100, 0.010), Option({}, 10, 0.0)
     expected = {("latest", 1): floats, ("smallest", 1000): path, (None, 400): floats, (None, 399): pixels, (None, 40): pixels}
@@ -428,7 +427,6 @@ def test_a_transform_that_fails_raises_its_own_error(folder):
             CachedDataset(ImageFolder(folder, Compose(steps)), 1)
 
 
-@pytest.mark.quick
 def test_split_transforms_cuts_at_the_first_random_step():
     for transform, before, after in (
         (middle(), 2, 3), (vision.StandardTransform(middle(), None), 2, 3), (Compose([]), 0, 0),
@@ -442,7 +440,6 @@ def test_split_transforms_cuts_at_the_first_random_step():
         assert [len(open_pipeline(part).steps) for part in parts] == [before, after]
 
 
-@pytest.mark.quick
 def test_the_two_parts_do_what_the_whole_does():
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8))
     before, after = split_transforms(middle())
