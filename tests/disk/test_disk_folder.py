@@ -25,8 +25,6 @@ from tests.support import traces
 from tests.support.disks import COUNT, contents, flip, loaded, mounted, open_disk, row
 from tests.support.processes import in_child, run_python
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-
 
 @pytest.fixture
 def may_mount():
@@ -52,7 +50,7 @@ def test_files_and_folders_with_other_files_are_refused(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-@as_root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_a_folder_or_file_of_another_user_is_refused(filled):
     for name in ("lock", "index", "samples"):
         os.chown(filled / name, 4321, 4321)

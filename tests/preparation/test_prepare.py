@@ -12,29 +12,17 @@ import torch
 from stocache import DatasetError, LimitError, OnDiskBlockDataStorage, SampleError, StorageError
 from stocache.storage.manifest import block_name
 from stocache.system.rng import preserve_rng_state
+from tests.support import preparing
 from tests.support.equality import same
 from tests.support.pairs import pairs
-from tests.support.preparing import (
-    BLOCK,
-    Faulty,
-    FaultyTogether,
-    Images,
-    Locks,
-    N,
-    Preparer,
-    content,
-    labels,
-    names,
-    prepared,
-    rewritten,
-    written,
-)
-from tests.support.preparing import prepare_quietly as quietly
+from tests.support.preparing import BLOCK, Faulty, Images, N, Preparer, content, labels, names, prepared, rewritten, written
 from tests.support.processes import in_child
+
+quietly = preparing.prepare_quietly
 
 
 @pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("make", [FaultyTogether, lambda: Images(seeded=True), Preparer], ids=["dataset", "seeded", "preparer"])
+@pytest.mark.parametrize("make", [preparing.FaultyTogether, lambda: Images(seeded=True), Preparer])
 def test_samples_come_in_order_or_shuffled_and_bytes_do_not_depend_on_workers(tmp_path, make, seed):
     with quietly(make(), tmp_path / "0", shuffle_seed=seed) as storage:
         if not getattr(make(), "seeded", False):
@@ -53,9 +41,7 @@ def test_any_number_of_samples_and_info_is_the_preparers_or_given(tmp_path, leng
 
 
 def test_random_numbers_go_on_as_without_preparing(tmp_path):
-    def draw():
-        return torch.rand(()), random.random(), np.random.rand()
-
+    draw = lambda: (torch.rand(()), random.random(), np.random.rand())
     with preserve_rng_state():
         wanted = draw()
     quietly(Images(9, seeded=True), tmp_path).close()
@@ -170,7 +156,6 @@ def test_progress_goes_to_stderr_and_can_be_switched_off(tmp_path, capsys):
     (Images(), {"block_size": 0}, LimitError, "block_size=0"),
     (Images(), {"block_bytes": "x"}, LimitError, "x"),
     (iter([1, 2]), {}, DatasetError, "prepare takes a DataPreparer or a map-style dataset"),
-    (None, {}, DatasetError, "prepare takes a DataPreparer or a map-style dataset"),
     (Preparer(), {"on_error": "skip"}, DatasetError, "on_error='skip' is for datasets, .*: Preparer yields them, and an error"),
     (Images(), {"on_error": "ignore"}, LimitError, "on_error='ignore' is unknown. Use 'stop' or 'skip'."),
     (Images(), {"repair": True}, StorageError, "is not prepared, so there is nothing to repair"),
@@ -197,7 +182,7 @@ def test_a_preparer_may_use_its_memory_again(tmp_path, workers):
 
 
 @pytest.mark.parametrize(
-    ("source", "options"), [(Locks(20), {"num_workers": 2}), ([*range(20), threading.Lock()], {"on_error": "skip"})]
+    ("source", "options"), [(preparing.Locks(20), {"num_workers": 2}), ([*range(20), threading.Lock()], {"on_error": "skip"})]
 )
 def test_a_sample_that_cannot_be_stored_is_named_and_ends_the_preparation(tmp_path, source, options):
     with pytest.raises(SampleError, match="sample 20: value is a lock, which has no bytes of its own"):

@@ -5,6 +5,7 @@ import functools
 import itertools
 import mmap
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -237,8 +238,7 @@ def test_an_unfinished_folder_goes_on_with_another_on_error(unfinished, tmp_path
         prepare_quietly(Faulty(SOME), unfinished, on_error="stop")
     assert not (unfinished / "skipped.json").exists()
     assert prepared(Faulty(), unfinished, on_error="stop") == prepared(Faulty(), tmp_path / "whole", on_error="stop")
-    same_files = {name for name in kept if kept[name] == written(unfinished)[name]}
-    assert same_files == {f"{number:06}.safetensors" for number in range(1, 13) if number != 60 // BLOCK}
+    assert kept.keys() - preparing.rewritten(unfinished, kept) == preparing.names(*range(1, 13)) - preparing.names(60 // BLOCK)
 
 
 def test_a_folder_that_lacks_samples_is_refused_unless_one_skips_or_prepares_it_again(tmp_path):
@@ -286,12 +286,12 @@ def test_a_sample_of_a_complete_block_that_is_gone_stops_a_preparation_that_goes
 def test_a_folder_that_lacks_samples_is_repaired_without_loading_them(tmp_path, seed, on_error, index):
     log, folder = tmp_path / "log", tmp_path / "out"
     before, times = prepared(Faulty(SOME, log), folder, shuffle_seed=seed), written(folder)
-    names = [f"{number:06}.safetensors" for number in (0, 5, 13)]  # with a sample from the end, without one, the last
+    names = preparing.names(0, 5, 13)  # with a sample from the end, without one, the last
     damage(folder, *(f"blocks/{name}" for name in names), *["index.json"] * (index == "damaged"))
     loaded(log)
     assert prepared(Faulty(SOME, log), folder, on_error=on_error, shuffle_seed=seed, repair=True) == before
     assert not set(SOME) & set(loaded(log))
-    assert {name for name, time in written(folder).items() if times[name] != time} == set(names)
+    assert preparing.rewritten(folder, times) == names
 
 
 @pytest.mark.parametrize("on_error", ["stop", "skip"])
@@ -356,19 +356,22 @@ def test_a_source_of_which_no_sample_can_be_loaded_any_more_is_an_error(tmp_path
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_source_that_is_gone_stops_the_preparation_and_nothing_is_skipped(tmp_path, workers):
-    flag, folder = tmp_path / "gone", tmp_path / "out"
-
+def test_a_source_that_is_gone_or_a_full_disk_stops_the_preparation_and_nothing_is_skipped(tmp_path, monkeypatch, workers):
     def go(dataset, idx):
         if idx == 50:
-            flag.touch()
-        if flag.exists():
+            (tmp_path / "gone").touch()
+        if (tmp_path / "gone").exists():
             raise FileNotFoundError(f"{idx} is on a disk that is gone")
 
-    with pytest.raises(FileNotFoundError, match="is on a disk that is gone"):
-        prepare_quietly(Faulty(at=go), folder, num_workers=workers)
-    assert not (folder / "skipped.json").exists()
-    assert len(prepare_quietly(Faulty(), folder)) == N
+    real, full = BlockFolderWriter.write_encoded, mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    for error, message, at, write in ((FileNotFoundError, "is gone", go, real), (OSError, "No space left", None, full)):
+        folder = tmp_path / message
+        with monkeypatch.context() as patched:
+            patched.setattr(BlockFolderWriter, "write_encoded", write)
+            with pytest.raises(error, match=message):
+                prepare_quietly(Faulty(at=at), folder, num_workers=workers)
+        assert not (folder / "skipped.json").exists()
+        assert len(prepare_quietly(Faulty(), folder)) == N
 
 
 def test_a_dataset_that_becomes_shorter_is_an_error_and_nothing_is_skipped(tmp_path, monkeypatch):
@@ -390,19 +393,6 @@ def test_a_dataset_that_loads_in_one_process_only_is_not_taken_for_broken(tmp_pa
         assert labels(storage) == dense(N, SOME)
         assert [sample.index for sample in storage.load_skipped()] == SOME
     assert "cannot be loaded in a child process" in caplog.text
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_full_disk_stops_the_preparation_and_nothing_is_skipped(tmp_path, monkeypatch, workers):
-    def write(store, name, *pieces):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(BlockFolderWriter, "write_encoded", write)
-    with pytest.raises(OSError, match="No space left on device"):
-        prepare_quietly(Images(), tmp_path, num_workers=workers)
-    assert not (tmp_path / "skipped.json").exists()
-    monkeypatch.undo()
-    assert len(prepare_quietly(Images(), tmp_path)) == N
 
 
 def test_a_sample_that_kills_its_process_stops_the_preparation(tmp_path):

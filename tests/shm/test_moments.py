@@ -410,9 +410,7 @@ def test_a_stopped_process_that_fetches_a_file_is_not_waited_for(monkeypatch, tm
 def test_a_stopped_process_that_prepares_a_folder_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(local, "_REPORT_S", 0.05)
     monkeypatch.setattr(local, "_STANDSTILL_S", 0.3)
-
-    def run():
-        prepare([torch.zeros(3)] * 4, tmp_path, num_workers=0, progress=False)
+    run = lambda: prepare([torch.zeros(3)] * 4, tmp_path, num_workers=0, progress=False)
 
     def hold():
         holding = local.LocalStore(str(tmp_path)).locked()

@@ -75,9 +75,7 @@ def test_what_is_written_is_the_callers_own_and_gone_with_it(cached):
 
 
 def test_a_slot_that_is_set_beside_one_that_was_written_to_is_right():
-    def read(indices):
-        return [value.unique().tolist() for value in cache.get_or_load_many(indices, None)]
-
+    read = lambda indices: [value.unique().tolist() for value in cache.get_or_load_many(indices, None)]
     with SharedCache(1, N, SHAPE) as cache:
         cache.set_slot(4, torch.full(SHAPE, 4, dtype=torch.uint8))
         held = cache.get_or_load_many([4], None)

@@ -46,9 +46,7 @@ def reserve(segment, start, stop):
 
 
 def test_memory_is_taken_extent_by_extent(segment):
-    def used():
-        return os.fstat(segment.fd).st_blocks * 512
-
+    used = lambda: os.fstat(segment.fd).st_blocks * 512
     before = used()
     assert before < 256 * 1024
     assert segment.reserved_bytes == 0

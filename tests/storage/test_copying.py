@@ -43,9 +43,7 @@ def check(block, records):
     assert not records or in_cache(records) == {row: pack_sample(block.sample(row)) for row in records}
 
 
-@functools.cache
-def values_of(kind):
-    return [COPIED[kind](idx) for idx in range(N)]
+values_of = functools.cache(lambda kind: [COPIED[kind](idx) for idx in range(N)])
 
 
 @pytest.mark.parametrize("kind", COPIED)
