@@ -227,8 +227,7 @@ def train_in_rank(rank, folder):
     fit.fit(model, data)
     stats = data.datasets["train"].stats().total
     train, val = (list(map(int, data.datasets[part].indices)) for part in ("train", "val"))
-    assert stats.filled == len(train)  # blocks are admitted whole
-    assert stats.fills == len(train)  # by both together: it is one cache
+    assert stats.filled == stats.fills == len(train)  # blocks are admitted whole, by both together: it is one cache
     ranks = of_all_ranks((model.seen, model.validated))
     for epoch in range(2):
         shares = [flat(seen[epoch * 12 : epoch * 12 + 12]) for seen, _ in ranks]

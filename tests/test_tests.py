@@ -118,7 +118,3 @@ def test_a_test_that_leaves_something_fails_and_a_failure_says_how_to_repeat_it(
     assert "1 failed, 3 passed, 2 errors" in run.stdout
     assert re.search(r"exit\(3\)' ended with 3\n.*stdout: …25", run.stdout)  # the end of what the child printed
     assert "pytest --seed 7 -n 0 -m '' test_traces.py::test_fails" in run.stdout
-
-
-def test_every_test_is_compared_before_and_after(request):
-    assert "leaves_no_trace" in request.fixturenames

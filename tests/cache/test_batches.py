@@ -17,26 +17,19 @@ from tests.support.equality import everywhere, identical, same
 
 Pair = namedtuple("Pair", "image label")
 N = 12
+new = lambda shape, dtype: torch.empty(shape, dtype=dtype)
 
 
-def filled(samples, limit=1):
-    cache = SharedCache.like(samples[0], limit, len(samples))
-    for idx, sample in enumerate(samples):
-        cache.set_slot(idx, sample)
+def filled(samples, limit=1, indices=range(N), **options):
+    cache = SharedCache.like(samples[0], limit, N, **options)
+    for idx in indices:
+        cache.set_slot(idx, samples[idx])
     return cache
-
-
-def new(shape, dtype):
-    return torch.empty(shape, dtype=dtype)
 
 
 def lazy(cache, samples, indices, loads):
     """A batch of samples that notes which it loads."""
-
-    def load(missing):
-        loads.extend(missing)
-        return [samples[idx] for idx in missing]
-
+    load = lambda missing: loads.extend(missing) or [samples[idx] for idx in missing]
     return LazyBatch(cache, indices, load, BatchSpec.of(cache))
 
 
@@ -75,10 +68,7 @@ def test_what_default_collate_does_not_simply_stack_is_not_gathered():
             assert BatchSpec.of(cache) is None
 
 
-def permuted(n=N):
-    return [image.permute(1, 2, 0).contiguous().permute(2, 0, 1) for image in images(n)]
-
-
+permuted = lambda n=N: [image.permute(1, 2, 0).contiguous().permute(2, 0, 1) for image in images(n)]
 ORDERED = {
     "tuple": lambda: [(image, idx) for idx, image in enumerate(permuted(20))],
     "channels_last": lambda: [image[None].to(memory_format=torch.channels_last) for image in images(20)],
@@ -128,9 +118,7 @@ def test_any_mixture_of_hits_and_misses(data):
     samples = [(image, idx) for idx, image in enumerate(images())]
     cached = data.draw(st.sets(st.integers(0, N - 1)))
     indices = data.draw(st.lists(st.integers(0, N - 1), min_size=1, max_size=20))
-    with SharedCache.like(samples[0], 1, N, placement="scattered") as cache:
-        for idx in cached:
-            cache.set_slot(idx, samples[idx])
+    with filled(samples, 1, cached, placement="scattered") as cache:
         loaded = []
         unread = lazy(cache, samples, indices, loaded)
         assert unread.cached == cached.issuperset(indices)
@@ -145,9 +133,7 @@ def test_a_misfit_is_read_with_all_others_and_loaded_once():
     samples[4] = torch.zeros(3, 4, 6, dtype=torch.uint8)
     for cached in ([], [0]):
         loads = []
-        with SharedCache.like(samples[0], 1, N) as cache:
-            for idx in cached:
-                cache.set_slot(idx, samples[idx])
+        with filled(samples, 1, cached) as cache:
             unread = lazy(cache, samples, [0, 4, 2], loads)
             assert unread.gather(new) is None
             assert same(list(unread), [samples[idx] for idx in (0, 4, 2)])

@@ -164,10 +164,7 @@ def test_threads_that_want_one_sample_load_it_once(cache, resident):
         threading.Event().wait(0.02)  # nobody sets it: time for the others to ask
         return sample(idx)
 
-    def want(number):
-        came.append(number)
-        return cache.get_or_load(resident[0], load)
-
+    want = lambda number: came.append(number) or cache.get_or_load(resident[0], load)
     with ThreadPoolExecutor(8) as pool:
         assert all(torch.equal(value, sample(resident[0])) for value in pool.map(want, range(8)))
     assert loads == [resident[0]]
@@ -186,11 +183,8 @@ def test_a_process_waits_for_the_load_of_another_but_not_for_the_dead_or_for_eve
 
 
 def test_many_are_loaded_with_one_call_and_only_what_is_missing(cache, resident, outside):
-    def load(indices):
-        calls.append(indices)
-        return map(sample, indices)
-
     calls = []
+    load = lambda indices: calls.append(indices) or map(sample, indices)
     cache.set_slot(resident[1], sample(resident[1]))
     wanted = [outside[0], *resident[:4], resident[2], outside[0]]
     samples = cache.get_or_load_many(wanted, load)

@@ -10,13 +10,10 @@ import torch
 
 from stocache import RaggedCache, SegmentError, SharedCache
 from stocache.shm import registry
+from tests.support.makers import DIMS, sample
 from tests.support.processes import run_all
 
-N, DIMS = 64, (3, 8, 8)
-
-
-def sample(idx):
-    return torch.randint(0, 256, DIMS, dtype=torch.uint8, generator=torch.Generator().manual_seed(idx))
+N = 64
 
 
 def fill(cache, indices=range(N)):

@@ -23,23 +23,15 @@ MIXED = [
     {"image": torch.ones(3, 2, 2), "label": 4},
     *(np.full(100_000, 7, np.uint8), "more text", ["much that is easy to compress "] * 40),
 ]
-
-
-def write_one_by_one(cache, indices, encoded, costs_s):
-    return list(map(cache._store.write, indices, encoded, costs_s))
-
-
-def write_together(cache, indices, encoded, costs_s):
-    return cache._store.write_many(indices, encoded, costs_s)
+write_one_by_one = lambda cache, *batch: list(map(cache._store.write, *batch))
+write_together = lambda cache, *batch: cache._store.write_many(*batch)
 
 
 def outcome(cache, write, values, epochs=1, cost_s=lambda idx: None):
     """Write the samples of a few epochs, and return all that may depend on how they are written."""
-    store, counters = cache._store, []
-    indices = list(range(len(values)))
+    store, indices = cache._store, list(range(len(values)))
     encoded = [store.encode(value, "sample") for value in values]
-    for _ in range(epochs):
-        counters.append(write(cache, indices, encoded, list(map(cost_s, indices))))
+    counters = [write(cache, indices, encoded, list(map(cost_s, indices))) for _ in range(epochs)]
     with cache._segment.guard:
         number = store.arena.run_locked(lambda: store.arena.number_of(encoded[-1].treedef), None)
     control, used = bytes(cache._segment.control), store.arena.used

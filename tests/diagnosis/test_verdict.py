@@ -13,8 +13,6 @@ from stocache.system.limits import GIB
 from stocache.timing import record
 
 CACHE = CacheFacts(0, 500, 1000, sample_bytes=2_000_000, overhead_bytes=32_000, room_bytes=8 * GIB, disk=False)
-
-
 room = lambda gib, **more: replace(CACHE, room_bytes=int(gib * GIB), **more)
 
 
@@ -50,10 +48,8 @@ UNEVEN = (0.001,) * 400 + (0.5,) * 8
     [
         (facts(HALF), "source", "loading 500 uncached samples of 30 ms each is the limit; size_limit_gib=1.9 would remove it"),
         (facts(HALF, cache=replace(CACHE, fills=400)), "cold cache", "which filled the cache; the next epoch finds 50% of"),
-        (
-            facts(HALF, cache=room(1.5)), "source",
-            "all samples need 1.9 GiB; size_limit_gib=1.5, all that there is, would remove it; disk= keeps the rest",
-        ),
+        (facts(HALF, cache=room(1.5)), "source",
+         "all samples need 1.9 GiB; size_limit_gib=1.5, all that there is, would remove it; disk= keeps the rest"),
         (facts(HALF, cache=room(1.0, disk=True), waited_s=8.0), "source", "gib=1, all that there is, would cut it to 71%$"),
         (facts(HALF, cache=replace(CACHE, sample_bytes=0)), "source", "the limit, and the cache takes none of them"),
         (facts(HALF, make_s=5.0, waited_s=9.99), "source", "size_limit_gib=1.9 would make the epoch 4 times as fast"),
@@ -90,12 +86,8 @@ def test_the_largest_part_is_the_limit_unless_the_cause_lies_elsewhere(epoch, li
 
 
 def test_nothing_is_said_where_nothing_waits():
-    for epoch in (
-        facts(make_s=16.0, waited_s=0.4),
-        facts(make_s=0.01, waited_s=0.009, seconds=0.01),  # too short to tell
-        facts(batches=0, samples=0),
-        facts(seconds=0.0, waited_s=0.0),
-    ):
+    too_short = facts(make_s=0.01, waited_s=0.009, seconds=0.01)  # to tell
+    for epoch in (facts(make_s=16.0, waited_s=0.4), too_short, facts(batches=0, samples=0), facts(seconds=0.0, waited_s=0.0)):
         assert judge(epoch) is None
     for cache in (None, CACHE):  # workers without shared memory record nothing
         assert judge(facts(samples=0, cache=cache)) is not None

@@ -38,7 +38,7 @@ def ring():
     return ring
 
 
-def test_a_batch_goes_through_in_a_few_bytes(ring):
+def test_a_batch_goes_through_in_a_few_bytes_and_buffers_grow_with_their_batches(ring):
     batch = {"image": torch.randn(100, 100), "label": numbers(0), "name": ["a"] * 3}
     message = send(ring, batch)
     assert len(message) < 400
@@ -47,6 +47,11 @@ def test_a_batch_goes_through_in_a_few_bytes(ring):
     assert ring.received == 1
     assert ring.nbytes == 2 * limits.MIB
     assert all(ring.offset_of(came[key]) is not None for key in ("image", "label"))
+    del came
+    for megabytes in (1, 3, 9, 2):
+        batch = torch.arange(megabytes * 131072)
+        assert torch.equal(through(ring, batch), batch)
+    assert ring.nbytes == 10 * limits.MIB
 
 
 def test_a_tensor_born_in_the_buffer_is_not_copied_and_batches_of_one_kind_are_packed_once(ring):
@@ -137,13 +142,6 @@ def test_where_the_machine_gives_no_memory_batches_go_the_way_of_torch(ring, mon
     assert ring.fallbacks[NO_MEMORY] == 3
     assert ring.nbytes == 0
     assert "cache" not in caplog.text  # it is none
-
-
-def test_buffers_grow_with_their_batches(ring):
-    for megabytes in (1, 3, 9, 2):
-        batch = torch.arange(megabytes * 131072)
-        assert torch.equal(through(ring, batch), batch)
-    assert ring.nbytes == 10 * limits.MIB
 
 
 @pytest.mark.parametrize(
@@ -246,12 +244,8 @@ def test_a_process_that_did_not_make_the_ring_says_so():
 def test_which_batch_a_process_ended_at_is_known_when_others_have_come():
     ring = Ring(3, 2)
     iteration = ring.begin()
-
-    def work(number):
-        ring.lane(iteration).record_request(number)
-        return os.getpid()
-
-    ended = [from_child(lambda number=number: work(number)) for number in (5, 6)]
+    work = lambda number: lambda: ring.lane(iteration).record_request(number) or os.getpid()
+    ended = [from_child(work(number)) for number in (5, 6)]
     assert [ring.last_request_of(pid) for pid in ended] == [5, 6]
 
 

@@ -16,13 +16,8 @@ FORM = StateForm("Thing", 3, {"batches": (int,), "epoch": (int, type(None))}, {"
 
 
 def draws(generator):
-    return (
-        random.random(),
-        random.gauss(0, 1),
-        np.random.normal(),
-        torch.rand(2).tolist(),
-        torch.rand(2, generator=generator).tolist(),
-    )
+    of_torch = torch.rand(2).tolist(), torch.rand(2, generator=generator).tolist()
+    return random.random(), random.gauss(0, 1), np.random.normal(), *of_torch
 
 
 def test_states_of_generators_pass_through_json():
@@ -51,13 +46,6 @@ def test_damaged_states_of_generators_are_refused():
         rng.from_json(changed(saved, ("numpy", "state", "pos"), 625))
 
 
-def test_a_state_is_read_as_it_was_made():
-    position, parts = {"batches": 2, "epoch": None}, {"own": [1, "a"]}
-    state = through_json(FORM.make({"samples": 7, "fingerprint": "a"}, position, parts))
-    for fingerprint in ("a", None):  # unknown
-        assert FORM.read(state, {"samples": 7, "fingerprint": fingerprint}) == (position, parts)
-
-
 DAMAGED, NOT_ONE = "damaged", "not a state of a Thing"
 OTHERS = [  # places of a state, what is there, and what is said of it
     (("identity", "samples"), 8, "samples 8; this one has 7"), (("identity", "samples"), None, "samples None; this one has 7"),
@@ -69,9 +57,11 @@ OTHERS = [  # places of a state, what is there, and what is said of it
 ]  # fmt: skip
 
 
-def test_other_states_are_refused():
-    own = {"samples": 7, "fingerprint": "a"}
-    state = FORM.make(own, {"batches": 2, "epoch": None}, {"own": None})
+def test_a_state_is_read_as_it_was_made_and_others_are_refused():
+    own, position, parts = {"samples": 7, "fingerprint": "a"}, {"batches": 2, "epoch": None}, {"own": [1, "a"]}
+    state = through_json(FORM.make(own, position, parts))
+    for fingerprint in ("a", None):  # unknown
+        assert FORM.read(state, own | {"fingerprint": fingerprint}) == (position, parts)
     for path, value, message in OTHERS:
         with pytest.raises(StateError, match=message):
             FORM.read(changed(state, path, value), own)
