@@ -77,8 +77,9 @@ def made(monkeypatch):
     return count
 
 
-def admit_all(cached):
-    for block in range(len(cached.dataset.block_bounds) - 1):
+def admit_all(number, cached):
+    """Admit all blocks, in an order of this process."""
+    for block in np.random.default_rng(number).permutation(len(cached.dataset.block_bounds) - 1).tolist():
         cached._loader.admit(block)
 
 
@@ -137,8 +138,6 @@ RAGGED = {
     "tensors": lambda idx: {"image": tensor(idx, (3, 4 + idx % 6, 5)), "boxes": torch.zeros(idx % 3, 4), "number": 2**70 + idx},
     "optional parts": lambda idx: {"maybe": None if idx % 2 else "x" * idx, "value": idx if idx % 3 else [1.5] * idx},
 }
-
-
 SOME = [("columns", [3, 1, 0, 7, 14, 9, 28]), ("text", [0, 0, 9, 8, 9]), ("text", list(range(2, 27)))]
 
 
@@ -148,7 +147,7 @@ def test_bytes_of_blocks_are_copied_into_the_cache(prepared, made, kind, indices
     with CachedDataset(StorageDataset(prepared(make), indices), "100MB") as cached:
         assert isinstance(cached.cache, SharedCache if kind in FIXED else RaggedCache)
         made.clear()
-        admit_all(cached)
+        admit_all(0, cached)
         assert made == []
         assert all(identical(cached.cache.get_slot(local), make(idx)) for local, idx in enumerate(indices))
         total = cached.stats().total
@@ -174,7 +173,7 @@ def test_what_cannot_be_copied_is_made_into_samples(prepared, made, kind):
     pickles = {"allow_pickle": True} if "allow_pickle" in options else {}
     with CachedDataset(StorageDataset(prepared(make, **pickles)), "100MB", **options) as cached:
         made.clear()
-        admit_all(cached)
+        admit_all(0, cached)
         assert len(made) > 0
         assert cached_set(cached) == list(range(N))
         for idx in range(N):
@@ -196,15 +195,10 @@ def test_samples_that_a_subclass_changes_are_cached_as_changed(prepared, make):
         assert all(identical(cached.cache.get_slot(idx), make(idx) * 2) for idx in range(8, 16))
 
 
-def _admit_all(number, cached):
-    for block in np.random.default_rng(number).permutation(4).tolist():
-        cached._loader.admit(block)
-
-
 @pytest.mark.parametrize(("context", "make"), [("fork", columns), ("forkserver", text)])
 def test_several_processes_admit_at_once(prepared, context, make):
     with CachedDataset(StorageDataset(prepared(make)), "100MB") as cached:
-        run_all(multiprocessing.get_context(context), 3, _admit_all, cached)
+        run_all(multiprocessing.get_context(context), 3, admit_all, cached)
         assert all(identical(cached.cache.get_slot(idx), make(idx)) for idx in range(N))
         assert cached.stats().total.fills == N
 
@@ -219,7 +213,7 @@ def test_a_damaged_sample_is_left_out_and_an_error_when_it_is_wanted(prepared, c
         file.write(b"\xff")
     with CachedDataset(StorageDataset(storage), "100MB") as cached:
         assert identical(cached[12], make(12))
-        admit_all(cached)
+        admit_all(0, cached)
         wait_until(lambda: cached_set(cached) == [idx for idx in range(N) if idx != 10])
         assert not caplog.records
         with pytest.raises(DamagedError, match=r"000001.safetensors is damaged \(sample 2 in it"):

@@ -1,6 +1,5 @@
 """CachedDataset: any dataset in one line, with the same samples, order and random numbers."""
 
-import collections
 import logging
 import random
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 from stocache import CachedDataset, DatasetError, LimitError, RaggedCache, SampleError, SampleIndexError, SharedCache, errors
 from stocache.system.limits import SHM_DIR
+from tests.support.containers import Point
 from tests.support.equality import same
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
@@ -40,10 +40,6 @@ class Source(Dataset):
     def sample(self, idx):
         generator = torch.Generator().manual_seed(idx)
         return torch.randint(0, 256, self.size(idx), generator=generator, dtype=torch.uint8), idx
-
-    def check(self, samples):
-        """Demand that samples are right, by the index that each of them has."""
-        assert all(same(sample, self.sample(sample[1])) for sample in samples)
 
 
 def one_size(idx):
@@ -172,7 +168,6 @@ def test_batches_are_identical_with_the_cache_on_off_half_full_shared_or_warmed(
         assert batches_of(warmed, workers) == expected
 
 
-Named = collections.namedtuple("Named", "image label")
 TENSORS = TensorDataset(torch.arange(40).view(10, 4), torch.arange(10))
 
 
@@ -181,7 +176,7 @@ TENSORS = TensorDataset(torch.arange(40).view(10, 4), torch.arange(10))
     [
         (ConcatDataset([TENSORS, Subset(TENSORS, [7, 3, 5])]), {}, SharedCache),
         (StackDataset(a=TENSORS, b=["text"] * 10), {}, RaggedCache),
-        ([Named(torch.ones(2), 3), Named(torch.zeros(2), 4)], {}, SharedCache),
+        ([Point(torch.ones(2), 3), Point(torch.zeros(2), 4)], {}, SharedCache),
         ([1, 2.5, None, "x", b"y", 2**70], {}, RaggedCache),
         (np.arange(6.0), {}, SharedCache),
         ([((), {})] * 5, {}, SharedCache),

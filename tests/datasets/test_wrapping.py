@@ -89,8 +89,6 @@ def double(value):
 
 
 IMAGE = torch.arange(6, dtype=torch.uint8).view(2, 3)
-
-
 PARTS = [
     ((IMAGE, 3), {-1: double, 0: double}, (IMAGE * 2, 6)), ([IMAGE, "text"], {1: double}, [IMAGE, "texttext"]),
     ({"a": {"b": (1, IMAGE)}, "c": 2}, {"a": {"b": {0: double}}}, {"a": {"b": (2, IMAGE)}, "c": 2}),

@@ -1,5 +1,7 @@
 """Datasets, iterators and samplers with states of their own, in each worker: what torchdata's StatefulDataLoader promises."""
 
+import contextlib
+import itertools
 import random
 import secrets
 import time
@@ -118,16 +120,14 @@ class Both(Stateful):
 class Itself(Stateful):
     """The dataset is its own iterator."""
 
+    __next__ = Steps.__next__
+
     def __iter__(self):
         self.number, self.size = shard()
         return self
 
-    def __next__(self):
-        if self.at == self.size:
-            self.at = 0
-            raise StopIteration
-        self.at += 1
-        return torch.tensor([self.number, self.at])
+    def end(self):
+        self.at = 0
 
 
 def pipe():
@@ -374,8 +374,7 @@ def test_after_an_error_the_same_worker_goes_on_with_the_next_batch(workers):
     dataset.broken = 9
     loader = make(dataset, workers, batch_size=3)
     batches = iter(loader)
-    for _ in range(3):
-        next(batches)
+    list(itertools.islice(batches, 3))
     with pytest.raises(KeyError, match="broken"):
         next(batches)
     assert same(list(make("map", workers, loader.state_dict(), batch_size=3)), list(batches))
@@ -408,13 +407,8 @@ def test_edited_states_are_refused_or_resumed():
         if path[:2] in (("parts", "dataset"), ("parts", "workers")):
             continue  # given to the user's objects
         for bad in (None, -1, 10**30, [1], {"a": 1.5}):
-            resumed = make("iterator", batch_size=2)
-            try:
-                resumed.load_state_dict(changed(state, path, bad))
-                for _ in zip(range(3), resumed, strict=False):
-                    pass
-            except StateError:
-                continue
+            with contextlib.suppress(StateError):
+                list(itertools.islice(make("iterator", 0, changed(state, path, bad), batch_size=2), 3))
 
 
 def test_steps_between_snapshots_must_be_a_positive_number():
@@ -442,8 +436,7 @@ def of_torchdata(dataset, delivered, **options):
     theirs = torchdata.StatefulDataLoader(dataset, **options)
     getattr(theirs.sampler, "set_epoch", int)(2)
     batches = iter(theirs)
-    for _ in range(delivered):
-        next(batches)
+    list(itertools.islice(batches, delivered))
     state = theirs.state_dict()
     return state, list(batches)
 

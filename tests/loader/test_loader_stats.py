@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, IterableDataset, Sampler, Subset, default_collate
+from torch.utils.data import DistributedSampler, IterableDataset, Subset, SubsetRandomSampler, default_collate
 
 import stocache
 from stocache import CachedDataset
@@ -30,16 +30,7 @@ WORKERS = {
 }  # fmt: skip
 
 
-class Silent(Sampler):
-    """Never asks for the length of the dataset."""
-
-    def __iter__(self):
-        return iter(torch.randperm(N).tolist())
-
-    def __len__(self):
-        return N
-
-
+silent = SubsetRandomSampler(range(N))  # never asks for the length of the dataset
 counts = lambda found: [(epoch.hits, epoch.misses) for epoch in found]
 
 
@@ -56,7 +47,7 @@ def check_flat(numbers, prefix):
 def test_epochs_have_their_figures_whatever_the_sampler_asks(workers, transform):
     options = WORKERS[workers]
     with CachedDataset(Images(), "3KB", transform=transform) as dataset:  # room for some of the samples
-        loader = stocache.DataLoader(dataset, 7, sampler=Silent(), **options)
+        loader = stocache.DataLoader(dataset, 7, sampler=silent, **options)
         check_flat(loader.stats().flat(), "loader")
         for _ in range(3):
             assert sum(len(labels) for _, labels in loader) == N
@@ -83,8 +74,7 @@ def test_epochs_have_their_figures_whatever_the_sampler_asks(workers, transform)
 def test_a_loop_that_is_left_early_is_an_epoch_of_its_own():
     with CachedDataset(Images(), 1) as dataset:
         loader = stocache.DataLoader(dataset, 5)
-        for _ in itertools.islice(loader, 4):
-            pass
+        list(itertools.islice(loader, 4))
         assert not loader.stats().epochs[0].complete
         list(loader)
         first, second = loader.stats().epochs
@@ -120,8 +110,7 @@ def test_loaders_of_parts_make_up_the_epochs_together_and_one_rank_those_of_its_
 def test_a_new_loader_for_each_epoch_begins_an_epoch(make, options, each):
     with CachedDataset(Images(), 1, probe=0) as dataset:
         for _ in range(3):
-            for _ in make(dataset, 12, sampler=Silent(), **options):
-                pass
+            list(make(dataset, 12, sampler=silent, **options))
         assert [sum(each) for each in counts(dataset.stats().epochs)] == [each] * 3
 
 

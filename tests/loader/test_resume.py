@@ -2,8 +2,8 @@
 
 import copy
 import io
+import itertools
 import random
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -63,9 +63,7 @@ class Eager:
         return N
 
     def __iter__(self):
-        order = torch.randperm(N).tolist()
-        random.shuffle(order)
-        return iter(order)
+        return iter(random.sample(torch.randperm(N).tolist(), N))
 
 
 generator = lambda seed: torch.Generator().manual_seed(seed)
@@ -98,17 +96,14 @@ def make(sampler="in order", workers="alone", seed=1, dataset=None, state=None):
 def after(loader, count):
     """Return the iterator of a loader after some batches, and the state then."""
     batches = iter(loader)
-    for _ in range(count):
-        next(batches)
+    list(itertools.islice(batches, count))
     return batches, loader.state_dict()
 
 
 def saved(state):
     """A state as it comes from a file."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+    torch.save(state, file := io.BytesIO())
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +122,7 @@ def test_resumed_after_any_batch_it_delivers_what_would_have_come(sampler, worke
         globals_after.append((torch.get_rng_state(), random.getstate()))
 
     note()
-    for batch in chain.from_iterable(loader for _ in range(2)):
+    for batch in itertools.chain.from_iterable(loader for _ in range(2)):
         came.append(batch)
         note()
     note()  # after the end

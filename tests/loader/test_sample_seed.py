@@ -93,8 +93,6 @@ def forked(idx):
 
 OWN = []
 set_own = lambda seed: OWN.__setitem__(slice(None), [np.random.default_rng(seed)])
-
-
 own = lambda idx: torch.from_numpy(OWN[0].random(3))
 
 

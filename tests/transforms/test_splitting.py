@@ -253,8 +253,6 @@ def test_a_transform_that_is_set_behind_the_cache_is_noticed(folder, num_workers
 
 FIXED = [Resize(24), CenterCrop(20), ToTensor(), normal()]
 FLOATS = 20 * 20 * 3 * 4 * N
-
-
 TENSOR, IMAGE, LESS = torch.Tensor, Image.Image, f"{FLOATS * 6 // 10}B"
 
 
