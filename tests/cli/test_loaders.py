@@ -69,19 +69,16 @@ def identity(**changes):
     return {"identity": {"loader": "c", "cache": "c", "rank": 0, "pid": 1} | changes}
 
 
-HOSTILE = [
-    ({"size": 70000}, "is damaged: it has 70000 bytes"),
-    ({"size": 0}, "is not a segment of stocache"),
-    ({"control": b"x" * 100}, "is not the record of a loader"),
-    ({"facts": {"dataset_len": 0, "capacity": 0, "rows": 10**30}}, "its descriptor says 1000"),
-    (identity(rank=[]), "has a header with another"),
-    *((identity(**wrong), "not that of a loader") for wrong in ({"rank": "0"}, {"rank": True}, {"pid": -1}, {"cache": 7})),
-]
-
-
 def test_a_file_that_is_not_a_record_is_a_problem_of_that_file_alone(clean):
     kept = Record(0, False, "d")
-    for forged, problem in HOSTILE:
+    for forged, problem in (
+        ({"size": 70000}, "is damaged: it has 70000 bytes"),
+        ({"size": 0}, "is not a segment of stocache"),
+        ({"control": b"x" * 100}, "is not the record of a loader"),
+        ({"facts": {"dataset_len": 0, "capacity": 0, "rows": 10**30}}, "its descriptor says 1000"),
+        (identity(rank=[]), "has a header with another"),
+        *((identity(**wrong), "not that of a loader") for wrong in ({"rank": "0"}, {"rank": True}, {"pid": -1}, {"cache": 7})),
+    ):
         path = forge(**forged)
         bad, good = listing.find_loaders()
         assert (bad.state, bad.counted) == ("bad", None)

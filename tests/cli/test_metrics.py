@@ -36,8 +36,13 @@ from stocache.cli import metrics, metrics_server
 
 PAGES = Path(cli.__file__).parent
 DASHBOARD = json.loads((PAGES / "grafana.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 COUNTED = ("_total", "_bucket", "_sum", "_count")
 QUANTITIES = {"wait": WAIT_NS, "load": LOAD_NS, "collate": COLLATE_NS, "hand_over": HAND_OVER_NS}
+OF_CACHE = {f"{name}_total": name for name in ("hits", "misses", "fills", "races", "refused", "rejected", "damaged")} | {
+    "load_seconds_total": "load_s", "read_seconds_total": "read_s", "dataset_samples": "dataset_len",
+    "capacity_samples": "slots", "filled_samples": "filled", "filled_bytes": "filled_bytes", "capacity_bytes": "capacity_bytes",
+}  # fmt: skip
 
 
 def samples_of(text, parse=parse):
@@ -66,12 +71,6 @@ def buckets(samples, metric):
     """The cumulative counts of a histogram by upper bound."""
     found = {float(dict(held)["le"]): number for (name, held), number in samples.items() if name == f"{metric}_bucket"}
     return dict(sorted(found.items()))
-
-
-OF_CACHE = {f"{name}_total": name for name in ("hits", "misses", "fills", "races", "refused", "rejected", "damaged")} | {
-    "load_seconds_total": "load_s", "read_seconds_total": "read_s", "dataset_samples": "dataset_len",
-    "capacity_samples": "slots", "filled_samples": "filled", "filled_bytes": "filled_bytes", "capacity_bytes": "capacity_bytes",
-}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
@@ -234,9 +233,6 @@ def test_every_metric_is_described_exported_and_on_the_page_of_commands(exported
     for metric in metrics.Collector().describe():
         assert metric.name.endswith(f"_{metric.unit}" if metric.unit else "")
         assert bool(metric.unit) == metric.name.endswith(("_seconds", "_bytes"))
-
-
-PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])

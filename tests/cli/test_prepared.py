@@ -22,6 +22,7 @@ from stocache.preparation.sources import ImageFolder
 from stocache.storage import local
 from stocache.system import limits
 from stocache.system.limits import Memory
+from tests.support.preparing import damage
 from tests.support.processes import in_child
 
 ANOTHER_USER = 54321 if os.geteuid() == 0 else os.geteuid()
@@ -90,12 +91,6 @@ def everything(out):
 def numbers(out):
     """The photos in a prepared folder."""
     return [int(sample["name"].removesuffix(".jpg")) for sample in everything(out)]
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
 
 
 def test_prepare_says_how_to_use_what_it_made(place, out):
@@ -269,7 +264,7 @@ def test_an_image_that_goes_while_the_folder_is_prepared_is_told_and_not_skipped
 
 
 def test_a_repair_writes_the_damaged_blocks_from_a_source_that_is_as_before(photos, prepared):
-    flip(blocks_of(prepared)[1])
+    damage(prepared, blocks_of(prepared)[1])
     photo = (photos / "3.jpg").rename(photos.parent / "3.jpg")
     code, [line, _] = run_prepare(photos, prepared, "--repair", "--on-error", "skip")
     assert (code, line.startswith(f"{prepared} is prepared in another way: samples: 10, now 9; ")) == (1, True)
@@ -340,7 +335,7 @@ def test_check_lists_all_damage(run, prepared, tmp_path, monkeypatch):
     for workers in (0, 1):
         assert command("check", prepared, "--workers", workers) == (0, ["5 blocks, 10 samples, no damage"])
     first, second, *_ = blocks_of(prepared)
-    flip(first)
+    damage(prepared, first)
     second.unlink()
     unused.write_bytes(b"")
     said = [f"{first} is damaged", f"{second} is missing.", f"{unused} is not in the index: nothing reads it"]
@@ -353,7 +348,7 @@ def test_check_lists_all_damage(run, prepared, tmp_path, monkeypatch):
     path = tmp_path / "out" / "info.safetensors"
     arguments = ("check", tmp_path / "out", "--workers", 0)
     assert command(*arguments)[0] == 0
-    flip(path)
+    damage(tmp_path, path)
     assert f"{path} is damaged" in command(*arguments)[1][-1]
     path.unlink()
     code, lines = command(*arguments)

@@ -25,9 +25,8 @@ def images():
 
 def texts():
     dataset = datasets.Dataset.from_dict({"text": ["word " * (1 + idx % 7) for idx in range(48)], "label": list(range(48))})
-    return dataset.map(lambda rows: {"input_ids": [[7] * len(text) for text in rows["text"]]}, batched=True).with_format(
-        "torch"
-    )
+    dataset = dataset.map(lambda rows: {"input_ids": [[7] * len(text) for text in rows["text"]]}, batched=True)
+    return dataset.with_format("torch")
 
 
 def main(wrap, folder, of="images", num_workers=0, start_method="fork", **options):

@@ -82,10 +82,8 @@ def run(program: str, way: str, folder: str, options: str, out: str) -> None:
     """
     wrap = Cached() if way == "cached" else plain
     results = importlib.import_module(f"tests.programs.{program}").main(wrap, Path(folder), **json.loads(options))
-    done = {"results": describe(results), "stats": [], "changes": []}
-    if isinstance(wrap, Cached):
-        done["stats"] = [vars(cache.stats()) for cache in wrap.caches]
-        done["changes"] = wrap.changes
+    caches, changes = (wrap.caches, wrap.changes) if isinstance(wrap, Cached) else ([], [])
+    done = {"results": describe(results), "stats": [vars(cache.stats()) for cache in caches], "changes": changes}
     rank = os.environ.get("LOCAL_RANK", "0")
     Path(out if rank == "0" else f"{out}.{rank}").write_bytes(pickle.dumps(done))
 

@@ -1,6 +1,7 @@
 """Caches on a disk, and what kills, power cuts and decay do to their files."""
 
 import contextlib
+import ctypes
 import os
 from pathlib import Path
 
@@ -108,8 +109,6 @@ def flip(rng, data):
 @contextlib.contextmanager
 def mounted(folder, options, kind="tmpfs"):
     """Mount a file system on a folder, for processes of this mount namespace; OSError where that is not allowed."""
-    import ctypes
-
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(kind.encode(), os.fsencode(folder), kind.encode(), 0, options.encode()):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -35,6 +35,13 @@ def copied(cache):
     return pickle.loads(pickle.dumps(cache))
 
 
+def called(**makers):
+    """Give makers of caches the names by which tests show them."""
+    for name, maker in makers.items():
+        maker.__name__ = name
+    return makers.values()
+
+
 def in_shm():
     return SharedCache(LIMIT, N, DIMS)
 
@@ -45,22 +52,6 @@ def scattered():
 
 def in_blocks():
     return SharedCache(LIMIT, N, DIMS, placement=Placement("scattered", unit=4))
-
-
-def unpickled():
-    return copied(in_shm())
-
-
-def named():
-    return SharedCache(LIMIT, N, DIMS, name="contract", fingerprint="1")
-
-
-def ddp():
-    return SharedCacheDDP(LIMIT, N, DIMS, name="contract")
-
-
-def attached():
-    return left_behind(lambda: SharedCacheDDP(LIMIT, N, DIMS, name="contract", fingerprint="1"))
 
 
 def left_behind(make):
@@ -86,7 +77,13 @@ def in_memfd():
     return cache
 
 
-SHARED = [in_shm, in_memfd, scattered, in_blocks, unpickled, named, ddp, attached]
+SHARED = [in_shm, in_memfd, scattered, in_blocks]
+SHARED += called(
+    unpickled=lambda: copied(in_shm()),
+    named=lambda: SharedCache(LIMIT, N, DIMS, name="contract", fingerprint="1"),
+    ddp=lambda: SharedCacheDDP(LIMIT, N, DIMS, name="contract"),
+    attached=lambda: left_behind(lambda: SharedCacheDDP(LIMIT, N, DIMS, name="contract", fingerprint="1")),
+)
 
 
 def ragged(**options):
@@ -102,27 +99,17 @@ def codec(name):
     return name
 
 
-def ragged_zstd():
-    return ragged(codec=codec("zstd"))
-
-
-def ragged_lz4():
-    return ragged(codec=codec("lz4"))
-
-
 def ragged_named():
     return ragged(name="contract", fingerprint="1")
 
 
-def ragged_unpickled():
-    return copied(ragged())
-
-
-def ragged_attached():
-    return left_behind(ragged_named)
-
-
-RAGGED = [ragged, ragged_zstd, ragged_lz4, ragged_named, ragged_unpickled, ragged_attached]
+RAGGED = [ragged, ragged_named]
+RAGGED += called(
+    ragged_zstd=lambda: ragged(codec=codec("zstd")),
+    ragged_lz4=lambda: ragged(codec=codec("lz4")),
+    ragged_unpickled=lambda: copied(ragged()),
+    ragged_attached=lambda: left_behind(ragged_named),
+)
 
 
 def disk(record_bytes=None, folder=None, **options):
@@ -138,16 +125,8 @@ def disk(record_bytes=None, folder=None, **options):
     return cache
 
 
-def disk_prefix():
-    return disk(placement="prefix")
-
-
 def disk_records():
     return disk(112)
-
-
-def disk_zstd():
-    return disk(112, codec=codec("zstd"))
 
 
 def disk_in(make):
@@ -158,12 +137,10 @@ def disk_in(make):
     return cache
 
 
-def disk_unpickled():
-    return disk_in(lambda path: copied(disk(folder=path)))
-
-
-def disk_reopened():
-    return disk_in(lambda path: left_behind(lambda: disk(folder=path, fingerprint="1")))
-
-
-DISK = [disk, disk_prefix, disk_records, disk_zstd, disk_unpickled, disk_reopened]
+DISK = [disk, disk_records]
+DISK += called(
+    disk_prefix=lambda: disk(placement="prefix"),
+    disk_zstd=lambda: disk(112, codec=codec("zstd")),
+    disk_unpickled=lambda: disk_in(lambda path: copied(disk(folder=path))),
+    disk_reopened=lambda: disk_in(lambda path: left_behind(lambda: disk(folder=path, fingerprint="1"))),
+)

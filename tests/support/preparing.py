@@ -59,13 +59,9 @@ class Locks(Preparer):
 
 
 class Faulty(Images):
-    """A dataset of which some samples cannot be loaded, and that writes down which are loaded.
+    """A dataset of which ``broken`` samples raise a ValueError, and that writes to the file ``log`` which are loaded.
 
-    Args:
-        broken: these raise a ValueError.
-        log: a file.
-        length, seeded: as for `Images`.
-        at: a function of the dataset and an index, called before a sample is loaded.
+    ``at`` is a function of the dataset and an index, called before a sample is loaded.
     """
 
     def __init__(self, broken=(), log=None, length=N, seeded=False, at=None):

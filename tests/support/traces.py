@@ -99,11 +99,11 @@ def is_foreign(path: str) -> bool:
 
 
 def holdings() -> dict[str, object]:
-    """Return what this process holds: descriptors, mapped segments and children."""
+    """Return what this process holds: descriptors (without the one that lists them), mapped segments and children."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
-        "descriptors": {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if is_open(fd)},
+        "descriptors": {fd.name: os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()},
         "segments mapped": [line for line in maps if any(name in line for name in SEGMENTS)],
         "children": [child.pid for child in multiprocessing.active_children()],
     }
@@ -115,11 +115,6 @@ def settled(before: dict[str, object]) -> dict[str, object]:
     while (now := holdings()) != before and time.monotonic() < deadline:
         time.sleep(0.05)
     return now
-
-
-def is_open(fd: str) -> bool:
-    """Whether a descriptor that was listed is still there: the directory's own is not."""
-    return os.path.islink(f"/proc/self/fd/{fd}")
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,3 @@
-from tests.support.lookalikes import Compose as Compose
-from tests.support.lookalikes import Normalize as Normalize
-from tests.support.lookalikes import RandomHorizontalFlip as RandomHorizontalFlip
-from tests.support.lookalikes import RandomResizedCrop as RandomResizedCrop
-from tests.support.lookalikes import ToTensor as ToTensor
+from tests.support.lookalikes import Compose, Normalize, RandomHorizontalFlip, RandomResizedCrop, ToTensor
+
+__all__ = ["Compose", "Normalize", "RandomHorizontalFlip", "RandomResizedCrop", "ToTensor"]
