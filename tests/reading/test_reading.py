@@ -19,13 +19,7 @@ from torch.utils.data.datapipes.map import SequenceWrapper
 
 from stocache import WorkerError, reading
 from stocache.errors import GraphError
-from stocache.reading import (
-    DataLoader2,
-    InProcessReadingService,
-    MultiProcessingReadingService,
-    ReadingServiceInterface,
-    Shuffle,
-)
+from stocache.reading import DataLoader2, InProcessReadingService, MultiProcessingReadingService, Shuffle
 from stocache.reading.graph.sharding import share
 from stocache.ring.ring import Ring
 from tests.support import graphs
@@ -104,7 +98,7 @@ def test_shares_are_exclusive_and_exhaustive_and_ranks_come_first(ranks, workers
         assert sorted(found) == list(range(rank, 23, ranks))
 
 
-@pytest.mark.parametrize("count", [0, 2, 7])
+@pytest.mark.parametrize("count", [0, 2, 40])
 @pytest.mark.parametrize("divide", DIVIDES)
 def test_uneven_shares_and_random_lengths_are_delivered_whole(count, divide):
     with loader(getattr(source(count).shuffle(), divide)(), 3) as dataloader:
@@ -112,7 +106,7 @@ def test_uneven_shares_and_random_lengths_are_delivered_whole(count, divide):
         for _ in range(2):
             assert sorted(dataloader) == list(range(count))
     graph = getattr(source(9 * count), divide)().filter(lambda value: value % 3 == 0).map(graphs.twice).unbatch()
-    with loader(graph, 3, **FORK) as dataloader:
+    with loader(graph, 3, **FORK) as dataloader:  # of what is dispatched, one worker gets all that the filter lets through
         assert sorted(dataloader) == sorted(number for value in range(0, 9 * count, 3) for number in (value, -value))
 
 
@@ -160,11 +154,6 @@ def test_each_part_of_a_graph_runs_in_its_processes():
     assert len(set(workers)) == 2
     assert {*alone, *here} == {os.getpid()}
     assert not {*dispatchers, os.getpid()} & set(workers)
-
-
-def test_dispatched_elements_may_be_used_up_at_different_rates():
-    with loader(source(300).sharding_round_robin_dispatch().filter(lambda value: value % 2 == 0), 2, **FORK) as dataloader:
-        assert list(dataloader) == list(range(0, 300, 2))  # one worker's elements are all dropped
 
 
 def test_random_maps_differ_by_worker_repeat_by_seed_and_leave_the_numbers_of_this_process_alone():
@@ -295,15 +284,12 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(
-    ("function", "error", "message"),
-    [
-        (graphs.fails, HomemadeError, "(?s)Caught HomemadeError in {}.\nOriginal Traceback.*in fails.*HomemadeError: thirteen"),
-        (graphs.fails_locally, WorkerError, "(?s)in {}.*LocalError: here.*Traceback"),
-        (graphs.unpicklable, TypeError, "(?s)Caught TypeError in (DataLoader )?{}.*cannot pickle '_thread.lock' object"),
-        (graphs.dies, WorkerError, r"was killed by signal 9 \(SIGKILL\)"),
-    ],
-)
+@pytest.mark.parametrize(("function", "error", "message"), [
+    (graphs.fails, HomemadeError, "(?s)Caught HomemadeError in {}.\nOriginal Traceback.*in fails.*HomemadeError: thirteen"),
+    (graphs.fails_locally, WorkerError, "(?s)in {}.*LocalError: here.*Traceback"),
+    (graphs.unpicklable, TypeError, "(?s)Caught TypeError in (DataLoader )?{}.*cannot pickle '_thread.lock' object"),
+    (graphs.dies, WorkerError, r"was killed by signal 9 \(SIGKILL\)"),
+])  # fmt: skip
 def test_a_failure_is_raised_with_its_traceback(place, function, error, message):
     graph = PLACES[place](function)
     message = message.format("dispatching process" if place == "dispatcher" else "worker process [01]")
@@ -364,7 +350,7 @@ def test_a_loader_needs_a_graph_which_may_be_map_style():
         DataLoader2(source(), graphs.fails_at_once)
 
 
-class Recording(ReadingServiceInterface):
+class Recording(reading.ReadingServiceInterface):
     calls: list  # of the class: a loader works with a copy
 
     def __init__(self, change=None):
@@ -382,11 +368,7 @@ class Recording(ReadingServiceInterface):
         return self.change
 
 
-def add_map(datapipe):
-    return datapipe.map(square)
-
-
-@pytest.mark.parametrize("change", [None, add_map])
+@pytest.mark.parametrize("change", [None, partial(Mapper, fn=square)])
 @pytest.mark.parametrize("engine", [None, InProcessReadingService(), MultiProcessingReadingService(2)])
 def test_services_of_the_user_are_called_in_their_turn(engine, change):
     Recording.calls = []

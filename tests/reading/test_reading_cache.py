@@ -168,18 +168,15 @@ def test_what_cannot_be_cached_and_a_source_that_is_longer_than_it_said_are_deli
         assert cache_of(dataloader).stats().filled == 0
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: source().filter(no_third).shared_cache(int), DatasetError, "needs the number of keys"),
-        (lambda: source().shared_cache(int, -1), LimitError, "size_limit_gib"),
-        (lambda: list(source().shared_cache(lambda value: COUNT, 0.01)), SampleIndexError, "40"),
-        (lambda: list(source().shared_cache(str, 0.01)), TypeError, "integer"),
-        (lambda: iter(cached(source().map(square).shuffle(), limit="much")), LimitError, "size_limit_gib"),
-        (lambda: source().map(tensor).shared_cache(int, 0, disk="/d"), LimitError, "disk and disk_limit go together"),
-        (lambda: run(source().map(tensor), **options_of(__file__)), DiskError, r"is a file or below one\. Give a folder"),
-    ],
-)
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: source().filter(no_third).shared_cache(int), DatasetError, "needs the number of keys"),
+    (lambda: source().shared_cache(int, -1), LimitError, "size_limit_gib"),
+    (lambda: list(source().shared_cache(lambda value: COUNT, 0.01)), SampleIndexError, "40"),
+    (lambda: list(source().shared_cache(str, 0.01)), TypeError, "integer"),
+    (lambda: iter(cached(source().map(square).shuffle(), limit="much")), LimitError, "size_limit_gib"),
+    (lambda: source().map(tensor).shared_cache(int, 0, disk="/d"), LimitError, "disk and disk_limit go together"),
+    (lambda: run(source().map(tensor), **options_of(__file__)), DiskError, r"is a file or below one\. Give a folder"),
+])  # fmt: skip
 def test_wrong_arguments_are_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()

@@ -21,7 +21,7 @@ from stocache.reading.graph.graph import clone, pipes_of, sources
 from stocache.reading.graph.seeds import is_pure
 from stocache.reading.graph.sharding import dispatched_end, replicable_end
 from stocache.system.rng import RngMonitor
-from tests.support.graphs import COUNT, WARNINGS, HomemadeError, Stateful, fails, source
+from tests.support.graphs import COUNT, WARNINGS, HomemadeError, Stateful, fails, source, square
 from tests.support.processes import in_child
 
 pytestmark = WARNINGS
@@ -41,13 +41,9 @@ class Pair(NamedTuple):
     right: object
 
 
-def double(value):
-    return 2 * value
-
-
 @pytest.fixture
 def chain():
-    return IterableWrapper(range(10)).shuffle().sharding_filter().map(double)
+    return IterableWrapper(range(10)).shuffle().sharding_filter().map(square)
 
 
 @pytest.fixture
@@ -66,7 +62,7 @@ def test_pipes_are_listed_from_the_end_and_found_by_their_very_type(chain):
     assert list_dps(graph, exclude_dps=[chain.datapipe, chain]) == []
     assert find_dps(graph, Shuffler) == [chain.datapipe.source_datapipe]
     assert find_dps(graph, IterDataPipe) == []
-    assert len(pipes_of(SequenceWrapper(range(3)).map(double))) == 2
+    assert len(pipes_of(SequenceWrapper(range(3)).map(square))) == 2
     for wrong in (None, [1], IterableWrapper):
         with pytest.raises(GraphError, match="expected an IterDataPipe or MapDataPipe, got"):
             traverse_dps(wrong)
@@ -90,16 +86,16 @@ def test_sources_are_found_in_containers_and_each_is_walked_once(two):
 def test_parts_of_other_processes_end_where_all_their_paths_have_met():
     one, two, single = (source().sharding_round_robin_dispatch() for _ in range(3))
     joined = one.zip(two)
-    assert dispatched_end(source().sharding_filter().zip(joined.map(double))) is joined
+    assert dispatched_end(source().sharding_filter().zip(joined.map(square))) is joined
     assert dispatched_end(source().sharding_filter()) is None
-    assert dispatched_end(single.map(double)) is single
+    assert dispatched_end(single.map(square)) is single
     filtered = source().sharding_filter()
-    assert replicable_end(filtered.fullsync().map(double)) is filtered
+    assert replicable_end(filtered.fullsync().map(square)) is filtered
 
 
 def test_a_pipe_is_replaced_for_all_that_read_from_it(two):
     old, new = two
-    end = old.map(double).zip(old, old.map(double))
+    end = old.map(square).zip(old, old.map(square))
     graph = replace_dp(traverse_dps(end), old, new)
     assert find_dps(graph, IterableWrapper) == [new]
     assert sources(end)[1] is new
@@ -197,9 +193,9 @@ def test_random_pipes_before_the_shard_have_shared_seeds_and_others_their_own():
 def test_a_function_with_a_generator_in_it_is_not_pure():
     numbers, noisy = random.Random(1), Stateful()
     noisy.numbers = {"inner": [np.random.default_rng(1)]}
-    assert is_pure(double)
+    assert is_pure(square)
     assert is_pure(partial(max, 3))
-    for function in (lambda value: value + numbers.random(), noisy, noisy.__call__, partial(double, torch.Generator())):
+    for function in (lambda value: value + numbers.random(), noisy, noisy.__call__, partial(square, torch.Generator())):
         assert not is_pure(function)
 
 

@@ -33,8 +33,7 @@ def _rank(rank, count, folder, function):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/ranks", rank=rank, world_size=count)
     torch.manual_seed(rank)  # ranks have other random numbers
-    found = function(rank)
-    (folder / f"{rank}").write_bytes(pickle.dumps(found))
+    (folder / f"{rank}").write_bytes(pickle.dumps(function(rank)))
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)

@@ -15,10 +15,8 @@ from stocache import LimitError, LocalityDistributedSampler, Placement, SharedCa
 from stocache.cache.placement import BlockBounds, residency
 from stocache.samplers.assignment import assign_ranks
 
-TORCHRUN, SLURM = (
-    "RANK WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE",
-    "SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_NODEID SLURM_STEP_NUM_NODES",
-)
+TORCHRUN = "RANK WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE"
+SLURM = "SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_NODEID SLURM_STEP_NUM_NODES"
 
 
 @pytest.fixture(autouse=True)

@@ -49,8 +49,6 @@ def in_block(values, check=some.alike, allow_pickle=False):
 
 way = pytest.mark.parametrize("way", [in_records, in_block])
 PLACE = r"^(sample {0}|set_slot\({0}\)): "
-
-
 exactly = functools.partial(everywhere, identical)
 
 
@@ -86,8 +84,6 @@ def test_its_own_bytes_are_all_a_sample_costs_but_for_64(sample):
 
 
 Bag = type("Bag", (collections.UserDict,), {"__module__": __name__})
-
-
 NIGHT = datetime.datetime(2026, 10, 25, 2, 30, fold=1, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin"))
 
 

@@ -74,8 +74,7 @@ def test_of_refuses_what_has_no_fixed_size(sample, message):
         Structure.of(sample)
 
 
-# As MONAI's MetaTensor
-Meta = type("Meta", (torch.Tensor,), {"meta": property(lambda self: self._meta)})
+Meta = type("Meta", (torch.Tensor,), {"meta": property(lambda self: self._meta)})  # as MONAI's MetaTensor
 
 
 @pytest.mark.parametrize(("meta", "other", "place"), [({"space": "RAS"}, 2, r'meta\["space"\]'), ({"space": 1}, "x", "_other")])

@@ -13,8 +13,6 @@ from tests.support.equality import everywhere, identical
 from tests.support.texts import numbers
 
 lengths = lambda lines: torch.tensor([len(line) for line in lines])
-
-
 FORMATS = {
     "csv": (CsvFormat(","), "{n},{n}.0,{n}\n"),
     "blank": (CsvFormat(None), "  {n}   {n}\t{n} \n"),
@@ -99,9 +97,8 @@ def test_wrong_values_and_options_that_contradict_each_other_are_refused_at_once
         JsonLinesFormat(max_line_bytes="much")
     with pytest.raises(TypeError, match="StreamLoader has no argument 'quotes'"):
         StreamLoader(numbered, 10, 20, quotes=False)
-    with StreamLoader(numbered, 10, 20) as loader:
-        with pytest.raises(StreamError, match="is not an integer of at least 0"):
-            loader.set_epoch(-1)
+    with StreamLoader(numbered, 10, 20) as loader, pytest.raises(StreamError, match="is not an integer of at least 0"):
+        loader.set_epoch(-1)
 
 
 ROWS = "".join(f"{n}\t{n}\t{n}\n" for n in range(40))

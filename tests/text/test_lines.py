@@ -1,5 +1,6 @@
 """Rows cut out of text files: against a plain reading of the same bytes."""
 
+import contextlib
 import gzip
 import multiprocessing
 import os
@@ -18,18 +19,14 @@ from stocache.text.files import find_files
 from stocache.text.lines import Lines
 from tests.support.texts import COMPRESSIONS, zstd
 
-opened = []
-
-
-def closing():
-    while opened:
-        opened.pop().close()
+opened = contextlib.ExitStack()
+opening = lambda file: opened.enter_context(contextlib.closing(file))
 
 
 @pytest.fixture(autouse=True)
 def _closed():
     yield
-    closing()
+    opened.close()
 
 
 def write(folder, *contents, compression="plain"):
@@ -39,13 +36,11 @@ def write(folder, *contents, compression="plain"):
 
 
 def lines_of(paths, buffer_size=3, skip_header=0, comments="#", rank=0, world_size=1, delimiter=None, **options):
-    opened.append(Lines(find_files(paths), buffer_size, skip_header, comments, delimiter, rank, world_size, **options))
-    return opened[-1]
+    return opening(Lines(find_files(paths), buffer_size, skip_header, comments, delimiter, rank, world_size, **options))
 
 
 def open_file(path):
-    opened.append(find_files(path)[0].open())
-    return opened[-1]
+    return opening(find_files(path)[0].open())
 
 
 def buffers_of(found):
@@ -110,9 +105,9 @@ def test_the_shares_of_all_ranks_are_the_whole(
             assert all(len(buffer) == buffer_size for buffer in buffers[:-1])
             assert share.count() == sum(map(len, buffers))
             got += [row for buffer in buffers[share.first :: share.step] for row in buffer]
-            opened.append(same := shares[-1].share_of(rank, world_size))
+            same = opening(shares[-1].share_of(rank, world_size))
             assert (same.begin, same.end, same.first, same.step) == (share.begin, share.end, share.first, share.step)
-    closing()
+    opened.close()
     wanted = oracle(contents, header, comments, limit)
     assert got == wanted if shares[0].step == 1 else sorted(got) == sorted(wanted)  # else each takes every R-th buffer
 
@@ -161,8 +156,7 @@ def test_a_forked_child_reads_at_its_own_place(tmp_path):
     assert child.exitcode == 0
     child.close()
     assert got == [b"".join(b"%06d\n" % n for n in range(1000, 2000))] * 49
-    opened.append(again := pickle.loads(pickle.dumps(found)))
-    assert buffers_of(again) == buffers_of(found)
+    assert buffers_of(opening(pickle.loads(pickle.dumps(found)))) == buffers_of(found)
 
 
 def test_a_line_that_is_too_long_is_an_error_and_what_comes_before_is_good(tmp_path):

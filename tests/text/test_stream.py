@@ -206,8 +206,7 @@ def test_ranks_are_those_of_torchrun_unless_they_are_given(numbered, monkeypatch
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for options, first in (({}, 200), ({"rank": 0, "world_size": 1}, 0)):
-        with StreamLoader(numbered, 10, 20, drop_last=False, **options) as loader:
-            found = numbers(loader)
+        (found,) = epochs(numbered, 1, drop_last=False, **options)
         assert found == list(range(found[0], N))
         assert first <= found[0] <= first + 50
 
@@ -317,11 +316,10 @@ def test_batches_are_the_users_to_keep_and_to_write_to(numbered):
     for options in ({}, {"shuffle": True}, {"num_workers": 1, "read": FORK}):
         with StreamLoader(numbered, 10, 20, size_limit_gib=0.01, **options) as loader:
             kept = [list(loader) for _ in range(2)]
-            for epoch in (*kept, loader):
-                for x, y in epoch:
-                    assert torch.equal(x[:, 0].long(), y)
-                    x.zero_()
-                    y.zero_()
+            for x, y in itertools.chain(*kept, loader):
+                assert torch.equal(x[:, 0].long(), y)
+                x.zero_()
+                y.zero_()
 
 
 def test_in_a_dataloader_of_torch_each_row_comes_once_in_an_order_by_torchs_seed_or_the_epoch(numbered):
@@ -344,9 +342,7 @@ def test_in_a_dataloader_of_torch_each_row_comes_once_in_an_order_by_torchs_seed
 
 def nth_state(loader, count):
     """The state after that many batches; resuming from each is in tests/system/test_state_contract.py."""
-    for _ in itertools.islice(loader, count):
-        state = loader.state_dict()
-    return state
+    return [loader.state_dict() for _ in itertools.islice(loader, count)][-1]
 
 
 def test_resuming_neither_reads_nor_parses_what_was_delivered(numbered, monkeypatch):
@@ -364,12 +360,9 @@ def test_resuming_neither_reads_nor_parses_what_was_delivered(numbered, monkeypa
 
 
 def test_what_fails_before_its_first_batch_is_resumed_there(numbered):
-    def fail(batch):
-        raise KeyError("by the user")
-
     with StreamLoader(numbered, 10, 20) as loader:
         state = nth_state(loader, 7)
-    with StreamLoader(numbered, 10, 20, transform=fail) as loader:
+    with StreamLoader(numbered, 10, 20, transform=lambda batch: {}["by the user"]) as loader:
         for load in (lambda: None, lambda: loader.load_state_dict(state)):
             load()
             before = loader.state_dict()
