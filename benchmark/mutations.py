@@ -3,6 +3,7 @@
     python -m benchmark mutations                               # 40 places, seed 0
     python -m benchmark mutations --tests ../other/tests        # the same places, with other tests
     python -m benchmark mutations --only 3,17                   # some of them again
+    python -m benchmark mutations --folder-only                 # in a third of the time
 
 A break drops a lock, adds one to an integer, skips a check or a call, does not hand over an option, or turns a comparison. The
 places are drawn with a seed, as many of each kind, each in another module where possible. The tests of the module's folder run
@@ -130,12 +131,12 @@ def first_failure(folder: Path, paths: list[str], left_out: list[str]) -> str:
     return failed[1] if failed else "no start" if process.returncode not in (0, 5) else ""
 
 
-def notice(folder: Path, whole: Path, each: Break) -> str:
+def notice(folder: Path, whole: Path, each: Break, folder_only: bool) -> str:
     """Return the test that notices a break, which is in the checkout at ``folder`` but not in ``whole``."""
     room = Path(each.module).relative_to("stocache").parts[0]
     steps = [[f"tests/{room}"]] if (folder / "tests" / room).is_dir() else []
     left_out: list[str] = []
-    for paths in [*steps, ["tests"]]:
+    for paths in steps if folder_only and steps else [*steps, ["tests"]]:
         while (name := first_failure(folder, paths, left_out)) and "::" in name:
             if not first_failure(whole, ["-n0", name], []):
                 return name
@@ -151,6 +152,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="numbers of breaks, with commas between")
+    parser.add_argument("--folder-only", action="store_true", help="run the tests of the module's folder, not the others")
     parser.add_argument("--tests", type=Path, default=ROOT / "tests", help="the folder of tests")
     options = parser.parse_args()
     numbers = range(options.count) if options.only is None else map(int, options.only.split(","))
@@ -167,7 +169,7 @@ def main() -> None:
             path, began = folder / each.module, time.monotonic()
             source = path.read_bytes()
             path.write_bytes(source[: each.begin] + each.text.encode() + source[each.end :])
-            name = notice(folder, whole, each)
+            name = notice(folder, whole, each, options.folder_only)
             path.write_bytes(source)
             place, took_s = f"{each.module}:{each.line}", time.monotonic() - began
             print(f"| {number} | {each.kind} | {place} | {f'`{name}`' if name else 'no test'} | {took_s:.0f} |", flush=True)
