@@ -329,6 +329,7 @@ def test_an_iterator_that_is_dropped_gives_up_its_claims(monkeypatch):
         wait_until(lambda: 5 in source.reads)
         source.at = None  # for others
         del iterator
+        wait_until(lambda: len(workers()) == 1)  # that of sample 5
         monkeypatch.setattr(Claims, "wait_to_load", fail)  # nothing is left to wait for
         assert labels_of(thread_loader(dataset, batch_size=5)) == list(range(N))
         source.gate.set()
