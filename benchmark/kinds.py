@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from benchmark.support.describe import describe, difference
 from stocache import CachedDataset
+from stocache.datasets.describe import describe, difference
 
 CLAIM = "Samples of all kinds of datasets come back exactly, and wrapping a dataset changes nothing in it."
 NEEDS = (

@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis.strategies import none
 from tqdm import tqdm
 
+from stocache import CachedDataset
 from stocache.cache.base import SampleCache, SlotState
 
 pytest.register_assert_rewrite("tests.support")  # so that assertions there tell the values, too
@@ -67,6 +68,17 @@ def _seeded(request: pytest.FixtureRequest) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def _unaudited(request: pytest.FixtureRequest):
+    """Turn the audit off for tests that count the loads of a dataset."""
+    init = CachedDataset.__init__.__wrapped__
+    before = init.__kwdefaults__
+    if request.node.get_closest_marker("unaudited"):
+        init.__kwdefaults__ = before | {"audit": 0}
+    yield
+    init.__kwdefaults__ = before
 
 
 @pytest.hookimpl(tryfirst=True)

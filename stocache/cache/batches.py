@@ -230,3 +230,26 @@ class LazyBatch:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.read())
+
+
+class DirectBatch(LazyBatch):
+    """A batch whose samples are all loaded, because those that are cached may not be served any more."""
+
+    def claim_missing(self) -> list[int]:
+        """Return no rows: the samples are loaded when the batch is read, in the order of the batch."""
+        return []
+
+    def read(self) -> list[Any]:
+        """Return the samples."""
+        if self._samples is None:
+            self._samples = list(self._load([int(idx) for idx in self._indices]))
+        return self._samples
+
+    @property
+    def cached(self) -> bool:
+        """Whether all samples are in the cache."""
+        return False
+
+    def gather(self, empty: Empty) -> Any:
+        """Return None: it has to be read as a list."""
+        return None

@@ -14,15 +14,17 @@ from torch.utils.data import Dataset, Subset
 from tqdm import tqdm
 
 from stocache.cache.base import SlotState
-from stocache.cache.batches import BatchSpec, LazyBatch
+from stocache.cache.batches import BatchSpec, DirectBatch, LazyBatch
 from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.placement import Placement
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
 from stocache.cache.stats import MISSING
+from stocache.datasets.audit import Audit
 from stocache.datasets.epochs import DatasetStats, EpochCounter
 from stocache.datasets.indexing import Collate, find_collate, indices_in
 from stocache.datasets.loaders import BlockLoader, SampleLoader
+from stocache.datasets.stored import StorageDataset
 from stocache.datasets.wrapping import SampleOptions, check_dataset, wrap
 from stocache.disk.cache import DiskCache
 from stocache.errors import ClosedError, DatasetError, LimitError
@@ -52,10 +54,12 @@ class CachedDataset(Dataset[Any]):
     dataset. The samples, their order and the random numbers are those of the dataset without a cache. Its transforms are split:
     the deterministic beginning runs before the cache, the rest after it (NOTE [ Splitting ]).
 
+    A sample must depend on its index alone, apart from the transforms. That is checked while samples are served; see
+    ``on_change``.
+
     Args:
-        dataset: has ``__len__`` and ``__getitem__``: of torch, torchvision, Hugging Face, MONAI, or your own. Apart from its
-            transforms, it must return the same samples each time; put other randomness into ``transform``. A sample is any tree
-            of tensors, numpy arrays, numbers, str, bytes and None in containers (`RaggedCache` lists them), and comes back
+        dataset: has ``__len__`` and ``__getitem__``: of torch, torchvision, Hugging Face, MONAI, or your own. A sample is any
+            tree of tensors, numpy arrays, numbers, str, bytes and None in containers (`RaggedCache` lists them), and comes back
             equal.
         size_limit_gib: GiB for the cache on this machine; "auto" for what the machine can spare.
         transform: called with each sample after the cache and after the dataset's own transforms; returns the final sample. It
@@ -82,6 +86,12 @@ class CachedDataset(Dataset[Any]):
             ``loader`` with a path, such as torchvision's folders, and for datasets of Hugging Face with images.
         disk, disk_limit: a folder on a local disk, and the bytes that it may have, for the samples that do not fit in memory.
             Each sample is read from the dataset once, also by later runs with the same ``fingerprint``. See `DiskCache`.
+        audit: the share of the time for loading samples that are cached from the dataset as well, to compare them. The first
+            sample that each process serves in an epoch is compared in any case; with 0 none. See NOTE [ The audit ].
+        on_change: what happens when a sample is found to depend on more than its index: on random numbers that the dataset
+            draws, an epoch, an attribute that was set, an edited file. "uncached": from then on the dataset makes each sample
+            itself, as without a cache, with one warning that says what depends on what. "raise": a `DatasetError`. "keep": what
+            is cached is served, without a word.
         admission, codec, allow_pickle: see `CacheOptions`. "cost" and a codec keep samples in a `RaggedCache`.
 
     Attributes:
@@ -93,9 +103,11 @@ class CachedDataset(Dataset[Any]):
 
     Raises:
         DatasetError: the dataset is iterable, has no length, or is a mapping with other keys; ``transform`` is not callable, or
-            samples have no such part; the dataset raises an error that cannot leave the child process.
+            samples have no such part; the dataset raises an error that cannot leave the child process; samples depend on more
+            than their index, and ``on_change`` is "raise".
         WorkerError: the child process ended while it loaded a sample.
-        LimitError: the limit is not a size, or too small; options contradict each other.
+        LimitError: the limit is not a size, or too small; ``audit`` is not a share, or ``on_change`` is unknown; options
+            contradict each other.
         SampleError: the samples cannot be cached, or (``variable=False``) differ in shape.
         CodecError, CacheNameError, MismatchError, SegmentError: as for the caches.
 
@@ -103,8 +115,8 @@ class CachedDataset(Dataset[Any]):
     that does not fit the cache is returned uncached and counted (``stats().total.rejected``), with one warning. Errors of the
     dataset pass through.
 
-    Setting an attribute of the dataset here sets it there. But it is a `DatasetError` when samples are made with the attribute
-    and some are cached; and when a transform does not begin like the one that cached samples were made with. For a Hugging Face
+    Setting an attribute of the dataset here sets it there. Where samples are made with the attribute and some are cached, or
+    where a transform does not begin like the one that cached samples were made with, ``on_change`` applies. For a Hugging Face
     dataset, ``select``, ``shuffle``, ``shard``, ``skip``, ``take`` and ``train_test_split`` return views of the cached dataset;
     methods that change it or make another one are a `DatasetError`.
     """
@@ -136,6 +148,8 @@ class CachedDataset(Dataset[Any]):
         allow_pickle: bool = False,
         disk: str | os.PathLike[str] | None = None,
         disk_limit: float | str | None = None,
+        audit: float = 0.01,
+        on_change: Literal["uncached", "raise", "keep"] = "uncached",
     ) -> None:
         self._len = check_dataset(dataset)
         self.dataset = dataset  # before others that hold it: MONAI walks through the attributes in order, and seeds them
@@ -168,6 +182,10 @@ class CachedDataset(Dataset[Any]):
             for sample in list(wrapped.probe.named.values())[:1]:
                 self.after_cache.check(sample)
         self._epochs = EpochCounter(self._len, self.cache)
+        checked = type(dataset) is StorageDataset  # by checksums
+        self._audit = Audit(dataset, self._len, 0 if checked else audit, on_change)
+        if wrapped.probe.finding is not None:
+            self._audit.change(wrapped.probe.finding)
         self._initialised = True
 
     @property
@@ -201,7 +219,7 @@ class CachedDataset(Dataset[Any]):
 
     @property
     def _load_many(self) -> Callable[[list[int]], Iterable[Any]]:
-        return self._tiered(undrawn_many(self._loader.load_many, self._loader.load))
+        return self._tiered(undrawn_many(self._audit.watched_many(self._loader), self._audit.watched(self._loader.load)))
 
     def _tiered(self, load_many: Callable[[list[int]], Iterable[Any]]) -> Callable[[list[int]], Iterable[Any]]:
         """Return a function that loads from the disk what is there, and the rest with ``load_many``."""
@@ -214,7 +232,7 @@ class CachedDataset(Dataset[Any]):
 
     def _load_one(self, idx: int) -> Any:
         if self.disk_cache is None:
-            return undrawn(self._loader.load)(idx)
+            return undrawn(self._audit.watched(self._loader.load))(idx)
         return next(iter(self._load_many([idx])))
 
     @property
@@ -258,6 +276,9 @@ class CachedDataset(Dataset[Any]):
             idx = int(self._rows[idx])
         if self._split is not None and self._split.has_changed((idx,)):
             self._follow_transforms()
+        if self._audit.is_due(1) and not self._audit.allows((idx,), self.cache, self._served):
+            sample = self._source[idx]
+            return sample if self.after_cache is None else self.after_cache(sample)
         sample = self.cache.hit(idx, self._copy)
         if sample is MISSING:
             sample = self.cache.get_or_load(idx, self._load_one, copy=self._copy, strict=False)
@@ -281,10 +302,14 @@ class CachedDataset(Dataset[Any]):
             indices = self._rows[check_indices(indices, self._len, "view")]
         if self._split is not None and self._split.has_changed(indices):
             self._follow_transforms()
+        served = not self._audit.is_due(len(indices)) or self._audit.allows(indices, self.cache, self._served)
         if self._batch_spec is not None and isinstance(self.cache, SharedCache) and not self._is_transformed:
-            load_many = self._tiered(self._loader.load_many)
-            return LazyBatch(self.cache, indices, load_many, self._batch_spec, self.disk_cache)
+            load_many = self._tiered(self._audit.watched_many(self._loader)) if served else SampleLoader(self._source).load_many
+            kind = LazyBatch if served else DirectBatch
+            return kind(self.cache, indices, load_many, self._batch_spec, self.disk_cache)
         samples: Iterable[Any]
+        if not served:
+            return self._load_all(indices, before_each)
         if self._is_transformed and self._reads_in_turn:
             samples = self.cache.each(indices, self._load_many, copy=self._copy, strict=False)
         else:
@@ -298,6 +323,19 @@ class CachedDataset(Dataset[Any]):
             samples = map(self.after_cache, samples)
         return samples if isinstance(samples, list) else list(samples)
 
+    def _load_all(self, indices: Sequence[int], before_each: Callable[[int], None] | None) -> list[Any]:
+        """Return samples as the dataset makes them, without the cache."""
+        wanted: list[int] = check_indices(indices, len(self._source), "dataset").tolist()
+        loader = SampleLoader(self._source)
+        samples = loader.load_many(wanted) if before_each is None else _load_each(loader.load, wanted, before_each)
+        return list(samples if self.after_cache is None else map(self.after_cache, samples))
+
+    def _served(self, idx: int) -> Any:
+        """Return sample ``idx``, which is cached, as it is served before the transform after the cache."""
+        sample = self.cache.peek(idx)
+        rest = None if sample is MISSING or self._split is None or not self._split.has_rest else self._split
+        return sample if rest is None else rest.finish(idx, sample)
+
     def _get_many(self, key: Any) -> Any:
         """Return the result of the dataset for several indices, or for a name."""
         indices, kind = indices_in(key, self._len), type(key)
@@ -305,6 +343,8 @@ class CachedDataset(Dataset[Any]):
             return self.dataset[key]
         if self._rows is not None:
             indices = self._rows[indices].tolist()
+        if self._audit.is_due(len(indices)) and not self._audit.allows(indices, self.cache, self._served):
+            self._collates[kind] = None
         if self._has_rest:
             self._collates[kind] = None
         elif kind not in self._collates:
@@ -351,7 +391,12 @@ class CachedDataset(Dataset[Any]):
         if name.startswith("__") or "dataset" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         method = huggingface.cached_method(self.dataset, name, self._view)
-        return getattr(self.dataset, name) if method is None else method
+        if method is not None:
+            return method
+        value = getattr(self.dataset, name)
+        if self._initialised and callable(value):  # a call may change the dataset
+            self._audit.doubt()
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not self._initialised:
@@ -364,14 +409,15 @@ class CachedDataset(Dataset[Any]):
             super().__setattr__(name, value)
         elif self._split is not None and name in _SAMPLE_ATTRIBUTES:
             self._set_transform(name, value)
-        elif name in self._reads | _SAMPLE_ATTRIBUTES and getattr(self.dataset, name) is not value and self._holds_samples():
-            raise DatasetError(
-                f"{name} of {type(self.dataset).__name__} cannot be set: its samples are made with it, and some are cached as "
-                f"they were. Set it before CachedDataset. What is to run after the cache goes into CachedDataset(..., "
-                f"transform=...); for one part of the samples, transform={{0: ...}} or {{'image': ...}}."
-            )
         else:
+            before = getattr(self.dataset, name)
+            if name in self._reads | _SAMPLE_ATTRIBUTES and before is not value and self._holds_samples():
+                self._audit.change(
+                    f"{name} of {type(self.dataset).__name__} was set: its samples are made with it, and some are cached as "
+                    f"they were. For one part of the samples, give transform={{0: ...}} or {{'image': ...}}"
+                )
             setattr(self.dataset, name, value)
+            self._audit.doubt()
 
     def _set_transform(self, name: str, value: Any) -> None:
         before = getattr(self.dataset, name)
@@ -381,21 +427,29 @@ class CachedDataset(Dataset[Any]):
         except BaseException:
             setattr(self.dataset, name, before)
             raise
+        self._audit.doubt()
 
     def _follow_transforms(self) -> None:
         """Split anew when a transform of the dataset has been set or changed.
 
         Raises:
-            DatasetError: cached samples were made with another beginning.
+            DatasetError: cached samples were made with another beginning, and ``on_change`` is not "uncached".
         """
-        if self._split is not None and self._split.has_changed():
-            old = self._split if self._holds_samples() else None
+        if self._split is None or self._audit.changed or not self._split.has_changed():
+            return
+        old = self._split if self._holds_samples() else None
+        try:
             split = self._plan(self._source, old=old)
             if split is None:
                 raise DatasetError(
                     f"the transforms of {type(self._source).__name__} were changed, and cannot be split any more. Make a new "
                     f"CachedDataset."
                 )
+        except DatasetError as error:
+            if self._audit.on_change != "uncached":
+                raise
+            self._audit.change(str(error))
+        else:
             self._split, self._loader = split, split if split.has_rest else SampleLoader(self._source)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -503,14 +557,18 @@ class CachedDataset(Dataset[Any]):
         return DatasetStats(self.cache.stats(), self._epochs.stats(self.cache), disk)
 
     def begin_loop(self, loader: Any) -> None:
-        """Note for `stats` that a loop over a loader begins. `DataLoader` calls it."""
+        """Note that a loop over a loader begins. `DataLoader` calls it."""
         self._epochs.loop_begins(self.cache, loader)
+        if loader.num_workers and loader.persistent_workers:
+            self._audit.meet_workers(started=loader.has_workers)
+        self._audit.begin_epoch()
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, for `stats`, which otherwise finds epochs by itself; and in the dataset, if it has ``set_epoch``."""
         self._epochs.update(self.cache, begins=True)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
+        self._audit.begin_epoch()
 
     def close(self) -> None:
         """Close the cache. May be called twice."""
@@ -521,6 +579,7 @@ class CachedDataset(Dataset[Any]):
         if self.disk_cache is not None:
             self.disk_cache.close()  # first: what is to be written depends on what the memory holds
         self.cache.close()
+        self._audit.close()
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -538,6 +597,12 @@ def _call_before_each(samples: Iterable[Any], function: Callable[[int], None]) -
         yield sample
 
 
+def _load_each(load: Callable[[int], Any], indices: Sequence[int], before_each: Callable[[int], None]) -> Iterator[Any]:
+    for position, idx in enumerate(indices):
+        before_each(position)
+        yield load(idx)
+
+
 def with_lazy_batches(dataset: Any) -> Any:
     """Return a copy of a dataset whose ``__getitems__`` returns a `LazyBatch`, which has read nothing yet.
 
@@ -553,7 +618,7 @@ def with_lazy_batches(dataset: Any) -> Any:
         return subset
     if not isinstance(dataset, CachedDataset) or type(dataset).__getitems__ is not CachedDataset.__getitems__:
         return None
-    if dataset._is_transformed or not isinstance(dataset.cache, SharedCache):
+    if dataset._is_transformed or not isinstance(dataset.cache, SharedCache) or dataset._audit.changed:
         return None
     spec = BatchSpec.of(dataset.cache)
     return None if spec is None else dataset._replace(_batch_spec=spec)

@@ -1,10 +1,11 @@
 """Load a few samples in a child process, to learn what samples look like and what they are made with.
 
 NOTE [ What a sample is made of ]
-    The first sample is loaded twice. If it differs the second time, or random numbers were drawn for it, something random runs
-    before the cache, which keeps the first outcome. During the second load, all attributes of the dataset that are read are
-    recorded. Cached samples are made with these, so they must not be changed afterwards. Attributes that loading itself sets (a
-    file that is opened when it is first needed) are left out.
+    The first sample is loaded twice; one for which random numbers were drawn is loaded several times, because two random flips
+    may be equal by chance. If it differs, something random runs before the cache: see NOTE [ The audit ]. During the second
+    load of the first sample, all attributes of the dataset that are read are recorded. Cached samples are made with these, so
+    they must not be changed afterwards. Attributes that loading itself sets (a file that is opened when it is first needed) are
+    left out.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stocache.datasets.describe import describe, difference
 from stocache.errors import SampleError, WorkerError
 from stocache.samples.indices import spread
 from stocache.samples.record_decoder import RecordReader
@@ -25,18 +27,19 @@ from stocache.samples.record_encoder import PackedRecord, pack_sample
 from stocache.system.children import (
     ChildError,
     Description,
-    describe,
     in_children,
     loads_only_here,
     rebuild,
     warn_of_this_process,
     with_note,
 )
-from stocache.system.rng import RngMonitor, preserve_rng_state
+from stocache.system.children import describe as describe_error
+from stocache.system.rng import LineOfDraw, RngMonitor, preserve_rng_state
 
 logger = logging.getLogger("stocache")
 
 _BUDGET_S = 20.0  # after which no further sample is begun, once there are two
+_AGAIN = 8  # times, for a sample for which random numbers were drawn
 _PATIENCE_S = 120.0  # for one sample; then the probe ends without it
 
 _ADVICE = (
@@ -55,12 +58,14 @@ class Probe:
         example: a sample that the user gave in place of the probe, or None.
         reads: attributes of the dataset that samples are made with.
         loaded_here: whether samples were loaded in this process, because a child could not; None where none was loaded.
+        finding: what a sample was found to depend on, besides its index: a sentence without its end. None for nothing.
     """
 
     samples: dict[int, Any] = field(default_factory=dict)
     example: Any = None
     reads: frozenset[str] = frozenset()
     loaded_here: bool | None = None
+    finding: str | None = None
 
     @property
     def named(self) -> dict[str, Any]:
@@ -85,15 +90,15 @@ class _Loaded(NamedTuple):
     record: PackedRecord | None = None
     error: Description = (None, "", "")
     raised: bool = False
-    drawn: bool = False
 
 
 class _LoadedAgain(NamedTuple):
-    """Sent by the child after it loaded a sample for the second time."""
+    """Sent by the child after it loaded a sample again. ``place``: where it differs. ``drawn``: the line that drew numbers."""
 
     idx: int
-    differs: bool
-    reads: frozenset[str]
+    place: str | None
+    drawn: str | None
+    reads: frozenset[str] | None = None
 
 
 def probe_samples(dataset: Any, length: int, count: int, load: Callable[[int], Any] | None = None) -> Probe:
@@ -112,19 +117,16 @@ def probe_samples(dataset: Any, length: int, count: int, load: Callable[[int], A
     found, started = Probe(), None
     load = partial(operator.getitem, dataset) if load is None else load
     errors: list[tuple[int, Exception, bool]] = []
-    drawn: list[int] = []
-    differing: list[int] = []
     try:
         with contextlib.closing(in_children([partial(_load_all, dataset, load, indices)], dataset, _PATIENCE_S)) as items:
             for item in items:
                 if isinstance(item, _Started):
                     started = item.idx
                 elif isinstance(item, _LoadedAgain):
-                    found.reads = item.reads
-                    differing += [item.idx] * item.differs
+                    found.reads = found.reads if item.reads is None else item.reads
+                    found.finding = found.finding or _finding(dataset, item)
                 elif item.record is not None:
                     found.samples[item.idx] = _unpack(item.record)
-                    drawn += [item.idx] * item.drawn
                 else:
                     errors.append((item.idx, rebuild(item.error), item.raised))
     except ChildError as error:
@@ -142,7 +144,6 @@ def probe_samples(dataset: Any, length: int, count: int, load: Callable[[int], A
         if loads_only_here(lambda: load(idx), problem):
             return _probe_here(dataset, load, indices, problem)
         raise with_note(problem, f"probing sample {idx} of {type(dataset).__name__}. {_ADVICE}. It raised")
-    _warn_of_randomness(differing, drawn)
     found.loaded_here = False if found.samples else None
     return found
 
@@ -161,14 +162,18 @@ def _probe_here(dataset: Any, load: Callable[[int], Any], indices: list[int], re
     return found
 
 
-def _warn_of_randomness(differing: list[int], drawn: list[int]) -> None:
-    if not differing and not drawn:
-        return
-    finding = "was different the second time it was loaded" if differing else "was made with random numbers"
-    logger.warning(
-        "sample %d %s; every epoch will see the first version. Put random transforms into transform=.",
-        (differing or drawn)[0], finding,
-    )  # fmt: skip
+def _finding(dataset: Any, again: _LoadedAgain) -> str | None:
+    """Return what a sample depends on, besides its index; None for nothing."""
+    drawn = "" if again.drawn is None else f"; random numbers were drawn in {again.drawn}"
+    if again.place is not None:
+        name = type(dataset).__name__
+        return f"sample {again.idx} of {name} was different when it was loaded again{drawn} ({again.place:.300})"
+    if drawn:
+        logger.info(
+            "sample %d of %s does not depend on random numbers%s. What is cached draws none, so the random numbers that follow "
+            "are others than without the cache.", again.idx, type(dataset).__name__, drawn,
+        )  # fmt: skip
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------- in the child
@@ -176,37 +181,48 @@ def _warn_of_randomness(differing: list[int], drawn: list[int]) -> None:
 
 def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> Iterator[_Started | _Loaded | _LoadedAgain]:
     began, count = time.monotonic(), 0
+    drawn: tuple[int, Any] | None = None  # the first sample for which random numbers were drawn
     for idx in indices:
         if count > 1 and time.monotonic() - began > _BUDGET_S:
-            return
+            break
         yield _Started(idx)
         before, monitor = dict(_attributes(dataset)), RngMonitor()
         try:
             sample = load(idx)
         except Exception as error:
-            yield _Loaded(idx, error=describe(error), raised=True)
+            yield _Loaded(idx, error=describe_error(error), raised=True)
             continue
-        drawn = monitor.changed()
+        draws = monitor.changed()
         try:
             record = pack_sample(sample, f"sample {idx}")
         except SampleError as error:
-            yield _Loaded(idx, error=describe(error))
+            yield _Loaded(idx, error=describe_error(error))
             continue
-        yield _Loaded(idx, record, drawn=drawn)
+        yield _Loaded(idx, record)
         count += 1
+        first = describe(sample, strides=False)
+        del sample
         if count == 1:
             # see NOTE [ What a sample is made of ]
-            del sample
             new = {name for name, value in _attributes(dataset).items() if before.get(name, before) is not value}
-            yield _load_again(dataset, load, idx, record, new)
+            reads = _record_reads(dataset)
+            place = _load_again(load, idx, first)
+            yield _LoadedAgain(idx, None if draws else place, None, frozenset(reads - new))
+        if draws and drawn is None:
+            drawn = idx, first
+    if drawn is not None:  # now, when others have been loaded, too: some mix a sample with recent ones
+        with LineOfDraw() as line:
+            place = _load_again(load, *drawn)
+        for _ in range(_AGAIN):
+            place = place or _load_again(load, *drawn)
+        yield _LoadedAgain(drawn[0], place, line.text)
 
 
-def _load_again(dataset: Any, load: Callable[[int], Any], idx: int, first: PackedRecord, new: set[str]) -> _LoadedAgain:
-    reads, differs = _record_reads(dataset), False
+def _load_again(load: Callable[[int], Any], idx: int, first: Any) -> str | None:
+    """Load a sample again; return where it differs."""
     with contextlib.suppress(Exception):  # then there is nothing to compare
-        second = pack_sample(load(idx), f"sample {idx}")
-        differs = not first.has_pickles and second != first
-    return _LoadedAgain(idx, differs, frozenset(reads - new))
+        return difference(first, describe(load(idx), strides=False))
+    return None
 
 
 def _record_reads(dataset: Any) -> set[str]:

@@ -365,6 +365,11 @@ class DataLoader(ResumableLoader[_T]):
             self._record = Record(self.num_workers, has_processes, name, ranks_here().rank)
         return self._record
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether persistent workers run."""
+        return self._worker_group is not None
+
     def dead_worker(self) -> str | None:
         """Return how a persistent worker died; None while all live."""
         return None if self._worker_group is None else self._worker_group.death()

@@ -12,14 +12,18 @@ NOTE [ Reading generators ]
     back to just before a kept number was used. Then that number may be lost.)
 """
 
+import contextlib
 import ctypes
 import pickle
 import random
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import islice
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -199,3 +203,106 @@ def undrawn(load: Callable[[int], Any]) -> Callable[[int], Any]:
 def undrawn_many(load_many: _LoadMany, load: Callable[[int], Any]) -> _LoadMany:
     """Return a function that loads several samples, and that leaves the generators alone as that of `undrawn` does."""
     return load_many if _sample.now is None else partial(map, partial(_sample.now.run, load))
+
+
+# ---------------------------------------------------------------------------------------------------- of a dataset
+
+
+_MOST_PARTS, _MOST_ITEMS, _MOST_LEVELS = 2000, 32, 6
+
+
+def parts_of(
+    value: Any, name: str = "dataset", follow: Callable[[Any], bool] = lambda value: True
+) -> Iterator[tuple[str, Any]]:
+    """Yield what an object holds in attributes, lists, tuples and dicts, to some depth, with names such as ``dataset.size``.
+
+    Args:
+        follow: whether to look into a value.
+    """
+    seen, waiting = set(), deque([(name, value, 0)])
+    for _ in range(_MOST_PARTS):
+        if not waiting:
+            return
+        name, value, level = waiting.popleft()
+        yield name, value
+        if level == _MOST_LEVELS or id(value) in seen or isinstance(value, torch.Tensor | np.ndarray | type | ModuleType):
+            continue
+        seen.add(id(value))
+        if not follow(value):
+            continue
+        inner: Iterable[tuple[str, Any]] = ()
+        if isinstance(value, list | tuple | deque):
+            inner = ((f"{name}[{number}]", item) for number, item in enumerate(islice(list(value), _MOST_ITEMS)))
+        elif isinstance(value, FunctionType | MethodType | partial):
+            inner = ((f"{name}: {key}", item) for key, item in _bound_values(value))
+        elif type(value) is dict:
+            inner = ((f"{name}[{key!r:.40}]", item) for key, item in islice(list(value.items()), _MOST_ITEMS))
+        elif isinstance(getattr(value, "__dict__", None), dict):
+            inner = ((f"{name}.{key}", item) for key, item in list(vars(value).items()))
+        waiting.extend((key, item, level + 1) for key, item in inner)
+
+
+def _bound_values(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function holds: the object of a method, arguments of a partial, variables of the function around it."""
+    if isinstance(function, MethodType):
+        yield "self", function.__self__
+    elif isinstance(function, partial):
+        yield from (("function", function.func), ("arguments", function.args), ("options", function.keywords))
+    else:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # it is empty
+                yield name, cell.cell_contents
+
+
+class Kept:
+    """The states of the global generators and of some others. As a ``with`` block it restores them at its end."""
+
+    def __init__(self, own: Iterable[Any]) -> None:
+        self._before, self._own = read(), [(each, _state_of(each)) for each in own]
+
+    def now(self) -> tuple[Any, ...]:
+        """Return the states now, to compare them."""
+        return read(), [repr(_state_of(each)) for each, _ in self._own]
+
+    def drawn(self) -> bool:
+        """Whether a generator has been drawn from."""
+        return self.now() != (self._before, [repr(state) for _, state in self._own])
+
+    def restore(self) -> None:
+        """Set the generators back."""
+        for number, state in read().items():
+            if state != self._before[number]:
+                GENERATORS[number].restore(self._before[number])
+        for each, state in self._own:
+            _restore(each, state)
+
+    def __enter__(self) -> "Kept":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.restore()
+
+
+def own_generators(dataset: Any) -> list[Any]:
+    """Return the generators that a dataset holds."""
+    kinds = np.random.Generator, np.random.RandomState, random.Random, torch.Generator
+    return [part for _, part in parts_of(dataset) if isinstance(part, kinds)]
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state() if isinstance(generator, np.random.RandomState) else bytes(generator.get_state().numpy())
+
+
+def _restore(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))

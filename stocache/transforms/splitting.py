@@ -297,7 +297,8 @@ class Split:
 
     def finish(self, idx: int, sample: Any) -> Any:
         """Return sample ``idx`` after the rest of its transforms."""
-        return self._bound[self._bind().locate(idx)[0]].finish(sample)
+        number, _ = self._bind().locate(idx)
+        return self._bound[number].finish(sample)
 
     def load_many(self, indices: list[int]) -> Iterable[Any]:
         """Return, or yield, the parts of the samples ``indices`` that are cached."""

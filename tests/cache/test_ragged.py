@@ -317,6 +317,7 @@ def scans_in_a_child(dataset, read=lambda dataset: list(map(dataset.__getitem__,
     return [after - count for after, count in zip(dataset.cache.counts(), before, strict=True)]
 
 
+@pytest.mark.unaudited
 def test_a_process_that_has_not_imported_the_class_of_a_sample_loads_it_again(scans):
     assert scans_in_a_child(scans) == [0, 8, 8]
     assert scans_in_a_child(scans) == [7, 1, 0]  # the first is loaded, which imports the module

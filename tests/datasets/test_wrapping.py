@@ -51,11 +51,11 @@ def test_attributes_are_set_where_they_are_read(monkeypatch, members):
 
 
 @pytest.mark.parametrize("name", ["transform", "size"])
-def test_what_cached_samples_are_made_with_cannot_be_set(name):
+def test_setting_what_cached_samples_are_made_with_is_refused_or_ends_the_cache(name, caplog):
     folder = Folder()
-    with CachedDataset(folder, 1, split=False) as cached:
-        way = r"before CachedDataset.*CachedDataset\(\.\.\., transform=\.\.\.\).*transform={0: \.\.\.}"
-        with pytest.raises(DatasetError, match=f"{name} of Folder cannot be set: its samples are made with it.*{way}"):
+    with CachedDataset(folder, 1, split=False, on_change="raise") as cached:
+        way = r"transform={0: \.\.\.}.*transform=, which runs after the cache.*before CachedDataset"
+        with pytest.raises(DatasetError, match=f"{name} of Folder was set: its samples are made with it.*{way}"):
             setattr(cached, name, torch.flip)
         setattr(cached, name, getattr(folder, name))  # changes nothing
         assert (folder.transform, folder.size) == (None, 4)
@@ -65,6 +65,11 @@ def test_what_cached_samples_are_made_with_cannot_be_set(name):
     with CachedDataset(folder, 0) as uncached:
         setattr(uncached, name, 7)
         assert getattr(folder, name) == 7
+    assert not caplog.records
+    with CachedDataset(Folder(), 1, split=False) as cached:
+        setattr(cached, name, None if name == "transform" else 2)
+        assert cached._audit.changed == (name == "size")
+    assert caplog.text.count("size of Folder was set") == (name == "size")
 
 
 class Own(CachedDataset):

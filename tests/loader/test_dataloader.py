@@ -384,6 +384,7 @@ def test_without_shared_memory_it_is_torchs(monkeypatch):
     assert sum(ours.stats().fallbacks.values()) == 14
 
 
+@pytest.mark.unaudited
 def test_a_thread_gathers_ahead_only_what_is_cached():
     loads = []
 

@@ -310,6 +310,7 @@ def test_hits_do_not_wait_for_misses():
         assert labels_of(iterator) == list(itertools.chain(*order))
 
 
+@pytest.mark.unaudited
 def test_each_sample_of_a_half_cached_dataset_is_read_once():
     source = Gated(at=None)
     with CachedDataset(source, 1, example=Images()[0]) as dataset:

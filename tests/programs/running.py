@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from benchmark.support.describe import describe, difference
 from stocache import CachedDataset
+from stocache.datasets.describe import describe, difference
 
 WARNED = "stocache warned:"
 

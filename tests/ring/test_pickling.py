@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmark.support.describe import describe, difference
+from stocache.datasets.describe import describe, difference
 from stocache.ring.pickling import Packer, pack, unpack
 from tests.support.equality import identical, same
 from tests.support.samples import DTYPES

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from benchmark.support.describe import describe, difference
 from stocache import CachedDataset, DataLoader, DatasetError, LimitError, deterministic, split_transforms
+from stocache.datasets.describe import describe, difference
 from stocache.transforms.pipelines import open_pipeline
 from stocache.transforms.planning import Option, choose_option
 
@@ -217,7 +217,7 @@ def test_a_transform_that_is_set_is_split_again(folder):
 def test_a_transform_with_another_beginning_is_refused(folder):
     dataset = ImageFolder(folder, middle())
     before = dataset.transform
-    with CachedDataset(dataset, 1) as cached:
+    with CachedDataset(dataset, 1, on_change="raise") as cached:
         for other in (Compose([Resize(28), RandomCrop(8)]), Compose([RandomCrop(8)]), None, augment):
             with pytest.raises(DatasetError, match=r"samples are cached as they are after Resize, CenterCrop.*Set it before"):
                 cached.transform = other
@@ -231,10 +231,13 @@ def test_a_transform_with_another_beginning_is_refused(folder):
             cached[0]
     for transform in (middle(), Compose([Resize(24), CenterCrop(20)])):
         dataset = Transformed(ImageFolder(folder), transform)  # with one attribute only, not three
-        with CachedDataset(dataset, 1) as cached:
+        with CachedDataset(dataset, 1, on_change="raise") as cached:
             dataset.tfm = None
             with pytest.raises(DatasetError, match=r"cannot be (set|split any more)"):
                 cached[0]
+    with CachedDataset(ImageFolder(folder, middle()), 1) as cached:
+        cached.transform = training(16)
+        check(cached, ImageFolder(folder, training(16)))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -352,14 +355,13 @@ def test_what_cannot_be_followed_is_not_split(cls, options, reason, folder, capl
         CachedDataset(ImageFolder(folder), 1, store="encoded", probe=0)
 
 
-def test_other_randomness_before_the_cache_is_warned_of(folder, caplog):
-    with CachedDataset(ImageFolder(folder, training(16)), 1, split=False) as cached:
+def test_other_randomness_before_the_cache_is_found(folder, caplog):
+    with CachedDataset(ImageFolder(folder, training(16)), 1, split=False, on_change="keep") as cached:
         assert torch.equal(cached[0][0], cached[0][0])  # the first version is kept
-    assert "was different the second time it was loaded" in caplog.text
-    caplog.clear()
+    assert not caplog.records
     with CachedDataset(Drawing(folder, training(16)), 1) as cached:
         assert not torch.equal(cached[0][0], cached[0][0])
-    assert "was different the second time" in caplog.text
+    assert "was different when it was loaded again" in caplog.text
     caplog.clear()
     with CachedDataset(ImageFolder(folder, middle()), 1) as inner:
         outer = Transformed(Subset(inner, range(N)), normal())
@@ -367,7 +369,7 @@ def test_other_randomness_before_the_cache_is_warned_of(folder, caplog):
             assert cached[0][0].shape == (3, 16, 16)
         assert issubclass(kind_of_cached(inner), Image.Image)  # a cache within is left alone
         check(inner, MADE["middle"](folder))
-    assert "was different the second time" in caplog.text
+    assert "was different when it was loaded again" in caplog.text
 
 
 CLOCK = [0.0]

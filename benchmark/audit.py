@@ -1,0 +1,139 @@
+"""What the audit finds, and what it costs: kinds of samples that depend on more than their index, with several loaders.
+
+    python -m benchmark audit               # wrong samples of three epochs, by kind and loader
+    python -m benchmark audit --cost        # epochs over cheap and dear samples, with the audit and without
+
+A sample is wrong if it differs from that of the dataset without a cache, in the same loader, with the same seeds. Where the
+samples of two runs cannot be the same (the time, ``os.urandom``), an epoch that repeats another counts as wrong. The kinds are
+those of tests/support/depending.py. Worker threads draw in no fixed order, so kinds that draw are left out there.
+"""
+
+import argparse
+import logging
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import stocache
+from stocache import CachedDataset
+from stocache.datasets.describe import describe
+from tests.support.depending import KINDS, Kind
+
+CLAIM = "A sample that depends on more than its index is found before a wrong batch is handed over, for 1 % of the time."
+
+EPOCHS = 3
+LOADERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "torch": (DataLoader, {}),
+    "torch, 2 workers": (DataLoader, {"num_workers": 2}),
+    "torch, persistent": (DataLoader, {"num_workers": 2, "persistent_workers": True}),
+    "ours": (stocache.DataLoader, {}),
+    "ours, 2 workers": (stocache.DataLoader, {"num_workers": 2}),
+    "ours, persistent": (stocache.DataLoader, {"num_workers": 2, "persistent_workers": True}),
+    "ours, threads": (stocache.DataLoader, {"num_workers": 2, "worker_method": "thread"}),
+}
+
+
+def epochs(kind: Kind, dataset: Any, inner: Any, loader: str) -> list[list[str]]:
+    """Return descriptions of the samples of each epoch."""
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    make, options = LOADERS[loader]
+    batches = make(dataset, 8, shuffle=True, collate_fn=list, **options)
+    found = []
+    for epoch in range(EPOCHS):
+        if kind.change is not None:
+            kind.change(dataset, inner, epoch)
+        if not options.get("persistent_workers"):
+            batches = make(dataset, 8, shuffle=True, collate_fn=list, **options)
+        found.append([repr(describe(sample, strides=False)) for batch in batches for sample in batch])
+    return found
+
+
+def wrong(name: str, loader: str, **options: Any) -> str:
+    """Return how many samples are wrong, and whether the cache was still served."""
+    kind = KINDS[name]
+    if "threads" in loader and (kind.change is None or "split" in name or name in ("transform set", "transform in place")):
+        return ""
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        plain, inner = kind.make(Path(one)), kind.make(Path(other))
+        expected = epochs(kind, plain, plain, loader)
+        with CachedDataset(inner, 1, **dict(kind.options) | options) as cached:
+            found = epochs(kind, cached, inner, loader)
+            served = "" if cached._audit.changed else ", cached"
+    if kind.repeats is False:
+        return f"{sum(sorted(found[0]) == sorted(epoch) for epoch in found[1:]) * len(found[0])}{served}"
+    if kind.repeats is None:
+        found, expected = [sorted(epoch) for epoch in found], [sorted(epoch) for epoch in expected]
+    pairs = zip((each for epoch in found for each in epoch), (each for epoch in expected for each in epoch), strict=True)
+    return f"{sum(one != other for one, other in pairs)}{served}"
+
+
+class Timed(Dataset[Any]):
+    """Samples that take some time."""
+
+    def __init__(self, cost_s: float, count: int) -> None:
+        self.cost_s, self.count = cost_s, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, idx: int) -> torch.Tensor:
+        if self.cost_s > 0.001:
+            time.sleep(self.cost_s)
+        else:
+            began = time.perf_counter()
+            while time.perf_counter() - began < self.cost_s:
+                pass
+        return torch.full((3, 16, 16), idx % 251, dtype=torch.uint8)
+
+
+def cost(cost_s: float, count: int, epochs: int, repeats: int) -> None:
+    """Print a row: the median seconds of a warm epoch, and the loads of the audit in it."""
+    seconds: dict[float, list[float]] = {0: [], 0.01: []}
+    loads: dict[float, list[int]] = {0: [], 0.01: []}
+    for _ in range(repeats):
+        for audit in seconds:
+            source = Timed(cost_s, count)
+            with CachedDataset(source, 1, audit=audit, example=source[0]) as cached:
+                batches = stocache.DataLoader(cached, 64, shuffle=True)
+                list(batches)
+                for _ in range(epochs):
+                    before, began = cached._audit.loads, time.perf_counter()
+                    list(batches)
+                    seconds[audit].append(time.perf_counter() - began)
+                    loads[audit].append(cached._audit.loads - before)
+    without, with_it = (statistics.median(each) for each in seconds.values())
+    print(
+        f"| {cost_s * 1e6:.0f} µs | {count} | {count * cost_s:.1f} s | {without * 1000:.1f} ms | {with_it * 1000:.1f} ms | "
+        f"{statistics.median(loads[0.01]):.0f} |"
+    )
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS))
+    options = parser.parse_args()
+    logging.getLogger("stocache").setLevel(logging.ERROR)
+    if options.cost:
+        print("| a sample | samples | uncached epoch | warm epoch without the audit | with it | loads of the audit |")
+        print("| ---: | ---: | ---: | ---: | ---: | ---: |")
+        for cost_s, count in ((20e-6, 100_000), (2e-3, 10_000), (20e-3, 200)):
+            cost(cost_s, count, 5, 3)
+        return
+    print(f"| kind | {' | '.join(LOADERS)} |\n| --- {'| ---: ' * len(LOADERS)}|")
+    for name in options.kinds:
+        print(f"| {name} | {' | '.join(wrong(name, loader) for loader in LOADERS)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

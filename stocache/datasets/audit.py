@@ -1,0 +1,410 @@
+"""Check, while samples are served, that the dataset would give them now: `Audit`.
+
+NOTE [ The audit ]
+    A sample may depend on more than its index: on random numbers, an epoch, a mode, a size that was set in place, an edited
+    file. Nobody declares these. So in each epoch each process, before it serves or fills the cache, loads a sample that is
+    cached from the dataset as well, and compares the two bit for bit. A few more samples follow in the epoch, as long
+    as all this takes at most a share of the time.
+
+    A loop over a `stocache.DataLoader` raises a version in memory that all processes share. A process that sees another version
+    than at its last audit, or has served as many samples as the dataset has, audits again. A new process has seen none. What
+    may change the dataset of one process (``set_epoch``, an attribute that is set, a method that is looked up) has that process
+    audit again; several samples where an attribute has another value, because one may be equal by chance.
+
+    An audit leaves the dataset as it was: the generators that it holds, and small values in attributes, lists and dicts of the
+    user's own objects, are put back. What objects of libraries keep is theirs: an image that was decoded stays decoded.
+
+    If a sample differs, no process serves cached samples of this dataset any more: the dataset makes them itself.
+"""
+
+import functools
+import logging
+import operator
+import os
+import sys
+import sysconfig
+import threading
+import time
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from stocache.cache.stats import MISSING
+from stocache.datasets.describe import describe, difference
+from stocache.errors import DatasetError, LimitError
+from stocache.shm.segment import Segment
+from stocache.system.generators import Kept, own_generators, parts_of
+
+logger = logging.getLogger("stocache")
+
+OnChange: TypeAlias = Literal["uncached", "raise", "keep"]
+
+_VERSION, _CHANGED, _WORDS = range(3)  # words that all processes share
+_MANY = 8  # samples that are audited where an attribute was set
+_EXTRA = 20  # samples in an epoch, besides the first
+_AGAIN = 8  # loads of a sample for which random numbers were drawn
+_SMALL = (int, float, str, bool, bytes, type(None))
+_LONGEST = 200  # characters of a text that is looked at
+
+_live: "weakref.WeakSet[Audit]" = weakref.WeakSet()
+
+
+class Audit:
+    """Decides when a process compares cached samples with those of the dataset, and remembers whether one differed.
+
+    Args:
+        dataset: makes the samples.
+        length: how many samples it has.
+        share: of the time, for comparing more samples than the first of an epoch; 0 compares none at all.
+        on_change: see `CachedDataset`.
+    """
+
+    def __init__(self, dataset: Any, length: int, share: float, on_change: OnChange) -> None:
+        if on_change not in ("uncached", "raise", "keep"):
+            raise LimitError(f"on_change={on_change!r} is unknown. Use 'uncached', 'raise' or 'keep'.")
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise LimitError(f"audit={share!r} is not a share of the time. Use a number from 0 to 1.")
+        self.on_change: OnChange = on_change
+        self._assemble(dataset, length, share, _SharedWords(Segment.create(_WORDS * 8, 0)))
+
+    def _assemble(self, dataset: Any, length: int, share: float, shared: "_SharedWords") -> None:
+        self._dataset, self._length, self._share, self._shared = dataset, length, share, shared
+        self._lock = threading.RLock()
+        self.loads = 0
+        """Samples that this process has loaded to compare them."""
+        self._own, self._attributes = own_generators(dataset), _small_attributes(dataset) if share else {}
+        self._attributes_of_workers: dict[str, Any] = {}
+        self._set_by_loads: set[str] = set()  # names of attributes, such as counters
+        self._checked_draws = self._failed = False
+        self._enter_process()
+        _live.add(self)
+
+    def _enter_process(self) -> None:
+        self._seen, self._doubted = -1, False  # the version at the last audit, and whether the dataset may have changed since
+        self._requests = self._next = self._extra = 0  # samples wanted in this epoch, when to look, and further audits
+        self._began, self._took_s = time.monotonic(), 0.0
+
+    def close(self) -> None:
+        """Release the shared memory. May be called twice."""
+        self._shared.close()
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._dataset, self._length, self._share, self._shared, self.on_change, self._attributes
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        *arguments, self.on_change, attributes = state
+        self._assemble(*arguments)
+        self._attributes = attributes
+
+    # ------------------------------------------------------------------------------------------------ what may have changed
+
+    @property
+    def changed(self) -> bool:
+        """Whether cached samples are not served any more."""
+        return bool(self._shared.words[_CHANGED])
+
+    def begin_epoch(self) -> None:
+        """Have each process audit before it serves the next sample."""
+        self._shared.words[_VERSION] += 1
+
+    def doubt(self) -> None:
+        """Have this process audit before it serves the next sample: its dataset may have changed."""
+        self._doubted = True
+
+    def change(self, finding: str) -> None:
+        """Serve no cached samples from now on, in any process.
+
+        Args:
+            finding: what depends on what: a sentence without its end.
+
+        Raises:
+            DatasetError: ``on_change`` is "raise".
+        """
+        if self.on_change == "keep" or self.changed:
+            return
+        if self.on_change == "raise":
+            raise DatasetError(f"{finding}. {_REMEDY}")
+        self._shared.words[_CHANGED] = 1
+        self._shared.words[_VERSION] += 1
+        logger.warning("%s. From now on %s makes each sample anew. %s", finding, type(self._dataset).__name__, _REMEDY)
+
+    # ------------------------------------------------------------------------------------------------ comparing
+
+    def meet_workers(self, started: bool) -> None:
+        """Note that a loop with persistent workers begins. Warn where an attribute was set since they ``started``."""
+        if not started:
+            self._attributes_of_workers = _small_attributes(self._dataset)
+        elif self._share and (names := _differing(self._attributes_of_workers, _small_attributes(self._dataset))):
+            self._attributes_of_workers = _small_attributes(self._dataset)
+            logger.warning(
+                "%s was set after persistent workers had started. They have copies of the dataset, where it is as before. Use "
+                "persistent_workers=False, or loader.set_epoch() for an epoch.", ", ".join(names[:3]),
+            )  # fmt: skip
+
+    def is_due(self, count: int) -> bool:
+        """Whether to call `allows` before ``count`` samples are served."""
+        self._requests += count
+        return self._doubted or self._requests > self._next or self._shared.words[_VERSION] != self._seen
+
+    def allows(self, indices: Sequence[int], cached: Any, served: Callable[[int], Any]) -> bool:
+        """Whether samples of the cache may be served, after comparing some where it is time to.
+
+        Args:
+            indices: of the samples that are wanted.
+            cached: the cache, which has the states of the samples.
+            served: returns a sample as it would be served; it must be cached.
+
+        Raises:
+            DatasetError: one differs, and ``on_change`` is "raise".
+        """
+        if self.changed:
+            return False
+        if not self._share or self.on_change == "keep":
+            self._next, self._seen, self._doubted = sys.maxsize, self._shared.words[_VERSION], False
+            return True
+        locked = self._lock.acquire(timeout=_PATIENCE_S)  # a thread compares a sample that takes longer: go on
+        try:
+            version = self._shared.words[_VERSION]
+            wanted = self._wanted(version, len(indices))
+            began = time.monotonic()
+            for idx in _choose(indices, cached, wanted):
+                finding = self._compare(idx, served)
+                if finding is not None:
+                    self.change(finding)
+                    return False
+            self._took_s += time.monotonic() - began
+            self._seen = version
+            self._next = min(max(self._requests + 8, self._requests * 5 // 4), max(self._requests, self._length))
+        finally:
+            if locked:
+                self._lock.release()
+        return True
+
+    def _wanted(self, version: int, count: int) -> int:
+        """Return how many samples to compare now."""
+        doubted, self._doubted = self._doubted, False
+        if version != self._seen or self._requests > self._length:
+            several = self._seen >= 0 and bool(self._set_attributes())
+            self._requests, self._extra, self._own = count, 0, own_generators(self._dataset)
+            self._began, self._took_s = time.monotonic(), 0.0
+            return _MANY if several else 1
+        if doubted and self._set_attributes():
+            return _MANY
+        if self._extra >= _EXTRA or (not doubted and self._took_s > self._share * (time.monotonic() - self._began)):
+            return 0
+        self._extra += 1
+        return 1
+
+    def _compare(self, idx: int, served: Callable[[int], Any]) -> str | None:
+        """Return how the sample of the dataset differs from the one that would be served; None if it does not."""
+        with _KeptState(self._dataset) as state, Kept(self._own) as kept:
+            try:
+                self.loads += 1
+                before = _small_attributes(self._dataset)
+                fresh = self._dataset[idx]
+                self._set_by_loads |= {_holder_of(name) for name in _differing(before, _small_attributes(self._dataset))}
+            except Exception as error:
+                if not self._failed:
+                    self._failed = True
+                    name = type(self._dataset).__name__
+                    logger.warning("sample %d of %s, which is cached, cannot be loaded any more: %s", idx, name, repr(error))
+                return None
+            drawn, after = kept.drawn(), kept.now()
+            kept.restore()
+            state.restore()
+            if (mine := served(idx)) is MISSING:  # it is of a class that is not imported here
+                return None
+            mine = describe(mine, strides=False)
+            drawn = drawn and after != kept.now()  # by what is cached
+            place = difference(mine, describe(fresh, strides=False))
+            if place is None and drawn and not self._checked_draws:
+                self._checked_draws = True
+                return self._depends_on_draws(idx, fresh, partial(operator.getitem, self._dataset))
+        return None if place is None else self._finding(idx, place, drawn)
+
+    def _finding(self, idx: int, place: str, drawn: bool) -> str:
+        names = self._set_attributes()
+        cause = f": {', '.join(names[:3])} was set meanwhile" if names else ", and random numbers are drawn for it" * drawn
+        return f"sample {idx} of {type(self._dataset).__name__} differs from what was cached{cause} ({place:.300})"
+
+    def _set_attributes(self) -> list[str]:
+        """Return the names of small attributes of the dataset, and of what it holds, that are not as they were."""
+        names = _differing(self._attributes, _small_attributes(self._dataset))
+        return [name for name in names if _holder_of(name) not in self._set_by_loads]
+
+    # ------------------------------------------------------------------------------------------------ random numbers
+
+    def watched(self, load: Callable[[int], Any]) -> Callable[[int], Any]:
+        """Return a function that loads a sample for the cache, and notices if it depends on random numbers."""
+        return load if not self._share or self.on_change == "keep" else lambda idx: self._watch(load, idx)
+
+    def watched_many(self, loader: Any) -> Callable[[list[int]], Iterable[Any]]:
+        """Return a function that loads several samples for the cache, and notices if they depend on random numbers."""
+        if not self._share or self.on_change == "keep" or self._checked_draws:
+            return loader.load_many  # type: ignore[no-any-return]
+        return lambda indices: self._watch_many(loader, indices)
+
+    def _watch_many(self, loader: Any, indices: list[int]) -> Iterable[Any]:
+        before = Kept(self._own)
+        samples = loader.load_many(indices)
+        if not isinstance(samples, list):
+            return self._watch_each(loader.load, indices, iter(samples))
+        self._check_draws(before, zip(indices, samples, strict=True), loader.load)
+        return samples
+
+    def _watch_each(self, load: Callable[[int], Any], indices: list[int], samples: Iterator[Any]) -> Iterator[Any]:
+        for idx in indices:
+            before = Kept(self._own)
+            for sample in samples:
+                self._check_draws(before, [(idx, sample)], load)
+                yield sample
+                break
+
+    def _watch(self, load: Callable[[int], Any], idx: int) -> Any:
+        before = Kept(self._own)
+        sample = load(idx)
+        self._check_draws(before, [(idx, sample)], load)
+        return sample
+
+    def _check_draws(self, before: Kept, samples: Iterable[tuple[int, Any]], load: Callable[[int], Any]) -> None:
+        """If a generator has been drawn from, find out whether a sample depends on that."""
+        if self._checked_draws or not before.drawn():
+            return
+        self._checked_draws = True
+        with Kept(self._own):
+            finding = next(filter(None, (self._depends_on_draws(idx, sample, load) for idx, sample in samples)), None)
+        if finding is not None:
+            self.change(finding)
+
+    def _depends_on_draws(self, idx: int, sample: Any, load: Callable[[int], Any]) -> str | None:
+        """Load a sample several times with other random numbers; return what differs."""
+        first = describe(sample, strides=False)
+        for _ in range(_AGAIN):
+            self.loads += 1
+            place = difference(first, describe(load(idx), strides=False))
+            if place is not None:
+                return f"sample {idx} of {type(self._dataset).__name__} is made with random numbers ({place:.300})"
+        logger.info(
+            "sample %d of %s does not depend on the random numbers that are drawn for it. What is cached draws none, so those "
+            "that follow are others than without the cache.", idx, type(self._dataset).__name__,
+        )  # fmt: skip
+        return None
+
+
+class _SharedWords:
+    """Words that all processes and threads share, until they are closed."""
+
+    thread_safe = True
+
+    def __init__(self, segment: Segment | None) -> None:
+        self._segment = segment
+        self.words = memoryview(array("q", [0] * _WORDS)) if segment is None else segment.control.cast("q")
+
+    def __reduce__(self) -> Any:
+        return _SharedWords, (self._segment,)
+
+    def close(self) -> None:
+        """Release the memory. The words stay as they are here."""
+        self.words, self._segment = memoryview(array("q", self.words)), None
+
+
+class _KeptState:
+    """Small values that a dataset, and what it holds, keep in attributes, lists and dicts. A ``with`` block restores them."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._lists: list[tuple[Any, list[Any]]] = []
+        for _, part in parts_of(dataset, follow=_is_own):
+            if isinstance(part, list | deque) and len(part) <= _SHORT:
+                self._lists.append((part, list(part)))
+            attributes = part if type(part) is dict else getattr(part, "__dict__", None) if _is_own(part) else None
+            if isinstance(attributes, dict) and len(attributes) <= _SHORT:
+                plain = {key: value for key, value in attributes.items() if isinstance(value, _PLAIN)}
+                self._dicts.append((attributes, plain))
+
+    def restore(self) -> None:
+        """Put back what has changed."""
+        for attributes, before in self._dicts:
+            for key, value in before.items():
+                if isinstance(now := attributes.get(key), _PLAIN) and now is not value:
+                    attributes[key] = value
+        for items, before_items in self._lists:
+            if len(items) != len(before_items) or any(map(operator.is_not, items, before_items)):
+                items.clear()
+                items.extend(before_items)
+
+    def __enter__(self) -> "_KeptState":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.restore()
+
+
+@functools.cache
+def _is_of_library(module: str) -> bool:
+    path = getattr(sys.modules.get(module), "__file__", None)
+    return (
+        module.split(".")[0] == "stocache" or (path is not None and path.startswith(_LIBRARIES)) or "site-packages" in str(path)
+    )
+
+
+def _is_own(value: Any) -> bool:
+    """Whether a value is a plain container, a function, or an object of a class that is not of a library."""
+    kind = type(value)
+    return kind.__module__ == "builtins" or kind in (deque, partial) or not _is_of_library(kind.__module__)
+
+
+_LIBRARIES = sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")
+_PATIENCE_S = 60.0
+_SHORT = 1000
+_PLAIN = (*_SMALL, list, tuple, dict, set, deque)
+
+_REMEDY = (
+    "What makes it random goes into transform=, which runs after the cache; what it depends on is set before CachedDataset. "
+    "on_change='keep' serves what is cached."
+)
+
+
+def _choose(indices: Sequence[int], cache: Any, count: int) -> Iterator[int]:
+    """Return ``count`` cached samples: of those that are wanted, and else of the others."""
+    if not count:
+        return
+    states = cache.aux_array.numpy()
+    known = (int(idx) for idx in indices if isinstance(idx, int | np.integer) and 0 <= idx < len(states))
+    found = [idx for idx in known if states[idx] == 1][:count]
+    yield from found
+    if len(found) < count:
+        others = np.flatnonzero(states == 1)
+        step = max(1, len(others) // (count - len(found)))
+        yield from others[::step][: count - len(found)].tolist()
+
+
+def _small_attributes(dataset: Any) -> dict[str, Any]:
+    """Return numbers and short texts among the attributes of a dataset and of what it holds, by their names."""
+    found = {}
+    for name, part in parts_of(dataset):
+        if isinstance(part, _SMALL) and not (isinstance(part, str | bytes) and len(part) > _LONGEST):
+            found[name] = part
+    return found
+
+
+def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [name for name, value in now.items() if name in before and repr(before[name]) != repr(value)]
+
+
+def _holder_of(name: str) -> str:
+    return name.partition("[")[0]
+
+
+def _enter_child() -> None:
+    for audit in list(_live):
+        audit._lock = threading.RLock()
+        audit._enter_process()
+
+
+os.register_at_fork(after_in_child=_enter_child)

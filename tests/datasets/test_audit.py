@@ -1,0 +1,246 @@
+"""The audit: a cached dataset gives what the dataset would give now, whatever its samples depend on besides their index."""
+
+import os
+import queue
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import stocache
+from stocache import CachedDataset, DatasetError, LimitError
+from stocache.datasets.describe import describe, difference
+from stocache.system import generators
+from tests.support.depending import KINDS, Images, N
+from tests.support.processes import in_child
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker", "ignore:.*no accelerator is found")
+
+EPOCHS = 3
+LOADERS = {
+    "torch": (DataLoader, {}), "torch, 2 workers": (DataLoader, {"num_workers": 2}), "ours": (stocache.DataLoader, {}),
+    "ours, 2 workers": (stocache.DataLoader, {"num_workers": 2}),
+    "ours, spawned": (stocache.DataLoader, {"num_workers": 1, "multiprocessing_context": "spawn"}),
+    "ours, ahead": (stocache.DataLoader, {"prefetch_factor": 2}),
+    "ours, persistent": (stocache.DataLoader, {"num_workers": 1, "persistent_workers": True}),
+    "ours, threads": (stocache.DataLoader, {"num_workers": 2, "worker_method": "thread"}),
+}  # fmt: skip
+
+
+def epochs(kind, dataset, inner, make_loader, options):
+    """Return the samples of all epochs, by epoch."""
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    found = []
+    for epoch in range(EPOCHS):
+        if kind.change is not None:
+            kind.change(dataset, inner, epoch)
+        loader = make_loader(dataset, 8, shuffle=True, collate_fn=list, **options)
+        found.append([describe(sample, strides=False) for batch in loader for sample in batch])
+    return found
+
+
+def check(name, loader, folder):
+    kind, (make_loader, options) = KINDS[name], LOADERS[loader]
+    (folder / "plain").mkdir(), (folder / "cached").mkdir()
+    plain = kind.make(folder / "plain")
+    expected = epochs(kind, plain, plain, make_loader, options)
+    inner = kind.make(folder / "cached")
+    with CachedDataset(inner, 1, **dict(kind.options)) as cached:
+        found = epochs(kind, cached, inner, make_loader, options)
+        if kind.repeats:
+            assert difference(found, expected) is None
+        elif kind.repeats is None:
+            assert [sorted(map(repr, epoch)) for epoch in found] == [sorted(map(repr, epoch)) for epoch in expected]
+        else:
+            assert len({repr(sorted(map(repr, epoch))) for epoch in found}) == EPOCHS
+        return cached._audit.changed
+
+
+SERVED = "without effect", "transform in place", "set_transform, split", "transform set"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_samples_are_those_without_the_cache_whatever_they_depend_on(name, tmp_path):
+    assert check(name, "torch", tmp_path) == (name not in SERVED)
+
+
+@pytest.mark.parametrize("loader", [*LOADERS][1:])
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.sampled(8)
+def test_so_it_is_with_other_loaders(name, loader, tmp_path):
+    if "threads" in loader and (KINDS[name].change is None or name in SERVED):
+        pytest.skip("numbers are drawn in the order in which threads run")
+    if "spawned" in loader and name == "own torch.Generator":
+        pytest.skip("it does not pickle")
+    check(name, loader, tmp_path)
+
+
+class Source(Images):
+    """Images that count how often each was loaded, by the process that asks, and do something more."""
+
+    def __init__(self, more=lambda dataset, idx: None, image=Images.image):
+        super().__init__(loads=[0] * N, offset=0)
+        self.more, self.made = more, image
+
+    def __getitem__(self, idx):
+        self.loads[idx] += 1
+        self.more(self, idx)
+        return self.made(self, idx) + self.offset
+
+
+def test_a_named_cache_of_an_earlier_run_is_compared_before_its_first_sample_is_served(caplog):
+    with CachedDataset(Source(), 1, name="audit", fingerprint="v1") as first:
+        first.warm(progress=False)
+        edited = Source()
+        edited.offset = 1
+        with CachedDataset(edited, 1, name="audit", fingerprint="v1") as cached:
+            assert all(torch.equal(cached[idx], edited.image(idx) + 1) for idx in range(N))
+        assert "sample 0 of Source differs from what was cached" in caplog.text
+        assert torch.equal(first[5], Source().image(5))  # the other job goes on
+
+
+def test_what_one_process_finds_all_others_know(caplog):
+    source = Source()
+    with CachedDataset(source, 1) as cached:
+        cached.warm(progress=False)
+        source.offset = 1
+
+        def find():
+            assert torch.equal(cached[3], source.image(3) + 1)
+            assert cached._audit.changed
+
+        assert in_child(find) == 0
+        assert cached._audit.changed
+        assert torch.equal(cached[7], source.image(7) + 1)
+    assert not caplog.records  # the child has said it
+
+
+def test_an_audit_leaves_the_dataset_and_the_generators_as_they_were():
+    def draw(dataset, idx):
+        dataset.loads.append(random.random() + np.random.rand() + torch.rand(()).item())
+        del dataset.loads[-1]
+
+    source = Source(draw)
+    with CachedDataset(source, 1) as cached:
+        before = describe(vars(source)), generators.read()
+        first = cached[0]  # compared
+        assert (cached._audit.loads, cached._audit.changed) == (9, False)  # and as often as it takes with draws
+        assert (describe(vars(source)), generators.read()) == before
+        assert torch.equal(first, source.image(0))
+
+
+def test_how_many_samples_are_compared():
+    with CachedDataset(Source(), 1, audit=1e-9) as cached:
+        for epoch in range(3):
+            cached.set_epoch(epoch)
+            for _ in range(2):
+                assert len([cached[idx] for idx in range(N // 2)]) == N // 2
+            assert cached._audit.loads == epoch + 1
+        assert callable(cached.image)  # a method might have changed it
+        assert cached[0] is not None
+        assert cached._audit.loads == 3 + 1
+    with CachedDataset(Source(), 1, audit=1) as cached:
+        cached.warm(progress=False)
+        for _ in range(10):
+            list(cached)
+        assert 10 < cached._audit.loads <= 10 * 5
+    with CachedDataset(Source(), 1, audit=0) as cached:
+        assert len(list(cached)) == N
+        assert cached._audit.loads == 0
+
+
+def once(dataset, idx):
+    if dataset.loads[idx] > 1:
+        raise OSError("it can be had once")
+
+
+class Odd:
+    def __eq__(self, other):
+        raise AssertionError("nobody asks")
+
+    __hash__ = None
+
+
+class WithOdd(Images):
+    def __getitem__(self, idx):
+        return Odd(), float("nan"), torch.tensor([float("nan"), idx]), np.array(["nan", None], object)
+
+
+def test_samples_that_cannot_be_had_again_are_served_from_the_cache_with_one_warning(caplog):
+    with CachedDataset(Source(once), 1, example=torch.zeros(3, 4, dtype=torch.int64)) as cached:
+        for _ in range(2):
+            assert all(torch.equal(cached[idx], Source().image(idx)) for idx in range(N))
+            cached.set_epoch(0)
+        assert not cached._audit.changed
+    (record,) = caplog.records
+    assert "sample 0 of Source, which is cached, cannot be loaded any more: OSError('it can be had once')" in record.message
+
+
+def test_a_one_time_resource_is_found(caplog):
+    items = queue.SimpleQueue()
+    for number in range(1000):
+        items.put(number)
+    source = Source(image=lambda dataset, idx: torch.tensor(items.get()))
+    with CachedDataset(source, 1) as cached:
+        found = [int(cached[idx]) for idx in range(N)]
+        assert len({*found, *(int(cached[idx]) for idx in range(N))}) == 2 * N
+    assert "was different when it was loaded again" in caplog.text
+
+
+def test_nan_and_objects_that_compare_in_their_own_way_are_equal_to_themselves(caplog):
+    with CachedDataset(WithOdd(), 1, allow_pickle=True) as cached:
+        for epoch in range(3):
+            cached.set_epoch(epoch)
+            assert cached[epoch][2][1] == epoch
+        assert cached._audit.loads == 3
+    assert not caplog.records
+
+
+def test_a_kill_in_the_middle_of_an_audit_leaves_a_cache_that_works():
+    source = Source(lambda dataset, idx: dataset.offset and os.kill(os.getpid(), signal.SIGKILL))
+    with CachedDataset(source, 1) as cached:
+        cached.warm(progress=False)
+
+        def set_and_ask():
+            source.offset = 1
+            cached[3]
+
+        assert in_child(set_and_ask) == signal.SIGKILL
+        assert torch.equal(cached[3], source.image(3))
+        assert not cached._audit.changed
+
+
+def test_a_change_is_an_error_or_kept_if_asked_for(caplog):
+    for on_change in ("raise", "keep"):
+        with CachedDataset(Source(), 1, on_change=on_change) as cached:
+            assert torch.equal(cached[3], cached.dataset.image(3))
+            cached.dataset.offset = 1
+            cached.set_epoch(1)
+            if on_change == "keep":
+                assert torch.equal(cached[3], cached.dataset.image(3))
+                continue
+            words = r"sample \d+ of Source differs from what was cached: dataset\.offset was set meanwhile .*transform="
+            for ask in (lambda: cached[3], lambda: cached.__getitems__([3, 4]), lambda: list(stocache.DataLoader(cached))):
+                with pytest.raises(DatasetError, match=words):
+                    ask()
+    assert not caplog.records
+    with pytest.raises(DatasetError, match="was different when it was loaded again"):
+        CachedDataset(Images("flip, torch"), 1, on_change="raise")
+    for options in ({"on_change": "warn"}, {"audit": 2}, {"audit": -0.1}, {"audit": True}, {"audit": "all"}):
+        with pytest.raises(LimitError, match=r"on_change='warn' is unknown|audit=.* is not a share of the time"):
+            CachedDataset([1], 1, **options)
+
+
+def test_persistent_workers_are_said_to_have_copies(caplog):
+    with CachedDataset(Source(), 1) as cached:
+        loader = stocache.DataLoader(cached, 8, num_workers=1, persistent_workers=True)
+        for _ in range(2):
+            list(loader)
+        assert not caplog.records
+        cached.offset = 3
+        list(loader)
+        loader.end_workers()
+    assert "dataset.offset was set after persistent workers had started" in caplog.text
