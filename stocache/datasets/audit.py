@@ -7,9 +7,9 @@ NOTE [ The audit ]
     as all this takes at most a share of the time.
 
     A loop over a `stocache.DataLoader` raises a version in memory that all processes share. A process that sees another version
-    than at its last audit, or has served as many samples as the dataset has, audits again. A new process has seen none. What
-    may change the dataset of one process (``set_epoch``, an attribute that is set, a method that is looked up) has that process
-    audit again; several samples where an attribute has another value, because one may be equal by chance.
+    than at its last audit, or has served as many samples as its share of the dataset, audits again. A new process has seen
+    none. What may change the dataset of one process (``set_epoch``, an attribute that is set, a method that is looked up) has
+    that process audit again; several samples where an attribute has another value, because one may be equal by chance.
 
     An audit leaves the dataset as it was: the generators that it holds, and small values in attributes, lists and dicts of the
     user's own objects, are put back. What objects of libraries keep is theirs: an image that was decoded stays decoded.
@@ -33,6 +33,7 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from torch.utils.data import get_worker_info
 
 from stocache.cache.stats import MISSING
 from stocache.datasets.describe import describe, difference
@@ -179,7 +180,7 @@ class Audit:
                     return False
             self._took_s += time.monotonic() - began
             self._seen = version
-            self._next = min(max(self._requests + 8, self._requests * 5 // 4), max(self._requests, self._length))
+            self._next = min(max(self._requests + 8, self._requests * 5 // 4), max(self._requests, self._own_length()))
         finally:
             if locked:
                 self._lock.release()
@@ -188,7 +189,7 @@ class Audit:
     def _wanted(self, version: int, count: int) -> int:
         """Return how many samples to compare now."""
         doubted, self._doubted = self._doubted, False
-        if version != self._seen or self._requests > self._length:
+        if version != self._seen or self._requests > self._own_length():
             several = self._seen >= 0 and bool(self._set_attributes())
             self._requests, self._extra, self._own = count, 0, own_generators(self._dataset)
             self._began, self._took_s = time.monotonic(), 0.0
@@ -199,6 +200,11 @@ class Audit:
             return 0
         self._extra += 1
         return 1
+
+    def _own_length(self) -> int:
+        """Return how many samples this process serves in an epoch, if all workers serve equally many."""
+        worker = get_worker_info()
+        return self._length if worker is None else -(-self._length // worker.num_workers)
 
     def _compare(self, idx: int, served: Callable[[int], Any]) -> str | None:
         """Return how the sample of the dataset differs from the one that would be served; None if it does not."""
