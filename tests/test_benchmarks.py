@@ -42,7 +42,7 @@ def test_a_missing_package_ends_with_the_command_that_installs_it(monkeypatch, c
     command = 'needs: pip install -e ".[bench]" && pip install --no-deps torchdata==0.9.0 && pip install requests'
     assert needs == command
     assert "requests" not in benchmark.requirements(benchmark.benchmarks()["reading"], ["soak"])
-    with pytest.raises(SystemExit, match=r"^benchmark 'macro' does not exist\. Use one of advise, augment, .*, wrapping\.$"):
+    with pytest.raises(SystemExit, match=r"^benchmark 'macro' does not exist\. Use one of advise, audit, .*, wrapping\.$"):
         benchmark.main(["macro"])
 
 
