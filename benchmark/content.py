@@ -63,7 +63,7 @@ def memory() -> None:
     source = Ragged(20_000, 40_000)
     for title, dataset in {"of varying size": source, "of one shape": _Equal(20_000)}.items():
         for limit in (128, 512, 2048):
-            with CachedDataset(dataset, f"{limit}MiB") as cached:
+            with CachedDataset(dataset, f"{limit}MiB", audit=0) as cached:
                 grown = []
                 for data in (dataset, cached):
                     loader = DataLoader(data, 64, num_workers=4, persistent_workers=True, collate_fn=len)
@@ -97,7 +97,7 @@ def cost() -> None:
     print("| admission | epoch 2 | epoch 3 | epoch 4 |\n| --- | ---: | ---: | ---: |")
     source = Ragged(4000, 20_000, seconds=0.001)
     for admission in ("all", "cost"):
-        with CachedDataset(source, f"{int(source.sizes.sum() * 0.2)}B", variable=True, admission=admission) as cached:
+        with CachedDataset(source, f"{int(source.sizes.sum() * 0.2)}B", variable=True, admission=admission, audit=0) as cached:
             for epoch in range(4):
                 for _ in DataLoader(cached, 64, shuffle=True, num_workers=4, collate_fn=len):
                     pass

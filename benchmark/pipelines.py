@@ -219,7 +219,7 @@ def main(folder: str) -> None:
 
 def row(name: str, make: Callable[[], Any], options: dict[str, Any]) -> None:
     """Print a row of the table."""
-    with CachedDataset(make(), 1, **options) as cached:
+    with CachedDataset(make(), 1, audit=0, **options) as cached:
         cached.warm(progress=False)
         size = cached.cache.stats().filled_bytes
     limits: dict[str, Any] = {"off": 0, "half": (size / 2 + 9 * COUNT + 4096) / 2**30, "all": 1}
@@ -228,7 +228,7 @@ def row(name: str, make: Callable[[], Any], options: dict[str, Any]) -> None:
         plain = batches(make(), workers, context)
         for share, limit in limits.items():
             own = {} if share == "off" else {"cut": "latest", **options}
-            with CachedDataset(make(), limit, **own) as cached:
+            with CachedDataset(make(), limit, audit=0, **own) as cached:
                 runs += 1
                 different += difference(plain, batches(cached, workers, context)) is not None
                 loads[share].add(cached.stats().total.misses)

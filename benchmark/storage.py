@@ -249,7 +249,7 @@ def caching(source: Source, folder: Path) -> None:
             dataset = StorageDataset(storage)
             own = 1 if isinstance(source, Images) else 40  # bytes that the cache takes for a sample besides those of the sample
             limit = f"{fraction * source.nbytes + own * len(source):.0f}B" if fraction else 0
-            with CachedDataset(dataset, limit) as cached:
+            with CachedDataset(dataset, limit, audit=0) as cached:
                 sampler = BlockSampler(dataset.indices, storage.block_size, True, window=WINDOW)
                 loader = loading(cached, workers, sampler=sampler)
                 touched = []

@@ -98,7 +98,7 @@ class PartlyCached(Dataset[tuple[Any, int]]):
         length = len(dataset)
         rows = ordering_of(Placement("scattered"), length).samples(np.arange(round(share * length)))
         self.dataset = dataset
-        self._cached = CachedDataset(Subset(dataset, rows.tolist())) if len(rows) else None
+        self._cached = CachedDataset(Subset(dataset, rows.tolist()), audit=0) if len(rows) else None
         self._places = np.full(length, -1)  # in the cached part
         self._places[rows] = np.arange(len(rows))
 

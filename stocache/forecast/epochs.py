@@ -171,7 +171,7 @@ def _cached(
     samples: Sequence[Any], length: int, limit: int, finish: Callable[[Any], Any] | None, way: str | None
 ) -> CachedDataset:
     codec: Any = None if way == UNCACHED else way
-    return CachedDataset(_Repeated(samples, length), f"{limit}B", transform=finish, codec=codec, split=False)
+    return CachedDataset(_Repeated(samples, length), f"{limit}B", transform=finish, codec=codec, split=False, audit=0)
 
 
 def _length_for(dataset: CachedDataset, samples: Sequence[Any]) -> int:
