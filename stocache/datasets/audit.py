@@ -63,7 +63,15 @@ class Audit:
         length: how many samples it has.
         share: of the time, for comparing more samples than the first of an epoch; 0 compares none at all.
         on_change: see `CachedDataset`.
+
+    It has slots to hide its attributes from libraries that walk through a dataset and seed what they find (MONAI).
     """
+
+    __slots__ = (
+        "__weakref__", "_attributes", "_attributes_of_workers", "_began", "_checked_draws", "_dataset", "_doubted",
+        "_extra", "_failed", "_length", "_lock", "_next", "_own", "_requests", "_seen", "_set_by_loads", "_share",
+        "_shared", "_took_s", "loads", "on_change",
+    )  # fmt: skip
 
     def __init__(self, dataset: Any, length: int, share: float, on_change: OnChange) -> None:
         if on_change not in ("uncached", "raise", "keep"):
