@@ -37,8 +37,8 @@ settings.register_profile("seeded", derandomize=True, deadline=None, max_example
 settings.load_profile("seeded")
 
 QUICK = {  # files of units and contracts that start few processes
-    "function_hash", "limits", "states", "histogram", "spec", "records", "round_trips", "columns", "record_encoder",
-    "type_lookup", "placement", "shared", "segment", "orders", "locality", "ring", "pinned", "pickling", "order", "storage",
+    "function_hash", "limits", "states", "histogram", "spec", "round_trips", "columns", "record_encoder",
+    "type_lookup", "placement", "shared", "segment", "orders", "ring", "pinned", "pickling", "order", "storage",
     "verdict", "model", "measure", "parsers", "formats", "reading_graph", "rooms", "old_names", "disk_tiers",
     "no_more_threads", "contract", "batches", "record_store", "wrapping", "thread_datasets", "sources", "lines",
     "neighbours", "loaders", "listing",
