@@ -22,7 +22,6 @@ import logging
 import operator
 import os
 import sys
-import sysconfig
 import threading
 import time
 import weakref
@@ -37,9 +36,10 @@ from torch.utils.data import get_worker_info
 
 from stocache.cache.stats import MISSING
 from stocache.datasets.describe import describe, difference
+from stocache.datasets.probing import AGAIN, load_again, log_draws_without_effect
 from stocache.errors import DatasetError, LimitError
 from stocache.shm.segment import Segment
-from stocache.system.generators import Kept, own_generators, parts_of
+from stocache.system.generators import Kept, is_of_library, own_generators, parts_of
 
 logger = logging.getLogger("stocache")
 
@@ -48,7 +48,6 @@ OnChange: TypeAlias = Literal["uncached", "raise", "keep"]
 _VERSION, _CHANGED, _WORDS = range(3)  # words that all processes share
 _MANY = 8  # samples that are audited where an attribute was set
 _EXTRA = 20  # samples in an epoch, besides the first
-_AGAIN = 8  # loads of a sample for which random numbers were drawn
 _SMALL = (int, float, str, bool, bytes, type(None))
 _LONGEST = 200  # characters of a text that is looked at
 
@@ -297,16 +296,15 @@ class Audit:
 
     def _depends_on_draws(self, idx: int, sample: Any, load: Callable[[int], Any]) -> str | None:
         """Load a sample several times with other random numbers; return what differs."""
-        first = describe(sample, strides=False)
-        for _ in range(_AGAIN):
+
+        def counted(idx: int) -> Any:
             self.loads += 1
-            place = difference(first, describe(load(idx), strides=False))
-            if place is not None:
-                return f"sample {idx} of {type(self._dataset).__name__} is made with random numbers ({place:.300})"
-        logger.info(
-            "sample %d of %s does not depend on the random numbers that are drawn for it. What is cached draws none, so those "
-            "that follow are others than without the cache.", idx, type(self._dataset).__name__,
-        )  # fmt: skip
+            return load(idx)
+
+        place = load_again(counted, idx, describe(sample, strides=False), AGAIN)
+        if place is not None:
+            return f"sample {idx} of {type(self._dataset).__name__} is made with random numbers ({place:.300})"
+        log_draws_without_effect(self._dataset, idx)
         return None
 
 
@@ -361,10 +359,7 @@ class _KeptState:
 
 @functools.cache
 def _is_of_library(module: str) -> bool:
-    path = getattr(sys.modules.get(module), "__file__", None)
-    return (
-        module.split(".")[0] == "stocache" or (path is not None and path.startswith(_LIBRARIES)) or "site-packages" in str(path)
-    )
+    return is_of_library(str(getattr(sys.modules.get(module), "__file__", None)))
 
 
 def _is_own(value: Any) -> bool:
@@ -373,7 +368,6 @@ def _is_own(value: Any) -> bool:
     return kind.__module__ == "builtins" or kind in (deque, partial) or not _is_of_library(kind.__module__)
 
 
-_LIBRARIES = sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")
 _PATIENCE_S = 60.0
 _SHORT = 1000
 _PLAIN = (*_SMALL, list, tuple, dict, set, deque)

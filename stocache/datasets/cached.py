@@ -20,7 +20,7 @@ from stocache.cache.placement import Placement
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
 from stocache.cache.stats import MISSING
-from stocache.datasets.audit import Audit
+from stocache.datasets.audit import Audit, OnChange
 from stocache.datasets.epochs import DatasetStats, EpochCounter
 from stocache.datasets.indexing import Collate, find_collate, indices_in
 from stocache.datasets.loaders import BlockLoader, SampleLoader
@@ -149,7 +149,7 @@ class CachedDataset(Dataset[Any]):
         disk: str | os.PathLike[str] | None = None,
         disk_limit: float | str | None = None,
         audit: float = 0.01,
-        on_change: Literal["uncached", "raise", "keep"] = "uncached",
+        on_change: OnChange = "uncached",
     ) -> None:
         self._len = check_dataset(dataset)
         self.dataset = dataset  # before others that hold it: MONAI walks through the attributes in order, and seeds them

@@ -39,7 +39,7 @@ from stocache.system.rng import LineOfDraw, RngMonitor, preserve_rng_state
 logger = logging.getLogger("stocache")
 
 _BUDGET_S = 20.0  # after which no further sample is begun, once there are two
-_AGAIN = 8  # times, for a sample for which random numbers were drawn
+AGAIN = 8  # times, for a sample for which random numbers were drawn
 _PATIENCE_S = 120.0  # for one sample; then the probe ends without it
 
 _ADVICE = (
@@ -169,11 +169,16 @@ def _finding(dataset: Any, again: _LoadedAgain) -> str | None:
         name = type(dataset).__name__
         return f"sample {again.idx} of {name} was different when it was loaded again{drawn} ({again.place:.300})"
     if drawn:
-        logger.info(
-            "sample %d of %s does not depend on random numbers%s. What is cached draws none, so the random numbers that follow "
-            "are others than without the cache.", again.idx, type(dataset).__name__, drawn,
-        )  # fmt: skip
+        log_draws_without_effect(dataset, again.idx, drawn)
     return None
+
+
+def log_draws_without_effect(dataset: Any, idx: int, drawn: str = "") -> None:
+    """Log that a sample does not depend on the numbers drawn for it, and what that means. ``drawn``: where, as a clause."""
+    logger.info(
+        "sample %d of %s does not depend on random numbers%s. What is cached draws none, so the random numbers that follow are "
+        "others than without the cache.", idx, type(dataset).__name__, drawn,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------- in the child
@@ -206,22 +211,24 @@ def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> I
             # see NOTE [ What a sample is made of ]
             new = {name for name, value in _attributes(dataset).items() if before.get(name, before) is not value}
             reads = _record_reads(dataset)
-            place = _load_again(load, idx, first)
+            place = load_again(load, idx, first)
             yield _LoadedAgain(idx, None if draws else place, None, frozenset(reads - new))
         if draws and drawn is None:
             drawn = idx, first
     if drawn is not None:  # now, when others have been loaded, too: some mix a sample with recent ones
         with LineOfDraw() as line:
-            place = _load_again(load, *drawn)
-        for _ in range(_AGAIN):
-            place = place or _load_again(load, *drawn)
+            place = load_again(load, *drawn)
+        place = place or load_again(load, *drawn, AGAIN)
         yield _LoadedAgain(drawn[0], place, line.text)
 
 
-def _load_again(load: Callable[[int], Any], idx: int, first: Any) -> str | None:
-    """Load a sample again; return where it differs."""
-    with contextlib.suppress(Exception):  # then there is nothing to compare
-        return difference(first, describe(load(idx), strides=False))
+def load_again(load: Callable[[int], Any], idx: int, first: Any, times: int = 1) -> str | None:
+    """Load a sample again, some times; return where it differs from its first description. None if it never does."""
+    for _ in range(times):
+        with contextlib.suppress(Exception):  # then there is nothing to compare
+            place = difference(first, describe(load(idx), strides=False))
+            if place is not None:
+                return place
     return None
 
 

@@ -14,10 +14,12 @@ NOTE [ Reading generators ]
 
 import contextlib
 import ctypes
+import os
 import pickle
 import random
 import struct
 import sys
+import sysconfig
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -209,6 +211,14 @@ def undrawn_many(load_many: _LoadMany, load: Callable[[int], Any]) -> _LoadMany:
 
 
 _MOST_PARTS, _MOST_ITEMS, _MOST_LEVELS = 2000, 32, 6
+
+
+_LIBRARIES = sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+def is_of_library(path: str) -> bool:
+    """Whether a file of code belongs to a library, to Python or to this package, not to the user."""
+    return path.startswith(_LIBRARIES) or "site-packages" in path
 
 
 def parts_of(

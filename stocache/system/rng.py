@@ -3,7 +3,6 @@
 import base64
 import binascii
 import contextlib
-import os
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 
 from stocache.errors import StateError
-from stocache.system.generators import NUMPY, PYTHON, TORCH
+from stocache.system.generators import NUMPY, PYTHON, TORCH, is_of_library
 
 States: TypeAlias = dict[str, Any]
 """Holds only tensors, lists, strings and numbers, so that it can be saved in any way."""
@@ -167,7 +166,7 @@ class LineOfDraw:
 
     def _trace(self, frame: Any, event: str, argument: Any) -> Any:
         path = frame.f_code.co_filename
-        if any(part in path for part in _OTHERS) or self.text is not None:
+        if is_of_library(path) or self.text is not None:
             return None
         self._look()
         self._line = path, frame.f_lineno
@@ -176,13 +175,6 @@ class LineOfDraw:
     def _look(self) -> None:
         if self.text is None and self._line is not None and fingerprint() != self._before:
             self.text = "{}:{}".format(*self._line)
-
-
-_OTHERS = (
-    os.sep + "site-packages" + os.sep,
-    os.path.dirname(os.path.dirname(__file__)),
-    os.path.dirname(random.__file__) + os.sep,
-)
 
 
 def disturb() -> None:
