@@ -11,6 +11,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 
 os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch is loaded, whose threads would spin where others wait for a core
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it would ask the network
@@ -50,6 +51,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="seed of the random numbers that each test starts with (default: 0)")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out other files where `-m quick` asks for the quick ones: to import them takes as long as these tests."""
+    if config.option.markexpr == "quick" and collection_path.name.startswith("test_"):
+        return not is_quick(collection_path) or None
+    return None
+
+
+def is_quick(path: Path) -> bool:
+    return path.stem.removeprefix("test_") in QUICK
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item):
     """Say in the report of a failure how to repeat it."""
@@ -86,7 +98,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow what `sampled` tests leave out, and the tests of some files as quick."""
     seen: Counter[str] = Counter()
     for item in items:
-        if item.path.stem.removeprefix("test_") in QUICK:
+        if is_quick(item.path):
             item.add_marker("quick")
         mark = item.get_closest_marker("sampled")
         if mark is not None:
