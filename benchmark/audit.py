@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import stocache
 from stocache import CachedDataset
-from stocache.datasets.describe import describe
+from stocache.system.describe import describe
 from tests.support.depending import KINDS, Kind
 
 CLAIM = "A sample that depends on more than its index is found before a wrong batch is handed over, for 1 % of the time."

@@ -27,7 +27,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from stocache import CachedDataset
-from stocache.datasets.describe import describe, difference
+from stocache.system.describe import describe, difference
 
 CLAIM = "Samples of all kinds of datasets come back exactly, and wrapping a dataset changes nothing in it."
 NEEDS = (

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from stocache import CachedDataset
-from stocache.datasets.describe import describe, difference
+from stocache.system.describe import describe, difference
 from tests.support import lookalikes
 
 CLAIM = "Random transforms give the same samples with the cache and without; each sample is loaded once."

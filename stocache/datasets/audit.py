@@ -35,10 +35,10 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from stocache.cache.stats import MISSING
-from stocache.datasets.describe import describe, difference
 from stocache.datasets.probing import AGAIN, load_again, log_draws_without_effect
 from stocache.errors import DatasetError, LimitError
 from stocache.shm.segment import Segment
+from stocache.system.describe import describe, difference
 from stocache.system.generators import Kept, is_of_library, own_generators, parts_of
 
 logger = logging.getLogger("stocache")

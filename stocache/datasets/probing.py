@@ -1,8 +1,8 @@
 """Load a few samples in a child process, to learn what samples look like and what they are made with.
 
 NOTE [ What a sample is made of ]
-    The first sample is loaded twice; one for which random numbers were drawn is loaded several times, because two random flips
-    may be equal by chance. If it differs, something random runs before the cache: see NOTE [ The audit ]. During the second
+    The first sample is loaded again, several times if that is fast, because two random flips may be equal by chance. So is one
+    for which random numbers were drawn. If it differs, something random runs before the cache: see NOTE [ The audit ]. During the second
     load of the first sample, all attributes of the dataset that are read are recorded. Cached samples are made with these, so
     they must not be changed afterwards. Attributes that loading itself sets (a file that is opened when it is first needed) are
     left out.
@@ -17,12 +17,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from stocache.datasets.describe import describe, difference
 from stocache.errors import SampleError, WorkerError
 from stocache.samples.indices import spread
-from stocache.samples.record_decoder import RecordReader
+from stocache.samples.record_decoder import unpack_sample
 from stocache.samples.record_encoder import PackedRecord, pack_sample
 from stocache.system.children import (
     ChildError,
@@ -34,11 +31,13 @@ from stocache.system.children import (
     with_note,
 )
 from stocache.system.children import describe as describe_error
+from stocache.system.describe import describe, difference
 from stocache.system.rng import LineOfDraw, RngMonitor, preserve_rng_state
 
 logger = logging.getLogger("stocache")
 
 _BUDGET_S = 20.0  # after which no further sample is begun, once there are two
+_FAST_S = 0.01
 AGAIN = 8  # times, for a sample for which random numbers were drawn
 _PATIENCE_S = 120.0  # for one sample; then the probe ends without it
 
@@ -126,7 +125,7 @@ def probe_samples(dataset: Any, length: int, count: int, load: Callable[[int], A
                     found.reads = found.reads if item.reads is None else item.reads
                     found.finding = found.finding or _finding(dataset, item)
                 elif item.record is not None:
-                    found.samples[item.idx] = _unpack(item.record)
+                    found.samples[item.idx] = unpack_sample(item.record)
                 else:
                     errors.append((item.idx, rebuild(item.error), item.raised))
     except ChildError as error:
@@ -192,12 +191,13 @@ def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> I
             break
         yield _Started(idx)
         before, monitor = dict(_attributes(dataset)), RngMonitor()
+        load_began = time.monotonic()
         try:
             sample = load(idx)
         except Exception as error:
             yield _Loaded(idx, error=describe_error(error), raised=True)
             continue
-        draws = monitor.changed()
+        draws, load_s = monitor.changed(), time.monotonic() - load_began
         try:
             record = pack_sample(sample, f"sample {idx}")
         except SampleError as error:
@@ -211,7 +211,7 @@ def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> I
             # see NOTE [ What a sample is made of ]
             new = {name for name, value in _attributes(dataset).items() if before.get(name, before) is not value}
             reads = _record_reads(dataset)
-            place = load_again(load, idx, first)
+            place = load_again(load, idx, first, AGAIN if load_s < _FAST_S else 1)  # a generator may be made anew each time
             yield _LoadedAgain(idx, None if draws else place, None, frozenset(reads - new))
         if draws and drawn is None:
             drawn = idx, first
@@ -251,9 +251,3 @@ def _record_reads(dataset: Any) -> set[str]:
 
 def _attributes(dataset: Any) -> dict[str, Any]:
     return getattr(dataset, "__dict__", {})
-
-
-def _unpack(record: PackedRecord) -> Any:
-    treedef, data, integers = record
-    address = np.frombuffer(data, np.uint8).ctypes.data if data else 0
-    return RecordReader(treedef, True).read(data, address, 0, len(data), tuple(integers), True)

@@ -105,7 +105,9 @@ class _Wrapper:
         limit = 0
         if self._splits:
             limit = recommended_limit(options.name is not None) if size == "auto" else parse_size(size)
-        self._plan = partial(plan_split, length=length, limit=limit, cut=samples.cut, encoded=encoded)
+        self._plan = partial(
+            plan_split, length=length, limit=limit, cut=samples.cut, encoded=encoded, allow_pickle=options.allow_pickle
+        )
 
     def wrap(self) -> Wrapped:
         split = None

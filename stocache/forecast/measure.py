@@ -160,7 +160,7 @@ class _Study:
             self._found.missing.append("samples are too slow to find out whether transforms can run after the cache")
             return
         with contextlib.suppress(StocacheError):
-            split = plan_split(self._dataset, self._length, recommended_limit(), None, False)
+            split = plan_split(self._dataset, self._length, recommended_limit(), None, False, False)
             self._split = split if split is not None and split.has_rest else None
 
     def _measure_here(self, load_s: float) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from ctypes import memmove
 from typing import Any
 
+import numpy as np
+
 from stocache.errors import SegmentError
 from stocache.samples.containers import container_of, keys_from_literals
 from stocache.samples.kinds import (
@@ -24,7 +26,7 @@ from stocache.samples.kinds import (
     sequence_class,
 )
 from stocache.samples.pytree import DEEP, Container
-from stocache.samples.record_encoder import TreeDef, bare_nodes, parse_treedef
+from stocache.samples.record_encoder import PackedRecord, TreeDef, bare_nodes, parse_treedef
 from stocache.samples.type_lookup import NotImported, Unresolved
 
 _UNREADABLE = (ValueError, SyntaxError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
@@ -68,6 +70,13 @@ class RecordReader:
             return self._size if isinstance(self._size, int) else self._size(own)
         except (StopIteration, LookupError):
             raise SegmentError(DAMAGED) from None
+
+
+def unpack_sample(record: PackedRecord) -> Any:
+    """Return the sample of a record that `pack_sample` has made."""
+    treedef, data, integers = record
+    address = np.frombuffer(data, np.uint8).ctypes.data if data else 0
+    return RecordReader(treedef, True).read(data, address, 0, len(data), tuple(integers), True)
 
 
 def _unreadable(error: Exception, text: bytes) -> SegmentError:

@@ -228,8 +228,8 @@ class ReadTransform:
                     sample[name] = value | {"bytes": file.read()}
         return sample
 
-    def finish(self, sample: Any) -> Any:
-        """Return a sample after the transform, which gets it as a batch of one."""
+    def finish(self, idx: int, sample: Any) -> Any:
+        """Return sample ``idx`` after the transform, which gets it as a batch of one."""
         return self.finish_many([sample])[0]
 
     def finish_many(self, samples: Sequence[Any]) -> list[Any]:

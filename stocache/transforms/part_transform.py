@@ -102,17 +102,14 @@ def _replace(sample: Any, key: Any, new: Any) -> Any:
 Path: TypeAlias = tuple[Any, ...]
 """Keys, positions and names of fields that lead to a part of a sample; () for the sample itself."""
 
-_MAX_PARTS = 256  # of a container are searched
+MAX_PARTS = 256
+"""Parts of a container that are searched."""
 
 
-def find_paths(sample: Any, part: Any) -> tuple[Path, ...]:
-    """Return all paths to an object in a sample."""
-    return tuple(_find_paths(sample, part, 0))
-
-
-def _find_paths(sample: Any, part: Any, depth: int) -> Iterator[Path]:
-    if sample is part:
-        yield ()
+def find_parts(sample: Any, wanted: Callable[[Any], bool], depth: int = 0) -> Iterator[tuple[Path, Any]]:
+    """Yield the paths to parts of a sample that are ``wanted``, and these parts."""
+    if wanted(sample):
+        yield (), sample
         return
     inner: Iterable[tuple[Any, Any]] = ()
     if isinstance(sample, Mapping):
@@ -122,9 +119,9 @@ def _find_paths(sample: Any, part: Any, depth: int) -> Iterator[Path]:
     elif dataclasses.is_dataclass(sample) and not isinstance(sample, type):
         inner = vars(sample).items() if hasattr(sample, "__dict__") else ()
     if depth < DEEP:
-        for key, value in islice(inner, _MAX_PARTS):
-            for path in _find_paths(value, part, depth + 1):
-                yield key, *path
+        for key, value in islice(inner, MAX_PARTS):
+            for path, part in find_parts(value, wanted, depth + 1):
+                yield (key, *path), part
 
 
 def part_at(sample: Any, path: Path) -> Any:

@@ -7,10 +7,11 @@ NOTE [ Patched datasets ]
     it goes on with its own transforms, wherever else it is used.
 """
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from torch.nn import ModuleList
 from torch.utils.data import Dataset
 
 from stocache.transforms.known import is_known
@@ -150,43 +151,48 @@ def _make_property(name: str, value: Any) -> property:
     return property(lambda self: value, set_original)
 
 
-# ---------------------------------------------------------------------------------------------------- calls
+# ---------------------------------------------------------------------------------------------------- stand-ins
 
 
-class Call(NamedTuple):
-    """A call that a dataset made to a transform, and its result."""
-
-    site: Site
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any
-
-
-class CallLog(threading.local):
-    """The calls of transforms that this thread has made since the log was cleared."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-
-
-class LoggedTransform:
-    """Takes the place of a transform in a patched dataset: calls ``run`` instead, and logs the call.
+class StandIn:
+    """Takes the place of a transform in a patched dataset. It has the class, the attributes and the items of the original.
 
     Args:
-        original: the transform; all other attributes are those of the original.
+        original: the transform.
         run: called in its place.
+        steps: what to give in place of the steps that the transform consists of, by their ids.
     """
 
-    __slots__ = ("_log", "_original", "_run", "_site")
+    __slots__ = ("_original", "_run", "_steps")
 
-    def __init__(self, site: Site, original: Any, run: Callable[..., Any], log: CallLog) -> None:
-        self._site, self._original, self._run, self._log = site, original, run, log
+    def __init__(self, original: Any, run: Callable[..., Any], steps: Mapping[int, Any] = MappingProxyType({})) -> None:
+        self._original, self._run, self._steps = original, run, steps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what ``run`` returns."""
-        result = self._run(*args, **kwargs)
-        self._log.calls.append(Call(self._site, args, kwargs, result))
-        return result
+        return self._run(*args, **kwargs)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._original)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
+        return self._replaced(getattr(self._original, name))
+
+    def _replaced(self, value: Any) -> Any:
+        """Return a step, or a list of steps, with what takes their place."""
+        if isinstance(value, list | tuple | ModuleList) and any(id(step) in self._steps for step in value):
+            return [self._steps.get(id(step), step) for step in value]
+        return self._steps.get(id(value), value)
+
+    def __len__(self) -> int:
+        return len(self._original)
+
+    def __bool__(self) -> bool:
+        return bool(self._original)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._replaced, self._original)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._replaced(self._original[key])

@@ -8,15 +8,17 @@ NOTE [ Where to cut ]
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from stocache.errors import DatasetError
 from stocache.samples.indices import spread
+from stocache.samples.record_decoder import unpack_sample
 from stocache.samples.record_encoder import PackedRecord
 from stocache.system.children import in_children
+from stocache.system.describe import difference
 from stocache.system.limits import format_size
 from stocache.transforms.dataset_tree import DatasetTree, find_leaves
 from stocache.transforms.encoded import open_loader
@@ -24,8 +26,20 @@ from stocache.transforms.huggingface import find_read_transform
 from stocache.transforms.known import is_deterministic, is_known
 from stocache.transforms.patching import Site, find_sites
 from stocache.transforms.pipelines import Pipeline, same_step, step_name
-from stocache.transforms.splitting import ALL_BEFORE, CutPlan, PlannedCall, Split, open_pipelines, steps_text
-from stocache.transforms.trials import CannotSplit, Example, MeasuredCall, MeasuredSample, load_samples, measure, try_out
+from stocache.transforms.recording import Deviation, Program, Rest
+from stocache.transforms.splitting import ALL_BEFORE, CutPlan, Split, open_pipelines, steps_text
+from stocache.transforms.trials import (
+    CannotSplit,
+    Example,
+    MeasuredCall,
+    MeasuredSample,
+    finish_parts,
+    load_again,
+    load_parts,
+    make_plain,
+    measure,
+    record_programs,
+)
 
 logger = logging.getLogger("stocache")
 
@@ -52,12 +66,12 @@ class _CannotLoad(CannotSplit):
 
 
 def warn_of_random_steps(dataset: Any, reason: str) -> None:
-    """Warn that the random steps of a dataset's transforms run only once, before the cache, if there are random steps."""
+    """Warn that the transforms of a dataset run before the cache, if there are random steps among them."""
     random = [step_name(step) for leaf in find_leaves(dataset) for step in _random_steps(open_pipelines(leaf, False))]
     if random:
         logger.warning(
-            "the transforms of %s are not split: %s. They run before the cache, and every epoch will see the first outcome of "
-            "%s. Give the random part to CachedDataset(..., transform=...); split_transforms() cuts it off.",
+            "the transforms of %s are not split: %s. If a sample depends on the random numbers of %s, it is not cached (see "
+            "on_change). Give the random part to CachedDataset(..., transform=...); split_transforms() cuts it off.",
             type(dataset).__name__, reason, ", ".join(dict.fromkeys(random)),
         )  # fmt: skip
 
@@ -189,7 +203,14 @@ def choose_option(options: Sequence[Option], cut: Cut, share: Callable[[float], 
 
 
 def plan_split(
-    dataset: Any, length: int, limit: int, cut: Cut, encoded: bool, wanted: str | None = None, old: Split | None = None
+    dataset: Any,
+    length: int,
+    limit: int,
+    cut: Cut,
+    encoded: bool,
+    allow_pickle: bool,
+    wanted: str | None = None,
+    old: Split | None = None,
 ) -> Split | None:
     """Return how to split the transforms of a dataset; None where they cannot be split, or there can be no transforms.
 
@@ -198,6 +219,7 @@ def plan_split(
         limit: bytes of the cache.
         cut: where to cut; None decides.
         encoded: whether to cache files as they are.
+        allow_pickle: whether parts of samples may be cached as pickles.
         wanted: the `Split.before_text` to reach if possible: that of a cache which exists already.
         old: how cached samples were made. The new split leaves them valid.
 
@@ -216,7 +238,7 @@ def plan_split(
         if not cached and not any(open_pipelines(leaf, False) for leaf in tree.leaves):
             return Split(dataset, dict.fromkeys(tree.kinds, CutPlan({})), tree)
     try:
-        return _Planner(dataset, tree, length, encoded, old).plan(limit, cut, wanted)
+        return _Planner(dataset, tree, length, encoded, allow_pickle, old).plan(limit, cut, wanted)
     except DatasetError:
         raise
     except Exception as error:  # whatever the dataset does when it is patched, or in a child process
@@ -274,23 +296,28 @@ _Attempt: TypeAlias = Mapping[int, Option]  # an option for each kind of leaf
 class _Planner:
     """Measures, decides and tries out; see NOTE [ Where to cut ], and NOTE [ Splitting ] in splitting.py."""
 
-    def __init__(self, dataset: Any, tree: DatasetTree, length: int, encoded: bool, old: Split | None) -> None:
+    def __init__(
+        self, dataset: Any, tree: DatasetTree, length: int, encoded: bool, allow_pickle: bool, old: Split | None
+    ) -> None:
         self._dataset, self._tree, self._encoded, self._old, self._length = dataset, tree, encoded, old, length
+        self._allow_pickle = allow_pickle
         examples = _choose_examples(tree, length)
         if len(set(tree.kinds)) > _MAX_KINDS:
             raise CannotSplit(f"there are {len(set(tree.kinds))} kinds of datasets within it")
         if set(examples) != set(tree.kinds):
             raise CannotSplit("some datasets within it have no samples here")
-        self._plain: dict[int, PackedRecord] = {}  # samples as the dataset makes them
+        self._plain: dict[tuple[int, int], Any] = {}  # samples as the dataset makes them, by the round and the index
         self._kinds: dict[int, _Kind] = {}
         for number, (share, kind_examples) in examples.items():
-            self._plain |= dict(self._in_child(partial(load_samples, dataset, [idx for idx, _ in kind_examples])))
-            loaded = [example for example in kind_examples if example[0] in self._plain]
-            if not loaded:
-                raise _CannotLoad("its samples cannot be loaded")
             leaf = tree.leaves[number]
             at_reading = find_read_transform(leaf, encoded)
             pipelines = {} if at_reading else open_pipelines(leaf, encoded)
+            wanted = [idx for idx, _ in kind_examples]
+            for found in self._in_child(partial(make_plain, dataset, _random_steps(pipelines), wanted)):
+                self._plain[found[:2]] = found[2]
+            loaded = [example for example in kind_examples if (0, example[0]) in self._plain]
+            if not loaded:
+                raise _CannotLoad("its samples cannot be loaded")
             kind = _Kind(leaf, pipelines, loaded, share, rest=tuple(at_reading.rest) if at_reading else ())
             self._kinds[number] = self._measured(number, kind)
 
@@ -301,14 +328,11 @@ class _Planner:
         if not kind.pipelines:
             self._fixed_steps(number, {})
             return kind._replace(options=[Option({}, 0.0, 0.0)])
-        samples = self._in_child(partial(measure, kind.leaf, kind.examples, self._encoded))
+        samples = self._in_child(partial(measure, kind.leaf, kind.examples, self._encoded, self._allow_pickle))
         chains = _find_chains(samples)
         called = {site for chain in chains for site in chain.sites}
-        uncalled = [str(site) for site in kind.pipelines if site not in called]
         if self._encoded and not any(site.name == "loader" for site in called):
             raise CannotSplit("it does not call its loader")
-        if not called and self._old is None and _random_steps(kind.pipelines):
-            raise CannotSplit(f"{type(kind.leaf).__name__} does not call its {', '.join(uncalled)}")
         fixed = self._fixed_steps(number, kind.pipelines)
         if fixed is None:
             options: list[Option] = _find_options(samples, chains)
@@ -398,31 +422,57 @@ class _Planner:
         Raises:
             CannotSplit: samples would differ from those of the dataset.
         """
-        plans = {}
-        for number, kind in self._kinds.items():
-            cuts = attempt[number].cuts
-            calls = tuple(PlannedCall(site, cut, "", ()) for site, cut in cuts.items() if cut < len(kind.pipelines[site].steps))
-            plan = CutPlan(cuts, calls, self._encoded, bool(kind.rest))
-            plans[number] = self._compare(kind, plan) if calls else plan
-        return plans
+        return {number: self._tried_out(kind, attempt[number].cuts) for number, kind in self._kinds.items()}
 
-    def _compare(self, kind: _Kind, plan: CutPlan) -> CutPlan:
-        """Return a plan completed with the paths in the samples.
+    def _tried_out(self, kind: _Kind, cuts: dict[Site, int]) -> CutPlan:
+        plan = CutPlan(cuts, encoded=self._encoded, reads=bool(kind.rest))
+        if any(cuts.get(site, 0) < len(pipeline.steps) for site, pipeline in kind.pipelines.items()):
+            plan = self._with_program(kind, plan)
+            if not plan.program.steps and _random_steps(kind.pipelines):
+                raise CannotSplit(f"{type(kind.leaf).__name__} does not call its {', '.join(map(str, kind.pipelines))}")
+        if plan.reads or not (plan.program.steps or self._old):
+            return plan
+        parts = self._load_parts(kind, plan)
+        rounds = 1 + max(at for at, idx in self._plain if idx in parts)
+        finish = partial(finish_parts, kind.leaf, plan, _random_steps(kind.pipelines), parts, rounds)
+        for at, idx, description in self._in_child(finish):
+            if (place := difference(self._plain[at, idx], description)) is not None:
+                raise CannotSplit(f"sample {idx} would not be the same ({place:.200})")
+        return plan
+
+    def _with_program(self, kind: _Kind, plan: CutPlan) -> CutPlan:
+        """Return a plan with what runs after the cache. A transform of another's output has no steps before it."""
+        programs: list[Program] = self._in_child(partial(record_programs, kind.leaf, plan, kind.examples))
+        try:
+            program = reduce(Program.merged, programs)
+        except Deviation:
+            raise CannotSplit(_DIFFERENT_CALLS) from None
+        rests = [step.function for step in program.steps if isinstance(step.function, Rest)]
+        begins = {rest.site: rest.begin for rest in reversed(rests)}  # where the first begins
+        return plan._replace(cuts=plan.cuts | begins, program=program)
+
+    def _load_parts(self, kind: _Kind, plan: CutPlan) -> dict[int, tuple[int, Any]]:
+        """Load the cached parts of the examples in two processes, in opposite orders; return them by the index of the sample.
 
         Raises:
-            CannotSplit: samples would differ from those of the dataset.
+            CannotSplit: they differ, or are not what is cached already, or random numbers were drawn.
         """
-        trials = self._in_child(partial(try_out, kind.leaf, plan, kind.examples))
-        for trial in trials:
-            if trial.seeded:
-                raise CannotSplit("it sets the seed of random numbers for each sample")
-            plain = self._plain[trial.idx]
-            if trial.record.treedef != plain.treedef or (not plain.has_pickles and trial.record != plain):
-                raise CannotSplit(f"sample {trial.idx} would not be the same")
-        repeated = trials[0].repeated
-        if any(trial.repeated != repeated for trial in trials):
-            raise CannotSplit(_DIFFERENT_CALLS)
-        return plan._replace(calls=_common_calls([trial.calls for trial in trials]), repeated=repeated)
+        load = partial(load_parts, kind.leaf, plan, allow_pickle=self._allow_pickle)
+        jobs: list[Any] = [partial(load, examples=kind.examples), partial(load, examples=kind.examples[::-1])]
+        if self._old is not None:
+            jobs.append(partial(load_again, self._old, kind.examples))
+        found: dict[int, Any] = {}
+        records: dict[int, PackedRecord] = {}
+        for part in in_children(jobs, self._dataset, _PATIENCE_S):
+            if part.drawn:
+                raise CannotSplit("it draws or seeds random numbers outside of its transforms")
+            if found.setdefault(part.idx, part.description) != part.description:
+                reason = f"what is loaded of sample {part.idx} depends on the samples that were loaded before it"
+                reason = reason if self._old is None else "other parts of samples would have to be cached"
+                raise CannotSplit(reason)
+            if part.record is not None:
+                records[part.idx] = part.record
+        return {idx: (leaf_idx, unpack_sample(records[idx])) for idx, leaf_idx in kind.examples}
 
     def _report(self, attempt: _Attempt) -> None:
         for number, kind in self._kinds.items():
@@ -462,26 +512,6 @@ def _figures(option: Option, options: Sequence[Option]) -> str:
         if name == "this" or other != option
     ]
     return f" ({'; '.join(figures)})"
-
-
-def _common_calls(trials: Sequence[tuple[PlannedCall, ...]]) -> tuple[PlannedCall, ...]:
-    """Return the calls with the paths that all samples have in common: a small number is found in other places, too.
-
-    Raises:
-        CannotSplit: the calls differ, or have no path in common.
-    """
-    if len({tuple((call.site, call.style, tuple(key for key, _ in call.parts)) for call in calls) for calls in trials}) != 1:
-        raise CannotSplit(_DIFFERENT_CALLS)
-    common = []
-    for same_call in zip(*trials, strict=True):
-        parts = []
-        for number, (key, paths) in enumerate(same_call[0].parts):
-            shared = tuple(path for path in paths if all(path in call.parts[number][1] for call in same_call))
-            if not shared:
-                raise CannotSplit(f"the output of its {same_call[0].site} is in another place of each sample")
-            parts.append((key, shared))
-        common.append(same_call[0]._replace(parts=tuple(parts)))
-    return tuple(common)
 
 
 def _choose_examples(tree: DatasetTree, length: int) -> dict[int, tuple[float, list[Example]]]:

@@ -4,51 +4,29 @@ NOTE [ Splitting ]
     A transform draws no random number before its first random step. So the steps before it may run once, before the cache, and
     the other steps each time, after it. The samples stay the same, bit for bit, and so do the random numbers.
 
-    The part of a sample that a transform made is found by identity. A patched dataset (patching.py) runs only the beginning of
-    each transform, and the object that this returns is searched for in the sample. If the dataset changes that object on the
-    way, the change would be lost. So some samples are made in both ways, by processes that begin with the same random numbers,
-    and are compared (planning.py). If they differ, nothing is split.
+    The output of the other steps is deferred: what the dataset does with it is recorded and done again after the cache
+    (recording.py). A patched dataset (patching.py) loads the part that is cached. Before that, some samples are made in both
+    ways, with several seeds, and are compared (trials.py). If they differ, nothing is split.
 
-    Every later load is checked as well. When a transform is not called as planned, or its result is not in the planned places,
-    the original dataset makes the sample each time, and it is not cached.
+    Every later load is checked as well. When the dataset does not do as planned, it makes the sample itself each time, and the
+    sample is not cached.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+from stocache.system.generators import Kept, own_generators
 from stocache.transforms.dataset_tree import DatasetTree
 from stocache.transforms.encoded import open_loader
 from stocache.transforms.huggingface import ReadTransform, find_read_transform
-from stocache.transforms.part_transform import Path, part_at, with_part
-from stocache.transforms.patching import (
-    Call,
-    CallLog,
-    LoggedTransform,
-    Site,
-    find_holder,
-    find_sites,
-    find_transform,
-    patch,
-)
+from stocache.transforms.patching import Site, StandIn, find_holder, find_sites, find_transform, patch
 from stocache.transforms.pipelines import Pipeline, open_pipeline, step_text
+from stocache.transforms.recording import Deviation, Program, Recorder, Rest, holds_deferred, recorded_conversions
 
 logger = logging.getLogger("stocache")
-
-
-class PlannedCall(NamedTuple):
-    """A call of a transform that is cut.
-
-    Attributes:
-        cut: how many of its steps run before the cache.
-        style: how it is called: "value" with one argument, "args", "kwargs", or "mixed".
-        parts: where the output of its beginning is in the sample: of the whole output (None), or by position or name.
-    """
-
-    site: Site
-    cut: int
-    style: str
-    parts: tuple[tuple[Any, tuple[Path, ...]], ...]
 
 
 class CutPlan(NamedTuple):
@@ -56,35 +34,24 @@ class CutPlan(NamedTuple):
 
     Attributes:
         cuts: for each transform that is called, how many of its steps run before the cache.
-        calls: the calls of transforms that are cut, in order.
+        program: what runs after the cache.
         encoded: whether files are cached as they are, and decoded after the cache.
         reads: whether the dataset is one of Hugging Face that transforms samples when they are read.
-        repeated: pairs of paths to one and the same part of a sample, which is cached only at the second: several views of one
-            image.
     """
 
     cuts: dict[Site, int]
-    calls: tuple[PlannedCall, ...] = ()
+    program: Program = Program()
     encoded: bool = False
     reads: bool = False
-    repeated: tuple[tuple[Path, Path], ...] = ()
 
     @property
     def has_rest(self) -> bool:
         """Whether anything runs after the cache."""
-        return bool(self.calls) or self.reads
+        return bool(self.program.steps) or self.reads
 
 
 class UnplannedSample:
-    """Stands for a sample that a dataset does not make as planned. It cannot be cached.
-
-    Args:
-        idx: index of the sample in the dataset that makes it. The sample is loaded when it is finished, so that random numbers
-            are drawn in the usual order.
-    """
-
-    def __init__(self, idx: int) -> None:
-        self.idx = idx
+    """Takes the place of a sample that is not made as planned, and cannot be cached: the dataset makes it in `finish`."""
 
     def __reduce__(self) -> Any:
         raise TypeError("it was made in another way than those that were probed")
@@ -103,22 +70,41 @@ class BoundPlan:
 
     def __init__(self, dataset: Any, plan: CutPlan) -> None:
         self.dataset, self.plan = dataset, plan
-        self._log, self._warned = CallLog(), False
-        self._snapshot = _take_snapshot(dataset)
+        self._local, self._warned = threading.local(), False
+        self._snapshot, self._own = _take_snapshot(dataset), own_generators(dataset)
         self.pipelines = open_pipelines(dataset, plan.encoded)
         self.before = {site: self.pipelines[site].steps[:cut] for site, cut in plan.cuts.items()}
-        cuts = {call.site: call.cut for call in plan.calls}
-        beginnings = {site: self._log_beginning(site, cut) for site, cut in cuts.items()}
-        self._patched = patch(dataset, beginnings) if beginnings else dataset
-        self._after = [(call, accept_packed(self.pipelines[call.site].part(call.cut), call.style)) for call in plan.calls]
+        self._rests: dict[Rest, Callable[..., Any]] = {}
+        self._patched = patch(dataset, {site: self._stand_in(site, pipeline) for site, pipeline in self.pipelines.items()})
 
-    def _log_beginning(self, site: Site, cut: int) -> LoggedTransform:
-        beginning = self.pipelines[site].part(0, cut)
+    def _stand_in(self, site: Site, pipeline: Pipeline) -> StandIn:
+        cut = self.plan.cuts.get(site, pipeline.deterministic)
+        steps = {
+            id(step): StandIn(step, partial(self._run_step, site, number) if number >= cut else step)
+            for number, step in enumerate(pipeline.steps)
+        }
+        return StandIn(find_transform(self.dataset, site), partial(self._run, site, cut), steps)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return beginning(*args, **kwargs) if cut else pack_arguments(args, kwargs)
+    def _run(self, site: Site, cut: int, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a transform up to where it is cut, and defer the rest."""
+        pipeline = self.pipelines[site]
+        if holds_deferred((args, kwargs)):
+            cut = 0
+        if cut:
+            result = pipeline.part(0, cut)(*args, **kwargs)
+            if cut == len(pipeline.steps):
+                return result
+            args, kwargs = next_arguments(result, args, kwargs)
+        return self._local.recorder.record(Rest(site, cut), args, kwargs)
 
-        return LoggedTransform(site, find_transform(self.dataset, site), run, self._log)
+    def _run_step(self, site: Site, number: int, /, *args: Any, **kwargs: Any) -> Any:
+        return self._local.recorder.record(Rest(site, number, number + 1), args, kwargs)
+
+    def _open_rest(self, rest: Rest) -> Callable[..., Any]:
+        if rest not in self._rests:
+            pipeline = self.pipelines[rest.site]
+            self._rests[rest] = pipeline.part(rest.begin) if rest.end is None else pipeline.steps[rest.begin]
+        return self._rests[rest]
 
     def has_changed(self) -> bool:
         """Whether a transform of the dataset has been set or changed since this was made."""
@@ -127,99 +113,70 @@ class BoundPlan:
                 return True
         return any(pipeline.has_changed() for pipeline in self.pipelines.values())
 
+    def restore(self) -> None:
+        """Put the transforms of the dataset back. Only for a child that then ends."""
+        containers = [container for pipeline in self.pipelines.values() for container in pipeline.snapshot]
+        for attributes, name, value, items in self._snapshot:
+            attributes[name] = value
+            if isinstance(value, dict) and items is not None:
+                value.update(zip(value, items, strict=False))
+            elif items is not None:
+                containers.append((value, tuple(items)))
+        for container, steps in containers:
+            if isinstance(container, list):
+                container[:] = steps
+
+    def record(self, idx: int, program: Program | None = None) -> tuple[Recorder, Any]:
+        """Return how sample ``idx`` is made, and the sample, in which outputs of transforms are deferred.
+
+        Args:
+            program: what was planned. None runs the transforms as well, to plan.
+        """
+        recorder = self._local.recorder = Recorder(program, self._open_rest)
+        with recorded_conversions:
+            return recorder, self._patched[idx]
+
     def load(self, idx: int) -> Any:
         """Return the part of sample ``idx`` that is cached."""
-        calls = self._log.calls
-        calls.clear()
+        if not self.plan.program.steps:
+            return self.dataset[idx]
+        before = Kept(self._own)
         try:
-            sample = self._patched[idx]
-            if self._is_as_planned(sample, calls):
-                for place, _ in self.plan.repeated:
-                    sample = with_part(sample, place, None)
-                return sample
-        except Exception as error:  # the dataset expects another output of its transform; or it fails, and will fail again
-            if isinstance(error, OSError) or not self.plan.calls:
-                raise
-        finally:
-            calls.clear()
+            recorder, sample = self.record(idx, self.plan.program)
+            return recorder.separate(sample)
+        except OSError:
+            raise
+        except Exception as error:  # the sample is made in another way; or loading fails, and will fail again
+            reason = error
+            before.restore()
         if not self._warned:
             self._warned = True
             logger.warning(
-                "sample %d of %s does not call its transforms as the probed samples do. It is made anew each time, and so are "
-                "others like it, without further warning.", idx, type(self.dataset).__name__,
+                "sample %d of %s does not call its transforms as the probed samples do (%s). It is made anew each time, and so "
+                "are others like it, without further warning.", idx, type(self.dataset).__name__, str(reason),
             )  # fmt: skip
-        return UnplannedSample(idx)
+        return UnplannedSample()
 
-    def load_with_calls(self, idx: int) -> tuple[Any, list[Call]]:
-        """Return the part of sample ``idx`` that is cached, and the calls of the transforms that are cut."""
-        self._log.calls.clear()
-        return self._patched[idx], list(self._log.calls)
-
-    def _is_as_planned(self, sample: Any, calls: list[Call]) -> bool:
-        if len(calls) != len(self.plan.calls):
-            return False
-        try:
-            for call, planned in zip(calls, self.plan.calls, strict=True):
-                if call.site != planned.site or call_style(call.args, call.kwargs) != planned.style:
-                    return False
-                for key, paths in planned.parts:
-                    result = call.result if key is None else call.result[key]
-                    if any(part_at(sample, path) is not result for path in paths):
-                        return False
-            if any(part_at(sample, place) is not part_at(sample, first) for place, first in self.plan.repeated):
-                return False
-        except (LookupError, AttributeError, TypeError):
-            return False
-        return True
-
-    def finish(self, sample: Any) -> Any:
-        """Return a cached sample after the rest of its transforms."""
+    def finish(self, idx: int, sample: Any) -> Any:
+        """Return sample ``idx``, of which a part was cached, after the rest of its transforms."""
+        program = self.plan.program
         if type(sample) is UnplannedSample:
-            return self.dataset[sample.idx]
-        for place, first in self.plan.repeated:
-            sample = with_part(sample, place, part_at(sample, first))
-        for call, after in self._after:
-            sample = finish_call(sample, call, after)
-        return sample
+            return self.dataset[idx]
+        if not program.steps:
+            return sample
+        before = Kept(self._own)
+        try:
+            return program.run(sample, self._open_rest)
+        except Deviation:
+            before.restore()
+            return self.dataset[idx]
 
 
-def finish_call(sample: Any, call: PlannedCall, after: Callable[[Any], Any]) -> Any:
-    """Return a sample with the rest of one transform, ``after``, applied to the output of its beginning."""
-    found = {key: part_at(sample, paths[0]) for key, paths in call.parts}
-    if None in found:
-        results: dict[Any, Any] = {None: after(found[None])}
-    elif call.style == "args":
-        results = dict(enumerate(after(tuple(found[key] for key in sorted(found)))))
-    else:
-        results = after(found)
-    for key, paths in call.parts:
-        for path in paths:
-            sample = with_part(sample, path, results[key])
-    return sample
-
-
-def call_style(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Return how a transform is called; see `PlannedCall`."""
-    if not kwargs:
-        return "value" if len(args) == 1 else "args"
-    return "mixed" if args else "kwargs"
-
-
-def pack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the arguments of a call as one value, which `accept_packed` unpacks."""
-    packed = {"value": args[0] if args else None, "args": args, "kwargs": kwargs, "mixed": (args, kwargs)}
-    return packed[call_style(args, kwargs)]
-
-
-def accept_packed(function: Callable[..., Any], style: str) -> Callable[[Any], Any]:
-    """Return a function of one value, the packed arguments, that calls ``function`` in a style."""
-    if style == "value":
-        return function
-    if style == "args":
-        return lambda args: function(*args)
-    if style == "kwargs":
-        return lambda kwargs: function(**kwargs)
-    return lambda both: function(*both[0], **both[1])
+def next_arguments(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of the next step, after the result of a step that was called with ``args`` and ``kwargs``."""
+    if kwargs:
+        return (), result
+    return ((result,) if len(args) == 1 else tuple(result)), {}
 
 
 def _take_snapshot(dataset: Any) -> list[tuple[dict[str, Any], str, Any, list[Any] | None]]:
@@ -290,6 +247,12 @@ class Split:
             bound = [bound[number] for number in {tree.locate(idx)[0] for idx in indices}]
         return any(its.has_changed() for its in bound)
 
+    def restore(self) -> None:
+        """Put the transforms of all leaves back. Only for a child that then ends."""
+        for bound in self._bound:
+            if isinstance(bound, BoundPlan):
+                bound.restore()
+
     def load(self, idx: int) -> Any:
         """Return the part of sample ``idx`` that is cached."""
         number, leaf_idx = self._bind().locate(idx)
@@ -297,8 +260,8 @@ class Split:
 
     def finish(self, idx: int, sample: Any) -> Any:
         """Return sample ``idx`` after the rest of its transforms."""
-        number, _ = self._bind().locate(idx)
-        return self._bound[number].finish(sample)
+        number, leaf_idx = self._bind().locate(idx)
+        return self._bound[number].finish(leaf_idx, sample)
 
     def load_many(self, indices: list[int]) -> Iterable[Any]:
         """Return, or yield, the parts of the samples ``indices`` that are cached."""

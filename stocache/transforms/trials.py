@@ -1,30 +1,25 @@
 """Measure the transforms of a dataset, and try out where to cut them: the functions here run in child processes."""
 
+import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from stocache.errors import SampleError
 from stocache.samples.record_encoder import PackedRecord, Record, pack_sample
-from stocache.system.rng import RngMonitor, disturb, fingerprint
-from stocache.transforms.part_transform import Path, find_paths
-from stocache.transforms.patching import Call, CallLog, LoggedTransform, Site, patch
+from stocache.system.describe import describe
+from stocache.system.generators import GENERATORS, Kept, own_generators, parts_of
+from stocache.system.rng import RngMonitor
+from stocache.transforms.patching import Site, StandIn, find_transform, patch
 from stocache.transforms.pipelines import Pipeline
-from stocache.transforms.splitting import (
-    BoundPlan,
-    CutPlan,
-    PlannedCall,
-    accept_packed,
-    call_style,
-    finish_call,
-    open_pipelines,
-    pack_arguments,
-)
+from stocache.transforms.recording import Deviation, NeedsValue, Program
+from stocache.transforms.splitting import BoundPlan, CutPlan, Split, next_arguments, open_pipelines
 
 Example: TypeAlias = tuple[int, int]
 """The index of a sample in the dataset, and in the leaf that makes it."""
 
 _SLOW_S = 2.0  # after which no further sample is begun
+_ROUNDS = 8
 
 
 class CannotSplit(Exception):
@@ -36,7 +31,7 @@ class MeasuredCall(NamedTuple):
 
     Attributes:
         site: where the dataset holds the transform.
-        style: how it is called; see `PlannedCall`.
+        style: how many arguments it is called with, and the names of others.
         upstream: the number of the call whose output is its input, or None.
         steps: how many steps the transform has.
         seconds: of each step of its deterministic beginning.
@@ -47,7 +42,7 @@ class MeasuredCall(NamedTuple):
     """
 
     site: Site
-    style: str
+    style: tuple[Any, ...]
     upstream: int | None
     steps: int
     seconds: tuple[float, ...]
@@ -78,106 +73,208 @@ class MeasuredSample(NamedTuple):
     decodes: bool
 
 
-class Trial(NamedTuple):
-    """A sample that was made with a cut.
+class LoadedPart(NamedTuple):
+    """The cached part of a sample, loaded in one process.
 
     Attributes:
-        calls: of the transforms that are cut, with the paths to their output in the sample.
-        seeded: whether the dataset sets the seed of random numbers while it loads a sample.
-        repeated: see `CutPlan`.
+        idx: of the sample.
+        record: the part; None where it is only compared.
+        description: of the part; see `describe`.
+        drawn: whether random numbers were drawn, or seeds set, while it was loaded.
     """
 
     idx: int
-    record: PackedRecord
-    calls: tuple[PlannedCall, ...]
-    seeded: bool
-    repeated: tuple[tuple[Path, Path], ...]
+    record: PackedRecord | None
+    description: Any
+    drawn: bool = False
 
 
-def load_samples(dataset: Any, indices: Sequence[int]) -> Iterator[tuple[int, PackedRecord]]:
-    """Yield indices and samples as the dataset makes them. Leaves out samples that fail; stops when loading is slow."""
-    began = time.monotonic()
-    for idx in indices:
-        try:
-            sample = dataset[idx]
-        except Exception:  # the probe reports it
-            continue
-        yield idx, pack_sample(sample)
-        if time.monotonic() - began > _SLOW_S:
+# ---------------------------------------------------------------------------------------------------- samples and their parts
+
+
+def make_plain(dataset: Any, steps: Sequence[Any], indices: Sequence[int]) -> Iterator[tuple[int, int, Any]]:
+    """Yield rounds, indices and descriptions of samples as the dataset makes them, in up to `_ROUNDS` rounds.
+
+    Leaves out samples that fail in the first round. When loading is slow, no further sample is begun in the first round, and no
+    third round.
+    """
+    began, loaded = time.monotonic(), list[int]()
+    for number in range(_ROUNDS):
+        _begin_round(number, steps)
+        for idx in loaded if number else indices:
+            try:
+                description = describe(dataset[idx], strides=False)
+            except Exception as error:
+                if not number:  # the probe reports it
+                    continue
+                description = _describe_failure(error)
+            if not number:
+                loaded.append(idx)
+            yield number, idx, description
+            if not number and time.monotonic() - began > _SLOW_S:
+                break
+        if number and time.monotonic() - began > _SLOW_S:
             return
+
+
+def finish_parts(
+    leaf: Any, plan: CutPlan, steps: Sequence[Any], parts: Mapping[int, tuple[int, Any]], rounds: int
+) -> Iterator[tuple[int, int, Any]]:
+    """Yield what `make_plain` yields, of samples whose cached parts were loaded elsewhere.
+
+    Args:
+        parts: by the index of the sample: its index in the leaf, and the part.
+    """
+    bound = BoundPlan(leaf, plan)
+    for number in range(rounds):
+        _begin_round(number, steps)
+        for idx, (leaf_idx, part) in parts.items():
+            try:
+                description = describe(bound.finish(leaf_idx, copy.deepcopy(part)), strides=False)
+            except Exception as error:
+                description = _describe_failure(error)
+            yield number, idx, description
+
+
+def _describe_failure(error: Exception) -> Any:
+    return "raised", type(error).__name__, str(error)
+
+
+_chances: dict[tuple[int, str], Any] = {}
+"""The probabilities of random steps, by the id of the object and the name of the attribute."""
+
+
+def _begin_round(number: int, steps: Sequence[Any]) -> None:
+    """Seed the generators. In every second round, random steps happen for certain. Only for a child that then ends."""
+    for generator in GENERATORS:
+        generator.seed(number)
+    for _, part in parts_of(list(steps)):
+        attributes = getattr(part, "__dict__", {})
+        for name in {"p", "prob"} & attributes.keys():
+            chance = _chances.setdefault((id(part), name), attributes[name])
+            if isinstance(chance, float):
+                attributes[name] = 1.0 if number % 2 else chance
+
+
+def record_programs(leaf: Any, plan: CutPlan, examples: Sequence[Example]) -> Iterator[Program]:
+    """Yield how samples are made.
+
+    Raises:
+        CannotSplit: code needs the value of a deferred output.
+    """
+    bound = BoundPlan(leaf, plan)
+    for _, leaf_idx in examples:
+        try:
+            recorder, sample = bound.record(leaf_idx)
+            yield recorder.plan(sample)
+        except NeedsValue as error:
+            raise CannotSplit(str(error)) from None
+
+
+def load_parts(leaf: Any, plan: CutPlan, examples: Sequence[Example], allow_pickle: bool) -> Iterator[LoadedPart]:
+    """Load the cached parts of samples.
+
+    Raises:
+        CannotSplit: they are not made as planned, or cannot be cached.
+    """
+    bound = BoundPlan(leaf, plan)
+    for idx, leaf_idx in examples:
+        before = Kept(own_generators(leaf))
+        try:
+            recorder, sample = bound.record(leaf_idx, plan.program)
+            part = recorder.separate(sample)
+            Record(part, allow_pickle=allow_pickle)
+        except (Deviation, NeedsValue, SampleError) as error:
+            raise CannotSplit(str(error)) from None
+        yield LoadedPart(idx, pack_sample(part), describe(part, strides=False), before.drawn())
+
+
+def load_again(old: Split, examples: Sequence[Example]) -> Iterator[LoadedPart]:
+    """Load the cached parts of samples with the transforms that were split before."""
+    old.restore()
+    for idx, _ in examples:
+        yield LoadedPart(idx, None, describe(old.load(idx), strides=False))
 
 
 # ---------------------------------------------------------------------------------------------------- measuring
 
 
-def measure(leaf: Any, examples: Sequence[Example], encoded: bool) -> Iterator[MeasuredSample]:
+def measure(leaf: Any, examples: Sequence[Example], encoded: bool, allow_pickle: bool) -> Iterator[MeasuredSample]:
     """Load samples, and yield the time and size of each step of their transforms."""
-    pipelines, log = open_pipelines(leaf, encoded), CallLog()
-    meters = {site: _Meter(pipeline) for site, pipeline in pipelines.items()}
-    patched = patch(leaf, {site: LoggedTransform(site, pipelines[site].whole, meter, log) for site, meter in meters.items()})
+    pipelines, calls = open_pipelines(leaf, encoded), list[_MeteredCall]()
+    meters = {site: _Meter(site, pipeline, calls, allow_pickle) for site, pipeline in pipelines.items()}
+    patched = patch(leaf, {site: StandIn(find_transform(leaf, site), meter) for site, meter in meters.items()})
     for _, leaf_idx in examples:
-        log.calls.clear()
+        calls.clear()
         began = time.perf_counter()
         sample = patched[leaf_idx]
-        load_s = time.perf_counter() - began
-        readings = {site: iter(meter.take_readings()) for site, meter in meters.items()}
-        measured = tuple(_measured(log.calls, number, next(readings[call.site])) for number, call in enumerate(log.calls))
-        inputs = log.calls[0].args if log.calls else ()
-        overhead_s = sum(meter.overhead_s for meter in meters.values())
-        decodes = any(type(value).__module__.startswith("PIL.") for value in inputs)
-        yield MeasuredSample(_encoded_size(sample) or 0, load_s - overhead_s, measured, decodes)
+        load_s = time.perf_counter() - began - sum(call.overhead_s for call in calls)
+        decodes = any(type(value).__module__.startswith("PIL.") for value in (calls[0].args if calls else ()))
+        measured = tuple(call.measured(_upstream(calls, number)) for number, call in enumerate(calls))
+        yield MeasuredSample(_encoded_size(sample, allow_pickle) or 0, load_s, measured, decodes)
+
+
+class _MeteredCall(NamedTuple):
+    """A call of a transform, its result, and what was measured."""
+
+    site: Site
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    reading: Mapping[str, Any]
+    overhead_s: float
+
+    def measured(self, upstream: int | None) -> MeasuredCall:
+        """Return what is known without the values. ``upstream``: see `MeasuredCall`."""
+        return MeasuredCall(self.site, (len(self.args), *sorted(self.kwargs)), upstream, **self.reading)
 
 
 class _Meter:
-    """Runs a transform, with its deterministic beginning step by step, and notes times and sizes."""
+    """Runs a transform, with its deterministic beginning step by step, and notes times and sizes in ``calls``."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-        self._readings: list[dict[str, Any]] = []
-        self.overhead_s = 0.0  # spent on noting, for the readings that are not yet taken
-
-    def take_readings(self) -> list[dict[str, Any]]:
-        """Return the readings of the calls since the last time."""
-        readings, self._readings = self._readings, []
-        return readings
+    def __init__(self, site: Site, pipeline: Pipeline, calls: list[_MeteredCall], allow_pickle: bool) -> None:
+        self._site, self._pipeline, self._calls, self._allow_pickle = site, pipeline, calls, allow_pickle
+        self._overhead_s = 0.0  # of the call, spent on noting
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._readings:
-            self.overhead_s = 0.0
-        style, value = call_style(args, kwargs), pack_arguments(args, kwargs)
-        began, overhead_s = time.perf_counter(), self.overhead_s
-        sizes, seconds, done, call_monitor = [self._size(value)], [], 0, RngMonitor()
-        while done < (0 if style == "mixed" else self._pipeline.deterministic):
+        began, self._overhead_s = time.perf_counter(), 0.0
+        first, count = (args, kwargs), len(self._pipeline.steps)
+        sizes, seconds, done, call_monitor = [self._size(args, kwargs)], [], 0, RngMonitor()
+        result: Any = None
+        while done < (0 if args and kwargs else self._pipeline.deterministic):
             monitor, step_began = RngMonitor(), time.perf_counter()
-            value = accept_packed(self._pipeline.part(done, done + 1), style)(value)
+            result = self._pipeline.part(done, done + 1)(*args, **kwargs)
             step_s, done = time.perf_counter() - step_began, done + 1
+            args, kwargs = next_arguments(result, args, kwargs)
             if monitor.changed():  # then the step is random, whatever its class
                 break
             seconds.append(step_s)
-            sizes.append(self._size(value))
-        if done < len(self._pipeline.steps):
-            value = accept_packed(self._pipeline.part(done), style)(value)
-        total_s = time.perf_counter() - began - (self.overhead_s - overhead_s)
-        reading = {"steps": len(self._pipeline.steps), "seconds": tuple(seconds), "sizes": tuple(sizes), "total_s": total_s}
-        self._readings.append(reading | {"result_size": self._size(value) or 0, "draws": call_monitor.changed()})
-        return value
+            sizes.append(self._size(args, kwargs))
+        if done < count:
+            result = self._pipeline.part(done)(*args, **kwargs)
+        total_s = time.perf_counter() - began - self._overhead_s
+        reading = {"steps": count, "seconds": tuple(seconds), "sizes": tuple(sizes), "total_s": total_s}
+        reading |= {"result_size": self._size((result,), {}) or 0, "draws": call_monitor.changed()}
+        self._calls.append(_MeteredCall(self._site, *first, result, reading, self._overhead_s))
+        return result
 
-    def _size(self, value: Any) -> int | None:
+    def _size(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
         began = time.perf_counter()
-        size = _encoded_size(value)
-        self.overhead_s += time.perf_counter() - began
+        size = _encoded_size([*args, *kwargs.values()], self._allow_pickle)
+        self._overhead_s += time.perf_counter() - began
         return size
 
 
-def _encoded_size(value: Any) -> int | None:
+def _encoded_size(value: Any, allow_pickle: bool) -> int | None:
     try:
-        data, integers = Record(value).pack()
+        data, integers = Record(value, allow_pickle=allow_pickle).pack()
     except SampleError:
         return None
     return len(data) + 4 * len(integers) + 16
 
 
-def _measured(calls: Sequence[Call], number: int, reading: Mapping[str, Any]) -> MeasuredCall:
+def _upstream(calls: Sequence[_MeteredCall], number: int) -> int | None:
+    """Return the number of the last call whose output is an input of a call."""
     call, upstream = calls[number], None
     inputs = [value for value in (*call.args, *call.kwargs.values()) if not isinstance(value, int | float | str | bytes | None)]
     for earlier in range(number):
@@ -185,66 +282,4 @@ def _measured(calls: Sequence[Call], number: int, reading: Mapping[str, Any]) ->
         parts = result if isinstance(result, tuple) else result.values() if isinstance(result, dict) else ()
         if any(value is output for value in inputs for output in (result, *parts)):
             upstream = earlier
-    return MeasuredCall(call.site, call_style(call.args, call.kwargs), upstream, **reading)
-
-
-# ---------------------------------------------------------------------------------------------------- trying out
-
-
-def try_out(leaf: Any, plan: CutPlan, examples: Sequence[Example]) -> Iterator[Trial]:
-    """Load samples with a cut and finish each at once, so that random numbers are drawn as without a cut.
-
-    Raises:
-        CannotSplit: the output of a transform is not in the sample.
-    """
-    bound = BoundPlan(leaf, plan)
-    for idx, leaf_idx in examples:
-        before = fingerprint()
-        sample, calls = bound.load_with_calls(leaf_idx)
-        after = fingerprint()
-        planned, repeated = _separate(calls, [_find_output(call, plan.cuts[call.site], sample) for call in calls])
-        for call in planned:
-            sample = finish_call(sample, call, accept_packed(bound.pipelines[call.site].part(call.cut), call.style))
-        record, seeded = pack_sample(sample), False
-        if idx == examples[-1][0] and before != after:  # it draws numbers itself; or sets the seed for its transforms
-            disturb()
-            bound.load_with_calls(leaf_idx)
-            seeded = any(first == second != old for first, second, old in zip(after, fingerprint(), before, strict=True))
-        yield Trial(idx, record, planned, seeded, repeated)
-
-
-def _separate(
-    calls: Sequence[Call], planned: Sequence[PlannedCall]
-) -> tuple[tuple[PlannedCall, ...], tuple[tuple[Path, Path], ...]]:
-    """Give calls with one and the same output one path each: an image of which several views are made.
-
-    Returns:
-        The planned calls, and `CutPlan.repeated`.
-    """
-    separated, repeated = list(planned), []
-    for number, call in enumerate(calls):
-        same_output = [other for other, other_call in enumerate(calls) if other_call.result is call.result]
-        paths = planned[number].parts[0][1]
-        if len(same_output) > 1 and len(same_output) == len(paths):
-            path = paths[same_output.index(number)]
-            separated[number] = planned[number]._replace(parts=((None, (path,)),))
-            repeated += [(path, paths[0])] * (path != paths[0])
-    return tuple(separated), tuple(repeated)
-
-
-def _find_output(call: Call, cut: int, sample: Any) -> PlannedCall:
-    """Return a call with the paths to its output in the sample.
-
-    Raises:
-        CannotSplit: the output is not in the sample.
-    """
-    style, result = call_style(call.args, call.kwargs), call.result
-    paths = find_paths(sample, result)
-    parts: tuple[tuple[Any, tuple[Path, ...]], ...] = ((None, paths),)
-    if not paths and style == "args" and isinstance(result, tuple):
-        parts = tuple((key, find_paths(sample, value)) for key, value in enumerate(result))
-    elif not paths and style == "kwargs" and isinstance(result, dict):
-        parts = tuple((key, find_paths(sample, value)) for key, value in result.items())
-    if not all(part_paths for _, part_paths in parts):
-        raise CannotSplit(f"the output of its {call.site} is not in the sample as it is")
-    return PlannedCall(call.site, cut, style, parts)
+    return upstream

@@ -435,6 +435,7 @@ def test_clients_beyond_the_threads_and_those_that_take_too_long_are_cut_off(ser
         monkeypatch.setattr(metrics_server, "_LONGEST_S", longest_s)
         with connect(server) as client:
             assert client.recv(1) == b""
+    assert wait_until(lambda: not server._working, 60)  # before monkeypatch sets it
 
 
 def test_a_client_that_goes_away_does_not_matter(server, capfd):

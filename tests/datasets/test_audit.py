@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 import stocache
 from stocache import CachedDataset, DatasetError, LimitError
-from stocache.datasets.describe import describe, difference
 from stocache.system import generators
+from stocache.system.describe import describe, difference
 from tests.support.depending import KINDS, Images, N
 from tests.support.processes import in_child
 

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from stocache import CachedDataset
-from stocache.datasets.describe import describe, difference
+from stocache.system.describe import describe, difference
 
 WARNED = "stocache warned:"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stocache.datasets.describe import difference
+from stocache.system.describe import difference
 from tests.programs.running import WARNED
 from tests.support.processes import run_python
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from stocache.datasets.describe import describe, difference
 from stocache.ring.pickling import Packer, pack, unpack
+from stocache.system.describe import describe, difference
 from tests.support.equality import identical, same
 from tests.support.samples import DTYPES
 

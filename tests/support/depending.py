@@ -166,7 +166,7 @@ MAKERS = {
     "own RandomState": lambda dataset, idx: flipped(dataset, idx, dataset.rng.rand),
     "own torch.Generator": lambda dataset, idx: flipped(dataset, idx, lambda: torch.rand((), generator=dataset.rng).item()),
     "objects, own Generator": lambda dataset, idx: Object(dataset.rng.normal()),
-    "new generator each time": lambda dataset, idx: flipped(dataset, idx, np.random.default_rng().random),
+    "new generator each time": lambda dataset, idx: dataset.image(idx) + np.random.default_rng().integers(1 << 30),
     "os.urandom": lambda dataset, idx: dataset.image(idx) + os.urandom(1)[0],
     "secrets": lambda dataset, idx: dataset.image(idx) + secrets.randbelow(1000),
     "time": lambda dataset, idx: (dataset.image(idx), time.time_ns()),

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from stocache import CachedDataset, DataLoader, DatasetError, LimitError, deterministic, split_transforms
-from stocache.datasets.describe import describe, difference
+from stocache.system.describe import describe, difference
 from stocache.transforms.pipelines import open_pipeline
 from stocache.transforms.planning import Option, choose_option
 
@@ -339,9 +339,9 @@ def changed(change):
     ("cls", "options", "reason"),
     [
         (Ignoring, {}, "Ignoring does not call its transform"),
-        (changed(lambda its, image, *_: (image, float(np.asarray(image).mean()))), {}, "sample 0 would not be the same"),
-        (Seeding, {}, "sets the seed of random numbers"),
-        (changed(lambda its, image, label, idx: (image, label) if idx % 2 else (label, image)), {}, "in another place"),
+        (changed(lambda its, image, *_: (image, float(np.asarray(image).mean()))), {}, "needs a number of the output"),
+        (Seeding, {}, "draws or seeds random numbers outside of its transforms"),
+        (changed(lambda its, *parts: parts[parts[2] % 2 :]), {}, "in the same way for each sample"),
         (ImageFolder, {"probe": 0}, "no sample was loaded"),
         (ImageFolder, {"example": (torch.zeros(3, 16, 16), 0)}, "only an example is known"),
     ],
@@ -349,7 +349,7 @@ def changed(change):
 def test_what_cannot_be_followed_is_not_split(cls, options, reason, folder, caplog):
     CachedDataset(cls(folder, training(16)), 1, **options).close()
     (text,) = [record.message for record in caplog.records if "are not split" in record.message]
-    for part in (reason, "every epoch will see the first outcome of RandomResizedCrop", r"split_transforms\(\) cuts it off"):
+    for part in (reason, "depends on the random numbers of RandomResizedCrop", r"split_transforms\(\) cuts it off"):
         assert re.search(part, text), text
     with pytest.raises(LimitError, match="store='encoded' is for samples that are probed"):
         CachedDataset(ImageFolder(folder), 1, store="encoded", probe=0)

@@ -51,7 +51,8 @@ def describe(value: Any, strides: bool = True, _above: tuple[int, ...] = ()) -> 
         return name, value.dtype.str, value.shape, value.strides if strides else None, data
     if isinstance(value, dict):
         own = getattr(value, "__dict__", {})
-        return name, tuple((inner(key), inner(part)) for key, part in value.items()), inner(own) if own else None
+        items = tuple((inner(key), "an address" if _is_address(key, part) else inner(part)) for key, part in value.items())
+        return name, items, inner(own) if own else None
     if isinstance(value, list | tuple):
         return name, tuple(map(inner, value))
     if isinstance(value, set | frozenset):
@@ -63,6 +64,11 @@ def describe(value: Any, strides: bool = True, _above: tuple[int, ...] = ()) -> 
     if hasattr(value, "__dict__"):
         return name, inner(vars(value))
     return name, _state(value, inner)
+
+
+def _is_address(key: Any, value: Any) -> bool:
+    """Whether a value is the ``id()`` of an object, which MONAI notes for each transform that it applies."""
+    return type(value) is int and value > 1 << 40 and isinstance(key, enum.Enum) and key.value == "id"
 
 
 def _state(value: Any, inner: Any) -> Any:

@@ -1,0 +1,557 @@
+"""Record what a dataset does with the output of a random transform, and do it again after the cache.
+
+NOTE [ Deferred outputs ]
+    While the cached part of a sample is loaded, the random steps of its transforms do not run. A `Deferred` takes the place of
+    their output. What the dataset does with it, an index, an attribute, a call, an operator, a function of torch or numpy, is
+    recorded as a step, whose result is `Deferred` again. A sample is so loaded as the values that these steps start from, their
+    inputs, and the parts that are complete. Both are cached. After the cache, the steps run in the order in which they were
+    recorded, so they draw the same random numbers.
+
+    The steps are planned once, as a `Program`, from some samples whose steps were run at once. Each later load must take the
+    same steps. A class, a length and the keys of a dict are answered from the plan, and checked when the program runs.
+    What needs the value itself (a branch, a number, a loop over what has no length) is a `NeedsValue`: no plan is possible.
+"""
+
+import copy
+import functools
+import operator
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+
+import numpy as np
+import torch
+
+from stocache.samples.pytree import DEEP, Container, flatten_one
+from stocache.transforms.part_transform import MAX_PARTS, Path, find_parts, part_at, with_part
+from stocache.transforms.patching import Site
+
+
+class NeedsValue(Exception):
+    """Code needs the value of an output that is deferred."""
+
+
+class Deviation(Exception):
+    """A sample is not made as planned."""
+
+
+# ---------------------------------------------------------------------------------------------------- programs
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The result of an earlier step."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Input:
+    """A value that is cached."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A value that is the same in all samples."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Node:
+    """A container that holds results of steps."""
+
+    container: Container
+    children: "tuple[Template, ...]"
+
+
+Template: TypeAlias = Ref | Input | Constant | Node
+
+
+class Rest(NamedTuple):
+    """The steps ``begin`` to ``end`` of a transform."""
+
+    site: Site
+    begin: int
+    end: int | None = None
+
+
+class Step(NamedTuple):
+    """A call: of a function, or of the rest of a transform.
+
+    Attributes:
+        args, kwargs: its arguments.
+        answer: a tuple of the result, where it must be this one; else None.
+    """
+
+    function: Callable[..., Any] | Rest
+    args: tuple[Template, ...]
+    kwargs: dict[str, Template]
+    answer: tuple[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is done after the cache: see NOTE [ Deferred outputs ].
+
+    Attributes:
+        steps: in the order in which they run.
+        places: where results of steps, or inputs, are in the sample.
+        inputs: how many values are cached for it.
+    """
+
+    steps: tuple[Step, ...] = ()
+    places: tuple[tuple[Path, Template], ...] = ()
+    inputs: int = 0
+
+    @property
+    def _paths(self) -> list[Path]:
+        return [path for path, _ in self.places]
+
+    @functools.cached_property
+    def homes(self) -> dict[Path, int]:
+        """Where inputs are cached in the sample: in the places of what is made of them."""
+        homes: dict[Path, int] = {}
+        for path, template in self.places:
+            number = _origin(template, self.steps)
+            if number is not None and number not in homes.values():
+                homes[path] = number
+        return homes
+
+    @functools.cached_property
+    def _others(self) -> list[int]:
+        """The inputs that have no place in the sample."""
+        return sorted({*range(self.inputs)} - {*self.homes.values()})
+
+    def separate(self, sample: Any, inputs: Mapping[int, Any]) -> Any:
+        """Return what is cached: a sample with inputs in their homes; in a tuple with the other inputs, if there are any."""
+        for path in self._paths:
+            sample = with_part(sample, path, inputs[self.homes[path]] if path in self.homes else None)
+        return (sample, [inputs[number] for number in self._others]) if self._others else sample
+
+    def merged(self, other: "Program") -> "Program":
+        """Return one program for the samples of two: constants that differ become inputs.
+
+        Raises:
+            Deviation: the steps differ.
+        """
+        if list(map(_outline, self.steps)) != list(map(_outline, other.steps)) or self._paths != other._paths:
+            raise Deviation
+        count, aliases = self.inputs, dict[int, int]()
+
+        def merge(mine: Template, theirs: Template) -> Template:
+            nonlocal count
+            if isinstance(mine, Node) and isinstance(theirs, Node) and mine.container == theirs.container:
+                return Node(mine.container, tuple(map(merge, mine.children, theirs.children)))
+            if isinstance(mine, Input) and isinstance(theirs, Input | Constant):
+                if isinstance(theirs, Input) and aliases.setdefault(mine.number, theirs.number) != theirs.number:
+                    raise Deviation  # one object there, two here
+                return mine
+            if isinstance(mine, Constant) and isinstance(theirs, Input | Constant):
+                if isinstance(theirs, Constant) and _same(mine.value, theirs.value):
+                    return mine
+                count += 1
+                return Input(count - 1)
+            if mine != theirs:
+                raise Deviation
+            return mine
+
+        steps = [
+            mine._replace(
+                args=tuple(map(merge, mine.args, theirs.args)),
+                kwargs={key: merge(value, theirs.kwargs[key]) for key, value in mine.kwargs.items()},
+            )
+            for mine, theirs in zip(self.steps, other.steps, strict=True)
+        ]
+        places = tuple((path, merge(mine, theirs)) for (path, mine), (_, theirs) in zip(self.places, other.places, strict=True))
+        return Program(tuple(steps), places, count)
+
+    def run(self, cached: Any, open_rest: Callable[[Rest], Callable[..., Any]]) -> Any:
+        """Return a sample.
+
+        Args:
+            cached: what `separate` has returned.
+            open_rest: returns the callable for the rest of a transform.
+
+        Raises:
+            Deviation: a class, a length or the keys of a dict are not as planned.
+        """
+        sample, others = cached if self._others else (cached, [])
+        inputs = dict(zip(self._others, others, strict=True))
+        inputs |= {number: part_at(sample, path) for path, number in self.homes.items()}
+        values: list[Any] = []
+        for step in self.steps:
+            function = open_rest(step.function) if isinstance(step.function, Rest) else step.function
+            values.append(_checked(step, _call(function, step, values, inputs)))
+        for path, template in self.places:
+            sample = with_part(sample, path, _build(template, values, inputs))
+        return sample
+
+
+def _origin(template: Template, steps: tuple[Step, ...]) -> int | None:
+    """Return the number of the input that a value is made of: the first argument of each step, or the item that is taken."""
+    while isinstance(template, Ref):
+        step = steps[template.step]
+        source: Any = step.args[0] if step.args else None
+        if step.function is operator.getitem and isinstance(source, Ref) and isinstance(step.args[1], Constant):
+            maker, key = steps[source.step], step.args[1].value
+            arguments = maker.kwargs if maker.kwargs else dict(enumerate(maker.args)) if len(maker.args) > 1 else {}
+            source = arguments.get(key, source)
+        template = source
+    return template.number if isinstance(template, Input) else None
+
+
+def _outline(step: Step) -> Any:
+    return step.function, len(step.args), tuple(step.kwargs), step.answer
+
+
+def _call(function: Callable[..., Any], step: Step, values: list[Any], inputs: Any) -> Any:
+    args = [_build(template, values, inputs) for template in step.args]
+    return function(*args, **{key: _build(template, values, inputs) for key, template in step.kwargs.items()})
+
+
+def _build(template: Template, values: list[Any], inputs: Any) -> Any:
+    if isinstance(template, Ref):
+        return values[template.step]
+    if isinstance(template, Input):
+        return inputs[template.number]
+    if isinstance(template, Constant):
+        return template.value
+    return template.container.unflatten_fn()([_build(child, values, inputs) for child in template.children])
+
+
+def _checked(step: Step, result: Any) -> Any:
+    if (result is None) if step.answer is None else not _same(result, step.answer[0]):
+        raise Deviation
+    return result
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and repr(one) == repr(other))
+
+
+# ---------------------------------------------------------------------------------------------------- recording
+
+
+class Recorder:
+    """Records one load of a sample.
+
+    Args:
+        program: the plan: each step must be the next one there. None makes a plan.
+        open_rest: see `Program.run`. To make a plan, each step is run at once.
+    """
+
+    def __init__(self, program: Program | None, open_rest: Callable[[Rest], Callable[..., Any]]) -> None:
+        self._program, self._open_rest = program, open_rest
+        self._steps: list[Step] = []
+        self._values: list[Any] = []  # of the steps, to make a plan
+        self._captured: list[Any] = []  # concrete arguments
+        self._numbers: dict[int, int] = {}  # their positions, by id
+        self._inputs: dict[int, Any] = {}  # of the program
+        self._problem: str | None = None
+
+    def need(self, what: str) -> NoReturn:
+        """Raise NeedsValue, and remember it: the dataset may catch errors."""
+        self._problem = self._problem or f"its code needs {what} of the output of a random transform"
+        raise NeedsValue(self._problem)
+
+    def record(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] = {}, *, answered: bool = False) -> Any:
+        """Record a step, and return its result: `Deferred`, or where it is ``answered``, the result itself."""
+        step = Step(function, tuple(map(self._take, args)), {key: self._take(value) for key, value in kwargs.items()})
+        number = len(self._steps)
+        if self._program is None:
+            run = self._open_rest(function) if isinstance(function, Rest) else function
+            value = _call(run, step, self._values, self._captured)
+            step = step._replace(answer=(value,) if answered or value is None else None)
+            self._values.append(value)
+        else:
+            planned = self._program.steps[number] if number < len(self._program.steps) else None
+            if planned is None or _outline(planned)[:3] != _outline(step)[:3]:
+                self._deviate()
+            for mine, its in zip(planned.args, step.args, strict=True):
+                self._match(mine, its)
+            for key, its in step.kwargs.items():
+                self._match(planned.kwargs[key], its)
+            step = planned
+        self._steps.append(step)
+        return Deferred(self, number) if step.answer is None else step.answer[0]
+
+    def _deviate(self) -> NoReturn:
+        self._problem = self._problem or "it does something else with the output of a random transform for each sample"
+        raise Deviation(self._problem)
+
+    def _take(self, value: Any, depth: int = 0) -> Template:
+        """Return the template of an argument."""
+        if type(value) is Deferred:
+            return Ref(value._step_)
+        if _is_constant(value):
+            return Constant(value)
+        if depth < DEEP and holds_deferred(value):
+            container, parts = flatten_one(value) or self.need("an unknown container")
+            return Node(container, tuple(self._take(part, depth + 1) for part in parts))
+        number = self._numbers.setdefault(id(value), len(self._captured))
+        if number == len(self._captured):
+            self._captured.append(value)
+        return Input(number)
+
+    def _match(self, planned: Template, found: Template) -> None:
+        """Take the inputs that are planned from what was found."""
+        if isinstance(planned, Input) and isinstance(found, Input | Constant):
+            value = self._captured[found.number] if isinstance(found, Input) else found.value
+            if self._inputs.setdefault(planned.number, value) is not value:
+                self._deviate()
+        elif isinstance(planned, Node) and isinstance(found, Node) and planned.container == found.container:
+            for mine, its in zip(planned.children, found.children, strict=True):
+                self._match(mine, its)
+        elif isinstance(planned, Constant) and isinstance(found, Constant):
+            if not _same(planned.value, found.value):
+                self._deviate()
+        elif planned != found:
+            self._deviate()
+
+    def _find_places(self, sample: Any) -> tuple[tuple[Path, Template], ...]:
+        wanted = lambda part: type(part) is Deferred or id(part) in self._numbers  # noqa: E731
+        return tuple((path, self._take(part)) for path, part in find_parts(sample, wanted))
+
+    def plan(self, sample: Any) -> Program:
+        """Return the program of a sample that was loaded.
+
+        Raises:
+            NeedsValue: code needed the value of a deferred output.
+        """
+        if self._problem is not None:
+            raise NeedsValue(self._problem)
+        return Program(tuple(self._steps), self._find_places(sample), len(self._captured))
+
+    def separate(self, sample: Any) -> Any:
+        """Return what is cached of a sample that was loaded as planned.
+
+        Raises:
+            Deviation: it was not.
+        """
+        program, places = self._program, self._find_places(sample)
+        assert program is not None
+        if self._problem or len(self._steps) != len(program.steps) or len(places) != len(program.places):
+            self._deviate()
+        for (path, mine), (its_path, its) in zip(program.places, places, strict=True):
+            if path != its_path:
+                self._deviate()
+            self._match(mine, its)
+        return program.separate(sample, self._inputs)
+
+
+_NUMBERS_AND_TEXTS = (bool, int, float, complex, str, bytes, type(None), type(...))
+_NAMES = (
+    type, Enum, types.FunctionType, types.BuiltinFunctionType, np.dtype, np.ufunc, torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a value may be a part of a program: it cannot change, and has a short repr."""
+    if type(value) is tuple:
+        return len(value) <= 16 and all(map(_is_constant, value))
+    if type(value) is slice:
+        return _is_constant((value.start, value.stop, value.step))
+    return type(value) in _NUMBERS_AND_TEXTS or (type(value) is not Deferred and isinstance(value, _NAMES))
+
+
+def holds_deferred(value: Any, depth: int = 0) -> bool:
+    """Whether a value is, or contains, the output of a step."""
+    if type(value) is Deferred:
+        return True
+    if depth == DEEP or isinstance(value, torch.Tensor | np.ndarray | str | bytes | None):
+        return False
+    inner: Any = ()
+    if isinstance(value, Mapping):
+        inner = value.values()
+    elif isinstance(value, list | tuple):
+        inner = value
+    elif type(value) is slice:
+        inner = value.start, value.stop, value.step
+    return any(holds_deferred(part, depth + 1) for part in islice(inner, MAX_PARTS))
+
+
+# ---------------------------------------------------------------------------------------------------- outputs
+
+
+def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function."""
+    return function(*args, **kwargs)
+
+
+def call_ufunc(ufunc: np.ufunc, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of a function of numpy."""
+    return getattr(ufunc, method)(*args, **kwargs)
+
+
+class Deferred:
+    """Takes the place of the result of a step that runs after the cache; see NOTE [ Deferred outputs ]."""
+
+    __slots__ = ("_recorder_", "_step_")
+
+    def __init__(self, recorder: Recorder, step: int) -> None:
+        object.__setattr__(self, "_recorder_", recorder)
+        object.__setattr__(self, "_step_", step)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in ("keys", "values", "items") and issubclass(self.__class__, dict):
+            return functools.partial(_list_dict, self, name)
+        return self._recorder_.record(getattr, (self, name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._recorder_.record(setattr, (self, name, value))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Record a call."""
+        return self._recorder_.record(call, (self, *args), kwargs)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return self._recorder_.record(type, (self,), answered=True)
+
+    def __len__(self) -> int:
+        length: int = self._recorder_.record(len, (self,), answered=True)
+        return length
+
+    def __iter__(self) -> Iterator[Any]:
+        cls = self.__class__
+        if issubclass(cls, dict):
+            return iter(_list_dict(self, "keys"))
+        if not hasattr(cls, "__getitem__"):
+            self._recorder_.need("the items")
+        return iter([_item(self, number) for number in range(len(self))])
+
+    def __contains__(self, key: Any) -> bool:
+        if not issubclass(self.__class__, dict):
+            self._recorder_.need("the items")
+        return key in _list_dict(self, "keys")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _recorder_of((args, kwargs)).record(function, args, kwargs or {})
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return self._recorder_.record(function, args, kwargs)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        return self._recorder_.record(call_ufunc, (ufunc, method, *inputs), kwargs)
+
+    def __copy__(self) -> Any:
+        return self._recorder_.record(copy.copy, (self,))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._recorder_.record(copy.deepcopy, (self,))
+
+
+def _list_dict(output: Deferred, name: str) -> Any:
+    """Return the keys, values or items of an output that is a dict."""
+    keys = output._recorder_.record(tuple, (output,), answered=True)
+    items = [] if name == "keys" else [(key, _item(output, key)) for key in keys]
+    return {"keys": keys, "values": [value for _, value in items], "items": items}[name]
+
+
+def _item(output: Deferred, key: Any) -> Any:
+    return output._recorder_.record(operator.getitem, (output, key))
+
+
+def _recorder_of(value: Any) -> Recorder:
+    """Return the recorder of an output somewhere in a value."""
+    _, output = next(find_parts(value, lambda part: type(part) is Deferred))
+    recorder: Recorder = output._recorder_
+    return recorder
+
+
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
+_OTHERS = ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "getitem", "setitem", "delitem")
+_NEEDED = {
+    "int": "a number", "index": "a number", "float": "a number", "complex": "a number", "hash": "a key", "str": "the text",
+    "repr": "the text", "format": "the text", "bool": "the truth", "array": "the array", "reduce_ex": "the value",
+}  # fmt: skip
+
+
+def _add_operators() -> None:
+    """Define the operators of `Deferred`: those that are recorded, and those that need the value."""
+
+    def recorded(function: Any, swapped: bool = False) -> Any:
+        def method(self: Deferred, *args: Any) -> Any:
+            return self._recorder_.record(function, (*args, self) if swapped else (self, *args))
+
+        return method
+
+    def needed(what: str) -> Any:
+        def method(self: Deferred, *args: Any) -> Any:
+            self._recorder_.need(what)
+
+        return method
+
+    for name in _ARITHMETIC:
+        function = getattr(operator, f"__{name}__")
+        setattr(Deferred, f"__{name}__", recorded(function))
+        setattr(Deferred, f"__r{name}__", recorded(function, swapped=True))
+        setattr(Deferred, f"__i{name}__", recorded(getattr(operator, f"__i{name}__")))
+    for name in _OTHERS:
+        setattr(Deferred, f"__{name}__", recorded(getattr(operator, f"__{name}__")))
+    for name, what in _NEEDED.items():
+        setattr(Deferred, f"__{name}__", needed(what))
+
+
+_add_operators()
+
+
+# ---------------------------------------------------------------------------------------------------- conversions
+
+
+def _conversions() -> Iterator[tuple[Any, str]]:
+    """Yield the functions that do not ask their arguments how to be called: by the module, and the name in it."""
+    yield from ((torch, name) for name in ("as_tensor", "asarray", "from_numpy", "tensor"))
+    yield from ((np, name) for name in ("array", "asarray", "ascontiguousarray"))
+    if (images := sys.modules.get("PIL.Image")) is not None:
+        yield images, "fromarray"
+
+
+class RecordedConversions:
+    """A ``with`` block in which conversions of `Deferred` to tensors, arrays and images are recorded, in any thread."""
+
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+        self._originals: list[tuple[Any, str, Any, Any]] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._originals = [(module, name, *_recorded(module, name)) for module, name in _conversions()]
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                for module, name, original, recorded in self._originals:
+                    if getattr(module, name) is recorded:
+                        setattr(module, name, original)
+
+
+def _recorded(module: Any, name: str) -> tuple[Any, Any]:
+    original = getattr(module, name)
+
+    @functools.wraps(original)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        if args and holds_deferred(args[0]):
+            return _recorder_of(args[0]).record(original, args, kwargs)
+        return original(*args, **kwargs)
+
+    setattr(module, name, recorded)
+    return original, recorded
+
+
+recorded_conversions = RecordedConversions()
