@@ -1,11 +1,11 @@
 """Load a few samples in a child process, to learn what samples look like and what they are made with.
 
 NOTE [ What a sample is made of ]
-    The first sample is loaded again, several times if that is fast, because two random flips may be equal by chance. So is one
-    for which random numbers were drawn. If it differs, something random runs before the cache: see NOTE [ The audit ]. During the second
-    load of the first sample, all attributes of the dataset that are read are recorded. Cached samples are made with these, so
-    they must not be changed afterwards. Attributes that loading itself sets (a file that is opened when it is first needed) are
-    left out.
+    The first sample is loaded twice; one for which random numbers were drawn is loaded several times, because two random flips
+    may be equal by chance. If it differs, something random runs before the cache: see NOTE [ The audit ]. While
+    the first sample is loaded again, all attributes of the dataset that are read are recorded. Cached samples are made with
+    these, so they must not be changed afterwards. Attributes that loading itself sets (a file that is opened when it is first
+    needed) are left out.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from stocache.system.rng import LineOfDraw, RngMonitor, preserve_rng_state
 logger = logging.getLogger("stocache")
 
 _BUDGET_S = 20.0  # after which no further sample is begun, once there are two
-_FAST_S = 0.01
+_SHORT_S = 1.0  # for samples after the first for which random numbers were drawn
 AGAIN = 8  # times, for a sample for which random numbers were drawn
 _PATIENCE_S = 120.0  # for one sample; then the probe ends without it
 
@@ -185,19 +185,18 @@ def log_draws_without_effect(dataset: Any, idx: int, drawn: str = "") -> None:
 
 def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> Iterator[_Started | _Loaded | _LoadedAgain]:
     began, count = time.monotonic(), 0
-    drawn: tuple[int, Any] | None = None  # the first sample for which random numbers were drawn
+    drawn: list[tuple[int, Any]] = []  # the samples for which random numbers were drawn
     for idx in indices:
         if count > 1 and time.monotonic() - began > _BUDGET_S:
             break
         yield _Started(idx)
         before, monitor = dict(_attributes(dataset)), RngMonitor()
-        load_began = time.monotonic()
         try:
             sample = load(idx)
         except Exception as error:
             yield _Loaded(idx, error=describe_error(error), raised=True)
             continue
-        draws, load_s = monitor.changed(), time.monotonic() - load_began
+        draws = monitor.changed()
         try:
             record = pack_sample(sample, f"sample {idx}")
         except SampleError as error:
@@ -211,15 +210,19 @@ def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> I
             # see NOTE [ What a sample is made of ]
             new = {name for name, value in _attributes(dataset).items() if before.get(name, before) is not value}
             reads = _record_reads(dataset)
-            place = load_again(load, idx, first, AGAIN if load_s < _FAST_S else 1)  # a generator may be made anew each time
+            place = load_again(load, idx, first)
             yield _LoadedAgain(idx, None if draws else place, None, frozenset(reads - new))
-        if draws and drawn is None:
-            drawn = idx, first
-    if drawn is not None:  # now, when others have been loaded, too: some mix a sample with recent ones
+        if draws:
+            drawn.append((idx, first))
+    if drawn:  # now, when others have been loaded, too: some mix a sample with recent ones
         with LineOfDraw() as line:
-            place = load_again(load, *drawn)
-        place = place or load_again(load, *drawn, AGAIN)
-        yield _LoadedAgain(drawn[0], place, line.text)
+            place = load_again(load, *drawn[0])
+        yield _LoadedAgain(drawn[0][0], place or load_again(load, *drawn[0], AGAIN), line.text)
+        began = time.monotonic()
+        for idx, first in drawn[1:]:
+            if time.monotonic() - began < _SHORT_S and (place := load_again(load, idx, first, AGAIN)) is not None:
+                yield _LoadedAgain(idx, place, line.text)
+                return
 
 
 def load_again(load: Callable[[int], Any], idx: int, first: Any, times: int = 1) -> str | None:
