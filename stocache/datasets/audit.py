@@ -326,7 +326,10 @@ class _SharedWords:
 
 
 class _KeptState:
-    """Small values that a dataset, and what it holds, keep in attributes, lists and dicts. A ``with`` block restores them."""
+    """Small values that a dataset, and what it holds, keep in attributes, lists and dicts. A ``with`` block restores them.
+
+    Objects that are ``thread_safe`` are left alone, because other threads may change them meanwhile.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
@@ -363,8 +366,10 @@ def _is_of_library(module: str) -> bool:
 
 
 def _is_own(value: Any) -> bool:
-    """Whether a value is a plain container, a function, or an object of a class that is not of a library."""
+    """Whether a value is a plain container, a function, or an object of the user's that threads do not share."""
     kind = type(value)
+    if getattr(value, "__dict__", {}).get("thread_safe") or getattr(kind, "thread_safe", False) is True:
+        return False
     return kind.__module__ == "builtins" or kind in (deque, partial) or not _is_of_library(kind.__module__)
 
 

@@ -8,7 +8,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import stocache
 from stocache import CachedDataset, DatasetError, LimitError
@@ -243,3 +243,24 @@ def test_persistent_workers_are_said_to_have_copies(caplog):
         list(loader)
         loader.end_workers()
     assert "dataset.offset was set after persistent workers had started" in caplog.text
+
+
+def test_what_threads_share_is_not_put_back():
+    class Counting(Dataset):
+        thread_safe = True
+
+        def __init__(self):
+            self.reads = []
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, idx):
+            self.reads.append(idx)  # by other threads as well, while one is compared
+            return torch.full((4,), float(idx))
+
+    with CachedDataset(dataset := Counting(), 1) as cached:
+        for _ in range(2):
+            cached.set_epoch(0)
+            assert [cached[idx][0].item() for idx in range(4)] == [0, 1, 2, 3]
+        assert dataset.reads  # by the audit alone: the child of the probe has loaded all
