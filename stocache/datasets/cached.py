@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from types import MethodType
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -24,6 +25,7 @@ from stocache.datasets.audit import Audit, OnChange
 from stocache.datasets.epochs import DatasetStats, EpochCounter
 from stocache.datasets.indexing import Collate, find_collate, indices_in
 from stocache.datasets.loaders import BlockLoader, SampleLoader
+from stocache.datasets.parts import FollowedMethod, follow, is_part
 from stocache.datasets.stored import StorageDataset
 from stocache.datasets.wrapping import SampleOptions, check_dataset, wrap
 from stocache.disk.cache import DiskCache
@@ -340,7 +342,8 @@ class CachedDataset(Dataset[Any]):
         """Return the result of the dataset for several indices, or for a name."""
         indices, kind = indices_in(key, self._len), type(key)
         if not indices or (self._has_rest and self.after_cache is None):
-            return self.dataset[key]
+            return self._ask_many(key, indices)
+        own = indices
         if self._rows is not None:
             indices = self._rows[indices].tolist()
         if self._audit.is_due(len(indices)) and not self._audit.allows(indices, self.cache, self._served):
@@ -349,14 +352,13 @@ class CachedDataset(Dataset[Any]):
             self._collates[kind] = None
         elif kind not in self._collates:
             result = self.dataset[key]
-            samples = self.cache.get_or_load_many(indices, self._load_many, strict=False)
-            self._collates[kind] = find_collate(result, samples)
-            if self.after_cache is None:
-                return result
+            if not is_part(result, self.dataset):
+                samples = self.cache.get_or_load_many(indices, self._load_many, strict=False)
+            self._collates[kind] = None if is_part(result, self.dataset) else find_collate(result, samples)
         collate = self._collates[kind]
         if collate is None:
             if self.after_cache is None:
-                return self.dataset[key]
+                return self._ask_many(key, own)
             raise DatasetError(
                 f"{type(self.dataset).__name__}[{key!r:.50}] is not made of its samples, so transform= cannot run on it. Ask "
                 f"for one sample at a time, or leave the transform out."
@@ -368,6 +370,12 @@ class CachedDataset(Dataset[Any]):
             return collate(samples)
         except Exception:  # they differ in shape, and the dataset does not stack them as it did others
             return self.dataset[key]
+
+    def _ask_many(self, key: Any, indices: list[int] | None) -> Any:
+        """Return what the dataset returns for several indices, or for a name; a part of it over the cache."""
+        result = self.dataset[key]
+        rows = None if indices is None else np.array(indices, np.int64)
+        return follow("__getitem__", result, self, self._view, rows) if is_part(result, self.dataset) else result
 
     def _check_index(self, idx: Any) -> int:
         """Return an index as an int that counts from the start."""
@@ -396,7 +404,12 @@ class CachedDataset(Dataset[Any]):
         value = getattr(self.dataset, name)
         if self._initialised and callable(value):  # a call may change the dataset
             self._audit.doubt()
+            if isinstance(value, MethodType) and value.__self__ is self.dataset:
+                return FollowedMethod(value, self._follow)
         return value
+
+    def _follow(self, name: str, result: Any) -> Any:
+        return follow(name, result, self, self._view)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not self._initialised:
@@ -407,6 +420,9 @@ class CachedDataset(Dataset[Any]):
             super().__setattr__("after_cache", as_transform(value))
         elif name != "transform" and (name in vars(self) or hasattr(type(self), name) or not hasattr(self.dataset, name)):
             super().__setattr__(name, value)
+        elif self._whole is not None:
+            self._leave(f"{name} of a part of {type(self.dataset).__name__} was set")
+            setattr(self.dataset, name, value)
         elif self._split is not None and name in _SAMPLE_ATTRIBUTES:
             self._set_transform(name, value)
         else:
@@ -418,6 +434,13 @@ class CachedDataset(Dataset[Any]):
                 )
             setattr(self.dataset, name, value)
             self._audit.doubt()
+
+    def _leave(self, finding: str) -> None:
+        """Have the dataset of a view make all samples itself, unless what is cached is to be kept."""
+        audit = Audit(self.dataset, self._len, 0, self._audit.on_change)
+        audit.change(finding)
+        if audit.changed:
+            vars(self).update(_rows=None, _whole=None, _split=None, _audit=audit)
 
     def _set_transform(self, name: str, value: Any) -> None:
         before = getattr(self.dataset, name)
@@ -558,15 +581,15 @@ class CachedDataset(Dataset[Any]):
 
     def begin_loop(self, loader: Any) -> None:
         """Note that a loop over a loader begins. `DataLoader` calls it."""
-        self._epochs.loop_begins(self.cache, loader)
+        self._epochs.loop_begins(self.cache, loader, expected=not self._audit.changed)
         if loader.num_workers and loader.persistent_workers:
             self._audit.meet_workers(started=loader.has_workers)
         self._audit.begin_epoch()
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, for `stats`, which otherwise finds epochs by itself; and in the dataset, if it has ``set_epoch``."""
-        self._epochs.update(self.cache, begins=True)
-        if hasattr(self.dataset, "set_epoch"):
+        self._epochs.update(self.cache, begins=True, epoch=None if self._audit.changed else epoch)
+        if callable(getattr(self.dataset, "set_epoch", None)):
             self.dataset.set_epoch(epoch)
         self._audit.begin_epoch()
 

@@ -89,6 +89,8 @@ class EpochCounter:
         self._complete: list[EpochStats] = []
         self._cache: weakref.ref[SampleCache] | None = weakref.ref(cache)
         self._loops: list[weakref.ref[Any]] = []
+        self._epoch: int | None = None  # the last one that was set
+        self._warned = False
         self.begin(cache)
         _counters.add(self)
 
@@ -101,30 +103,47 @@ class EpochCounter:
         self._last_requests = -1  # at the last update
         self._loops = []
 
-    def loop_begins(self, cache: SampleCache, loader: Any) -> None:
-        """Note that a loop over a loader begins."""
+    def loop_begins(self, cache: SampleCache, loader: Any, expected: bool) -> None:
+        """Note that a loop over a loader begins. ``expected``: whether an earlier one must have asked the cache for samples."""
         again = any(loop() is loader for loop in self._loops)
         gone = bool(self._loops) and all(loop() is None for loop in self._loops)
+        if again and expected:
+            self._warn_of_nothing(cache, "a loop over a loader")
         self.update(cache, begins=again or gone, workers_start=True)
         if not any(loop() is loader for loop in self._loops):
             self._loops.append(weakref.ref(loader))
 
-    def update(self, cache: SampleCache, begins: bool = False, workers_start: bool = False) -> None:
-        """End the running epoch if it is complete, or if another one ``begins``."""
+    def _warn_of_nothing(self, cache: SampleCache, what: str) -> None:
+        """Warn once if no sample was requested since the running epoch has begun."""
+        running = self._running(cache)
+        if not self._warned and not running.hits + running.misses:
+            self._warned = True
+            logger.warning(
+                "%s has ended, and the cache was asked for no sample: they come from elsewhere, perhaps from the dataset "
+                "within. Give the CachedDataset to the loader.", what,
+            )  # fmt: skip
+
+    def update(self, cache: SampleCache, begins: bool = False, workers_start: bool = False, epoch: int | None = None) -> None:
+        """End the running epoch if it is complete, or if another one ``begins``: number ``epoch``, where it is known."""
         if os.getpid() != self._pid:  # a worker
             return
-        epoch = self._running(cache)
-        requests = epoch.hits + epoch.misses
+        if epoch is not None:
+            if self._epoch is not None and epoch == self._epoch + 1:
+                self._warn_of_nothing(cache, f"epoch {self._epoch}")
+            self._epoch = epoch
+        running = self._running(cache)
+        requests = running.hits + running.misses
         almost = requests >= 0.95 * self._dataset_len and (workers_start or requests == self._last_requests)
         self._last_requests = requests
         complete = all(loop() is None for loop in self._loops) and (almost or requests >= self._dataset_len)
         if requests and (begins or complete):
-            self._complete.append(epoch)
+            self._complete.append(running)
             self.begin(cache)
             if is_first_rank():
                 logger.info(
                     "epoch %d: %d samples requested, %.1f %% from the cache, %d read from the dataset, %d newly cached, %.1f s",
-                    len(self._complete), requests, 100 * epoch.hit_rate, epoch.misses, epoch.fills, epoch.seconds,
+                    len(self._complete), requests, 100 * running.hit_rate, running.misses, running.fills,
+                    running.seconds,
                 )  # fmt: skip
         elif begins:
             self._loops = []

@@ -1,8 +1,9 @@
 """Answer an index of several samples with cached samples, in the form in which the dataset answers it.
 
 Each dataset decides what ``dataset[[3, 1]]`` and ``dataset[:8]`` return: a list of samples, their columns, or their columns
-stacked. So the dataset is asked once, and its result is compared with each known way to collate the same samples. If one gives
-an equal result, bit for bit, later results are collated from cached samples. If none does, the dataset is asked each time.
+stacked or concatenated. So the dataset is asked once, and its result is compared with each known way to collate the same
+samples. If one gives an equal result, bit for bit, later results are collated from cached samples. If none does, the dataset is
+asked each time.
 """
 
 from collections.abc import Callable, Sequence
@@ -88,9 +89,14 @@ def _stack(values: list[Any], numbers: Callable[[list[Any]], Any]) -> Any:
     return values
 
 
+def _concatenate(values: list[Any]) -> Any:
+    return torch.cat(values) if isinstance(values[0], Tensor) else np.concatenate(values)
+
+
 _COLLATES: tuple[Collate, ...] = (
     list,
     tuple,
     _collate_lists,
     *(partial(_collate_columns, join=partial(_stack, numbers=numbers)) for numbers in (list, torch.tensor, np.array)),
+    partial(_collate_columns, join=_concatenate),
 )

@@ -256,7 +256,7 @@ class Order:
     @property
     def has_epochs(self) -> bool:
         """Whether a sampler has ``set_epoch``."""
-        return any(hasattr(sampler, "set_epoch") for sampler in samplers_in(self.sampler))
+        return any(callable(getattr(sampler, "set_epoch", None)) for sampler in samplers_in(self.sampler))
 
     @property
     def may_run_ahead(self) -> bool:
@@ -323,7 +323,7 @@ def _states_of(values: list[Any]) -> list[Any]:
 def epoch_of(sampler: Any) -> int | None:
     """Return the epoch of a sampler; None if it does not have ``set_epoch``."""
     epoch = getattr(sampler, "epoch", None)
-    return epoch if type(epoch) is int and hasattr(sampler, "set_epoch") else None
+    return epoch if type(epoch) is int and callable(getattr(sampler, "set_epoch", None)) else None
 
 
 def samplers_in(sampler: Any) -> list[Any]:

@@ -162,6 +162,6 @@ def layers(dataset: Any) -> list[Any]:
 def set_epoch(dataset: Any, epoch: int) -> None:
     """Set the epoch of the first dataset, from the outermost inwards, that has ``set_epoch``."""
     for layer in layers(dataset):
-        if hasattr(layer, "set_epoch"):
+        if callable(getattr(layer, "set_epoch", None)):  # some classes answer any name with None
             layer.set_epoch(epoch)
             return

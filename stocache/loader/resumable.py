@@ -181,7 +181,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
         """
         self._epoch = epoch
         for sampler in samplers_in(self._index_source):
-            if hasattr(sampler, "set_epoch"):
+            if callable(getattr(sampler, "set_epoch", None)):
                 sampler.set_epoch(epoch)
         set_epoch(self.dataset, epoch)
         if self._worker_group is not None and self._worker_group.order.context is not None:

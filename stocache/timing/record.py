@@ -51,6 +51,7 @@ _HISTOGRAM_AT = tuple(range(_WORDS, ROW_WORDS, BUCKETS))
 _COLLATE_AT = _HISTOGRAM_AT[COLLATE_NS]
 _MOST_WORKERS, _MOST_COUNTED = 4096, 1 << 40
 
+_PATIENCE_S = 0.1  # for a thread that writes, which may be this one: a finalizer may read
 _MANY = 8  # durations, from which numpy is faster
 _LATER = 256  # durations that are written together
 _LOOK_NS = 50_000_000  # a thread looks so often at its processor time
@@ -113,9 +114,9 @@ class Row:
         if len(later) >= _LATER:
             self.write()
 
-    def write(self) -> None:
-        """Write what `add_later` has noted. Any thread may call it."""
-        if any(self._later) and self._writing.acquire(blocking=False):  # else another thread is writing
+    def write(self, wait_s: float = 0.0) -> None:
+        """Write what `add_later` has noted. Any thread may call it. ``wait_s``: to wait for another thread that is writing."""
+        if (wait_s or any(self._later)) and self._writing.acquire(timeout=wait_s):
             try:
                 for quantity, later in enumerate(self._later):
                     self._add_all(quantity, [later.popleft() for _ in range(len(later))])
@@ -309,15 +310,15 @@ class Record:
         thread = self._takers.get(number)
         return thread is not None and os.path.exists(f"/proc/self/task/{thread}")
 
-    def write(self) -> None:
+    def write(self, wait_s: float = 0.0) -> None:
         """Write what this process has not written yet; other processes see it then."""
         if self.mine:  # a forked child has a copy of what its parent will write
             for row in list(self._rows.values()):
-                row.write()
+                row.write(wait_s)
 
     def read(self) -> "Counted":
         """Return a copy of all rows."""
-        self.write()
+        self.write(_PATIENCE_S)
         return Counted(np.frombuffer(self._words, np.int64).reshape(-1, ROW_WORDS).copy())
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Subset, TensorDataset
 
 import stocache
 from stocache import CachedDataset, DatasetError
@@ -237,3 +237,147 @@ def test_a_dataset_whose_length_changes_is_refused():
             with pytest.raises(DatasetError, match=r"list had 10 samples when it was wrapped, and has 11 now. Wrap it when"):
                 ask()
         assert cached[9] == 9
+
+
+class Rows(Dataset):
+    """Slices, masks and methods that return a part, as of torch_geometric; loaders, as of pytorch_forecasting."""
+
+    def __init__(self, rows=range(N)):
+        self.rows, self.reads, self.factor = list(rows), 0, 1
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, idx):
+        if not isinstance(idx, int):
+            idx = np.flatnonzero(idx).tolist() if isinstance(idx, np.ndarray) else idx
+            return Rows(np.asarray(self.rows)[idx].tolist())
+        self.reads += 1
+        return torch.full((4,), float(self.rows[idx])) * self.factor
+
+    def shuffle(self):
+        return Rows(self.rows[::-1])
+
+    def split(self, count):
+        return self[:count], self[count:]
+
+    def me(self):
+        return self
+
+    def first(self):
+        return Subset(self, range(5))
+
+    def loader(self, batch_size=4):
+        return DataLoader(self, batch_size)
+
+    def loader_of_first(self):
+        return DataLoader(self.first(), 2)
+
+    def collate(self, samples):
+        return torch.stack(samples)
+
+    def doubled(self):
+        twice = Rows(self.rows)
+        twice.factor = 2
+        return twice
+
+
+class Copied(Rows):
+    """A part holds its samples, and no rows."""
+
+    def __getitem__(self, idx):
+        if isinstance(idx, slice):
+            part = Copied(self.rows)
+            part.numbers, part.rows = [self[at] for at in range(*idx.indices(len(self)))], [None] * len(self.rows[idx])
+            return part
+        return self.numbers[idx] if hasattr(self, "numbers") else super().__getitem__(idx)
+
+    def rest(self):
+        return self[5:]
+
+
+PARTS = {
+    "slice": lambda its: its[3:15], "step": lambda its: its[::-3], "list": lambda its: its[[4, 2]],
+    "mask": lambda its: its[np.arange(N) % 3 == 0], "of a part": lambda its: its[4:][:3], "shuffle": lambda its: its.shuffle(),
+    "split": lambda its: its.split(5)[1], "me": lambda its: its.me(), "subset": lambda its: its.first(),
+    "loader": lambda its: its.loader(), "loader of a subset": lambda its: its.loader_of_first(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_and_loaders_that_a_dataset_makes_have_the_cache(name, caplog):
+    with CachedDataset(source := Rows(), 1, audit=0) as cached:
+        cached.warm(progress=False)
+        part, expected = PARTS[name](cached), PARTS[name](Rows())
+        if not isinstance(part, DataLoader):
+            part, expected = ([each[idx] for idx in range(len(each))] for each in (part, expected))
+        assert all(torch.equal(one, other) for one, other in zip(part, expected, strict=True))
+        assert source.reads <= 8  # to compare the part with the dataset
+    assert not caplog.records
+
+
+def test_a_part_whose_rows_are_not_known_is_warned_of_once(caplog):
+    with CachedDataset(Rows(), 1) as cached:
+        assert [type(cached.doubled()) for _ in range(2)] == [Rows, Rows]
+        assert caplog.text.count("Rows.doubled() returns a dataset without the cache") == 1
+        collate = pickle.loads(pickle.dumps(cached.collate))
+        assert collate([torch.zeros(2)] * 3).shape == (3, 2)
+        assert cached.collate.__name__ == "collate"
+    with CachedDataset(Copied(), 1) as cached:
+        assert isinstance(cached[5:], CachedDataset)  # the slice says which rows
+        assert isinstance(cached.rest(), Copied)
+
+
+@pytest.mark.parametrize("on_change", ["uncached", "raise", "keep"])
+def test_a_part_with_another_attribute_leaves_the_cache(on_change):
+    with CachedDataset(Rows(), 1, on_change=on_change) as cached:
+        part = cached[3:9]
+        if on_change == "raise":
+            with pytest.raises(DatasetError, match="factor of a part of Rows was set"):
+                part.factor = 2
+        else:
+            part.factor = 2
+            assert part[1].tolist() == [8.0 if on_change == "uncached" else 4.0] * 4
+        assert cached[4].tolist() == [4.0] * 4
+
+
+def test_batches_that_are_concatenated_come_from_the_cache():
+    class Cells(Dataset):
+        reads = 0
+
+        def __len__(self):
+            return N
+
+        def __getitem__(self, idx):
+            rows = np.atleast_1d(idx)
+            self.reads += len(rows)
+            return {"counts": torch.from_numpy(rows)[:, None] * torch.ones(3), "batch": rows[:, None]}
+
+    with CachedDataset(source := Cells(), 1, audit=0) as cached:
+        for batch in ([3, 1, 4], [2, 7], [5]):
+            assert same(cached[batch], Cells()[batch])
+        cached.warm(progress=False)
+        reads = source.reads
+        loader = DataLoader(cached, sampler=BatchSampler(RandomSampler(cached), 4, False), batch_size=None)
+        assert sum(len(batch["counts"]) for batch in loader) == N
+        assert source.reads == reads
+
+
+def test_an_epoch_that_does_not_ask_the_cache_is_warned_of_once(caplog):
+    class Within(Dataset):
+        def __init__(self, dataset):
+            self.dataset = dataset
+
+        def __len__(self):
+            return len(self.dataset)
+
+        def __getitem__(self, idx):
+            return self.dataset.dataset[idx]
+
+    for ask in (Rows, None):
+        with CachedDataset(Rows(), 1) as cached:
+            loader = DataLoader(cached if ask else Within(cached), 4)
+            for epoch in range(4):
+                cached.set_epoch(epoch)
+                list(loader)
+            assert caplog.text.count("the cache was asked for no sample") == (0 if ask else 1)

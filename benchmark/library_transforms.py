@@ -1,0 +1,223 @@
+"""Every random transform of six libraries that can be made with simple options, in a dataset that uses it as is usual.
+
+    python -m benchmark library_transforms                    # a row for each library
+    python -m benchmark library_transforms --list monai       # a row for each of its transforms
+
+A sample is wrong if it differs from that of the dataset without a cache, with the same seeds, in three epochs of torch's
+loader. "split": the transform runs after the cache; "uncached": the dataset makes each sample itself; "cached": the transform
+has no random steps.
+"""
+
+import argparse
+import importlib
+import inspect
+import logging
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from stocache import CachedDataset
+from stocache.system.describe import describe
+
+CLAIM = "Random transforms of six libraries are run in each epoch: none is frozen, and most keep their cache."
+
+N, EPOCHS, SIDE, RATE = 8, 3, 24, 16000
+OPTIONS: dict[str, Any] = {  # of required arguments, by their names
+    "height": 16, "width": 16, "size": (16, 16), "keys": "image", "label_key": "label", "spatial_size": (16, 16, 16),
+    "roi_size": 16, "num_samples": 2, "prob": 1.0, "p": 1.0, "max_size": 20, "patch_size": 16, "degrees": 20.0,
+    "scale": (0.5, 0.9), "translate": (0.1, 0.1), "sigma": 0.1, "std": 0.1, "kernel_size": (3, 3), "num_cells": 3,
+    "magnitude_range": (0.0, 0.1), "holes": 2, "max_k": 2, "axis": 0, "spatial_axis": 0, "alpha": 0.1, "num": 4,
+    "num_nodes": 4, "num_hops": 1, "padding": 2, "shear": 10.0, "max_rank": 2, "gamma": (0.5, 1.5), "contrast": (0.5, 1.5),
+    "factors": 0.2, "offsets": 0.2, "sides": "lr", "loc": (1.0, 1.0), "k_intensity": (0.1, 1.0), "num_control_points": 5,
+    "noise_params": (0.1, 0.2), "drop_rate": 0.2, "scales": (0.5, 0.9), "walk_length": 3, "k": 2, "sigma_range": (2, 3),
+    "spacing": (8, 8), "roi_scale": 0.6, "rand_size": (4, 4, 4), "def_range": 1.0, "cmap": "image", "angle": 20.0,
+    "direction": 0.5, "times": (1, 3), "duration_samples": 2000, "num_classes": 2, "w_key": "label",
+}  # fmt: skip
+
+
+class Library(NamedTuple):
+    """How a library is used.
+
+    Attributes:
+        modules: where its transforms are.
+        is_random: whether a class is one of its random transforms.
+        sample: returns sample ``idx``, with the transform.
+        options: of the cache.
+    """
+
+    modules: tuple[str, ...]
+    is_random: Callable[[type], bool]
+    sample: Callable[[Any, int], Any]
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def image(idx: int, *shape: int) -> np.ndarray[Any, Any]:
+    """Return an image of uint8, the same for each index."""
+    return np.random.RandomState(idx).randint(0, 256, shape or (SIDE, SIDE, 3)).astype(np.uint8)
+
+
+def albumentations_sample(transform: Any, idx: int) -> Any:
+    """Use names, of the result as well."""
+    out = transform(image=image(idx), mask=image(idx, SIDE, SIDE) // 128)
+    return torch.from_numpy(out["image"]).permute(2, 0, 1).float() / 255, torch.as_tensor(out["mask"])
+
+
+def kornia_sample(transform: Any, idx: int) -> Any:
+    """Give a batch of one, and take it."""
+    return transform(torch.from_numpy(image(idx, 1, 3, SIDE, SIDE)).float() / 255)[0], idx
+
+
+def audio_sample(transform: Any, idx: int) -> Any:
+    """Give a wave and its rate."""
+    wave = np.random.RandomState(idx).uniform(-0.5, 0.5, RATE // 8).astype(np.float32)
+    return torch.from_numpy(transform(samples=wave, sample_rate=RATE)), idx
+
+
+def monai_sample(transform: Any, idx: int) -> Any:
+    """Give an image, or a dict of it and its labels."""
+    from monai.transforms import MapTransform, Rand2DElastic, Rand2DElasticd
+
+    shape = (SIDE,) * (2 if isinstance(transform, Rand2DElastic | Rand2DElasticd) else 3)
+    pixels = torch.from_numpy(image(idx, 1, *shape)).float() / 255
+    return transform({"image": pixels, "label": pixels > 0.5} if isinstance(transform, MapTransform) else pixels)
+
+
+def torchio_sample(transform: Any, idx: int) -> Any:
+    """Give a subject."""
+    import torchio
+
+    scan = torchio.ScalarImage(tensor=torch.from_numpy(image(idx, 1, SIDE, SIDE, SIDE)).float())
+    return transform(torchio.Subject(scan=scan, age=idx))
+
+
+def graph_sample(transform: Any, idx: int) -> Any:
+    """Give a graph."""
+    from torch_geometric.data import Data
+
+    rng = np.random.RandomState(idx)
+    edges = torch.from_numpy(rng.randint(0, 10, (2, 40)))
+    numbers = torch.from_numpy(rng.rand(10, 4)).float()
+    return transform(Data(x=numbers, edge_index=edges, edge_attr=torch.ones(40), pos=numbers[:, :3], y=torch.tensor([idx])))
+
+
+def _monai_random(cls: type) -> bool:
+    monai = importlib.import_module("monai.transforms")
+    name = cls.__name__
+    return issubclass(cls, monai.RandomizableTrait) and not name.endswith(("D", "Dict")) and name.startswith("Rand")
+
+
+LIBRARIES = {
+    "albumentations": Library(
+        ("albumentations",),
+        lambda cls: hasattr(cls, "get_params") and cls.__module__.startswith("albumentations.augmentations"),
+        albumentations_sample,
+    ),
+    "kornia": Library(("kornia.augmentation",), lambda cls: cls.__name__.startswith(("Random", "Color")), kornia_sample),
+    "audiomentations": Library(("audiomentations",), lambda cls: hasattr(cls, "randomize_parameters"), audio_sample),
+    "monai": Library(("monai.transforms",), _monai_random, monai_sample),
+    "torchio": Library(("torchio",), lambda cls: cls.__name__.startswith("Random"), torchio_sample, (("allow_pickle", True),)),
+    "torch_geometric": Library(
+        ("torch_geometric.transforms",),
+        lambda cls: cls.__name__.startswith(("Random", "Add", "Drop", "Sample", "Fixed")),
+        graph_sample,
+        (("allow_pickle", True),),
+    ),
+}
+
+
+class Images(Dataset[Any]):
+    """A dataset with a transform."""
+
+    def __init__(self, transform: Any, sample: Callable[[Any, int], Any]) -> None:
+        self.transform, self.sample = transform, sample
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, idx: int) -> Any:
+        return self.sample(self.transform, idx)
+
+
+def epochs(dataset: Any) -> list[Any]:
+    """Return descriptions of the samples of each epoch, and of a random number after them."""
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(3)
+    loader = DataLoader(dataset, 4, shuffle=True, collate_fn=list)
+    found = [describe(sample, strides=False) for _ in range(EPOCHS) for batch in loader for sample in batch]
+    return [*found, random.random()]
+
+
+def made(cls: Any) -> Any:
+    """Return a transform with simple options; fixed seeds where it has generators of its own."""
+    parameters = inspect.signature(cls).parameters.values()
+    needed = {
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    }
+    chosen = {each.name for each in parameters if each.name in ("p", "prob")} | needed
+    transform = cls(**{name: OPTIONS[name] for name in chosen})
+    seed = getattr(transform, "set_random_seed", None) or getattr(transform, "set_random_state", None)
+    if seed is not None:
+        seed(0)
+    return transform
+
+
+def transforms(library: Library) -> Iterator[type]:
+    """Yield the random transforms of a library."""
+    for module in map(importlib.import_module, library.modules):
+        for name, cls in sorted(vars(module).items()):
+            if inspect.isclass(cls) and not inspect.isabstract(cls) and name == cls.__name__ and library.is_random(cls):
+                yield cls
+
+
+def outcome(cls: Any, library: Library) -> tuple[str, int]:
+    """Return what becomes of a transform, and how many samples were wrong."""
+    try:
+        expected = epochs(Images(made(cls), library.sample))
+        again = epochs(Images(made(cls), library.sample))
+    except Exception as error:
+        return f"not made ({type(error).__name__})", 0
+    if expected != again:
+        return "not reproducible", 0
+    with CachedDataset(Images(made(cls), library.sample), 1, **dict(library.options)) as cached:
+        found = epochs(cached)
+        kept = cached.stats().total.filled and not cached._audit.changed
+        way = "uncached" if not kept else "split" if cached._has_rest else "cached"
+    return way, sum(one != other for one, other in zip(found[:-1], expected[:-1], strict=True))
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", choices=LIBRARIES)
+    options = parser.parse_args()
+    logging.getLogger("stocache").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    if options.list:
+        for cls in transforms(LIBRARIES[options.list]):
+            print(f"| {cls.__name__} | {' | '.join(map(str, outcome(cls, LIBRARIES[options.list])))} |", flush=True)
+        return
+    print("| library | transforms | split | cached | uncached | not made | wrong samples |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for name, library in LIBRARIES.items():
+        found = [outcome(cls, library) for cls in transforms(library)]
+        counts = Counter(way.partition(" (")[0] for way, _ in found)
+        left_out = counts["not made"] + counts["not reproducible"]
+        columns = (
+            len(found),
+            *(counts[way] for way in ("split", "cached", "uncached")),
+            left_out,
+            sum(wrong for _, wrong in found),
+        )
+        print(f"| {name} | {' | '.join(map(str, columns))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
