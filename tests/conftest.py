@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from stocache import CachedDataset
 from stocache.cache.base import SampleCache, SlotState
+from stocache.reading.graph.caching import SharedCacher
 
 pytest.register_assert_rewrite("tests.support")  # so that assertions there tell the values, too
 from tests.support.processes import run_all  # noqa: E402
@@ -85,12 +86,13 @@ def _seeded(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(autouse=True)
 def _unaudited(request: pytest.FixtureRequest):
     """Turn the audit off for tests that count the loads of a dataset."""
-    init = CachedDataset.__init__.__wrapped__
-    before = init.__kwdefaults__
-    if request.node.get_closest_marker("unaudited"):
-        init.__kwdefaults__ = before | {"audit": 0}
+    inits = [cls.__init__.__wrapped__ for cls in (CachedDataset, SharedCacher)]
+    before = [init.__kwdefaults__ for init in inits]
+    for init, defaults in zip(inits, before, strict=True):
+        init.__kwdefaults__ = defaults | {"audit": 0} if request.node.get_closest_marker("unaudited") else defaults
     yield
-    init.__kwdefaults__ = before
+    for init, defaults in zip(inits, before, strict=True):
+        init.__kwdefaults__ = defaults
 
 
 @pytest.hookimpl(tryfirst=True)

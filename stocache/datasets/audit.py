@@ -62,26 +62,29 @@ class Audit:
         length: how many samples it has.
         share: of the time, for comparing more samples than the first of an epoch; 0 compares none at all.
         on_change: see `CachedDataset`.
+        any_sample: whether the dataset can be asked for any sample; else only for those that are wanted.
 
     It has slots to hide its attributes from libraries that walk through a dataset and seed what they find (MONAI).
     """
 
     __slots__ = (
-        "__weakref__", "_attributes", "_attributes_of_workers", "_began", "_checked_draws", "_dataset", "_doubted",
+        "__weakref__", "_any_sample", "_attributes", "_attributes_of_workers", "_began", "_checked_draws", "_dataset",
+        "_doubted",
         "_extra", "_failed", "_length", "_lock", "_next", "_own", "_requests", "_seen", "_set_by_loads", "_share",
         "_shared", "_took_s", "loads", "on_change",
     )  # fmt: skip
 
-    def __init__(self, dataset: Any, length: int, share: float, on_change: OnChange) -> None:
+    def __init__(self, dataset: Any, length: int, share: float, on_change: OnChange, any_sample: bool = True) -> None:
         if on_change not in ("uncached", "raise", "keep"):
             raise LimitError(f"on_change={on_change!r} is unknown. Use 'uncached', 'raise' or 'keep'.")
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise LimitError(f"audit={share!r} is not a share of the time. Use a number from 0 to 1.")
         self.on_change: OnChange = on_change
-        self._assemble(dataset, length, share, _SharedWords(Segment.create(_WORDS * 8, 0)))
+        self._assemble(dataset, length, share, any_sample, _SharedWords(Segment.create(_WORDS * 8, 0)))
 
-    def _assemble(self, dataset: Any, length: int, share: float, shared: "_SharedWords") -> None:
+    def _assemble(self, dataset: Any, length: int, share: float, any_sample: bool, shared: "_SharedWords") -> None:
         self._dataset, self._length, self._share, self._shared = dataset, length, share, shared
+        self._any_sample = any_sample
         self._lock = threading.RLock()
         self.loads = 0
         """Samples that this process has loaded to compare them."""
@@ -102,7 +105,8 @@ class Audit:
         self._shared.close()
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self._dataset, self._length, self._share, self._shared, self.on_change, self._attributes
+        shared = self._any_sample, self._shared, self.on_change
+        return self._dataset, self._length, self._share, *shared, self._attributes
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         *arguments, self.on_change, attributes = state
@@ -180,7 +184,7 @@ class Audit:
             version = self._shared.words[_VERSION]
             wanted = self._wanted(version, len(indices))
             began = time.monotonic()
-            for idx in _choose(indices, cached, wanted):
+            for idx in _choose(indices, cached, wanted, self._any_sample):
                 finding = self._compare(idx, served)
                 if finding is not None:
                     self.change(finding)
@@ -383,15 +387,15 @@ _REMEDY = (
 )
 
 
-def _choose(indices: Sequence[int], cache: Any, count: int) -> Iterator[int]:
-    """Return ``count`` cached samples: of those that are wanted, and else of the others."""
+def _choose(indices: Sequence[int], cache: Any, count: int, others_too: bool) -> Iterator[int]:
+    """Yield ``count`` cached samples: of those that are wanted, and else of the others."""
     if not count:
         return
     states = cache.aux_array.numpy()
     known = (int(idx) for idx in indices if isinstance(idx, int | np.integer) and 0 <= idx < len(states))
     found = [idx for idx in known if states[idx] == 1][:count]
     yield from found
-    if len(found) < count:
+    if others_too and len(found) < count:
         others = np.flatnonzero(states == 1)
         step = max(1, len(others) // (count - len(found)))
         yield from others[::step][: count - len(found)].tolist()

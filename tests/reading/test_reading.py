@@ -13,12 +13,12 @@ import psutil
 import pytest
 import torch
 from torch.utils.data import IterDataPipe
-from torch.utils.data.datapipes.iter import Mapper
+from torch.utils.data.datapipes.iter import IterableWrapper, Mapper
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torch.utils.data.datapipes.map import SequenceWrapper
 
 from stocache import WorkerError, reading
-from stocache.errors import GraphError
+from stocache.errors import DatasetError, GraphError
 from stocache.reading import DataLoader2, InProcessReadingService, MultiProcessingReadingService, Shuffle
 from stocache.reading.graph.sharding import share
 from stocache.ring.ring import Ring
@@ -419,3 +419,29 @@ def test_idle_workers_sleep():
     with loader(GRAPHS["both"](), 2) as dataloader:
         next(iter(dataloader))
         wait_until(quiet)  # when they have made what they may
+
+
+class Scale:
+    """A map whose factor is in a file, which other processes see."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __call__(self, value):
+        return value * int(self.path.read_text())
+
+
+@pytest.mark.parametrize(("on_change", "workers"), [("uncached", 0), ("uncached", 2), ("raise", 0), ("keep", 2)])
+def test_a_map_that_has_changed_is_found_before_its_old_results_are_served(on_change, workers, tmp_path):
+    path = tmp_path / "factor"
+    path.write_text("1")
+    caching = reading.CachingReadingService(1, on_change=on_change)
+    with loader(IterableWrapper(range(COUNT)).map(Scale(path)).shuffle().sharding_filter(), workers, 5, caching) as dataloader:
+        assert sorted(map(int, dataloader)) == list(range(COUNT))
+        path.write_text("3")
+        if on_change == "raise":
+            with pytest.raises(DatasetError, match="differs from what was cached"):
+                list(dataloader)
+        else:
+            expected = [number * (3 if on_change == "uncached" else 1) for number in range(COUNT)]
+            assert sorted(map(int, dataloader)) == expected

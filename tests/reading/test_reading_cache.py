@@ -12,7 +12,7 @@ from tests.support import graphs
 from tests.support.graphs import COUNT, WARNINGS, Counting, elements, no_third, noise, numbers, source, square, tensor
 from tests.support.pairs import pairs
 
-pytestmark = WARNINGS
+pytestmark = [*WARNINGS, pytest.mark.unaudited]
 
 
 def cached(graph, workers=0, limit="16MB", method="fork", **options):

@@ -18,6 +18,7 @@ from torch.utils.data.datapipes.iter import Mapper, ShardingFilter, Shuffler
 
 from stocache.cache.options import CacheOptions
 from stocache.cache.ragged import RaggedCache
+from stocache.datasets.audit import Audit, OnChange
 from stocache.disk.cache import DiskCache
 from stocache.disk.tiers import TieredCache
 from stocache.errors import DatasetError
@@ -73,6 +74,7 @@ class SharedCacher(IterDataPipe[Any]):
             None if elements are `Keyed` already.
         size_limit_gib: GiB for the cache on this machine, as for `RaggedCache`.
         dataset_len: number of keys; by default the length of ``datapipe``.
+        audit, on_change: as for `CachedDataset`: the maps run for some cached elements as well, to compare the results.
         options: ``name``, ``persist``, ``fingerprint``, ``admission``, ``codec``, ``allow_pickle``, ``disk``, ``disk_limit``:
             see `CacheOptions`. What does not fit in memory is kept on the disk, also for later runs with the same fingerprint.
 
@@ -81,7 +83,8 @@ class SharedCacher(IterDataPipe[Any]):
         disk_cache: the `DiskCache` behind it, or None.
 
     Raises:
-        DatasetError: ``datapipe`` has no length, and ``dataset_len`` is not given.
+        DatasetError: ``datapipe`` has no length, and ``dataset_len`` is not given; while iterating: a result differs from the
+            one that is cached, and ``on_change`` is "raise".
         SampleIndexError: while iterating: a key is outside ``[0, dataset_len)``.
         LimitError, CacheNameError, CodecError, MismatchError, SegmentError: as for `RaggedCache`.
         DiskError: as for `DiskCache`.
@@ -96,6 +99,8 @@ class SharedCacher(IterDataPipe[Any]):
         *,
         dataset_len: int | None = None,
         maps: "list[Mapper[Any]] | None" = None,
+        audit: float = 0.01,
+        on_change: OnChange = "uncached",
         **options: Any,
     ) -> None:
         before: Any = datapipe
@@ -110,7 +115,8 @@ class SharedCacher(IterDataPipe[Any]):
             if dataset_len is None:
                 raise DatasetError("shared_cache needs the number of keys, and the pipe has no length. Pass dataset_len=.")
         self._tiers, self._dataset_len = TieredCache(CacheOptions(size_limit_gib, **options), dataset_len), dataset_len
-        self._maps = _Maps(maps)
+        self._maps = Maps(maps, dataset_len)
+        self._audit = Audit(self._maps, dataset_len, audit, on_change, any_sample=False)
         self._warned = False
 
     @property
@@ -125,6 +131,7 @@ class SharedCacher(IterDataPipe[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         key_fn = self.key_fn
+        self._audit.doubt()
         for element in self.datapipe:
             if key_fn is None:
                 key, element = element
@@ -135,6 +142,10 @@ class SharedCacher(IterDataPipe[Any]):
     def _value(self, key: int, element: Any) -> Any:
         if self.key_fn is None and key >= self._dataset_len:  # the source is longer than its length
             return self._maps(element)
+        if self._audit.is_due(1):
+            self._maps.take(element)
+            if not self._audit.allows((key,), self.cache, self.cache.peek):
+                return self._maps(element)
 
         def load(_: int) -> Any:
             watch = RngMonitor()
@@ -165,10 +176,11 @@ class _RandomError(Exception):
         self.value = value
 
 
-class _Maps:
+class Maps:
     """A chain of maps that is called with one element at a time. It is not part of the graph."""
 
-    def __init__(self, maps: "list[Mapper[Any]]") -> None:
+    def __init__(self, maps: "list[Mapper[Any]]", dataset_len: int) -> None:
+        self._dataset_len = dataset_len
         self._element: list[Any] = []
         self._end: Any = self._element
         self._names = ", ".join(getattr(pipe.fn, "__name__", repr(pipe.fn)) for pipe in maps)
@@ -178,8 +190,20 @@ class _Maps:
             self._end = twin
 
     def __call__(self, element: Any) -> Any:
+        """Return the result for an element."""
+        self.take(element)
+        return self[0]
+
+    def take(self, element: Any) -> None:
+        """Set the element that is mapped next."""
         self._element[:] = [element]
+
+    def __getitem__(self, key: int) -> Any:
+        """Return the result for the element that was set."""
         return next(iter(self._end))
+
+    def __len__(self) -> int:
+        return self._dataset_len
 
     def __str__(self) -> str:
         return self._names or "no maps"
