@@ -30,6 +30,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 
 class Generator(Protocol):
@@ -279,8 +280,9 @@ class Kept:
         return self.now() != (self._before, [repr(state) for _, state in self._own])
 
     def restore(self) -> None:
-        """Set the generators back."""
-        for number, state in read().items():
+        """Set the generators back; a worker thread leaves the global ones alone, from which the training loop may draw."""
+        in_worker_thread = get_worker_info() is not None and threading.current_thread() is not threading.main_thread()
+        for number, state in () if in_worker_thread else read().items():
             if state != self._before[number]:
                 GENERATORS[number].restore(self._before[number])
         for each, state in self._own:

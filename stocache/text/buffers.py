@@ -11,6 +11,8 @@ NOTE [ Where a buffer begins ]
     buffer was read: a later run then reads nothing, not even to count the rows.
 """
 
+import logging
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,8 +25,11 @@ from stocache.cache.stats import MISSING
 from stocache.disk.cache import DiskCache
 from stocache.disk.tiers import TieredCache
 from stocache.errors import DamagedError, StateError, StreamError
+from stocache.system.describe import describe, difference
 from stocache.text.lines import LineLocation, LinePosition, Lines, TextChunk
 from stocache.text.parsers import BadRows, Custom, RowParser, join_trees
+
+logger = logging.getLogger("stocache")
 
 RECORD_VERSION = 2
 """Of what is cached of a buffer."""
@@ -84,6 +89,7 @@ class Buffers:
         expected = lines.total_bytes * (_COMPRESSION if lines.compressed else 1) / lines.mean_row_bytes / lines.buffer_size
         self._len = int(_MAX_ROW_DENSITY * expected / (1 if lines.step > 1 else world_size)) + 16
         self._base = rank * self._len
+        self._last, self._stale = sys.maxsize, False  # the last buffer that was asked for; see `_is_stale`
         self._sound = not lines.compressed  # whether the last buffer is known to be undamaged
         self.cache: TieredCache | None = None
         if options.size_limit_gib != 0 or options.disk is not None:
@@ -214,13 +220,15 @@ class Buffers:
             DamagedError: a file has changed, or compressed data is cut.
         """
         index = self._index(number)
-        if index is not None and self.cache is not None:
+        if index is not None and self.cache is not None and not self._stale:
             cached = self.cache.hit(index, copy)
             if cached is not MISSING:
                 buffer, begin, end = cached
                 self._publish(number, begin)
                 self._note_end(number, end)
                 self.lines.check(begin, end)
+                if self._is_stale(number, begin, buffer):
+                    return self.fetch(number, copy)
                 found = RowBuffer(*buffer)
                 return None if self._full_only and found.rows < self.lines.buffer_size else found
         if self._is_over(number):
@@ -241,6 +249,25 @@ class Buffers:
                 return None
         return chunks or None
 
+    def _is_stale(self, number: int, begin: LinePosition, buffer: Any) -> bool:
+        """Whether the rows of a cached buffer are others than its text gives now. Then the cache is not used any more.
+
+        The function of a `CustomFormat` may have changed, or draw random numbers. So each time that the buffers are gone
+        through, the first one that is cached is parsed as well.
+        """
+        again, self._last = number <= self._last, number
+        if not again or not isinstance(self.parser, Custom) or not self.parser.audit:
+            return False
+        fresh = tuple(self._parse(self._read_from(number, begin)[0]))
+        place = difference(describe(buffer, strides=False), describe(fresh, strides=False))
+        if place is not None:
+            self._stale = True
+            logger.warning(
+                "buffer %d differs from what was cached (%.200s): the parse of CustomFormat draws random numbers, or has "
+                "changed. From now on rows are parsed anew. What is random goes into transform=.", number, place,
+            )  # fmt: skip
+        return place is not None
+
     def _is_over(self, number: int) -> bool:
         """Whether it is known that a buffer has no rows, or too few to be delivered."""
         rows, size = self.total_rows, self.lines.buffer_size
@@ -257,7 +284,7 @@ class Buffers:
         if isinstance(fetched, RowBuffer):
             return fetched
         index = self._index(number)
-        if index is None or self.cache is None:
+        if index is None or self.cache is None or self._stale:
             return self._parse(fetched)
 
         def load(_: int) -> Any:

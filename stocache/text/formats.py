@@ -304,9 +304,11 @@ class CustomFormat(TextFormat):
     Attributes:
         parse: takes a list of lines, and returns arrays or tensors, or a tree of them, with one row for each line. The rows
             of an array have the same shape for all lines.
+        audit: whether one buffer that is cached is parsed again in each epoch, to notice that ``parse`` gives other rows.
     """
 
     parse: Callable[[list[str]], Any]
+    audit: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -314,7 +316,7 @@ class CustomFormat(TextFormat):
             raise StreamError(f"parse={self.parse!r} is not a function.")
 
     def parser(self, lines: Lines, engine: Engine) -> RowParser:  # noqa: D102
-        return Custom(self.parse)
+        return Custom(self.parse, self.audit)
 
 
 def _is_column(column: Any) -> bool:

@@ -335,6 +335,7 @@ class Custom(RowParser):
     """Rows that a function of the user parses. It takes lines without line ends, and returns arrays with one row each."""
 
     function: Callable[[list[str]], Any]
+    audit: bool = True
 
     @property
     def expected(self) -> str:  # noqa: D102

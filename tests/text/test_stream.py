@@ -123,7 +123,7 @@ def test_a_change_in_the_middle_of_an_epoch_is_an_error_also_for_what_is_cached(
 def test_from_the_second_epoch_on_what_is_cached_is_neither_read_nor_parsed(numbered, monkeypatch, shuffle):
     watch = Watch(monkeypatch)
     options = {"shuffle": shuffle, "drop_last": False, "size_limit_gib": 0.01}
-    with StreamLoader(numbered, 10, 20, format=CustomFormat(watch.parse), **options) as loader:
+    with StreamLoader(numbered, 10, 20, format=CustomFormat(watch.parse, audit=False), **options) as loader:
         for _ in range(3):
             assert sorted(torch.cat(list(loader)).flatten().tolist()) == list(range(N))
             assert watch.rows == N
@@ -134,7 +134,7 @@ def test_from_the_second_epoch_on_what_is_cached_is_neither_read_nor_parsed(numb
 
 def test_what_is_not_cached_is_found_by_its_bytes(numbered, monkeypatch):
     watch = Watch(monkeypatch)
-    options = {"format": CustomFormat(watch.parse), "drop_last": False, "size_limit_gib": "4KB"}
+    options = {"format": CustomFormat(watch.parse, audit=False), "drop_last": False, "size_limit_gib": "4KB"}
     with StreamLoader(numbered, 10, 20, **options) as loader:
         list(loader)
         cached, whole = loader.stats().cache.filled, len(rows(20 * loader.stats().cache.filled))
@@ -155,7 +155,7 @@ def named_job(number, path, parsed):
         return np.array([[int(row.split("\t")[0])] for row in found])
 
     cache = CacheOptions(0.01, name="texts", persist=True)
-    with StreamLoader(path, 10, 20, format=CustomFormat(parse), drop_last=False, cache=cache) as loader:
+    with StreamLoader(path, 10, 20, format=CustomFormat(parse, audit=False), drop_last=False, cache=cache) as loader:
         assert [torch.cat(list(loader)).flatten().tolist() for _ in range(2)] == [list(range(N))] * 2
 
 
@@ -170,7 +170,7 @@ def test_jobs_share_a_named_cache_and_the_next_run_reads_nothing(numbered, monke
 
 def test_it_reads_ahead_while_the_trainer_works(numbered, monkeypatch):
     watch = Watch(monkeypatch)
-    with StreamLoader(numbered, 10, 20, format=CustomFormat(watch.parse)) as loader:
+    with StreamLoader(numbered, 10, 20, format=CustomFormat(watch.parse, audit=False)) as loader:
         batches = iter(loader)
         next(batches)
         wait_until(lambda: watch.rows >= 40)
@@ -347,10 +347,10 @@ def nth_state(loader, count):
 
 def test_resuming_neither_reads_nor_parses_what_was_delivered(numbered, monkeypatch):
     watch = Watch(monkeypatch)
-    with StreamLoader(numbered, 10, 20, format=CustomFormat(watch.parse)) as loader:
+    with StreamLoader(numbered, 10, 20, format=CustomFormat(watch.parse, audit=False)) as loader:
         state = nth_state(loader, 40)
     watch.rows = 0
-    with StreamLoader(numbered, 10, 20, format=CustomFormat(watch.parse)) as loader:
+    with StreamLoader(numbered, 10, 20, format=CustomFormat(watch.parse, audit=False)) as loader:
         loader.load_state_dict(state)
         watch.bytes = 0
         assert torch.cat(list(loader)).flatten().tolist() == list(range(400, 420))
@@ -399,3 +399,21 @@ def test_a_state_that_would_begin_inside_a_line_is_refused(tmp_path):
         loader.load_state_dict(state)
         with pytest.raises(StateError, match="no line begins where"):
             next(iter(loader))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_parse_that_gives_other_rows_than_are_cached_is_found_before_these_are_served(
+    numbered, num_workers, tmp_path, caplog
+):
+    factor = tmp_path / "factor"  # which worker processes see
+    factor.write_text("1")
+
+    def scaled(lines):
+        return {"x": torch.tensor([float(line.split("\t")[0]) for line in lines]) * int(factor.read_text())}
+
+    with StreamLoader(numbered, 10, 20, size_limit_gib=0.01, format=CustomFormat(scaled), num_workers=num_workers) as loader:
+        first = torch.cat([batch["x"] for batch in loader])
+        assert torch.equal(first, torch.cat([batch["x"] for batch in loader]))
+        factor.write_text("3")
+        assert torch.equal(first * 3, torch.cat([batch["x"] for batch in loader]))
+        assert loader.stats().cache.hits
