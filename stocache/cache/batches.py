@@ -242,7 +242,8 @@ class DirectBatch(LazyBatch):
     def read(self) -> list[Any]:
         """Return the samples."""
         if self._samples is None:
-            self._samples = list(self._load([int(idx) for idx in self._indices]))
+            keys = [int(idx) if isinstance(idx, int | np.integer) else idx for idx in self._indices]  # or pairs, as of a size
+            self._samples = list(self._load(keys))
         return self._samples
 
     @property

@@ -298,8 +298,13 @@ class CachedDataset(Dataset[Any]):
         Raises:
             SampleIndexError: an index is not an integer, or is outside the dataset.
         """
-        if len(indices) and (indices.min() if isinstance(indices, np.ndarray) else min(indices)) < 0:
-            indices = [self._check_index(idx) for idx in indices]
+        try:
+            if len(indices) and (indices.min() if isinstance(indices, np.ndarray) else min(indices)) < 0:
+                indices = [self._check_index(idx) for idx in indices]
+        except TypeError:  # not numbers, but whatever the dataset takes: pairs of an index and a size
+            if self.is_lazy and self._batch_spec is not None and isinstance(self.cache, SharedCache):
+                return DirectBatch(self.cache, indices, SampleLoader(self.dataset).load_many, self._batch_spec)
+            return self._ask_each(self.dataset, indices, before_each)
         if self._rows is not None:
             indices = self._rows[check_indices(indices, self._len, "view")]
         if self._split is not None and self._split.has_changed(indices):
@@ -328,8 +333,12 @@ class CachedDataset(Dataset[Any]):
     def _load_all(self, indices: Sequence[int], before_each: Callable[[int], None] | None) -> list[Any]:
         """Return samples as the dataset makes them, without the cache."""
         wanted: list[int] = check_indices(indices, len(self._source), "dataset").tolist()
-        loader = SampleLoader(self._source)
-        samples = loader.load_many(wanted) if before_each is None else _load_each(loader.load, wanted, before_each)
+        return self._ask_each(self._source, wanted, before_each)
+
+    def _ask_each(self, dataset: Any, keys: Sequence[Any], before_each: Callable[[int], None] | None) -> list[Any]:
+        """Return what a dataset returns for each of some keys, without the cache."""
+        loader = SampleLoader(dataset)
+        samples = loader.load_many(list(keys)) if before_each is None else _load_each(loader.load, keys, before_each)
         return list(samples if self.after_cache is None else map(self.after_cache, samples))
 
     def _served(self, idx: int) -> Any:

@@ -59,7 +59,8 @@ def check(name, loader, folder):
         return cached._audit.changed
 
 
-SERVED = "without effect", "transform in place", "set_transform, split", "transform set"
+SPLIT = "output indexed", "output converted", "output used twice"
+SERVED = "without effect", "transform in place", "set_transform, split", "transform set", *SPLIT
 
 
 @pytest.mark.parametrize("name", KINDS)

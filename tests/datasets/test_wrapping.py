@@ -381,3 +381,24 @@ def test_an_epoch_that_does_not_ask_the_cache_is_warned_of_once(caplog):
                 cached.set_epoch(epoch)
                 list(loader)
             assert caplog.text.count("the cache was asked for no sample") == (0 if ask else 1)
+
+
+class Sizes(Dataset):
+    """Takes pairs of an index and a size, or names, besides indices."""
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, key):
+        idx, size = key if isinstance(key, tuple) else (ord(key) - ord("a") if isinstance(key, str) else key, 4)
+        return torch.full((3, size), float(idx))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "worker_method": "thread"}])
+def test_batches_of_pairs_or_names_are_those_of_the_dataset(options):
+    batches = [[(idx, 4 + idx % 2) for idx in range(at, at + 6, 2)] for at in range(10)] + [["a", "b"], [3, 4]]
+    expected = list(DataLoader(Sizes(), batch_sampler=batches))
+    with CachedDataset(Sizes(), 1) as cached:
+        for make in (DataLoader,) * ("worker_method" not in options) + (stocache.DataLoader,):
+            found = list(make(cached, batch_sampler=batches, **options))
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

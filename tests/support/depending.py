@@ -93,6 +93,39 @@ class Transformed(Images):
         setattr(self, self.name, transform)
 
 
+class Used(Images):
+    """Does more with the output of its transform than to pass it on."""
+
+    def __init__(self, use):
+        super().__init__(use=use, transform=Flip())
+
+    def __getitem__(self, idx):
+        return USES[self.use](self.transform(self.image(idx)), idx)
+
+
+USES = {
+    "output indexed": lambda output, idx: (output[None][0], idx),
+    "output converted": lambda output, idx: torch.from_numpy(output.numpy() * 2).float() / 255,
+    "output used twice": lambda output, idx: {"image": output, "mean": output.float().mean()},
+    "output branched on": lambda output, idx: output if output[0, 0] > output[0, -1] else -output,
+}
+
+
+class Buffered(Images):
+    """Its transform mixes an image with one of those that loading has left behind."""
+
+    def __init__(self):
+        super().__init__(recent=[], transform=None)
+        self.transform = self.mix
+
+    def mix(self, image):
+        return image + random.choice(self.recent)
+
+    def __getitem__(self, idx):
+        self.recent = [*self.recent[-3:], idx]
+        return self.transform(self.image(idx))
+
+
 class Joint(Images):
     """Flips an image and its mask alike: with one drawn seed, set twice."""
 
@@ -161,7 +194,7 @@ MAKERS = {
     "flip, random": lambda dataset, idx: flipped(dataset, idx, random.random),
     "flip, numpy": lambda dataset, idx: flipped(dataset, idx, np.random.rand),
     "one sample in 32 draws": lambda dataset, idx: dataset.image(idx) + (random.random() if idx == 13 else 0.0),
-    "without effect": effect_free,
+    "without effect": effect_free, "seed set in code": lambda dataset, idx: (random.seed(idx), flipped(dataset, idx))[1],
     "own Generator": lambda dataset, idx: flipped(dataset, idx, dataset.rng.random),
     "own RandomState": lambda dataset, idx: flipped(dataset, idx, dataset.rng.rand),
     "own torch.Generator": lambda dataset, idx: flipped(dataset, idx, lambda: torch.rand((), generator=dataset.rng).item()),
@@ -232,6 +265,9 @@ KINDS = {name: drawing(name) for name in [*MAKERS][1:9] if name != "without effe
     **{name: drawing(name, False) for name in ("new generator each time", "os.urandom", "secrets", "time")},
     "joint flip": Kind(lambda folder: Joint()),
     "recent images": Kind(lambda folder: Recent()),
+    "recent images, in a transform": Kind(lambda folder: Buffered()),
+    **{use: Kind(lambda folder, use=use: Used(use)) for use in USES},
+    "seed set in code": drawing("seed set in code"),
     "set_epoch": setting(lambda dataset, inner, epoch: dataset.set_epoch(epoch)),
     "epoch set": setting(lambda dataset, inner, epoch: setattr(dataset, "epoch", epoch)),
     "epoch set within": setting(lambda dataset, inner, epoch: setattr(inner, "epoch", epoch)),
