@@ -426,23 +426,24 @@ class _Planner:
 
     def _tried_out(self, kind: _Kind, cuts: dict[Site, int]) -> CutPlan:
         plan = CutPlan(cuts, encoded=self._encoded, reads=bool(kind.rest))
+        rounds = 1 + max(at for at, idx in self._plain if idx == kind.examples[0][0])
         if any(cuts.get(site, 0) < len(pipeline.steps) for site, pipeline in kind.pipelines.items()):
-            plan = self._with_program(kind, plan)
+            plan = self._with_program(kind, plan, rounds)
             if not plan.program.steps and _random_steps(kind.pipelines):
                 raise CannotSplit(f"{type(kind.leaf).__name__} does not call its {', '.join(map(str, kind.pipelines))}")
         if plan.reads or not (plan.program.steps or self._old):
             return plan
         parts = self._load_parts(kind, plan)
-        rounds = 1 + max(at for at, idx in self._plain if idx in parts)
         finish = partial(finish_parts, kind.leaf, plan, _random_steps(kind.pipelines), parts, rounds)
         for at, idx, description in self._in_child(finish):
             if (place := difference(self._plain[at, idx], description)) is not None:
                 raise CannotSplit(f"sample {idx} would not be the same ({place:.200})")
         return plan
 
-    def _with_program(self, kind: _Kind, plan: CutPlan) -> CutPlan:
+    def _with_program(self, kind: _Kind, plan: CutPlan, rounds: int) -> CutPlan:
         """Return a plan with what runs after the cache. A transform of another's output has no steps before it."""
-        programs: list[Program] = self._in_child(partial(record_programs, kind.leaf, plan, kind.examples))
+        steps = _random_steps(kind.pipelines)
+        programs: list[Program] = self._in_child(partial(record_programs, kind.leaf, plan, steps, kind.examples, rounds))
         try:
             program = reduce(Program.merged, programs)
         except Deviation:

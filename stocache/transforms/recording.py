@@ -8,13 +8,15 @@ NOTE [ Deferred outputs ]
     recorded, so they draw the same random numbers.
 
     The steps are planned once, as a `Program`, from some samples whose steps were run at once. Each later load must take the
-    same steps. A class, a length and the keys of a dict are answered from the plan, and checked when the program runs.
-    What needs the value itself (a branch, a number, a loop over what has no length) is a `NeedsValue`: no plan is possible.
+    same steps. A class, a length, the keys of a dict, a truth and a whole number (of a shape) are answered from the plan, and
+    checked when the program runs. If one differs, the dataset makes the sample itself, from the same random numbers. If they
+    differ among the samples that are planned with, or other values are needed (`NeedsValue`), no plan is possible.
 """
 
 import copy
 import functools
 import operator
+import os
 import sys
 import threading
 import types
@@ -181,7 +183,7 @@ class Program:
             open_rest: returns the callable for the rest of a transform.
 
         Raises:
-            Deviation: a class, a length or the keys of a dict are not as planned.
+            Deviation: an answer is not as planned.
         """
         sample, others = cached if self._others else (cached, [])
         inputs = dict(zip(self._others, others, strict=True))
@@ -419,17 +421,13 @@ class Deferred:
     def __class__(self) -> Any:
         return self._recorder_.record(type, (self,), answered=True)
 
-    def __len__(self) -> int:
-        length: int = self._recorder_.record(len, (self,), answered=True)
-        return length
-
     def __iter__(self) -> Iterator[Any]:
         cls = self.__class__
         if issubclass(cls, dict):
             return iter(_list_dict(self, "keys"))
         if not hasattr(cls, "__getitem__"):
             self._recorder_.need("the items")
-        return iter([_item(self, number) for number in range(len(self))])
+        return iter([_item(self, number) for number in range(self._recorder_.record(len, (self,), answered=True))])
 
     def __contains__(self, key: Any) -> bool:
         if not issubclass(self.__class__, dict):
@@ -473,9 +471,10 @@ def _recorder_of(value: Any) -> Recorder:
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
 _OTHERS = ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "getitem", "setitem", "delitem")
+_ANSWERED = {"bool": bool, "int": int, "index": operator.index, "len": len}
 _NEEDED = {
-    "int": "a number", "index": "a number", "float": "a number", "complex": "a number", "hash": "a key", "str": "the text",
-    "repr": "the text", "format": "the text", "bool": "the truth", "array": "the array", "reduce_ex": "the value",
+    "float": "a number", "complex": "a number", "hash": "a key", "str": "the text", "repr": "the text", "format": "the text",
+    "array": "the array", "reduce_ex": "the value",
 }  # fmt: skip
 
 
@@ -487,6 +486,9 @@ def _add_operators() -> None:
             return self._recorder_.record(function, (*args, self) if swapped else (self, *args))
 
         return method
+
+    def answered(function: Any) -> Any:
+        return lambda self: self._recorder_.record(function, (self,), answered=True)
 
     def needed(what: str) -> Any:
         def method(self: Deferred, *args: Any) -> Any:
@@ -501,6 +503,8 @@ def _add_operators() -> None:
         setattr(Deferred, f"__i{name}__", recorded(getattr(operator, f"__i{name}__")))
     for name in _OTHERS:
         setattr(Deferred, f"__{name}__", recorded(getattr(operator, f"__{name}__")))
+    for name, function in _ANSWERED.items():
+        setattr(Deferred, f"__{name}__", answered(function))
     for name, what in _NEEDED.items():
         setattr(Deferred, f"__{name}__", needed(what))
 
@@ -536,9 +540,17 @@ class RecordedConversions:
         with self._lock:
             self._users -= 1
             if not self._users:
-                for module, name, original, recorded in self._originals:
-                    if getattr(module, name) is recorded:
-                        setattr(module, name, original)
+                self._put_back()
+
+    def _put_back(self) -> None:
+        for module, name, original, recorded in self._originals:
+            if getattr(module, name) is recorded:
+                setattr(module, name, original)
+
+    def enter_child(self) -> None:
+        """Begin anew in a forked child, which has none of the threads that may have been in the block."""
+        self._put_back()
+        self.__init__()  # type: ignore[misc]
 
 
 def _recorded(module: Any, name: str) -> tuple[Any, Any]:
@@ -555,3 +567,4 @@ def _recorded(module: Any, name: str) -> tuple[Any, Any]:
 
 
 recorded_conversions = RecordedConversions()
+os.register_at_fork(after_in_child=recorded_conversions.enter_child)

@@ -133,8 +133,11 @@ class BoundPlan:
             program: what was planned. None runs the transforms as well, to plan.
         """
         recorder = self._local.recorder = Recorder(program, self._open_rest)
-        with recorded_conversions:
-            return recorder, self._patched[idx]
+        try:
+            with recorded_conversions:
+                return recorder, self._patched[idx]
+        finally:
+            self._local.recorder = None  # it holds values
 
     def load(self, idx: int) -> Any:
         """Return the part of sample ``idx`` that is cached."""

@@ -156,19 +156,27 @@ def _begin_round(number: int, steps: Sequence[Any]) -> None:
                 attributes[name] = 1.0 if number % 2 else chance
 
 
-def record_programs(leaf: Any, plan: CutPlan, examples: Sequence[Example]) -> Iterator[Program]:
-    """Yield how samples are made.
+def record_programs(
+    leaf: Any, plan: CutPlan, steps: Sequence[Any], examples: Sequence[Example], rounds: int
+) -> Iterator[Program]:
+    """Yield how samples are made in each round.
 
     Raises:
         CannotSplit: code needs the value of a deferred output.
     """
     bound = BoundPlan(leaf, plan)
-    for _, leaf_idx in examples:
-        try:
-            recorder, sample = bound.record(leaf_idx)
+    for number in range(rounds):
+        _begin_round(number, steps)
+        for _, leaf_idx in examples:
+            try:
+                recorder, sample = bound.record(leaf_idx)
+            except NeedsValue as error:
+                raise CannotSplit(str(error)) from None
+            except Exception:
+                if not number:
+                    raise
+                continue  # where a random step must not always happen
             yield recorder.plan(sample)
-        except NeedsValue as error:
-            raise CannotSplit(str(error)) from None
 
 
 def load_parts(leaf: Any, plan: CutPlan, examples: Sequence[Example], allow_pickle: bool) -> Iterator[LoadedPart]:

@@ -87,6 +87,11 @@ def changed_dict(its, transform, idx):
     return out
 
 
+def as_colours(its, transform, idx):
+    image = transform(its.image(idx))
+    return image if image.shape[0] == 3 else image.expand(3, 8, 8)
+
+
 def parts_of_dict(its, transform, idx):
     out = transform(its.image(idx), its.boxes(idx))
     return out["image"], torch.tensor(out["boxes"])
@@ -123,6 +128,8 @@ SPLIT = {
     "pasted": (flip, paste),
     "number": (flip, lambda its, t, i: (t(its.image(i)), t(its.image(i)).sum().item())),
     "shape": (flip, lambda its, t, i: (lambda image: image.reshape(image.shape[0], -1))(t(its.image(i)))),
+    "shape asked": (flip, as_colours),
+    "number of a shape": (flip, lambda its, t, i: (lambda view: [view[c] for c in range(view.shape[0])])(t(its.image(i)))),
     "by index": (flip, windowed),
     "type asked": (flip, lambda its, t, i: (lambda view: isinstance(view, torch.Tensor) and view.mul(2))(t(its.image(i)))),
     "crops": (crops, lambda its, t, i: torch.stack([crop.mean(0) for crop in t(its.image(i))])),
