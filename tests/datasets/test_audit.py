@@ -63,6 +63,7 @@ SPLIT = "output indexed", "output converted", "output used twice"
 SERVED = "without effect", "transform in place", "set_transform, split", "transform set", *SPLIT
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_samples_are_those_without_the_cache_whatever_they_depend_on(name, tmp_path):
     assert check(name, "torch", tmp_path) == (name not in SERVED)
@@ -73,6 +74,7 @@ DRAWS_IN_ORDER = {name for name, kind in KINDS.items() if kind.change is None} |
 ROWS = [(name, OTHERS[number % len(OTHERS)]) for number, name in enumerate(KINDS)]  # `python -m benchmark audit` runs all
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "loader"), [*ROWS, pytest.param("set_epoch", "ours, spawned", marks=pytest.mark.slow)])
 def test_so_it_is_with_other_loaders(name, loader, tmp_path):
     check(name, "ours, 2 workers" if "threads" in loader and name in DRAWS_IN_ORDER else loader, tmp_path)

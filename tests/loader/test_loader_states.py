@@ -161,6 +161,7 @@ def play(loader):
 PERSISTENT = {"persistent_workers": True}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dataset", "workers", "options"),
     [

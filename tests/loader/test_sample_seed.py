@@ -137,6 +137,7 @@ SPAWNED = {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_wor
 HOOK, FORK_HOOK = SampleSeed(17, hooks=(set_own,)), SampleSeed(2, hooks=(torch.manual_seed,))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("make", "function", "batch_size", "ranks", "options"),
     [

@@ -32,6 +32,7 @@ ALL = list(range(COUNT))
 DIVIDES = "sharding_filter", "sharding_round_robin_dispatch"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_order_and_length_are_functions_of_seed_and_epoch(name):
     epochs = {}

@@ -49,6 +49,7 @@ def check(graph, before, after, epoch, position, **options):
     assert rest == [whole[epoch][position:], *whole[epoch + 1 :]], f"after {position} elements of epoch {epoch}"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_rest_is_that_of_one_run(name, workers):
