@@ -45,7 +45,7 @@ logger = logging.getLogger("stocache")
 
 OnChange: TypeAlias = Literal["uncached", "raise", "keep"]
 
-_VERSION, _CHANGED, _WORDS = range(3)  # words that all processes share
+_VERSION, _CHANGED, _COMPARED, _WORDS = range(4)  # words that all processes share
 _MANY = 8  # samples that are audited where an attribute was set
 _EXTRA = 20  # samples in an epoch, besides the first
 _SMALL = (int, float, str, bool, bytes, type(None))
@@ -119,6 +119,11 @@ class Audit:
     def changed(self) -> bool:
         """Whether cached samples are not served any more."""
         return bool(self._shared.words[_CHANGED])
+
+    @property
+    def compared(self) -> int:
+        """Samples that all processes have loaded to compare them; a few less where two counted at one moment."""
+        return int(self._shared.words[_COMPARED])
 
     def begin_epoch(self) -> None:
         """Have each process audit before it serves the next sample."""
@@ -222,6 +227,7 @@ class Audit:
         with _KeptState(self._dataset) as state, Kept(self._own) as kept:
             try:
                 self.loads += 1
+                self._shared.words[_COMPARED] += 1
                 before = _small_attributes(self._dataset)
                 fresh = self._dataset[idx]
                 self._set_by_loads |= {_holder_of(name) for name in _differing(before, _small_attributes(self._dataset))}

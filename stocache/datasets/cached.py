@@ -196,6 +196,11 @@ class CachedDataset(Dataset[Any]):
         return self.dataset.transform if hasattr(self.dataset, "transform") else self.after_cache
 
     @property
+    def is_left(self) -> bool:
+        """Whether the cache is not served any more, because samples depend on more than their index."""
+        return self._audit.changed
+
+    @property
     def _has_rest(self) -> bool:
         """Whether transforms of the dataset run after the cache."""
         return self._split is not None and self._split.has_rest
@@ -586,7 +591,8 @@ class CachedDataset(Dataset[Any]):
         """Return the counts of all processes, in total and for each epoch."""
         self._epochs.update(self.cache)
         disk = None if self.disk_cache is None else self.disk_cache.stats()
-        return DatasetStats(self.cache.stats(), self._epochs.stats(self.cache), disk)
+        epochs = self._epochs.stats(self.cache)
+        return DatasetStats(self.cache.stats(), epochs, disk, self._audit.compared, self._audit.changed)
 
     def begin_loop(self, loader: Any) -> None:
         """Note that a loop over a loader begins. `DataLoader` calls it."""

@@ -61,18 +61,22 @@ class DatasetStats:
         total: the counts since the cache was made, and its content.
         epochs: the counts of each epoch, in order; the last one may still be running. Only hits in memory count as hits.
         disk: the counts of the disk behind the memory, if there is one. Its misses are the reads of the dataset.
+        compared: cached samples that were loaded from the dataset as well, by all processes, to compare them.
+        left: whether the cache is not served any more, because samples depend on more than their index.
     """
 
     total: CacheStats
     epochs: tuple[EpochStats, ...]
     disk: CacheStats | None = None
+    compared: int = 0
+    left: bool = False
 
     def flat(self, prefix: str = "cache") -> dict[str, float]:
         """Return all numbers in one dict, for W&B, MLflow, TensorBoard or Lightning's ``log_dict``.
 
         ``cache/hits`` is in total, ``cache/epoch_hits`` of the last epoch, and ``cache/disk_hits`` of the disk.
         """
-        numbers = self.total.flat(prefix)
+        numbers = self.total.flat(prefix) | {f"{prefix}/compared": self.compared, f"{prefix}/left": int(self.left)}
         if self.epochs:
             epoch = self.epochs[-1]
             numbers |= flat_numbers(f"{prefix}/epoch_", epoch, {"hit_rate": epoch.hit_rate})

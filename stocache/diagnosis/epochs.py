@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -84,6 +85,7 @@ class RunningEpoch:
         ring: of worker processes, from the first iteration on.
         threads: whether the workers are threads.
         expected: the number of batches; None if that is not known.
+        has_left: returns whether the cache is not served any more.
     """
 
     number: int
@@ -95,6 +97,7 @@ class RunningEpoch:
     ring: Ring | None = None
     threads: bool = False
     expected: int | None = None
+    has_left: Callable[[], bool] = bool
 
     def __post_init__(self) -> None:
         self.began_ns = self.last_ns = time.perf_counter_ns()  # `last_ns`: when the last batch came
@@ -165,6 +168,7 @@ class RunningEpoch:
             buffers=0 if self.ring is None else self.ring.depth,
             cores=len(os.sched_getaffinity(0)),
             cache=None if self.cache is None or self.cache.closed else partial(self._cache_facts, self.cache),
+            left=self.has_left(),
         )
         return stats, facts
 

@@ -42,6 +42,12 @@ _SLOW = 5.0  # times the median is what a slow sample takes
 _IDLE = 0.6  # of the workers' time: they are busy for less than that
 
 
+_LEFT = (
+    "the dataset makes each sample, because samples depend on more than their index (see the warning); move what is random to "
+    "transform=, or set on_change='keep'"
+)
+
+
 @dataclass(frozen=True)
 class CacheFacts:
     """What is known of the cache after an epoch.
@@ -83,6 +89,7 @@ class EpochFacts:
         buffers: of the ring, for each worker.
         cores: processors for this process.
         cache: returns facts of the cache; None if the dataset has none.
+        left: whether the cache is not served any more.
     """
 
     counted: Counted
@@ -100,6 +107,7 @@ class EpochFacts:
     buffers: int
     cores: int
     cache: Callable[[], CacheFacts] | None
+    left: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,7 +133,8 @@ def judge(facts: EpochFacts) -> Verdict | None:
     share = facts.waited_s / facts.seconds if facts.seconds > 0 else 0.0
     if share < _SILENT or facts.waited_s < _SHORTEST_S or not facts.batches:
         return None
-    limit, text = _Parts(facts).find()
+    limit: Limit = "source"
+    limit, text = (limit, _LEFT) if facts.left else _Parts(facts).find()
     waited = f"the trainer waited {share:.0%} of the time ({_seconds(facts.waited_s)} of {_seconds(facts.seconds)})"
     return Verdict(limit, share, f"{waited}; {text}")
 

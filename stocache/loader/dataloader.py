@@ -250,7 +250,9 @@ class DataLoader(ResumableLoader[_T]):
             cached.begin_loop(self)
             cache, disk = cached.cache, cached.disk_cache
         persistent = bool(self.num_workers and self.persistent_workers)
-        return self._log.begin(self.record, cache, disk is not None, self.num_workers, persistent, self._ring)
+        epoch = self._log.begin(self.record, cache, disk is not None, self.num_workers, persistent, self._ring)
+        epoch.has_left = lambda: cached is not None and cached.is_left
+        return epoch
 
     def _make_iterator(self, progress: Progress) -> "tuple[Any, WorkerGroup]":
         # see NOTE [ How torch's DataLoader is used ]

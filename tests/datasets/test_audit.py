@@ -4,6 +4,7 @@ import os
 import queue
 import random
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -234,6 +235,19 @@ def test_a_change_is_an_error_or_kept_if_asked_for(caplog):
     for options in ({"on_change": "warn"}, {"audit": 2}, {"audit": -0.1}, {"audit": True}, {"audit": "all"}):
         with pytest.raises(LimitError, match=r"on_change='warn' is unknown|audit=.* is not a share of the time"):
             CachedDataset([1], 1, **options)
+
+
+def test_stats_and_the_verdict_say_that_the_cache_is_left():
+    source = Source(lambda dataset, idx: time.sleep(0.002))
+    with CachedDataset(source, 1) as cached:
+        loader = stocache.DataLoader(cached, 8, num_workers=2)
+        for epoch in range(3):
+            source.offset = epoch // 2
+            list(loader)
+            assert cached.stats().left == (epoch == 2)
+        assert 4 <= cached.stats().compared <= N * 2
+        assert "because samples depend on more than their index" in str(loader.stats().epochs[2].verdict)
+        assert cached.stats().flat()["cache/left"] == 1
 
 
 def test_persistent_workers_are_said_to_have_copies(caplog):
