@@ -168,13 +168,16 @@ class Audit:
         self._requests += count
         return self._doubted or self._requests > self._next or self._shared.words[_VERSION] != self._seen
 
-    def allows(self, indices: Sequence[int], cached: Any, served: Callable[[int], Any]) -> bool:
+    def allows(
+        self, indices: Sequence[int], cached: Any, served: Callable[[int], Any], fresh: Callable[[int], Any] | None = None
+    ) -> bool:
         """Whether samples of the cache may be served, after comparing some where it is time to.
 
         Args:
             indices: of the samples that are wanted.
             cached: the cache, which has the states of the samples.
             served: returns a sample as it would be served; it must be cached.
+            fresh: returns what it must be equal to; None for the sample of the dataset.
 
         Raises:
             DatasetError: one differs, and ``on_change`` is "raise".
@@ -190,7 +193,7 @@ class Audit:
             wanted = self._wanted(version, len(indices))
             began = time.monotonic()
             for idx in _choose(indices, cached, wanted, self._any_sample):
-                finding = self._compare(idx, served)
+                finding = self._compare(idx, served, fresh or partial(operator.getitem, self._dataset))
                 if finding is not None:
                     self.change(finding)
                     return False
@@ -222,14 +225,14 @@ class Audit:
         worker = get_worker_info()
         return self._length if worker is None else -(-self._length // worker.num_workers)
 
-    def _compare(self, idx: int, served: Callable[[int], Any]) -> str | None:
-        """Return how the sample of the dataset differs from the one that would be served; None if it does not."""
-        with _KeptState(self._dataset) as state, Kept(self._own) as kept:
+    def _compare(self, idx: int, served: Callable[[int], Any], load: Callable[[int], Any]) -> str | None:
+        """Return how a sample differs from the one that would be served; None if it does not."""
+        with _KeptState(self._dataset) as state, self._kept() as kept:
             try:
                 self.loads += 1
                 self._shared.words[_COMPARED] += 1
                 before = _small_attributes(self._dataset)
-                fresh = self._dataset[idx]
+                fresh = load(idx)
                 self._set_by_loads |= {_holder_of(name) for name in _differing(before, _small_attributes(self._dataset))}
             except Exception as error:
                 if not self._failed:
@@ -249,6 +252,9 @@ class Audit:
                 self._checked_draws = True
                 return self._depends_on_draws(idx, fresh, partial(operator.getitem, self._dataset))
         return None if place is None else self._finding(idx, place, drawn)
+
+    def _kept(self) -> Kept:
+        return Kept(self._own, global_too=not in_worker_thread())  # from which the training loop may draw meanwhile
 
     def _finding(self, idx: int, place: str, drawn: bool) -> str:
         names = self._set_attributes()
@@ -299,7 +305,7 @@ class Audit:
         if self._checked_draws or not before.drawn():
             return
         self._checked_draws = True
-        with Kept(self._own):
+        with self._kept():
             finding = next(filter(None, (self._depends_on_draws(idx, sample, load) for idx, sample in samples)), None)
         if finding is not None:
             self.change(finding)
@@ -316,6 +322,11 @@ class Audit:
             return f"sample {idx} of {type(self._dataset).__name__} is made with random numbers ({place:.300})"
         log_draws_without_effect(self._dataset, idx)
         return None
+
+
+def in_worker_thread() -> bool:
+    """Whether this is a worker thread, which shares the global generators with others and with the training loop."""
+    return get_worker_info() is not None and threading.current_thread() is not threading.main_thread()
 
 
 class _SharedWords:

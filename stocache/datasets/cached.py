@@ -21,7 +21,7 @@ from stocache.cache.placement import Placement
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
 from stocache.cache.stats import MISSING
-from stocache.datasets.audit import Audit, OnChange
+from stocache.datasets.audit import Audit, OnChange, in_worker_thread
 from stocache.datasets.epochs import DatasetStats, EpochCounter
 from stocache.datasets.indexing import Collate, find_collate, indices_in
 from stocache.datasets.loaders import BlockLoader, SampleLoader
@@ -283,7 +283,7 @@ class CachedDataset(Dataset[Any]):
             idx = int(self._rows[idx])
         if self._split is not None and self._split.has_changed((idx,)):
             self._follow_transforms()
-        if self._audit.is_due(1) and not self._audit.allows((idx,), self.cache, self._served):
+        if self._audit.is_due(1) and not self._audit.allows((idx,), self.cache, self._served, self._fresh):
             sample = self._source[idx]
             return sample if self.after_cache is None else self.after_cache(sample)
         sample = self.cache.hit(idx, self._copy)
@@ -314,7 +314,7 @@ class CachedDataset(Dataset[Any]):
             indices = self._rows[check_indices(indices, self._len, "view")]
         if self._split is not None and self._split.has_changed(indices):
             self._follow_transforms()
-        served = not self._audit.is_due(len(indices)) or self._audit.allows(indices, self.cache, self._served)
+        served = not self._audit.is_due(len(indices)) or self._audit.allows(indices, self.cache, self._served, self._fresh)
         if self._batch_spec is not None and isinstance(self.cache, SharedCache) and not self._is_transformed:
             load_many = self._tiered(self._audit.watched_many(self._loader)) if served else SampleLoader(self._source).load_many
             kind = LazyBatch if served else DirectBatch
@@ -350,7 +350,12 @@ class CachedDataset(Dataset[Any]):
         """Return sample ``idx``, which is cached, as it is served before the transform after the cache."""
         sample = self.cache.peek(idx)
         rest = None if sample is MISSING or self._split is None or not self._split.has_rest else self._split
-        return sample if rest is None else rest.finish(idx, sample)
+        return sample if rest is None or in_worker_thread() else rest.finish(idx, sample)
+
+    def _fresh(self, idx: int) -> Any:
+        """Return what `_served` must be equal to. In worker threads it is without transforms, because others draw as well."""
+        rest = self._split if self._split is not None and self._split.has_rest and in_worker_thread() else None
+        return self._source[idx] if rest is None else rest.load(idx)
 
     def _get_many(self, key: Any) -> Any:
         """Return the result of the dataset for several indices, or for a name."""
@@ -360,7 +365,7 @@ class CachedDataset(Dataset[Any]):
         own = indices
         if self._rows is not None:
             indices = self._rows[indices].tolist()
-        if self._audit.is_due(len(indices)) and not self._audit.allows(indices, self.cache, self._served):
+        if self._audit.is_due(len(indices)) and not self._audit.allows(indices, self.cache, self._served, self._fresh):
             self._collates[kind] = None
         if self._has_rest:
             self._collates[kind] = None

@@ -30,7 +30,6 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
 
 
 class Generator(Protocol):
@@ -266,23 +265,27 @@ def _bound_values(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 class Kept:
-    """The states of the global generators and of some others. As a ``with`` block it restores them at its end."""
+    """The states of generators. As a ``with`` block it restores them at its end.
 
-    def __init__(self, own: Iterable[Any]) -> None:
-        self._before, self._own = read(), [(each, _state_of(each)) for each in own]
+    Args:
+        own: generators of a dataset.
+        global_too: whether to keep the global ones as well.
+    """
+
+    def __init__(self, own: Iterable[Any], global_too: bool = True) -> None:
+        self._before, self._own = read() if global_too else {}, [(each, _state_of(each)) for each in own]
 
     def now(self) -> tuple[Any, ...]:
         """Return the states now, to compare them."""
-        return read(), [repr(_state_of(each)) for each, _ in self._own]
+        return read(self._before), [repr(_state_of(each)) for each, _ in self._own]
 
     def drawn(self) -> bool:
         """Whether a generator has been drawn from."""
         return self.now() != (self._before, [repr(state) for _, state in self._own])
 
     def restore(self) -> None:
-        """Set the generators back; a worker thread leaves the global ones alone, from which the training loop may draw."""
-        in_worker_thread = get_worker_info() is not None and threading.current_thread() is not threading.main_thread()
-        for number, state in () if in_worker_thread else read().items():
+        """Set the generators back."""
+        for number, state in read(self._before).items():
             if state != self._before[number]:
                 GENERATORS[number].restore(self._before[number])
         for each, state in self._own:

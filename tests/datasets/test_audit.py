@@ -237,6 +237,15 @@ def test_a_change_is_an_error_or_kept_if_asked_for(caplog):
             CachedDataset([1], 1, **options)
 
 
+def test_worker_threads_that_draw_at_once_do_not_take_a_split_for_a_change(caplog):
+    with CachedDataset(KINDS["output indexed"].make(None), 1) as cached:
+        loader = stocache.DataLoader(cached, 4, num_workers=3, worker_method="thread")
+        for _ in range(4):
+            list(loader)
+        assert not cached.stats().left
+        assert cached.stats().compared >= 3
+
+
 def test_stats_and_the_verdict_say_that_the_cache_is_left():
     source = Source(lambda dataset, idx: time.sleep(0.002))
     with CachedDataset(source, 1) as cached:
