@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 
 from stocache.system.generators import Kept, own_generators
 from stocache.transforms.dataset_tree import DatasetTree
+from stocache.transforms.deferred import holds_deferred, recorded_conversions
 from stocache.transforms.encoded import open_loader
 from stocache.transforms.huggingface import ReadTransform, find_read_transform
 from stocache.transforms.patching import Site, StandIn, find_holder, find_sites, find_transform, patch
 from stocache.transforms.pipelines import Pipeline, open_pipeline, step_text
-from stocache.transforms.recording import Deviation, Program, Recorder, Rest, holds_deferred, recorded_conversions
+from stocache.transforms.recording import Deviation, Program, Recorder, Rest
 
 logger = logging.getLogger("stocache")
 
