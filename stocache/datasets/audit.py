@@ -39,7 +39,7 @@ from stocache.datasets.probing import AGAIN, load_again, log_draws_without_effec
 from stocache.errors import DatasetError, LimitError
 from stocache.shm.segment import Segment
 from stocache.system.describe import describe, difference
-from stocache.system.generators import Kept, is_of_library, own_generators, parts_of
+from stocache.system.generators import Kept, in_worker_thread, is_of_library, own_generators, parts_of
 
 logger = logging.getLogger("stocache")
 
@@ -322,11 +322,6 @@ class Audit:
             return f"sample {idx} of {type(self._dataset).__name__} is made with random numbers ({place:.300})"
         log_draws_without_effect(self._dataset, idx)
         return None
-
-
-def in_worker_thread() -> bool:
-    """Whether this is a worker thread, which shares the global generators with others and with the training loop."""
-    return get_worker_info() is not None and threading.current_thread() is not threading.main_thread()
 
 
 class _SharedWords:

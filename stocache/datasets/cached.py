@@ -21,7 +21,7 @@ from stocache.cache.placement import Placement
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
 from stocache.cache.stats import MISSING
-from stocache.datasets.audit import Audit, OnChange, in_worker_thread
+from stocache.datasets.audit import Audit, OnChange
 from stocache.datasets.epochs import DatasetStats, EpochCounter
 from stocache.datasets.indexing import Collate, find_collate, indices_in
 from stocache.datasets.loaders import BlockLoader, SampleLoader
@@ -33,7 +33,7 @@ from stocache.errors import ClosedError, DatasetError, LimitError
 from stocache.samples.indices import check_index, check_indices, length_of
 from stocache.system.children import in_children_or_here
 from stocache.system.deprecation import old_name, renamed_arguments
-from stocache.system.generators import undrawn, undrawn_many
+from stocache.system.generators import in_worker_thread, undrawn, undrawn_many
 from stocache.system.ranks import is_first_rank
 from stocache.transforms import huggingface
 from stocache.transforms.part_transform import PartTransform, as_transform

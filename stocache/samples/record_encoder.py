@@ -319,11 +319,6 @@ class PackedRecord(NamedTuple):
     data: bytes
     integers: list[int]
 
-    @property
-    def has_pickles(self) -> bool:
-        """Whether a part is a pickle. Equal objects may have different pickles."""
-        return b"'pickle'" in self.treedef
-
 
 def pack_sample(sample: Any, where: str = "sample") -> PackedRecord:
     """Return a sample as a packed record; what has no bytes of its own is pickled. Raises SampleError as `Record`."""

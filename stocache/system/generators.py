@@ -30,6 +30,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 
 class Generator(Protocol):
@@ -262,6 +263,11 @@ def _bound_values(function: Any) -> Iterator[tuple[str, Any]]:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # it is empty
                 yield name, cell.cell_contents
+
+
+def in_worker_thread() -> bool:
+    """Whether this is a worker thread, which shares the global generators with others and with the training loop."""
+    return get_worker_info() is not None and threading.current_thread() is not threading.main_thread()
 
 
 class Kept:

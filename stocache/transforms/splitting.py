@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from stocache.system.generators import Kept, own_generators
+from stocache.system.generators import Kept, in_worker_thread, own_generators
 from stocache.transforms.dataset_tree import DatasetTree
 from stocache.transforms.deferred import holds_deferred, recorded_conversions
 from stocache.transforms.encoded import open_loader
@@ -144,7 +144,7 @@ class BoundPlan:
         """Return the part of sample ``idx`` that is cached."""
         if not self.plan.program.steps:
             return self.dataset[idx]
-        before = Kept(self._own)
+        before = Kept(self._own, not in_worker_thread())
         try:
             recorder, sample = self.record(idx, self.plan.program)
             return recorder.separate(sample)
@@ -168,7 +168,7 @@ class BoundPlan:
             return self.dataset[idx]
         if not program.steps:
             return sample
-        before = Kept(self._own)
+        before = Kept(self._own, not in_worker_thread())
         try:
             return program.run(sample, self._open_rest)
         except Deviation:
