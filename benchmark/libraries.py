@@ -1,7 +1,7 @@
 """Every random transform of six libraries that can be made with simple options, in a dataset that uses it as is usual.
 
-    python -m benchmark library_transforms                    # a row for each library
-    python -m benchmark library_transforms --list monai       # a row for each of its transforms
+    python -m benchmark libraries                    # a row for each library
+    python -m benchmark libraries --list monai       # a row for each of its transforms
 
 A sample is wrong if it differs from that of the dataset without a cache, with the same seeds, in three epochs of torch's
 loader. "split": the transform runs after the cache; "uncached": the dataset makes each sample itself; "cached": the transform
