@@ -73,6 +73,7 @@ def run_script():
         server.stdin.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[bool(DEAR.search(BLOCKS[name]))]) for name in BLOCKS])
 def test_every_example_runs_as_a_script(name, run_script, tmp_path):
     block, path = BLOCKS[name], []

@@ -304,6 +304,7 @@ PARTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_and_loaders_that_a_dataset_makes_have_the_cache(name, caplog):
     with CachedDataset(source := Rows(), 1, audit=0) as cached:

@@ -169,6 +169,7 @@ def test_what_is_done_with_the_output_is_done_again_in_each_epoch(name):
         assert cached.stats().total.filled == N
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", UNCACHED)
 def test_where_the_value_is_needed_nothing_is_frozen(name, caplog):
     with CachedDataset(Images(*UNCACHED[name]), 1) as cached:
