@@ -94,6 +94,7 @@ class EpochCounter:
         self._cache: weakref.ref[SampleCache] | None = weakref.ref(cache)
         self._loops: list[weakref.ref[Any]] = []
         self._epoch: int | None = None  # the last one that was set
+        self._requests = {"epoch": -1, "loop": -1}  # of the cache in all, when the last epoch was set, and the last loop began
         self._warned = False
         self.begin(cache)
         _counters.add(self)
@@ -111,29 +112,29 @@ class EpochCounter:
         """Note that a loop over a loader begins. ``expected``: whether an earlier one must have asked the cache for samples."""
         again = any(loop() is loader for loop in self._loops)
         gone = bool(self._loops) and all(loop() is None for loop in self._loops)
-        if again and expected:
-            self._warn_of_nothing(cache, "a loop over a loader")
+        self._note_requests(cache, "loop", "a loop over a loader" if again and expected else None)
         self.update(cache, begins=again or gone, workers_start=True)
         if not any(loop() is loader for loop in self._loops):
             self._loops.append(weakref.ref(loader))
 
-    def _warn_of_nothing(self, cache: SampleCache, what: str) -> None:
-        """Warn once if no sample was requested since the running epoch has begun."""
-        running = self._running(cache)
-        if not self._warned and not running.hits + running.misses:
+    def _note_requests(self, cache: SampleCache, kind: str, ended: str | None) -> None:
+        """Note that an epoch is set or a loop begins. Warn once if another has ``ended`` in which no sample was requested."""
+        requests = sum(cache.counts()[:2])
+        if ended is not None and requests == self._requests[kind] and not self._warned and is_first_rank():
             self._warned = True
             logger.warning(
                 "%s has ended, and the cache was asked for no sample: they come from elsewhere, perhaps from the dataset "
-                "within. Give the CachedDataset to the loader.", what,
+                "within. Give the CachedDataset to the loader.", ended,
             )  # fmt: skip
+        self._requests[kind] = requests
 
     def update(self, cache: SampleCache, begins: bool = False, workers_start: bool = False, epoch: int | None = None) -> None:
         """End the running epoch if it is complete, or if another one ``begins``: number ``epoch``, where it is known."""
         if os.getpid() != self._pid:  # a worker
             return
         if epoch is not None:
-            if self._epoch is not None and epoch == self._epoch + 1:
-                self._warn_of_nothing(cache, f"epoch {self._epoch}")
+            follows = self._epoch is not None and epoch == self._epoch + 1
+            self._note_requests(cache, "epoch", f"epoch {self._epoch}" if follows else None)
             self._epoch = epoch
         running = self._running(cache)
         requests = running.hits + running.misses
