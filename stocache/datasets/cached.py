@@ -176,6 +176,8 @@ class CachedDataset(Dataset[Any]):
         samples = SampleOptions(
             placement=placement, variable=variable, probe=probe, example=example, split=split, cut=cut, store=store
         )
+        checked = type(dataset) is StorageDataset  # by checksums
+        self._audit = Audit(dataset, self._len, 0 if checked else audit, on_change)
         wrapped = wrap(dataset, self._len, options, samples)
         self.cache, self.disk_cache, self._loader = wrapped.cache, wrapped.disk, wrapped.loader
         self._split, self._plan = wrapped.split, wrapped.plan
@@ -184,8 +186,6 @@ class CachedDataset(Dataset[Any]):
             for sample in list(wrapped.probe.named.values())[:1]:
                 self.after_cache.check(sample)
         self._epochs = EpochCounter(self._len, self.cache)
-        checked = type(dataset) is StorageDataset  # by checksums
-        self._audit = Audit(dataset, self._len, 0 if checked else audit, on_change)
         if wrapped.probe.finding is not None:
             self._audit.change(wrapped.probe.finding)
         self._initialised = True
