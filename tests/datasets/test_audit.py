@@ -5,6 +5,7 @@ import queue
 import random
 import signal
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -244,6 +245,23 @@ def test_worker_threads_that_draw_at_once_do_not_take_a_split_for_a_change(caplo
             list(loader)
         assert not cached.stats().left
         assert cached.stats().compared >= 3
+
+
+CLOCK = [0.0]  # not in a closure of the dataset, which an audit puts back
+
+
+def wait_20_s(dataset, idx):
+    CLOCK[0] += 20
+
+
+def test_of_samples_that_take_20_s_one_is_compared_in_each_epoch(monkeypatch):
+    monkeypatch.setattr("stocache.datasets.audit.time", SimpleNamespace(monotonic=lambda: CLOCK[0]))
+    with CachedDataset(Source(wait_20_s), 1) as cached:
+        cached.warm(progress=False)
+        for epoch in range(1, 4):
+            cached.set_epoch(epoch)
+            assert [torch.equal(cached[idx], Source().image(idx)) for idx in range(N)] == [True] * N
+            assert cached.stats().compared == epoch
 
 
 def test_stats_and_the_verdict_say_that_the_cache_is_left():
