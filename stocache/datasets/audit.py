@@ -69,9 +69,8 @@ class Audit:
 
     __slots__ = (
         "__weakref__", "_any_sample", "_attributes", "_attributes_of_workers", "_began", "_checked_draws", "_dataset",
-        "_doubted",
-        "_extra", "_failed", "_length", "_lock", "_next", "_own", "_requests", "_seen", "_set_by_loads", "_share",
-        "_shared", "_took_s", "loads", "on_change",
+        "_doubted", "_extra", "_failed", "_length", "_lock", "_next", "_own", "_requests", "_seen", "_set_by_loads",
+        "_share", "_shared", "_took_s", "loads", "on_change",
     )  # fmt: skip
 
     def __init__(self, dataset: Any, length: int, share: float, on_change: OnChange, any_sample: bool = True) -> None:

@@ -22,7 +22,7 @@ from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
 from stocache.cache.stats import MISSING
 from stocache.datasets.audit import Audit, OnChange
-from stocache.datasets.epochs import DatasetStats, EpochCounter
+from stocache.datasets.epochs import DatasetStats, EpochCounter, takes_epoch
 from stocache.datasets.indexing import Collate, find_collate, indices_in
 from stocache.datasets.loaders import BlockLoader, SampleLoader
 from stocache.datasets.parts import FollowedMethod, follow, is_part
@@ -361,7 +361,7 @@ class CachedDataset(Dataset[Any]):
         """Return the result of the dataset for several indices, or for a name."""
         indices, kind = indices_in(key, self._len), type(key)
         if not indices or (self._has_rest and self.after_cache is None):
-            return self._ask_many(key, indices)
+            return self._with_cache(self.dataset[key], indices)
         own = indices
         if self._rows is not None:
             indices = self._rows[indices].tolist()
@@ -371,13 +371,16 @@ class CachedDataset(Dataset[Any]):
             self._collates[kind] = None
         elif kind not in self._collates:
             result = self.dataset[key]
+            self._collates[kind] = None
             if not is_part(result, self.dataset):
                 samples = self.cache.get_or_load_many(indices, self._load_many, strict=False)
-            self._collates[kind] = None if is_part(result, self.dataset) else find_collate(result, samples)
+                self._collates[kind] = find_collate(result, samples)
+            if self.after_cache is None:
+                return self._with_cache(result, own)
         collate = self._collates[kind]
         if collate is None:
             if self.after_cache is None:
-                return self._ask_many(key, own)
+                return self._with_cache(self.dataset[key], own)
             raise DatasetError(
                 f"{type(self.dataset).__name__}[{key!r:.50}] is not made of its samples, so transform= cannot run on it. Ask "
                 f"for one sample at a time, or leave the transform out."
@@ -390,9 +393,8 @@ class CachedDataset(Dataset[Any]):
         except Exception:  # they differ in shape, and the dataset does not stack them as it did others
             return self.dataset[key]
 
-    def _ask_many(self, key: Any, indices: list[int] | None) -> Any:
+    def _with_cache(self, result: Any, indices: list[int] | None) -> Any:
         """Return what the dataset returns for several indices, or for a name; a part of it over the cache."""
-        result = self.dataset[key]
         rows = None if indices is None else np.array(indices, np.int64)
         return follow("__getitem__", result, self, self._view, rows) if is_part(result, self.dataset) else result
 
@@ -609,7 +611,7 @@ class CachedDataset(Dataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, for `stats`, which otherwise finds epochs by itself; and in the dataset, if it has ``set_epoch``."""
         self._epochs.update(self.cache, begins=True, epoch=None if self._audit.changed else epoch)
-        if callable(getattr(self.dataset, "set_epoch", None)):
+        if takes_epoch(self.dataset):
             self.dataset.set_epoch(epoch)
         self._audit.begin_epoch()
 

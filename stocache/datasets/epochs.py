@@ -85,6 +85,11 @@ class DatasetStats:
         return numbers
 
 
+def takes_epoch(value: Any) -> bool:
+    """Whether a sampler or dataset has a method ``set_epoch``. Some classes answer any name with None."""
+    return callable(getattr(value, "set_epoch", None))
+
+
 class EpochCounter:
     """Finds the ends of epochs, in the process that made it; see NOTE [ Epochs ]."""
 

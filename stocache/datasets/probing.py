@@ -2,10 +2,10 @@
 
 NOTE [ What a sample is made of ]
     The first sample is loaded twice; one for which random numbers were drawn is loaded several times, because two random flips
-    may be equal by chance. If it differs, something random runs before the cache: see NOTE [ The audit ]. While
-    the first sample is loaded again, all attributes of the dataset that are read are recorded. Cached samples are made with
-    these, so they must not be changed afterwards. Attributes that loading itself sets (a file that is opened when it is first
-    needed) are left out.
+    may be equal by chance. If it differs, something random runs before the cache: see NOTE [ The audit ]. While the first
+    sample is loaded again, all attributes of the dataset that are read are recorded. Cached samples are made with these, so
+    they must not be changed afterwards. Attributes that loading itself sets (a file that is opened when it is first needed) are
+    left out.
 """
 
 import contextlib

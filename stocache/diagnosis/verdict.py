@@ -41,7 +41,6 @@ _FASTER = 1.2  # times as fast, from which a change is worth a word
 _SLOW = 5.0  # times the median is what a slow sample takes
 _IDLE = 0.6  # of the workers' time: they are busy for less than that
 
-
 _LEFT = (
     "the dataset makes each sample, because samples depend on more than their index (see the warning); move what is random to "
     "transform=, or set on_change='keep'"
@@ -133,9 +132,10 @@ def judge(facts: EpochFacts) -> Verdict | None:
     share = facts.waited_s / facts.seconds if facts.seconds > 0 else 0.0
     if share < _SILENT or facts.waited_s < _SHORTEST_S or not facts.batches:
         return None
-    limit: Limit = "source"
-    limit, text = (limit, _LEFT) if facts.left else _Parts(facts).find()
     waited = f"the trainer waited {share:.0%} of the time ({_seconds(facts.waited_s)} of {_seconds(facts.seconds)})"
+    if facts.left:
+        return Verdict("source", share, f"{waited}; {_LEFT}")
+    limit, text = _Parts(facts).find()
     return Verdict(limit, share, f"{waited}; {text}")
 
 

@@ -31,6 +31,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from stocache.datasets.epochs import takes_epoch
 from stocache.errors import StateError
 from stocache.loader.requests import BatchRequest, EpochIndices, NoIndices, RequestContext
 from stocache.loader.worker_state import has_state
@@ -256,7 +257,7 @@ class Order:
     @property
     def has_epochs(self) -> bool:
         """Whether a sampler has ``set_epoch``."""
-        return any(callable(getattr(sampler, "set_epoch", None)) for sampler in samplers_in(self.sampler))
+        return any(takes_epoch(sampler) for sampler in samplers_in(self.sampler))
 
     @property
     def may_run_ahead(self) -> bool:
@@ -323,7 +324,7 @@ def _states_of(values: list[Any]) -> list[Any]:
 def epoch_of(sampler: Any) -> int | None:
     """Return the epoch of a sampler; None if it does not have ``set_epoch``."""
     epoch = getattr(sampler, "epoch", None)
-    return epoch if type(epoch) is int and callable(getattr(sampler, "set_epoch", None)) else None
+    return epoch if type(epoch) is int and takes_epoch(sampler) else None
 
 
 def samplers_in(sampler: Any) -> list[Any]:

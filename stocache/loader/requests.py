@@ -10,6 +10,7 @@ import numpy as np
 from torch.utils.data import Subset, get_worker_info
 
 from stocache.datasets.cached import CachedDataset
+from stocache.datasets.epochs import takes_epoch
 from stocache.ring.ring import Ring, ring_of
 from stocache.timing.record import record_here, record_of, row_here
 
@@ -162,6 +163,6 @@ def layers(dataset: Any) -> list[Any]:
 def set_epoch(dataset: Any, epoch: int) -> None:
     """Set the epoch of the first dataset, from the outermost inwards, that has ``set_epoch``."""
     for layer in layers(dataset):
-        if callable(getattr(layer, "set_epoch", None)):  # some classes answer any name with None
+        if takes_epoch(layer):
             layer.set_epoch(epoch)
             return

@@ -9,6 +9,7 @@ import torch
 import torch.utils.data
 from torch.utils.data import DistributedSampler, IterableDataset, IterDataPipe, RandomSampler, Sampler
 
+from stocache.datasets.epochs import takes_epoch
 from stocache.errors import StateError
 from stocache.loader.order import Order, Progress, epoch_of, samplers_in
 from stocache.loader.requests import layers, set_epoch
@@ -181,7 +182,7 @@ class ResumableLoader(torch.utils.data.DataLoader[_T]):
         """
         self._epoch = epoch
         for sampler in samplers_in(self._index_source):
-            if callable(getattr(sampler, "set_epoch", None)):
+            if takes_epoch(sampler):
                 sampler.set_epoch(epoch)
         set_epoch(self.dataset, epoch)
         if self._worker_group is not None and self._worker_group.order.context is not None:

@@ -6,15 +6,13 @@ import operator
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from stocache.samples.pytree import DEEP
-from stocache.transforms.part_transform import MAX_PARTS, find_parts
+from stocache.transforms.part_transform import find_parts
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -101,25 +99,18 @@ def _item(output: Deferred, key: Any) -> Any:
     return output._recorder_.record(operator.getitem, (output, key))
 
 
-def holds_deferred(value: Any, depth: int = 0) -> bool:
+def _is_deferred(part: Any) -> bool:
+    return type(part) is Deferred
+
+
+def holds_deferred(value: Any) -> bool:
     """Whether a value is, or contains, the output of a step."""
-    if type(value) is Deferred:
-        return True
-    if depth == DEEP or isinstance(value, torch.Tensor | np.ndarray | str | bytes | None):
-        return False
-    inner: Any = ()
-    if isinstance(value, Mapping):
-        inner = value.values()
-    elif isinstance(value, list | tuple):
-        inner = value
-    elif type(value) is slice:
-        inner = value.start, value.stop, value.step
-    return any(holds_deferred(part, depth + 1) for part in islice(inner, MAX_PARTS))
+    return next(find_parts(value, _is_deferred), None) is not None
 
 
 def _recorder_of(value: Any) -> Any:
     """Return the recorder of an output somewhere in a value."""
-    _, output = next(find_parts(value, lambda part: type(part) is Deferred))
+    _, output = next(find_parts(value, _is_deferred))
     return output._recorder_
 
 

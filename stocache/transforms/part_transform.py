@@ -102,8 +102,7 @@ def _replace(sample: Any, key: Any, new: Any) -> Any:
 Path: TypeAlias = tuple[Any, ...]
 """Keys, positions and names of fields that lead to a part of a sample; () for the sample itself."""
 
-MAX_PARTS = 256
-"""Parts of a container that are searched."""
+_MAX_PARTS = 256  # of a container are searched
 
 
 def find_parts(sample: Any, wanted: Callable[[Any], bool], depth: int = 0) -> Iterator[tuple[Path, Any]]:
@@ -116,10 +115,12 @@ def find_parts(sample: Any, wanted: Callable[[Any], bool], depth: int = 0) -> It
         inner = sample.items()
     elif isinstance(sample, list | tuple):
         inner = enumerate(sample)
+    elif type(sample) is slice:
+        inner = ((name, getattr(sample, name)) for name in ("start", "stop", "step"))
     elif dataclasses.is_dataclass(sample) and not isinstance(sample, type):
         inner = vars(sample).items() if hasattr(sample, "__dict__") else ()
     if depth < DEEP:
-        for key, value in islice(inner, MAX_PARTS):
+        for key, value in islice(inner, _MAX_PARTS):
             for path, part in find_parts(value, wanted, depth + 1):
                 yield (key, *path), part
 
