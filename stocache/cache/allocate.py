@@ -1,9 +1,25 @@
-"""Allocate the memory of a cache: a new segment, or the one that other processes use under the same name."""
+"""Allocate the memory of a cache: new, or that of other processes with the same name, or of other ranks of this job.
 
+NOTE [ Sharing between ranks ]
+    A rank uses the cache that another rank has made if that has the same arguments and is for the same samples. What is known
+    of the samples is in the *proof*: the class of the dataset, the steps before the cache, some entries of its tables, and a
+    digest of each probed sample. All of it is compared when the cache is made, without a call to other ranks: a rank that
+    comes late finds a warm cache, and one that never comes is not waited for.
+
+    Ranks that make different caches at one place of the program have a part of the limit each. What one of them has reserved
+    by then stays, so that all together never take more than the limit.
+"""
+
+import dataclasses
+import functools
 import logging
 import os
-from dataclasses import dataclass
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 
 import torch
 
@@ -12,6 +28,9 @@ from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import column_offsets
 from stocache.cache.stats import OOB
 from stocache.errors import BusyError, LimitError, SegmentError
+from stocache.ranks import agreement, siblings
+from stocache.ranks.job import Job, job_here
+from stocache.ranks.siblings import Sibling
 from stocache.samples.spec import Structure
 from stocache.shm import claims, named
 from stocache.shm.layout import Layout
@@ -19,8 +38,7 @@ from stocache.shm.named import Descriptor, Identity, NewSegment
 from stocache.shm.registry import ForeignError
 from stocache.shm.segment import Segment
 from stocache.system import limits
-from stocache.system.limits import format_size, parse_size
-from stocache.system.ranks import ranks_here
+from stocache.system.limits import format_size, parse_size, recommended_limit
 
 logger = logging.getLogger("stocache")
 
@@ -38,6 +56,9 @@ class CacheLayout:
         identity: must be equal, like the number of samples, before another process may attach to a cache of the same name.
         structure: the structure of each sample; None if samples vary in size.
         placement: which samples get the slots; None if samples vary in size.
+        expected_bytes: what all samples take, if they vary in size and that is known roughly. Of what the machine can spare,
+            "auto" then takes twice that, or half of it if that is more.
+        agrees: whether there is an `Agreement` between ranks: 8 bytes for each sample, which the limit does not count either.
     """
 
     dataset_len: int
@@ -45,11 +66,16 @@ class CacheLayout:
     identity: Identity
     structure: Structure | None = None
     placement: Placement | None = None
+    expected_bytes: int | None = None
+    agrees: bool = False
 
     @property
     def all_control_bytes(self) -> int:
-        """The control bytes, with the words of claims."""
-        return claims.with_words(self.control_bytes, self.dataset_len)
+        """The control bytes, with an agreement and the words of claims."""
+        before = self.control_bytes
+        if self.agrees:
+            before = agreement.control_bytes(before, self.dataset_len)
+        return claims.with_words(before, self.dataset_len)
 
     @property
     def extent_bytes(self) -> int | None:
@@ -86,20 +112,27 @@ class CacheLayout:
             )
         return capacity
 
-    def affordable(self, size_limit_gib: float | str, named: bool) -> int:
+    def affordable(self, size_limit_gib: float | str, named: bool, most: int | None = None) -> int:
         """Return the capacity that a limit stands for; or what the machine can give if that is less, with a warning.
+
+        ``most``: the bytes that this cache may have of a limit that it shares with others.
 
         Raises:
             LimitError: as `capacity_of`.
         """
         if size_limit_gib == "auto":
-            limit = limits.recommended_limit(named)
+            limit = limits.recommended_limit(named, siblings.promised_bytes())
+            if self.expected_bytes is not None:
+                limit = min(limit, max(limit // 2, 2 * self.expected_bytes + self.control_bytes))
+            limit = limit if most is None else min(limit, most)
             capacity = self.capacity_within(limit)
             if self.dataset_len and not capacity:
                 needed = "" if self.structure is None else f" of {format_size(self.structure.nbytes)}"
                 logger.warning("size_limit_gib='auto' leaves no room for one sample%s. Nothing is cached.", needed)
         else:
             limit, capacity = parse_size(size_limit_gib), self.capacity_of(size_limit_gib)
+            if most is not None:
+                capacity = min(capacity, self.capacity_within(most))
         fitting = min(capacity, self.capacity_within(limits.shared_memory_room(named)))
         if fitting < capacity:
             caching = format_size(fitting) if self.structure is None else f"{fitting} of {self.dataset_len} samples"
@@ -132,8 +165,39 @@ class CacheLayout:
                 states[start : start + _CHUNK].masked_fill_(~chosen.resident(indices), OOB)
 
 
-def open_memory(layout: CacheLayout, options: CacheOptions) -> tuple[Segment, int]:
-    """Return the segment of a cache, and its capacity. With a name it may be a segment that exists; without, it is new.
+def open_own(layout: CacheLayout, capacity: int, identity: Identity | None = None) -> tuple[Segment, int]:
+    """Return a new segment without a name, and its capacity: 0 where the machine gives no shared memory."""
+    descriptor = layout.segment_layout(capacity, identity or {}).descriptor
+    segment = Segment.create(layout.all_control_bytes, layout.data_bytes(capacity), layout.extent_bytes, descriptor)
+    if segment.backing == "none":
+        capacity = 0
+    layout.mark_outsiders(segment.control, capacity)
+    return segment, capacity
+
+
+_made: Counter[str] = Counter()  # by place of the program: how many caches this process has made there
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is known of the samples of a cache, to compare it between ranks.
+
+    Attributes:
+        facts: texts that must be equal, by what they describe.
+        samples: digests of some samples, by index. Those that both ranks know must be equal, and there must be one.
+    """
+
+    facts: Mapping[str, str] = field(default_factory=dict)
+    samples: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> Identity:
+        """The proof as a part of an identity."""
+        return {**self.facts, "probed": " ".join(f"{idx}:{digest}" for idx, digest in self.samples.items())}
+
+
+def open_memory(layout: CacheLayout, options: CacheOptions, proof: Proof | None = None) -> tuple[Segment, int]:
+    """Return the segment of a cache, and its capacity. It may be one that exists: of that name, or of another rank of this job.
 
     If the machine gives no shared memory, the backing of the segment is "none", and the capacity 0.
 
@@ -146,7 +210,7 @@ def open_memory(layout: CacheLayout, options: CacheOptions) -> tuple[Segment, in
     """
     limit, name = options.size_limit_gib, options.name
     if name is None:
-        return _open_own(layout, layout.affordable(limit, False))
+        return _open_shared(layout, options, proof)
     identity = {"dataset_len": layout.dataset_len, **layout.identity}
     if limit != "auto":  # which differs from rank to rank: they look at different moments
         identity[layout.unit] = layout.capacity_of(limit)
@@ -166,18 +230,18 @@ def open_memory(layout: CacheLayout, options: CacheOptions) -> tuple[Segment, in
             raise
         logger.warning("cache %r holds nothing: %s", name, str(error))
     except ForeignError as error:
-        return _open_part(layout, options, str(error))
+        return _Opener(layout, options, None, job_here()).open_part(str(error))
     except SegmentError:
         raise
     except OSError as error:
         if not os.path.isdir(limits.SHM_DIR):
-            return _open_part(layout, options, f"There is no {limits.SHM_DIR}.")
+            return _Opener(layout, options, None, job_here()).open_part(f"There is no {limits.SHM_DIR}.")
         logger.warning(
             "cache %r holds nothing: %s: %s. In Docker: --shm-size=…; on a host: mount -o remount,rw,size=… %s",
             name, limits.SHM_DIR, os.strerror(error.errno or 0), limits.SHM_DIR,
         )  # fmt: skip
     if found is None:  # a cache of its own instead would take the limit, which is for the machine, in each process
-        return _open_own(layout, 0)
+        return open_own(layout, 0)
     segment, descriptor = found
     capacity = int(descriptor.facts["capacity"])
     if (segment.layout.control_bytes, segment.data_bytes) != (layout.all_control_bytes, layout.data_bytes(capacity)):
@@ -185,17 +249,119 @@ def open_memory(layout: CacheLayout, options: CacheOptions) -> tuple[Segment, in
     return segment, capacity
 
 
-def _open_part(layout: CacheLayout, options: CacheOptions, problem: str) -> tuple[Segment, int]:
-    """Return a segment for this process only, with its part of the limit, because a named one cannot be made."""
-    logger.warning("%s Cache %r is not shared: this process has its own part of the limit.", problem, options.name)
-    ranks = ranks_here()
-    capacity = layout.affordable(options.size_limit_gib, False)
-    return _open_own(layout, capacity // max(1, ranks.world_size // ranks.nodes))
+def _open_shared(layout: CacheLayout, options: CacheOptions, proof: Proof | None) -> tuple[Segment, int]:
+    """Return the segment of a cache without a name, and its capacity: that of another rank, or a new one."""
+    job = job_here()
+    if not options.share_ranks or job.alone:
+        if job.alone:
+            _warn_of_containers(job.ranks)
+        return _Opener(layout, options, proof, job).open_part("")
+    return _Opener(layout, options, proof, job).open()
 
 
-def _open_own(layout: CacheLayout, capacity: int) -> tuple[Segment, int]:
-    segment = Segment.create(layout.all_control_bytes, layout.data_bytes(capacity), layout.extent_bytes)
-    if segment.backing == "none":
-        capacity = 0
-    layout.mark_outsiders(segment.control, capacity)
-    return segment, capacity
+class _Opener:
+    def __init__(self, layout: CacheLayout, options: CacheOptions, proof: Proof | None, job: Job) -> None:
+        self._layout = dataclasses.replace(layout, agrees=job.launched and options.share_ranks)
+        self._options, self._job, self._size = options, job, options.size_limit_gib
+        site = _place()
+        self._identity: dict[str, str | int | None] = {
+            "job": job.key,
+            "place": f"{site} ({_made[site]})",
+            "dataset_len": layout.dataset_len,
+            **layout.identity,
+            "size_limit_gib": str(self._size),
+            "fingerprint": options.fingerprint,
+            **({} if proof is None else proof.identity),
+        }
+        _made[site] += 1
+
+    def open(self) -> tuple[Segment, int]:
+        if not self._job.launched:
+            return self._create(None)
+        try:
+            segment, descriptor = siblings.join(self._job.key, self._agrees, self._new)
+        except OSError as error:
+            if isinstance(error, BusyError) and self._options.on_busy == "raise":
+                raise
+            return self.open_part(str(error))
+        if descriptor is None:
+            return segment, self._capacity
+        return segment, int(descriptor.facts["capacity"])
+
+    def open_part(self, problem: str) -> tuple[Segment, int]:
+        """Return a segment for this rank alone, with its part of the limit."""
+        if problem:
+            name = "The cache" if self._options.name is None else f"Cache {self._options.name!r}"
+            logger.warning("%s %s is not shared: this process has its own part of the limit.", problem, name)
+        total = recommended_limit(False, siblings.promised_bytes()) if self._size == "auto" else parse_size(self._size)
+        self._identity["job"], self._layout = "", dataclasses.replace(self._layout, agrees=False)
+        return self._create(total // self._job.ranks)
+
+    def _create(self, most: int | None) -> tuple[Segment, int]:
+        capacity = self._layout.affordable(self._size, False, most)
+        return open_own(self._layout, capacity, self._identity)
+
+    def _new(self, found: list[Sibling]) -> Segment:
+        rivals = [sibling for sibling in found if sibling.descriptor.identity.get("place") == self._identity["place"]]
+        most = self._divide(rivals) if rivals else None
+        segment, self._capacity = self._create(most)
+        return segment
+
+    def _divide(self, rivals: list[Sibling]) -> int:
+        """Give each of the caches that were made at this place its part of the limit. Return that of a new one."""
+        promised = siblings.promised_bytes()
+        total = parse_size(self._size) if self._size != "auto" else recommended_limit(False, promised)
+        if self._size == "auto":
+            total += sum(sibling.layout.data_bytes for sibling in rivals)
+        part = total // max(self._job.ranks, len(rivals) + 1)
+        left = total - sum(siblings.limit_growth(sibling, part) for sibling in rivals)
+        logger.warning(
+            "the ranks of this job cache different samples in %s: %s. So this rank has a cache of its own, and each has its "
+            "part of size_limit_gib. If that is meant, pass share_ranks=False.",
+            self._identity["place"], self._why(rivals[0].descriptor),
+        )  # fmt: skip
+        return max(0, min(part, left))
+
+    def _agrees(self, sibling: Sibling) -> bool:
+        if self._why(sibling.descriptor):
+            return False
+        capacity, sizes = int(sibling.descriptor.facts["capacity"]), [self._layout.all_control_bytes]
+        if "probed" in self._identity:  # Lightning's first rank made it before it started others
+            sizes.append(dataclasses.replace(self._layout, agrees=False).all_control_bytes)
+        return sibling.layout.control_bytes in sizes and sibling.layout.data_bytes == self._layout.data_bytes(capacity)
+
+    def _why(self, descriptor: Descriptor) -> str:
+        """Return where a cache of another rank differs; "" if it can be shared."""
+        wanted = dict(self._identity)
+        probed = wanted.pop("probed", None)
+        if probed is not None:
+            del wanted["place"]  # the samples tell caches apart
+        if descriptor.identity.keys() - {"place", "probed", self._layout.unit} != wanted.keys() - {"place"}:
+            return "it is of another kind"
+        difference = descriptor.differences(wanted)
+        return difference if difference or probed is None else _other_samples(descriptor.identity.get("probed"), probed)
+
+
+def _other_samples(held: object, probed: object) -> str:
+    theirs, ours = (dict(each.split(":") for each in str(text or "").split()) for text in (held, probed))
+    common = theirs.keys() & ours.keys()
+    other = [idx for idx in common if theirs[idx] != ours[idx]]
+    if other:
+        return f"sample {min(map(int, other))} differs"
+    return "" if common else "no sample of both is known"
+
+
+def _place() -> str:
+    """Return the place of the program that makes a cache: the first one outside this package."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and (frame.f_globals.get("__name__") or "").partition(".")[0] == __package__.partition(".")[0]:
+        frame = frame.f_back
+    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+@functools.cache
+def _warn_of_containers(ranks: int) -> None:
+    logger.warning(
+        "the other ranks of this machine run in containers of their own, and cannot share a cache without a name: each of %d "
+        "has its part of the limit. Start the containers with --ipc=host, and pass name=.", ranks,
+    )  # fmt: skip

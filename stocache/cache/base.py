@@ -25,6 +25,7 @@ NOTE [ Nested loads ]
 
 import contextlib
 import logging
+import operator
 import os
 import threading
 import time
@@ -39,10 +40,13 @@ from torch import Tensor
 
 from stocache.cache.stats import EMPTY, FILLS, HITS, LOAD_NS, MISSES, MISSING, OOB, RACES, REFUSED, REJECTED, SET, CacheStats
 from stocache.errors import BusyError, ClosedError, SampleError, SampleIndexError, SlotError
+from stocache.ranks.agreement import Agreement
+from stocache.ranks.siblings import count_ranks
 from stocache.samples.indices import check_index, check_indices
 from stocache.shm.claims import Claims
 from stocache.shm.load_order import WEAKLY_ORDERED, order_loads
 from stocache.shm.segment import FREE_THREADED, REJECTED_WARNING, Segment
+from stocache.system.limits import parse_size, recommended_limit
 from stocache.system.waiting import PATIENCE_S, describe_process, wait_until
 from stocache.timing.record import note_loads
 from stocache.timing.spans import LOAD, in_spans, span
@@ -133,7 +137,16 @@ class SampleStore(Protocol):
 class SampleCache:
     """What `SharedCache` and `RaggedCache` have in common: all but how samples are stored."""
 
-    _RELEASED: ClassVar[tuple[str, ...]] = ("_segment", "_states", "_aux", "_store", "_load", "_claims")
+    _RELEASED: ClassVar[tuple[str, ...]] = (
+        "_segment",
+        "_states",
+        "_aux",
+        "_store",
+        "_load",
+        "_claims",
+        "_agreement",
+        "_doubted",
+    )
     """Attributes that hold memory. close() deletes them."""
 
     thread_safe = True  # worker threads share it
@@ -142,13 +155,26 @@ class SampleCache:
 
     _records_loads: ClassVar[bool] = True  # False for a cache behind another one, which does
 
+    _total_bytes: int = 0  # of a cache that is kept ready: what all ranks may have
+
     revises: bool = False
     """Whether a sample that was not kept when it was set may be kept when it is set again."""
 
-    def _share(self, segment: Segment, dataset_len: int, store: SampleStore, claims: Claims, samples: str, room: str) -> None:
+    def _share(
+        self,
+        segment: Segment,
+        dataset_len: int,
+        store: SampleStore,
+        claims: Claims,
+        samples: str,
+        room: str,
+        agreement: Agreement | None = None,
+        proven: bool = True,
+    ) -> None:
         """Set the attributes of all caches; again in each process, because they are not pickled.
 
-        ``samples`` and ``room`` describe the samples, and how many of them there is room for, in messages.
+        ``samples`` and ``room`` describe the samples, and how many of them there is room for, in messages. ``agreement``: with
+        other ranks, if they may share the cache; ``proven``: whether all of them are trusted for now.
         """
         self._segment, self._dataset_len, self._samples, self._room = segment, dataset_len, samples, room
         self._store, self._slot, self._load = store, store.slot, store.load  # a look-up less for each hit
@@ -157,6 +183,7 @@ class SampleCache:
         self._aux = torch.frombuffer(self._states, dtype=torch.uint8) if dataset_len else torch.empty(0, dtype=torch.uint8)
         if segment.backing == "none":  # then nothing is shared, and nothing can be cached
             self._aux.numpy().fill(OOB)
+        self._agreement, self._doubted = agreement, None if proven else agreement
         self._missed: dict[int, tuple[int, float]] = {}  # how often, and since when; see NOTE [ Races and errors ]
 
     # ------------------------------------------------------------------------------------------------ one sample
@@ -207,6 +234,8 @@ class SampleCache:
             return MISSING
         if WEAKLY_ORDERED:
             order_loads()
+        if self._doubted is not None and not self._doubted.allows(idx):
+            return MISSING if self._doubted.own is None else self._doubted.own.hit(idx, copy)
         value = self._load(self._slot(idx), copy)
         if value is not MISSING:  # else it is of a class that is not imported here
             if FREE_THREADED:
@@ -220,7 +249,23 @@ class SampleCache:
         mask: np.ndarray[Any, np.dtype[np.bool_]] = self._aux.numpy()[indices] == SET  # at a third of the cost of torch's
         if WEAKLY_ORDERED:
             order_loads()
-        return mask
+        return mask if self._doubted is None else mask & self._doubted.allowed(indices)
+
+    def _is_doubted(self, idx: int) -> bool:
+        """Whether a sample is set by a rank whose samples this rank has to compare. See NOTE [ Ranks that agree ]."""
+        return self._doubted is not None and self._states[idx] == SET and not self._doubted.allows(idx)
+
+    def _judge(self, idx: int, value: Any) -> None:
+        """Compare a sample of another rank with the one that this rank has made."""
+        held = self._load(self._slot(idx), True)
+        if self._doubted is not None and held is not MISSING:  # else this process cannot read it
+            self._doubted.judge(idx, held, value)
+
+    def doubt_ranks(self) -> None:
+        """Compare what other ranks have stored before it is served: samples may be made in another way from now on."""
+        if self._agreement is not None:
+            self._agreement.doubt()
+            self._doubted = self._agreement
 
     def set_slot(self, idx: int, value: Any, allow_oob_idx: bool = True, allow_overwrite: bool = False) -> None:
         """Cache ``value`` as sample ``idx``. Do nothing if the sample lies outside the cache.
@@ -248,6 +293,10 @@ class SampleCache:
     def _set(self, idx: int, value: Any, overwrite: bool = False) -> None:
         """Encode and publish a sample, and count what became of it. Raises SampleError and SlotError."""
         encoded = self._store.encode(value, f"set_slot({idx})")
+        if not overwrite and self._is_doubted(idx):
+            self._cost_of(idx, True)
+            self._judge(idx, value)
+            return
         self._publish([idx], [encoded], [self._cost_of(idx, overwrite)], overwrite)
 
     def _cost_of(self, idx: int, overwrite: bool) -> float | None:
@@ -260,7 +309,7 @@ class SampleCache:
             missed, since = self._missed.pop(idx, (0, 0.0))
             if missed > 1:
                 self._missed[idx] = missed - 1, since
-        if not missed and self._states[idx] == SET and not overwrite:
+        if not missed and self._states[idx] == SET and not overwrite and self._segment.ranks < 2:
             raise SlotError(f"set_slot({idx}): the slot is set. Ask get_slot first, or pass allow_overwrite=True.")
         return time.perf_counter() - since if missed else None
 
@@ -311,6 +360,8 @@ class SampleCache:
                 except OSError as error:
                     counters = [self._unwritten(indices[0], error)] * len(indices)
             filled = chosen if counters.count(FILLS) == len(chosen) else chosen[[counter == FILLS for counter in counters]]
+            if self._agreement is not None:
+                self._agreement.note(filled)
             with segment.guard:
                 segment.order_stores()
                 states[filled] = SET
@@ -331,6 +382,8 @@ class SampleCache:
                     counter = self._store.write(idx, encoded, cost_s)
                 except OSError as error:
                     counter = self._unwritten(idx, error)
+            if self._agreement is not None and counter == FILLS:
+                self._agreement.note(idx)
             with segment.guard:
                 if counter == FILLS:
                     segment.order_stores()
@@ -471,7 +524,7 @@ class SampleCache:
             _loading.samples = outer or bool(taken)
             missing = [idx for idx in rows if idx in taken or idx in claimed or not self.fillable(idx)]
             if taken or claimed or not self._store.unreadable:
-                missing = [idx for idx in missing if states[idx] != SET]  # set meanwhile
+                missing = [idx for idx in missing if states[idx] != SET or self._is_doubted(idx)]  # set meanwhile
             for part, values, costs_s in self._loaded(missing, load):
                 self._note_loads([cost_s for idx, cost_s in zip(part, costs_s, strict=True) if idx not in ahead])
                 places = [rows[idx] for idx in part]
@@ -705,6 +758,9 @@ class SampleCache:
     ) -> None:
         """Cache loaded samples. One that does not fit raises SampleError; if not ``strict``, it stays outside the cache."""
         states = self._states
+        for idx, value in zip(indices, values, strict=True) if self._doubted is not None else ():
+            if self._is_doubted(idx):
+                self._judge(idx, value)
         rows = [row for row, idx in enumerate(indices) if states[idx] == EMPTY]
         if self._store.unreadable and any(states[idx] == SET and self.peek(idx) is MISSING for idx in indices):
             self._warn_of_unreadable()  # loading the sample has not imported its class
@@ -766,11 +822,14 @@ class SampleCache:
         """Empty the cache; its memory stays reserved. Wait for writers. No process may read samples meanwhile.
 
         Raises:
-            BusyError: another process, which may be stopped, is writing a sample. Nothing is cleared.
+            BusyError: another process, which may be stopped, is writing a sample; or other ranks use the cache. Nothing is
+                cleared.
         """
         segment = self._segment
         if segment.backing == "none":
             return
+        if segment.ranks > 1 and count_ranks(segment.key) > 1:
+            raise BusyError("clear: other ranks of this job use the cache. Make a new one, or one with share_ranks=False.")
 
         def drop() -> None:
             states = self._aux.numpy()
@@ -783,11 +842,30 @@ class SampleCache:
                 f"end it."
             )
 
+    def keep_ready(self, size_limit_gib: float | str) -> None:
+        """Reserve nothing before `grow_beside`: this is the cache of one rank, in case that ranks have different samples."""
+        self._total_bytes = recommended_limit() if size_limit_gib == "auto" else parse_size(size_limit_gib)
+        self._segment.limit = 1
+
+    def grow_beside(self, shared: Segment) -> None:
+        """Take a part of what the limit leaves beside a segment that ranks share, which grows no more."""
+        used = shared.reserved_bytes
+        shared.limit = used
+        self._segment.limit = (self._total_bytes - used) // max(2, shared.ranks)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks of this job use the cache: 1 if it is not shared."""
+        return max(1, count_ranks(self._segment.key)) if self._segment.ranks else 1
+
     def stats(self) -> CacheStats:
         """Return the current counts and sizes, summed over all processes. Reads one byte per sample."""
         filled = int(np.count_nonzero(self._aux.numpy() == SET))
+        totals = self._segment.totals()
+        if self._doubted is not None and isinstance(self._doubted.own, SampleCache):
+            totals = list(map(operator.add, totals, self._doubted.own._segment.totals()))
         return CacheStats.of(
-            self._segment.totals(),
+            totals,
             dataset_len=self._dataset_len,
             filled=filled,
             reserved_bytes=self._segment.reserved_bytes,
@@ -830,10 +908,11 @@ class SampleCache:
         name = type(self).__name__
         if self.closed:
             return f"<{name}, closed>"
-        stats = self.stats()
+        stats, ranks = self.stats(), self.ranks
+        shared = f", shared by {ranks} ranks of this job" if ranks > 1 else ""
         return (
             f"<{name} of {self._samples}: {stats.filled} of {stats.dataset_len} samples cached, room for {self._room} in "
-            f"{self._segment.path or self._segment.backing}, hit rate {stats.hit_rate:.0%}>"
+            f"{self._segment.path or self._segment.backing}{shared}, hit rate {stats.hit_rate:.0%}>"
         )
 
     # ------------------------------------------------------------------------------------------------ inside

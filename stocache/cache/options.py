@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from stocache.errors import CacheNameError, LimitError
 from stocache.samples.codecs import Codec
@@ -23,11 +23,13 @@ class CacheOptions:
             cached one 16 more, 1, 2 or 4 for each size in it, and up to 7 for alignment.
         name: the name by which every process of this user on this machine finds the same cache, if its other arguments are
             equal too: DDP ranks, other jobs, notebooks. The first process makes the cache, and the last one to close it
-            deletes it. Where killed processes left it behind, the next process takes it over with its samples. None makes a
-            cache that only this process and those it starts or sends it to can use.
+            deletes it. Where killed processes left it behind, the next process takes it over with its samples. A cache without
+            a name is shared by the ranks of one job, see ``share_ranks``, and ends with them.
         persist: True keeps a named cache when no process uses it, so that the next run starts warm. ``stocache rm`` deletes it.
-        fingerprint: a text that identifies the samples in a named cache. Change it whenever the samples change: a cache that
-            was left behind with another fingerprint is made anew.
+        fingerprint: a text that identifies the samples. Change it whenever the samples change: a named cache that was left
+            behind with another fingerprint is made anew. Ranks with other fingerprints do not share a cache without a name.
+        share_ranks: True lets the ranks of one job that share this machine use one cache without a name, if it has the same
+            arguments and samples in all of them. With False each rank has its own, and its part of the limit.
         disk: a folder on a local disk for the samples that do not fit in memory; see `DiskCache`. Needs ``disk_limit``.
         disk_limit: bytes for that folder: 500 (GiB), "500GB".
         on_busy: what to do when another process, which may be stopped, holds the lock of the named caches for 10 seconds:
@@ -44,7 +46,7 @@ class CacheOptions:
     Raises:
         LimitError: a size is not a size, the admission is unknown, or only one of ``disk`` and ``disk_limit`` is given.
         CodecError: the codec is unknown, or not installed.
-        CacheNameError: ``persist`` or ``fingerprint`` is given without a name, or is not a text; ``on_busy`` is unknown.
+        CacheNameError: ``persist`` is given without a name, ``fingerprint`` is not a text, or ``on_busy`` is unknown.
     """
 
     size_limit_gib: float | str = "auto"
@@ -58,6 +60,7 @@ class CacheOptions:
     allow_pickle: bool = False
     disk: str | os.PathLike[str] | None = None
     disk_limit: float | str | None = None
+    share_ranks: bool = True
 
     def __post_init__(self) -> None:
         if self.size_limit_gib != "auto":
@@ -68,8 +71,8 @@ class CacheOptions:
             Codec(self.codec)
         if self.on_busy not in ("uncached", "raise"):
             raise CacheNameError(f"on_busy={self.on_busy!r} is unknown. Use 'uncached' or 'raise'.")
-        if self.name is None and (self.persist or (self.fingerprint is not None and self.disk is None)):
-            raise CacheNameError("persist and fingerprint are for caches with a name, fingerprint also for a disk. Give one.")
+        if self.name is None and self.persist:
+            raise CacheNameError("persist is for caches with a name. Give one.")
         if (self.disk is None) != (self.disk_limit is None):
             raise LimitError("disk and disk_limit go together: a folder, and the bytes that it may have. Give both.")
         if self.disk_limit is not None:
@@ -77,9 +80,3 @@ class CacheOptions:
         if not isinstance(self.fingerprint, str | None):
             kind = type(self.fingerprint).__name__
             raise CacheNameError(f"fingerprint={self.fingerprint!r:.100} is a {kind}. Give a str, or None.")
-
-    def in_memory(self, *, ragged: bool) -> dict[str, Any]:
-        """Return the arguments of a `SharedCache`, or of a `RaggedCache`, with these options."""
-        left_out = {"disk", "disk_limit"} | (set() if ragged else {"admission", "codec", "allow_pickle"})
-        arguments = {name: value for name, value in vars(self).items() if name not in left_out}
-        return arguments if self.name is not None else arguments | {"fingerprint": None}

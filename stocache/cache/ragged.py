@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.cache.allocate import CacheLayout, open_memory
+from stocache.cache.allocate import CacheLayout, Proof, open_memory, open_own
 from stocache.cache.base import SampleCache
 from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.records import RecordStore, control_bytes
 from stocache.cache.stats import MISSING
 from stocache.errors import SampleError
+from stocache.ranks.agreement import find_agreement
 from stocache.samples.indices import check_indices, check_len
 from stocache.shm.claims import Claims
 from stocache.shm.named import Identity
@@ -83,8 +84,8 @@ class RaggedCache(ListCache):
         admission: "all" keeps the first samples until the limit is reached; "cost" those that cost most to load per byte.
         codec: "zstd" or "lz4" to compress samples without loss.
         allow_pickle: True to pickle objects that cannot be stored otherwise.
-        name, persist, fingerprint, on_busy: to share the cache with other jobs and later runs. `CacheOptions` describes all
-            options in full.
+        name, persist, fingerprint, on_busy, share_ranks: to share the cache with other ranks, jobs and later runs.
+            `CacheOptions` describes all options in full.
 
     Raises:
         LimitError: the limit is not a size, or leaves no room for samples; or ``admission`` is unknown.
@@ -107,6 +108,7 @@ class RaggedCache(ListCache):
         persist: bool = False,
         fingerprint: str | None = None,
         on_busy: OnBusy = "uncached",
+        share_ranks: bool = True,
     ) -> None:
         options = CacheOptions(
             size_limit_gib,
@@ -117,25 +119,52 @@ class RaggedCache(ListCache):
             admission=admission,
             codec=codec,
             allow_pickle=allow_pickle,
+            share_ranks=share_ranks,
         )
+        self._open(options, dataset_len)
+
+    def _open(
+        self, options: CacheOptions, dataset_len: int, proof: Proof | None = None, expected_bytes: int | None = None
+    ) -> None:
         dataset_len = check_len(dataset_len)
-        identity: Identity = {"samples": "any size", "admission": admission, "codec": codec, "allow_pickle": allow_pickle}
-        segment, _ = open_memory(CacheLayout(dataset_len, control_bytes(dataset_len, options), identity), options)
-        self._assemble(dataset_len, options, segment)
+        names = ("admission", "codec", "allow_pickle")
+        identity: Identity = {"samples": "any size"} | {name: getattr(options, name) for name in names}
+        layout = CacheLayout(dataset_len, control_bytes(dataset_len, options), identity, expected_bytes=expected_bytes)
+        segment, capacity = open_memory(layout, options, proof)
+        own, proven = None, segment.rank == 0 or proof is not None or options.fingerprint is not None
+        if not proven:
+            own = RaggedCache.__new__(RaggedCache)
+            own._assemble(dataset_len, options, open_own(layout, capacity)[0])
+            own.keep_ready(options.size_limit_gib)
+        self._assemble(dataset_len, options, segment, own, proven)
         logger.info("%r", self)
 
     @classmethod
-    def from_options(cls, options: CacheOptions, dataset_len: int) -> "RaggedCache":
-        """Return a cache with these options."""
-        return cls(dataset_len=dataset_len, **options.in_memory(ragged=True))
+    def from_options(
+        cls, options: CacheOptions, dataset_len: int, proof: Proof | None = None, expected_bytes: int | None = None
+    ) -> "RaggedCache":
+        """Return a cache with these options.
 
-    def _assemble(self, dataset_len: int, options: CacheOptions, segment: Segment) -> None:
+        ``proof``: what is known of the samples, to share the cache with other ranks. ``expected_bytes``: of all samples.
+        """
+        cache = cls.__new__(cls)
+        cache._open(options, dataset_len, proof, expected_bytes)
+        return cache
+
+    def _assemble(
+        self,
+        dataset_len: int,
+        options: CacheOptions,
+        segment: Segment,
+        own: "RaggedCache | None" = None,
+        proven: bool = True,
+    ) -> None:
         """Set all attributes. Each process computes those that follow from the arguments; they are not pickled."""
         self._options, self.revises = options, options.admission == "cost"
         store = self._records = RecordStore(segment, dataset_len, options)
-        self._share(
-            segment, dataset_len, store, Claims(segment, dataset_len), "samples of any size", format_size(segment.data_bytes)
-        )
+        room = format_size(segment.data_bytes)
+        agreement = find_agreement(segment, control_bytes(dataset_len, options), dataset_len, own)
+        self._share(segment, dataset_len, store, Claims(segment, dataset_len), "samples of any size", room, agreement, proven)
 
     @property
     def codec(self) -> str | None:
@@ -157,7 +186,8 @@ class RaggedCache(ListCache):
     # ------------------------------------------------------------------------------------------------ life
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self._dataset_len, self._options, self._segment
+        own = None if self._agreement is None else self._agreement.own
+        return self._dataset_len, self._options, self._segment, own, self._doubted is None
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._assemble(*state)

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.cache.allocate import CacheLayout, open_memory
+from stocache.cache.allocate import CacheLayout, Proof, open_memory, open_own
 from stocache.cache.base import SampleCache
 from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import SlotArrays
 from stocache.cache.stats import HITS, MISSES, MISSING, OOB, SET
-from stocache.errors import CacheNameError, SampleError, SampleIndexError, SegmentError
+from stocache.errors import SampleError, SampleIndexError, SegmentError
+from stocache.ranks.agreement import find_agreement
 from stocache.samples.indices import check_indices, check_len
 from stocache.samples.spec import Structure
 from stocache.shm.claims import Claims
@@ -61,8 +62,8 @@ class SharedCache(SampleCache):
             or a `Structure`; `get_slot` then returns a dict or tuple.
         dtype: torch dtype of the sample; or the same containers as ``data_dims`` with a dtype each.
         placement: which samples are resident: "prefix", the first ones; "scattered", evenly spread; or a `Placement`.
-        name, persist, fingerprint, on_busy: to share the cache with other jobs and later runs. `CacheOptions` describes these
-            and ``size_limit_gib`` in full.
+        name, persist, fingerprint, on_busy, share_ranks: to share the cache with other ranks, jobs and later runs.
+            `CacheOptions` describes these and ``size_limit_gib`` in full.
 
     Raises:
         LimitError: the limit is not a size, or leaves no room for one slot.
@@ -93,14 +94,35 @@ class SharedCache(SampleCache):
         persist: bool = False,
         fingerprint: str | None = None,
         on_busy: OnBusy = "uncached",
+        share_ranks: bool = True,
     ) -> None:
-        options = CacheOptions(size_limit_gib, name=name, persist=persist, fingerprint=fingerprint, on_busy=on_busy)
+        options = CacheOptions(
+            size_limit_gib, name=name, persist=persist, fingerprint=fingerprint, on_busy=on_busy, share_ranks=share_ranks
+        )
+        self._open(options, dataset_len, data_dims, dtype, placement)
+
+    def _open(
+        self,
+        options: CacheOptions,
+        dataset_len: int,
+        data_dims: Any,
+        dtype: Any,
+        placement: Literal["prefix", "scattered"] | Placement,
+        proof: Proof | None = None,
+    ) -> None:
         structure = data_dims if isinstance(data_dims, Structure) else Structure.from_dims(data_dims, dtype)
         dataset_len = check_len(dataset_len)
         placement = placement if isinstance(placement, Placement) else Placement(placement)
         identity = {"samples": structure.identity, "placement": str(placement)}
-        segment, slots = open_memory(CacheLayout(dataset_len, dataset_len, identity, structure, placement), options)
-        self._assemble(structure, placement, dataset_len, slots, segment)
+        layout = CacheLayout(dataset_len, dataset_len, identity, structure, placement)
+        segment, slots = open_memory(layout, options, proof)
+        own, proven = None, segment.rank == 0 or proof is not None or options.fingerprint is not None
+        if not proven:
+            own = SharedCache.__new__(SharedCache)
+            own_segment, own_slots = open_own(layout, slots)
+            own._assemble(structure, placement, dataset_len, own_slots, own_segment)
+            own.keep_ready(options.size_limit_gib)
+        self._assemble(structure, placement, dataset_len, slots, segment, own, proven)
         logger.info("%r", self)
 
     @classmethod
@@ -111,10 +133,15 @@ class SharedCache(SampleCache):
         data_dims: Any,
         dtype: Any = torch.uint8,
         placement: Literal["prefix", "scattered"] | Placement = "prefix",
+        proof: Proof | None = None,
     ) -> "SharedCache":
-        """Return a cache with these options. ``admission``, ``codec`` and ``allow_pickle`` have no effect."""
-        shared = options.in_memory(ragged=False)
-        return cls(dataset_len=dataset_len, data_dims=data_dims, dtype=dtype, placement=placement, **shared)
+        """Return a cache with these options. ``admission``, ``codec`` and ``allow_pickle`` have no effect.
+
+        ``proof``: what is known of the samples, to share the cache with other ranks.
+        """
+        cache = cls.__new__(cls)
+        cache._open(options, dataset_len, data_dims, dtype, placement, proof)
+        return cache
 
     @classmethod
     def like(cls, sample: Any, size_limit_gib: float | str, dataset_len: int, **options: Any) -> "SharedCache":
@@ -129,12 +156,22 @@ class SharedCache(SampleCache):
         """
         return cls(size_limit_gib, dataset_len, Structure.of(sample), **options)
 
-    def _assemble(self, structure: Structure, placement: Placement, dataset_len: int, slots: int, segment: Segment) -> None:
+    def _assemble(
+        self,
+        structure: Structure,
+        placement: Placement,
+        dataset_len: int,
+        slots: int,
+        segment: Segment,
+        own: "SharedCache | None" = None,
+        proven: bool = True,
+    ) -> None:
         """Set all attributes. Each process computes those that follow from the arguments; they are not pickled."""
         self._structure, self._placement, self._slots = structure, placement, slots
         self._columns = SlotArrays(structure, segment, residency(placement, dataset_len, slots))
         room = f"{slots} ({format_size(slots * structure.nbytes)})"
-        self._share(segment, dataset_len, self._columns, Claims(segment, dataset_len), str(structure), room)
+        agreement = find_agreement(segment, dataset_len, dataset_len, own)
+        self._share(segment, dataset_len, self._columns, Claims(segment, dataset_len), str(structure), room, agreement, proven)
 
     # ------------------------------------------------------------------------------------------------ many samples
 
@@ -162,6 +199,11 @@ class SharedCache(SampleCache):
         mask, hits = self._gather_hits(index, items)
         if hits < count:
             columns.erase(torch.from_numpy(~mask), items)
+            if self._doubted is not None and self._doubted.own is not None:
+                for row in np.flatnonzero(~mask).tolist():
+                    if (sample := self._doubted.own.hit(int(index[row]), False)) is not MISSING:
+                        columns.put(items, row, self._structure.encode(sample, "sample"))
+                        mask[row] = True
             self._miss_many(index[~mask])
         return self._structure.unflatten(items), torch.from_numpy(mask)
 
@@ -321,7 +363,8 @@ class SharedCache(SampleCache):
         return self._structure.nbytes
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self._structure, self._placement, self._dataset_len, self._slots, self._segment
+        own = None if self._agreement is None else self._agreement.own
+        return self._structure, self._placement, self._dataset_len, self._slots, self._segment, own, self._doubted is None
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._assemble(*state)
@@ -343,25 +386,11 @@ class SharedCache(SampleCache):
 
 
 class SharedCacheDDP(SharedCache):
-    """A `SharedCache` that needs a name: one copy for all DDP ranks, and all jobs, of this user on this machine.
+    """A `SharedCache` for DDP: one copy for all ranks of this job on this machine; with a ``name``, for other jobs, too.
 
-        cache = SharedCacheDDP(32, len(dataset), (3, 224, 224), name="imagenet-224", fingerprint="resize 224, v1")
+        cache = SharedCacheDDP(32, len(dataset), (3, 224, 224))
 
-    Every rank makes it with the same arguments. The ranks may be started by torchrun, `torch.multiprocessing.spawn` or by hand,
-    and need no process group. ``options`` are the other arguments of `SharedCache`.
+    Every rank makes it with the same arguments, at the same place of the program. The ranks may be started by torchrun,
+    `torch.multiprocessing.spawn` or by hand, and need no process group. A `SharedCache` does the same; this name says so.
     Source: announced as a plan by the article on stocaching (C. Jones).
     """
-
-    def __init__(
-        self,
-        size_limit_gib: float | str,
-        dataset_len: int,
-        data_dims: Any,
-        dtype: Any = torch.uint8,
-        *,
-        name: str,
-        **options: Any,
-    ) -> None:
-        if name is None:
-            raise CacheNameError("SharedCacheDDP needs a name that all ranks give. For a cache without, use SharedCache.")
-        super().__init__(size_limit_gib, dataset_len, data_dims, dtype, name=name, **options)

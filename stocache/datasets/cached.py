@@ -68,6 +68,8 @@ class CachedDataset(Dataset[Any]):
             gets a private copy. Or a mapping from parts of the sample to functions of them: ``{0: augment}``,
             ``{"image": augment}``.
         name, persist, fingerprint, on_busy: to share the cache with other jobs and later runs; see `CacheOptions`.
+        share_ranks: whether ranks of this job on this machine that cache the same samples use one cache without a name. With
+            False each rank has its own, and its part of the limit.
         placement: which samples are cached when all have one shape and not all fit: "scattered", evenly spread; "prefix", the
             first; or a `Placement`: ``Placement.from_env()`` gives each of several machines its own part. Samples of varying
             size are kept in the order in which they come. For a `StorageDataset` of blocks, whole blocks are cached, also of
@@ -137,6 +139,7 @@ class CachedDataset(Dataset[Any]):
         persist: bool = False,
         fingerprint: str | None = None,
         on_busy: OnBusy = "uncached",
+        share_ranks: bool = True,
         placement: Literal["prefix", "scattered"] | Placement = "scattered",
         variable: bool | None = None,
         probe: int = 8,
@@ -172,6 +175,7 @@ class CachedDataset(Dataset[Any]):
             allow_pickle=allow_pickle,
             disk=disk,
             disk_limit=disk_limit,
+            share_ranks=share_ranks,
         )
         samples = SampleOptions(
             placement=placement, variable=variable, probe=probe, example=example, split=split, cut=cut, store=store
@@ -447,12 +451,14 @@ class CachedDataset(Dataset[Any]):
         elif self._split is not None and name in _SAMPLE_ATTRIBUTES:
             self._set_transform(name, value)
         else:
-            before = getattr(self.dataset, name)
-            if name in self._reads | _SAMPLE_ATTRIBUTES and before is not value and self._holds_samples():
+            matters = name in self._reads | _SAMPLE_ATTRIBUTES and getattr(self.dataset, name) is not value
+            if matters and self._holds_samples():
                 self._audit.change(
                     f"{name} of {type(self.dataset).__name__} was set: its samples are made with it, and some are cached as "
                     f"they were. For one part of the samples, give transform={{0: ...}} or {{'image': ...}}"
                 )
+            if matters:
+                self.cache.doubt_ranks()
             setattr(self.dataset, name, value)
             self._audit.doubt()
 
@@ -495,6 +501,7 @@ class CachedDataset(Dataset[Any]):
             self._audit.change(str(error))
         else:
             self._split, self._loader = split, split if split.has_rest else SampleLoader(self._source)
+            self.cache.doubt_ranks()
 
     def __getstate__(self) -> dict[str, Any]:
         self._epochs.workers_start()
@@ -599,7 +606,7 @@ class CachedDataset(Dataset[Any]):
         self._epochs.update(self.cache)
         disk = None if self.disk_cache is None else self.disk_cache.stats()
         epochs = self._epochs.stats(self.cache)
-        return DatasetStats(self.cache.stats(), epochs, disk, self._audit.compared, self._audit.changed)
+        return DatasetStats(self.cache.stats(), epochs, disk, self._audit.compared, self._audit.changed, self.cache.ranks)
 
     def begin_loop(self, loader: Any) -> None:
         """Note that a loop over a loader begins. `DataLoader` calls it."""

@@ -63,6 +63,7 @@ class DatasetStats:
         disk: the counts of the disk behind the memory, if there is one. Its misses are the reads of the dataset.
         compared: cached samples that were loaded from the dataset as well, by all processes, to compare them.
         left: whether the cache is not served any more, because samples depend on more than their index.
+        ranks: how many ranks of this job on this machine use the cache. All counts are of all of them.
     """
 
     total: CacheStats
@@ -70,6 +71,7 @@ class DatasetStats:
     disk: CacheStats | None = None
     compared: int = 0
     left: bool = False
+    ranks: int = 1
 
     def flat(self, prefix: str = "cache") -> dict[str, float]:
         """Return all numbers in one dict, for W&B, MLflow, TensorBoard or Lightning's ``log_dict``.

@@ -1,5 +1,6 @@
 """Prepare a dataset for caching: look at some samples, plan where its transforms are split, and make the cache."""
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
@@ -17,11 +18,13 @@ from stocache.cache.shared import SharedCache
 from stocache.cache.stats import MISSING
 from stocache.datasets.loaders import BlockLoader, SampleLoader, admission_unit, choose_blocks
 from stocache.datasets.probing import Probe, probe_samples
+from stocache.datasets.proof import proof_of
 from stocache.disk.cache import DiskCache, known_example
 from stocache.disk.folder import manifest_of
 from stocache.errors import DatasetError, LimitError, MismatchError, SampleError
+from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_len
-from stocache.samples.record_encoder import Record
+from stocache.samples.record_encoder import Record, RecordPacker
 from stocache.samples.spec import Structure
 from stocache.shm.named import DETAIL, identity_of
 from stocache.system.limits import parse_size, recommended_limit
@@ -156,11 +159,12 @@ class _Wrapper:
         probe = self._look(split) if self._caches else Probe()
         options = self._options_for(split)
         structure = _common_structure(probe, self._variable, options.allow_pickle)
+        proof = proof_of(self._dataset, probe, split)
         if structure is not None:
             placement = self._placement if self._unit is None else dataclasses.replace(self._placement, unit=self._unit)
-            return probe, SharedCache.from_options(options, self._length, structure, placement=placement)
+            return probe, SharedCache.from_options(options, self._length, structure, placement=placement, proof=proof)
         if self._placement == Placement("scattered"):
-            return probe, RaggedCache.from_options(options, self._length)
+            return probe, RaggedCache.from_options(options, self._length, proof, _expected_bytes(probe, self._length, options))
         raise LimitError(
             f"placement={self._samples.placement!r} is for samples of one shape. Those of varying size are kept in the order "
             f"in which they come; leave it out."
@@ -240,6 +244,16 @@ def _read_before_text(name: str | None) -> str | None:
 
 def _before_text(fingerprint: object) -> str:
     return str(fingerprint).partition(DETAIL)[2]
+
+
+def _expected_bytes(probe: Probe, length: int, options: CacheOptions) -> int | None:
+    """Return what the samples of a dataset take as records, if they are like the probed ones; None if that is not known."""
+    packer = RecordPacker(options.allow_pickle, None if options.codec is None else Codec(options.codec))
+    rooms = []
+    for sample in probe.samples.values():
+        with contextlib.suppress(SampleError):
+            rooms.append(packer.pack(sample, "").room)
+    return sum(rooms) * length // len(rooms) if rooms else None
 
 
 def _common_structure(probe: Probe, variable: bool | None, allow_pickle: bool) -> Structure | None:

@@ -1,12 +1,13 @@
 """Lay out the file of a segment, and read and write its header.
 
-    0            header: magic, format version, sizes, checksum; a descriptor in JSON; two flags
+    0            header: magic, format version, sizes, checksum; a descriptor in JSON; words that may change
     4096         counter rows, one for each attached process
     + 64 KiB     extent states, one byte for each extent of the data
     control      bytes of the owner, reserved from the start (a cache keeps one state byte per sample here)
     data         data of the owner, at a multiple of 2 MiB, reserved extent by extent
 
-The file is sparse until it is written. The header does not change once other processes can find the file; the flags may.
+The file is sparse until it is written. The header does not change once other processes can find the file, except for its last
+words.
 """
 
 import mmap
@@ -21,9 +22,11 @@ from stocache.system.limits import MIB, format_size
 
 _HEADER = struct.Struct("<8sQQQQII")  # magic, version, control, data and extent bytes; bytes of the descriptor; CRC-32
 _MAGIC, _VERSION = b"stocache", 3
+LIMIT_AT = 4080  # 8 bytes: how much of the data may be reserved; 0 for all of it
+RANKS_AT = 4093  # how many ranks have attached, of those that share a segment without a name
 PERSISTS_AT = 4094  # set if the file stays when no process holds it
 WARNED_AT = 4095  # bits: the warnings that a process has given
-DESCRIPTOR_MAX = PERSISTS_AT - _HEADER.size
+DESCRIPTOR_MAX = LIMIT_AT - _HEADER.size
 
 ROWS_AT, ROWS, ROW_WORDS = 4096, 1024, 16
 EXTENTS_AT = ROWS_AT + ROWS * ROW_WORDS * 8
@@ -40,7 +43,7 @@ class Layout:
     """The sizes that fix every offset in the file.
 
     Attributes:
-        descriptor: the owner's description of the data, up to `DESCRIPTOR_MAX` bytes; empty for segments without a name.
+        descriptor: the owner's description of the data, up to `DESCRIPTOR_MAX` bytes; empty where no process looks for it.
     """
 
     control_bytes: int

@@ -416,6 +416,21 @@ def lock_owners(first: int, count: int) -> dict[FileKey, list[int]]:
     return {key: sorted(pids) for key, pids in owners.items()}
 
 
+def paths_of(pid: int, key: FileKey) -> Iterator[str]:
+    """Yield the paths through which a process has a file open. Raises OSError if it has ended or is another user's."""
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{fd}"
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            status = os.stat(path)
+            if (status.st_dev, status.st_ino) == key:
+                yield path
+
+
+def backing_of(path: str) -> str:
+    """Return where the file is that a path of `paths_of` leads to."""
+    return limits.SHM_DIR if os.readlink(path).startswith(f"{limits.SHM_DIR}/") else "memfd"
+
+
 def deleted_files(pid: int, device: int) -> set[str]:
     """Return the former paths of deleted files on a device that a process has open.
 

@@ -33,7 +33,9 @@ from stocache.shm import registry
 from stocache.shm.layout import (
     EXTENTS_AT,
     HUGE_PAGE,
+    LIMIT_AT,
     PERSISTS_AT,
+    RANKS_AT,
     REFUSED,
     RESERVED,
     ROW_WORDS,
@@ -91,6 +93,7 @@ class Segment:
         fence: a lock that this process always holds. A thread that holds the guard releases it and takes it again, to order
             stores.
         backing: "/dev/shm", "memfd", or "none" if the machine gives no shared memory; then it has control bytes, but no data.
+        rank: a number of this process's rank among those that share a segment without a name; else 0.
     """
 
     control: memoryview
@@ -98,6 +101,7 @@ class Segment:
     extents: memoryview
     guard: threading.Lock
     fence: threading.Lock
+    rank: int = 0
 
     def __init__(self, fds: list[int], layout: Layout, backing: str, path: str | None = None) -> None:
         self.layout, self.backing, self.path = layout, backing, path
@@ -163,7 +167,7 @@ class Segment:
         return self._row(row)[_GENERATION] % _GENERATIONS * ROWS + row + 1
 
     @classmethod
-    def create(cls, control_bytes: int, data_bytes: int, extent_bytes: int | None = None) -> "Segment":
+    def create(cls, control_bytes: int, data_bytes: int, extent_bytes: int | None = None, descriptor: bytes = b"") -> "Segment":
         """Return a new anonymous segment: ``control_bytes`` are reserved now, ``data_bytes`` can be reserved later.
 
         If the machine gives no shared memory, its backing is "none" and its data has 0 bytes. ``extent_bytes``: see
@@ -171,7 +175,7 @@ class Segment:
         """
         if limits.memfd_huge_policy() in _HUGE_POLICIES:
             extent_bytes = max(extent_bytes or 0, HUGE_PAGE)
-        layout = Layout.for_sizes(control_bytes, data_bytes, extent_bytes=extent_bytes)
+        layout = Layout.for_sizes(control_bytes, data_bytes, descriptor, extent_bytes)
         for backing in _backings(control_bytes + data_bytes):
             fd = _open_anonymous(backing)
             if fd is None:
@@ -288,7 +292,7 @@ class Segment:
     def _reserve_run(self, first: int, stop: int, warn: bool) -> bool:
         """Reserve the extents ``[first, stop)`` together; or, if the machine does not give all of them, the first ones."""
         at, (last_at, last_bytes) = self.layout.span(first)[0], self.layout.span(stop - 1)
-        problem = self._allocate(at, last_at + last_bytes - at)
+        problem = self._over_limit(last_at + last_bytes - at) or self._allocate(at, last_at + last_bytes - at)
         if problem and stop - first > 1:
             middle = (first + stop) // 2
             return self._reserve_run(first, middle, warn) and self._reserve_run(middle, stop, warn)
@@ -296,6 +300,12 @@ class Segment:
         if problem and warn:
             self._warn_refused(problem)
         return not problem
+
+    def _over_limit(self, nbytes: int) -> str:
+        """Return "", or why so many more bytes may not be reserved."""
+        if not self.limit or self.reserved_bytes + nbytes <= self.limit:
+            return ""
+        return f"its part of size_limit_gib is {format_size(self.limit)}, because the ranks of this job cache different samples"
 
     def _allocate(self, at: int, nbytes: int) -> str:
         """Reserve memory for a part of the file. Return "", or why it failed."""
@@ -354,6 +364,30 @@ class Segment:
     def reserved_bytes(self) -> int:
         """Bytes of data that are reserved now."""
         return self.layout.reserved_bytes(self.extents)
+
+    @property
+    def limit(self) -> int:
+        """Bytes of data that may be reserved; 0 for all of it."""
+        return int.from_bytes(self._bytes[LIMIT_AT : LIMIT_AT + 8], sys.byteorder)
+
+    @limit.setter
+    def limit(self, nbytes: int) -> None:
+        self._bytes[LIMIT_AT : LIMIT_AT + 8] = max(1, nbytes).to_bytes(8, sys.byteorder)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks have attached to a segment without a name; 0 if it is not shared by ranks."""
+        return self._bytes[RANKS_AT]
+
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes of data that may still be reserved."""
+        return max(0, min(self.limit or self.data_bytes, self.data_bytes) - self.reserved_bytes)
+
+    @staticmethod
+    def all_attached() -> "list[Segment]":
+        """Return all segments of this process."""
+        return list(_attached.values())
 
     def _ask_for_huge_pages(self) -> bool:
         """Ask for page table entries of 2 MiB instead of 4 KiB: else each process needs 2 MiB of page tables per GiB."""
@@ -508,9 +542,14 @@ class Segment:
             return _blank, (self.layout.control_bytes,)
         spawning = get_spawning_popen() is not None
         handle = DupFd(self._fds[0]) if spawning else f"/proc/{os.getpid()}/fd/{self._fds[0]}"
-        return _attach, (self._key, handle, self.backing, self.path)
+        return _attach, (self._key, handle, self.backing, self.path, self.rank)
 
     # ------------------------------------------------------------------------------------------------ names
+
+    @property
+    def key(self) -> FileKey:
+        """The file of the segment."""
+        return self._key
 
     @property
     def fd(self) -> int:
@@ -601,13 +640,15 @@ def _blank(control_bytes: int) -> Segment:
     return Segment([], Layout.for_sizes(control_bytes, 0), "none")
 
 
-def _attach(key: FileKey, handle: Any, backing: str, path: str | None) -> Segment:
+def _attach(key: FileKey, handle: Any, backing: str, path: str | None, rank: int) -> Segment:
     """Return the segment of a pickled handle: the one that this process has, or a new one."""
     try:
         with registry.attaching:  # two threads must not make two segments of one file
             segment = _attached.get(key)
             if segment is None:
-                return _attach_anew(key, handle, backing, path)
+                segment = _attach_anew(key, handle, backing, path)
+                segment.rank = rank
+                return segment
             if not isinstance(handle, str) and (fd := handle.detach()) not in segment._fds:
                 segment._fds.append(fd)  # closing it would drop this process's locks
             return segment

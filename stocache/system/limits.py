@@ -277,15 +277,15 @@ def shared_memory_room(named: bool = False) -> int:
     return spare if has_memfd() and not named else min(spare, shm_room())
 
 
-def recommended_limit(named: bool = False) -> int:
+def recommended_limit(named: bool = False, promised: int = 0) -> int:
     """Return the bytes that ``size_limit_gib="auto"`` stands for.
 
     It leaves memory for the model, the workers and their batches: a fifth of the available memory, at least 2 GiB, at most half
-    of it. /dev/shm may limit a cache further (`shared_memory_room`).
+    of it. /dev/shm may limit a cache further (`shared_memory_room`). ``promised``: bytes that other caches may still take.
     """
-    available = memory().available
+    available = max(0, memory().available - promised)
     head_room = max(available // 5, min(2 * GIB, available // 2))
-    return min(available - head_room, shared_memory_room(named))
+    return min(available - head_room, max(0, shared_memory_room(named) - promised))
 
 
 def warn_short(limit: int, fitting: str, named: bool) -> None:

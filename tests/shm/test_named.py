@@ -245,11 +245,8 @@ def test_names_that_are_no_names_and_options_without_one():
     for name in ("", ".", "..", "a/b", "../x", "/etc/passwd", ".hidden", "-rf", "a b", "ä", "x" * 101, "a\0b", 7):
         with pytest.raises(CacheNameError, match=r"cannot name a cache\. Use up to 100 letters"):
             make(name=name)
-    with pytest.raises(CacheNameError, match="SharedCacheDDP needs a name"):
-        make(name=None)
-    for options in ({"persist": True}, {"fingerprint": "x"}):
-        with pytest.raises(CacheNameError, match="are for caches with a name"):
-            SharedCache(1, N, DIMS, **options)
+    with pytest.raises(CacheNameError, match="persist is for caches with a name"):
+        SharedCache(1, N, DIMS, persist=True)
     with pytest.raises(CacheNameError, match="fingerprint=b'x' is a bytes"):
         make(fingerprint=b"x")
     with pytest.raises(LimitError, match="cache holds 0 slots"):

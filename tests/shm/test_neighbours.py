@@ -34,8 +34,8 @@ NAME, N = "test-neighbours", 8
 VICTIM, ATTACKER = 12345, 12346
 
 
-def make():
-    return SharedCacheDDP(1, N, (4,), name=NAME)
+def make(size=1):
+    return SharedCacheDDP(size, N, (4,), name=NAME)
 
 
 def is_shared():
@@ -71,7 +71,8 @@ def test_where_another_user_has_taken_the_place_each_rank_has_a_cache_of_its_own
     {"directory": place.mkdir, "link": lambda: place.symlink_to("/tmp"), "file": place.touch}[what]()
 
     def use():
-        assert len(make()) == N // 4  # its part of the limit
+        part = N + 4 * (N // 4)  # bytes: the states, and slots for a quarter
+        assert len(make(f"{4 * part}B")) == N // 4
         assert not is_shared()
         assert "belongs to user 0, not to 12345. It is not used" in caplog.text
         assert f"Cache {NAME!r} is not shared" in caplog.text

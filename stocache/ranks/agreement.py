@@ -1,0 +1,124 @@
+"""Agreement: which ranks' samples a rank has found equal to its own, in a cache that they share without a name.
+
+NOTE [ Ranks that agree ]
+    Nothing is known of the samples that a program gives to a `SharedCache` or a `RaggedCache` itself. So a rank does not serve
+    what another rank has stored until it has made some of these samples too, and found them equal: until then they are misses.
+    If one differs, the rank keeps its own samples in a cache of its own, and serves nothing of that other rank.
+
+    A rank that has a proof (NOTE [ Sharing between ranks ]) trusts all others. It begins to compare when an attribute is set
+    that samples are made with.
+
+    A word for each sample has one bit for each rank that has stored or made it. A table counts, for each pair of ranks, how
+    many samples were equal.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from stocache.ranks.siblings import MOST_RANKS
+from stocache.shm import claims
+from stocache.shm.segment import Segment
+from stocache.system.describe import describe
+
+logger = logging.getLogger("stocache")
+
+_ENOUGH = 8  # samples that were equal
+_DIFFERS = 255
+_ROWS = MOST_RANKS + 1
+
+_Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class OwnCache(Protocol):
+    """A cache of one rank alone, with the methods of `SampleCache`."""
+
+    def holds(self, idx: int) -> bool:
+        """Whether a sample is cached."""
+
+    def get_or_load(self, idx: int, load: Callable[[int], Any], *, strict: bool) -> Any:
+        """Cache a sample."""
+
+    def hit(self, idx: int, copy: bool) -> Any:
+        """Return a sample, if it is cached."""
+
+    def grow_beside(self, shared: Segment) -> None:
+        """Take what the limit leaves beside a segment."""
+
+
+def control_bytes(before: int, dataset_len: int) -> int:
+    """Return the control bytes with those of an agreement, which come after the ``before`` others."""
+    return -(-before // 8) * 8 + 8 * dataset_len + _ROWS * _ROWS
+
+
+def find_agreement(segment: Segment, before: int, dataset_len: int, own: OwnCache | None) -> "Agreement | None":
+    """Return the agreement in a segment; None if it has none, because its ranks were not started as ranks."""
+    there = len(segment.control) > claims.with_words(before, dataset_len)
+    return Agreement(segment, before, dataset_len, own) if there else None
+
+
+class Agreement:
+    """The agreement of this process's rank with the others.
+
+    Attributes:
+        own: a cache of this rank alone for samples that differ from those of other ranks; None where they are not cached.
+    """
+
+    def __init__(self, segment: Segment, before: int, dataset_len: int, own: OwnCache | None) -> None:
+        begin, end = -(-before // 8) * 8, control_bytes(before, dataset_len)
+        self._words = np.frombuffer(segment.control[begin : begin + 8 * dataset_len], np.uint64)
+        self._table = np.frombuffer(segment.control[end - _ROWS * _ROWS : end], np.uint8).reshape(_ROWS, _ROWS)
+        self._rank, self._own_bit = segment.rank, np.uint64(1 << segment.rank)
+        self._segment, self.own = segment, own
+        self._trusted = self._own_bit
+
+    @property
+    def row(self) -> Any:
+        """How many samples of each rank were equal."""
+        return self._table[self._rank]
+
+    def note(self, indices: Any) -> None:
+        """Note that this rank is about to store samples. Call it with the claims to write them."""
+        self._words[indices] = self._own_bit
+
+    def doubt(self) -> None:
+        """Trust no other rank any more."""
+        self.row[:] = 0
+        self._trusted = self._own_bit
+
+    def allows(self, idx: int) -> bool:
+        """Whether this rank may serve a sample that is set."""
+        return bool(self._words[idx] & self._trusted) or bool(self._words[idx] & self._trusted_now())
+
+    def allowed(self, indices: _Indices) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+        """Return which of some samples that are set this rank may serve."""
+        mask: np.ndarray[Any, np.dtype[np.bool_]] = (self._words[indices] & self._trusted_now()) != 0
+        return mask
+
+    def judge(self, idx: int, held: Any, value: Any) -> None:
+        """Compare a sample that another rank has stored with the one that this rank has made."""
+        ranks = [rank for rank in range(1, _ROWS) if int(self._words[idx]) >> rank & 1]
+        row = self.row
+        if not (row[ranks] == _DIFFERS).any() and describe(held, strides=False) == describe(value, strides=False):
+            self._words[idx] |= self._own_bit
+            row[ranks] = np.minimum(row[ranks] + 1, _ENOUGH)
+            return
+        if not (row == _DIFFERS).any():
+            self._warn(idx)
+        row[ranks] = _DIFFERS
+        if self.own is not None and not self.own.holds(idx):
+            self.own.get_or_load(idx, lambda _: value, strict=False)
+
+    def _trusted_now(self) -> Any:
+        self._trusted = np.uint64(sum(1 << rank for rank in (self._rank, *np.flatnonzero(self.row == _ENOUGH).tolist())))
+        return self._trusted
+
+    def _warn(self, idx: int) -> None:
+        if self.own is not None:
+            self.own.grow_beside(self._segment)
+        logger.warning(
+            "sample %d of this rank is not the one that another rank has cached. So this rank keeps its own samples apart, in "
+            "its part of the limit. If the ranks have different samples, pass share_ranks=False.", idx,
+        )  # fmt: skip

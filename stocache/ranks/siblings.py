@@ -1,0 +1,161 @@
+"""Find the segments of this job's ranks, which have no name and end with the last process that holds them.
+
+NOTE [ Found without a name ]
+    Each process locks its counter row in each segment that it is attached to. The kernel lists these locks, with the process
+    and the file. A descriptor of that process leads to the file. So ranks find what other ranks have made, and no kill leaves
+    anything in /dev/shm. The lock of the directory of named segments makes finding and making exclude each other.
+"""
+
+import contextlib
+import os
+import struct
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from stocache.errors import SegmentError
+from stocache.ranks.job import parent_of
+from stocache.shm import registry
+from stocache.shm.layout import LIMIT_AT, RANKS_AT, Layout
+from stocache.shm.named import Descriptor, holders
+from stocache.shm.segment import Segment, abandon, attached
+from stocache.system.waiting import FileKey, identify
+
+MOST_RANKS = 63
+"""Ranks that share one segment."""
+
+_LIMIT = struct.Struct("Q")
+
+
+class Sibling(NamedTuple):
+    """A segment of another process of this user that this process is not attached to, open for a moment."""
+
+    key: FileKey
+    fd: int
+    layout: Layout
+    descriptor: Descriptor
+    backing: str
+
+
+def join(
+    job: str,
+    agrees: Callable[[Sibling], bool],
+    new: Callable[[list[Sibling]], Segment],
+) -> tuple[Segment, Descriptor | None]:
+    """Return a segment that a rank of this job has made and that agrees; else a new one.
+
+    Args:
+        job: the key of the job.
+        agrees: whether this process may attach to a segment of the job.
+        new: called with the segments of the job that this process is not attached to; returns the segment to use instead.
+
+    Returns:
+        The segment, whose ``rank`` is a number of this rank's own; and its descriptor, None for a new one.
+
+    Raises:
+        SegmentError: another user has taken the directory, or it is open to others.
+        BusyError: another process holds the lock of the directory.
+        OSError: /dev/shm does not take the directory.
+    """
+
+    def find_or_make(_: int | None) -> tuple[Segment, Descriptor | None]:
+        with siblings(job) as found:
+            for sibling in found:
+                if agrees(sibling) and (rank := _number(sibling.fd)):
+                    found.remove(sibling)
+                    return _attach(sibling, rank), sibling.descriptor
+            segment = new(found)
+            if segment.backing != "none":
+                segment.rank = _number(segment.fd)
+            return segment, None
+
+    problem: SegmentError | None = None
+    for folder in registry.directories_of():
+        try:
+            return registry.run_locked(folder, find_or_make, create=True)
+        except registry.ForeignError as error:
+            problem = problem or error.with_traceback(None)
+    raise problem or SegmentError("there is no directory for the lock of this user's segments.")
+
+
+@contextlib.contextmanager
+def siblings(job: str | None = None) -> Iterator[list[Sibling]]:
+    """Give the segments of other processes of this user, of one job or of all, the oldest first.
+
+    They are closed at the end, except those that were removed from the list.
+    """
+    found: list[Sibling] = []
+    try:
+        for key, pids in holders().items():
+            if attached(key) is None and (sibling := _open(key, pids)) is not None:
+                found.append(sibling)
+                if job is not None and sibling.descriptor.identity.get("job") != job:
+                    os.close(found.pop().fd)
+        found.sort(key=lambda sibling: sibling.descriptor.created)
+        yield found
+    finally:
+        while found:
+            os.close(found.pop().fd)
+
+
+def count_ranks(key: FileKey) -> int:
+    """Return how many processes hold a segment, without those that another one of them has started, such as workers."""
+    pids = set(holders().get(key, []))
+    return sum(parent_of(pid) not in pids for pid in pids)
+
+
+def promised_bytes() -> int:
+    """Return the memory that the caches of this user on this machine may still take."""
+    promised = sum(segment.promised_bytes for segment in Segment.all_attached())
+    with siblings() as found:
+        for sibling in found:
+            promised += _promised(sibling)
+    return promised
+
+
+def limit_growth(sibling: Sibling, limit: int) -> int:
+    """Let a segment reserve ``limit`` bytes at most, or what it has reserved already. Return which of both."""
+    limit = max(limit, sibling.layout.count_reserved(sibling.fd))
+    os.pwrite(sibling.fd, _LIMIT.pack(max(1, limit)), LIMIT_AT)
+    return limit
+
+
+def _promised(sibling: Sibling) -> int:
+    limit = _LIMIT.unpack(os.pread(sibling.fd, 8, LIMIT_AT))[0] or sibling.layout.data_bytes
+    return max(0, min(limit, sibling.layout.data_bytes) - sibling.layout.count_reserved(sibling.fd))
+
+
+def _open(key: FileKey, pids: list[int]) -> Sibling | None:
+    """Open a segment through a process that has it; None if none of them lets us, or it is not one that can be shared."""
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            for path in registry.paths_of(pid, key):
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    if identify(fd) == key and os.fstat(fd).st_uid == os.geteuid():
+                        layout = Layout.read(fd)
+                        return Sibling(key, fd, layout, Descriptor.read(layout), registry.backing_of(path))
+                except SegmentError:
+                    pass  # without a descriptor, or of another version
+                os.close(fd)
+                break
+    return None
+
+
+def _attach(sibling: Sibling, rank: int) -> Segment:
+    fds = [sibling.fd]
+    try:
+        segment = Segment(fds, sibling.layout, sibling.backing)
+    except BaseException:
+        abandon(sibling.key, fds)
+        raise
+    segment.rank = rank
+    return segment
+
+
+def _number(fd: int) -> int:
+    """Return the next number for a rank in a segment; 0 if there is none left. Call it with the lock of the directory held."""
+    number = os.pread(fd, 1, RANKS_AT)[0] + 1
+    if number > MOST_RANKS:
+        return 0
+    os.pwrite(fd, bytes([number]), RANKS_AT)
+    return number
