@@ -261,7 +261,8 @@ def _open_shared(layout: CacheLayout, options: CacheOptions, proof: Proof | None
 
 class _Opener:
     def __init__(self, layout: CacheLayout, options: CacheOptions, proof: Proof | None, job: Job) -> None:
-        self._layout = dataclasses.replace(layout, agrees=job.launched and options.share_ranks)
+        unknown = proof is None and options.fingerprint is None
+        self._layout = dataclasses.replace(layout, agrees=job.launched and options.share_ranks and unknown)
         self._options, self._job, self._size = options, job, options.size_limit_gib
         site = _place()
         self._identity: dict[str, str | int | None] = {
@@ -323,12 +324,9 @@ class _Opener:
         return max(0, min(part, left))
 
     def _agrees(self, sibling: Sibling) -> bool:
-        if self._why(sibling.descriptor):
-            return False
-        capacity, sizes = int(sibling.descriptor.facts["capacity"]), [self._layout.all_control_bytes]
-        if "probed" in self._identity:  # Lightning's first rank made it before it started others
-            sizes.append(dataclasses.replace(self._layout, agrees=False).all_control_bytes)
-        return sibling.layout.control_bytes in sizes and sibling.layout.data_bytes == self._layout.data_bytes(capacity)
+        layout, capacity = self._layout, int(sibling.descriptor.facts["capacity"])
+        sizes = sibling.layout.control_bytes, sibling.layout.data_bytes
+        return not self._why(sibling.descriptor) and sizes == (layout.all_control_bytes, layout.data_bytes(capacity))
 
     def _why(self, descriptor: Descriptor) -> str:
         """Return where a cache of another rank differs; "" if it can be shared."""

@@ -53,6 +53,7 @@ from stocache.timing.spans import LOAD, in_spans, span
 
 logger = logging.getLogger("stocache")
 
+_WRITTEN_S = 0.1  # to wait for another rank that is writing a sample
 _PART_S = 0.02  # samples that were loaded in this time are published together
 
 _Self = TypeVar("_Self", bound="SampleCache")
@@ -145,7 +146,6 @@ class SampleCache:
         "_load",
         "_claims",
         "_agreement",
-        "_doubted",
     )
     """Attributes that hold memory. close() deletes them."""
 
@@ -169,12 +169,11 @@ class SampleCache:
         samples: str,
         room: str,
         agreement: Agreement | None = None,
-        proven: bool = True,
     ) -> None:
         """Set the attributes of all caches; again in each process, because they are not pickled.
 
         ``samples`` and ``room`` describe the samples, and how many of them there is room for, in messages. ``agreement``: with
-        other ranks, if they may share the cache; ``proven``: whether all of them are trusted for now.
+        other ranks that share the cache, and may have other samples.
         """
         self._segment, self._dataset_len, self._samples, self._room = segment, dataset_len, samples, room
         self._store, self._slot, self._load = store, store.slot, store.load  # a look-up less for each hit
@@ -183,7 +182,7 @@ class SampleCache:
         self._aux = torch.frombuffer(self._states, dtype=torch.uint8) if dataset_len else torch.empty(0, dtype=torch.uint8)
         if segment.backing == "none":  # then nothing is shared, and nothing can be cached
             self._aux.numpy().fill(OOB)
-        self._agreement, self._doubted = agreement, None if proven else agreement
+        self._agreement = agreement
         self._missed: dict[int, tuple[int, float]] = {}  # how often, and since when; see NOTE [ Races and errors ]
 
     # ------------------------------------------------------------------------------------------------ one sample
@@ -234,8 +233,8 @@ class SampleCache:
             return MISSING
         if WEAKLY_ORDERED:
             order_loads()
-        if self._doubted is not None and not self._doubted.allows(idx):
-            return MISSING if self._doubted.own is None else self._doubted.own.hit(idx, copy)
+        if self._agreement is not None and not self._agreement.allows(idx):
+            return self._agreement.own.hit(idx, copy)
         value = self._load(self._slot(idx), copy)
         if value is not MISSING:  # else it is of a class that is not imported here
             if FREE_THREADED:
@@ -249,23 +248,19 @@ class SampleCache:
         mask: np.ndarray[Any, np.dtype[np.bool_]] = self._aux.numpy()[indices] == SET  # at a third of the cost of torch's
         if WEAKLY_ORDERED:
             order_loads()
-        return mask if self._doubted is None else mask & self._doubted.allowed(indices)
+        return mask if self._agreement is None else mask & self._agreement.allowed(indices)
 
     def _is_doubted(self, idx: int) -> bool:
         """Whether a sample is set by a rank whose samples this rank has to compare. See NOTE [ Ranks that agree ]."""
-        return self._doubted is not None and self._states[idx] == SET and not self._doubted.allows(idx)
+        return self._agreement is not None and self._states[idx] == SET and not self._agreement.allows(idx)
 
     def _judge(self, idx: int, value: Any) -> None:
-        """Compare a sample of another rank with the one that this rank has made."""
-        held = self._load(self._slot(idx), True)
-        if self._doubted is not None and held is not MISSING:  # else this process cannot read it
-            self._doubted.judge(idx, held, value)
-
-    def doubt_ranks(self) -> None:
-        """Compare what other ranks have stored before it is served: samples may be made in another way from now on."""
-        if self._agreement is not None:
-            self._agreement.doubt()
-            self._doubted = self._agreement
+        """Compare a sample that another rank has set with the one that this rank has made."""
+        if self._agreement is None:
+            return
+        wait_until(lambda: self._states[idx] != EMPTY or not self._claims.is_claimed(idx), _WRITTEN_S)
+        if self._is_doubted(idx) and (held := self._load(self._slot(idx), True)) is not MISSING:  # else it cannot be read here
+            self._agreement.judge(idx, held, value)
 
     def set_slot(self, idx: int, value: Any, allow_oob_idx: bool = True, allow_overwrite: bool = False) -> None:
         """Cache ``value`` as sample ``idx``. Do nothing if the sample lies outside the cache.
@@ -293,11 +288,8 @@ class SampleCache:
     def _set(self, idx: int, value: Any, overwrite: bool = False) -> None:
         """Encode and publish a sample, and count what became of it. Raises SampleError and SlotError."""
         encoded = self._store.encode(value, f"set_slot({idx})")
-        if not overwrite and self._is_doubted(idx):
-            self._cost_of(idx, True)
-            self._judge(idx, value)
-            return
         self._publish([idx], [encoded], [self._cost_of(idx, overwrite)], overwrite)
+        self._judge(idx, value)
 
     def _cost_of(self, idx: int, overwrite: bool) -> float | None:
         """Return the seconds since this process missed a sample that it is about to set, and forget that it did.
@@ -447,6 +439,7 @@ class SampleCache:
                 cost_s = time.perf_counter() - began
                 self._note_loads([cost_s])
                 self._keep([idx], [value], [cost_s], strict)
+                self._judge(idx, value)
             return value
         finally:
             _loading.samples = outer
@@ -531,6 +524,9 @@ class SampleCache:
                 for row, value in zip(places, values, strict=True):
                     samples[row] = value
                 self._keep(part, values, costs_s, strict, encode_rows and partial(encode_rows, places))
+                if self._agreement is not None:
+                    for idx, value in zip(part, values, strict=True):
+                        self._judge(idx, value)
         finally:
             _loading.samples = outer
             if taken:
@@ -758,9 +754,6 @@ class SampleCache:
     ) -> None:
         """Cache loaded samples. One that does not fit raises SampleError; if not ``strict``, it stays outside the cache."""
         states = self._states
-        for idx, value in zip(indices, values, strict=True) if self._doubted is not None else ():
-            if self._is_doubted(idx):
-                self._judge(idx, value)
         rows = [row for row, idx in enumerate(indices) if states[idx] == EMPTY]
         if self._store.unreadable and any(states[idx] == SET and self.peek(idx) is MISSING for idx in indices):
             self._warn_of_unreadable()  # loading the sample has not imported its class
@@ -854,6 +847,11 @@ class SampleCache:
         self._segment.limit = (self._total_bytes - used) // max(2, shared.ranks)
 
     @property
+    def serves_ranks(self) -> bool:
+        """Whether other ranks of this job may use the cache, now or later."""
+        return self._segment.rank > 0
+
+    @property
     def ranks(self) -> int:
         """How many ranks of this job use the cache: 1 if it is not shared."""
         return max(1, count_ranks(self._segment.key)) if self._segment.ranks else 1
@@ -862,8 +860,8 @@ class SampleCache:
         """Return the current counts and sizes, summed over all processes. Reads one byte per sample."""
         filled = int(np.count_nonzero(self._aux.numpy() == SET))
         totals = self._segment.totals()
-        if self._doubted is not None and isinstance(self._doubted.own, SampleCache):
-            totals = list(map(operator.add, totals, self._doubted.own._segment.totals()))
+        if self._agreement is not None and isinstance(self._agreement.own, SampleCache):
+            totals = list(map(operator.add, totals, self._agreement.own._segment.totals()))
         return CacheStats.of(
             totals,
             dataset_len=self._dataset_len,

@@ -15,7 +15,7 @@ from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.records import RecordStore, control_bytes
 from stocache.cache.stats import MISSING
 from stocache.errors import SampleError
-from stocache.ranks.agreement import find_agreement
+from stocache.ranks.agreement import Agreement, has_agreement
 from stocache.samples.indices import check_indices, check_len
 from stocache.shm.claims import Claims
 from stocache.shm.named import Identity
@@ -131,12 +131,12 @@ class RaggedCache(ListCache):
         identity: Identity = {"samples": "any size"} | {name: getattr(options, name) for name in names}
         layout = CacheLayout(dataset_len, control_bytes(dataset_len, options), identity, expected_bytes=expected_bytes)
         segment, capacity = open_memory(layout, options, proof)
-        own, proven = None, segment.rank == 0 or proof is not None or options.fingerprint is not None
-        if not proven:
+        own = None
+        if has_agreement(segment, control_bytes(dataset_len, options), dataset_len):
             own = RaggedCache.__new__(RaggedCache)
             own._assemble(dataset_len, options, open_own(layout, capacity)[0])
             own.keep_ready(options.size_limit_gib)
-        self._assemble(dataset_len, options, segment, own, proven)
+        self._assemble(dataset_len, options, segment, own)
         logger.info("%r", self)
 
     @classmethod
@@ -157,14 +157,14 @@ class RaggedCache(ListCache):
         options: CacheOptions,
         segment: Segment,
         own: "RaggedCache | None" = None,
-        proven: bool = True,
     ) -> None:
         """Set all attributes. Each process computes those that follow from the arguments; they are not pickled."""
         self._options, self.revises = options, options.admission == "cost"
         store = self._records = RecordStore(segment, dataset_len, options)
         room = format_size(segment.data_bytes)
-        agreement = find_agreement(segment, control_bytes(dataset_len, options), dataset_len, own)
-        self._share(segment, dataset_len, store, Claims(segment, dataset_len), "samples of any size", room, agreement, proven)
+        before = control_bytes(dataset_len, options)
+        agreement = None if own is None else Agreement(segment, before, dataset_len, own)
+        self._share(segment, dataset_len, store, Claims(segment, dataset_len), "samples of any size", room, agreement)
 
     @property
     def codec(self) -> str | None:
@@ -187,7 +187,7 @@ class RaggedCache(ListCache):
 
     def __getstate__(self) -> tuple[Any, ...]:
         own = None if self._agreement is None else self._agreement.own
-        return self._dataset_len, self._options, self._segment, own, self._doubted is None
+        return self._dataset_len, self._options, self._segment, own
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._assemble(*state)

@@ -17,7 +17,7 @@ from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import SlotArrays
 from stocache.cache.stats import HITS, MISSES, MISSING, OOB, SET
 from stocache.errors import SampleError, SampleIndexError, SegmentError
-from stocache.ranks.agreement import find_agreement
+from stocache.ranks.agreement import Agreement, has_agreement
 from stocache.samples.indices import check_indices, check_len
 from stocache.samples.spec import Structure
 from stocache.shm.claims import Claims
@@ -116,13 +116,13 @@ class SharedCache(SampleCache):
         identity = {"samples": structure.identity, "placement": str(placement)}
         layout = CacheLayout(dataset_len, dataset_len, identity, structure, placement)
         segment, slots = open_memory(layout, options, proof)
-        own, proven = None, segment.rank == 0 or proof is not None or options.fingerprint is not None
-        if not proven:
+        own = None
+        if has_agreement(segment, dataset_len, dataset_len):
             own = SharedCache.__new__(SharedCache)
             own_segment, own_slots = open_own(layout, slots)
             own._assemble(structure, placement, dataset_len, own_slots, own_segment)
             own.keep_ready(options.size_limit_gib)
-        self._assemble(structure, placement, dataset_len, slots, segment, own, proven)
+        self._assemble(structure, placement, dataset_len, slots, segment, own)
         logger.info("%r", self)
 
     @classmethod
@@ -164,14 +164,13 @@ class SharedCache(SampleCache):
         slots: int,
         segment: Segment,
         own: "SharedCache | None" = None,
-        proven: bool = True,
     ) -> None:
         """Set all attributes. Each process computes those that follow from the arguments; they are not pickled."""
         self._structure, self._placement, self._slots = structure, placement, slots
         self._columns = SlotArrays(structure, segment, residency(placement, dataset_len, slots))
         room = f"{slots} ({format_size(slots * structure.nbytes)})"
-        agreement = find_agreement(segment, dataset_len, dataset_len, own)
-        self._share(segment, dataset_len, self._columns, Claims(segment, dataset_len), str(structure), room, agreement, proven)
+        agreement = None if own is None else Agreement(segment, dataset_len, dataset_len, own)
+        self._share(segment, dataset_len, self._columns, Claims(segment, dataset_len), str(structure), room, agreement)
 
     # ------------------------------------------------------------------------------------------------ many samples
 
@@ -199,9 +198,9 @@ class SharedCache(SampleCache):
         mask, hits = self._gather_hits(index, items)
         if hits < count:
             columns.erase(torch.from_numpy(~mask), items)
-            if self._doubted is not None and self._doubted.own is not None:
+            if self._agreement is not None:
                 for row in np.flatnonzero(~mask).tolist():
-                    if (sample := self._doubted.own.hit(int(index[row]), False)) is not MISSING:
+                    if (sample := self._agreement.own.hit(int(index[row]), False)) is not MISSING:
                         columns.put(items, row, self._structure.encode(sample, "sample"))
                         mask[row] = True
             self._miss_many(index[~mask])
@@ -364,7 +363,7 @@ class SharedCache(SampleCache):
 
     def __getstate__(self) -> tuple[Any, ...]:
         own = None if self._agreement is None else self._agreement.own
-        return self._structure, self._placement, self._dataset_len, self._slots, self._segment, own, self._doubted is None
+        return self._structure, self._placement, self._dataset_len, self._slots, self._segment, own
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._assemble(*state)

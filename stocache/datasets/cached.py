@@ -451,14 +451,12 @@ class CachedDataset(Dataset[Any]):
         elif self._split is not None and name in _SAMPLE_ATTRIBUTES:
             self._set_transform(name, value)
         else:
-            matters = name in self._reads | _SAMPLE_ATTRIBUTES and getattr(self.dataset, name) is not value
-            if matters and self._holds_samples():
+            before = getattr(self.dataset, name)
+            if name in self._reads | _SAMPLE_ATTRIBUTES and before is not value and self._holds_samples():
                 self._audit.change(
                     f"{name} of {type(self.dataset).__name__} was set: its samples are made with it, and some are cached as "
                     f"they were. For one part of the samples, give transform={{0: ...}} or {{'image': ...}}"
                 )
-            if matters:
-                self.cache.doubt_ranks()
             setattr(self.dataset, name, value)
             self._audit.doubt()
 
@@ -501,7 +499,6 @@ class CachedDataset(Dataset[Any]):
             self._audit.change(str(error))
         else:
             self._split, self._loader = split, split if split.has_rest else SampleLoader(self._source)
-            self.cache.doubt_ranks()
 
     def __getstate__(self) -> dict[str, Any]:
         self._epochs.workers_start()
@@ -509,7 +506,8 @@ class CachedDataset(Dataset[Any]):
         return vars(self)
 
     def _holds_samples(self) -> bool:
-        return bool((self.cache.aux_array == SlotState.SET).any())
+        """Whether samples are cached, or may be at any moment, by other ranks."""
+        return self.cache.serves_ranks or bool((self.cache.aux_array == SlotState.SET).any())
 
     def _view(self, dataset: Any, rows: np.ndarray[Any, Any]) -> "CachedDataset":
         """Return a view of some samples of this cached dataset; ``dataset`` has their attributes."""

@@ -5,9 +5,6 @@ NOTE [ Ranks that agree ]
     what another rank has stored until it has made some of these samples too, and found them equal: until then they are misses.
     If one differs, the rank keeps its own samples in a cache of its own, and serves nothing of that other rank.
 
-    A rank that has a proof (NOTE [ Sharing between ranks ]) trusts all others. It begins to compare when an attribute is set
-    that samples are made with.
-
     A word for each sample has one bit for each rank that has stored or made it. A table counts, for each pair of ranks, how
     many samples were equal.
 """
@@ -53,20 +50,19 @@ def control_bytes(before: int, dataset_len: int) -> int:
     return -(-before // 8) * 8 + 8 * dataset_len + _ROWS * _ROWS
 
 
-def find_agreement(segment: Segment, before: int, dataset_len: int, own: OwnCache | None) -> "Agreement | None":
-    """Return the agreement in a segment; None if it has none, because its ranks were not started as ranks."""
-    there = len(segment.control) > claims.with_words(before, dataset_len)
-    return Agreement(segment, before, dataset_len, own) if there else None
+def has_agreement(segment: Segment, before: int, dataset_len: int) -> bool:
+    """Whether a segment has the control bytes of an agreement."""
+    return len(segment.control) > claims.with_words(before, dataset_len)
 
 
 class Agreement:
     """The agreement of this process's rank with the others.
 
     Attributes:
-        own: a cache of this rank alone for samples that differ from those of other ranks; None where they are not cached.
+        own: a cache of this rank alone for samples that differ from those of other ranks.
     """
 
-    def __init__(self, segment: Segment, before: int, dataset_len: int, own: OwnCache | None) -> None:
+    def __init__(self, segment: Segment, before: int, dataset_len: int, own: OwnCache) -> None:
         begin, end = -(-before // 8) * 8, control_bytes(before, dataset_len)
         self._words = np.frombuffer(segment.control[begin : begin + 8 * dataset_len], np.uint64)
         self._table = np.frombuffer(segment.control[end - _ROWS * _ROWS : end], np.uint8).reshape(_ROWS, _ROWS)
@@ -82,11 +78,6 @@ class Agreement:
     def note(self, indices: Any) -> None:
         """Note that this rank is about to store samples. Call it with the claims to write them."""
         self._words[indices] = self._own_bit
-
-    def doubt(self) -> None:
-        """Trust no other rank any more."""
-        self.row[:] = 0
-        self._trusted = self._own_bit
 
     def allows(self, idx: int) -> bool:
         """Whether this rank may serve a sample that is set."""
@@ -108,7 +99,7 @@ class Agreement:
         if not (row == _DIFFERS).any():
             self._warn(idx)
         row[ranks] = _DIFFERS
-        if self.own is not None and not self.own.holds(idx):
+        if not self.own.holds(idx):
             self.own.get_or_load(idx, lambda _: value, strict=False)
 
     def _trusted_now(self) -> Any:
@@ -116,8 +107,7 @@ class Agreement:
         return self._trusted
 
     def _warn(self, idx: int) -> None:
-        if self.own is not None:
-            self.own.grow_beside(self._segment)
+        self.own.grow_beside(self._segment)
         logger.warning(
             "sample %d of this rank is not the one that another rank has cached. So this rank keeps its own samples apart, in "
             "its part of the limit. If the ranks have different samples, pass share_ranks=False.", idx,

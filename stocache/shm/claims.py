@@ -131,6 +131,10 @@ class Claims:
         if not ready():
             self._segment.wait_for_holder(self._word[idx] & ~_WRITING, ready, timeout_s)
 
+    def is_claimed(self, idx: int) -> bool:
+        """Whether a process has claimed a sample, and has not ended since."""
+        return bool(self._word[idx]) and self._segment.is_held(self._word[idx] & ~_WRITING)
+
     def run_unwritten(self, work: Callable[[], None]) -> bool:
         """Run ``work`` while nobody can claim a sample. Return False if somebody is writing one."""
         with self._segment.guard:

@@ -1,0 +1,440 @@
+"""Ranks of one job share a cache without a name, if they cache the same; else each is right, within the limit of all."""
+
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset
+
+import stocache
+from stocache import CachedDataset, RaggedCache, SharedCache, SharedCacheDDP
+from stocache.cache import allocate
+from stocache.errors import BusyError
+from stocache.ranks import job, siblings
+from stocache.shm import layout, registry
+from stocache.system import limits
+from tests.support.processes import in_child
+
+N = 64
+RANKS = 3
+CONTEXT = multiprocessing.get_context("fork")
+
+
+class Photos(Dataset):
+    """Samples of one size, or of several, that note each read in a file."""
+
+    def __init__(self, log=None, offset=0, length=N, varying=False):
+        self.log, self.offset, self.length, self.varying = log, offset, length, varying
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, idx):
+        if self.log is not None:
+            with open(self.log, "a") as file:
+                file.write(f"{idx}\n")
+        return torch.full((3, 8, 8 + self.varying * (idx % 5)), idx + self.offset, dtype=torch.int16)
+
+
+def as_rank(rank, target, queue, meet, *arguments):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS), WORLD_SIZE=str(RANKS))
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("stocache").addHandler(handler)
+    try:
+        queue.put((rank, target(rank, meet, *arguments), records))
+        meet()  # else the first to end would leave others without its cache
+    except BaseException as error:
+        queue.put((rank, error, records))
+        raise
+    finally:
+        queue.close()
+        queue.join_thread()
+        os._exit(0)
+
+
+def run(target, *arguments, ranks=RANKS):
+    """Return what ``target(rank, meet, *arguments)`` returns in each rank, and what each has logged. ``meet`` waits for all."""
+    queue, barrier = CONTEXT.Queue(), CONTEXT.Barrier(ranks, timeout=50)
+    started = [CONTEXT.Process(target=as_rank, args=(rank, target, queue, barrier.wait, *arguments)) for rank in range(ranks)]
+    for process in started:
+        process.start()
+    found = sorted((queue.get(timeout=60) for _ in started), key=lambda item: item[0])
+    for process in started:
+        process.join(60)
+        process.kill()
+        process.join()
+        process.close()
+    queue.close()
+    queue.join_thread()
+    for _, result, _ in found:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for _, result, _ in found], [" ".join(records) for _, _, records in found]
+
+
+def inode_of(cache):
+    return os.fstat(cache._segment.fd).st_ino
+
+
+def read_all(dataset, offset=0, seed=0):
+    """Read all samples in an order of our own; return how many are wrong."""
+    order = random.Random(seed).sample(range(len(dataset)), len(dataset))
+    return sum(int((dataset[idx] != idx + offset).any()) for idx in order)
+
+
+# ---------------------------------------------------------------------------------------------------- the same samples
+
+
+def cached(rank, meet, log, varying, options):
+    dataset = CachedDataset(Photos(log, varying=varying), "10MB", audit=0, **options)
+    meet()
+    wrong = sum(read_all(dataset, seed=rank + epoch) for epoch in range(2))
+    meet()
+    stats = dataset.stats()
+    result = inode_of(dataset.cache), wrong, stats.ranks, stats.total.filled, repr(dataset)
+    meet()
+    return result
+
+
+@pytest.mark.parametrize("options", [{}, {"probe": 0}, {"example": torch.zeros(3, 8, 8, dtype=torch.int16)}], ids=repr)
+@pytest.mark.parametrize("varying", [False, True], ids=["one size", "varying"])
+def test_ranks_have_one_copy_and_read_each_sample_once(varying, options, tmp_path):
+    if varying and "example" in options:
+        options = options | {"variable": True}
+    found, logged = run(cached, str(tmp_path / "reads"), varying, options)
+    assert len({inode for inode, *_ in found}) == 1
+    assert [rest[:3] for _, *rest in found] == [[0, RANKS, N]] * RANKS
+    assert all("shared by 3 ranks of this job" in text for *_, text in found)
+    extra = 9 * RANKS if not options else 8 * (RANKS - 1) * RANKS + RANKS  # probed; or compared with those of each other rank
+    assert N <= len((tmp_path / "reads").read_text().split()) <= N + extra + 8
+    assert not any("different" in text for text in logged)
+
+
+def both_sets(rank, meet):
+    order = [("training", 0), ("validation", 1000)]
+    sets = {}
+    for name, offset in reversed(order) if rank == 1 else order:  # in another order; another time
+        time.sleep(0.02 * rank)
+        sets[name] = CachedDataset(Photos(offset=offset), "10MB")
+    if rank == 2:
+        more = [CachedDataset(Photos(), "10MB") for _ in range(2)]  # only here, and in a loop
+        assert not any(read_all(each) for each in more)
+    meet()
+    wrong = read_all(sets["training"]) + read_all(sets["validation"], 1000)
+    meet()
+    return inode_of(sets["training"].cache), inode_of(sets["validation"].cache), wrong
+
+
+def test_each_cache_is_found_whatever_the_order_and_whoever_makes_more():
+    found, _ = run(both_sets)
+    assert len(set(found)) == 1
+    assert found[0][0] != found[0][1]
+    assert found[0][2] == 0
+
+
+def worker_makes_it(rank, meet):
+    class Lazy(Dataset):
+        cache = None
+
+        def __len__(self):
+            return N
+
+        def __getitem__(self, idx):
+            if self.cache is None:
+                self.cache = SharedCache("1MB", N, (2,), torch.int64)
+            return self.cache.get_or_load(idx, lambda idx: torch.full((2,), idx))
+
+    loader = torch.utils.data.DataLoader(Lazy(), 8, num_workers=2)
+    return [batch[:, 0].tolist() for _ in range(2) for batch in loader]
+
+
+def test_workers_make_caches_themselves():
+    found, _ = run(worker_makes_it)
+    assert found == [[list(range(at, at + 8)) for at in range(0, N, 8)] * 2] * RANKS
+
+
+# ---------------------------------------------------------------------------------------------------- other samples
+
+
+def other(rank, meet, what):
+    offset = 1000 * rank if what == "samples" else 0
+    photos = Photos(offset=offset, length=N + rank * (what == "length"))
+    if what == "parts":
+        photos = Subset(Photos(), range(rank, N, RANKS))
+    elif what == "labels":  # all that is probed is alike
+        photos = Photos(offset=-10)
+        photos.__class__ = type("Labels", (Photos,), {"__getitem__": lambda self, idx: torch.tensor(self.labels[idx])})
+        photos.labels = [rank if idx % 9 else 0 for idx in range(N)]
+    if what == "transform" and rank:
+        photos.transform = lambda sample: sample + rank
+        photos.__class__ = type("Transformed", (Photos,), {"__getitem__": lambda s, i: s.transform(Photos.__getitem__(s, i))})
+    with_limit = CachedDataset(photos, "20KB")
+    meet()
+    expected = [photos[idx] for idx in range(len(photos))]
+    wrong = sum(not torch.equal(with_limit[idx], expected[idx]) for idx in list(range(len(photos))) * 2)
+    meet()
+    total = with_limit.stats().total
+    return inode_of(with_limit.cache), wrong, total.reserved_bytes
+
+
+@pytest.mark.parametrize("what", ["samples", "length", "parts", "labels", "transform"])
+def test_ranks_with_other_samples_have_a_cache_each_and_a_part_of_the_limit(what):
+    found, logged = run(other, what)
+    inodes, wrong, reserved = zip(*found, strict=True)
+    assert wrong == (0,) * RANKS
+    if what == "transform":  # it runs after the cache
+        return
+    assert len(set(inodes)) == RANKS
+    assert sum(reserved) <= 3 * 64 * 1024  # an extent may be larger than a part of this limit
+    assert sum("the ranks of this job cache different samples in" in text for text in logged) == RANKS - 1
+    assert "share_ranks=False" in "".join(logged)
+
+
+def bare(rank, meet, cls, same, fill):
+    arguments = () if cls is RaggedCache else ((2,), torch.int64)
+    cache = cls("20MB", N, *arguments)
+    value = lambda idx: torch.full((2,), idx + 1000 * rank * (not same))
+    meet()
+    if fill == "ahead":
+        for idx in range(N):
+            cache.set_slot(idx, value(idx))
+        found = [cache.get_slot(idx, allow_empty_slot=False) for idx in range(N)]
+        rows, mask = cache.get_slots(range(N))
+        assert mask.all()
+        assert all(torch.equal(row, value(idx)) for idx, row in enumerate(rows))
+    loads = []
+    for epoch in range(3):
+        for idx in random.Random(rank + epoch).sample(range(N), N):
+            sample = cache.get_slot(idx)
+            if sample is None:
+                loads.append(idx)
+                sample = value(idx)
+                cache.set_slot(idx, sample)
+            assert torch.equal(sample, value(idx))
+    found = cache.get_or_load_many(range(N), lambda indices: [value(idx) for idx in indices])
+    assert all(torch.equal(sample, value(idx)) for idx, sample in enumerate(found))
+    meet()
+    return inode_of(cache), len(loads)
+
+
+@pytest.mark.parametrize("fill", ["ahead", "as they come"])
+@pytest.mark.parametrize("same", [True, False], ids=["same", "other"])
+@pytest.mark.parametrize("cls", [SharedCache, RaggedCache, SharedCacheDDP])
+def test_caches_that_programs_fill_compare_some_samples_before_they_trust(cls, same, fill):
+    found, logged = run(bare, cls, same, fill)
+    assert len({inode for inode, _ in found}) == 1
+    loads = sum(count for _, count in found)
+    if same:
+        assert loads <= (0 if fill == "ahead" else N + 8 * RANKS * (RANKS - 1) + 2 * RANKS)
+    else:
+        assert loads <= N * RANKS
+    assert any("is not the one that another rank has cached" in text for text in logged) != same
+
+
+def with_fingerprint(rank, meet):
+    cache = SharedCache("1MB", N, (2,), torch.int64, fingerprint="v1")
+    meet()
+    if rank == 0:
+        cache.set_slots(range(N), torch.arange(N)[:, None].expand(N, 2).contiguous())
+    meet()
+    result = [cache.get_slot(idx)[0].item() for idx in range(N)]
+    meet()
+    return result
+
+
+def test_a_fingerprint_says_that_samples_are_the_same():
+    found, _ = run(with_fingerprint)
+    assert found == [list(range(N))] * RANKS
+
+
+def changed_in_one(rank, meet):
+    dataset = CachedDataset(Photos(), "1MB", admission="cost")  # keeps no probed samples
+    meet()
+    if rank == 0:
+        dataset.offset = 500
+    meet()
+    wrong = read_all(dataset, 500 * (rank == 0), seed=rank) + read_all(dataset, 500 * (rank == 0))
+    meet()
+    return wrong
+
+
+def test_an_attribute_that_one_rank_sets_is_not_seen_by_others():
+    assert run(changed_in_one)[0] == [0] * RANKS
+
+
+# ---------------------------------------------------------------------------------------------------- limits
+
+
+def apart(rank, meet):
+    dataset = CachedDataset(Photos(), f"{RANKS * (N + 20 * 3 * 8 * 8 * 2)}B", share_ranks=False)
+    meet()
+    wrong = read_all(dataset)
+    meet()
+    return inode_of(dataset.cache), len(dataset.cache), wrong, dataset.stats().ranks
+
+
+def test_without_sharing_each_rank_has_its_part_of_the_limit():
+    found, _ = run(apart)
+    assert len({inode for inode, *_ in found}) == RANKS
+    assert [rest for _, *rest in found] == [[20, 0, 1]] * RANKS
+
+
+def test_auto_promises_no_more_than_the_machine_has(monkeypatch):
+    have = limits.Memory(1 << 34, 1 << 33)
+    monkeypatch.setattr(limits, "memory", lambda: have)
+    monkeypatch.setattr(limits, "shm_free", lambda: 1 << 34)
+    before = siblings.promised_bytes()
+    caches = [RaggedCache("auto", N) for _ in range(4)]
+    assert 0 < siblings.promised_bytes() - before <= have.available
+    promised = [cache.stats().capacity_bytes for cache in caches]
+    assert promised == sorted(promised, reverse=True)
+    for cache in caches:
+        cache.close()
+    assert siblings.promised_bytes() == before
+
+
+def test_auto_leaves_room_for_others_where_the_samples_are_small():
+    with CachedDataset(Photos(varying=True)) as training, CachedDataset(Photos(varying=True, offset=9)) as validation:
+        first, second = (dataset.stats().total.capacity_bytes for dataset in (training, validation))
+        assert first <= 0.55 * limits.recommended_limit()
+        assert second > first / 4
+
+
+def cleared(rank, meet):
+    cache = SharedCacheDDP("1MB", N, (2,), torch.int64)
+    meet()
+    if rank == 0:
+        with pytest.raises(BusyError, match="clear: other ranks of this job use the cache"):
+            cache.clear()
+    meet()
+
+
+def test_a_cache_that_other_ranks_use_is_not_cleared():
+    run(cleared)
+
+
+# ---------------------------------------------------------------------------------------------------- ends and restarts
+
+
+def holder(rank, queue, log):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", WORLD_SIZE="2")
+    dataset = CachedDataset(Photos(log), "1MB", audit=0)
+    queue.put((read_all(dataset), inode_of(dataset.cache), dataset.stats().total.filled))
+    signal.pause()
+
+
+def test_a_restart_finds_the_cache_if_one_rank_lived_else_it_begins_anew(tmp_path):
+    queue, log, ranks, found = CONTEXT.Queue(), str(tmp_path / "reads"), [], []
+
+    def start(rank):
+        ranks.append(CONTEXT.Process(target=holder, args=(rank, queue, log)))
+        ranks[-1].start()
+        found.append(queue.get(timeout=60))
+
+    def kill(number):
+        os.kill(ranks[number].pid, signal.SIGKILL)
+        ranks[number].join()
+
+    start(0)
+    start(1)
+    kill(0)
+    start(0)
+    reads = len((tmp_path / "reads").read_text().split())
+    assert found == [(0, found[0][1], N)] * 3
+    assert N <= reads <= N + 3 * 9
+    kill(1)
+    kill(2)
+    start(0)
+    assert found[3][::2] == (0, N)
+    assert len((tmp_path / "reads").read_text().split()) >= reads + N  # nothing was left
+    kill(3)
+    for process in ranks:
+        process.close()
+    queue.close()
+    queue.join_thread()
+
+
+def late(rank, meet, log):
+    if rank:
+        meet()
+    dataset = CachedDataset(Photos(log), "1MB", audit=0)
+    wrong = read_all(dataset)
+    if not rank:
+        meet()
+    meet()
+    return wrong, inode_of(dataset.cache)
+
+
+def test_a_rank_that_comes_late_finds_a_warm_cache(tmp_path):
+    found, _ = run(late, str(tmp_path / "reads"))
+    assert len(set(found)) == 1
+    assert len((tmp_path / "reads").read_text().split()) <= N + 9 * RANKS
+
+
+# ---------------------------------------------------------------------------------------------------- bad input
+
+
+def of_other_version(rank, meet):
+    if rank == 1:
+        layout._VERSION += 1
+    dataset = CachedDataset(Photos(), "1MB")
+    meet()
+    wrong = read_all(dataset)
+    meet()
+    return wrong, inode_of(dataset.cache)
+
+
+def test_a_rank_with_another_version_has_a_copy_of_its_own():
+    found, _ = run(of_other_version)
+    assert [wrong for wrong, _ in found] == [0] * RANKS
+    assert found[0][1] == found[2][1] != found[1][1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_a_rank_of_another_user_is_not_found(monkeypatch):
+    monkeypatch.setattr(allocate, "job_here", lambda: job.Job("the same", True, 2))
+
+    def find():
+        with siblings.siblings("the same") as found:
+            assert not found
+        assert inode_of(SharedCache("1MB", N, (2,), fingerprint="x")) != kept
+
+    with SharedCache("1MB", N, (2,), fingerprint="x") as cache:
+        kept = inode_of(cache)
+        assert in_child(find, uid=12345) == 0
+
+
+def in_containers(rank, meet):
+    allocate.job_here = lambda: job.Job(f"{rank}", False, RANKS, alone=True)
+    sets = [CachedDataset(Photos(offset=offset), f"{RANKS * (N + 20 * 384)}B") for offset in (0, 9)]
+    return [len(each.cache) for each in sets]
+
+
+def test_ranks_in_containers_of_their_own_say_so_once():
+    found, logged = run(in_containers)
+    assert found == [[20, 20]] * RANKS
+    assert [text.count("run in containers of their own") for text in logged] == [1] * RANKS
+
+
+def without_dev_shm(rank, meet):
+    registry.directories_of = lambda uid=None: iter(["/no/such/place/stocache-0"])
+    dataset = CachedDataset(Photos(), f"{RANKS * (N + 20 * 384)}B")
+    return len(dataset.cache), read_all(dataset)
+
+
+def test_without_a_directory_for_the_lock_each_rank_has_its_part():
+    found, logged = run(without_dev_shm)
+    assert found == [(20, 0)] * RANKS
+    assert all("The cache is not shared: this process has its own part of the limit" in text for text in logged)
+
+
+def test_options_are_checked():
+    with pytest.raises(stocache.errors.LimitError, match="cache holds 0 slots"):
+        SharedCache("60B", N, (2,), share_ranks=False)
