@@ -215,10 +215,22 @@ def _parse_percentages(text: str) -> list[float]:
 
 @_command()
 def info(as_json: _Json = False) -> None:
-    """Show how much memory this machine has for a cache. Includes the size that size_limit_gib="auto" would choose."""
+    """Show how much memory this machine has for a cache, what "auto" would take, and the caches without a name."""
+    from stocache.ranks import siblings
     from stocache.system import limits
 
     cgroup, memory = limits.cgroup_memory(), limits.memory()
+    with siblings.siblings() as found:
+        caches: list[dict[str, Any]] = [
+            {
+                "place": sibling.descriptor.identity["place"],
+                "ranks": siblings.count_ranks(sibling.key),
+                "reserved_bytes": sibling.layout.count_reserved(sibling.fd),
+                "max_bytes": sibling.layout.data_bytes,
+            }
+            for sibling in found
+            if "place" in sibling.descriptor.identity
+        ]
     amounts = {
         "shm_total": limits.shm_total(),
         "shm_free": limits.shm_free(),
@@ -228,7 +240,7 @@ def info(as_json: _Json = False) -> None:
         "cgroup_limit": cgroup.limit if cgroup else None,
         "cgroup_available": cgroup.available if cgroup else None,
         "shared_memory_room": limits.shared_memory_room(),
-        "recommended_limit": limits.recommended_limit(),
+        "recommended_limit": limits.recommended_limit(False, siblings.promised_bytes()),
     }
     facts = {
         "memfd": limits.has_memfd(),
@@ -236,7 +248,7 @@ def info(as_json: _Json = False) -> None:
         "cgroup_path": cgroup.path if cgroup else None,
     }
     if as_json:
-        typer.echo(json.dumps(amounts | facts, indent=2))
+        typer.echo(json.dumps(amounts | facts | {"caches_without_a_name": caches}, indent=2))
         return
     size = {name: "none" if amount is None else limits.format_size(amount) for name, amount in amounts.items()}
     rows = {
@@ -249,6 +261,10 @@ def info(as_json: _Json = False) -> None:
         "largest cache": size["shared_memory_room"],
         '"auto" takes': size["recommended_limit"],
     }
+    for cache in caches:
+        ranks = f"shared by {cache['ranks']} ranks of a job" if cache["ranks"] != 1 else "of one process"
+        used = f"{limits.format_size(cache['reserved_bytes'])} of {limits.format_size(cache['max_bytes'])}"
+        rows[f"cache at {cache['place']}"] = f"{used}, {ranks}"
     print_rows(rows.items())
 
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from torch.utils.data import get_worker_info
 
 from stocache.system.ranks import torch_ranks
+from stocache.system.waiting import parent_of, status_of
 
 _PROC = Path("/proc")
 _OF_TORCH = ("LOCAL_RANK", "RANK")
@@ -67,7 +68,9 @@ def job_here() -> Job:
 
 def _is_rank() -> bool:
     """Whether this process knows that it is a rank."""
-    return torch_ranks() is not None or any(name in os.environ for name in _OF_TORCH)
+    target = getattr(multiprocessing.current_process(), "_target", None)
+    spawned = getattr(target, "__module__", "") == "torch.multiprocessing.spawn"
+    return spawned or torch_ranks() is not None or any(name in os.environ for name in _OF_TORCH)
 
 
 def _ranks_here() -> int:
@@ -106,24 +109,10 @@ def _environment(pid: int) -> set[str]:
     return {text.partition(b"=")[0].decode(errors="replace") for text in texts}
 
 
-def parent_of(pid: int) -> int:
-    """Return the process that has started another one; 0 if that has ended, or is not visible from here."""
-    fields = _status(pid)
-    return int(fields[1]) if fields else 0
-
-
 def _started(pid: int) -> str:
     """Return when a process was started, in ticks since the machine was."""
-    fields = _status(pid)
+    fields = status_of(pid)
     return fields[19] if fields else ""
-
-
-def _status(pid: int) -> list[str]:
-    """Return the fields of a process's ``stat`` behind its name; none if it has ended."""
-    try:
-        return (_PROC / f"{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
 
 
 def _program(pid: int) -> str:

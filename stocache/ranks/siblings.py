@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from stocache.errors import SegmentError
-from stocache.ranks.job import parent_of
 from stocache.shm import registry
 from stocache.shm.layout import LIMIT_AT, RANKS_AT, Layout
 from stocache.shm.named import Descriptor, holders
 from stocache.shm.segment import Segment, abandon, attached
-from stocache.system.waiting import FileKey, identify
+from stocache.system.waiting import FileKey, identify, parent_of
 
 MOST_RANKS = 63
 """Ranks that share one segment."""

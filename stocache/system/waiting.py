@@ -28,6 +28,20 @@ def wait_until(ready: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
+def status_of(pid: int) -> list[str]:
+    """Return the fields of a process's ``stat`` in /proc behind its name; none if it has ended, or is not visible from here."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def parent_of(pid: int) -> int:
+    """Return the process that has started another one; 0 if that has ended, or is not visible from here."""
+    fields = status_of(pid)
+    return int(fields[1]) if fields else 0
+
+
 def is_at_work(pid: int) -> bool:
     """Whether a process is visible from here, and is not stopped."""
     try:

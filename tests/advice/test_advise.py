@@ -162,7 +162,6 @@ def messages(caplog):
     return lambda: [record.getMessage() for record in caplog.records if "num_workers='auto'" in record.getMessage()]
 
 
-@pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 @pytest.mark.parametrize(
     ("costs", "ranks", "workers"),
     [

@@ -15,7 +15,6 @@ from tests.support.processes import in_child
 from tests.support.records import Squares, forge, leave_loader_behind
 
 
-@pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 def test_a_loader_over_a_named_cache_is_found_with_its_counts():
     with CachedDataset(Squares(), 0.001, name="squares") as dataset:
         loader = DataLoader(dataset, batch_size=4, num_workers=2)

@@ -73,7 +73,6 @@ def buckets(samples, metric):
     return dict(sorted(found.items()))
 
 
-@pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 @pytest.mark.parametrize(
     ("workers", "least"), [({}, 0), ({"num_workers": 2}, 12), ({"num_workers": 2, "worker_method": "thread"}, 6)], ids=str
 )

@@ -19,7 +19,7 @@ from stocache.system.describe import describe, difference
 from tests.support.depending import KINDS, Images, N
 from tests.support.processes import in_child
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker", "ignore:.*no accelerator is found")
+pytestmark = pytest.mark.filterwarnings("ignore:.*no accelerator is found")
 
 EPOCHS = 3
 LOADERS = {

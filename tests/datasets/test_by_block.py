@@ -21,7 +21,7 @@ from tests.support.containers import Box, Point
 from tests.support.equality import identical
 from tests.support.processes import run_all, wait_until
 
-pytestmark = [pytest.mark.unaudited, pytest.mark.filterwarnings("ignore:.*suggested max number of worker")]
+pytestmark = pytest.mark.unaudited
 
 SIZE, N = 8, 29  # the last block has 5
 MANY = 160

@@ -14,7 +14,7 @@ from stocache.system.limits import SHM_DIR
 from tests.support.containers import Point
 from tests.support.equality import same
 
-pytestmark = [pytest.mark.unaudited, pytest.mark.filterwarnings("ignore:.*suggested max number of worker")]
+pytestmark = pytest.mark.unaudited
 
 N = 48
 ONCE = [2] + [1] * (N - 1)  # reads of a cached dataset: the probe looks at the first sample twice

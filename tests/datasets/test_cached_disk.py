@@ -13,7 +13,7 @@ from stocache import CachedDataset, LimitError, OnDiskBlockDataStorage, Placemen
 from tests.support.equality import same
 from tests.support.processes import run_all
 
-pytestmark = [pytest.mark.unaudited, pytest.mark.filterwarnings("ignore:.*suggested max number of worker")]
+pytestmark = pytest.mark.unaudited
 
 N = 96
 ONCE = N + 1  # the probe loads its first sample twice

@@ -31,7 +31,7 @@ from tests.support.loading import THREADS, agree, both, labels_of
 from tests.support.processes import in_child, run_python
 from tests.support.versions import needs_in_order
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker", "ignore:.*no accelerator is found")
+pytestmark = pytest.mark.filterwarnings("ignore:.*no accelerator is found")
 
 
 class Named(Images):

@@ -17,7 +17,7 @@ from tests.support.edits import changed, places, through_json
 from tests.support.equality import same
 from tests.support.versions import needs_in_order
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker", "ignore:.*set_vital")
+pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital")
 
 
 class State:

@@ -22,8 +22,6 @@ from stocache.timing.record import COLLATE_NS, MAKE_NS, SAMPLES
 from tests.support.images import Images, N
 from tests.support.processes import run_all
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
-
 WORKERS = {
     "alone": {}, "processes": {"num_workers": 2}, "threads": {"num_workers": 2, "worker_method": "thread"},
     "persistent": {"num_workers": 2, "persistent_workers": True},

@@ -15,8 +15,6 @@ from stocache import CachedDataset, StateError
 from tests.support.edits import through_json
 from tests.support.equality import same
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
-
 N = 30
 
 

@@ -12,9 +12,7 @@ from stocache import CachedDataset, DatasetError, LimitError, LocalityDistribute
 from stocache.system import generators
 from tests.support.equality import same
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*suggested max number of worker", "ignore:'pin_memory' argument is set as true"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
 
 N = 24
 

@@ -17,8 +17,6 @@ from tests.support.processes import wait_until
 
 N = 30
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
-
 
 class Draws(Dataset):
     """Draws as transforms that know worker threads do; samples take different times."""

@@ -26,7 +26,7 @@ from tests.support.loading import THREADS, agree, both, labels_of
 from tests.support.processes import in_child, wait_until
 from tests.support.versions import needs_in_order
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker", "ignore:.*no accelerator is found")
+pytestmark = pytest.mark.filterwarnings("ignore:.*no accelerator is found")
 
 
 def workers():

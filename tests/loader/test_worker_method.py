@@ -13,8 +13,6 @@ from stocache.loader import worker_method
 from stocache.loader.worker_method import Trial, choose_method
 from tests.support.images import Images, N
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
-
 
 class NeverTried(Trial):
     def speed_up(self, dataset):

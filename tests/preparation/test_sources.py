@@ -123,7 +123,6 @@ def test_a_source_gives_its_samples_and_its_info_and_is_prepared_as_it_is(make, 
         assert storage.load_dataset_info() == info
 
 
-@pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 def test_workers_read_sources_that_their_parent_reads(tmp_path):
     made = [make(tmp_path) for make in (classes, table, rows, parquet)]
     dataset = ConcatDataset([open_source(path) for path, _, _ in made])

@@ -1,5 +1,6 @@
 """Ranks of one job share a cache without a name, if they cache the same; else each is right, within the limit of all."""
 
+import json
 import logging
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ from stocache.errors import BusyError
 from stocache.ranks import job, siblings
 from stocache.shm import layout, registry
 from stocache.system import limits
-from tests.support.processes import in_child
+from tests.support.processes import in_child, run_python
 
 N = 64
 RANKS = 3
@@ -98,6 +99,9 @@ def cached(rank, meet, log, varying, options):
     wrong = sum(read_all(dataset, seed=rank + epoch) for epoch in range(2))
     meet()
     stats = dataset.stats()
+    if rank == 0 and options == {"probe": 0}:
+        rows = json.loads(run_python("-m", "stocache", "info", "--json").stdout)["caches_without_a_name"]
+        assert RANKS in [row["ranks"] for row in rows if "test_one_copy.py" in row["place"]]
     result = inode_of(dataset.cache), wrong, stats.ranks, stats.total.filled, repr(dataset)
     meet()
     return result

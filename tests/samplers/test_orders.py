@@ -16,8 +16,6 @@ from stocache import BlockSampler, LimitError, Permutation, StatefulDistributedS
 from stocache.errors import SampleIndexError, StateError
 from tests.support.edits import through_json
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
-
 
 @st.composite
 def orders(draw):

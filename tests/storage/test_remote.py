@@ -176,7 +176,6 @@ def there(url):
 @pytest.mark.parametrize(
     ("source", "options"), [(Images(seeded=True), {}), (Images(), {"shuffle_seed": 3}), (Preparer(), {"num_workers": 2})]
 )
-@pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 def test_what_is_prepared_at_a_url_is_the_same_as_in_a_folder(tmp_path, memory, source, options):
     options = QUIET | options
     with prepare(source, memory, **options) as storage:
@@ -192,7 +191,6 @@ def test_what_is_prepared_at_a_url_is_the_same_as_in_a_folder(tmp_path, memory, 
         prepare(source, memory, **options | {"block_size": 8})
 
 
-@pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 def test_worker_processes_prepare_at_a_url_that_all_of_them_see(tmp_path, memory):
     for folder in (f"file://{tmp_path}/deep/a", tmp_path / "b"):
         prepare(Images(), folder, num_workers=2, **QUIET).close()

@@ -20,8 +20,6 @@ from stocache.system import children
 from stocache.system.children import ChildError, in_children
 from tests.support.processes import wait_until
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
-
 N = 100
 
 

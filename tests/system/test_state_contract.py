@@ -17,8 +17,6 @@ from stocache.reading import DataLoader2
 from tests.support.edits import changed, places, through_json
 from tests.support.equality import same
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
-
 N = 23
 
 

@@ -13,8 +13,6 @@ from stocache import CsvFormat, CustomFormat, DamagedError, JsonLinesFormat, Rea
 from tests.support.processes import in_child
 from tests.support.texts import COMPRESSIONS, FORK, SKIP, N, epochs, numbers, parse, rows, zstd
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
-
 MIB = 1 << 20
 CSV, TOO_LONG = CsvFormat(","), r"line {}: the line is longer than 16 MiB\. Raise max_line_bytes"
 GOOD = b"1\t1\t1\n2\t2\t2\n3\t3\t3\n"

@@ -18,8 +18,6 @@ from tests.support.equality import same
 from tests.support.processes import run_all, wait_until
 from tests.support.texts import FORK, N, Watch, epochs, numbers, ours, parse, rows, run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
-
 CONTEXT = multiprocessing.get_context("fork")
 
 

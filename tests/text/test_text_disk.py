@@ -13,8 +13,6 @@ from stocache.text.buffers import Buffers
 from stocache.text.lines import Lines
 from tests.support.texts import FORK, SKIP, N, epochs, numbers, ours, rows, run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
-
 BUFFERS = 21  # full ones in the text; 17 rows are left
 
 

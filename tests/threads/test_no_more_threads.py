@@ -12,8 +12,6 @@ from tests.support.equality import same
 from tests.support.images import Images
 from tests.support.processes import wait_until
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
-
 
 def start_some(monkeypatch, count):
     """Let so few threads start; return the names of the others."""

@@ -29,7 +29,7 @@ except ImportError:
     lmdb = None
 
 pytestmark = pytest.mark.filterwarnings(  # what datasets open is closed when Python finds them
-    "ignore:.*suggested max number of worker", "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
 needs_lmdb = pytest.mark.skipif(lmdb is None, reason="lmdb is not installed")
 

@@ -27,7 +27,6 @@ Compose, Resize, CenterCrop, RandomCrop = vision.Compose, vision.Resize, vision.
 ImageFolder, PILToTensor, ToTensor, training = vision.ImageFolder, vision.PILToTensor, vision.ToTensor, vision.training
 Image = vision.Image
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*suggested max number of worker")
 
 N = 12
 
