@@ -30,9 +30,9 @@ from stocache.cache.stats import OOB
 from stocache.errors import BusyError, LimitError, SegmentError
 from stocache.ranks import agreement, siblings
 from stocache.ranks.job import Job, job_here
-from stocache.ranks.siblings import Sibling
+from stocache.ranks.siblings import MOST_RANKS, Sibling
 from stocache.samples.spec import Structure
-from stocache.shm import claims, named
+from stocache.shm import claims, named, registry
 from stocache.shm.layout import Layout
 from stocache.shm.named import Descriptor, Identity, NewSegment
 from stocache.shm.registry import ForeignError
@@ -278,9 +278,10 @@ class _Opener:
 
     def open(self) -> tuple[Segment, int]:
         if not self._job.launched:
-            return self._create(None)
+            return registry.run_attaching(lambda: self._create(None))
         try:
-            segment, descriptor = siblings.join(self._job.key, self._agrees, self._new)
+            most = MOST_RANKS if self._layout.agrees else None
+            segment, descriptor = siblings.join(self._job.key, self._agrees, self._new, most)
         except OSError as error:
             if isinstance(error, BusyError) and self._options.on_busy == "raise":
                 raise
@@ -294,9 +295,8 @@ class _Opener:
         if problem:
             name = "The cache" if self._options.name is None else f"Cache {self._options.name!r}"
             logger.warning("%s %s is not shared: this process has its own part of the limit.", problem, name)
-        total = recommended_limit(False, siblings.promised_bytes()) if self._size == "auto" else parse_size(self._size)
         self._identity["job"], self._layout = "", dataclasses.replace(self._layout, agrees=False)
-        return self._create(total // self._job.ranks)
+        return registry.run_attaching(lambda: self._create(self._total() // self._job.ranks))
 
     def _create(self, most: int | None) -> tuple[Segment, int]:
         capacity = self._layout.affordable(self._size, False, most)
@@ -310,8 +310,7 @@ class _Opener:
 
     def _divide(self, rivals: list[Sibling]) -> int:
         """Give each of the caches that were made at this place its part of the limit. Return that of a new one."""
-        promised = siblings.promised_bytes()
-        total = parse_size(self._size) if self._size != "auto" else recommended_limit(False, promised)
+        total = self._total()
         if self._size == "auto":
             total += sum(sibling.layout.data_bytes for sibling in rivals)
         part = total // max(self._job.ranks, len(rivals) + 1)
@@ -319,9 +318,13 @@ class _Opener:
         logger.warning(
             "the ranks of this job cache different samples in %s: %s. So this rank has a cache of its own, and each has its "
             "part of size_limit_gib. If that is meant, pass share_ranks=False.",
-            self._identity["place"], self._why(rivals[0].descriptor),
+            self._identity["place"], self._why(rivals[0].descriptor) or "too many ranks have used it",
         )  # fmt: skip
         return max(0, min(part, left))
+
+    def _total(self) -> int:
+        """Return what all ranks may have together."""
+        return recommended_limit(False, siblings.promised_bytes()) if self._size == "auto" else parse_size(self._size)
 
     def _agrees(self, sibling: Sibling) -> bool:
         layout, capacity = self._layout, int(sibling.descriptor.facts["capacity"])

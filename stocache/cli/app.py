@@ -217,10 +217,11 @@ def _parse_percentages(text: str) -> list[float]:
 def info(as_json: _Json = False) -> None:
     """Show how much memory this machine has for a cache, what "auto" would take, and the caches without a name."""
     from stocache.ranks import siblings
+    from stocache.shm import registry
     from stocache.system import limits
 
     cgroup, memory = limits.cgroup_memory(), limits.memory()
-    with siblings.siblings() as found:
+    with registry.attaching, siblings.siblings() as found:
         caches: list[dict[str, Any]] = [
             {
                 "place": sibling.descriptor.identity["place"],
@@ -240,7 +241,7 @@ def info(as_json: _Json = False) -> None:
         "cgroup_limit": cgroup.limit if cgroup else None,
         "cgroup_available": cgroup.available if cgroup else None,
         "shared_memory_room": limits.shared_memory_room(),
-        "recommended_limit": limits.recommended_limit(False, siblings.promised_bytes()),
+        "recommended_limit": limits.recommended_limit(False, registry.run_attaching(siblings.promised_bytes)),
     }
     facts = {
         "memfd": limits.has_memfd(),

@@ -22,10 +22,12 @@ from stocache.datasets.proof import proof_of
 from stocache.disk.cache import DiskCache, known_example
 from stocache.disk.folder import manifest_of
 from stocache.errors import DatasetError, LimitError, MismatchError, SampleError
+from stocache.ranks import siblings
 from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_len
 from stocache.samples.record_encoder import Record, RecordPacker
 from stocache.samples.spec import Structure
+from stocache.shm import registry
 from stocache.shm.named import DETAIL, identity_of
 from stocache.system.limits import parse_size, recommended_limit
 from stocache.transforms import huggingface
@@ -107,7 +109,8 @@ class _Wrapper:
             raise LimitError("store='encoded' is for samples that are probed and split. Leave probe=, example= and split= out.")
         limit = 0
         if self._splits:
-            limit = recommended_limit(options.name is not None) if size == "auto" else parse_size(size)
+            promised = registry.run_attaching(siblings.promised_bytes) if size == "auto" else 0
+            limit = recommended_limit(options.name is not None, promised) if size == "auto" else parse_size(size)
         self._plan = partial(
             plan_split, length=length, limit=limit, cut=samples.cut, encoded=encoded, allow_pickle=options.allow_pickle
         )

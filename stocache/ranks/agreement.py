@@ -24,7 +24,6 @@ logger = logging.getLogger("stocache")
 
 _ENOUGH = 8  # samples that were equal
 _DIFFERS = 255
-_ROWS = MOST_RANKS + 1
 
 _Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -47,7 +46,7 @@ class OwnCache(Protocol):
 
 def control_bytes(before: int, dataset_len: int) -> int:
     """Return the control bytes with those of an agreement, which come after the ``before`` others."""
-    return -(-before // 8) * 8 + 8 * dataset_len + _ROWS * _ROWS
+    return -(-before // 8) * 8 + 8 * dataset_len + MOST_RANKS * MOST_RANKS
 
 
 def has_agreement(segment: Segment, before: int, dataset_len: int) -> bool:
@@ -65,8 +64,10 @@ class Agreement:
     def __init__(self, segment: Segment, before: int, dataset_len: int, own: OwnCache) -> None:
         begin, end = -(-before // 8) * 8, control_bytes(before, dataset_len)
         self._words = np.frombuffer(segment.control[begin : begin + 8 * dataset_len], np.uint64)
-        self._table = np.frombuffer(segment.control[end - _ROWS * _ROWS : end], np.uint8).reshape(_ROWS, _ROWS)
-        self._rank, self._own_bit = segment.rank, np.uint64(1 << segment.rank)
+        self._table = np.frombuffer(segment.control[end - MOST_RANKS * MOST_RANKS : end], np.uint8).reshape(
+            MOST_RANKS, MOST_RANKS
+        )
+        self._rank, self._own_bit = segment.rank - 1, np.uint64(1 << (segment.rank - 1))
         self._segment, self.own = segment, own
         self._trusted = self._own_bit
 
@@ -90,7 +91,7 @@ class Agreement:
 
     def judge(self, idx: int, held: Any, value: Any) -> None:
         """Compare a sample that another rank has stored with the one that this rank has made."""
-        ranks = [rank for rank in range(1, _ROWS) if int(self._words[idx]) >> rank & 1]
+        ranks = [rank for rank in range(MOST_RANKS) if int(self._words[idx]) >> rank & 1]
         row = self.row
         if not (row[ranks] == _DIFFERS).any() and describe(held, strides=False) == describe(value, strides=False):
             self._words[idx] |= self._own_bit

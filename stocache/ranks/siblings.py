@@ -19,8 +19,8 @@ from stocache.shm.named import Descriptor, holders
 from stocache.shm.segment import Segment, abandon, attached
 from stocache.system.waiting import FileKey, identify, parent_of
 
-MOST_RANKS = 63
-"""Ranks that share one segment."""
+MOST_RANKS = 64
+"""Ranks that share a segment in which each has a bit for each sample."""
 
 _LIMIT = struct.Struct("Q")
 
@@ -39,6 +39,7 @@ def join(
     job: str,
     agrees: Callable[[Sibling], bool],
     new: Callable[[list[Sibling]], Segment],
+    most: int | None,
 ) -> tuple[Segment, Descriptor | None]:
     """Return a segment that a rank of this job has made and that agrees; else a new one.
 
@@ -46,6 +47,7 @@ def join(
         job: the key of the job.
         agrees: whether this process may attach to a segment of the job.
         new: called with the segments of the job that this process is not attached to; returns the segment to use instead.
+        most: ranks that may attach to one segment; None for any number, and then numbers may repeat.
 
     Returns:
         The segment, whose ``rank`` is a number of this rank's own; and its descriptor, None for a new one.
@@ -59,12 +61,12 @@ def join(
     def find_or_make(_: int | None) -> tuple[Segment, Descriptor | None]:
         with siblings(job) as found:
             for sibling in found:
-                if agrees(sibling) and (rank := _number(sibling.fd)):
+                if agrees(sibling) and (rank := _number(sibling.fd, most)):
                     found.remove(sibling)
                     return _attach(sibling, rank), sibling.descriptor
             segment = new(found)
             if segment.backing != "none":
-                segment.rank = _number(segment.fd)
+                segment.rank = _number(segment.fd, most)
             return segment, None
 
     problem: SegmentError | None = None
@@ -80,7 +82,8 @@ def join(
 def siblings(job: str | None = None) -> Iterator[list[Sibling]]:
     """Give the segments of other processes of this user, of one job or of all, the oldest first.
 
-    They are closed at the end, except those that were removed from the list.
+    They are closed at the end, except those that were removed from the list. Call it with `registry.attaching` held: to close
+    a file to which another thread attaches would drop the locks of this process.
     """
     found: list[Sibling] = []
     try:
@@ -103,7 +106,7 @@ def count_ranks(key: FileKey) -> int:
 
 
 def promised_bytes() -> int:
-    """Return the memory that the caches of this user on this machine may still take."""
+    """Return the memory that the caches of this user on this machine may still take. With `registry.attaching` held."""
     promised = sum(segment.promised_bytes for segment in Segment.all_attached())
     with siblings() as found:
         for sibling in found:
@@ -151,10 +154,10 @@ def _attach(sibling: Sibling, rank: int) -> Segment:
     return segment
 
 
-def _number(fd: int) -> int:
+def _number(fd: int, most: int | None) -> int:
     """Return the next number for a rank in a segment; 0 if there is none left. Call it with the lock of the directory held."""
-    number = os.pread(fd, 1, RANKS_AT)[0] + 1
-    if number > MOST_RANKS:
+    number = min(os.pread(fd, 1, RANKS_AT)[0] + 1, 255)
+    if most is not None and number > most:
         return 0
     os.pwrite(fd, bytes([number]), RANKS_AT)
     return number

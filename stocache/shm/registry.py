@@ -157,9 +157,14 @@ def run_locked(path: str, work: Callable[[int | None], _Result], create: bool = 
         BusyError: another process holds the lock.
         OSError: it cannot be made.
     """
+    return run_attaching(lambda: _run_locked(path, work, create, PATIENCE_S))
+
+
+def run_attaching(work: Callable[[], _Result]) -> _Result:
+    """Return ``work()``, run while no other thread of this process makes, attaches or leaves a segment."""
     try:
         with attaching:
-            return _run_locked(path, work, create, PATIENCE_S)
+            return work()
     finally:
         run_due_tasks()
 

@@ -294,14 +294,14 @@ def test_auto_promises_no_more_than_the_machine_has(monkeypatch):
     have = limits.Memory(1 << 34, 1 << 33)
     monkeypatch.setattr(limits, "memory", lambda: have)
     monkeypatch.setattr(limits, "shm_free", lambda: 1 << 34)
-    before = siblings.promised_bytes()
+    before = registry.run_attaching(siblings.promised_bytes)
     caches = [RaggedCache("auto", N) for _ in range(4)]
-    assert 0 < siblings.promised_bytes() - before <= have.available
+    assert 0 < registry.run_attaching(siblings.promised_bytes) - before <= have.available
     promised = [cache.stats().capacity_bytes for cache in caches]
     assert promised == sorted(promised, reverse=True)
     for cache in caches:
         cache.close()
-    assert siblings.promised_bytes() == before
+    assert registry.run_attaching(siblings.promised_bytes) == before
 
 
 def test_auto_leaves_room_for_others_where_the_samples_are_small():
@@ -406,7 +406,7 @@ def test_a_rank_of_another_user_is_not_found(monkeypatch):
     monkeypatch.setattr(allocate, "job_here", lambda: job.Job("the same", True, 2))
 
     def find():
-        with siblings.siblings("the same") as found:
+        with registry.attaching, siblings.siblings("the same") as found:
             assert not found
         assert inode_of(SharedCache("1MB", N, (2,), fingerprint="x")) != kept
 
