@@ -2,6 +2,7 @@
 
 python -m benchmark ranks launchers            # 2, 4 and 8 ranks by each launcher: reads, memory, weights, time to start
 python -m benchmark ranks launchers --only torchrun,lightning --ranks 2
+python -m benchmark ranks start                # what finding each other adds to the time of making a cache
 python -m benchmark ranks kills --trials 200   # ranks killed at random moments: values, and what is left
 """
 
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler
 
-from stocache import CachedDataset, DataLoader
+from stocache import CachedDataset, DataLoader, SharedCache
 
 CLAIM = "Ranks of a job share one copy without a name, by each launcher, whatever is killed."
 
@@ -209,6 +210,35 @@ def launchers(only: list[str], counts: list[int]) -> None:
             print(f"| {launcher} | {ranks} | {row} |", flush=True)
 
 
+def start(counts: list[int], rounds: int) -> None:
+    """Print how long a rank takes to wrap a dataset, all ranks at once, sharing and not."""
+    print("| ranks | alone, ms | sharing, ms | added, ms |\n| ---: | ---: | ---: | ---: |")
+    context = torch.multiprocessing.get_context("fork")
+    for ranks in counts:
+        took: dict[bool, list[float]] = {False: [], True: []}
+        for shared in [False, True] * rounds:
+            queue, barrier = context.Queue(), context.Barrier(ranks)
+            arguments = [(rank, ranks, shared, barrier, queue) for rank in range(ranks)]
+            processes = [context.Process(target=_wrap, args=each) for each in arguments]
+            for process in processes:
+                process.start()
+            took[shared] += [1e3 * queue.get() for _ in processes]
+            for process in processes:
+                process.join()
+        alone, sharing = (sorted(took[shared])[len(took[shared]) // 2] for shared in (False, True))
+        print(f"| {ranks} | {alone:.1f} | {sharing:.1f} | {sharing - alone:.1f} |", flush=True)
+
+
+def _wrap(rank: int, ranks: int, shared: bool, barrier: Any, queue: Any) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks), "WORLD_SIZE": str(ranks)}
+    barrier.wait()
+    began = time.perf_counter()
+    data = SharedCache("100MB", SAMPLES, DIMS, share_ranks=shared, fingerprint="v1")
+    queue.put(time.perf_counter() - began)
+    barrier.wait()
+    data.close()
+
+
 def kills(trials: int, seed: int) -> None:
     """Kill ranks of jobs at random moments; print what went wrong."""
     generator, before = random.Random(seed), set(os.listdir("/dev/shm"))
@@ -251,7 +281,7 @@ def _check(rank: int, ranks: int, folder: str) -> None:
 def main() -> None:
     """Run a part of the benchmark; or one rank of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=("launchers", "kills"))
+    parser.add_argument("part", nargs="?", choices=("launchers", "start", "kills"))
     parser.add_argument("--only", default=",".join(LAUNCHERS))
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--trials", type=int, default=200)
@@ -261,6 +291,8 @@ def main() -> None:
     given, _ = parser.parse_known_args()
     if given.rank:
         _as_rank(Path(given.rank[0]), given.rank[1], given.rank[2] == "1", int(given.rank[3]))
+    elif given.part == "start":
+        start([int(text) for text in given.ranks.split(",")], 10)
     elif given.part == "kills":
         print("| trials | killed | wrong | hangs | left in /dev/shm |\n| ---: | ---: | ---: | ---: | ---: |")
         kills(given.trials, given.seed)

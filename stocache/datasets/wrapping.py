@@ -161,6 +161,8 @@ class _Wrapper:
     def _make_cache(self, split: Split | None) -> tuple[Probe, SharedCache | RaggedCache]:
         probe = self._look(split) if self._caches else Probe()
         options = self._options_for(split)
+        if probe.finding is not None:  # samples are random, and so others in each rank
+            options = dataclasses.replace(options, share_ranks=False)
         structure = _common_structure(probe, self._variable, options.allow_pickle)
         proof = proof_of(self._dataset, probe, split)
         if structure is not None:
