@@ -1,5 +1,6 @@
 """Ranks of one job share a cache without a name, if they cache the same; else each is right, within the limit of all."""
 
+import contextlib
 import json
 import logging
 import multiprocessing
@@ -8,18 +9,24 @@ import random
 import signal
 import time
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, DistributedSampler, Subset
 
 import stocache
-from stocache import CachedDataset, RaggedCache, SharedCache, SharedCacheDDP
+from stocache import CachedDataset, LocalityDistributedSampler, Placement, RaggedCache, SharedCache, SharedCacheDDP
 from stocache.cache import allocate
 from stocache.errors import BusyError
 from stocache.ranks import job, siblings
 from stocache.shm import layout, registry
 from stocache.system import limits
+from tests.support import lookalikes as vision
+from tests.support.equality import same
 from tests.support.processes import in_child, run_python
+
+with contextlib.suppress(ImportError):
+    from PIL import Image
 
 N = 64
 RANKS = 3
@@ -162,6 +169,64 @@ def worker_makes_it(rank, meet):
 def test_workers_make_caches_themselves():
     found, _ = run(worker_makes_it)
     assert found == [[list(range(at, at + 8)) for at in range(0, N, 8)] * 2] * RANKS
+
+
+class Flipped(Photos):
+    """Images, with a random transform behind a deterministic one."""
+
+    def __init__(self):
+        super().__init__()
+        steps = [vision.CenterCrop(6), vision.RandomHorizontalFlip(), vision.PILToTensor()]
+        self.transform = vision.Compose(steps)
+
+    def __getitem__(self, idx):
+        pixels = np.random.default_rng(idx).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        return self.transform(Image.fromarray(pixels))
+
+
+def in_epochs(rank, meet, options, samples):
+    make = Flipped if samples == "split" else Photos
+    dataset = CachedDataset(make(), "10MB", **options)
+    kind = LocalityDistributedSampler if samples == "by place" else DistributedSampler
+    batch_size = {"batch_size": 8} if samples == "by place" else {}
+    batches = []
+    for data in (dataset, make()):
+        sampler = kind(data, num_replicas=RANKS, rank=rank, **batch_size)
+        meet()
+        for epoch in range(3):
+            if samples != "without set_epoch":
+                sampler.set_epoch(epoch)
+            torch.manual_seed(epoch)
+            batches.append(list(torch.utils.data.DataLoader(data, 8, sampler=sampler)))
+            meet()
+    stats = dataset.stats()
+    requests = [epoch.hits + epoch.misses for epoch in stats.epochs]
+    result = same(batches[:3], batches[3:]), inode_of(dataset.cache), requests[:3], stats.total.filled
+    meet()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("options", "samples"),
+    [
+        ({"admission": "cost"}, "of one size"),
+        ({"codec": "zstd"}, "without set_epoch"),
+        ({}, "split"),
+        ({"placement": Placement("scattered")}, "by place"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_admission_codecs_splits_and_samplers_work_on_the_shared_copy(options, samples):
+    if samples == "split":
+        pytest.importorskip("PIL")
+    if "codec" in options:
+        pytest.importorskip("zstandard")
+    found, _ = run(in_epochs, options, samples)
+    assert [equal for equal, *_ in found] == [True] * RANKS
+    assert len({inode for _, inode, *_ in found}) == 1
+    assert all(filled == N for *_, filled in found)
+    in_an_epoch = RANKS * -(-N // RANKS)
+    assert all(sum(requests) >= 2 * in_an_epoch for _, _, requests, _ in found)
 
 
 # ---------------------------------------------------------------------------------------------------- other samples
