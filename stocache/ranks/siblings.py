@@ -66,6 +66,8 @@ def join(
                     return _attach(sibling, rank), sibling.descriptor
             segment = new(found)
             if segment.backing != "none":
+                if segment.key not in holders():
+                    raise SegmentError("/proc/locks does not list the locks of processes.")
                 segment.rank = _number(segment.fd, most)
             return segment, None
 

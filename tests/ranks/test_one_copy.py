@@ -492,14 +492,18 @@ def test_ranks_in_containers_of_their_own_say_so_once():
     assert [text.count("run in containers of their own") for text in logged] == [1] * RANKS
 
 
-def without_dev_shm(rank, meet):
-    registry.directories_of = lambda uid=None: iter(["/no/such/place/stocache-0"])
+def without(rank, meet, what):
+    if what == "a directory":
+        registry.directories_of = lambda uid=None: iter(["/no/such/place/stocache-0"])
+    else:
+        registry.listed_locks = lambda: iter(())
     dataset = CachedDataset(Photos(), f"{RANKS * (N + 20 * 384)}B")
     return len(dataset.cache), read_all(dataset)
 
 
-def test_without_a_directory_for_the_lock_each_rank_has_its_part():
-    found, logged = run(without_dev_shm)
+@pytest.mark.parametrize("what", ["a directory", "a list of locks"])
+def test_without_a_directory_for_the_lock_or_a_list_of_locks_each_rank_has_its_part(what):
+    found, logged = run(without, what)
     assert found == [(20, 0)] * RANKS
     assert all("The cache is not shared: this process has its own part of the limit" in text for text in logged)
 
