@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 import stocache
 from stocache import errors
@@ -58,6 +59,20 @@ def test_a_folder_has_few_files_which_do_not_import_in_a_circle(folder):
         within = (name.removeprefix(prefix).split(".")[0] for name in imported(path) if name.startswith(prefix))
         graph[stem] = {name for name in within if name in files}
     graphlib.TopologicalSorter(graph).prepare()  # raises for a circle
+
+
+FACTORIES = {constructor.__name__ for constructor in _device_constructors()} - {"nested_tensor"}
+AS_TORCH = {("loader/order.py", "empty"), ("reading/graph/seeds.py", "empty")}  # draw a seed where torch draws it
+
+
+def test_every_tensor_says_on_which_device_and_of_which_dtype_it_is():
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            library, _, name = ast.unparse(node.func).partition(".") if isinstance(node, ast.Call) else ("", "", "")
+            if library == "torch" and name in FACTORIES and (str(path.relative_to(PACKAGE)), name) not in AS_TORCH:
+                given = {keyword.arg for keyword in node.keywords}
+                assert "device" in given, f"{path}:{node.lineno}"
+                assert given & {"dtype", "generator"} or name in ("rand", "tensor"), f"{path}:{node.lineno}"
 
 
 def test_graphs_of_datapipes_are_the_business_of_the_reading_services():

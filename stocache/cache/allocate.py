@@ -161,7 +161,7 @@ class CacheLayout:
         if capacity < self.dataset_len:
             states = torch.frombuffer(control, dtype=torch.uint8, count=self.dataset_len)
             for start in range(0, self.dataset_len, _CHUNK):
-                indices = torch.arange(start, min(start + _CHUNK, self.dataset_len))
+                indices = torch.arange(start, min(start + _CHUNK, self.dataset_len), dtype=torch.int64, device="cpu")
                 states[start : start + _CHUNK].masked_fill_(~chosen.resident(indices), OOB)
 
 

@@ -179,7 +179,8 @@ class SampleCache:
         self._store, self._slot, self._load = store, store.slot, store.load  # a look-up less for each hit
         self._claims = claims
         self._states = segment.control[:dataset_len]
-        self._aux = torch.frombuffer(self._states, dtype=torch.uint8) if dataset_len else torch.empty(0, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")  # which torch.frombuffer refuses
+        self._aux = torch.frombuffer(self._states, dtype=torch.uint8) if dataset_len else nothing
         if segment.backing == "none":  # then nothing is shared, and nothing can be cached
             self._aux.numpy().fill(OOB)
         self._agreement = agreement

@@ -69,7 +69,7 @@ class BatchSpec:
         leaves = cache.structure.leaves
         if any(getattr(leaf, "order", None) is not None for leaf in leaves):  # default_collate stacks in C order
             return None
-        rows = [torch.full((2, leaf.nbytes), _PATTERN, dtype=torch.uint8) for leaf in leaves]
+        rows = [torch.full((2, leaf.nbytes), _PATTERN, dtype=torch.uint8, device="cpu") for leaf in leaves]
         try:
             batch = default_collate(cache.samples_of(rows, 2))
             structure = Structure.of(batch, exact=True)

@@ -74,7 +74,7 @@ class Column(ABC):
 
     def batch(self, count: int) -> Any:
         """Return uninitialised memory for `gather`: ``count`` values along a first dimension."""
-        return torch.empty((count, *self._like.shape), dtype=self._like.dtype)
+        return torch.empty((count, *self._like.shape), dtype=self._like.dtype, device="cpu")
 
     @abstractmethod
     def leased(self, memory: Any, offsets: list[int]) -> list[Any]:
@@ -181,7 +181,7 @@ class _TensorColumn(Column):
     def __init__(self, leaf: TensorLeaf, memory: Tensor, slots: int, pool: Pool) -> None:
         super().__init__(leaf, memory, slots, pool)
         self.array = self._ordered(memory.view(leaf.dtype).view(slots, *self._stored))
-        self._like = self._ordered(torch.empty((1, *self._stored), dtype=leaf.dtype))[0]
+        self._like = self._ordered(torch.empty((1, *self._stored), dtype=leaf.dtype, device="cpu"))[0]
 
     def load(self, slot: int, copy: bool) -> Tensor:
         if not copy:
@@ -267,7 +267,7 @@ class _NumberColumn(Column):
     def __init__(self, leaf: NumberLeaf, memory: Tensor, slots: int, pool: Pool) -> None:
         super().__init__(leaf, memory, slots, pool)
         self.array = memory.view(leaf.dtype)
-        self._like = torch.empty((), dtype=leaf.dtype)
+        self._like = torch.empty((), dtype=leaf.dtype, device="cpu")
         self._memory = memory.numpy().data
         self._type = leaf.type
         self._codec = leaf.codec
@@ -284,7 +284,7 @@ class _NumberColumn(Column):
 
     def stack(self, values: Sequence[Any], out: Any) -> bool:
         try:
-            out.view(self._like.dtype)[...] = torch.tensor(values, dtype=self._like.dtype)
+            out.view(self._like.dtype)[...] = torch.tensor(values, dtype=self._like.dtype, device="cpu")
         except (OverflowError, RuntimeError):  # an int beyond 64 bits
             return False
         return True

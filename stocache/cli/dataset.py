@@ -129,4 +129,4 @@ def collate_or_list(samples: list[tuple[Any, int]]) -> tuple[Any, Tensor]:
         batch = default_collate(list(values))
     except (TypeError, RuntimeError, ValueError, KeyError):
         batch = list(values)
-    return batch, torch.tensor(read)
+    return batch, torch.tensor(read, device="cpu")

@@ -403,7 +403,7 @@ def _initialise(options: DiskOptions, row_bytes: int | None, folder: Folder, cap
 def _resident(options: DiskOptions, memory_slots: int, slots: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":
     """Return which samples have room on the disk: first those behind the ones in memory, then these, in the same order."""
     count = options.dataset_len
-    indices = torch.arange(count)
+    indices = torch.arange(count, dtype=torch.int64, device="cpu")
 
     def first(number: int) -> Tensor:
         return residency(options.placement, count, min(count, number)).resident(indices)

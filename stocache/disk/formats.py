@@ -65,7 +65,8 @@ class Rows:
 
     def __init__(self, structure: Structure) -> None:
         self._encode, self._join, pool = structure.encode, structure.joiner(), Pool()
-        self._columns = [make_column(leaf, torch.empty(leaf.nbytes, dtype=torch.uint8), 1, pool) for leaf in structure.leaves]
+        memory = [torch.empty(leaf.nbytes, dtype=torch.uint8, device="cpu") for leaf in structure.leaves]
+        self._columns = [make_column(leaf, each, 1, pool) for leaf, each in zip(structure.leaves, memory, strict=True)]
         self._places, self._gaps, end = list[int](), list[int](), 0
         for column in self._columns:
             gap = -end & 7

@@ -307,7 +307,7 @@ def _shuffled(sampler: BatchSampler, inner: RandomSampler) -> Iterator[list[int]
     size, rest = sampler.batch_size, np.empty(0, np.int64)
     count = len(inner.data_source)
     for first in range(0, inner.num_samples, count):
-        order = torch.randperm(count, generator=generator).numpy()[: inner.num_samples - first]
+        order = torch.randperm(count, generator=generator, device="cpu").numpy()[: inner.num_samples - first]
         order = np.concatenate((rest, order)) if len(rest) else order
         ends = range(size, len(order) + 1, size)
         for end in ends:

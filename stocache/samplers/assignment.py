@@ -84,7 +84,7 @@ class ShuffledEpoch:
             self._at = Permutation(shape.samples, shape.seed, shape.epoch).at
         elif shuffle:
             generator = torch.Generator().manual_seed(shape.seed + shape.epoch)
-            self._at = torch.randperm(shape.samples, generator=generator).numpy().__getitem__
+            self._at = torch.randperm(shape.samples, generator=generator, device="cpu").numpy().__getitem__
 
     def batches(self, begin: int, end: int) -> Indices:
         """Return the global batches of steps ``begin`` to ``end - 1``, one after the other."""

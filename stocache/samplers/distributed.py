@@ -54,11 +54,11 @@ class StatefulDistributedSampler(ResumableSampler):
 
     def _order(self, epoch: int, done: int) -> Iterator[list[int]]:
         samples = len(self.dataset)  # type: ignore[arg-type]
-        order = torch.arange(samples)
+        order = torch.arange(samples, dtype=torch.int64, device="cpu")
         if self.shuffle:
-            order = torch.randperm(samples, generator=torch.Generator().manual_seed(self.seed + epoch))
+            order = torch.randperm(samples, generator=torch.Generator().manual_seed(self.seed + epoch), device="cpu")
         for begin in range(done, self.num_samples, _AT_ONCE):
-            turns = torch.arange(begin, min(begin + _AT_ONCE, self.num_samples))
+            turns = torch.arange(begin, min(begin + _AT_ONCE, self.num_samples), dtype=torch.int64, device="cpu")
             yield order[(turns * self.num_replicas + self.rank) % samples].tolist()
 
     def __iter__(self) -> Iterator[int]:

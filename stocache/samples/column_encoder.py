@@ -88,7 +88,7 @@ class Columns:
             raise sample_error(error, f"sample {first + error.row}", pickles=not allow_pickle) from error.__cause__
         room = self._nodes(self.tree) - BARE_NODES
         if room > 0 and (room := room - sum(tensor.nbytes for tensor in self.tensors.values())) > 0:
-            self.tensors[ROOM] = torch.zeros(room, dtype=torch.uint8)
+            self.tensors[ROOM] = torch.zeros(room, dtype=torch.uint8, device="cpu")
 
     def _nodes(self, tree: Any) -> int:
         """Return how many nodes all lists of a tree make, as the reader counts them."""
@@ -221,7 +221,7 @@ class Columns:
     def _take_leaves(self, parts: list[Any], leaf: Kind, path: str) -> dict[str, Any]:
         dtype, tail = leaf.stored_as
         data = bytearray().join(buffer for buffer, _ in parts)
-        values = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        values = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
         shapes = [shape for _, shape in parts]
         if len(set(shapes)) == 1:
             return {"shape": shapes[0], "column": self._add(path, values.view(len(parts), *shapes[0], *tail))}

@@ -341,7 +341,7 @@ class _TensorKind(Kind):
     def writer(self, description: Description) -> Write:
         rest, stream, dims = super().writer(description), self.stream, self.dims
         try:
-            dtype = torch.empty(0, dtype=self._dtype).numpy().dtype
+            dtype = torch.empty(0, dtype=self._dtype, device="cpu").numpy().dtype
         except TypeError:  # numpy does not know it
             return rest
 
@@ -361,7 +361,7 @@ class _TensorKind(Kind):
 
     def _new(self) -> Callable[..., Tensor]:
         """Return the function that makes an uninitialised tensor, given its sizes as they lie in memory."""
-        new: Callable[..., Tensor] = torch.empty(0, dtype=self._dtype).new_empty
+        new: Callable[..., Tensor] = torch.empty(0, dtype=self._dtype, device="cpu").new_empty
         back = self._back
         return new if back is None else lambda *stored: new(*stored).permute(back)
 
@@ -395,7 +395,7 @@ class _TensorKind(Kind):
             if count:
                 value = torch.frombuffer(buffer, dtype=dtype, count=count, offset=at).view(shape)
             else:
-                value = torch.empty(shape, dtype=dtype)
+                value = torch.empty(shape, dtype=dtype, device="cpu")
             return value if back is None else value.permute(back)
 
         return make

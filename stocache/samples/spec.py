@@ -104,7 +104,7 @@ class TensorLeaf(_Dense):
                 # copied: torch warns of read-only arrays and takes native byte order only
                 return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("="), order="C"))
             if isinstance(value, bool | int | float | complex):
-                tensor = torch.tensor(value, dtype=self.dtype)
+                tensor = torch.tensor(value, dtype=self.dtype, device="cpu")
                 if tensor.item() == value or value != value:  # NaN differs from itself
                     return tensor
                 problem = f"it would become {tensor.item()!r} in the cache's {self.dtype}"

@@ -48,7 +48,7 @@ class Pool:
         nbytes = math.prod(shape) * dtype.itemsize
         kind = NUMPY_DTYPES.get(dtype)
         if nbytes < _SMALL:
-            return torch.empty(shape, dtype=dtype) if kind is None else torch.from_numpy(np.empty(shape, kind))
+            return torch.empty(shape, dtype=dtype, device="cpu") if kind is None else torch.from_numpy(np.empty(shape, kind))
         size = 1 << (nbytes - 1).bit_length()  # few sizes, whatever the batches; pages that are not touched take no memory
         for memory in self._leases.released():
             self._spare.setdefault(len(memory), deque(maxlen=_SPARE)).append(memory)

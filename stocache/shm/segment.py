@@ -204,7 +204,7 @@ class Segment:
         import torch  # here: commands that list and remove caches start much faster without it
 
         if nbytes == 0:  # which torch.frombuffer refuses
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(self._mmap, dtype=torch.uint8, offset=self._data_at + offset, count=nbytes)
 
     def view(self, offset: int, nbytes: int) -> memoryview:

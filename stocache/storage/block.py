@@ -73,7 +73,7 @@ def encode(
         SampleError: a sample cannot be stored, or would not come back the same.
     """
     columns = Columns(samples, first, allow_pickle)
-    columns.tensors[CHECKS] = torch.zeros(len(samples), dtype=torch.int64)
+    columns.tensors[CHECKS] = torch.zeros(len(samples), dtype=torch.int64, device="cpu")
     if info:
         columns.tensors[INFO] = torch.frombuffer(bytearray(info), dtype=torch.uint8)
     facts = {"checksum": ZEROS, "version": VERSION, "samples": len(samples), "structure": columns.tree}

@@ -88,7 +88,8 @@ def _tensor(value: Tensor, strides: bool) -> tuple[Any, ...]:
     plain = value.detach().as_subclass(Tensor)
     if plain.layout != torch.strided:
         return str(plain.layout), str(plain.dtype), tuple(plain.shape), describe(plain.to_dense(), strides)
-    flat = torch.empty(plain.numel(), dtype=plain.dtype).copy_(plain.reshape(-1))  # a single element may have any stride
+    flat = torch.empty(plain.numel(), dtype=plain.dtype, device="cpu")
+    flat.copy_(plain.reshape(-1))  # a single element may have any stride
     data = flat.view(torch.uint8).numpy().tobytes()
     steps = plain.stride() if strides else None
     return str(plain.dtype), tuple(plain.shape), steps, str(plain.device), value.requires_grad, _digest(data)

@@ -181,7 +181,7 @@ def disturb() -> None:
     """Draw from each of the global generators."""
     random.random()
     np.random.random_sample()
-    torch.rand(1)
+    torch.rand(1, device="cpu")
 
 
 def fingerprint() -> tuple[Any, ...]:

@@ -122,7 +122,7 @@ class Buffers:
 
     def _write(self, number: int, position: LinePosition) -> None:
         if number < self._len:
-            self._table.set_if_empty([self._base + number], [torch.tensor(position)])
+            self._table.set_if_empty([self._base + number], [torch.tensor(position, device="cpu")])
 
     def _find(self, number: int) -> LinePosition:
         """Return where a buffer begins; the end of all buffers for one after the last."""
@@ -182,7 +182,7 @@ class Buffers:
         numbers = range(1, rows // self.lines.buffer_size + 2)  # the last position is the end
         positions = [self.position(number) for number in numbers if number < self._len]
         if len(positions) == len(numbers) and None not in positions:  # they are not all known if an epoch was resumed
-            disk.set_if_empty([index], [torch.tensor(positions)])
+            disk.set_if_empty([index], [torch.tensor(positions, device="cpu")])
 
     def _positions_at(self, rank: int) -> int:
         """Return the index under which the positions of a rank are on the disk; one for ranks that take every R-th buffer."""

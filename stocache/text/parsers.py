@@ -406,7 +406,8 @@ def numpy_dtype(dtype: Any, name: str) -> Any:
     """
     try:
         from_torch = isinstance(dtype, torch.dtype)
-        found = None if dtype is None else torch.empty(0, dtype=dtype).numpy().dtype if from_torch else np.dtype(dtype)
+        known = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype if from_torch else dtype
+        found = None if dtype is None else np.dtype(known)
         torch.from_numpy(np.empty(0, found))
     except TypeError:
         found = None

@@ -298,7 +298,8 @@ class FullSync(_Threaded):
     def __init__(self, datapipe: IterDataPipe[Any], timeout: int = DEFAULT_TIMEOUT_S) -> None:
         self.datapipe, self.timeout = datapipe, timeout
         self._group: Any = None
-        self._vote = torch.tensor(0)  # kept: torch 2.4 hangs when a group ends whose thread is the last to let go of a tensor
+        # kept: torch 2.4 hangs when a group ends whose thread is the last to let go of a tensor
+        self._vote = torch.tensor(0, dtype=torch.int64, device="cpu")
 
     def __iter__(self) -> Iterator[Any]:
         if not (dist.is_available() and dist.is_initialized()):

@@ -129,7 +129,7 @@ def is_dispatching(datapipe: DataPipe) -> bool:
 
 def dist_share_seed(seed: int, process_group: Any = None) -> int:
     """Return the seed of rank 0 of a torch.distributed process group."""
-    shared = torch.tensor(seed - _LIMIT // 2, dtype=torch.int64)
+    shared = torch.tensor(seed - _LIMIT // 2, dtype=torch.int64, device="cpu")
     dist.broadcast(shared, src=0, group=process_group)
     return int(shared.item()) + _LIMIT // 2
 
