@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import Subset
+from torch.utils.data.dataloader import DataLoader  # torch's, also where a program has put ours in its place
 
 from stocache.samples.indices import length_of, spread
 from stocache.system.describe import describe

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.utils.data
+from torch.utils.data.dataloader import DataLoader as TorchLoader
 
 from stocache.datasets.cached import CachedDataset, with_lazy_batches
 from stocache.diagnosis.epochs import EpochLog, LoaderEpochStats, RunningEpoch
@@ -57,7 +57,7 @@ from stocache.timing.spans import WAIT, span
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., None])
 
-_SIGNATURE = inspect.signature(torch.utils.data.DataLoader.__init__)
+_SIGNATURE = inspect.signature(TorchLoader.__init__)
 _SPARE = 8  # buffers of a worker beyond those it prefetches, for batches that the user holds; unused ones take no memory
 
 
@@ -160,7 +160,7 @@ class DataLoader(ResumableLoader[_T]):
         WorkerError: while iterating: a worker died, or none can start. The message names its process, signal and batch.
     """
 
-    @functools.wraps(torch.utils.data.DataLoader.__init__)  # type: ignore[misc]  # for its types
+    @functools.wraps(TorchLoader.__init__)  # type: ignore[misc]  # for its types
     @_with_arguments_of_torch
     def __init__(
         self,
@@ -335,7 +335,7 @@ class DataLoader(ResumableLoader[_T]):
         for name, value in replaced.items():
             object.__setattr__(changed, name, value)  # torch's __setattr__ refuses these names, to protect loaders in use
         with order.rng_during_creation(progress), fork_lock():
-            iterator = torch.utils.data.DataLoader.__iter__(changed)
+            iterator = TorchLoader.__iter__(changed)
             if not self.num_workers:
                 order.skip_delivered()
         self._iterator = changed._iterator

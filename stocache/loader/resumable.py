@@ -6,8 +6,8 @@ from types import NoneType
 from typing import Any, TypeVar
 
 import torch
-import torch.utils.data
 from torch.utils.data import DistributedSampler, IterableDataset, IterDataPipe, RandomSampler, Sampler
+from torch.utils.data.dataloader import DataLoader as TorchLoader
 
 from stocache.datasets.epochs import takes_epoch
 from stocache.errors import StateError
@@ -63,7 +63,7 @@ _FORM = StateForm(
 )
 
 
-class ResumableLoader(torch.utils.data.DataLoader[_T]):
+class ResumableLoader(TorchLoader[_T]):
     """torch's DataLoader with a position that can be saved and restored."""
 
     snapshot_every_n_steps: int | None

@@ -244,6 +244,23 @@ list(stocache.DataLoader(Large(), 2, num_workers=1, multiprocessing_context='spa
 """
 
 
+def test_a_program_may_put_it_in_the_place_of_torchs():
+    program = """
+import torch, stocache
+from torch.utils.data import TensorDataset, random_split
+theirs = torch.utils.data.DataLoader
+torch.utils.data.DataLoader = torch.utils.data.dataloader.DataLoader = stocache.DataLoader
+numbers = TensorDataset(torch.arange(20))
+for dataset in (numbers, stocache.CachedDataset(numbers, 1), random_split(numbers, [15, 5])[0]):
+    for options in ({}, {"num_workers": 1}, {"num_workers": 1, "worker_method": "thread"}):
+        loader = torch.utils.data.DataLoader(dataset, 6, **options)
+        for _ in range(2):
+            expected = list(theirs(dataset, 6))
+            assert all(torch.equal(ours[0], other[0]) for ours, other in zip(loader, expected, strict=True))
+"""
+    run_python("-c", program)
+
+
 def test_a_script_without_a_guard_is_told_of_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNGUARDED)
