@@ -7,14 +7,15 @@ NOTE [ A dataset for each thread ]
     shared: tensors, arrays, tables, long lists, locks, caches, and sentinels: globals of a module that say how they are pickled
     or copied. No code of the user runs for that. A dataset with ``thread_safe = True`` is shared as it is.
 
-    A file, database or archive that is open already cannot be copied. Then one sample is made at a time. An object with
-    ``__del__`` that holds it is shared, because a copy would close it. An environment of LMDB is for all threads, and can be
-    opened only once in a process: the thread that comes second gets a copy of the dataset of the first.
+    A file, database or archive that is open already cannot be copied, nor can an object with ``__del__``: a copy would let go
+    of what the object owns when it dies. Then one sample is made at a time. An environment of LMDB is for all threads, and can
+    be opened only once in a process: the thread that comes second gets a copy of the dataset of the first.
 """
 
 import copy
 import functools
 import io
+import operator
 import random
 import socket
 import sys
@@ -36,7 +37,7 @@ _MOST_ITEMS = 1000  # of a list or dict that is copied
 _DEEPEST = 12
 _SEQUENCES = list, tuple, deque
 _MAPPINGS = dict, OrderedDict, defaultdict
-_SUBCLASSED = defaultdict, OrderedDict, dict, list
+_SUBCLASSED = defaultdict, OrderedDict, dict, list, deque, tuple
 _GENERATORS = random.Random, np.random.Generator, np.random.RandomState
 _SHARED_MODULES = frozenset(
     {"torch", "numpy", "PIL", "pandas", "pyarrow", "datasets", "polars", "scipy", "jax"}
@@ -93,12 +94,19 @@ def _copied(value: Any, memo: dict[int, Any], depth: int) -> Any:
         return make(*(_copy(argument, memo, depth + 1) for argument in arguments))
     if not _is_plain(value) or _safety(value) is True:
         return value
-    if "__del__" in _names(kind) and find_open_handle(value) is not None:
+    if _lets_go(kind):
         return value
     base = _container_of(kind)
-    copied = (base or object).__new__(kind)
+    if base is tuple:
+        items = list(tuple.__iter__(value))
+        own = [_copy(item, memo, depth + 1) for item in items] if _is_followed(value) else items
+        if all(map(operator.is_, own, items)) and not getattr(value, "__dict__", None):
+            return value
+        copied = tuple.__new__(kind, own)
+    else:
+        copied = (base or object).__new__(kind)
     memo[id(value)] = value, copied  # it may hold itself
-    if base is not None:
+    if base not in (None, tuple):
         _fill(copied, value, base, memo, depth)
     for descriptor, item in _slots(value):
         descriptor.__set__(copied, _copy(item, memo, depth + 1))
@@ -134,8 +142,10 @@ def _container_of(kind: type) -> Any:
 def _fill(copied: Any, value: Any, base: Any, memo: dict[int, Any], depth: int) -> None:
     """Put the items of a subclass of a container into its copy, without the methods of the subclass."""
     followed = _is_followed(value)
-    if base is list:
-        list.extend(copied, (_copy(item, memo, depth + 1) if followed else item for item in list.__iter__(value)))
+    if base in (list, deque):
+        if base is deque:
+            deque.__init__(copied, (), value.maxlen)
+        base.extend(copied, (_copy(item, memo, depth + 1) if followed else item for item in base.__iter__(value)))
         return
     if base is defaultdict:
         copied.default_factory = _copy(value.default_factory, memo, depth + 1)
@@ -176,7 +186,9 @@ def _is_plain(value: Any) -> bool:
     """Whether a value is an object of attributes only, which may be copied without its class."""
     kind = type(value)
     container = _container_of(kind)
-    if isinstance(value, type) or kind.__module__ == "builtins" or kind.__new__ is not (container or object).__new__:
+    if isinstance(value, type) or kind.__module__ == "builtins":
+        return False
+    if container is not tuple and kind.__new__ is not (container or object).__new__:
         return False
     if container is None and not kind.__dictoffset__ and not any("__slots__" in vars(base) for base in kind.__mro__):
         return False
@@ -209,6 +221,12 @@ def _names(kind: type) -> set[str]:
     return {name for base in kind.__mro__ if base not in (object, Generic) for name in vars(base)}
 
 
+def _lets_go(kind: type) -> bool:
+    """Whether objects of a class let go of something when they die, as a copy would, too. Datapipes of torch own nothing."""
+    owners = (base for base in kind.__mro__ if "__del__" in vars(base))
+    return any(base.__module__.split(".")[0] not in _SHARED_MODULES for base in owners)
+
+
 def _safety(value: Any) -> Any:
     """Return the ``thread_safe`` that an object or its class defines. Its ``__getattr__`` is not asked."""
     kind = type(value)
@@ -222,7 +240,7 @@ def holds_environment(dataset: Any) -> bool:
 
 
 def find_open_handle(dataset: Any) -> str | None:
-    """Return where a dataset holds a file, database or archive that is open, as text; None if it does not."""
+    """Return where a dataset holds a file, database or archive that is open, or an owner with ``__del__``; None: nowhere."""
     return _find(dataset, type(dataset).__name__, _is_handle, set(), 0)
 
 
@@ -271,8 +289,8 @@ def _items(value: Any, kind: Any, where: str) -> list[tuple[str, Any]]:
 
 
 def _is_handle(value: Any) -> bool:
-    """Whether a value is an open handle, or an object with ``thread_safe = False``."""
-    if _is_plain(value) and _safety(value) is False:
+    """Whether a value is an open handle, or an object with ``thread_safe = False`` or ``__del__``."""
+    if _is_plain(value) and (_safety(value) is False or (_safety(value) is not True and _lets_go(type(value)))):
         return True
     if isinstance(value, io.IOBase) and not isinstance(value, io.BytesIO | io.StringIO):
         return not value.closed

@@ -1,9 +1,11 @@
 """Each worker thread has a dataset of its own: the samples are right whatever the dataset opens, counts and keeps."""
 
+import collections
 import functools
 import gc
 import logging
 import queue
+import shutil
 import socket
 import sqlite3
 import tarfile
@@ -271,10 +273,11 @@ class Closes(Reader):
 
 
 def test_what_says_so_or_would_close_the_file_of_the_users_is_not_copied(path):
-    reader, safe, unsafe = Closes(path), Reader(path), Reader(path)
-    assert copy_dataset(Through(reader)).read is not reader
-    with reader.open() as reader.file:
-        assert copy_dataset(Through(reader)).read is reader
+    owner, safe, unsafe = Closes(path), Reader(path), Reader(path)
+    assert copy_dataset(Through(owner)).read is owner  # whatever it owns: a copy would let go of that when it dies
+    assert "Closes" in find_open_handle(Through(owner))
+    owner.thread_safe = True
+    assert find_open_handle(Through(owner)) is None
     for each, safety in ((safe, True), (unsafe, False)):
         each.thread_safe, each.file = safety, each.open()
         assert (copy_dataset(Through(each)).read is each) == safety
@@ -283,6 +286,66 @@ def test_what_says_so_or_would_close_the_file_of_the_users_is_not_copied(path):
     assert "Reader" in find_open_handle(Through(unsafe))  # one thread at a time may use it
     unsafe.thread_safe = None
     assert find_open_handle(Through(unsafe)) is None
+
+
+class Removes(Dataset):
+    """Removes its folder when it goes."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        for idx in range(8):
+            (folder / str(idx)).write_bytes(bytes([idx]))
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, idx):
+        return (self.folder / str(idx)).read_bytes()[0]
+
+    def __del__(self):
+        shutil.rmtree(self.folder)
+
+
+def test_nothing_of_the_users_is_removed_while_its_dataset_lives(tmp_path):
+    folder = tmp_path / "owned"
+    folder.mkdir()
+    dataset = Removes(folder)
+    for _ in range(2):
+        loader = stocache.DataLoader(dataset, 2, num_workers=2, worker_method="thread")
+        assert [number for batch in loader for number in batch.tolist()] == list(range(8))
+        del loader
+        gc.collect()
+        assert folder.exists()
+    del dataset
+    gc.collect()
+    assert not folder.exists()
+
+
+Parts = collections.namedtuple("Parts", "name reader")
+
+
+class Kinds(tuple):
+    """A tuple with an attribute."""
+
+
+class Recent(collections.deque):
+    """A deque of its own class."""
+
+
+@pytest.mark.parametrize("hold", [lambda r: Parts("a", r), lambda r: Kinds(("a", r)), lambda r: Recent(["a", r], 5)])
+def test_what_lies_in_a_subclass_of_tuple_or_deque_is_copied(hold, path):
+    parts = hold(Reader(path))
+    if isinstance(parts, Kinds):
+        parts.extra = {"reader": parts[1]}
+    mine = copy_dataset(Through(parts)).read
+    assert type(mine) is type(parts)
+    assert mine[0] == "a"
+    assert mine[1] is not parts[1]
+    assert getattr(mine, "maxlen", None) == getattr(parts, "maxlen", None)
+    if isinstance(parts, Kinds):
+        assert mine.extra["reader"] is mine[1]
+    constant = Parts("a", None)
+    assert copy_dataset(Through(constant)).read is constant
 
 
 class Forwards:
