@@ -11,7 +11,6 @@ NOTE [ How torch's DataLoader is used ]
     and ``_shutdown_workers``, which ends them. Lightning uses the first and the last in the same way.
 """
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -34,7 +33,7 @@ from stocache.diagnosis.verdict import Verdict
 from stocache.errors import LimitError, WorkerError
 from stocache.forecast.choice import with_chosen_workers
 from stocache.loader.collate import Gatherer, MainCollate, RingCollate, ThreadCollate, as_is, stacks
-from stocache.loader.order import Order, Progress
+from stocache.loader.order import Order, Progress, known_length
 from stocache.loader.requests import RequestContext, layers
 from stocache.loader.resumable import ResumableLoader
 from stocache.loader.sample_seed import SampleSeed, ThreadSeededDataset, as_sample_seed, seeded
@@ -239,8 +238,8 @@ class DataLoader(ResumableLoader[_T]):
         self._worker_states.begin(progress.delivered)
         epoch.ring, epoch.threads = group.ring, self._uses_threads
         if not self._is_iterable:
-            with contextlib.suppress(TypeError, NotImplementedError):  # a sampler without a length
-                epoch.expected = len(batches) - progress.delivered
+            length = known_length(self._index_source)
+            epoch.expected = None if length is None else length - progress.delivered
         return _Iteration(batches, progress, self._totals, group, self._worker_states, self._in_order, epoch, self._log)
 
     def _begin_epoch(self) -> RunningEpoch:

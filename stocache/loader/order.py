@@ -332,5 +332,11 @@ def samplers_in(sampler: Any) -> list[Any]:
     found: list[Any] = []
     while sampler is not None and len(found) < _DEEP:
         found.append(sampler)
-        sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
+        inner = getattr(sampler, "sampler", None)  # perhaps an array, which has no truth value
+        sampler = inner if inner is not None else getattr(sampler, "batch_sampler", None)
     return found
+
+
+def known_length(sampler: Any) -> int | None:
+    """Return the length of a sampler of torch or ours; None for others: theirs may raise, draw, or iterate."""
+    return len(sampler) if all(type(each) in _DRAW_FIRST for each in samplers_in(sampler)) else None

@@ -15,7 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, Subset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 import stocache
 from stocache import CachedDataset, WorkerError
@@ -27,7 +36,7 @@ from tests.support.endings import said_at_the_end
 from tests.support.equality import same
 from tests.support.faults import no_shared_memory
 from tests.support.images import Images, N, image
-from tests.support.loading import THREADS, agree, both, labels_of
+from tests.support.loading import THREADS, agree, both, labels_of, seed_all
 from tests.support.processes import in_child, run_python
 from tests.support.versions import needs_in_order
 
@@ -242,6 +251,51 @@ class Large(list):
         super().__init__([bytes(5_000_000)] * 9)
 list(stocache.DataLoader(Large(), 2, num_workers=1, multiprocessing_context='spawn'))
 """
+
+
+class Drawn:
+    """Batches in a random order. What it answers when it is asked for a length differs."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        order = random.sample(range(N), N)
+        self.batches = [order[at : at + 7] for at in range(0, N, 7)]
+        return iter(self.batches)
+
+    def __len__(self):
+        return self.length(self)
+
+
+def undefined(sampler):
+    raise ValueError("the length is ambiguous")
+
+
+ODD = {
+    "raises": lambda: {"batch_sampler": Drawn(undefined)},
+    "not known yet": lambda: {"batch_sampler": Drawn(lambda sampler: len(sampler.batches))},
+    "iterates": lambda: {"batch_sampler": Drawn(lambda sampler: sum(1 for _ in sampler))},
+    "an array": lambda: {"sampler": np.arange(N)[::-1], "batch_size": 7},
+    "a tensor": lambda: {"sampler": torch.arange(N).flip(0), "batch_size": 7},
+    "an array within": lambda: {"batch_sampler": BatchSampler(np.arange(N)[::-1], 7, False)},
+    "an array of batches": lambda: {"batch_sampler": np.arange(N - N % 4).reshape(-1, 4)},
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_the_length_of_a_sampler_is_asked_for_only_by_the_user(name):
+    def order(make, options):
+        seed_all()
+        loader = make(TensorDataset(torch.arange(N)), **ODD[name](), **options)
+        return [[batch[0].tolist() for batch in loader] for _ in range(2)]
+
+    expected = order(DataLoader, {})
+    assert order(stocache.DataLoader, {}) == order(stocache.DataLoader, {"sample_seed": 1}) == expected
+    if name != "a tensor":  # torch keeps a descriptor of tensors that it has sent to a worker
+        expected = order(DataLoader, {"num_workers": 1})
+        for method in ("multiprocessing", "thread"):
+            assert order(stocache.DataLoader, {"num_workers": 1, "worker_method": method}) == expected
 
 
 def test_a_program_may_put_it_in_the_place_of_torchs():

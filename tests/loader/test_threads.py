@@ -106,15 +106,16 @@ def test_streams_and_graphs_of_datapipes_are_sharded_and_seeded_in_each_thread()
     agree_with_torch(graph, num_workers=4, batch_size=3, shuffle=True, persistent_workers=True)
 
 
+class Slow(IterDataPipe):
+    def __iter__(self):
+        return iter(range(8))
+
+    def __getstate__(self):  # torch calls it on its walk
+        time.sleep(0.1)
+        return vars(self)
+
+
 def test_a_process_that_is_forked_while_threads_prepare_their_graphs_can_walk_through_one():
-    class Slow(IterDataPipe):
-        def __iter__(self):
-            return iter(range(8))
-
-        def __getstate__(self):  # torch calls it on its walk
-            time.sleep(0.1)
-            return vars(self)
-
     iterator = iter(thread_loader(Slow().sharding_filter()))
     for _ in range(3):
         assert in_child(lambda: traverse_dps(IterableWrapper(range(8)).map(abs))) == 0

@@ -1,5 +1,6 @@
 """The widest idioms of libraries of random transforms: split or uncached, and equal to the run without a cache."""
 
+import importlib
 import random
 
 import numpy as np
@@ -102,7 +103,8 @@ def graphs():
 
 
 def torchvision(joint):
-    vision = pytest.importorskip("tests.support.lookalikes", reason="PIL is not installed")
+    pytest.importorskip("PIL.Image", reason="PIL is not installed")
+    vision = importlib.import_module("tests.support.lookalikes")
     transform = vision.Compose([vision.RandomCrop(16), vision.RandomHorizontalFlip(), vision.ToTensor()])
 
     def make(its, idx):
