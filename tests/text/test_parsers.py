@@ -112,6 +112,8 @@ def test_what_is_not_parsed_in_bulk_is_right_row_by_row(engine):
     assert refused(parser, b"1;2;\n", 1)[1] == [(0, "column 2 is missing")]  # labels have no NaN
     arrays, bad = refused(FixedWidth(target((0,), (1,)), 2, [engine], widths=(2, 2)), b"1 2" + b" " * 1030 + b"\n3 4\n", 2)
     assert (arrays[1].tolist(), bad) == ([2, 4], [])  # a row that is longer than others does not widen them
+    arrays, bad = refused(FixedWidth(target((0,), (1,)), 2, [engine], widths=(3, 2)), b"1,23 \n4  5 \n", 2)
+    assert (arrays[1].tolist(), [number for number, _ in bad]) == ([5], [0])  # a comma is not the end of a field
 
 
 BAD = {
