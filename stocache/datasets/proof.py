@@ -16,6 +16,7 @@ from stocache.system.generators import parts_of
 from stocache.transforms.splitting import Split
 
 _ENTRIES = 256  # of a table
+_DISTINCT = 4  # probed samples that differ from each other are enough
 _PLAIN = (int, float, str, bytes, bool, type(None), np.generic)
 
 
@@ -29,7 +30,11 @@ def proof_of(dataset: Any, probe: Probe, split: Split | None) -> Proof | None:
         "tables": _digest(list(_tables(dataset))),
         "steps before the cache": "" if split is None else split.before_text(),
     }
-    return Proof(facts, {idx: _digest(describe(sample, strides=False)) for idx, sample in samples.items()})
+    digests = {idx: _digest(describe(sample, strides=False)) for idx, sample in samples.items()}
+    if len({*digests.values()}) < min(_DISTINCT, len(digests)):  # empty masks or small labels, which prove little
+        parts = parts_of(dataset, follow=_leads_to_datasets)
+        facts["attributes"] = _digest([(name, describe(value)) for name, value in parts if isinstance(value, _PLAIN)])
+    return Proof(facts, digests)
 
 
 def _tables(dataset: Any) -> Iterator[Any]:

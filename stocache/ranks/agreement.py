@@ -5,11 +5,12 @@ NOTE [ Ranks that agree ]
     what another rank has stored until it has made some of these samples too, and found them equal: until then they are misses.
     If one differs, the rank keeps its own samples in a cache of its own, and serves nothing of that other rank.
 
-    A word for each sample has one bit for each rank that has stored or made it. A table counts, for each pair of ranks, how
-    many samples were equal.
+    A word for each sample has one bit for each rank that has stored or made it. A table has, for each pair of ranks, digests of
+    the samples that were equal. Only samples that differ from each other count: empty masks and small labels prove little.
 """
 
 import logging
+import zlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -22,8 +23,8 @@ from stocache.system.describe import describe
 
 logger = logging.getLogger("stocache")
 
-_ENOUGH = 8  # samples that were equal
-_DIFFERS = 255
+_ENOUGH = 8  # samples that were equal, and differ from each other
+_DIFFERS = 1  # in place of a digest
 
 _Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -46,7 +47,7 @@ class OwnCache(Protocol):
 
 def control_bytes(before: int, dataset_len: int) -> int:
     """Return the control bytes with those of an agreement, which come after the ``before`` others."""
-    return -(-before // 8) * 8 + 8 * dataset_len + MOST_RANKS * MOST_RANKS
+    return -(-before // 8) * 8 + 8 * dataset_len + 4 * _ENOUGH * MOST_RANKS**2
 
 
 def has_agreement(segment: Segment, before: int, dataset_len: int) -> bool:
@@ -64,16 +65,15 @@ class Agreement:
     def __init__(self, segment: Segment, before: int, dataset_len: int, own: OwnCache) -> None:
         begin, end = -(-before // 8) * 8, control_bytes(before, dataset_len)
         self._words = np.frombuffer(segment.control[begin : begin + 8 * dataset_len], np.uint64)
-        self._table = np.frombuffer(segment.control[end - MOST_RANKS * MOST_RANKS : end], np.uint8).reshape(
-            MOST_RANKS, MOST_RANKS
-        )
+        table = np.frombuffer(segment.control[begin + 8 * dataset_len : end], np.uint32)
+        self._table = table.reshape(MOST_RANKS, MOST_RANKS, _ENOUGH)
         self._rank, self._own_bit = segment.rank - 1, np.uint64(1 << (segment.rank - 1))
         self._segment, self.own = segment, own
         self._trusted = self._own_bit
 
     @property
     def row(self) -> Any:
-        """How many samples of each rank were equal."""
+        """For each rank, digests of the samples that were equal; zeros behind them."""
         return self._table[self._rank]
 
     def note(self, indices: Any) -> None:
@@ -92,19 +92,24 @@ class Agreement:
     def judge(self, idx: int, held: Any, value: Any) -> None:
         """Compare a sample that another rank has stored with the one that this rank has made."""
         ranks = [rank for rank in range(MOST_RANKS) if int(self._words[idx]) >> rank & 1]
-        row = self.row
-        if not (row[ranks] == _DIFFERS).any() and describe(held, strides=False) == describe(value, strides=False):
+        row, mine = self.row, describe(value, strides=False)
+        if not (row[ranks] == _DIFFERS).any() and describe(held, strides=False) == mine:
             self._words[idx] |= self._own_bit
-            row[ranks] = np.minimum(row[ranks] + 1, _ENOUGH)
+            digest = zlib.crc32(repr(mine).encode(errors="replace")) | 2
+            for rank in ranks:
+                known = row[rank]
+                if digest not in known and (free := np.flatnonzero(known == 0)).size:
+                    known[free[0]] = digest
             return
         if not (row == _DIFFERS).any():
             self._warn(idx)
-        row[ranks] = _DIFFERS
+        row[ranks, 0] = _DIFFERS
         if not self.own.holds(idx):
             self.own.get_or_load(idx, lambda _: value, strict=False)
 
     def _trusted_now(self) -> Any:
-        self._trusted = np.uint64(sum(1 << rank for rank in (self._rank, *np.flatnonzero(self.row == _ENOUGH).tolist())))
+        trusted = np.flatnonzero((self.row > _DIFFERS).all(axis=1)).tolist()
+        self._trusted = np.uint64(sum(1 << rank for rank in (self._rank, *trusted)))
         return self._trusted
 
     def _warn(self, idx: int) -> None:

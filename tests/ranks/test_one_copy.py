@@ -237,7 +237,11 @@ def other(rank, meet, what):
     photos = Photos(offset=offset, length=N + rank * (what == "length"))
     if what == "parts":
         photos = Subset(Photos(), range(rank, N, RANKS))
-    elif what == "labels":  # all that is probed is alike
+    elif what == "alike":  # all that is probed
+        photos = Photos(offset=rank)
+        one = lambda self, idx: torch.tensor(self.offset * (idx % 9 == 1))
+        photos.__class__ = type("Alike", (Photos,), {"__getitem__": one})
+    elif what == "labels":
         photos = Photos(offset=-10)
         photos.__class__ = type("Labels", (Photos,), {"__getitem__": lambda self, idx: torch.tensor(self.labels[idx])})
         photos.labels = [rank if idx % 9 else 0 for idx in range(N)]
@@ -253,7 +257,7 @@ def other(rank, meet, what):
     return inode_of(with_limit.cache), wrong, total.reserved_bytes
 
 
-@pytest.mark.parametrize("what", ["samples", "length", "parts", "labels", "transform"])
+@pytest.mark.parametrize("what", ["samples", "length", "parts", "labels", "alike", "transform"])
 def test_ranks_with_other_samples_have_a_cache_each_and_a_part_of_the_limit(what):
     found, logged = run(other, what)
     inodes, wrong, reserved = zip(*found, strict=True)
@@ -305,6 +309,24 @@ def test_caches_that_programs_fill_compare_some_samples_before_they_trust(cls, s
     else:
         assert loads <= N * RANKS
     assert any("is not the one that another rank has cached" in text for text in logged) != same
+
+
+def labels(rank, meet):
+    cache = SharedCache("1MB", N, (), torch.int64)
+    found = []
+    for epoch in range(3):
+        for idx in random.Random(epoch).sample(range(N), N):
+            label = cache.get_slot(idx)
+            if label is None:
+                label = torch.tensor(int(idx % 16 == rank))  # mostly 0
+                cache.set_slot(idx, label)
+            found.append(int(label) == int(idx % 16 == rank))
+        meet()
+    return all(found)
+
+
+def test_samples_that_are_mostly_alike_prove_little():
+    assert run(labels)[0] == [True] * RANKS
 
 
 def with_fingerprint(rank, meet):
