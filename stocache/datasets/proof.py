@@ -43,7 +43,7 @@ def _tables(dataset: Any) -> Iterator[Any]:
     for name, value in parts_of(dataset, follow=_leads_to_datasets):
         if isinstance(value, Dataset) or value is dataset:
             lengths |= {length_of(value) or 0}
-        elif hasattr(value, "__len__") and (length := length_of(value) or 0) in lengths:
+        elif _is_table(value) and (length := length_of(value) or 0) in lengths:
             rows = spread(length, _ENTRIES)
             if isinstance(value, np.ndarray | torch.Tensor) and value.ndim == 1:
                 yield name, describe(value[rows])
@@ -51,6 +51,11 @@ def _tables(dataset: Any) -> Iterator[Any]:
                 yield name, repr(value.iloc[rows].values.tolist())
             elif isinstance(value, list | tuple | range) and _is_plain([value[row] for row in rows]):
                 yield name, describe([value[row] for row in rows])
+
+
+def _is_table(value: Any) -> bool:
+    """Whether a value may be asked for its length: that of a Compose of MONAI seeds its transforms anew."""
+    return isinstance(value, np.ndarray | torch.Tensor | list | tuple | range) or hasattr(type(value), "iloc")
 
 
 def _leads_to_datasets(value: Any) -> bool:
