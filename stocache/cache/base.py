@@ -848,6 +848,11 @@ class SampleCache:
         self._segment.limit = (self._total_bytes - used) // max(2, shared.ranks)
 
     @property
+    def _own(self) -> Any:
+        """The cache of this rank alone; None where there is no agreement with others. See NOTE [ Ranks that agree ]."""
+        return None if self._agreement is None else self._agreement.own
+
+    @property
     def serves_ranks(self) -> bool:
         """Whether other ranks of this job may use the cache, now or later."""
         return self._segment.rank > 0
@@ -861,8 +866,8 @@ class SampleCache:
         """Return the current counts and sizes, summed over all processes. Reads one byte per sample."""
         filled = int(np.count_nonzero(self._aux.numpy() == SET))
         totals = self._segment.totals()
-        if self._agreement is not None and isinstance(self._agreement.own, SampleCache):
-            totals = list(map(operator.add, totals, self._agreement.own._segment.totals()))
+        if self._own is not None:
+            totals = list(map(operator.add, totals, self._own._segment.totals()))
         return CacheStats.of(
             totals,
             dataset_len=self._dataset_len,

@@ -186,8 +186,7 @@ class RaggedCache(ListCache):
     # ------------------------------------------------------------------------------------------------ life
 
     def __getstate__(self) -> tuple[Any, ...]:
-        own = None if self._agreement is None else self._agreement.own
-        return self._dataset_len, self._options, self._segment, own
+        return self._dataset_len, self._options, self._segment, self._own
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._assemble(*state)

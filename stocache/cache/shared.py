@@ -362,8 +362,7 @@ class SharedCache(SampleCache):
         return self._structure.nbytes
 
     def __getstate__(self) -> tuple[Any, ...]:
-        own = None if self._agreement is None else self._agreement.own
-        return self._structure, self._placement, self._dataset_len, self._slots, self._segment, own
+        return self._structure, self._placement, self._dataset_len, self._slots, self._segment, self._own
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._assemble(*state)

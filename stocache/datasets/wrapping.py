@@ -164,7 +164,8 @@ class _Wrapper:
         if probe.finding is not None:  # samples are random, and so others in each rank
             options = dataclasses.replace(options, share_ranks=False)
         structure = _common_structure(probe, self._variable, options.allow_pickle)
-        proof = proof_of(self._dataset, probe, split)
+        by_ranks = options.name is None and options.share_ranks
+        proof = proof_of(self._dataset, probe, split) if by_ranks else None
         if structure is not None:
             placement = self._placement if self._unit is None else dataclasses.replace(self._placement, unit=self._unit)
             return probe, SharedCache.from_options(options, self._length, structure, placement=placement, proof=proof)

@@ -8,21 +8,18 @@ NOTE [ Found without a name ]
 
 import contextlib
 import os
-import struct
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from stocache.errors import SegmentError
 from stocache.shm import registry
-from stocache.shm.layout import LIMIT_AT, RANKS_AT, Layout
+from stocache.shm.layout import LIMIT, LIMIT_AT, RANKS_AT, Layout
 from stocache.shm.named import Descriptor, holders
 from stocache.shm.segment import Segment, abandon, attached
 from stocache.system.waiting import FileKey, identify, parent_of
 
 MOST_RANKS = 64
 """Ranks that share a segment in which each has a bit for each sample."""
-
-_LIMIT = struct.Struct("Q")
 
 
 class Sibling(NamedTuple):
@@ -112,20 +109,16 @@ def promised_bytes() -> int:
     promised = sum(segment.promised_bytes for segment in Segment.all_attached())
     with siblings() as found:
         for sibling in found:
-            promised += _promised(sibling)
+            (limit,) = LIMIT.unpack(os.pread(sibling.fd, LIMIT.size, LIMIT_AT))
+            promised += sibling.layout.promised_bytes(sibling.layout.count_reserved(sibling.fd), limit)
     return promised
 
 
 def limit_growth(sibling: Sibling, limit: int) -> int:
     """Let a segment reserve ``limit`` bytes at most, or what it has reserved already. Return which of both."""
     limit = max(limit, sibling.layout.count_reserved(sibling.fd))
-    os.pwrite(sibling.fd, _LIMIT.pack(max(1, limit)), LIMIT_AT)
+    os.pwrite(sibling.fd, LIMIT.pack(max(1, limit)), LIMIT_AT)
     return limit
-
-
-def _promised(sibling: Sibling) -> int:
-    limit = _LIMIT.unpack(os.pread(sibling.fd, 8, LIMIT_AT))[0] or sibling.layout.data_bytes
-    return max(0, min(limit, sibling.layout.data_bytes) - sibling.layout.count_reserved(sibling.fd))
 
 
 def _open(key: FileKey, pids: list[int]) -> Sibling | None:

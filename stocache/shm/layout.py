@@ -22,7 +22,8 @@ from stocache.system.limits import MIB, format_size
 
 _HEADER = struct.Struct("<8sQQQQII")  # magic, version, control, data and extent bytes; bytes of the descriptor; CRC-32
 _MAGIC, _VERSION = b"stocache", 3
-LIMIT_AT = 4080  # 8 bytes: how much of the data may be reserved; 0 for all of it
+LIMIT = struct.Struct("Q")
+LIMIT_AT = 4080  # a `LIMIT`: how much of the data may be reserved; 0 for all of it
 RANKS_AT = 4093  # how many ranks have attached, of those that share a segment without a name
 PERSISTS_AT = 4094  # set if the file stays when no process holds it
 WARNED_AT = 4095  # bits: the warnings that a process has given
@@ -144,6 +145,10 @@ class Layout:
             raise SegmentError(
                 f"is damaged: it has {format_size(status.st_blocks * 512)} of memory, expected {format_size(backed)}."
             )
+
+    def promised_bytes(self, reserved_bytes: int, limit: int) -> int:
+        """Return the bytes of data that may still be reserved. ``limit``: of those that may be reserved; 0 for all."""
+        return max(0, min(limit or self.data_bytes, self.data_bytes) - reserved_bytes)
 
     def memory_bytes(self, reserved_bytes: int) -> int:
         """Return the memory that the file takes with so many reserved bytes of data."""

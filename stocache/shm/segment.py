@@ -33,6 +33,7 @@ from stocache.shm import registry
 from stocache.shm.layout import (
     EXTENTS_AT,
     HUGE_PAGE,
+    LIMIT,
     LIMIT_AT,
     PERSISTS_AT,
     RANKS_AT,
@@ -368,11 +369,11 @@ class Segment:
     @property
     def limit(self) -> int:
         """Bytes of data that may be reserved; 0 for all of it."""
-        return int.from_bytes(self._bytes[LIMIT_AT : LIMIT_AT + 8], sys.byteorder)
+        return LIMIT.unpack_from(self._bytes, LIMIT_AT)[0]  # type: ignore[no-any-return]
 
     @limit.setter
     def limit(self, nbytes: int) -> None:
-        self._bytes[LIMIT_AT : LIMIT_AT + 8] = max(1, nbytes).to_bytes(8, sys.byteorder)
+        LIMIT.pack_into(self._bytes, LIMIT_AT, max(1, nbytes))
 
     @property
     def ranks(self) -> int:
@@ -382,7 +383,7 @@ class Segment:
     @property
     def promised_bytes(self) -> int:
         """Bytes of data that may still be reserved."""
-        return max(0, min(self.limit or self.data_bytes, self.data_bytes) - self.reserved_bytes)
+        return self.layout.promised_bytes(self.reserved_bytes, self.limit)
 
     @staticmethod
     def all_attached() -> "list[Segment]":
