@@ -222,7 +222,7 @@ class DataLoader(ResumableLoader[_T]):
         if epochs is not None and epochs != self._order().epochs(every=True):
             self._leave_resumed_epoch()
         progress = self._next_progress()
-        if self._worker_group is not None and self._worker_group.dead:
+        if self._worker_group is not None and (self._worker_group.dead or self._worker_group.busy):
             self.end_workers()
         epoch = self._begin_epoch()
         if self._iterator is None or self._worker_group is None:  # torch sets _iterator only for persistent workers
@@ -231,6 +231,7 @@ class DataLoader(ResumableLoader[_T]):
             self._workers_made = (made or progress.made) if self.persistent_workers else None
         else:
             group, self._worker_states = self._worker_group, self._worker_states.next_epoch()
+            group.busy = True
             with group.order.rng_during_creation(progress), group.explain_errors():
                 batches = super().__iter__()
         self._worker_group = group if self.persistent_workers else None
@@ -240,6 +241,7 @@ class DataLoader(ResumableLoader[_T]):
         if not self._is_iterable:
             length = known_length(self._index_source)
             epoch.expected = None if length is None else length - progress.delivered
+        group.busy = False
         return _Iteration(batches, progress, self._totals, group, self._worker_states, self._in_order, epoch, self._log)
 
     def _begin_epoch(self) -> RunningEpoch:
@@ -491,7 +493,10 @@ class _Iteration:
         return len(self._batches)  # type: ignore[arg-type]  # torch's iterators have a length
 
     def __next__(self) -> Any:
-        began, before = time.perf_counter_ns(), None
+        group, began, before = self._worker_group, time.perf_counter_ns(), None
+        if group.busy:
+            raise WorkerError("an interrupt ended the last step of this iterator, and may have lost a batch. Make another one.")
+        group.busy = True
         try:
             with span(WAIT):
                 if self._own_row is not None:
@@ -504,9 +509,11 @@ class _Iteration:
         except StopIteration:
             self._progress.finished = True
             self._log.end(self._epoch)
+            group.busy = False
             raise
         except Exception as error:
-            death = self._worker_group.explanation(error)
+            death = group.explanation(error)
+            group.busy = self._own_row is None and death is None and not group.expects(error)
             if isinstance(error, WorkerError) and death is not None:
                 raise
             if death is not None:
@@ -522,6 +529,7 @@ class _Iteration:
             self._totals.waited_s += (ended - began) / 1e9
         self._totals.batches += 1
         self._epoch.note_batch(ended, ended - began, getattr(self._batches, "last_worker", None))
+        group.busy = False
         return batch
 
     def _next(self) -> Any:

@@ -120,6 +120,7 @@ class Order:
         progress: the epoch that begins next.
         context: sent to the workers with each batch of indices; None without workers.
         farewells: requests without indices at the end: the workers answer them with their last states.
+        error: what the sampler raised.
     """
 
     sampler: Any
@@ -128,6 +129,7 @@ class Order:
     progress: Progress = field(default_factory=Progress)
     context: RequestContext | None = None
     farewells: int = 0
+    error: Exception | None = None
     _resumed: Iterator[Any] | None = None  # an iterator that has not skipped what was delivered
 
     def __len__(self) -> int:
@@ -176,7 +178,7 @@ class Order:
         tracked = self._tracked(indices)
         if self.context is not None:
             yield from (BatchRequest(self.context, number, NoIndices) for _ in range(progress.fillers))
-        for index in chain(head, indices):
+        for index in self._noting_errors(chain(head, indices)):
             if tracked:
                 progress.drew(number, _states_of(tracked))
             if number not in resumed:
@@ -184,6 +186,13 @@ class Order:
             number += 1
         if self.context is not None:
             yield from (BatchRequest(self.context, number, NoIndices) for _ in range(self.farewells))
+
+    def _noting_errors(self, indices: Iterator[Any]) -> Iterator[Any]:
+        try:
+            yield from indices
+        except Exception as error:
+            self.error = error
+            raise
 
     def _request(self, progress: Progress, number: int, index: Any) -> Any:
         if self.context is not None:

@@ -285,9 +285,10 @@ class ResumableLoader(TorchLoader[_T]):
     def end_workers(self) -> None:
         """End the persistent workers. The next iteration starts new ones."""
         # As Lightning does. The garbage collector may find the queues first, and then this takes 5 seconds a worker
-        if self._iterator is not None and self._worker_group is not None:
-            self._iterator._shutdown_workers()  # type: ignore[attr-defined]
+        iterator, group = self._iterator, self._worker_group
         self._iterator = self._worker_group = self._workers_made = None
+        if iterator is not None and group is not None:
+            iterator._shutdown_workers()  # type: ignore[attr-defined]
 
     @property
     def _world_size(self) -> int:

@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import signal_handling
 
 from stocache.errors import WorkerError
@@ -39,6 +40,7 @@ class WorkerGroup:
         persistent: whether the workers serve several epochs.
         workers: all processes that were started.
         dead: whether the death of a worker was raised.
+        busy: whether the iterator is being advanced, or begins an epoch; it stays so if an interrupt ends that.
     """
 
     order: Order
@@ -47,6 +49,7 @@ class WorkerGroup:
     persistent: bool = False
     workers: tuple[BaseProcess, ...] = ()
     dead: bool = False
+    busy: bool = False
 
     def death(self, missed: Sequence[int] = ()) -> str | None:
         """Return how a worker died; None if none did.
@@ -77,6 +80,11 @@ class WorkerGroup:
             if code == 1 and number is None and self.start_method != "fork":
                 hint = f"Its output says why. {_guard_hint()}"
         return f"DataLoader worker (pid {pid}) {how}{at_work}. {hint}"
+
+    def expects(self, error: Exception) -> bool:
+        """Whether a worker, the sampler or the timeout raised ``error``, and not a signal handler, which may do so anywhere."""
+        *_, (last, _) = traceback.walk_tb(error.__traceback__)
+        return error is self.order.error or is_timeout(error) or last.f_code is ExceptionWrapper.reraise.__code__
 
     def watch(self) -> None:
         """Explain deaths also when torch raises them during the user's training step."""

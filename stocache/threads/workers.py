@@ -97,6 +97,7 @@ class WorkerThreads:
         self._threads: list[threading.Thread] = []
         began: SimpleQueue[None] = SimpleQueue()
         intra_op = torch.get_num_threads()
+        weakref.finalize(self, self._tasks.stop).atexit = False
         try:
             for number in range(count):
                 arguments = self._tasks, number, begin, end, began
@@ -108,7 +109,6 @@ class WorkerThreads:
             for _ in self._threads:
                 began.get()
             torch.set_num_threads(intra_op)  # a worker has set 1 for itself, and for threads that begin later
-        weakref.finalize(self, self._tasks.stop).atexit = False
 
     def put(self, task: Task, urgent: bool = True) -> None:
         """Have a thread run a task."""

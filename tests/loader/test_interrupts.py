@@ -1,0 +1,101 @@
+"""An interrupt at any line of the loader: the next epoch is whole, and the iterator either goes on without loss or raises."""
+
+import itertools
+import sys
+
+import pytest
+import torch
+
+import stocache
+from stocache import CachedDataset, WorkerError
+from tests.support.images import Images
+from tests.support.processes import in_child
+
+N, BATCH = 24, 3
+WHOLE = list(range(0, N, BATCH))
+
+
+class Stop(Exception):
+    """What a signal handler of the user's raises."""
+
+
+class Interrupt:
+    """Raises an error at a line that this thread runs in the package."""
+
+    def __init__(self, error, after):
+        self.error, self.after, self.raised = error, after, False
+
+    def __call__(self, frame, event, argument):
+        return self.line if not self.raised and "/stocache/" in frame.f_code.co_filename else None
+
+    def line(self, frame, event, argument):
+        if event == "line" and not self.raised:
+            self.after -= 1
+            if self.after < 0:
+                self.raised = True
+                raise self.error
+        return self.line
+
+
+def firsts(iterator):
+    for batch in iterator:
+        yield int(batch[1][0])
+
+
+def interrupted(loader, error, after):
+    """Return the batches before an interrupt, the iterator, and whether it came to the interrupt."""
+    interrupt, got, iterator = Interrupt(error, after), [], None
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        iterator = iter(loader)
+        for first in firsts(iterator):
+            got.append(first)
+    except error:
+        sys.settrace(before)
+    finally:
+        sys.settrace(before)
+    return got, iterator, interrupt.raised
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Stop])
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(("method", "step"), [("thread", 149), pytest.param("multiprocessing", 331, marks=pytest.mark.slow)])
+def test_after_an_interrupt_the_next_epoch_is_whole_and_no_batch_is_lost_in_between(method, step, cached, error):
+    assert in_child(lambda: interrupt_epochs(method, step, cached, error)) == 0  # what was being opened may stay open
+
+
+def interrupt_epochs(method, step, cached, error):
+    with CachedDataset(Images(N), 0.1) as dataset:
+        list(dataset)
+        for after in itertools.count(step, step):
+            loader = stocache.DataLoader(
+                dataset if cached else Images(N), batch_size=BATCH, num_workers=2, worker_method=method, persistent_workers=True
+            )
+            assert list(firsts(loader)) == WHOLE
+            got, iterator, came = interrupted(loader, error, after)
+            if not came:
+                break
+            try:
+                rest = [] if iterator is None else list(firsts(iterator))
+            except WorkerError:
+                pass
+            else:  # the batch in the loop's hands may be lost with the interrupt
+                assert iterator is None or len(set(WHOLE) - {*got, *rest}) <= 1
+            assert list(firsts(loader)) == WHOLE
+            loader.end_workers()
+        assert after > step
+
+
+def test_a_sampler_that_raises_does_not_stop_the_batches_that_were_asked_for():
+    class Breaks(torch.utils.data.Sampler):
+        def __iter__(self):
+            yield from range(N // 2)
+            raise ValueError("broken")
+
+    loader = stocache.DataLoader(Images(N), sampler=Breaks(), batch_size=BATCH, num_workers=2, worker_method="thread")
+    iterator, got = iter(loader), []
+    with pytest.raises(ValueError, match="broken"):
+        got.extend(firsts(iterator))
+    got.extend(firsts(iterator))
+    assert len(got) == N // 2 // BATCH - 1  # torch, too, loses the batch that was to be delivered
