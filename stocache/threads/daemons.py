@@ -5,7 +5,8 @@ NOTE [ Threads at exit ]
     that is going down is ended inside the call which wants it. If that is C++ code, as torch's, the whole process aborts:
     "terminate called without an active exception". So all our daemon threads, also those whose owner is gone, are told to stop
     when the program ends, and waited for. One that goes on with its work, such as a user's slow sample, is interrupted by a
-    SystemExit. Only one that is stuck in a single call outlives the wait.
+    SystemExit. If the user's code catches that, a second exception follows, which sleeps while it is made: so the thread does
+    not want the GIL any more. Only one that is stuck in a single call outlives the wait.
 """
 
 import atexit
@@ -17,6 +18,8 @@ from typing import Any
 
 _TASK_S = 1.0  # at exit, for what a thread is doing
 _INTERRUPTED_S = 4.0  # after it was interrupted
+
+_SLEEPING_S = 1.0  # for it to sleep
 
 _running: dict[threading.Thread, Callable[[], None]] = {}
 
@@ -55,7 +58,18 @@ def _end_all() -> None:
         stop()
     threads = [thread for thread, _ in running]
     join_all(threads, _TASK_S)
+    _interrupt(threads, SystemExit, _INTERRUPTED_S)
+    _interrupt(threads, _Asleep, _SLEEPING_S)
+
+
+class _Asleep(BaseException):
+    def __init__(self) -> None:
+        while True:
+            time.sleep(3600)
+
+
+def _interrupt(threads: Iterable[threading.Thread], error: type[BaseException], patience_s: float) -> None:
     busy = [thread for thread in threads if thread.is_alive()]
     for thread in busy:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
-    join_all(busy, _INTERRUPTED_S)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(error))
+    join_all(busy, patience_s)

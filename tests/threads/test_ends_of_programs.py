@@ -34,6 +34,14 @@ class Busy(Data):
             rows = rows.sin()
         return rows
 
+class Stubborn(Data):
+    def __getitem__(self, idx):
+        while True:
+            try:
+                torch.full((200, 500), idx).sin()
+            except:
+                pass
+
 gc.freeze()  # or each program would look through all of torch at its end
 ends, folder = {}, sys.argv[2]
 for name, program in json.loads(open(sys.argv[1]).read()).items():
@@ -89,6 +97,10 @@ daemons._INTERRUPTED_S = 0.1
 Data.stuck = 7
 list(stocache.DataLoader(Data(), 2, num_workers=2, worker_method='thread'))"""
 
+STUBBORN = """
+daemons._TASK_S = daemons._INTERRUPTED_S = 0.1
+iterator = iter(stocache.DataLoader(Stubborn(), 2, num_workers=2, worker_method='thread'))"""
+
 
 def bad_ends(programs, folder):
     """Run programs; return the status of those that do not end well, and what they have written to stderr."""
@@ -106,7 +118,7 @@ def programs(number):
 
 def test_programs_end_without_an_error_and_ctrl_c_works_while_a_worker_is_stuck(tmp_path):
     busy = {f"{loader}, {end}": f"{BUSY[loader]}\n{BUSY_ENDINGS[end]}" for loader in BUSY for end in BUSY_ENDINGS}
-    ends = bad_ends({"stuck": STUCK} | programs(0) | busy, tmp_path)
+    ends = bad_ends({"stuck": STUCK, "stubborn": STUBBORN} | programs(0) | busy, tmp_path)
     code, said = ends.pop("stuck")
     assert (code in (1, -2), said.count("Traceback"), said.split()[-1]) == (True, 1, "KeyboardInterrupt")
     assert ends == {}
