@@ -236,10 +236,10 @@ def open_memory(layout: CacheLayout, options: CacheOptions, proof: Proof | None 
     except OSError as error:
         if not os.path.isdir(limits.SHM_DIR):
             return _Opener(layout, options, None, job_here()).open_part(f"There is no {limits.SHM_DIR}.")
-        logger.warning(
-            "cache %r holds nothing: %s: %s. In Docker: --shm-size=…; on a host: mount -o remount,rw,size=… %s",
-            name, limits.SHM_DIR, os.strerror(error.errno or 0), limits.SHM_DIR,
-        )  # fmt: skip
+        remedy = f"In Docker: --shm-size=…; on a host: mount -o remount,rw,size=… {limits.SHM_DIR}"
+        if error.errno in limits.LACKS:
+            remedy = "Raise the limits of this process: ulimit -a"
+        logger.warning("cache %r holds nothing: %s: %s. %s", name, limits.SHM_DIR, os.strerror(error.errno or 0), remedy)
     if found is None:  # a cache of its own instead would take the limit, which is for the machine, in each process
         return open_own(layout, 0)
     segment, descriptor = found

@@ -7,6 +7,7 @@ to if it was made for the same data. One for other data is replaced if no proces
 
 import contextlib
 import ctypes
+import gc
 import hashlib
 import json
 import logging
@@ -115,6 +116,15 @@ def join(name: str, wanted: Identity, persist: bool, new: Callable[[], NewSegmen
         SegmentError: the file of that name is not a segment, or is damaged.
         OSError: /dev/shm does not take more files.
     """
+    with contextlib.suppress(MismatchError):
+        return _join(name, wanted, persist, new)
+    gc.collect()  # the cache for other data may be one of this process that nothing refers to
+    return _join(name, wanted, persist, new)
+
+
+def _join(
+    name: str, wanted: Identity, persist: bool, new: Callable[[], NewSegment | None]
+) -> tuple[Segment, Descriptor] | None:
     path, problem = registry.path_of(name), ""
 
     def find_or_make(at: int | None) -> tuple[Segment, Descriptor] | None:
@@ -291,9 +301,12 @@ def _read(fd: int, path: str) -> tuple[Layout, Descriptor]:
 def _check(path: str, key: FileKey, descriptor: Descriptor, wanted: Identity) -> None:
     """Raise MismatchError unless a segment that is in use is for the wanted data."""
     if difference := descriptor.differences(wanted):
+        users, remedy = _users(key), "wait for them to end"
+        if holders().get(key) == [os.getpid()]:
+            users, remedy = "this process", "close() the earlier one"
         raise MismatchError(
-            f"cache {os.path.basename(path)!r} is in use by {_users(key)} for other data: {difference}. "
-            f"Use another name, or wait for them to end."
+            f"cache {os.path.basename(path)!r} is in use by {users} for other data: {difference}. "
+            f"Use another name, or {remedy}."
         )
 
 

@@ -25,6 +25,8 @@ logger = logging.getLogger("stocache")
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
 SHM_DIR = "/dev/shm"
+LACKS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Errors that say what this process or machine lacks, and nothing about the file that was to be opened."""
 PROC = Path("/proc/self")
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 

@@ -316,6 +316,16 @@ def test_without_shm_nothing_is_cached_and_training_goes_on(monkeypatch, caplog)
     assert "no shared memory: /dev/shm cannot be written;" in caplog.text
 
 
+def test_a_cell_that_runs_again_with_other_data_is_refused_until_nothing_refers_to_the_earlier_cache():
+    cache = make(fingerprint="v1")
+    with pytest.raises(MismatchError, match=r"is in use by this process for other data: .* or close\(\) the earlier one\."):
+        make(fingerprint="v2")
+    circle = [cache]
+    circle.append(circle)
+    del cache, circle
+    make(fingerprint="v2").close()
+
+
 @pytest.mark.parametrize("call", ["mkdir", "link", "posix_fallocate"])
 def test_an_error_of_the_file_system_disables_the_cache_and_names_the_remedy(monkeypatch, caplog, call):
     def fail(*arguments, **options):

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import resource
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -245,6 +246,18 @@ def test_a_damaged_block_is_named_and_the_others_are_read(disk, message):
         raise StorageError(disk.check(1))
     assert [number for number in range(8) if disk.check(number)] == [1]
     assert read(disk, (*range(7), *range(14, N)))
+
+
+def test_too_many_open_files_are_not_damage(disk):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files") as caught:
+            disk.load_block(1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not isinstance(caught.value, StorageError)
+    assert disk.check(1) is None
 
 
 def test_what_is_no_index_is_an_error(tmp_path):
