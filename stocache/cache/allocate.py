@@ -237,8 +237,8 @@ def open_memory(layout: CacheLayout, options: CacheOptions, proof: Proof | None 
         if not os.path.isdir(limits.SHM_DIR):
             return _Opener(layout, options, None, job_here()).open_part(f"There is no {limits.SHM_DIR}.")
         remedy = f"In Docker: --shm-size=…; on a host: mount -o remount,rw,size=… {limits.SHM_DIR}"
-        if error.errno in limits.LACKS:
-            remedy = "Raise the limits of this process: ulimit -a"
+        if error.errno in limits.EXHAUSTED:
+            remedy = "This process or the machine is at a limit, see: ulimit -a"
         logger.warning("cache %r holds nothing: %s: %s. %s", name, limits.SHM_DIR, os.strerror(error.errno or 0), remedy)
     if found is None:  # a cache of its own instead would take the limit, which is for the machine, in each process
         return open_own(layout, 0)

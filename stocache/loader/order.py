@@ -120,7 +120,7 @@ class Order:
         progress: the epoch that begins next.
         context: sent to the workers with each batch of indices; None without workers.
         farewells: requests without indices at the end: the workers answer them with their last states.
-        error: what the sampler raised.
+        error: what the sampler raised; None if nothing.
     """
 
     sampler: Any

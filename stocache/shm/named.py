@@ -222,7 +222,7 @@ def remove(path: str, force: bool = False, dead: bool = False) -> None:
             with peek(at, path) as (fd, held):
                 Layout.read(fd)
                 if held:
-                    users = _users(identify(fd))
+                    users = _users(holders().get(identify(fd), []))
                     raise SegmentError(f"cache {name!r} is in use by {users}. Nevertheless: stocache rm --force {name}")
         try:
             os.unlink(name, dir_fd=at)
@@ -301,8 +301,9 @@ def _read(fd: int, path: str) -> tuple[Layout, Descriptor]:
 def _check(path: str, key: FileKey, descriptor: Descriptor, wanted: Identity) -> None:
     """Raise MismatchError unless a segment that is in use is for the wanted data."""
     if difference := descriptor.differences(wanted):
-        users, remedy = _users(key), "wait for them to end"
-        if holders().get(key) == [os.getpid()]:
+        pids = holders().get(key, [])
+        users, remedy = _users(pids), "wait for them to end"
+        if pids == [os.getpid()]:
             users, remedy = "this process", "close() the earlier one"
         raise MismatchError(
             f"cache {os.path.basename(path)!r} is in use by {users} for other data: {difference}. "
@@ -310,9 +311,9 @@ def _check(path: str, key: FileKey, descriptor: Descriptor, wanted: Identity) ->
         )
 
 
-def _users(key: FileKey) -> str:
+def _users(pids: list[int]) -> str:
     """Describe the processes that have a segment attached."""
-    return "processes " + (", ".join(map(str, holders().get(key, []))) or "of another container")
+    return "processes " + (", ".join(map(str, pids)) or "of another container")
 
 
 def _take_over(fd: int, path: str, layout: Layout, descriptor: Descriptor) -> None:

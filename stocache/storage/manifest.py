@@ -41,7 +41,7 @@ from stocache.storage.block import REPAIR, Block, ByteSource, encode
 from stocache.storage.local import Folder, open_file
 from stocache.storage.skipped import SKIPPED
 from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum
-from stocache.system.limits import LACKS
+from stocache.system.limits import EXHAUSTED
 
 FORMAT, VERSION = "stocache blocks", 1
 INDEX, _PREPARING, INFO, _BLOCKS, STAGING = "index.json", "preparing.json", "info.safetensors", "blocks", "staging"
@@ -167,7 +167,7 @@ def open_block(
     except FileNotFoundError:
         raise DamagedError(f"{name} is missing. {REPAIR}") from None
     except OSError as error:
-        if isinstance(error, StorageError) or error.errno in LACKS:
+        if isinstance(error, StorageError) or error.errno in EXHAUSTED:
             raise
         raise DamagedError(f"{name} cannot be read: {error}.") from error
     if entry is not None and (block.checksum, block.samples, block.nbytes) != (

@@ -25,10 +25,11 @@ logger = logging.getLogger("stocache")
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
 SHM_DIR = "/dev/shm"
-LACKS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""Errors that say what this process or machine lacks, and nothing about the file that was to be opened."""
 PROC = Path("/proc/self")
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Errors of opening a file that come from this process or machine, and say nothing about the file."""
 
 # Linux 6.3 and later complains in its log unless a memfd says whether it may be executed. Older kernels refuse the flag.
 _MFD_NOEXEC_SEAL = 0x8

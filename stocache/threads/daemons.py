@@ -18,8 +18,7 @@ from typing import Any
 
 _TASK_S = 1.0  # at exit, for what a thread is doing
 _INTERRUPTED_S = 4.0  # after it was interrupted
-
-_SLEEPING_S = 1.0  # for it to sleep
+_ASLEEP_S = 1.0  # for those that go on to fall asleep
 
 _running: dict[threading.Thread, Callable[[], None]] = {}
 
@@ -59,16 +58,19 @@ def _end_all() -> None:
     threads = [thread for thread, _ in running]
     join_all(threads, _TASK_S)
     _interrupt(threads, SystemExit, _INTERRUPTED_S)
-    _interrupt(threads, _Asleep, _SLEEPING_S)
+    _interrupt(threads, _Asleep, _ASLEEP_S)
 
 
 class _Asleep(BaseException):
+    """Is never made: the thread in which it is raised sleeps instead."""
+
     def __init__(self) -> None:
         while True:
             time.sleep(3600)
 
 
 def _interrupt(threads: Iterable[threading.Thread], error: type[BaseException], patience_s: float) -> None:
+    """Raise an exception in the threads that live, and wait for them."""
     busy = [thread for thread in threads if thread.is_alive()]
     for thread in busy:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(error))

@@ -1,6 +1,8 @@
 """An interrupt at any line of the loader: the next epoch is whole, and the iterator either goes on without loss or raises."""
 
+import contextlib
 import itertools
+import os
 import sys
 
 import pytest
@@ -11,6 +13,7 @@ from stocache import CachedDataset, WorkerError
 from tests.support.images import Images
 from tests.support.processes import in_child
 
+PACKAGE = os.path.dirname(stocache.__file__)
 N, BATCH = 24, 3
 WHOLE = list(range(0, N, BATCH))
 
@@ -26,7 +29,7 @@ class Interrupt:
         self.error, self.after, self.raised = error, after, False
 
     def __call__(self, frame, event, argument):
-        return self.line if not self.raised and "/stocache/" in frame.f_code.co_filename else None
+        return self.line if not self.raised and frame.f_code.co_filename.startswith(PACKAGE) else None
 
     def line(self, frame, event, argument):
         if event == "line" and not self.raised:
@@ -48,11 +51,10 @@ def interrupted(loader, error, after):
     before = sys.gettrace()
     sys.settrace(interrupt)
     try:
-        iterator = iter(loader)
-        for first in firsts(iterator):
-            got.append(first)
-    except error:
-        sys.settrace(before)
+        with contextlib.suppress(error):
+            iterator = iter(loader)
+            for first in firsts(iterator):
+                got.append(first)
     finally:
         sys.settrace(before)
     return got, iterator, interrupt.raised
