@@ -606,9 +606,9 @@ class CachedDataset(Dataset[Any]):
         epochs = self._epochs.stats(self.cache)
         return DatasetStats(self.cache.stats(), epochs, disk, self._audit.compared, self._audit.changed, self.cache.ranks)
 
-    def begin_loop(self, loader: Any) -> None:
-        """Note that a loop over a loader begins. `DataLoader` calls it."""
-        self._epochs.loop_begins(self.cache, loader, expected=not self._audit.changed)
+    def begin_loop(self, loader: Any, looped: bool) -> None:
+        """Note that a loop over a loader begins. ``looped``: whether the last one got batches. `DataLoader` calls it."""
+        self._epochs.loop_begins(self.cache, loader, expected=looped and not self._audit.changed)
         if loader.num_workers and loader.persistent_workers:
             self._audit.meet_workers(started=loader.has_workers)
         self._audit.begin_epoch()

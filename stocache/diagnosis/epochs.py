@@ -1,6 +1,5 @@
 """The figures of each epoch of a loader: how long the trainer waited, how long each part took, and the verdict."""
 
-import itertools
 import logging
 import os
 import time
@@ -196,7 +195,7 @@ class EpochLog:
     def __init__(self) -> None:
         self._done: deque[LoaderEpochStats] = deque(maxlen=_KEPT)
         self._running: RunningEpoch | None = None
-        self._numbers = itertools.count()
+        self._count = 0
 
     def begin(
         self, record: Record, cache: SampleCache | None, disk: bool, workers: int, persistent: bool, ring: Ring | None
@@ -204,7 +203,8 @@ class EpochLog:
         """Begin an epoch. One that was left early ends."""
         if self._running is not None:
             self.end(self._running, self._running.last_ns)
-        self._running = RunningEpoch(next(self._numbers), record, cache, disk, workers, persistent, ring)
+        self._running = RunningEpoch(self._count, record, cache, disk, workers, persistent, ring)
+        self._count += 1
         return self._running
 
     def end(self, epoch: RunningEpoch, at_ns: int = 0) -> None:

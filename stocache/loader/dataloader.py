@@ -11,12 +11,14 @@ NOTE [ How torch's DataLoader is used ]
     and ``_shutdown_workers``, which ends them. Lightning uses the first and the last in the same way.
 """
 
-import copy
 import dataclasses
 import functools
+import gc
 import inspect
+import logging
 import multiprocessing
 import operator
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -52,6 +54,8 @@ from stocache.timing.flat import flat_numbers
 from stocache.timing.histogram import NOTHING, Distribution
 from stocache.timing.record import COLLATE_NS, HAND_OVER_NS, LOAD_NS, SAMPLES, WAIT_NS, Record, record_here
 from stocache.timing.spans import WAIT, span
+
+logger = logging.getLogger("stocache")
 
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., None])
@@ -142,7 +146,7 @@ class DataLoader(ResumableLoader[_T]):
             logged, and is the attribute ``num_workers`` then. An iterable dataset gets 0; what cannot be measured, as many as
             there are processors, at most 8. With 0, ``persistent_workers`` and ``multiprocessing_context`` have no effect.
         prefetch_factor: as for torch's DataLoader. With ``num_workers=0``, and a cached dataset without a transform, the number
-            of batches that a thread of this process gathers in advance.
+            of batches that a thread of this process gathers in advance; the attribute is None then, as torch's loader needs it.
         snapshot_every_n_steps: with which batches workers send the state of a dataset that has one: with those of every n-th
             step. A loader that resumes between two of them loads up to n - 1 batches, and drops them.
         worker_method: "multiprocessing" for worker processes; "thread" for threads of this process, which need no start, no
@@ -177,10 +181,9 @@ class DataLoader(ResumableLoader[_T]):
             args, kwargs = (), arguments
         alone = arguments.get("num_workers", 0) == 0
         super().__init__(dataset, *args, prefetch_factor=None if alone else prefetch_factor, **kwargs)
-        if alone:
-            if prefetch_factor is not None and prefetch_factor < 0:
-                raise ValueError("prefetch_factor option should be non-negative")
-            self.prefetch_factor = prefetch_factor
+        if alone and prefetch_factor is not None and prefetch_factor < 0:
+            raise ValueError("prefetch_factor option should be non-negative")
+        self._gathered_ahead = prefetch_factor or 0  # without workers
         self.snapshot_every_n_steps = snapshot_every_n_steps
         if snapshot_every_n_steps is not None and operator.index(snapshot_every_n_steps) < 1:
             raise ValueError(f"snapshot_every_n_steps must be at least 1, got {snapshot_every_n_steps}")
@@ -193,15 +196,23 @@ class DataLoader(ResumableLoader[_T]):
         if worker_method not in METHODS:
             raise ValueError(f"worker_method must be one of {', '.join(map(repr, METHODS))}, got {worker_method!r:.100}")
         self.worker_method, self._trial = worker_method, Trial()
-        self._uses_threads = False  # by the newest workers
-        self.warned: set[str] = set()  # warnings about worker threads that were given
-        self._ring: Ring | None = None
-        self._pool = Pool()  # for batches without workers
-        self._reset_position()
+        self._warned: set[str] = set()  # warnings about worker threads that were given
         self._epoch: int | None = None
-        self._totals = _Totals()
-        self._record: Record | None = None
-        self._log = EpochLog()
+        self._reset_position()
+        vars(self).update(_fresh())
+        options = {"sample_seed": self.sample_seed is not None, "worker_method": worker_method != "multiprocessing"}
+        lost = [name for name, given in options.items() if given]
+        if lost:
+            self._unused = weakref.finalize(self, _warn_of_lost, lost, id(dataset), os.getpid())
+
+    # What one object has; a copy makes its own, also in another process
+    _uses_threads: bool  # by the newest workers
+    _ring: Ring | None
+    _pool: Pool  # for batches without workers
+    _totals: "_Totals"
+    _record: Record | None
+    _log: EpochLog
+    _unused: "weakref.finalize[Any, Any] | None"  # until the first iterator; see `_warn_of_lost`
 
     # ------------------------------------------------------------------------------------------------ iterating
 
@@ -224,6 +235,8 @@ class DataLoader(ResumableLoader[_T]):
         progress = self._next_progress()
         if self._worker_group is not None and (self._worker_group.dead or self._worker_group.busy):
             self.end_workers()
+        if self._unused is not None:
+            self._unused.detach()
         epoch = self._begin_epoch()
         if self._iterator is None or self._worker_group is None:  # torch sets _iterator only for persistent workers
             made = progress.workers_made
@@ -248,7 +261,7 @@ class DataLoader(ResumableLoader[_T]):
         cached = self._cached_dataset()
         cache = disk = None
         if cached is not None:
-            cached.begin_loop(self)
+            cached.begin_loop(self, looped=self._progress.delivered > (self._progress.resumed or 0))
             cache, disk = cached.cache, cached.disk_cache
         persistent = bool(self.num_workers and self.persistent_workers)
         epoch = self._log.begin(self.record, cache, disk is not None, self.num_workers, persistent, self._ring)
@@ -279,7 +292,7 @@ class DataLoader(ResumableLoader[_T]):
                 return self._torch_iterator(order, progress, replaced), WorkerGroup(order)
             replaced |= {"collate_fn": as_is}
             lazy_batches = self._torch_iterator(order, progress, replaced)
-            depth = 0 if self._keeps_states else self.prefetch_factor or 0  # a state is that of the delivered batches
+            depth = 0 if self._keeps_states else self._gathered_ahead  # a state is that of the delivered batches
             return Gatherer(lazy_batches, self._pool, depth, self.record.main), WorkerGroup(order)
         if self._uses_threads:
             in_threads = ThreadCollate(collate_fn, stacking, self.batch_sampler is not None, self._pool, seed)
@@ -331,10 +344,8 @@ class DataLoader(ResumableLoader[_T]):
 
     def _torch_iterator(self, order: Order, progress: Progress, replaced: dict[str, Any]) -> Any:
         """Return the iterator that torch makes from a copy of this loader with some attributes replaced."""
-        changed = copy.copy(self)
-        changed._record = self._record
-        for name, value in replaced.items():
-            object.__setattr__(changed, name, value)  # torch's __setattr__ refuses these names, to protect loaders in use
+        changed = object.__new__(type(self))
+        vars(changed).update(vars(self) | replaced | {"_iterator": None})
         with order.rng_during_creation(progress), fork_lock():
             iterator = TorchLoader.__iter__(changed)
             if not self.num_workers:
@@ -378,14 +389,7 @@ class DataLoader(ResumableLoader[_T]):
         return None if self._worker_group is None else self._worker_group.death()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {
-            "_ring": None,
-            "_record": None,
-            "_worker_group": None,
-            "_iterator": None,
-            "_iterable": None,
-        }  # another process makes its own
-        return vars(self) | own
+        return super().__getstate__() | _fresh()
 
     # ------------------------------------------------------------------------------------------------ observing
 
@@ -417,6 +421,33 @@ class DataLoader(ResumableLoader[_T]):
 
     def _cached_dataset(self) -> CachedDataset | None:
         return next((layer for layer in layers(self.dataset) if isinstance(layer, CachedDataset)), None)
+
+
+def _fresh() -> dict[str, Any]:
+    """Return the attributes that belong to one loader object alone, as they are at first."""
+    own: dict[str, Any] = {"_ring": None, "_record": None, "_unused": None, "_uses_threads": False}
+    return own | {"_pool": Pool(), "_totals": _Totals(), "_log": EpochLog()}
+
+
+_said_lost = False  # the warning below
+
+
+def _warn_of_lost(options: list[str], dataset: int, pid: int) -> None:
+    """Warn, once, if a loader that was never iterated is gone, and a loader of torch's has its dataset in its place.
+
+    Libraries make such a loader from the arguments of torch that ours has. The options that torch's does not have are lost.
+    """
+    global _said_lost
+    if _said_lost or os.getpid() != pid:
+        return
+    loaders = (each for each in gc.get_objects() if issubclass(type(each), TorchLoader) and not isinstance(each, DataLoader))
+    if any(id(vars(each).get("dataset")) == dataset for each in loaders):
+        _said_lost = True
+        logger.warning(
+            "a library has made torch's own loader of a stocache.DataLoader, where %s has no effect. Iterate over the loader "
+            "that you made, or leave the option out.",
+            " and ".join(options),
+        )
 
 
 @dataclass

@@ -104,6 +104,12 @@ class ResumableLoader(TorchLoader[_T]):
         """Whether the states of workers, or the numbers of their batches, have to be known."""
         return self._is_iterable or has_state(self.dataset) or not self._in_order
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes of a copy. It begins an epoch, or continues from a state that was loaded last."""
+        progress = self._progress if self._progress.begun is None else Progress(finished=True)
+        own: dict[str, Any] = {"_progress": progress, "_worker_states": WorkerStates(1), "_promised": False}
+        return vars(self) | own | dict.fromkeys(("_iterator", "_iterable", "_worker_group", "_workers_made"))
+
     # ------------------------------------------------------------------------------------------------ new iterators
 
     def _next_progress(self) -> Progress:

@@ -397,7 +397,7 @@ class ThreadIterator(QuickIterator):
             init = partial(torch_dataloader._sharding_worker_init_fn, init, self._world_size, self._rank)
         parts = self._dataset, self._collate_fn, init
         hooks = loader.sample_seed is not None and loader.sample_seed.hooks
-        crew = Crew(count, parts, self._base_seed, self._shared_seed, bool(hooks), loader.warned)
+        crew = Crew(count, parts, self._base_seed, self._shared_seed, bool(hooks), loader._warned)
         pin = self._pin_memory_device if self._pin_memory else None
         self._maker = ThreadMaker(loader, crew, pin)
         self._gil_watch = GilWatch(self._maker.record.main.add_look)
