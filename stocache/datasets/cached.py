@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import inspect
+import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +13,7 @@ from types import MethodType
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, MapDataPipe, Subset
 from tqdm import tqdm
 
 from stocache.cache.base import SlotState
@@ -29,7 +31,7 @@ from stocache.datasets.parts import FollowedMethod, follow, is_part
 from stocache.datasets.stored import StorageDataset
 from stocache.datasets.wrapping import SampleOptions, check_dataset, wrap
 from stocache.disk.cache import DiskCache
-from stocache.errors import ClosedError, DatasetError, LimitError
+from stocache.errors import DatasetError, LimitError
 from stocache.samples.indices import check_index, check_indices, length_of
 from stocache.system.children import in_children_or_here
 from stocache.system.deprecation import old_name, renamed_arguments
@@ -37,6 +39,8 @@ from stocache.system.generators import in_worker_thread, undrawn, undrawn_many
 from stocache.system.ranks import is_first_rank
 from stocache.transforms import huggingface
 from stocache.transforms.part_transform import PartTransform, as_transform
+
+logger = logging.getLogger("stocache")
 
 _Self = TypeVar("_Self", bound="CachedDataset")
 
@@ -192,6 +196,8 @@ class CachedDataset(Dataset[Any]):
         self._epochs = EpochCounter(self._len, self.cache)
         if wrapped.probe.finding is not None:
             self._audit.change(wrapped.probe.finding)
+        self._last_stats: DatasetStats | None = None  # when it was closed
+        _warn_of_hidden(dataset, {*dir(type(self)), *vars(self)})
         self._initialised = True
 
     @property
@@ -259,7 +265,8 @@ class CachedDataset(Dataset[Any]):
         Raises:
             DatasetError: the dataset has become longer or shorter.
         """
-        self._epochs.update(self.cache)
+        if not self.cache.closed:
+            self._epochs.update(self.cache)
         now = length_of(self.dataset)
         if now is not None and now != self._len:
             raise DatasetError(
@@ -421,8 +428,9 @@ class CachedDataset(Dataset[Any]):
 
     def __getattr__(self, name: str) -> Any:
         # Called for attributes that are not here; during unpickling none are, not even the dataset
-        if name.startswith("__") or "dataset" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        owner = self.__dict__.get("dataset", self)
+        if name.startswith("__") or owner is self:
+            raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}")
         method = huggingface.cached_method(self.dataset, name, self._view)
         if method is not None:
             return method
@@ -499,6 +507,19 @@ class CachedDataset(Dataset[Any]):
             self._audit.change(str(error))
         else:
             self._split, self._loader = split, split if split.has_rest else SampleLoader(self._source)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """That of the wrapped dataset, so that `isinstance` finds it; ``type()`` is ours. Code that knows the class may ask.
+
+        Not of one that wraps another: its ``dataset`` would be taken for ours. Nor of a DataPipe, which torch serves otherwise.
+        """
+        dataset = vars(self).get("dataset")
+        stands_in = isinstance(dataset, Dataset) and not isinstance(dataset, MapDataPipe) and not hasattr(dataset, "dataset")
+        return type(dataset) if stands_in else type(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # pickle would compare the class
+        return _new, (type(self),), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
         self._epochs.workers_start()
@@ -600,7 +621,9 @@ class CachedDataset(Dataset[Any]):
     # ------------------------------------------------------------------------------------------------ life
 
     def stats(self) -> DatasetStats:
-        """Return the counts of all processes, in total and for each epoch."""
+        """Return the counts of all processes, in total and for each epoch; after `close` those of that moment."""
+        if self.cache.closed and self._last_stats is not None:
+            return self._last_stats
         self._epochs.update(self.cache)
         disk = None if self.disk_cache is None else self.disk_cache.stats()
         epochs = self._epochs.stats(self.cache)
@@ -624,8 +647,8 @@ class CachedDataset(Dataset[Any]):
         """Close the cache. May be called twice."""
         if isinstance(self._loader, BlockLoader):
             self._loader.close()
-        with contextlib.suppress(ClosedError):
-            self._epochs.update(self.cache)
+        if not self.cache.closed:
+            super().__setattr__("_last_stats", self.stats())
         if self.disk_cache is not None:
             self.disk_cache.close()  # first: what is to be written depends on what the memory holds
         self.cache.close()
@@ -638,7 +661,30 @@ class CachedDataset(Dataset[Any]):
         self.close()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {type(self.dataset).__name__} in {self.cache!r}>"
+        # Says nothing that reading changes: some compare it with that of the run that they resume
+        return f"<{type(self).__name__} of {type(self.dataset).__name__} in a {type(self.cache).__name__}>"
+
+
+def _new(kind: type[_Self]) -> _Self:
+    return kind.__new__(kind)
+
+
+_SHARED_NAMES = frozenset({"dataset", "transform", "set_epoch", "prefetch_blocks", "expect"})
+"""Names of ours that mean what they mean in a dataset."""
+_said_hidden: set[tuple[type, str]] = set()
+
+
+def _warn_of_hidden(dataset: Any, own: set[str]) -> None:
+    """Warn, once for each class, of public attributes of a dataset whose names a `CachedDataset` has for others."""
+    missing = object()
+    names = (name for name in sorted(own - _SHARED_NAMES) if name[0] != "_")
+    hidden = ", ".join(name for name in names if inspect.getattr_static(dataset, name, missing) is not missing)
+    if hidden and (type(dataset), hidden) not in _said_hidden and is_first_rank():
+        _said_hidden.add((type(dataset), hidden))
+        logger.warning(
+            "a CachedDataset has attributes of its own called %s. Ask its `dataset` for those of %s.",
+            hidden, type(dataset).__name__,
+        )  # fmt: skip
 
 
 def _call_before_each(samples: Iterable[Any], function: Callable[[int], None]) -> Iterator[Any]:

@@ -131,7 +131,7 @@ class BlockLoader:
         """The structure of blocks whose columns can be copied into slots; None where there is no such structure."""
         if not self._trees:
             tree: Tree = None
-            if isinstance(self._cache, SharedCache) and isinstance(self._dataset, StorageDataset):
+            if isinstance(self._cache, SharedCache) and issubclass(type(self._dataset), StorageDataset):
                 with contextlib.suppress(Exception):  # of a class that refuses the zeros of an example
                     tree = tree_of(self._cache.structure.example())
             self._trees.append(tree)
@@ -162,8 +162,9 @@ class BlockLoader:
     def _load_encoded(self, indices: Sequence[int]) -> Mapping[int, Any] | None:
         """Return the bytes of samples of one block as the cache stores them; None where the samples must be made."""
         dataset, cache = self._dataset, self._cache
-        if isinstance(dataset, StorageDataset) and isinstance(cache, RaggedCache) and not cache.compresses:
-            return dataset.load_records(indices)
+        if issubclass(type(dataset), StorageDataset) and isinstance(cache, RaggedCache) and not cache.compresses:
+            records: Mapping[int, Any] | None = dataset.load_records(indices)
+            return records
         return None if self._tree is None else dataset.load_encoded(indices, self._tree)
 
     def _leave_out(self, blocks: list[int], indices: Sequence[int]) -> list[int]:
@@ -306,7 +307,7 @@ def choose_blocks(dataset: Any, cache: SampleCache, samples: Iterable[Any]) -> _
     Args:
         samples: some samples of the dataset. What their records have besides values is taken to be the most that any has.
     """
-    if not isinstance(cache, RaggedCache) or not isinstance(dataset, StorageDataset):
+    if not isinstance(cache, RaggedCache) or not issubclass(type(dataset), StorageDataset):
         return None
     try:
         value_bytes = dataset.value_bytes()

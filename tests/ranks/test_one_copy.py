@@ -109,7 +109,7 @@ def cached(rank, meet, log, varying, options):
     if rank == 0 and options == {"probe": 0}:
         rows = json.loads(run_python("-m", "stocache", "info", "--json").stdout)["caches_without_a_name"]
         assert RANKS in [row["ranks"] for row in rows if "test_one_copy.py" in row["place"]]
-    result = inode_of(dataset.cache), wrong, stats.ranks, stats.total.filled, repr(dataset)
+    result = inode_of(dataset.cache), wrong, stats.ranks, stats.total.filled, repr(dataset.cache)
     meet()
     return result
 
