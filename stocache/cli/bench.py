@@ -24,6 +24,7 @@ from tqdm import tqdm
 from stocache.cache.shared import SharedCache
 from stocache.cli.dataset import PartlyCached, collate_or_list
 from stocache.preparation.images import load_jpeg
+from stocache.threads.loading import would_stall
 
 CacheMaker = Callable[[int, int, tuple[int, ...]], Any]
 """Makes a cache from (size limit in bytes, dataset_len, data_dims): a `SharedCache`, or another with get_slot and set_slot."""
@@ -180,8 +181,11 @@ def sweep_dataset(
     """Run `sweep` on a map-style dataset, in `CachedDataset`. Files stay in the page cache.
 
     The time and the reads of the first epoch include those of `CachedDataset`, which loads some samples to see what they are.
-    Batches that torch's ``default_collate`` does not take, such as of samples of varying size, remain lists.
+    Batches that torch's ``default_collate`` does not take, such as of samples of varying size, remain lists. There are no
+    workers where forked ones would stall.
     """
+    if workers and would_stall(dataset):
+        workers = 0
 
     @contextmanager
     def open_dataset(fraction: float) -> Iterator[Opened]:

@@ -33,10 +33,10 @@ from stocache.datasets.wrapping import SampleOptions, check_dataset, wrap
 from stocache.disk.cache import DiskCache
 from stocache.errors import DatasetError, LimitError
 from stocache.samples.indices import check_index, check_indices, length_of
-from stocache.system.children import in_children_or_here
 from stocache.system.deprecation import old_name, renamed_arguments
 from stocache.system.generators import in_worker_thread, undrawn, undrawn_many
 from stocache.system.ranks import is_first_rank
+from stocache.threads.loading import in_children_or_here, run_here
 from stocache.transforms import huggingface
 from stocache.transforms.part_transform import PartTransform, as_transform
 
@@ -216,14 +216,14 @@ class CachedDataset(Dataset[Any]):
         return self._split is not None and self._split.has_rest
 
     @property
-    def _is_transformed(self) -> bool:
+    def is_transformed(self) -> bool:
         """Whether any transforms run after the cache."""
         return self.after_cache is not None or self._has_rest
 
     @property
     def is_lazy(self) -> bool:
         """Whether ``__getitems__`` returns a `LazyBatch`; see `with_lazy_batches`."""
-        return self._batch_spec is not None and not self._is_transformed
+        return self._batch_spec is not None and not self.is_transformed
 
     @property
     def _reads_in_turn(self) -> bool:
@@ -232,7 +232,7 @@ class CachedDataset(Dataset[Any]):
 
     @property
     def _copy(self) -> bool:
-        return self._copies or self._is_transformed
+        return self._copies or self.is_transformed
 
     @property
     def _load_many(self) -> Callable[[list[int]], Iterable[Any]]:
@@ -326,14 +326,14 @@ class CachedDataset(Dataset[Any]):
         if self._split is not None and self._split.has_changed(indices):
             self._follow_transforms()
         served = not self._audit.is_due(len(indices)) or self._audit.allows(indices, self.cache, self._served, self._fresh)
-        if self._batch_spec is not None and isinstance(self.cache, SharedCache) and not self._is_transformed:
+        if self._batch_spec is not None and isinstance(self.cache, SharedCache) and not self.is_transformed:
             load_many = self._tiered(self._audit.watched_many(self._loader)) if served else SampleLoader(self._source).load_many
             kind = LazyBatch if served else DirectBatch
             return kind(self.cache, indices, load_many, self._batch_spec, self.disk_cache)
         samples: Iterable[Any]
         if not served:
             return self._load_all(indices, before_each)
-        if self._is_transformed and self._reads_in_turn:
+        if self.is_transformed and self._reads_in_turn:
             samples = self.cache.each(indices, self._load_many, copy=self._copy, strict=False)
         else:
             samples = self.cache.get_or_load_many(indices, self._load_many, copy=self._copy, strict=False)
@@ -594,7 +594,7 @@ class CachedDataset(Dataset[Any]):
         counts: Iterable[int]
         jobs = [partial(self._fill, batches[number::num_workers]) for number in range(min(num_workers, len(batches)))]
         if self._loaded_here:
-            counts = chain.from_iterable(job() for job in jobs)
+            counts = chain.from_iterable(map(run_here, jobs))
         else:
             counts = in_children_or_here(self._source, jobs, proven=self._loaded_here is False)
         for count in counts:
@@ -714,7 +714,7 @@ def with_lazy_batches(dataset: Any) -> Any:
         return subset
     if not isinstance(dataset, CachedDataset) or type(dataset).__getitems__ is not CachedDataset.__getitems__:
         return None
-    if dataset._is_transformed or not isinstance(dataset.cache, SharedCache) or dataset._audit.changed:
+    if dataset.is_transformed or not isinstance(dataset.cache, SharedCache) or dataset._audit.changed:
         return None
     spec = BatchSpec.of(dataset.cache)
     return None if spec is None else dataset._replace(_batch_spec=spec)

@@ -12,27 +12,20 @@ import contextlib
 import logging
 import operator
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from stocache.errors import SampleError, WorkerError
 from stocache.samples.indices import spread
 from stocache.samples.record_decoder import unpack_sample
 from stocache.samples.record_encoder import PackedRecord, pack_sample
-from stocache.system.children import (
-    ChildError,
-    Description,
-    in_children,
-    loads_only_here,
-    rebuild,
-    warn_of_this_process,
-    with_note,
-)
+from stocache.system.children import ChildError, Description, SlowError, in_children, rebuild, with_note
 from stocache.system.children import describe as describe_error
 from stocache.system.describe import describe, difference
-from stocache.system.rng import LineOfDraw, RngMonitor, preserve_rng_state
+from stocache.system.rng import LineOfDraw, RngMonitor
+from stocache.threads.loading import loads_only_here, run_here, warn_of_this_process
 
 logger = logging.getLogger("stocache")
 
@@ -113,52 +106,73 @@ def probe_samples(dataset: Any, length: int, count: int, load: Callable[[int], A
     indices = spread(length, count)
     if not indices:
         return Probe()
-    found, started = Probe(), None
     load = partial(operator.getitem, dataset) if load is None else load
-    errors: list[tuple[int, Exception, bool]] = []
+    job = partial(_load_all, dataset, load, indices)
+    found = _Found(dataset)
     try:
-        with contextlib.closing(in_children([partial(_load_all, dataset, load, indices)], dataset, _PATIENCE_S)) as items:
-            for item in items:
-                if isinstance(item, _Started):
-                    started = item.idx
-                elif isinstance(item, _LoadedAgain):
-                    found.reads = found.reads if item.reads is None else item.reads
-                    found.finding = found.finding or _finding(dataset, item)
-                elif item.record is not None:
-                    found.samples[item.idx] = unpack_sample(item.record)
-                else:
-                    errors.append((item.idx, rebuild(item.error), item.raised))
+        with contextlib.closing(in_children([job], dataset, _PATIENCE_S)) as items:
+            found.take(items)
+    except SlowError:
+        logger.warning("sample %d is not loaded after %.0f s. %s.", found.started, _PATIENCE_S, _ADVICE)
     except ChildError as error:
-        if started is None:
-            return _probe_here(dataset, load, indices, error)
-        logger.warning("sample %d is not loaded after %.0f s. %s.", started, _PATIENCE_S, _ADVICE)
+        return _probe_here(dataset, job, error)
     except WorkerError as error:
-        if not found.samples:
-            raise WorkerError(f"probing sample {started}: {error} {_ADVICE}.") from None
-        logger.warning("probing sample %s: %s", started, str(error))
-    if errors and not found.samples:
-        idx, problem, raised = errors[0]
+        if not found.probe.samples:
+            raise WorkerError(f"probing sample {found.started}: {error} {_ADVICE}.") from None
+        logger.warning("probing sample %s: %s", found.started, str(error))
+    if found.errors and not found.probe.samples:
+        idx, problem, raised = found.errors[0]
+        if raised and loads_only_here(partial(load, idx), problem):
+            return _probe_here(dataset, job, problem)
+        found.raise_first()
+    found.probe.loaded_here = False if found.probe.samples else None
+    return found.probe
+
+
+def _probe_here(dataset: Any, job: Callable[[], Iterator[Any]], reason: Exception) -> Probe:
+    warn_of_this_process(reason)
+    found = _Found(dataset)
+    found.take(run_here(job))
+    if found.errors and not found.probe.samples:
+        found.raise_first()
+    found.probe.loaded_here = True
+    return found.probe
+
+
+class _Found:
+    """What `_load_all` has found so far.
+
+    Attributes:
+        probe: the result.
+        started: the last sample that was begun, or None.
+        errors: by sample; and whether the dataset raised it.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset, self.probe = dataset, Probe()
+        self.started: int | None = None
+        self.errors: list[tuple[int, Exception, bool]] = []
+
+    def take(self, items: Iterable[Any]) -> None:
+        """Take what `_load_all` yields."""
+        probe = self.probe
+        for item in items:
+            if isinstance(item, _Started):
+                self.started = item.idx
+            elif isinstance(item, _LoadedAgain):
+                probe.reads = probe.reads if item.reads is None else item.reads
+                probe.finding = probe.finding or _finding(self._dataset, item)
+            elif item.record is not None:
+                probe.samples[item.idx] = unpack_sample(item.record)
+            else:
+                self.errors.append((item.idx, rebuild(item.error), item.raised))
+
+    def raise_first(self) -> NoReturn:
+        """Raise the first error."""
+        idx, problem, raised = self.errors[0]
         if not raised:
             raise problem
-        if loads_only_here(lambda: load(idx), problem):
-            return _probe_here(dataset, load, indices, problem)
-        raise with_note(problem, f"probing sample {idx} of {type(dataset).__name__}. {_ADVICE}. It raised")
-    found.loaded_here = False if found.samples else None
-    return found
-
-
-def _probe_here(dataset: Any, load: Callable[[int], Any], indices: list[int], reason: Exception) -> Probe:
-    warn_of_this_process(reason)
-    found, failure = Probe(loaded_here=True), None
-    with preserve_rng_state():
-        for idx in indices:
-            try:
-                found.samples[idx] = load(idx)
-            except Exception as error:  # it is raised again when the sample is requested
-                failure = with_note(error, f"probing sample {idx} of {type(dataset).__name__}. {_ADVICE}. It raised")
-    if failure is not None and not found.samples:
-        raise failure
-    return found
+        raise with_note(problem, f"probing sample {idx} of {type(self._dataset).__name__}. {_ADVICE}. It raised")
 
 
 def _finding(dataset: Any, again: _LoadedAgain) -> str | None:
@@ -180,7 +194,7 @@ def log_draws_without_effect(dataset: Any, idx: int, drawn: str = "") -> None:
     )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------- in the child
+# ---------------------------------------------------------------------------------------------------- loading
 
 
 def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> Iterator[_Started | _Loaded | _LoadedAgain]:
@@ -209,8 +223,8 @@ def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> I
         if count == 1:
             # see NOTE [ What a sample is made of ]
             new = {name for name, value in _attributes(dataset).items() if before.get(name, before) is not value}
-            reads = _record_reads(dataset)
-            place = load_again(load, idx, first)
+            with _recorded_reads(dataset) as reads:
+                place = load_again(load, idx, first)
             yield _LoadedAgain(idx, None if draws else place, None, frozenset(reads - new))
         if draws:
             drawn.append((idx, first))
@@ -235,8 +249,9 @@ def load_again(load: Callable[[int], Any], idx: int, first: Any, times: int = 1)
     return None
 
 
-def _record_reads(dataset: Any) -> set[str]:
-    """Return a set that collects the attributes of the dataset that are read from now on. Only for a child that then ends."""
+@contextlib.contextmanager
+def _recorded_reads(dataset: Any) -> Iterator[set[str]]:
+    """Give a set that collects the attributes of the dataset that are read in the block."""
     reads: set[str] = set()
     cls: Any = type(dataset)
     original, own = cls.__getattribute__, getattr(dataset, "__dict__", None)
@@ -247,9 +262,19 @@ def _record_reads(dataset: Any) -> set[str]:
             reads.add(name)
         return original(self, name)
 
-    with contextlib.suppress(TypeError):  # of a built-in class, whose objects have no attributes
+    has_own = "__getattribute__" in vars(cls)
+    try:
         cls.__getattribute__ = __getattribute__
-    return reads
+    except TypeError:  # of a built-in class, whose objects have no attributes
+        yield reads
+        return
+    try:
+        yield reads
+    finally:
+        if has_own:
+            cls.__getattribute__ = original
+        else:
+            del cls.__getattribute__
 
 
 def _attributes(dataset: Any) -> dict[str, Any]:

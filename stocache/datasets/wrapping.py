@@ -132,7 +132,7 @@ class _Wrapper:
             probe, cache = self._make_cache(split)
         for sample in list(probe.named.values())[:1]:
             huggingface.warn_of_widening(self._dataset, sample)
-        if self._splits and probe.loaded_here:
+        if self._splits and probe.loaded_here and split is None:
             warn_of_random_steps(self._dataset, "no child process can load its samples")
         if self._unit is None and self._options.admission == "all":  # by cost, only timed samples are kept
             cache.get_or_load_many(list(probe.samples), lambda indices: [probe.samples[idx] for idx in indices], strict=False)

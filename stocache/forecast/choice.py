@@ -31,9 +31,9 @@ _FALLBACK = 8
 
 def worker_counts(costs: Costs) -> list[int]:
     """Return the numbers of workers that are worth a forecast. torch warns of more than there are processors."""
-    most = min(costs.cores, _MOST_WORKERS)
+    most = 0 if costs.stalls else min(costs.cores, _MOST_WORKERS)
     powers = itertools.takewhile(lambda number: number < most, (2**power for power in itertools.count()))
-    return [0, *powers, most]
+    return list(dict.fromkeys((0, *powers, most)))
 
 
 def limits_gib(costs: Costs, codec: str | None, most_bytes: int) -> list[float]:

@@ -94,6 +94,7 @@ class Costs:
         has_transform: whether transforms of the dataset run after the cache. They are part of each way.
         took_s: seconds that measuring took.
         missing: what could not be measured, a sentence each.
+        stalls: whether forked workers would stall.
     """
 
     samples: int
@@ -112,6 +113,7 @@ class Costs:
     has_transform: bool = False
     took_s: float = 0.0
     missing: tuple[str, ...] = ()
+    stalls: bool = False
 
     @property
     def load_s(self) -> float:

@@ -1,17 +1,13 @@
-"""Run short epochs of the real loader over samples in memory, cached and not, in this process, which is a child."""
+"""Run short epochs of the real loader over samples in memory, cached and not."""
 
 import multiprocessing
-import os
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
@@ -23,6 +19,7 @@ from stocache.errors import CodecError, SampleError
 from stocache.forecast.costs import UNCACHED
 from stocache.samples.codecs import Codec
 from stocache.system.limits import MIB
+from stocache.system.waiting import cpu_seconds
 
 MakeLoader = Callable[..., Any]
 """Makes a DataLoader from a dataset and the arguments of torch's DataLoader."""
@@ -121,8 +118,7 @@ def run_epochs(samples: Sequence[Any], finish: Callable[[Any], Any] | None, tria
 
     All epochs are run, and then all again: another program that is busy for a moment spoils one of the two at most.
     """
-    torch_worker._worker_info = None  # this child plays the main process: in a worker, torch stacks into shared memory
-    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than processors, which is wanted
+    torch_worker._worker_info = None  # a child plays the main process: in a worker, torch stacks into shared memory
     with ExitStack() as stack:
         datasets: list[tuple[str | None, CachedDataset, Callable[[list[Any]], Any]]] = []
         for way in trials.ways:
@@ -218,14 +214,14 @@ def _run(
             begin_s = begin_s or time.perf_counter() - began
     pids = [child.pid for child in multiprocessing.active_children()] if workers else []
     seconds: list[float] = []
-    main_s, workers_s = time.process_time(), _cpu_of(pids)
+    main_s, workers_s = time.process_time(), cpu_seconds(pids)
     while len(seconds) < _ROUNDS or sum(seconds) < _ROUND_S:
         began = time.perf_counter()
         for _ in loader:
             pass
         seconds.append(time.perf_counter() - began)
     count = len(seconds)
-    main_s, workers_s = (time.process_time() - main_s) / count, (_cpu_of(pids) - workers_s) / count
+    main_s, workers_s = (time.process_time() - main_s) / count, (cpu_seconds(pids) - workers_s) / count
     _end(loader, workers)
     return Run(way, workers, size, len(dataset), statistics.median(seconds), main_s, workers_s, begin_s)
 
@@ -238,21 +234,6 @@ def _end(loader: Any, workers: int) -> None:
         del loader
         for child in children:
             child.join(5)
-
-
-def _cpu_of(pids: Sequence[int | None]) -> float:
-    """Return the processor seconds of processes so far, of all their threads."""
-    total_s = 0.0
-    for pid in pids:
-        try:
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                with suppress(OSError):
-                    total_s += int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0]) / 1e9
-        except OSError:
-            with suppress(psutil.Error):
-                times = psutil.Process(pid).cpu_times()
-                total_s += times.user + times.system
-    return total_s
 
 
 def nbytes_of(value: Any) -> int:

@@ -15,6 +15,7 @@ import logging
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,8 +29,9 @@ from stocache.forecast.costs import UNCACHED, BatchCosts, Costs, WayCosts
 from stocache.forecast.epochs import CACHE_BYTES, Cached, MakeLoader, Run, Skipped, Trials, nbytes_of, run_epochs
 from stocache.forecast.loads import LoadMany, Loads, time_busy_loads, time_loads
 from stocache.forecast.model import play
-from stocache.system.children import ChildError, in_children
+from stocache.system.children import ChildError, StalledError, in_children
 from stocache.system.limits import MIB, recommended_limit
+from stocache.threads.loading import run_here
 from stocache.transforms.planning import plan_split
 from stocache.transforms.splitting import Split
 
@@ -120,6 +122,7 @@ class _Study:
         self._order = _random_order(self._length)
         self._found = _Found()
         self._split: Split | None = None  # if transforms run after the cache
+        self._stalls = False  # whether forked children stall, so that this process loads
 
     @property
     def _left_s(self) -> float:
@@ -149,6 +152,10 @@ class _Study:
         try:
             with contextlib.closing(in_children([job], self._dataset, patience_s)) as items:
                 return next(items)  # type: ignore[no-any-return]
+        except StalledError:
+            self._stalls = True
+            self._found.missing.append("forked workers would stall: settings with workers are left out; try worker threads")
+            return next(run_here(job))  # type: ignore[no-any-return]
         except ChildError as error:
             raise DatasetError(
                 f"{type(self._dataset).__name__}: no sample was loaded in {patience_s:.0f} s: {error}"
@@ -167,7 +174,9 @@ class _Study:
         found, left_s = self._found, self._left_s
         try:
             job = partial(self._load_and_run, left_s, load_s)
-            with contextlib.closing(in_children([job], self._dataset, max(0.5, left_s * _EPOCHS_SHARE))) as items:
+            patience_s = max(0.5, left_s * _EPOCHS_SHARE)
+            found_items = run_here(job) if self._stalls else in_children([job], self._dataset, patience_s)
+            with contextlib.closing(found_items) as items:
                 for item in items:
                     self._take(item)
                     if self._left_s < 0:
@@ -192,7 +201,7 @@ class _Study:
             found.missing.append(f"{name} is left out: {item.reason}")
 
     def _measure_busy(self) -> None:
-        found, processes = self._found, min(self._cores, _MOST_WORKERS)
+        found, processes = self._found, 1 if self._stalls else min(self._cores, _MOST_WORKERS)
         alone = [idx for loads in found.loads if loads.again_s for idx in loads.indices]
         mean_s = _mean_s(found.loads)
         budget_s = min(_BUSY_S + 2 * self._group * mean_s, self._left_s * 0.9)
@@ -218,7 +227,10 @@ class _Study:
         return SampleLoader(self._dataset).load_many if self._split is None else self._split.load_many
 
     def _load_and_run(self, left_s: float, load_s: float) -> Iterator[Any]:
-        logging.getLogger("stocache").setLevel(logging.ERROR)
+        with _quiet():
+            yield from self._loads_and_runs(left_s, load_s)
+
+    def _loads_and_runs(self, left_s: float, load_s: float) -> Iterator[Any]:
         began = time.monotonic()
         samples: list[Any] = []
         size = 0
@@ -236,9 +248,10 @@ class _Study:
             rest = partial(self._split.finish, self._order[0])
             finish = rest if finish is None else partial(_both, rest, finish)
         processes = min(self._cores, _MOST_WORKERS)
+        workers = (0,) if self._stalls else (processes, 1, 0, min(2 * self._cores, _MOST_WORKERS))
         trials = Trials(
             ways=(None, UNCACHED, *(codec for codec in self._options.codecs if codec is not None)),
-            workers=tuple(dict.fromkeys((processes, 1, 0, min(2 * self._cores, _MOST_WORKERS)))),
+            workers=tuple(dict.fromkeys(workers)),
             batch_sizes=tuple(dict.fromkeys(self._sizes)),
             most=min(self._length, _MOST),
             cache_bytes=min(CACHE_BYTES, recommended_limit() // 16),
@@ -250,8 +263,8 @@ class _Study:
         yield from run_epochs(samples, finish, trials)
 
     def _load_busy(self, parts: Sequence[Sequence[int]], budget_s: float) -> Iterator[Loads]:
-        logging.getLogger("stocache").setLevel(logging.ERROR)
-        return time_busy_loads(self._load_many, parts, self._group, budget_s)
+        with _quiet():
+            yield from time_busy_loads(self._load_many, parts, self._group, budget_s)
 
     # ------------------------------------------------------------------------------------------------ the costs
 
@@ -282,6 +295,7 @@ class _Study:
             has_transform=self._split is not None,
             took_s=time.monotonic() - self._began,
             missing=tuple(found.missing),
+            stalls=self._stalls,
         )
 
     def _with_busy(self, alone_s: list[float], alone_cpu_s: float) -> tuple[list[float], float]:
@@ -310,6 +324,19 @@ class _Study:
             ways[UNCACHED] = WayCosts({0: BatchCosts(0, 0), 1: BatchCosts(0, 0)})
             found.missing.append("batches could not be timed; they are taken to cost nothing")
         return ways
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Log errors only, and warn of nothing."""
+    level = logger.level
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than processors, which is wanted
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
 
 
 def _random_order(length: int) -> list[int]:

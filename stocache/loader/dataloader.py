@@ -195,7 +195,7 @@ class DataLoader(ResumableLoader[_T]):
         self.sample_seed = as_sample_seed(sample_seed, dataset)
         if worker_method not in METHODS:
             raise ValueError(f"worker_method must be one of {', '.join(map(repr, METHODS))}, got {worker_method!r:.100}")
-        self.worker_method, self._trial = worker_method, Trial()
+        self.worker_method, self._trial = worker_method, Trial(self._start_method == "fork")
         self._warned: set[str] = set()  # warnings about worker threads that were given
         self._epoch: int | None = None
         self._reset_position()

@@ -5,6 +5,9 @@ measured: while one thread makes samples, another one looks how often the GIL is
 are made by one thread, and some by two. Both have to speak for threads: the first misjudges samples that hold the GIL often and
 for moments only, and the second is inexact on a busy machine. What threads wait for a processor does not count, because other
 programs may use it. A child process makes the samples, so that the user's dataset stays as it is.
+
+Threads are chosen in any case where forked processes would stall (NOTE [ Stalled processes ]), and processes where samples draw
+from the global random number generators, of which processes have their own.
 """
 
 import logging
@@ -26,7 +29,9 @@ from stocache.datasets.cached import CachedDataset
 from stocache.loader.requests import layers
 from stocache.loader.worker_state import has_state
 from stocache.system.children import in_children
+from stocache.system.rng import RngMonitor
 from stocache.threads.copies import copy_dataset, find_open_handle, holds_generator
+from stocache.threads.loading import would_stall
 from stocache.timing.gil import LATE_S, LOOK_S, queued_seconds
 
 logger = logging.getLogger("stocache")
@@ -38,11 +43,14 @@ _SPEED_UP = 1.2  # of two threads over one, from which threads are chosen
 _HELD = 0.5  # the share of looks that find the GIL held, from which processes are chosen
 _ROUND_S, _TRIAL_S, _ROUNDS = 0.01, 0.1, 3
 _PATIENCE_S = 30.0  # for one round
+_DRAWS = "samples draw"
 
 
 def choose_method(dataset: Any, hooks: bool, trial: "Trial") -> str:
     """Return "thread" or "multiprocessing" for the workers of a loader, and log why."""
     method, reason = _choose(dataset, hooks, trial)
+    if method == "multiprocessing" and trial.stalls(layers(dataset)[-1]):
+        method, reason = "thread", "forked processes would stall"
     logger.info("worker_method='auto' chooses %r: %s", method, reason)
     return method
 
@@ -58,13 +66,15 @@ def _choose(dataset: Any, hooks: bool, trial: "Trial") -> tuple[str, str]:
     if handle is not None:
         return "multiprocessing", f"threads would share {handle}"
     cached = next((layer for layer in layers(dataset) if isinstance(layer, CachedDataset)), None)
-    if cached is not None and cached.after_cache is None and _share_of(cached) >= _CACHED:
+    if cached is not None and not cached.is_transformed and _share_of(cached) >= _CACHED:
         return "thread", f"{_share_of(cached):.0%} of the samples are cached"
     if (os.cpu_count() or 1) < 2:
         return "thread", "there is one processor"
     speed_up = trial.speed_up(dataset)
     if speed_up is None:
         return "multiprocessing", "threads could not be tried"
+    if trial.draws:
+        return "multiprocessing", "samples draw from the global random number generators, which threads share"
     better = speed_up >= _SPEED_UP and trial.held <= _HELD
     reason = f"one thread holds the GIL for {trial.held:.0%} of its time, two make {speed_up:.2f} times as many samples"
     return "thread" if better else "multiprocessing", reason
@@ -78,13 +88,18 @@ def _share_of(dataset: CachedDataset) -> float:
 class Trial:
     """Measures once, for all iterators of a loader, how many samples two threads make in the time of one.
 
+    Args:
+        forks: whether worker processes of the loader are forked.
+
     Attributes:
         held: the share of its time for which one thread holds the GIL.
+        draws: whether samples draw from the global random number generators.
     """
 
-    def __init__(self) -> None:
-        self._tried, self.held = False, 0.0
+    def __init__(self, forks: bool = False) -> None:
+        self._tried, self.held, self.draws = False, 0.0, False
         self._speed_up: float | None = None
+        self._stalls = None if forks else False
 
     def speed_up(self, dataset: Any) -> float | None:
         """Return the speed-up of two threads over one; None if it could not be measured."""
@@ -95,23 +110,35 @@ class Trial:
             except Exception as error:  # of a sample: the user hears of it when it is wanted
                 logger.debug("threads could not be tried: %s", str(error))
             else:
-                alone_s, together_s, held, looks = (sum(numbers) for numbers in zip((0.0,) * 4, *found, strict=True))
+                self.draws = _DRAWS in found
+                rounds = [numbers for numbers in found if numbers != _DRAWS]
+                alone_s, together_s, held, looks = (sum(numbers) for numbers in zip((0.0,) * 4, *rounds, strict=True))
                 self._speed_up = 2 * alone_s / together_s if together_s > 0 else None
                 self.held = held / max(1, looks)
         return self._speed_up
 
+    def stalls(self, dataset: Any) -> bool:
+        """Return whether forked processes that load samples would stall."""
+        if self._stalls is None:
+            self._stalls = self._speed_up is None and would_stall(dataset)
+        return self._stalls
 
-def _measure(dataset: Any) -> Iterator[tuple[float, float, int, int]]:
+
+def _measure(dataset: Any) -> Iterator[tuple[float, float, int, int] | str]:
     """Yield the seconds of one thread and of two in each round, the looks that found the GIL held, and all looks.
+
+    And `_DRAWS`, if samples draw random numbers.
 
     Runs in a child process.
     """
     datasets = copy_dataset(dataset), copy_dataset(dataset)
     order = np.random.default_rng(0).permutation(len(dataset)).tolist()
     sys.setswitchinterval(_ROUND_S / 10)  # else a round is too short for threads to take turns
-    began = time.perf_counter()
+    began, monitor = time.perf_counter(), RngMonitor()
     for mine in datasets:  # opens files
         mine[order.pop()]
+    if monitor.changed():
+        yield _DRAWS
     cost_s = (time.perf_counter() - began) / 2
     count, rounds = max(1, int(_ROUND_S / max(cost_s, 1e-7))), 0
     while rounds < _ROUNDS or time.perf_counter() - began < _TRIAL_S:

@@ -18,8 +18,9 @@ from stocache.storage.manifest import BlockFolderWriter, Entry
 from stocache.storage.skipped import SkippedSample
 from stocache.storage.writer import PROBE, estimate_block_size
 from stocache.system import rng
-from stocache.system.children import describe, in_children_or_here
+from stocache.system.children import describe
 from stocache.system.hashing import BytesLike
+from stocache.threads.loading import in_children_or_here
 
 _LONGEST_REASON = 500  # characters
 

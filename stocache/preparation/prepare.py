@@ -20,9 +20,9 @@ from stocache.storage.manifest import OTHER_SAMPLES, STAGING, BlockFolderWriter,
 from stocache.storage.skipped import SKIPPED, SkippedSample, SkippedSamples, read_skipped
 from stocache.storage.storage import OnDiskBlockDataStorage, TInfo, TSample
 from stocache.storage.writer import BLOCK_BYTES, BlockCutter, NewBlock, check_block_bytes
-from stocache.system.children import in_children_or_here
 from stocache.system.ranks import is_first_rank
 from stocache.system.urls import is_url
+from stocache.threads.loading import in_children_or_here
 
 logger = logging.getLogger("stocache")
 

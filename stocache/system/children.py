@@ -29,6 +29,7 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn, TypeAlias
@@ -39,21 +40,26 @@ import torch
 from torch.utils.data._utils import worker as torch_worker  # for get_worker_info, which has no public counterpart
 
 from stocache.errors import DatasetError, WorkerError
-from stocache.system.rng import preserve_rng_state
+from stocache.system.waiting import StallWatch
 
 logger = logging.getLogger("stocache")
 
-_POLL_S = 1.0  # between checks of children that send nothing
+_POLL_S = 0.5  # between checks of children that send nothing
 _SLOW_S = 30.0  # for one item; then warn
 _PR_SET_PDEATHSIG = 1
 _OPEN_FILES = "/proc/self/fd"
 
-_DATASET_ERRORS = (TypeError, AttributeError, LookupError, NameError, NotImplementedError, FileNotFoundError)
-"""Errors of a dataset that is wrong or not ready. It would raise them in any process."""
-
 
 class ChildError(Exception):
     """A child process cannot be made, or does not answer. Users never see this error."""
+
+
+class SlowError(ChildError):
+    """Nothing came from the children for longer than the caller wants to wait."""
+
+
+class StalledError(ChildError):
+    """A child can never go on; see NOTE [ Stalled processes ]."""
 
 
 def in_children(
@@ -67,12 +73,16 @@ def in_children(
         patience_s: seconds to wait for the next item; None waits as long as the children live.
 
     Raises:
-        ChildError: a process cannot be forked, or nothing came for ``patience_s``.
+        ChildError: a process cannot be forked.
+        SlowError: nothing came for ``patience_s``.
+        StalledError: a child is stalled, or was in an earlier call for this dataset.
         WorkerError: a child died.
         Exception: the error of a job, with the child's traceback as its cause; `DatasetError` if it does not pickle.
 
     When the generator ends, is closed or raises (also on Ctrl-C), it kills the children and waits until they are gone.
     """
+    if has_stalled(dataset):
+        raise StalledError("a child process was stalled before")
     children: list[_Child] = []
     try:
         for number, job in enumerate(jobs):
@@ -90,9 +100,11 @@ def in_children(
                 since = time.monotonic()
             for child in () if ready else running.values():
                 child.check()
+                if child.watch.is_stalled():
+                    raise _stall(child.pid, dataset)
             waited_s = time.monotonic() - since
             if patience_s is not None and waited_s > patience_s:
-                raise ChildError(f"nothing came from the child process {children[0].pid} for {patience_s:.0f} s")
+                raise SlowError(f"nothing came from the child process {children[0].pid} for {patience_s:.0f} s")
             if waited_s > _SLOW_S and not said:
                 said = True
                 pids = ", ".join(str(child.pid) for child in running.values())
@@ -100,6 +112,33 @@ def in_children(
     finally:
         for child in children:
             child.end()
+
+
+_stalled: dict[int, Callable[[], Any]] = {}  # weak references to datasets, by their ids
+
+
+def has_stalled(dataset: Any) -> bool:
+    """Whether a child that loads samples of a dataset was stalled."""
+    stalled = _stalled.get(id(dataset))
+    return stalled is not None and stalled() is dataset
+
+
+def _stall(pid: int, dataset: Any) -> StalledError:
+    """Note that a child was stalled, and warn: forked workers of a DataLoader would be, too."""
+    with contextlib.suppress(TypeError):  # of some classes there are no weak references
+        _stalled[id(dataset)] = weakref.ref(dataset)
+    reason = (
+        f"a forked child process that loads samples of {type(dataset).__name__} waits for a lock or a thread which it does not "
+        f"have: a fork copies the locks that other threads hold, but not the threads of a pool (of polars, dask, JAX, gRPC, "
+        f"OpenMP, an executor)"
+    )
+    logger.warning(
+        "%s. What is needed before your loop is loaded in this process, with a copy of the dataset. Forked workers of a "
+        "DataLoader stop in the same way: use num_workers=0, worker_method='thread' or multiprocessing_context='spawn', or use "
+        "the pool only after the fork.",
+        reason,
+    )  # fmt: skip
+    return StalledError(f"{reason} (process {pid})")
 
 
 _fork_locks: dict[int, Any] = {}  # by process: in a forked child the lock of its parent may be held for ever
@@ -135,6 +174,7 @@ class _Child:
             _run(job, sender, parent, dataset, number, count)
         sender.close()
         self._status: int | None = None
+        self.watch = StallWatch(self.pid)
 
     def receive(self) -> tuple[Any] | None:
         """Return the next item in a tuple; None at the end."""
@@ -299,58 +339,3 @@ def with_note(error: Exception, note: str) -> Exception:
         again = DatasetError(message)
     again.__cause__ = error
     return again
-
-
-# ---------------------------------------------------------------------------------------------------- where a child cannot load
-
-
-def in_children_or_here(
-    dataset: Any, jobs: Sequence[Callable[[], Iterator[Any]]], proven: bool = False
-) -> Generator[Any, None, None]:
-    """Yield the items of ``jobs``, which load samples in child processes; or in this one if children cannot load them.
-
-    Args:
-        dataset, jobs: as for `in_children`.
-        proven: whether children have loaded samples before. Then every error is an error of the dataset.
-
-    Raises:
-        WorkerError: a child died.
-        Exception: the error of a job.
-    """
-    try:
-        with contextlib.closing(in_children(jobs, dataset)) as items:
-            for item in items:
-                proven = True
-                yield item
-        return
-    except ChildError as error:
-        reason: Exception = error
-    except Exception as error:
-        if proven or not loads_only_here(lambda: [next(job(), None) for job in jobs], error):
-            raise
-        reason = error
-    warn_of_this_process(reason)
-    for job in jobs:
-        yield from job()
-
-
-def loads_only_here(load: Callable[[], Any], error: Exception) -> bool:
-    """Whether ``load``, which raised ``error`` in a child, works here: with a GPU, or a dataset that forbids forks."""
-    if isinstance(error, (*_DATASET_ERRORS, WorkerError)):
-        return False
-    with preserve_rng_state():
-        try:
-            load()
-        except Exception:
-            return False
-    return True
-
-
-def warn_of_this_process(reason: Exception) -> None:
-    """Warn that samples are loaded in this process, and what follows from that."""
-    logger.warning(
-        "samples cannot be loaded in a child process (%s: %s), so this process loads them, before your loop. Files that the "
-        "dataset opens stay open here, and forked workers share them. If it reads files, give CachedDataset "
-        "example=sample, or probe=0, which load nothing.",
-        type(reason).__name__, str(reason),
-    )  # fmt: skip

@@ -304,10 +304,19 @@ class Kept:
         self.restore()
 
 
+_KINDS = np.random.Generator, np.random.RandomState, random.Random, torch.Generator
+
+
 def own_generators(dataset: Any) -> list[Any]:
     """Return the generators that a dataset holds."""
-    kinds = np.random.Generator, np.random.RandomState, random.Random, torch.Generator
-    return [part for _, part in parts_of(dataset) if isinstance(part, kinds)]
+    return [part for _, part in parts_of(dataset) if isinstance(part, _KINDS)]
+
+
+def global_generators() -> list[Any]:
+    """Return the generators that are global variables of the user's modules."""
+    modules = [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    own = [names for names in modules if not is_of_library(names.get("__file__") or "")]
+    return [value for names in own for value in list(names.values()) if isinstance(value, _KINDS)]
 
 
 def _state_of(generator: Any) -> Any:

@@ -1,9 +1,19 @@
-"""Wait for another process for a limited time, and find and describe the process that holds a lock."""
+"""Wait for another process for a limited time, and find and describe the process that holds a lock.
+
+NOTE [ Stalled processes ]
+    A fork copies the memory of a process, and only one of its threads. A lock that another thread held stays locked in the
+    child, and the tasks of a pool wait for threads that do not exist there. /proc shows it: all threads of the child wait in
+    a futex that is private to the process, so nobody can wake them. Without a timeout they wait for ever. With one, they may
+    also ask again and again for what never comes, so such a wait counts as a stall only after some seconds. Threads that
+    sleep, or wait for a file, a pipe, a socket or another process, are in other system calls. A lock between processes is in
+    a futex that is not private.
+"""
 
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -15,6 +25,11 @@ PATIENCE_S = 5.0
 
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _SHORTEST_S, _LONGEST_S = 0.0001, 0.01  # between two calls of ready
+
+_FUTEX = {"x86_64": "202", "aarch64": "98"}.get(os.uname().machine)
+_PRIVATE = 128  # FUTEX_PRIVATE_FLAG
+_LIMITS_S = 600.0, 5.0, 1.0  # without CPU time: in any wait, in private futexes, and in those without a timeout
+_IDLE = 0.01  # the share of a processor that a process may use which only asks again and again
 
 
 def wait_until(ready: Callable[[], bool], timeout_s: float) -> bool:
@@ -40,6 +55,59 @@ def parent_of(pid: int) -> int:
     """Return the process that has started another one; 0 if that has ended, or is not visible from here."""
     fields = status_of(pid)
     return int(fields[1]) if fields else 0
+
+
+def cpu_seconds(pids: Iterable[int | None]) -> float:
+    """Return the CPU seconds of processes so far, of all their threads."""
+    total_s = 0.0
+    for pid in pids:
+        try:
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with suppress(OSError):
+                    total_s += int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+        except OSError:
+            with suppress(psutil.Error):
+                times = psutil.Process(pid).cpu_times()
+                total_s += times.user + times.system
+    return total_s
+
+
+class StallWatch:
+    """Looks at times whether a process, or one of its children, can still go on; see NOTE [ Stalled processes ]."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._cpu_s, self._looked = pid, -1.0, 0.0
+        self._since = [0.0] * len(_LIMITS_S)  # for how long each of the limits applies
+
+    def is_stalled(self) -> bool:
+        """Look at the process. Return whether it is stalled, as far as all looks show."""
+        now, pids = time.monotonic(), list(_tree(self._pid))
+        cpu_s, wait = cpu_seconds(pids), max(map(_wait_of, pids))
+        if self._cpu_s < 0 or abs(cpu_s - self._cpu_s) > _IDLE * (now - self._looked):
+            wait = -1
+        self._since[wait + 1 :] = [now] * (len(_LIMITS_S) - wait - 1)
+        self._cpu_s, self._looked = cpu_s, now
+        return any(now - since >= limit_s for since, limit_s in zip(self._since, _LIMITS_S, strict=True))
+
+
+def _tree(pid: int) -> Iterator[int]:
+    """Yield a process and all its children, where the kernel lists them."""
+    yield pid
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            for child in path.read_text().split():
+                yield from _tree(int(child))
+
+
+def _wait_of(pid: int) -> int:
+    """Return in what all threads of a process wait, as a position in `_LIMITS_S`."""
+    waits = []
+    for path in Path(f"/proc/{pid}/task").glob("*/syscall"):
+        with suppress(OSError):  # the thread has ended, or may not be looked at
+            call, *arguments = path.read_text().split()
+            futex = call == _FUTEX and int(arguments[1], 16) & _PRIVATE
+            waits.append(0 if not futex else 1 if int(arguments[3], 16) else 2)
+    return min(waits, default=0)
 
 
 def is_at_work(pid: int) -> bool:

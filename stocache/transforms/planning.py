@@ -17,9 +17,9 @@ from stocache.errors import DatasetError
 from stocache.samples.indices import spread
 from stocache.samples.record_decoder import unpack_sample
 from stocache.samples.record_encoder import PackedRecord
-from stocache.system.children import in_children
 from stocache.system.describe import difference
 from stocache.system.limits import format_size
+from stocache.threads.loading import in_children_or_here
 from stocache.transforms.dataset_tree import DatasetTree, find_leaves
 from stocache.transforms.encoded import open_loader
 from stocache.transforms.huggingface import find_read_transform
@@ -322,7 +322,7 @@ class _Planner:
             self._kinds[number] = self._measured(number, kind)
 
     def _in_child(self, job: Callable[[], Iterator[Any]]) -> list[Any]:
-        return list(in_children([job], self._dataset, _PATIENCE_S))
+        return list(in_children_or_here(self._dataset, [job], patience_s=_PATIENCE_S))
 
     def _measured(self, number: int, kind: _Kind) -> _Kind:
         if not kind.pipelines:
@@ -464,7 +464,7 @@ class _Planner:
             jobs.append(partial(load_again, self._old, kind.examples))
         found: dict[int, Any] = {}
         records: dict[int, PackedRecord] = {}
-        for part in in_children(jobs, self._dataset, _PATIENCE_S):
+        for part in in_children_or_here(self._dataset, jobs, patience_s=_PATIENCE_S):
             if part.drawn:
                 raise CannotSplit("it draws or seeds random numbers outside of its transforms")
             if found.setdefault(part.idx, part.description) != part.description:

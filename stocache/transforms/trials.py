@@ -1,5 +1,6 @@
-"""Measure the transforms of a dataset, and try out where to cut them: the functions here run in child processes."""
+"""Measure the transforms of a dataset, and try out where to cut them, in child processes or with copies of all of it."""
 
+import contextlib
 import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,19 +101,19 @@ def make_plain(dataset: Any, steps: Sequence[Any], indices: Sequence[int]) -> It
     """
     began, loaded = time.monotonic(), list[int]()
     for number in range(_ROUNDS):
-        _begin_round(number, steps)
-        for idx in loaded if number else indices:
-            try:
-                description = describe(dataset[idx], strides=False)
-            except Exception as error:
-                if not number:  # the probe reports it
-                    continue
-                description = _describe_failure(error)
-            if not number:
-                loaded.append(idx)
-            yield number, idx, description
-            if not number and time.monotonic() - began > _SLOW_S:
-                break
+        with _round(number, steps):
+            for idx in loaded if number else indices:
+                try:
+                    description = describe(dataset[idx], strides=False)
+                except Exception as error:
+                    if not number:  # the probe reports it
+                        continue
+                    description = _describe_failure(error)
+                if not number:
+                    loaded.append(idx)
+                yield number, idx, description
+                if not number and time.monotonic() - began > _SLOW_S:
+                    break
         if number and time.monotonic() - began > _SLOW_S:
             return
 
@@ -127,33 +128,35 @@ def finish_parts(
     """
     bound = BoundPlan(leaf, plan)
     for number in range(rounds):
-        _begin_round(number, steps)
-        for idx, (leaf_idx, part) in parts.items():
-            try:
-                description = describe(bound.finish(leaf_idx, copy.deepcopy(part)), strides=False)
-            except Exception as error:
-                description = _describe_failure(error)
-            yield number, idx, description
+        with _round(number, steps):
+            for idx, (leaf_idx, part) in parts.items():
+                try:
+                    description = describe(bound.finish(leaf_idx, copy.deepcopy(part)), strides=False)
+                except Exception as error:
+                    description = _describe_failure(error)
+                yield number, idx, description
 
 
 def _describe_failure(error: Exception) -> Any:
     return "raised", type(error).__name__, str(error)
 
 
-_chances: dict[tuple[int, str], Any] = {}
-"""The probabilities of random steps, by the id of the object and the name of the attribute."""
-
-
-def _begin_round(number: int, steps: Sequence[Any]) -> None:
-    """Seed the generators. In every second round, random steps happen for certain. Only for a child that then ends."""
+@contextlib.contextmanager
+def _round(number: int, steps: Sequence[Any]) -> Iterator[None]:
+    """Seed the generators. In every second round, random steps happen for certain."""
     for generator in GENERATORS:
         generator.seed(number)
-    for _, part in parts_of(list(steps)):
+    chances: list[tuple[dict[str, Any], str, float]] = []
+    for _, part in parts_of(list(steps)) if number % 2 else ():
         attributes = getattr(part, "__dict__", {})
-        for name in {"p", "prob"} & attributes.keys():
-            chance = _chances.setdefault((id(part), name), attributes[name])
-            if isinstance(chance, float):
-                attributes[name] = 1.0 if number % 2 else chance
+        chances += [(attributes, name, attributes[name]) for name in ("p", "prob") if isinstance(attributes.get(name), float)]
+    for attributes, name, _ in chances:
+        attributes[name] = 1.0
+    try:
+        yield
+    finally:
+        for attributes, name, chance in reversed(chances):  # a step may be met twice
+            attributes[name] = chance
 
 
 def record_programs(
@@ -166,17 +169,17 @@ def record_programs(
     """
     bound = BoundPlan(leaf, plan)
     for number in range(rounds):
-        _begin_round(number, steps)
-        for _, leaf_idx in examples:
-            try:
-                recorder, sample = bound.record(leaf_idx)
-            except NeedsValue as error:
-                raise CannotSplit(str(error)) from None
-            except Exception:
-                if not number:
-                    raise
-                continue  # where a random step must not always happen
-            yield recorder.plan(sample)
+        with _round(number, steps):
+            for _, leaf_idx in examples:
+                try:
+                    recorder, sample = bound.record(leaf_idx)
+                except NeedsValue as error:
+                    raise CannotSplit(str(error)) from None
+                except Exception:
+                    if not number:
+                        raise
+                    continue  # where a random step must not always happen
+                yield recorder.plan(sample)
 
 
 def load_parts(leaf: Any, plan: CutPlan, examples: Sequence[Example], allow_pickle: bool) -> Iterator[LoadedPart]:
