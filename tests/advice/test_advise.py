@@ -162,14 +162,10 @@ def messages(caplog):
     return lambda: [record.getMessage() for record in caplog.records if "num_workers='auto'" in record.getMessage()]
 
 
-@pytest.mark.parametrize(
-    ("costs", "ranks", "workers"),
-    [
-        (costs_of(0.0, cores=4, batch=FREE), "", 0), (costs_of(0.1, cpu_share=0.01, cores=4), "", 4),
-        (costs_of(0.1, cpu_share=0.01, cores=4), "2", 2), (ValueError("no such\nfile"), "", 8),
-    ],
-    ids=["free", "waiting", "ranks", "unknown"],
-)  # fmt: skip
+@pytest.mark.parametrize(("costs", "ranks", "workers"), [
+    (costs_of(0.0, cores=4, batch=FREE), "", 0), (costs_of(0.1, cpu_share=0.01, cores=4), "", 4),
+    (costs_of(0.1, cpu_share=0.01, cores=4), "2", 2), (ValueError("no such\nfile"), "", 8),
+], ids=["free", "waiting", "ranks", "unknown"])  # fmt: skip
 def test_auto_takes_as_many_workers_as_make_an_epoch_short(costs, ranks, workers, measured, monkeypatch, messages):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     monkeypatch.setattr("stocache.forecast.choice.count_cores", lambda: 4 if isinstance(costs, Costs) else 99)

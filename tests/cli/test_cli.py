@@ -39,17 +39,14 @@ def test_info_shows_what_the_machine_gives(run, monkeypatch):
     assert 0 <= facts["recommended_limit"] <= facts["shared_memory_room"] <= facts["memory_available"]
 
 
-@pytest.mark.parametrize(
-    ("command", "absent", "printed"),
-    [
-        ("-c 'import stocache'", {"psutil", "typer", "rich", "stocache.cli"}, ""),
-        ("-m stocache --help", {"psutil", "rich"}, "bench"),
-        ("-m stocache info", {"rich"}, '"auto" takes'),
-        ("-m stocache ls", set(), "light"),
-        ("-m stocache stat light", {"rich"}, "light"),
-        ("-m stocache rm light --force", {"rich"}, "removed"),
-    ],
-)
+@pytest.mark.parametrize(("command", "absent", "printed"), [
+    ("-c 'import stocache'", {"psutil", "typer", "rich", "stocache.cli"}, ""),
+    ("-m stocache --help", {"psutil", "rich"}, "bench"),
+    ("-m stocache info", {"rich"}, '"auto" takes'),
+    ("-m stocache ls", set(), "light"),
+    ("-m stocache stat light", {"rich"}, "light"),
+    ("-m stocache rm light --force", {"rich"}, "removed"),
+])  # fmt: skip
 def test_light_commands_do_not_import_torch(command, absent, printed):
     with SharedCache(1, 10, (4,), name="light"), RaggedCache("1MB", 10, name="varying"):
         done = run_python("-X", "importtime", *shlex.split(command))

@@ -275,20 +275,17 @@ def test_doctor_finds_a_file_deleted_in_use(healthy):
         assert named.deleted_in_use(-1) == {}  # as in another container, where the same paths are others
 
 
-@pytest.mark.parametrize(
-    ("files", "on"),
-    [
-        ({}, True),
-        ({"etc/logind.conf": "#RemoveIPC=no\n"}, True),
-        ({"etc/logind.conf": "[Login]\nRemoveIPC=no\n"}, False),
-        ({"etc/logind.conf": "RemoveIPC=no\n", "usr/logind.conf": "RemoveIPC=yes"}, False),
-        ({"usr/logind.conf": "RemoveIPC=no", "etc/logind.conf.d/50.conf": "RemoveIPC = yes"}, True),
-        ({"etc/logind.conf.d/10.conf": "RemoveIPC=yes", "usr/logind.conf.d/20.conf": "RemoveIPC=off"}, False),
-        ({"usr/logind.conf.d/10.conf": "RemoveIPC=yes", "etc/logind.conf.d/10.conf": "RemoveIPC=0"}, False),
-        ({"linger/12345": ""}, False),
-        (None, False),
-    ],
-)
+@pytest.mark.parametrize(("files", "on"), [
+    ({}, True),
+    ({"etc/logind.conf": "#RemoveIPC=no\n"}, True),
+    ({"etc/logind.conf": "[Login]\nRemoveIPC=no\n"}, False),
+    ({"etc/logind.conf": "RemoveIPC=no\n", "usr/logind.conf": "RemoveIPC=yes"}, False),
+    ({"usr/logind.conf": "RemoveIPC=no", "etc/logind.conf.d/50.conf": "RemoveIPC = yes"}, True),
+    ({"etc/logind.conf.d/10.conf": "RemoveIPC=yes", "usr/logind.conf.d/20.conf": "RemoveIPC=off"}, False),
+    ({"usr/logind.conf.d/10.conf": "RemoveIPC=yes", "etc/logind.conf.d/10.conf": "RemoveIPC=0"}, False),
+    ({"linger/12345": ""}, False),
+    (None, False),
+])  # fmt: skip
 def test_doctor_knows_what_logind_does_at_logout(healthy, monkeypatch, tmp_path, files, on):
     monkeypatch.setattr(doctor, "_LOGIND", [str(tmp_path / "etc"), str(tmp_path / "usr")])
     monkeypatch.setattr(doctor, "_LINGER", tmp_path / "linger")

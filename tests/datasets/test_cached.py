@@ -171,24 +171,21 @@ def test_batches_are_identical_with_the_cache_on_off_half_full_shared_or_warmed(
 TENSORS = TensorDataset(torch.arange(40).view(10, 4), torch.arange(10))
 
 
-@pytest.mark.parametrize(
-    ("source", "options", "kind"),
-    [
-        (ConcatDataset([TENSORS, Subset(TENSORS, [7, 3, 5])]), {}, SharedCache),
-        (StackDataset(a=TENSORS, b=["text"] * 10), {}, RaggedCache),
-        ([Point(torch.ones(2), 3), Point(torch.zeros(2), 4)], {}, SharedCache),
-        ([1, 2.5, None, "x", b"y", 2**70], {}, RaggedCache),
-        (np.arange(6.0), {}, SharedCache),
-        ([((), {})] * 5, {}, SharedCache),
-        ("text", {}, RaggedCache),
-        ({0: "a", 1: "b"}, {}, RaggedCache),
-        ([1, 2], {"size_limit_gib": "auto"}, SharedCache),
-        ([1, 2], {"variable": True}, RaggedCache),
-        ([1, 2], {"admission": "cost"}, RaggedCache),
-        ([{1, 2}, {3}, frozenset({4})], {"allow_pickle": True}, RaggedCache),
-        ([], {}, RaggedCache),
-    ],
-)
+@pytest.mark.parametrize(("source", "options", "kind"), [
+    (ConcatDataset([TENSORS, Subset(TENSORS, [7, 3, 5])]), {}, SharedCache),
+    (StackDataset(a=TENSORS, b=["text"] * 10), {}, RaggedCache),
+    ([Point(torch.ones(2), 3), Point(torch.zeros(2), 4)], {}, SharedCache),
+    ([1, 2.5, None, "x", b"y", 2**70], {}, RaggedCache),
+    (np.arange(6.0), {}, SharedCache),
+    ([((), {})] * 5, {}, SharedCache),
+    ("text", {}, RaggedCache),
+    ({0: "a", 1: "b"}, {}, RaggedCache),
+    ([1, 2], {"size_limit_gib": "auto"}, SharedCache),
+    ([1, 2], {"variable": True}, RaggedCache),
+    ([1, 2], {"admission": "cost"}, RaggedCache),
+    ([{1, 2}, {3}, frozenset({4})], {"allow_pickle": True}, RaggedCache),
+    ([], {}, RaggedCache),
+])  # fmt: skip
 def test_datasets_of_torch_and_sequences_work_unchanged(source, options, kind):
     with CachedDataset(source, **{"size_limit_gib": 1} | options) as cached:
         assert isinstance(cached.cache, kind)
@@ -273,27 +270,24 @@ class Unending:
     __getitem__ = None
 
 
-@pytest.mark.parametrize(
-    ("dataset", "options", "error", "message"),
-    [
-        (Endless(), {}, DatasetError, r"Endless has no samples by number.*Give a map-style dataset.*list\(endless\)"),
-        (Unending(), {}, DatasetError, "Unending has no length, which a cache needs: .*Define __len__"),
-        ({"train": [1], "test": [2]}, {}, DatasetError, r"is a mapping with the keys \['train', 'test'\].*dict\['train'\]"),
-        ({1: "a", 2: "b"}, {}, DatasetError, r"keys \[1, 2\], not with the indices 0 to 1.*list\(dict.values\(\)\)"),
-        ([1], {"size_limit_gib": "lots"}, LimitError, "size_limit_gib='lots' is not a size"),
-        ([1], {"probe": -1}, LimitError, "probe=-1 is not a number of samples"),
-        ([1], {"probe": "all"}, LimitError, "probe='all' is not a number of samples"),
-        ([1], {"probe": 0, "variable": False}, LimitError, "variable=False needs to know.* Give example=sample"),
-        (["a", "b"], {"placement": "prefix"}, LimitError, "placement='prefix' is for samples of one shape"),
-        (["a", "b"], {"variable": False}, SampleError, "value is a str, which has no fixed size"),
-        ([[1], [1, 2]], {"variable": False}, SampleError, r"sample 1: value has the entries \[0, 1\], the cache holds"),
-        ([1], {"variable": False, "admission": "cost"}, LimitError, "Leave variable=False out"),
-        ([1], {"cut": "middle"}, LimitError, "cut='middle'"),
-        ([1], {"store": "jpeg"}, LimitError, "store='jpeg'"),
-        ([object()], {}, SampleError, "sample 0: value is a object, which has no bytes of its own.*allow_pickle=True"),
-        ([torch.zeros(2, requires_grad=True)], {}, SampleError, "requires a gradient.*Leave that to the transform"),
-    ],
-)
+@pytest.mark.parametrize(("dataset", "options", "error", "message"), [
+    (Endless(), {}, DatasetError, r"Endless has no samples by number.*Give a map-style dataset.*list\(endless\)"),
+    (Unending(), {}, DatasetError, "Unending has no length, which a cache needs: .*Define __len__"),
+    ({"train": [1], "test": [2]}, {}, DatasetError, r"is a mapping with the keys \['train', 'test'\].*dict\['train'\]"),
+    ({1: "a", 2: "b"}, {}, DatasetError, r"keys \[1, 2\], not with the indices 0 to 1.*list\(dict.values\(\)\)"),
+    ([1], {"size_limit_gib": "lots"}, LimitError, "size_limit_gib='lots' is not a size"),
+    ([1], {"probe": -1}, LimitError, "probe=-1 is not a number of samples"),
+    ([1], {"probe": "all"}, LimitError, "probe='all' is not a number of samples"),
+    ([1], {"probe": 0, "variable": False}, LimitError, "variable=False needs to know.* Give example=sample"),
+    (["a", "b"], {"placement": "prefix"}, LimitError, "placement='prefix' is for samples of one shape"),
+    (["a", "b"], {"variable": False}, SampleError, "value is a str, which has no fixed size"),
+    ([[1], [1, 2]], {"variable": False}, SampleError, r"sample 1: value has the entries \[0, 1\], the cache holds"),
+    ([1], {"variable": False, "admission": "cost"}, LimitError, "Leave variable=False out"),
+    ([1], {"cut": "middle"}, LimitError, "cut='middle'"),
+    ([1], {"store": "jpeg"}, LimitError, "store='jpeg'"),
+    ([object()], {}, SampleError, "sample 0: value is a object, which has no bytes of its own.*allow_pickle=True"),
+    ([torch.zeros(2, requires_grad=True)], {}, SampleError, "requires a gradient.*Leave that to the transform"),
+])  # fmt: skip
 def test_wrong_arguments_say_what_to_do(dataset, options, error, message):
     with pytest.raises(error, match=message):
         CachedDataset(dataset, **{"size_limit_gib": 1} | options)

@@ -72,14 +72,11 @@ def as_lists(samples):
     return tuple(zip(*samples, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("ragged", "memory", "options"),
-    [
-        *((False, 0.0, {"workers": 2, "loader": torch.utils.data.DataLoader}), (False, 0.5, {}), (True, 0.25, {"workers": 2})),
-        *((False, 0.25, {"workers": 2, "worker_method": "thread"}), (True, 0.0, {})),
-        (False, 0.25, {"workers": 1, "multiprocessing_context": "forkserver"}),
-    ],
-)
+@pytest.mark.parametrize(("ragged", "memory", "options"), [
+    *((False, 0.0, {"workers": 2, "loader": torch.utils.data.DataLoader}), (False, 0.5, {}), (True, 0.25, {"workers": 2})),
+    *((False, 0.25, {"workers": 2, "worker_method": "thread"}), (True, 0.0, {})),
+    (False, 0.25, {"workers": 1, "multiprocessing_context": "forkserver"}),
+])  # fmt: skip
 def test_the_source_is_read_once_in_two_runs(tmp_path, ragged, memory, options):
     source = Source(ragged)
     for run in range(2):

@@ -121,19 +121,16 @@ def test_a_transform_of_parts_leaves_the_others_as_they_are(sample, parts, expec
     assert IMAGE.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-@pytest.mark.parametrize(
-    ("sample", "transform", "message"),
-    [
-        ((IMAGE, 3), "flip", "transform='flip' is not callable. Give a function of a sample, or of parts"),
-        ((IMAGE, 3), {0: 7}, "transform=7 is not callable"),
-        ((IMAGE, 3), {0: None}, "has a part without a function. Leave that part out"),
-        ((IMAGE, 3), {2: double}, "transform={2: ...}: the sample has no such part, it is a tuple of 2"),
-        ((IMAGE, 3), {"image": double}, "transform={'image': ...}: the sample has no such part, it is a tuple of 2"),
-        ({"a": {"b": 1}}, {"a": {"c": double}}, r"{'c': ...}: the sample has no such part, it is a dict with.*\['b'\]"),
-        (IMAGE, {7: double}, "transform={7: ...}: the sample has no such part, it is a Tensor"),
-        (IMAGE, {0: double}, "the sample is a Tensor, which has no parts"),  # when it is asked for
-    ],
-)
+@pytest.mark.parametrize(("sample", "transform", "message"), [
+    ((IMAGE, 3), "flip", "transform='flip' is not callable. Give a function of a sample, or of parts"),
+    ((IMAGE, 3), {0: 7}, "transform=7 is not callable"),
+    ((IMAGE, 3), {0: None}, "has a part without a function. Leave that part out"),
+    ((IMAGE, 3), {2: double}, "transform={2: ...}: the sample has no such part, it is a tuple of 2"),
+    ((IMAGE, 3), {"image": double}, "transform={'image': ...}: the sample has no such part, it is a tuple of 2"),
+    ({"a": {"b": 1}}, {"a": {"c": double}}, r"{'c': ...}: the sample has no such part, it is a dict with.*\['b'\]"),
+    (IMAGE, {7: double}, "transform={7: ...}: the sample has no such part, it is a Tensor"),
+    (IMAGE, {0: double}, "the sample is a Tensor, which has no parts"),  # when it is asked for
+])  # fmt: skip
 def test_a_transform_that_cannot_run_is_refused(sample, transform, message):
     with pytest.raises(DatasetError, match=message):
         with CachedDataset([sample] * 3, 1, transform=transform) as cached:
@@ -166,17 +163,13 @@ def hugging_face(form=None, **columns):
 SEVERAL = [[3], [-1, 0], slice(3), slice(None, None, 7), slice(-3, None), np.array([4, 4]), torch.tensor([2, 9])]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        Columns,
-        lambda: TensorDataset(torch.arange(N * 6).view(N, 2, 3), torch.arange(N)),
-        lambda: hugging_face(text=list("abcdefghij") * 2, label=list(range(N))),
-        lambda: hugging_face("torch", x=[[1.0, 2.0]] * N, y=list(range(N))),
-        lambda: hugging_face("torch", x=[[1] * (n % 3 + 1) for n in range(N)]),
-    ],
-    ids=["columns", "tensors", "hugging face", "hugging face torch", "hugging face ragged"],
-)
+@pytest.mark.parametrize("make", [
+    Columns,
+    lambda: TensorDataset(torch.arange(N * 6).view(N, 2, 3), torch.arange(N)),
+    lambda: hugging_face(text=list("abcdefghij") * 2, label=list(range(N))),
+    lambda: hugging_face("torch", x=[[1.0, 2.0]] * N, y=list(range(N))),
+    lambda: hugging_face("torch", x=[[1] * (n % 3 + 1) for n in range(N)]),
+], ids=["columns", "tensors", "hugging face", "hugging face torch", "hugging face ragged"])  # fmt: skip
 def test_several_indices_give_what_they_give_of_the_dataset(make):
     dataset = make()
     with CachedDataset(dataset, 1) as cached:

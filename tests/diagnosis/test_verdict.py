@@ -43,41 +43,38 @@ HALF = (0.03,) * 500
 UNEVEN = (0.001,) * 400 + (0.5,) * 8
 
 
-@pytest.mark.parametrize(
-    ("epoch", "limit", "says"),
-    [
-        (facts(HALF), "source", "loading 500 uncached samples of 30 ms each is the limit; size_limit_gib=1.9 would remove it"),
-        (facts(HALF, cache=replace(CACHE, fills=400)), "cold cache", "which filled the cache; the next epoch finds 50% of"),
-        (facts(HALF, cache=room(1.5)), "source",
-         "all samples need 1.9 GiB; size_limit_gib=1.5, all that there is, would remove it; disk= keeps the rest"),
-        (facts(HALF, cache=room(1.0, disk=True), waited_s=8.0), "source", "gib=1, all that there is, would cut it to 71%$"),
-        (facts(HALF, cache=replace(CACHE, sample_bytes=0)), "source", "the limit, and the cache takes none of them"),
-        (facts(HALF, make_s=5.0, waited_s=9.99), "source", "size_limit_gib=1.9 would make the epoch 4 times as fast"),
-        (facts(HALF, make_s=13.0), "source", "size_limit_gib=1.9 would cut it to 8%"),
-        (facts(make_s=16.0), "transform", "transforming 1000 cached samples, 16 ms each, is the limit; do what is the same"),
-        (facts(make_s=16.0, cpu=0.05), "transform", "each, is the limit; num_workers=3 would remove it"),
-        (facts(make_s=16.0, cores=8), "workers", "2 workers are too few for batches of 320 ms each; num_workers=3 would"),
-        (facts(make_s=16.0, cores=8, seconds=80, waited_s=79), "workers", "num_workers=8 would cut it to 50%"),
-        (facts(make_s=4.0, workers=0), "workers", "makes the batches itself, 80 ms each; num_workers=1 would remove"),
-        (facts(make_s=16.0, cache=None), "source", "1000 uncached samples of 16 ms each is the limit; CachedDataset would"),
-        (facts(make_s=16.0, cache=None, cores=8), "workers", "num_workers=3 would remove it"),
-        (facts(make_s=1.0, collate_s=16.0), "collate", "collating 50 batches of 320 ms each is the limit; only cheaper"),
-        (facts(make_s=1.0, collate_s=16.0, cores=8), "collate", "num_workers=3 would remove it"),
-        (facts(make_s=1.0, hand_over_s=16.0), "hand-over", "handing over 50 batches of 320 ms each is the limit"),
-        (facts(hand_over_s=16.0, outside=45), "ring", "45 of 50 batches found the ring full, with 10 buffers for each"),
-        (threads(looks=9, held=9), "GIL", "hold the GIL 100% of the time.*'multiprocessing' would"),
-        (threads(looks=1, held=1), "GIL", "let 2 work at once"),
-        (threads(0.55), "GIL", "wait for each other's GIL, so one works at a time"),
-        (threads(0.55, looks=2), "GIL", "wait for each other's GIL, so one works at a time"),
-        (threads(0.55, looks=2, batches=4), "transform", "each, is the limit"),
-        (threads(0.55, batches=5000), "transform", "each, is the limit"),  # waits too short to look
-        (threads(0.1, looks=1, held=1), "transform", "each, is the limit"),
-        (threads(0.9, looks=9, held=1), "transform", "each, is the limit"),
-        (facts(make_s=0.1, first_wait_s=3.0), "start", "took 3 s; persistent_workers=True would do it once"),
-        (facts(make_s=0.1, first_wait_s=3.0, persistent=True), "start", "the next epochs use the same workers"),
-        (facts(UNEVEN, cache=room(1)), "stalls", r"some samples take (49|50|51)\d ms, half of them at most 1 ms, and"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("epoch", "limit", "says"), [
+    (facts(HALF), "source", "loading 500 uncached samples of 30 ms each is the limit; size_limit_gib=1.9 would remove it"),
+    (facts(HALF, cache=replace(CACHE, fills=400)), "cold cache", "which filled the cache; the next epoch finds 50% of"),
+    (facts(HALF, cache=room(1.5)), "source",
+     "all samples need 1.9 GiB; size_limit_gib=1.5, all that there is, would remove it; disk= keeps the rest"),
+    (facts(HALF, cache=room(1.0, disk=True), waited_s=8.0), "source", "gib=1, all that there is, would cut it to 71%$"),
+    (facts(HALF, cache=replace(CACHE, sample_bytes=0)), "source", "the limit, and the cache takes none of them"),
+    (facts(HALF, make_s=5.0, waited_s=9.99), "source", "size_limit_gib=1.9 would make the epoch 4 times as fast"),
+    (facts(HALF, make_s=13.0), "source", "size_limit_gib=1.9 would cut it to 8%"),
+    (facts(make_s=16.0), "transform", "transforming 1000 cached samples, 16 ms each, is the limit; do what is the same"),
+    (facts(make_s=16.0, cpu=0.05), "transform", "each, is the limit; num_workers=3 would remove it"),
+    (facts(make_s=16.0, cores=8), "workers", "2 workers are too few for batches of 320 ms each; num_workers=3 would"),
+    (facts(make_s=16.0, cores=8, seconds=80, waited_s=79), "workers", "num_workers=8 would cut it to 50%"),
+    (facts(make_s=4.0, workers=0), "workers", "makes the batches itself, 80 ms each; num_workers=1 would remove"),
+    (facts(make_s=16.0, cache=None), "source", "1000 uncached samples of 16 ms each is the limit; CachedDataset would"),
+    (facts(make_s=16.0, cache=None, cores=8), "workers", "num_workers=3 would remove it"),
+    (facts(make_s=1.0, collate_s=16.0), "collate", "collating 50 batches of 320 ms each is the limit; only cheaper"),
+    (facts(make_s=1.0, collate_s=16.0, cores=8), "collate", "num_workers=3 would remove it"),
+    (facts(make_s=1.0, hand_over_s=16.0), "hand-over", "handing over 50 batches of 320 ms each is the limit"),
+    (facts(hand_over_s=16.0, outside=45), "ring", "45 of 50 batches found the ring full, with 10 buffers for each"),
+    (threads(looks=9, held=9), "GIL", "hold the GIL 100% of the time.*'multiprocessing' would"),
+    (threads(looks=1, held=1), "GIL", "let 2 work at once"),
+    (threads(0.55), "GIL", "wait for each other's GIL, so one works at a time"),
+    (threads(0.55, looks=2), "GIL", "wait for each other's GIL, so one works at a time"),
+    (threads(0.55, looks=2, batches=4), "transform", "each, is the limit"),
+    (threads(0.55, batches=5000), "transform", "each, is the limit"),  # waits too short to look
+    (threads(0.1, looks=1, held=1), "transform", "each, is the limit"),
+    (threads(0.9, looks=9, held=1), "transform", "each, is the limit"),
+    (facts(make_s=0.1, first_wait_s=3.0), "start", "took 3 s; persistent_workers=True would do it once"),
+    (facts(make_s=0.1, first_wait_s=3.0, persistent=True), "start", "the next epochs use the same workers"),
+    (facts(UNEVEN, cache=room(1)), "stalls", r"some samples take (49|50|51)\d ms, half of them at most 1 ms, and"),
+])  # fmt: skip
 def test_the_largest_part_is_the_limit_unless_the_cause_lies_elsewhere(epoch, limit, says):
     verdict = judge(epoch)
     assert (verdict.limit, str(verdict)) == (limit, verdict.text)

@@ -87,13 +87,10 @@ def _states_are_reset():
     reset_accelerate()
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("skipping", PERSISTENT), ("registered", {}), ("stateful", {}),
-        slow("skipping", WORKERS), slow("registered", PERSISTENT),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "options"), [
+    ("skipping", PERSISTENT), ("registered", {}), ("stateful", {}),
+    slow("skipping", WORKERS), slow("registered", PERSISTENT),
+])  # fmt: skip
 def test_each_step_resumes(kind, options, tmp_path):
     if kind == "stateful":
         pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")

@@ -101,15 +101,12 @@ def test_batches_order_and_random_numbers_are_those_of_torch(options, workers):
 HALF = f"{N + 20 * 200}B"
 
 
-@pytest.mark.parametrize(
-    ("limit", "options"),
-    [
-        (1, {}), (HALF, {"prefetch_factor": 3}), (0, {"prefetch_factor": 3}), (0, {"num_workers": 2}),
-        (HALF, {"num_workers": 2}),
-        (1, {"num_workers": 2, "multiprocessing_context": "forkserver"}), (1, THREADS), (HALF, WORKERS[-1]),
-        (0, {**THREADS, "prefetch_factor": 9}), (HALF, THREADS),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("limit", "options"), [
+    (1, {}), (HALF, {"prefetch_factor": 3}), (0, {"prefetch_factor": 3}), (0, {"num_workers": 2}),
+    (HALF, {"num_workers": 2}),
+    (1, {"num_workers": 2, "multiprocessing_context": "forkserver"}), (1, THREADS), (HALF, WORKERS[-1]),
+    (0, {**THREADS, "prefetch_factor": 9}), (HALF, THREADS),
+])  # fmt: skip
 def test_a_cached_dataset_gives_the_same_batches(limit, options):
     make = lambda: {"batch_size": 8, "shuffle": True, "generator": torch.Generator().manual_seed(3)}
     torchs = {"num_workers": 1, "persistent_workers": True} if "persistent_workers" in options else {}
@@ -152,15 +149,11 @@ def test_a_default_collate_that_was_extended_is_used(monkeypatch):
         assert [batch[0] for batch in stocache.DataLoader(dataset, 5)] == [5] * 10
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_workers": -1}, {"timeout": -1}, {"persistent_workers": True}, {"shuffle": True, "sampler": range(3)},
-        {"batch_sampler": [[1]], "batch_size": 3}, {"batch_size": None, "drop_last": True}, {"batch_size": 0},
-        {"num_workers": 1, "prefetch_factor": -1}, {"multiprocessing_context": "fork"},
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    {"num_workers": -1}, {"timeout": -1}, {"persistent_workers": True}, {"shuffle": True, "sampler": range(3)},
+    {"batch_sampler": [[1]], "batch_size": 3}, {"batch_size": None, "drop_last": True}, {"batch_size": 0},
+    {"num_workers": 1, "prefetch_factor": -1}, {"multiprocessing_context": "fork"},
+], ids=str)  # fmt: skip
 def test_arguments_are_refused_as_by_torch(options):
     with pytest.raises(ValueError, match=r".") as theirs:
         torch.utils.data.DataLoader(Images(), **options)

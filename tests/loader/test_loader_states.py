@@ -162,24 +162,21 @@ PERSISTENT = {"persistent_workers": True}
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("dataset", "workers", "options"),
-    [
-        ("map", 0, {"batch_size": 3, "shuffle": True}), ("map in batches", 0, {"batch_size": 3}),
-        ("plain", 0, {"batch_size": None}), ("dataset", 0, {"batch_size": 3, "drop_last": True}),
-        ("iterator", 0, {"batch_size": None}), ("both", 0, {"batch_size": 1}),
-        ("itself", 0, {"batch_size": 3}), ("pipe", 0, {"batch_size": 3}),
-        ("map", 3, {"batch_size": 2, "snapshot_every_n_steps": 4, **PERSISTENT}),
-        ("map", 2, {"batch_size": None, "shuffle": True}),
-        ("map in batches", 2, {"batch_size": 3, "shuffle": True, **PERSISTENT}),
-        ("plain", 3, {"batch_size": None, **PERSISTENT}), ("dataset", 3, {"batch_size": 2, "snapshot_every_n_steps": 2}),
-        ("dataset", 3, {"batch_size": 1, "snapshot_every_n_steps": 5, **PERSISTENT}),
-        ("dataset", 2, {"batch_size": 5, "drop_last": True}),
-        ("iterator", 1, {"batch_size": 2, "multiprocessing_context": "spawn", **PERSISTENT}),
-        ("iterator", 3, {"batch_size": None, "snapshot_every_n_steps": 100}),
-        ("both", 2, {"batch_size": 2, **PERSISTENT}), ("itself", 2, {"batch_size": 2}), ("pipe", 2, {"batch_size": 2}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("dataset", "workers", "options"), [
+    ("map", 0, {"batch_size": 3, "shuffle": True}), ("map in batches", 0, {"batch_size": 3}),
+    ("plain", 0, {"batch_size": None}), ("dataset", 0, {"batch_size": 3, "drop_last": True}),
+    ("iterator", 0, {"batch_size": None}), ("both", 0, {"batch_size": 1}),
+    ("itself", 0, {"batch_size": 3}), ("pipe", 0, {"batch_size": 3}),
+    ("map", 3, {"batch_size": 2, "snapshot_every_n_steps": 4, **PERSISTENT}),
+    ("map", 2, {"batch_size": None, "shuffle": True}),
+    ("map in batches", 2, {"batch_size": 3, "shuffle": True, **PERSISTENT}),
+    ("plain", 3, {"batch_size": None, **PERSISTENT}), ("dataset", 3, {"batch_size": 2, "snapshot_every_n_steps": 2}),
+    ("dataset", 3, {"batch_size": 1, "snapshot_every_n_steps": 5, **PERSISTENT}),
+    ("dataset", 2, {"batch_size": 5, "drop_last": True}),
+    ("iterator", 1, {"batch_size": 2, "multiprocessing_context": "spawn", **PERSISTENT}),
+    ("iterator", 3, {"batch_size": None, "snapshot_every_n_steps": 100}),
+    ("both", 2, {"batch_size": 2, **PERSISTENT}), ("itself", 2, {"batch_size": 2}), ("pipe", 2, {"batch_size": 2}),
+])  # fmt: skip
 def test_states_resume_with_all_that_follows(dataset, workers, options):
     loader = make(dataset, workers, **options)
     first, states = play(loader)
@@ -330,14 +327,11 @@ class RandomSteps(Steps):
         return random.Random(self.number + self.at).sample(range(17), 3)
 
 
-@pytest.mark.parametrize(
-    ("workers", "options"),
-    [
-        (2, lambda: {"sampler": Secretive(), "batch_size": 4}), (0, lambda: {"sampler": Secretive(), "batch_size": None}),
-        (0, lambda: {"batch_sampler": BatchSampler(Secretive(), 4, False)}),
-        (2, lambda: {"batch_sampler": SecretiveBatches()}), (2, lambda: {"batch_sampler": OfIterators()}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("workers", "options"), [
+    (2, lambda: {"sampler": Secretive(), "batch_size": 4}), (0, lambda: {"sampler": Secretive(), "batch_size": None}),
+    (0, lambda: {"batch_sampler": BatchSampler(Secretive(), 4, False)}),
+    (2, lambda: {"batch_sampler": SecretiveBatches()}), (2, lambda: {"batch_sampler": OfIterators()}),
+])  # fmt: skip
 def test_a_sampler_that_cannot_be_replayed_goes_on_from_its_own_state(workers, options):
     came, states = play(make(range(17), workers, **options()))
     for number in (1, len(came) // 2, len(came)):
@@ -442,16 +436,13 @@ def of_torchdata(dataset, delivered, **options):
     return state, list(batches)
 
 
-@pytest.mark.parametrize(
-    ("dataset", "workers", "options"),
-    [
-        ("map", 0, lambda: {"batch_size": 3}), ("map", 2, lambda: {"batch_size": 3, "shuffle": True}),
-        ("map", 0, lambda: {"batch_size": 3, "shuffle": True, "generator": torch.Generator().manual_seed(9)}),
-        ("map", 2, lambda: {"batch_size": 3, "sampler": Secretive(23)}),
-        *((dataset, 0, lambda: {"batch_size": 2}) for dataset in ("dataset", "iterator", "both", "itself", "plain")),
-        *((dataset, 2, lambda: {"batch_size": 2}) for dataset in ("dataset", "both", "plain")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("dataset", "workers", "options"), [
+    ("map", 0, lambda: {"batch_size": 3}), ("map", 2, lambda: {"batch_size": 3, "shuffle": True}),
+    ("map", 0, lambda: {"batch_size": 3, "shuffle": True, "generator": torch.Generator().manual_seed(9)}),
+    ("map", 2, lambda: {"batch_size": 3, "sampler": Secretive(23)}),
+    *((dataset, 0, lambda: {"batch_size": 2}) for dataset in ("dataset", "iterator", "both", "itself", "plain")),
+    *((dataset, 2, lambda: {"batch_size": 2}) for dataset in ("dataset", "both", "plain")),
+])  # fmt: skip
 def test_a_state_of_torchdata_goes_on_as_torchdata_does(dataset, workers, options):
     torch.manual_seed(5)
     state, rest = of_torchdata(DATASETS[dataset](), 3, num_workers=workers, **options())

@@ -99,13 +99,10 @@ def test_loaders_of_parts_make_up_the_epochs_together_and_one_rank_those_of_its_
         assert counts(dataset.stats().epochs) == [(0, 25), (25, 0), (25, 0)]
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "each"),
-    [
-        (stocache.DataLoader, {"num_workers": 2, "drop_last": True}, N // 12 * 12),
-        (torch.utils.data.DataLoader, {"num_workers": 1}, N),
-    ],
-)
+@pytest.mark.parametrize(("make", "options", "each"), [
+    (stocache.DataLoader, {"num_workers": 2, "drop_last": True}, N // 12 * 12),
+    (torch.utils.data.DataLoader, {"num_workers": 1}, N),
+])  # fmt: skip
 def test_a_new_loader_for_each_epoch_begins_an_epoch(make, options, each):
     with CachedDataset(Images(), 1, probe=0) as dataset:
         for _ in range(3):

@@ -104,14 +104,11 @@ def saved(state):
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
-@pytest.mark.parametrize(
-    ("sampler", "workers", "others"),
-    [
-        *((sampler, "alone", "alone") for sampler in SAMPLERS),
-        *(("own", "ahead", "ahead"), ("stateful", "ahead", "ahead"), ("global", "workers", "alone")),
-        *(("sampler's", "alone", "workers"), ("eager", "persistent", "persistent"), ("one by one", "persistent", "persistent")),
-    ],
-)
+@pytest.mark.parametrize(("sampler", "workers", "others"), [
+    *((sampler, "alone", "alone") for sampler in SAMPLERS),
+    *(("own", "ahead", "ahead"), ("stateful", "ahead", "ahead"), ("global", "workers", "alone")),
+    *(("sampler's", "alone", "workers"), ("eager", "persistent", "persistent"), ("one by one", "persistent", "persistent")),
+])  # fmt: skip
 def test_resumed_after_any_batch_it_delivers_what_would_have_come(sampler, workers, others):
     loader, states, globals_after, came = make(sampler, workers), [], [], []
 

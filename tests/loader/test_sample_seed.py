@@ -136,27 +136,24 @@ HOOK, FORK_HOOK = SampleSeed(17, hooks=(set_own,)), SampleSeed(2, hooks=(torch.m
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("make", "function", "batch_size", "ranks", "options"),
-    [
-        (lambda cached: Made(shaken), shaken, 32, 1, {}),
-        (lambda cached: Made(shaken), shaken, None, 2, TWO | {"pin_memory": True}),
-        (lambda cached: Made(shaken), shaken, 5, 1, PERSISTENT | {"prefetch_factor": 3, "shuffle": True}),
-        (before_cache(2000), shaken, 1, 2, {"prefetch_factor": 2}), (before_cache(300), shaken, None, 1, {}),
-        (before_cache(100), shaken, 5, 1, TWO | {"shuffle": True}), (before_cache(300), shaken, 1, 2, PERSISTENT),
-        (before_cache(2000), shaken, 32, 1, SPAWNED), (after_cache(2000), shaken, 4, 1, {}),
-        (after_cache(300), shaken, 3, 2, {"sampler": LocalityDistributedSampler}),
-        (lambda cached: Mosaic(after_cache(300)(cached)), mosaic, 4, 1, {}),
-        (lambda cached: Mosaic(after_cache(2000)(cached)), mosaic, 4, 1, {}),
-        (lambda cached: ConcatDataset([after_cache(300)(cached)]), shaken, 4, 1, {}),
-        (lambda cached: Subset(after_cache(300)(cached), range(N)), shaken, 4, 1, {}),
-        (lambda cached: Made(rare, n=150), rare, 8, 1, {}), (lambda cached: Made(rare, n=150), rare, 8, 1, TWO),
-        (lambda cached: Together(rare, n=150), rare, 8, 1, {}), (lambda cached: Together(rare, n=150), rare, 8, 1, TWO),
-        (lambda cached: Made(own), own, 5, 1, {"seed": HOOK, "num_workers": 1}),
-        (after_cache(2000, lambda value: own(0)), own, 5, 1, {"seed": HOOK}),
-        (lambda cached: Made(forked), forked, 4, 1, {"seed": FORK_HOOK}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "function", "batch_size", "ranks", "options"), [
+    (lambda cached: Made(shaken), shaken, 32, 1, {}),
+    (lambda cached: Made(shaken), shaken, None, 2, TWO | {"pin_memory": True}),
+    (lambda cached: Made(shaken), shaken, 5, 1, PERSISTENT | {"prefetch_factor": 3, "shuffle": True}),
+    (before_cache(2000), shaken, 1, 2, {"prefetch_factor": 2}), (before_cache(300), shaken, None, 1, {}),
+    (before_cache(100), shaken, 5, 1, TWO | {"shuffle": True}), (before_cache(300), shaken, 1, 2, PERSISTENT),
+    (before_cache(2000), shaken, 32, 1, SPAWNED), (after_cache(2000), shaken, 4, 1, {}),
+    (after_cache(300), shaken, 3, 2, {"sampler": LocalityDistributedSampler}),
+    (lambda cached: Mosaic(after_cache(300)(cached)), mosaic, 4, 1, {}),
+    (lambda cached: Mosaic(after_cache(2000)(cached)), mosaic, 4, 1, {}),
+    (lambda cached: ConcatDataset([after_cache(300)(cached)]), shaken, 4, 1, {}),
+    (lambda cached: Subset(after_cache(300)(cached), range(N)), shaken, 4, 1, {}),
+    (lambda cached: Made(rare, n=150), rare, 8, 1, {}), (lambda cached: Made(rare, n=150), rare, 8, 1, TWO),
+    (lambda cached: Together(rare, n=150), rare, 8, 1, {}), (lambda cached: Together(rare, n=150), rare, 8, 1, TWO),
+    (lambda cached: Made(own), own, 5, 1, {"seed": HOOK, "num_workers": 1}),
+    (after_cache(2000, lambda value: own(0)), own, 5, 1, {"seed": HOOK}),
+    (lambda cached: Made(forked), forked, 4, 1, {"seed": FORK_HOOK}),
+])  # fmt: skip
 def test_samples_come_from_seed_epoch_and_index_alone(make, function, batch_size, ranks, options, cached):
     dataset, options = make(cached), {"seed": SampleSeed(17)} | options
     sampler = options.pop("sampler", None)

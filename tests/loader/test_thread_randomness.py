@@ -116,13 +116,10 @@ def test_sample_seed_gives_the_samples_of_processes(make, options, seed):
         assert same(list(threads), list(processes))
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "step"),
-    [
-        (Draws, {"persistent_workers": True, "sample_seed": 5}, 3), (Counts, {}, 3), (Counts, {"snapshot_every_n_steps": 3}, 4),
-        (StatefulStream, {"persistent_workers": True}, 0), (StatefulStream, {"snapshot_every_n_steps": 3}, 4),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "options", "step"), [
+    (Draws, {"persistent_workers": True, "sample_seed": 5}, 3), (Counts, {}, 3), (Counts, {"snapshot_every_n_steps": 3}, 4),
+    (StatefulStream, {"persistent_workers": True}, 0), (StatefulStream, {"snapshot_every_n_steps": 3}, 4),
+])  # fmt: skip
 def test_states_resume_with_threads_what_processes_began_and_the_other_way(make, options, step):
     states = []
     for loader in loaders(make, **options):

@@ -216,14 +216,11 @@ def draws(idx):
     return idx + 0 * torch.rand((), generator=torch.random.thread_safe_generator())
 
 
-@pytest.mark.parametrize(
-    ("dataset", "options"),
-    [
-        (Made(Fails(ValueError("wrong")), 30), {}), (MadeTogether(Fails(StopIteration("end")), 30), {}),
-        (Made(draws, 40), {"batch_size": 10}),  # other samples of the batch wait for their turn to draw
-        (Images(), {"batch_size": 2, "sampler": Breaks(Images())}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("dataset", "options"), [
+    (Made(Fails(ValueError("wrong")), 30), {}), (MadeTogether(Fails(StopIteration("end")), 30), {}),
+    (Made(draws, 40), {"batch_size": 10}),  # other samples of the batch wait for their turn to draw
+    (Images(), {"batch_size": 2, "sampler": Breaks(Images())}),
+])  # fmt: skip
 def test_errors_come_in_the_place_of_their_batch(dataset, options):
     make = lambda method: stocache.DataLoader(dataset, num_workers=2, worker_method=method, **{"batch_size": 4, **options})
     assert same(came(make("thread")), came(make("multiprocessing")))

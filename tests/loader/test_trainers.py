@@ -113,14 +113,11 @@ def check_all_positions(folder, kind, options, rank=0, ranks=1, **settings):
     return whole.seen
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "settings"),
-    [
-        ("distributed", PERSISTENT, None), ("generator", {}, "validation"), ("block", {}, None),
-        slow("block", {"num_workers": 2}, "all"), slow("locality", {}, "validation"), slow("locality", PERSISTENT, "all"),
-        slow("generator", PERSISTENT, "all"), *(slow("distributed", {}, name) for name in SETTINGS),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "options", "settings"), [
+    ("distributed", PERSISTENT, None), ("generator", {}, "validation"), ("block", {}, None),
+    slow("block", {"num_workers": 2}, "all"), slow("locality", {}, "validation"), slow("locality", PERSISTENT, "all"),
+    slow("generator", PERSISTENT, "all"), *(slow("distributed", {}, name) for name in SETTINGS),
+])  # fmt: skip
 def test_lightning_resumes_at_every_step_and_epoch(kind, options, settings, tmp_path):
     settings = SETTINGS.get(settings, {})
     seen = check_all_positions(tmp_path, kind, options, **settings)

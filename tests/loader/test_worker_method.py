@@ -42,15 +42,11 @@ def with_(**attributes):
     return dataset
 
 
-@pytest.mark.parametrize(
-    ("dataset", "hooks", "reason"),
-    [
-        (Stream(), False, "iterable"), (with_(state_dict=dict, load_state_dict=vars), False, "state"),
-        (with_(random=random.Random(3)), False, "generator"), (with_(part=[torch.Generator()]), False, "generator"),
-        (with_(thread_safe=False), False, "thread_safe = False"), (Images(), True, "hooks"), (with_(file=open), False, "file"),
-    ],
-    ids=["iterable", "state", "random", "torch", "unsafe", "hooks", "file"],
-)  # fmt: skip
+@pytest.mark.parametrize(("dataset", "hooks", "reason"), [
+    (Stream(), False, "iterable"), (with_(state_dict=dict, load_state_dict=vars), False, "state"),
+    (with_(random=random.Random(3)), False, "generator"), (with_(part=[torch.Generator()]), False, "generator"),
+    (with_(thread_safe=False), False, "thread_safe = False"), (Images(), True, "hooks"), (with_(file=open), False, "file"),
+], ids=["iterable", "state", "random", "torch", "unsafe", "hooks", "file"])  # fmt: skip
 def test_datasets_that_threads_would_share_choose_processes(dataset, hooks, reason, caplog, tmp_path):
     caplog.set_level(logging.INFO, "stocache")
     with open(tmp_path / "file", "wb") as file:
@@ -60,16 +56,13 @@ def test_datasets_that_threads_would_share_choose_processes(dataset, hooks, reas
     assert reason in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("found", "method"),
-    [
-        ([(0.01, 0.02, 0, 9)], "multiprocessing"),  # two threads are not faster than one
-        ([(0.01, 0.011, 2, 4), (0.01, 0.011, 2, 4)], "thread"),
-        ([(0.01, 0.011, 2, 4), (0.01, 0.011, 4, 4)], "multiprocessing"),  # the GIL is held too often
-        ([(0.01, 0.0167, 0, 9)], "multiprocessing"),  # hardly faster
-        ([], "multiprocessing"),
-    ],
-)
+@pytest.mark.parametrize(("found", "method"), [
+    ([(0.01, 0.02, 0, 9)], "multiprocessing"),  # two threads are not faster than one
+    ([(0.01, 0.011, 2, 4), (0.01, 0.011, 2, 4)], "thread"),
+    ([(0.01, 0.011, 2, 4), (0.01, 0.011, 4, 4)], "multiprocessing"),  # the GIL is held too often
+    ([(0.01, 0.0167, 0, 9)], "multiprocessing"),  # hardly faster
+    ([], "multiprocessing"),
+])  # fmt: skip
 def test_what_was_measured_decides(found, method, rounds, monkeypatch):
     assert choose_method(Images(), False, rounds(*found)) == method
     with CachedDataset(Images(), 1) as dataset:

@@ -58,19 +58,16 @@ def test_the_one_line_changes_nothing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("program", "rows"),
-    [
-        ("accelerate_loop", [FORKED, {"seedable": True}, {"ring": True, **FORKED}]),
-        ("detection", [SPAWNED]),
-        ("hugging_face", [{"store": "encoded"}, FORKED, {"of": "texts", **FORKED}]),
-        ("lazy_files", [{"kind": kind} for kind in ("h5py", "zip", "memmap rows", "sqlite")]),
-        ("lazy_files", [{"splits": True, "start_method": "spawn"}]),
-        ("monai_dicts", [{"suffix": ".nii"}, {"augment": True, **FORKED}]),
-        ("vision", [SPAWNED, {"store": "encoded", **FORKED}]),
-        ("worker_init", [{"example": True, "start_method": "spawn"}, {"probe": 0}]),
-    ],
-)
+@pytest.mark.parametrize(("program", "rows"), [
+    ("accelerate_loop", [FORKED, {"seedable": True}, {"ring": True, **FORKED}]),
+    ("detection", [SPAWNED]),
+    ("hugging_face", [{"store": "encoded"}, FORKED, {"of": "texts", **FORKED}]),
+    ("lazy_files", [{"kind": kind} for kind in ("h5py", "zip", "memmap rows", "sqlite")]),
+    ("lazy_files", [{"splits": True, "start_method": "spawn"}]),
+    ("monai_dicts", [{"suffix": ".nii"}, {"augment": True, **FORKED}]),
+    ("vision", [SPAWNED, {"store": "encoded", **FORKED}]),
+    ("worker_init", [{"example": True, "start_method": "spawn"}, {"probe": 0}]),
+])  # fmt: skip
 def test_the_one_line_changes_nothing_in_longer_programs(program, rows, tmp_path):
     compare([(program, options) for options in rows], tmp_path)
 

@@ -206,16 +206,12 @@ def in_epochs(rank, meet, options, samples):
     return result
 
 
-@pytest.mark.parametrize(
-    ("options", "samples"),
-    [
-        ({"admission": "cost"}, "of one size"),
-        ({"codec": "zstd"}, "without set_epoch"),
-        ({}, "split"),
-        ({"placement": Placement("scattered")}, "by place"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize(("options", "samples"), [
+    ({"admission": "cost"}, "of one size"),
+    ({"codec": "zstd"}, "without set_epoch"),
+    ({}, "split"),
+    ({"placement": Placement("scattered")}, "by place"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_admission_codecs_splits_and_samplers_work_on_the_shared_copy(options, samples):
     if samples == "split":
         pytest.importorskip("PIL")

@@ -55,14 +55,11 @@ def test_tensors_of_every_dtype(memory):
 
 
 @pytest.mark.leaves_descriptors
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda x: x, lambda x: x.t(), lambda x: x[1:], lambda x: x[:, 1:], lambda x: x[::2], lambda x: x[0, 0],
-        lambda x: x.expand(3, *x.shape), lambda x: x[..., :1],
-        lambda x: x.view(1, 2, 4, 6).contiguous(memory_format=torch.channels_last),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("view", [
+    lambda x: x, lambda x: x.t(), lambda x: x[1:], lambda x: x[:, 1:], lambda x: x[::2], lambda x: x[0, 0],
+    lambda x: x.expand(3, *x.shape), lambda x: x[..., :1],
+    lambda x: x.view(1, 2, 4, 6).contiguous(memory_format=torch.channels_last),
+])  # fmt: skip
 def test_views_keep_their_values_and_strides(memory, view):
     value = view(torch.randn(6, 8))
     (came,) = memory.there_and_back([value])

@@ -71,14 +71,11 @@ def values(kept):
     return kept.tolist() if hasattr(kept, "tolist") else list(kept)
 
 
-@pytest.mark.parametrize(
-    "keep",
-    [
-        lambda batch: batch, lambda batch: batch["x"], lambda batch: batch["x"][5:7], lambda batch: batch["x"].numpy()[::2],
-        lambda batch: memoryview(batch["x"].numpy()), lambda batch: batch["x"].view(10, 100).t(),
-        lambda batch: batch["x"].untyped_storage(), lambda batch: np.from_dlpack(batch["x"]), lambda batch: batch["array"][3:],
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("keep", [
+    lambda batch: batch, lambda batch: batch["x"], lambda batch: batch["x"][5:7], lambda batch: batch["x"].numpy()[::2],
+    lambda batch: memoryview(batch["x"].numpy()), lambda batch: batch["x"].view(10, 100).t(),
+    lambda batch: batch["x"].untyped_storage(), lambda batch: np.from_dlpack(batch["x"]), lambda batch: batch["array"][3:],
+])  # fmt: skip
 def test_a_buffer_is_free_when_the_last_view_of_it_is_gone(ring, keep):
     batch = through(ring, {"x": numbers(0), "array": np.arange(10)})
     kept, computed = keep(batch), batch["x"].double() + 1

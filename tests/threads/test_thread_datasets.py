@@ -151,15 +151,12 @@ def test_what_is_open_already_is_read_by_one_thread_at_a_time(path, caplog):
     assert dataset[7] == 7  # it is not closed
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (functools.partial(open, mode="wb"), "BufferedWriter"), (functools.partial(zipfile.ZipFile, mode="w"), "ZipFile"),
-        (functools.partial(tarfile.open, mode="w"), "TarFile"), (sqlite3.connect, "sqlite3.Connection"),
-        (lambda path: socket.socket(), "socket"), (lambda path: pytest.importorskip("h5py").File(path, "w"), "h5py"),
-        (lambda path: pytest.importorskip("lmdb").open(str(path), subdir=False).begin(), "Transaction"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "name"), [
+    (functools.partial(open, mode="wb"), "BufferedWriter"), (functools.partial(zipfile.ZipFile, mode="w"), "ZipFile"),
+    (functools.partial(tarfile.open, mode="w"), "TarFile"), (sqlite3.connect, "sqlite3.Connection"),
+    (lambda path: socket.socket(), "socket"), (lambda path: pytest.importorskip("h5py").File(path, "w"), "h5py"),
+    (lambda path: pytest.importorskip("lmdb").open(str(path), subdir=False).begin(), "Transaction"),
+])  # fmt: skip
 def test_handles_are_found_wherever_a_dataset_holds_them(make, name, tmp_path):
     handle = make(tmp_path / "file")
     partial = functools.partial(print, file=handle)

@@ -337,17 +337,14 @@ def changed(change):
     return Changed
 
 
-@pytest.mark.parametrize(
-    ("cls", "options", "reason"),
-    [
-        (Ignoring, {}, "Ignoring does not call its transform"),
-        (changed(lambda its, image, *_: (image, float(np.asarray(image).mean()))), {}, "needs a number of the output"),
-        (Seeding, {}, "draws or seeds random numbers outside of its transforms"),
-        (changed(lambda its, *parts: parts[parts[2] % 2 :]), {}, "in the same way for each sample"),
-        (ImageFolder, {"probe": 0}, "no sample was loaded"),
-        (ImageFolder, {"example": (torch.zeros(3, 16, 16), 0)}, "only an example is known"),
-    ],
-)
+@pytest.mark.parametrize(("cls", "options", "reason"), [
+    (Ignoring, {}, "Ignoring does not call its transform"),
+    (changed(lambda its, image, *_: (image, float(np.asarray(image).mean()))), {}, "needs a number of the output"),
+    (Seeding, {}, "draws or seeds random numbers outside of its transforms"),
+    (changed(lambda its, *parts: parts[parts[2] % 2 :]), {}, "in the same way for each sample"),
+    (ImageFolder, {"probe": 0}, "no sample was loaded"),
+    (ImageFolder, {"example": (torch.zeros(3, 16, 16), 0)}, "only an example is known"),
+])  # fmt: skip
 def test_what_cannot_be_followed_is_not_split(cls, options, reason, folder, caplog):
     CachedDataset(cls(folder, training(16)), 1, **options).close()
     (text,) = [record.message for record in caplog.records if "are not split" in record.message]
