@@ -100,18 +100,6 @@ def test_sweep_reads_exactly_what_is_not_resident(folder, workers):
     assert all(epoch.samples == 12 and epoch.seconds > 0 for epoch in epochs)
 
 
-def test_cached_photos_are_the_decoded_ones(folder):
-    paths = bench.find_jpegs(folder)
-    assert (len(paths), paths) == (12, sorted(paths))
-    with bench.our_cache(10**6, len(paths), (3, 16, 16)) as cache:
-        dataset = bench.JpegFolder(paths, 16, cache)
-        for read in (1, 0):
-            for idx, path in enumerate(paths):
-                loaded, was_read = dataset[idx]
-                assert was_read == read
-                assert torch.equal(loaded, bench.load_jpeg(path, 16))
-
-
 def test_summarize_takes_medians_and_compares_with_no_cache():
     epochs = [EpochTiming(0, "cold", s, 10, 10) for s in (1.0, 2.0, 9.0)] + [EpochTiming(0, "warm", 2.0, 10, 10)]
     epochs += [EpochTiming(1, "cold", 2.2, 10, 10), EpochTiming(1, "warm", 0.5, 10, 0)]

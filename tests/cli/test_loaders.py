@@ -12,11 +12,11 @@ from stocache.shm import registry
 from stocache.timing import record
 from stocache.timing.record import LOAD_NS, ROW_WORDS, SAMPLES, WAIT_NS, Record
 from tests.support.processes import in_child
-from tests.support.records import Squares, forge, leave_loader_behind
+from tests.support.records import SQUARES, forge, leave_loader_behind
 
 
 def test_a_loader_over_a_named_cache_is_found_with_its_counts():
-    with CachedDataset(Squares(), 0.001, name="squares") as dataset:
+    with CachedDataset(SQUARES, 0.001, name="squares") as dataset:
         loader = DataLoader(dataset, batch_size=4, num_workers=2)
         assert [len(batch) for batch in loader] == [4] * 6
         (found,) = listing.find_loaders()

@@ -25,7 +25,7 @@ from stocache.shm import registry
 from stocache.system.waiting import wait_until
 from stocache.timing.histogram import BOUNDS_S, BUCKETS, bucket_of
 from stocache.timing.record import COLLATE_NS, CPU_NS, HAND_OVER_NS, LOAD_NS, MAKE_NS, QUEUED_NS, ROW_WORDS, WAIT_NS, Record
-from tests.support.records import FOLDER, Squares, forge, leave_loader_behind
+from tests.support.records import FOLDER, SQUARES, forge, leave_loader_behind
 
 pytest.importorskip("prometheus_client", reason="needs the extra metrics")
 from prometheus_client import generate_latest
@@ -77,7 +77,7 @@ def buckets(samples, metric):
     ("workers", "least"), [({}, 0), ({"num_workers": 2}, 12), ({"num_workers": 2, "worker_method": "thread"}, 6)], ids=str
 )
 def test_the_metrics_are_what_the_cache_and_the_loader_say(run, workers, least):
-    with CachedDataset(Squares(), 0.001, name="squares") as dataset:
+    with CachedDataset(SQUARES, 0.001, name="squares") as dataset:
         loader = DataLoader(dataset, batch_size=4, **workers)
         for _ in range(2):
             assert [len(batch) for batch in loader] == [4] * 6
@@ -214,7 +214,7 @@ def test_hostile_files_are_reported_and_hide_no_other(clean):
 def exported():
     """The labels of every name that a cache, a loader with workers and an unreadable file export."""
     forge("bad", size=0)
-    with CachedDataset(Squares(), 0.001, name="squares"):
+    with CachedDataset(SQUARES, 0.001, name="squares"):
         kept = Record(1, False, "squares")
         samples = scrape()
         del kept

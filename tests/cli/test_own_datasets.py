@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import Dataset
 
 from stocache.advice import advise
 from stocache.cli.bench import sweep_dataset
@@ -166,18 +165,11 @@ def test_what_bench_cannot_load_or_take_is_one_line(run):
     assert (result.exit_code, "returned Numbers of length 0" in result.stderr) == (2, True)
 
 
-class Varying(Dataset):
-    """Samples of varying size."""
-
-    def __len__(self):
-        return 30
-
-    def __getitem__(self, idx):
-        return torch.arange(idx), "x" * idx
+VARYING = [(torch.arange(idx), "x" * idx) for idx in range(30)]
 
 
 def test_batches_that_torch_does_not_collate_remain_lists():
-    epochs = sweep_dataset(Varying(), (0.5, 1), workers=1, batch_size=4)
+    epochs = sweep_dataset(VARYING, (0.5, 1), workers=1, batch_size=4)
     assert [(epoch.fraction, epoch.phase, epoch.samples, epoch.reads) for epoch in epochs] == [
         (0.5, "cold", 30, 30), (0.5, "warm", 30, 15), (1, "cold", 30, 30), (1, "warm", 30, 0),
     ]  # fmt: skip
@@ -185,7 +177,7 @@ def test_batches_that_torch_does_not_collate_remain_lists():
 
 @pytest.mark.parametrize("share", [0, 0.1, 1])
 def test_a_partly_cached_dataset_has_the_samples_of_the_dataset(share):
-    partly = PartlyCached(Varying(), share)
+    partly = PartlyCached(VARYING, share)
     for _epoch in range(2):
         samples, reads = zip(*[partly[idx] for idx in range(len(partly))], strict=True)
         assert all(torch.equal(sample[0], torch.arange(idx)) for idx, sample in enumerate(samples))

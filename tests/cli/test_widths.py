@@ -95,16 +95,6 @@ def test_texts_are_broken_between_words(run, tmp_path, monkeypatch, width):
                 assert len(line) <= width or LONG in line or " " not in line.strip(), (arguments, line)
 
 
-def test_commands_know_the_width_of_a_real_terminal():
-    with SharedCacheDDP(1, 10, (4,), name=LONG):
-        lines = in_terminal(60, "ls")
-        assert max(map(len, lines)) <= 60
-        assert any(re.match("imagenet.*….*flo", line) for line in lines)
-        lines = in_terminal(60, "stat", LONG)
-        assert max(len(line) for line in lines if LONG not in line) <= 60
-        assert any(line.startswith(" " * 10) for line in lines)
-
-
 @pytest.mark.parametrize("width", [50, 80])
 def test_help_shows_whole_summaries(run, width):
     def help_of(*command):

@@ -1,7 +1,6 @@
 """The audit: a cached dataset gives what the dataset would give now, whatever its samples depend on besides their index."""
 
 import os
-import queue
 import random
 import signal
 import time
@@ -181,17 +180,6 @@ def test_samples_that_cannot_be_had_again_are_served_from_the_cache_with_one_war
         assert not cached._audit.changed
     (record,) = caplog.records
     assert "sample 0 of Source, which is cached, cannot be loaded any more: OSError('it can be had once')" in record.message
-
-
-def test_a_one_time_resource_is_found(caplog):
-    items = queue.SimpleQueue()
-    for number in range(1000):
-        items.put(number)
-    source = Source(image=lambda dataset, idx: torch.tensor(items.get()))
-    with CachedDataset(source, 1) as cached:
-        found = [int(cached[idx]) for idx in range(N)]
-        assert len({*found, *(int(cached[idx]) for idx in range(N))}) == 2 * N
-    assert "was different when it was loaded again" in caplog.text
 
 
 def test_nan_and_objects_that_compare_in_their_own_way_are_equal_to_themselves(caplog):

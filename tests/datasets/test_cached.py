@@ -375,20 +375,3 @@ def test_the_second_run_reads_nothing(size):
     (left,) = Path(SHM_DIR).glob("stocache-*/warm")
     left.unlink()
     left.parent.rmdir()
-
-
-def run_job(number, size, reads, expected):
-    source = Source(size)
-    source.reads = reads
-    with CachedDataset(source, 1, name="sweep", transform=draw) as cached:
-        assert batches_of(cached) == expected
-
-
-@pytest.mark.parametrize(("start_method", "size"), [("fork", many_sizes), ("forkserver", one_size)], indirect=["start_method"])
-def test_jobs_of_a_sweep_read_each_sample_once_and_draw_the_same_random_numbers(run_processes, size):
-    with CachedDataset(Source(size), 0, transform=draw) as off:
-        expected = batches_of(off)
-    reads = torch.zeros(N, dtype=torch.int64).share_memory_()
-    with CachedDataset(Source(size), 1, name="sweep"):
-        run_processes(3, run_job, size, reads, expected)
-    assert reads.sum() <= N - 8 + 4 * 9  # each job probes, and so does this process

@@ -197,19 +197,6 @@ def test_several_indices_are_served_from_the_cache():
             cached[[1, 2]]
 
 
-@pytest.mark.parametrize(("loader_of", "workers"), [(DataLoader, 1), (stocache.DataLoader, 0)])
-def test_batches_of_a_batch_sampler_as_torch_documents_them(loader_of, workers):
-    dataset = Columns()
-    seen = []
-    with CachedDataset(dataset, 1) as cached:
-        for its in (dataset, cached):
-            sampler = BatchSampler(RandomSampler(its, generator=torch.Generator().manual_seed(0)), 6, drop_last=False)
-            loader = loader_of(its, batch_size=None, sampler=sampler, num_workers=workers)
-            seen.append([batch for _ in range(2) for batch in loader])
-            del loader
-    assert same(seen[0], seen[1])
-
-
 def test_a_transform_runs_on_each_of_several(monkeypatch):
     with CachedDataset(Columns(), 1, transform={"label": double}) as cached:
         for _ in range(2):

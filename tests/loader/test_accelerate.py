@@ -9,7 +9,7 @@ from torch.utils.data import DistributedSampler
 
 import stocache
 from stocache import CachedDataset
-from tests.support.ranks import Numbers, of_all_ranks, reset_accelerate, run_ranks, samples_of, slow
+from tests.support.ranks import numbers, of_all_ranks, reset_accelerate, run_ranks, samples_of, slow
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
@@ -69,7 +69,7 @@ def check_all_steps(folder, kind, options, batch_size=4, **config):
 
     The state of a registered loader belongs to the epoch in which it was taken, also after the last batch of it.
     """
-    with CachedDataset(Numbers(SAMPLES), 1) as dataset:
+    with CachedDataset(numbers(SAMPLES), 1) as dataset:
         program = partial(Program, kind, dataset, batch_size, options, **config)
         whole = program().train(folder)
         assert len(whole) == STEPS * EPOCHS
@@ -99,8 +99,8 @@ def test_each_step_resumes(kind, options, tmp_path):
 
 
 def test_batches_are_those_of_the_loader_of_torch(tmp_path):
-    theirs = Program("skipping", Numbers(SAMPLES), 4, {}, loader_class=torch.utils.data.DataLoader).train(tmp_path / "theirs")
-    with CachedDataset(Numbers(SAMPLES), 1) as dataset:
+    theirs = Program("skipping", numbers(SAMPLES), 4, {}, loader_class=torch.utils.data.DataLoader).train(tmp_path / "theirs")
+    with CachedDataset(numbers(SAMPLES), 1) as dataset:
         assert Program("skipping", dataset, 4, {}).train(tmp_path / "ours") == theirs
         assert dataset.cache.counts()[0] >= SAMPLES * (EPOCHS - 1)
 

@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 import stocache
 from stocache import CachedDataset, WorkerError
-from stocache.ring.ring import FULL, NO_LANE, NOTHING
+from stocache.ring.ring import FULL, NO_LANE
 from stocache.system import limits
 from stocache.timing import record
 from tests.support.containers import Point
@@ -425,18 +425,6 @@ def test_threads_that_start_workers_or_probe_fork_one_after_the_other():
         assert len(at_once) >= 3
 
     assert in_child(begin_in_threads) == 0  # an audit hook stays
-
-
-def test_through_the_ring_and_outside_of_it():
-    loader = stocache.DataLoader(Images(), 8, num_workers=2)
-    stats = loader.stats()
-    assert (stats.batches, stats.ring, stats.fallbacks, stats.ring_bytes, stats.hit_rate) == (0, 0, {}, 0, None)
-    assert len(list(loader)) == 7
-    stats = loader.stats()
-    assert (stats.batches, stats.ring, stats.fallbacks, stats.waited_s > 0) == (7, 7, {}, True)
-    strings = stocache.DataLoader([f"{n}" for n in range(10)], 5, num_workers=1)
-    assert list(strings) == [["0", "1", "2", "3", "4"], ["5", "6", "7", "8", "9"]]
-    assert strings.stats().fallbacks == {NOTHING: 2}
 
 
 @pytest.mark.leaves_descriptors

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, IterableDataset, Subset, SubsetRandomSampler, default_collate
+from torch.utils.data import DistributedSampler, Subset, SubsetRandomSampler, default_collate
 
 import stocache
 from stocache import CachedDataset
@@ -150,25 +150,6 @@ def test_waits_are_the_times_that_the_loop_sees(monkeypatch):
     assert (epoch.waited_s, epoch.seconds) == pytest.approx((waits_s.sum(), waits_s.sum() + 0.05))
     assert epoch.wait.mean_s == pytest.approx(waits_s.mean())
     assert (epoch.wait.p50_s, epoch.wait.p95_s, epoch.wait.max_s) == pytest.approx((0.002, 0.03, 0.03), rel=0.016)
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(20))
-
-
-@pytest.mark.parametrize(
-    ("dataset", "workers"), [(Stream(), "alone"), (Stream(), "processes"), (Images(), "threads"), (Images(), "persistent")]
-)
-def test_loaders_without_a_cache_tell_waits_too(dataset, workers):
-    loader = stocache.DataLoader(dataset, 5, **WORKERS[workers])
-    for _ in range(2):
-        batches = len(list(loader))
-    stats = loader.stats()
-    assert (stats.wait.count, stats.hit_rate) == (2 * batches, None)
-    found = [(epoch.wait.count, epoch.samples, epoch.hits, epoch.hit_rate) for epoch in stats.epochs]
-    assert found == [(batches, 5 * batches, None, None)] * 2
-    loader.end_workers()
 
 
 class Sleeping(Images):

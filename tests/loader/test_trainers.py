@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler
 import stocache
 from stocache import BlockSampler, CachedDataset, LocalityDistributedSampler
 from tests.support.images import Images
-from tests.support.ranks import Numbers, of_all_ranks, run_ranks, samples_of, slow
+from tests.support.ranks import numbers, of_all_ranks, run_ranks, samples_of, slow
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -66,7 +66,7 @@ class Loaders(lightning.LightningDataModule):
         self.train_dataloader = make
 
     def val_dataloader(self):
-        return torch.utils.data.DataLoader(Numbers(SAMPLES), 4)
+        return torch.utils.data.DataLoader(numbers(SAMPLES), 4)
 
 
 def sampler_of(kind, dataset, rank, ranks):
@@ -100,7 +100,7 @@ def check_all_positions(folder, kind, options, rank=0, ranks=1, **settings):
     ``set_epoch`` that has come to the end of an epoch, but after a validation.
     """
     steps = settings.get("limit_train_batches", 3)
-    with CachedDataset(Numbers(SAMPLES), 1) as dataset:
+    with CachedDataset(numbers(SAMPLES), 1) as dataset:
         loader = lambda: stocache.DataLoader(dataset, 4 // ranks, **options, **sampler_of(kind, dataset, rank, ranks))
         whole = fit(Loaders(loader), ranks, folder, **settings)
         assert len(whole.seen) == steps * EPOCHS

@@ -7,7 +7,7 @@ import torch
 
 import stocache
 from stocache import CachedDataset
-from tests.support.ranks import Numbers, reset_accelerate
+from tests.support.ranks import numbers, reset_accelerate
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -68,9 +68,9 @@ def test_each_step_resumes_with_the_batches_that_come_without_stocache(tmp_path)
     arguments = {"gradient_accumulation_steps": 2, "eval_strategy": "epoch", "dataloader_num_workers": 2}
     arguments |= {"dataloader_persistent_workers": True}
     updates = -(-STEPS // 2)  # in an epoch
-    theirs = fit(Trainer, Numbers(SAMPLES), tmp_path / "theirs", **arguments)
+    theirs = fit(Trainer, numbers(SAMPLES), tmp_path / "theirs", **arguments)
     assert sorted(label for labels in theirs for label in labels) == sorted([*range(SAMPLES)] * EPOCHS)
-    with CachedDataset(Numbers(SAMPLES), 1) as dataset:
+    with CachedDataset(numbers(SAMPLES), 1) as dataset:
         assert fit(OwnLoader, dataset, tmp_path / "ours", **arguments) == theirs
         for update in range(1, updates * EPOCHS):
             epoch, done = divmod(update, updates)

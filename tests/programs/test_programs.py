@@ -18,7 +18,7 @@ from tests.support.processes import run_python
 ROOT = Path(__file__).parents[2]
 NEEDS = {
     "accelerate_loop": ["accelerate"], "detection": ["PIL"], "hugging_face": ["PIL", "datasets"], "vision": ["PIL"],
-    "worker_init": [], "lazy_files": ["PIL", "h5py", "lmdb"], "lightning_ddp": ["lightning"],
+    "lazy_files": ["PIL", "h5py", "lmdb"], "lightning_ddp": ["lightning"],
     "monai_dicts": ["monai", "nibabel"],
 }  # fmt: skip
 FORKED, SPAWNED = {"num_workers": 2}, {"num_workers": 2, "start_method": "spawn"}
@@ -53,7 +53,7 @@ def compare(rows, folder):
 
 def test_the_one_line_changes_nothing(tmp_path):
     detection = {"flip": True, "permuted": True, **FORKED}
-    rows = {"worker_init": {"example": True}, "detection": detection, "lazy_files": {"splits": True}, "vision": {}}
+    rows = {"detection": detection, "lazy_files": {"splits": True}, "vision": {}}
     compare(rows.items(), tmp_path)
 
 
@@ -66,7 +66,6 @@ def test_the_one_line_changes_nothing(tmp_path):
     ("lazy_files", [{"splits": True, "start_method": "spawn"}]),
     ("monai_dicts", [{"suffix": ".nii"}, {"augment": True, **FORKED}]),
     ("vision", [SPAWNED, {"store": "encoded", **FORKED}]),
-    ("worker_init", [{"example": True, "start_method": "spawn"}, {"probe": 0}]),
 ])  # fmt: skip
 def test_the_one_line_changes_nothing_in_longer_programs(program, rows, tmp_path):
     compare([(program, options) for options in rows], tmp_path)

@@ -32,62 +32,48 @@ def tree(monkeypatch):
     return make
 
 
-def test_ranks_of_launchers_share_the_process_that_started_them(tree):
-    agent = (9, "python3.11", {"PATH"})
-    assert tree([(SELF, "python3.11", RANKED), agent], TORCH) == ("9-7", True, 2, False)
-    wrapped = [(SELF, "python3.11", RANKED), (8, "bash", RANKED), agent, (1, "init", set())]
-    assert tree(wrapped, TORCH) == ("9-7", True, 2, False)
-    in_slurm = [(SELF, "python3", {*RANKED, "SLURM_STEP_NUM_TASKS"}), (9, "python3", {"SLURM_STEP_NUM_TASKS"})]
-    assert tree(in_slurm, {**TORCH, "SLURM_STEP_NUM_TASKS": "2"}).key == "9-7"
+class Parent:
+    pid = 9
 
 
-def test_of_programs_that_start_several_jobs_the_port_counts(tree):
-    port = {"MASTER_ADDR": "node", "MASTER_PORT": "29500"}
-    shell = [(SELF, "python3", RANKED), (9, "bash", {"PATH"})]
-    assert tree(shell, {"RANK": "1", "WORLD_SIZE": "2", **port}) == ("9-7-node:29500", True, 2, False)
+AGENT, SHELL, SLURM = (9, "python3.11", {"PATH"}), (9, "bash", {"PATH"}), {"SLURM_STEP_NUM_TASKS"}
+PORT = {"MASTER_ADDR": "node", "MASTER_PORT": "29500"}
+RANK, PLAIN, OTHER = (SELF, "python3", RANKED), (SELF, "python3", set()), (9, "python3", set())
+STEP = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}
+ALONE = f"{SELF}-7"
+RAY = [(SELF, "python3", {"RAY_RAYLET_PID"}), (9, "raylet", set())]
+JOBS = {  # processes, our variables, and the job; and the parent by multiprocessing
+    "a launcher": ([RANK, AGENT], TORCH, ("9-7", True, 2, False)),
+    "a launcher, wrapped": ([RANK, (8, "bash", RANKED), AGENT, (1, "init", set())], TORCH, ("9-7", True, 2, False)),
+    "a launcher in a task of Slurm": (
+        [(SELF, "python3", RANKED | SLURM), (9, "python3", SLURM)], TORCH | {"SLURM_STEP_NUM_TASKS": "2"},
+        ("9-7", True, 2, False),
+    ),
+    "a program that starts several, by the port": (
+        [RANK, SHELL], {"RANK": "1", "WORLD_SIZE": "2", **PORT}, ("9-7-node:29500", True, 2, False)
+    ),
+    "a step of Slurm": ([(SELF, "python3", SLURM), (9, "", set())], STEP, ("9-7-:", True, 4, False)),
+    "MPI": (
+        [(SELF, "python3", {"OMPI_COMM_WORLD_RANK"}), (9, "mpirun", set())], {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"},
+        ("9-7-:", True, 3, False),
+    ),
+    "Ray, without a number": (RAY, {}, (ALONE, False, 1, False)), "Ray": (RAY, TORCH, ("9-7-:", True, 2, False)),
+    "a child of multiprocessing that sets them itself": ([PLAIN, OTHER], TORCH, ("9-7", True, 2, False), Parent),
+    "Lightning's first, whom the others find above them": ([PLAIN, OTHER], TORCH, (ALONE, True, 2, False)),
+    **{
+        f"alone, {ours}": ([PLAIN, (9, "bash", set())], ours, (ALONE, False, int(ours.get("WORLD_SIZE", 1)), False))
+        for ours in ({}, {"WORLD_SIZE": "4"}, {"MASTER_PORT": "1"}, {"LOCAL_WORLD_SIZE": "x"})
+    },
+    "a launcher of one": ([RANK, OTHER], {"RANK": "0", "WORLD_SIZE": "1"}, (ALONE, False, 1, False)),
+    "a number without how many there are": ([RANK, OTHER], {"LOCAL_RANK": "0"}, ("9-7", True, 1, False)),
+    "a container for each rank": ([RANK, (1, "tini", RANKED)], TORCH, (ALONE, False, 2, True)),
+}  # fmt: skip
 
 
-def test_a_step_of_slurm_and_of_mpi_and_a_raylet(tree):
-    step = [(SELF, "python3", {"SLURM_STEP_NUM_TASKS"}), (9, "", set())]
-    assert tree(step, {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}) == ("9-7-:", True, 4, False)
-
-
-def test_mpi_and_ray(tree):
-    mpi = [(SELF, "python3", {"OMPI_COMM_WORLD_RANK"}), (9, "mpirun", set())]
-    assert tree(mpi, {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}) == ("9-7-:", True, 3, False)
-
-
-def test_a_task_of_ray_is_a_rank_only_if_it_has_a_number(tree):
-    worker = [(SELF, "python3", {"RAY_RAYLET_PID"}), (9, "raylet", set())]
-    assert tree(worker) == (f"{SELF}-7", False, 1, False)
-    assert tree(worker, TORCH) == ("9-7-:", True, 2, False)
-
-
-def test_what_sets_the_variables_itself_is_a_child_of_multiprocessing_or_lightnings_first_rank(tree):
-    class Parent:
-        pid = 9
-
-    processes = [(SELF, "python3", set()), (9, "python3", set())]
-    assert tree(processes, TORCH, Parent) == ("9-7", True, 2, False)
-    assert tree(processes, TORCH) == (f"{SELF}-7", True, 2, False)  # as Lightning's others find it above themselves
-
-
-def test_alone_and_with_some_of_the_variables(tree, monkeypatch):
-    processes = [(SELF, "python3", set()), (9, "bash", set())]
-    for ours in ({}, {"WORLD_SIZE": "4"}, {"MASTER_PORT": "1"}, {"LOCAL_WORLD_SIZE": "x"}):
-        assert tree(processes, ours) == (f"{SELF}-7", False, int(ours.get("WORLD_SIZE", 1)), False)
-        for name in ours:
-            monkeypatch.delenv(name)
-    one = [(SELF, "python3", RANKED), (9, "python3", set())]
-    assert tree(one, {"RANK": "0", "WORLD_SIZE": "1"}) == (f"{SELF}-7", False, 1, False)
-
-
-def test_a_number_without_how_many_there_are(tree):
-    assert tree([(SELF, "python3", RANKED), (9, "python3", set())], {"LOCAL_RANK": "0"}) == ("9-7", True, 1, False)
-
-
-def test_a_container_for_each_rank_is_alone(tree):
-    assert tree([(SELF, "python3", RANKED), (1, "tini", RANKED)], TORCH) == (f"{SELF}-7", False, 2, True)
+@pytest.mark.parametrize("name", JOBS)
+def test_the_job_is_that_of_the_launcher_and_nothing_else_is_taken_for_it(name, tree):
+    processes, ours, job, *parent = JOBS[name]
+    assert tree(processes, ours, *parent) == job
 
 
 def test_this_process_is_read_from_proc():

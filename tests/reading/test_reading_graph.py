@@ -20,7 +20,6 @@ from stocache.reading.graph import pipes
 from stocache.reading.graph.graph import clone, pipes_of, sources
 from stocache.reading.graph.seeds import is_pure
 from stocache.reading.graph.sharding import dispatched_end, replicable_end
-from stocache.system.rng import RngMonitor
 from tests.support.graphs import COUNT, WARNINGS, HomemadeError, Stateful, fails, source, square
 from tests.support.processes import in_child
 
@@ -169,14 +168,6 @@ def test_seeds_are_a_function_of_seed_purpose_and_worker():
             SeedGenerator(seed)
     with pytest.raises(ValueError, match="worker_id=-1 is negative"):
         SeedGenerator(1).spawn(-1)
-
-
-def test_every_draw_is_noticed():
-    for draw in (random.random, np.random.rand, lambda: torch.rand(1)):
-        watch = RngMonitor()
-        assert not watch.changed()
-        draw()
-        assert watch.changed()
 
 
 def test_random_pipes_before_the_shard_have_shared_seeds_and_others_their_own():

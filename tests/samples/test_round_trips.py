@@ -132,19 +132,6 @@ def test_strides_come_back(way):
     way([pairs[0]], lambda got, _: got[1].flags.f_contiguous)
 
 
-def test_samples_are_the_callers_own():
-    sample = torch.zeros(3), np.zeros(2), [1]
-    block = Block(BytesFile(b"".join(encode([sample] * 2)[0])), "a block")
-    with RaggedCache("1MB", 1) as cache:
-        cache.set_slot(0, sample)
-        for read in (block.sample, cache.get_slot):
-            got = read(0)
-            got[0].add_(1)
-            got[1][:] = 1
-            got[2].append(2)
-            assert same(read(0), sample)
-
-
 def test_memmaps_come_back_in_memory_and_of_their_type_and_empty_strings_take_no_bytes_of_others(tmp_path):
     np.save(tmp_path / "data.npy", np.arange(6))
     data = np.load(tmp_path / "data.npy", mmap_mode="r")[2:4]

@@ -126,12 +126,6 @@ def test_what_is_dense_in_another_order_is_held_in_it(value, order):
     assert Structure.of(plain).encode(value)
 
 
-def test_the_bytes_of_an_order_are_those_in_memory():
-    image = torch.arange(60, dtype=torch.uint8).view(4, 5, 3).permute(2, 0, 1)
-    assert bytes(Structure.of(image).encode(image)[0]) == bytes(range(60))
-    assert str(Structure.of(image)) == "uint8[3, 4, 5] order [1, 2, 0]"
-
-
 Left, Right = (type(name, (), {"Point": namedtuple("Point", "x y")}) for name in ("Left", "Right"))
 Left.Point.__qualname__, Right.Point.__qualname__ = "Left.Point", "Right.Point"
 AB, BA = [("a", "<f4"), ("b", "<f4")], [("b", "<f4"), ("a", "<f4")]

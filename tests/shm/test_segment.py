@@ -3,13 +3,11 @@
 import errno
 import os
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import stocache
 from stocache import SegmentError, SharedCache
 from stocache.shm import layout
 from stocache.shm import segment as segment_module
@@ -18,7 +16,7 @@ from stocache.shm.segment import Segment
 from stocache.system import limits
 from stocache.system.limits import GIB, MIB, Memory
 from tests.support.faults import no_shared_memory, nothing_attached
-from tests.support.processes import in_child, run_python, stopped
+from tests.support.processes import in_child, stopped
 
 
 @pytest.fixture(params=["/dev/shm", "memfd"])
@@ -252,15 +250,3 @@ def test_a_process_without_a_row_reads_and_does_not_fill(cache):
     assert in_child(use) == 0
     assert cache._segment.holder < 2**31
     assert (cache._segment.holder - 1) % ROWS < ROWS - 1
-
-
-def test_listing_caches_imports_neither_torch_nor_numpy():
-    program = f"""
-import importlib, sys, types
-package = sys.modules["stocache"] = types.ModuleType("stocache")  # in place of the package itself, which exports everything
-package.__path__ = [{str(Path(stocache.__file__).parent)!r}]
-for name in ("shm.named", "cache.options", "cache.arena", "cli.listing"):
-    importlib.import_module("stocache." + name)
-    assert not sys.modules.keys() & {{"torch", "numpy"}}, name
-"""
-    run_python("-c", program)

@@ -8,22 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from tests.support.processes import leave_process_group, run_all
 
 
-class Numbers(Dataset):
+def numbers(n):
     """Pairs of a number and its index."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, idx):
-        return torch.tensor([float(idx)]), idx
+    return [(torch.tensor([float(idx)]), idx) for idx in range(n)]
 
 
 def run_ranks(target, *arguments):

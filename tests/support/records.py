@@ -14,12 +14,7 @@ from tests.support.processes import in_child
 FOLDER = Path(registry.directory_of())
 
 
-class Squares(torch.utils.data.Dataset):
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, idx):
-        return torch.tensor([idx, idx * idx])
+SQUARES = [torch.tensor([idx, idx * idx]) for idx in range(24)]
 
 
 def leave_loader_behind(cache_name, rank=0, uid=None):
