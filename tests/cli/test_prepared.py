@@ -1,6 +1,5 @@
 """The commands prepare, inspect and check: what they make, show and find; what is wrong is said in one or two lines."""
 
-import contextlib
 import errno
 import json
 import logging
@@ -18,8 +17,8 @@ from typer.testing import CliRunner
 import stocache
 from stocache import OnDiskBlockDataStorage, prepare
 from stocache.cli.app import app
+from stocache.preparation import prepare as preparing
 from stocache.preparation.sources import ImageFolder
-from stocache.storage import local
 from stocache.system import limits
 from stocache.system.limits import Memory
 from tests.support.preparing import damage
@@ -107,16 +106,22 @@ def test_prepare_says_how_to_use_what_it_made(place, out):
     assert dataset.storage.load_dataset_info() == {"classes": ["even", "odd"]}
 
 
-def test_prepare_takes_the_options_of_prepare(tmp_path, out):
-    array = np.random.default_rng(0).integers(0, 9, (50, 25))
-    np.save(tmp_path / "a.npy", array)
-    options = ("--workers", 0, "--block-bytes", "1000", "--shuffle-seed", 3, "--fingerprint", "v1")
-    assert command("prepare", tmp_path / "a.npy", out, *options)[0] == 0
-    expected = prepare(array, tmp_path / "2", block_bytes=1000, shuffle_seed=3, fingerprint="v1", info={}, progress=False)
-    assert all(map(np.array_equal, everything(out), everything(tmp_path / "2")))
-    with OnDiskBlockDataStorage(out) as storage:
-        assert storage.index.plan == expected.index.plan | {"source": "NpyFile"}
-        assert storage.block_size == expected.block_size == 5
+GIVEN = "--workers", 0, "--block-bytes", 1000, "--shuffle-seed", 3, "--fingerprint", "v1", "--on-error", "skip"
+GIVEN += "--no-resume", "--again"
+TAKEN = {"num_workers": 0, "block_bytes": 1000, "shuffle_seed": 3, "fingerprint": "v1", "resume": False, "again": True}
+TAKEN |= {"on_error": "skip", "repair": False, "block_size": None, "engine": "local", "address": None, "info": {"classes": []}}
+
+
+def test_prepare_takes_the_options_of_prepare(photos, out, monkeypatch):
+    taken = []
+    monkeypatch.setattr(
+        preparing, "prepare", lambda *places, **options: taken.append(options) or prepare(*places, progress=False)
+    )
+    assert command("prepare", photos, out, *GIVEN)[0] == 0
+    code, [line] = command("prepare", photos, out, "--repair", "--block-size", 2)
+    assert (code, line.startswith(f"{out} is whole: 10 samples in 1 block of ")) == (0, True)
+    assert taken[0] == TAKEN
+    assert (taken[1]["repair"], taken[1]["block_size"], taken[1]["resume"], taken[1]["again"]) == (True, 2, True, False)
 
 
 def test_images_are_resized_and_those_that_cannot_be_decoded_are_skipped(place, out):
@@ -135,19 +140,6 @@ def test_images_are_resized_and_those_that_cannot_be_decoded_are_skipped(place, 
     code, [first, second] = run_prepare(*skipping, 9)
     assert (code, first.endswith("is prepared in another way: size of images of the source: 8, now 9.")) == (1, True)
     assert "--again" in second
-
-
-def test_prepare_goes_on_where_it_was_interrupted_or_starts_again(photos, out):
-    (photos / "9.jpg").write_bytes(b"")
-    made = []
-    for option in ((), (), ("--no-resume",)):
-        assert fails(run_prepare(photos, out, *option), "9.jpg cannot be read as an image: it is empty")
-        made.append([path.stat().st_mtime_ns for path in blocks_of(out)])
-    assert made[0] == made[1]
-    assert not {*made[1]} & {*made[2]}
-    (photos / "9.jpg").write_bytes(b"9")
-    assert run_prepare(photos, out)[0] == 0
-    assert everything(out)[9]["image"] == b"9"
 
 
 def test_prepare_explains_what_it_cannot_do(place, photos, out):
@@ -261,28 +253,6 @@ def test_an_image_that_goes_while_the_folder_is_prepared_is_told_and_not_skipped
     assert not (out / "skipped.json").exists()
     assert run_prepare(photos, out, "--on-error", "skip")[0] == 0  # of what is another source now
     assert numbers(out) == [0, 1, 2, 3, 4, 5, 6, 8, 9]
-
-
-def test_a_repair_writes_the_damaged_blocks_from_a_source_that_is_as_before(photos, prepared):
-    damage(prepared, blocks_of(prepared)[1])
-    photo = (photos / "3.jpg").rename(photos.parent / "3.jpg")
-    code, [line, _] = run_prepare(photos, prepared, "--repair", "--on-error", "skip")
-    assert (code, line.startswith(f"{prepared} is prepared in another way: samples: 10, now 9; ")) == (1, True)
-    photo.rename(photos / "3.jpg")
-    code, [line] = run_prepare(photos, prepared, "--repair")
-    assert (code, line.startswith(f"{prepared} is whole: 10 samples in 5 blocks of 2, ")) == (0, True)
-    assert numbers(prepared) == list(range(10))
-
-
-def test_a_command_waits_for_the_process_that_prepares_the_folder(photos, out, monkeypatch):
-    said = []
-    monkeypatch.setattr(local, "_REPORT_S", 0.05)
-    with contextlib.ExitStack() as held:
-        held.enter_context(local.LocalStore(str(out)).locked())
-        monkeypatch.setattr(local.logger, "warning", lambda *line: (said.append(line[0] % line[1:]), held.close()))
-        code, [line] = run_prepare(photos, out)
-    assert said[0].startswith(f"waiting for {out}, which is being prepared by process {os.getpid()} (")
-    assert (code, ": 10 samples in 5 blocks of 2" in line) == (0, True)
 
 
 def test_inspect_shows_a_tree(tmp_path):

@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, StackDataset, Subset, TensorDataset
 
 from stocache import CachedDataset, DatasetError, LimitError, RaggedCache, SampleError, SampleIndexError, SharedCache, errors
 from stocache.system.limits import SHM_DIR
 from tests.support.containers import Point
 from tests.support.equality import same
+from tests.support.images import Counted
 
 pytestmark = pytest.mark.unaudited
 
@@ -20,26 +21,12 @@ N = 48
 ONCE = [2] + [1] * (N - 1)  # reads of a cached dataset: the probe looks at the first sample twice
 
 
-class Source(Dataset):
-    """Counts its reads, over all processes; ``size`` gives the shape of an image."""
-
+class Source(Counted):
     classes = ("cat", "dog")
 
     def __init__(self, size=lambda idx: (3, 6, 5), n=N):
-        self.size, self.n, self.reads = size, n, torch.zeros(n, dtype=torch.int64).share_memory_()
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, idx):
-        if not 0 <= idx < self.n:
-            raise IndexError(idx)
-        self.reads[idx] += 1
-        return self.sample(idx)
-
-    def sample(self, idx):
-        generator = torch.Generator().manual_seed(idx)
-        return torch.randint(0, 256, self.size(idx), generator=generator, dtype=torch.uint8), idx
+        super().__init__(n)
+        self.size = size
 
 
 def one_size(idx):

@@ -6,11 +6,11 @@ import multiprocessing
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 import stocache
 from stocache import CachedDataset, LimitError, OnDiskBlockDataStorage, Placement, StorageDataset, errors, prepare
 from tests.support.equality import same
+from tests.support.images import Counted
 from tests.support.processes import run_all
 
 pytestmark = pytest.mark.unaudited
@@ -19,22 +19,13 @@ N = 96
 ONCE = N + 1  # the probe loads its first sample twice
 
 
-class Source(Dataset):
-    """Counts its reads, over all processes."""
-
+class Source(Counted):
     def __init__(self, ragged=False):
-        self.ragged, self.reads = ragged, torch.zeros(N, dtype=torch.int64).share_memory_()
+        super().__init__(N)
+        self.ragged = ragged
 
-    def __len__(self):
-        return N
-
-    def __getitem__(self, idx):
-        self.reads[idx] += 1
-        return self.sample(idx)
-
-    def sample(self, idx):
-        generator = torch.Generator().manual_seed(idx)
-        return torch.randint(0, 256, (3, 9 + self.ragged * (idx % 5), 7), generator=generator, dtype=torch.uint8), idx
+    def size(self, idx):
+        return 3, 9 + self.ragged * (idx % 5), 7
 
 
 def counted(reads):

@@ -1,6 +1,5 @@
 """The DataLoader is torch's: the same batches, order, random numbers and errors, however they travel."""
 
-import gc
 import inspect
 import itertools
 import os
@@ -362,15 +361,6 @@ def test_all_batches_may_be_kept_or_views_of_some(workers):
             views = images[1], images.numpy()[1], images.view(len(images), -1)[1]
             kept = [*random.sample(kept, min(len(kept), 5)), (random.choice(views), int(labels[1]))]
             assert all(torch.equal(torch.as_tensor(view).view(3, 8, 8), image(label)) for view, label in kept)
-
-
-def test_batches_survive_the_end_of_their_loader():
-    loader = stocache.DataLoader(Images(), 8, num_workers=2)
-    batches = [*itertools.islice(loader, 1), *itertools.islice(loader, 2)]
-    del loader
-    gc.collect()
-    list(stocache.DataLoader(Images(), 8, num_workers=2))
-    assert same(batches, [in_batches(8)[number] for number in (0, 0, 1)])
 
 
 @pytest.mark.parametrize("persistent", [False, True])

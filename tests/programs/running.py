@@ -78,14 +78,13 @@ def run(program: str, way: str, folder: str, options: str, out: str) -> None:
     """Run ``main(wrap, folder, **options)`` of a program, and write its results, described.
 
     The pickle holds a dict: "results"; of each wrapped dataset its "stats" at the end; and what wrapping it has changed in the
-    dataset, "changes". Other ranks than the first write theirs beside it.
+    dataset, "changes".
     """
     wrap = Cached() if way == "cached" else plain
     results = importlib.import_module(f"tests.programs.{program}").main(wrap, Path(folder), **json.loads(options))
     caches, changes = (wrap.caches, wrap.changes) if isinstance(wrap, Cached) else ([], [])
     done = {"results": describe(results), "stats": [vars(cache.stats()) for cache in caches], "changes": changes}
-    rank = os.environ.get("LOCAL_RANK", "0")
-    Path(out if rank == "0" else f"{out}.{rank}").write_bytes(pickle.dumps(done))
+    Path(out).write_bytes(pickle.dumps(done))
 
 
 def run_rows(rows: list[tuple[str, dict[str, Any]]]) -> None:
@@ -99,8 +98,7 @@ def run_rows(rows: list[tuple[str, dict[str, Any]]]) -> None:
                 signal.alarm(400)  # one that hangs ends, and says so by its status
                 Path(f"{number}/{way}/data").mkdir(parents=True)
                 os.chdir(f"{number}/{way}")
-                sys.argv[1:] = program, way, "data", json.dumps(options), "out.pickle"  # also for the ranks of Lightning
-                run(*sys.argv[1:])
+                run(program, way, "data", json.dumps(options), "out.pickle")
                 return
             ways[pid] = way
         statuses = {way: os.waitpid(pid, 0)[1] for pid, way in ways.items()}

@@ -166,11 +166,6 @@ def worker_makes_it(rank, meet):
     return [batch[:, 0].tolist() for _ in range(2) for batch in loader]
 
 
-def test_workers_make_caches_themselves():
-    found, _ = run(worker_makes_it)
-    assert found == [[list(range(at, at + 8)) for at in range(0, N, 8)] * 2] * RANKS
-
-
 class Flipped(Photos):
     """Images, with a random transform behind a deterministic one."""
 
@@ -321,10 +316,6 @@ def labels(rank, meet):
     return all(found)
 
 
-def test_samples_that_are_mostly_alike_prove_little():
-    assert run(labels)[0] == [True] * RANKS
-
-
 def with_fingerprint(rank, meet):
     cache = SharedCache("1MB", N, (2,), torch.int64, fingerprint="v1")
     meet()
@@ -336,11 +327,6 @@ def with_fingerprint(rank, meet):
     return result
 
 
-def test_a_fingerprint_says_that_samples_are_the_same():
-    found, _ = run(with_fingerprint)
-    assert found == [list(range(N))] * RANKS
-
-
 def changed_in_one(rank, meet):
     dataset = CachedDataset(Photos(), "1MB", admission="cost")  # keeps no probed samples
     meet()
@@ -350,10 +336,6 @@ def changed_in_one(rank, meet):
     wrong = read_all(dataset, 500 * (rank == 0), seed=rank) + read_all(dataset, 500 * (rank == 0))
     meet()
     return wrong
-
-
-def test_an_attribute_that_one_rank_sets_is_not_seen_by_others():
-    assert run(changed_in_one)[0] == [0] * RANKS
 
 
 # ---------------------------------------------------------------------------------------------------- limits
@@ -403,8 +385,19 @@ def cleared(rank, meet):
     meet()
 
 
-def test_a_cache_that_other_ranks_use_is_not_cleared():
-    run(cleared)
+RIGHT = {  # what runs in each rank, and what it returns
+    "workers make caches themselves": (worker_makes_it, [list(range(at, at + 8)) for at in range(0, N, 8)] * 2),
+    "samples that are mostly alike prove little": (labels, True),
+    "a fingerprint says that samples are the same": (with_fingerprint, list(range(N))),
+    "an attribute that one rank sets is not seen by others": (changed_in_one, 0),
+    "a cache that other ranks use is not cleared": (cleared, None),
+}
+
+
+@pytest.mark.parametrize("claim", RIGHT)
+def test_what_holds_in_each_rank(claim):
+    target, expected = RIGHT[claim]
+    assert run(target)[0] == [expected] * RANKS
 
 
 # ---------------------------------------------------------------------------------------------------- ends and restarts
