@@ -101,7 +101,7 @@ def test_an_epoch_of_a_loader_has_the_figures_of_its_record_and_a_verdict(caplog
         for batch in range(3):
             epoch.note_batch(10**9 * (1 + batch), 9 * 10**8, 1)
         stats, facts = epoch.figures(3 * 10**9)
-        assert (stats.number, stats.batches, stats.hits, stats.complete) == (number, 3, None, False)
+        assert (stats.number, stats.batches, stats.hits, stats.hit_rate, stats.complete) == (number, 3, None, None, False)
         assert (stats.seconds, stats.waited_s, stats.waited_share) == pytest.approx((3, 2.7, 0.9))
         assert [wait.count for wait in stats.wait_by_worker] == [0, 3]
         assert (stats.wait.count, stats.load.count, stats.load.mean_s) == (3, 6, 0.5)
