@@ -23,6 +23,7 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
     default_collate,
+    random_split,
 )
 
 import stocache
@@ -291,20 +292,16 @@ def test_the_length_of_a_sampler_is_asked_for_only_by_the_user(name):
 
 
 def test_a_program_may_put_it_in_the_place_of_torchs():
-    program = """
-import torch, stocache
-from torch.utils.data import TensorDataset, random_split
-theirs = torch.utils.data.DataLoader
-torch.utils.data.DataLoader = torch.utils.data.dataloader.DataLoader = stocache.DataLoader
-numbers = TensorDataset(torch.arange(20))
-for dataset in (numbers, stocache.CachedDataset(numbers, 1), random_split(numbers, [15, 5])[0]):
-    for options in ({}, {"num_workers": 1}, {"num_workers": 1, "worker_method": "thread"}):
-        loader = torch.utils.data.DataLoader(dataset, 6, **options)
-        for _ in range(2):
-            expected = list(theirs(dataset, 6))
-            assert all(torch.equal(ours[0], other[0]) for ours, other in zip(loader, expected, strict=True))
-"""
-    run_python("-c", program)
+    def program():
+        torch.utils.data.DataLoader = torch.utils.data.dataloader.DataLoader = stocache.DataLoader
+        numbers = TensorDataset(torch.arange(20))
+        for dataset in (numbers, CachedDataset(numbers, 1), random_split(numbers, [15, 5])[0]):
+            for options in ({}, {"num_workers": 1}, {"num_workers": 1, "worker_method": "thread"}):
+                loader = torch.utils.data.DataLoader(dataset, 6, multiprocessing_context="fork" if options else None, **options)
+                for _ in range(2):
+                    assert same(list(loader), list(DataLoader(dataset, 6)))
+
+    assert in_child(program) == 0
 
 
 def test_a_script_without_a_guard_is_told_of_it(tmp_path):

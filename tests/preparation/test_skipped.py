@@ -138,10 +138,10 @@ def kill_after(changes, patched):
         patched.setattr(LocalStore, name, counted(getattr(LocalStore, name)))
 
 
-def killed_at_each_change(tmp_path, monkeypatch, source, first, second):
-    """Demand that it goes on to the same bytes when the second preparation is killed at any change of the folder."""
+def killed_at_each_change(tmp_path, monkeypatch, source, first, second, every):
+    """Demand that it goes on to the same bytes when the second preparation is killed at every n-th change of the folder."""
     whole = prepared(source, tmp_path / "whole", block_size=4)
-    for changes in itertools.count():
+    for changes in itertools.count(step=every):
         folder, killed = tmp_path / str(changes), False
         first(folder)
         with monkeypatch.context() as patched:
@@ -155,18 +155,21 @@ def killed_at_each_change(tmp_path, monkeypatch, source, first, second):
             return changes
 
 
-@pytest.mark.parametrize(
-    "broken", [[2, 3, 13], pytest.param([2, 3, 5], marks=pytest.mark.slow)], ids=["also at the end", "not at the end"]
-)
-def test_killed_before_any_change_of_the_folder_it_goes_on_to_the_same_bytes(tmp_path, monkeypatch, caplog, broken):
-    source = Faulty(broken, length=14)
-    prepare = functools.partial(prepare_quietly, source, block_size=4)
-    changes = killed_at_each_change(tmp_path, monkeypatch, source, lambda folder: None, lambda folder: prepare(folder).close())
+EACH = pytest.param(1, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("every", [3, EACH])
+@pytest.mark.parametrize("last", [13, pytest.param(5, marks=pytest.mark.slow)])  # at the end, too, or not
+def test_killed_before_any_change_of_the_folder_it_goes_on_to_the_same_bytes(tmp_path, monkeypatch, caplog, last, every):
+    source = Faulty([2, 3, last], length=14)
+    prepare = lambda folder: prepare_quietly(source, folder, block_size=4).close()
+    changes = killed_at_each_change(tmp_path, monkeypatch, source, lambda folder: None, prepare, every)
     assert changes > 10  # there are 4 blocks, of which some are written later, and the lists
     assert "starting again" not in caplog.text
 
 
-def test_killed_while_another_preparation_takes_the_folder_the_first_one_goes_on(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("every", [3, EACH])
+def test_killed_while_another_preparation_takes_the_folder_the_first_one_goes_on(tmp_path, monkeypatch, caplog, every):
     source = Faulty([2, 3, 13], length=14)
 
     def interrupted(method, folder, **options):
@@ -175,7 +178,7 @@ def test_killed_while_another_preparation_takes_the_folder_the_first_one_goes_on
 
     one = functools.partial(interrupted, "finish")
     other = functools.partial(interrupted, "write_encoded", fingerprint="another")
-    assert killed_at_each_change(tmp_path, monkeypatch, source, one, other) > 5  # blocks, the lists and the plan
+    assert killed_at_each_change(tmp_path, monkeypatch, source, one, other, every) > 5  # blocks, the lists and the plan
     assert "starting again" not in caplog.text
 
 

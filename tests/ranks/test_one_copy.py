@@ -23,6 +23,7 @@ from stocache.shm import layout, registry
 from stocache.system import limits
 from tests.support import lookalikes as vision
 from tests.support.equality import same
+from tests.support.pairs import pairs
 from tests.support.processes import in_child, run_python
 
 with contextlib.suppress(ImportError):
@@ -288,9 +289,10 @@ def bare(rank, meet, cls, same, fill):
     return inode_of(cache), len(loads)
 
 
-@pytest.mark.parametrize("fill", ["ahead", "as they come"])
-@pytest.mark.parametrize("same", [True, False], ids=["same", "other"])
-@pytest.mark.parametrize("cls", [SharedCache, RaggedCache, SharedCacheDDP])
+ROWS = [*pairs([SharedCache, RaggedCache, SharedCacheDDP], [True, False], ["ahead", "as they come"])]
+
+
+@pytest.mark.parametrize(("cls", "same", "fill"), ROWS)
 def test_caches_that_programs_fill_compare_some_samples_before_they_trust(cls, same, fill):
     found, logged = run(bare, cls, same, fill)
     assert len({inode for inode, _ in found}) == 1

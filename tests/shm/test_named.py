@@ -62,7 +62,7 @@ def test_processes_that_come_at_once_with_the_name_only_get_the_same_cache():
     go, start = os.pipe()
 
     pids = []
-    for number in range(N):
+    for number in range(16):
         pids.append(os.fork())
         if pids[-1] == 0:
             try:
@@ -79,7 +79,7 @@ def test_processes_that_come_at_once_with_the_name_only_get_the_same_cache():
     (found,) = listing.find()
     assert {holder.pid for holder in found.holders} == set(pids)
     with make() as cache:
-        assert cache.stats().filled == cache.stats().fills == N
+        assert cache.stats().filled == cache.stats().fills == 16
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

@@ -158,7 +158,7 @@ def epochs(dataset):
     return samples, random.random(), torch.rand(()).item()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SPLIT)
 def test_what_is_done_with_the_output_is_done_again_in_each_epoch(name):
     with CachedDataset(dataset := Images(*SPLIT[name]), 1, audit=0) as cached:

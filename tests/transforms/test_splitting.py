@@ -242,7 +242,7 @@ def test_a_transform_with_another_beginning_is_refused(folder):
         check(cached, ImageFolder(folder, training(16)))
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_transform_that_is_set_behind_the_cache_is_noticed(folder, num_workers):
     dataset = ImageFolder(folder)
     with CachedDataset(dataset, 1) as cached:
