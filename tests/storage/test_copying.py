@@ -127,13 +127,6 @@ def test_of_a_damaged_block_sound_samples_only_are_copied(kind):
             assert not records or in_cache(records).items() <= expected.items()
 
 
-def test_one_damaged_sample_costs_only_itself():
-    values = [bytes([idx]) * 100 for idx in range(9)]
-    data = bytearray(file_of(values))
-    data[opened(bytes(data)).span("sample")[0] + 420] ^= 1
-    assert sorted(opened(bytes(data)).records(range(9))) == [0, 1, 2, 3, 5, 6, 7, 8]
-
-
 def forged(values, change):
     """A block whose checksums are right, after changing its structure, and its columns by name."""
     seal_block = pytest.importorskip("benchmark.fuzz", reason="it makes images").seal_block

@@ -200,12 +200,6 @@ def test_worker_processes_prepare_at_a_url_that_all_of_them_see(tmp_path, memory
     assert not OnDiskBlockDataStorage(memory).is_prepared()
 
 
-def test_a_storage_takes_samples_at_a_url(memory):
-    with save(OnDiskBlockDataStorage(memory, 5), info={1: "needs a file of its own"}) as storage:
-        assert storage.load_dataset_info() == {1: "needs a file of its own"}
-        assert read(storage)
-
-
 def test_an_interrupted_preparation_at_a_url_goes_on_and_writes_a_cut_block_again(tmp_path):
     url = f"file://{tmp_path}/a"
     with pytest.raises(KeyboardInterrupt, match="by the user"):

@@ -171,7 +171,7 @@ def kind_of_cached(cached):
     return type(next(filter(None, map(cached.cache.get_slot, range(N))))[0])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "workers", "context"),
     [*((name, 0, "") for name in MADE), ("concatenated", 2, "fork"), ("concatenated", 1, "forkserver")],
