@@ -45,7 +45,7 @@ QUICK = {  # files of units and contracts that start few processes
     "no_more_threads", "contract", "batches", "record_store", "wrapping", "thread_datasets", "sources", "lines",
     "neighbours", "loaders", "listing",
 }  # fmt: skip
-START_METHODS = ("fork", "spawn", "forkserver")
+START_METHODS = ("fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow))  # which imports torch once more
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

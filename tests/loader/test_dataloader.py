@@ -93,7 +93,7 @@ WORKERS = [
 
 @pytest.mark.parametrize("workers", WORKERS, ids=str)  # the first varies fastest
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: re.sub(r" object at \w+", "", str(options)))
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_batches_order_and_random_numbers_are_those_of_torch(options, workers):
     agree(*both(Named() if "worker_method" in workers else Augmented(), **options, **workers))
 

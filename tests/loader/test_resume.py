@@ -104,6 +104,7 @@ def saved(state):
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("sampler", "workers", "others"), [
     *((sampler, "alone", "alone") for sampler in SAMPLERS),
     *(("own", "ahead", "ahead"), ("stateful", "ahead", "ahead"), ("global", "workers", "alone")),

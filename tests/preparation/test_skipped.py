@@ -46,7 +46,7 @@ def stop_at_80(dataset, idx):
 # ---------------------------------------------------------------------------------------------------- what is left
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("broken", "seed", "make"), [*pairs([*BROKEN], [None, 3], [Faulty, FaultyTogether])])
 def test_the_last_samples_take_the_places_of_broken_ones_whatever_the_workers(tmp_path, broken, seed, make):
     source, workers = make(BROKEN[broken]), 2 if broken in ("some", "a whole block") else 0

@@ -51,6 +51,7 @@ CACHED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("workers", [0, 3])
 @pytest.mark.parametrize("name", CACHED)
 def test_a_cached_graph_gives_what_it_gave_without_and_works_once(name, workers, caplog):

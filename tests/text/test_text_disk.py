@@ -59,6 +59,7 @@ WAYS = {  # options, and the memory before the disk: for nothing, for a quarter 
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_two_runs_of_two_epochs_read_and_parse_the_text_once(way, numbered, folder, work):
     options, memory = WAYS[way]

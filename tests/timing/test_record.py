@@ -32,7 +32,7 @@ def work(record, worker, batches, ready):
     ("start_method", "workers", "expected"),
     [
         ("fork", [(0, 4, True), (0, 4, False), (1, 5, False), (0, 3, False)], [0, 8, 5, 3, 0]),
-        ("spawn", [(1, 5, True)], [0, 0, 5, 0, 0]),
+        ("forkserver", [(1, 5, True)], [0, 0, 5, 0, 0]),
     ],
     indirect=["start_method"],
 )
