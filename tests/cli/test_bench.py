@@ -92,6 +92,7 @@ def test_photos_are_generated_once_and_are_photo_like(tmp_path, monkeypatch):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_sweep_reads_exactly_what_is_not_resident(folder, workers):
     paths = bench.find_jpegs(folder)
+    assert (len(paths), paths) == (12, sorted(paths))
     epochs = bench.sweep(paths, (0, 0.25, 1), size=16, workers=workers, batch_size=5, repeats=2)
     assert [epoch.fraction for epoch in epochs[::2]] == [0, 0.25, 1, 1, 0.25, 0]
     assert {(e.fraction, e.phase): e.reads for e in epochs} == {

@@ -11,30 +11,15 @@ import pytest
 import torch
 
 from stocache import DamagedError, StorageError
-from stocache.storage.block import Block, BytesFile, encode
+from stocache.storage.block import encode
 from stocache.system.hashing import checksum
 from tests.support.samples import Extra, Kind, Slotted, boxes, made, picture, takes_little_memory, tensordict
-
-
-def whole(values, allow_pickle=False):
-    """The file of a block."""
-    return b"".join(encode(values, 0, allow_pickle)[0])
-
-
-def opened(data, allow_pickle=False):
-    return Block(BytesFile(bytes(data)), "a block", allow_pickle)
-
-
-def apart(data):
-    """The header of a block, the facts in it, and the columns."""
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    return header, json.loads(header["__metadata__"]["stocache"]), bytearray(data[8 + length :])
+from tests.support.storages import apart, file_of, opened
 
 
 def columns(values):
     """The columns of a block as any program reads them: arrays by name."""
-    header, _, data = apart(whole(values))
+    header, _, data = apart(file_of(values))
     header.pop("__metadata__")
     dtypes = {"I64": np.int64, "I16": np.int16, "U8": np.uint8, "BOOL": np.bool_, "F32": np.float32}
     return {
@@ -50,7 +35,7 @@ def test_a_block_is_the_file_that_safetensors_writes():
     parts = {str(dtype): torch.ones(2, 3, dtype=dtype) for dtype in dtypes}
     parts |= {'ü/"\n\\\x01': "x", "a": "", "empty": torch.ones(0)}
     for values in ([parts, parts | {"a": "bc"}], [], [None], [complex(1, 2)]):
-        data = whole(values)
+        data = file_of(values)
         assert data == safetensors.save(safetensors.load(data), apart(data)[0]["__metadata__"])
 
 
@@ -73,7 +58,7 @@ def test_columns_are_what_other_programs_read():
     assert set(found) == {"kind", "kind:offsets", "day", ":checks"}
     image = torch.arange(60, dtype=torch.uint8).view(4, 5, 3).permute(2, 0, 1)  # dimensions lie as they do in memory
     assert columns([image] * 2)["sample"].tolist() == [image.permute(1, 2, 0).tolist()] * 2
-    assert "order" not in json.dumps(opened(whole([image.contiguous()])).structure)
+    assert "order" not in json.dumps(opened(file_of([image.contiguous()])).structure)
 
 
 def test_blocks_are_the_same_in_each_process_and_version_and_checksums_of_samples_are_as_specified():
@@ -95,7 +80,7 @@ def sealed(header, facts, data):
 
 def forged(values, change):
     """A block whose structure is changed by a function, or updated, with checksums that are right."""
-    header, facts, data = apart(whole(values))
+    header, facts, data = apart(file_of(values))
     change(facts["structure"]) if callable(change) else facts["structure"].update(change)
     facts["checksum"] = "0" * 16
     header["__metadata__"]["stocache"] = json.dumps(facts)
@@ -133,7 +118,7 @@ class Trap:
 
 
 def test_a_pickle_is_checked_before_it_is_loaded_however_its_kind_is_written():
-    data = whole([Trap()], allow_pickle=True)
+    data = file_of([Trap()], allow_pickle=True)
     header, facts, rest = apart(data)
     text = json.dumps(facts | {"checksum": "0" * 16}).replace('"kind": "pickle"', '"kind":"\\u0070ickle"')
     for written in (data, sealed(header, text, rest)):
@@ -192,17 +177,17 @@ def test_a_forged_or_deep_structure_is_an_error():
 
 def test_forged_numbers_of_samples_items_bytes_and_pixels_are_errors():
     for value in (2**60, -1, 1.0, True, None, "2", [2]):
-        header, facts, data = apart(whole([1, 2]))
+        header, facts, data = apart(file_of([1, 2]))
         refused(sealed(header, facts | {"samples": value}, data))
     for offsets in ([0, 2**60], [4, 12], [-8, 0], [8, 0], [0.0, 8.0], [0], None, [0, 8, 16], [False, True]):
-        header, facts, data = apart(whole([torch.zeros(3), torch.ones(3)]))
+        header, facts, data = apart(file_of([torch.zeros(3), torch.ones(3)]))
         header["sample"]["data_offsets"] = offsets
         refused(sealed(header, facts, data))
     for items, count in itertools.product((None, (), {}), (2**40, 2**62, 2**63 - 1, 10**6)):
-        data = whole([[items] * 20, [items] * 21])
+        data = file_of([[items] * 20, [items] * 21])
         at = data.rindex((41).to_bytes(8, "little"))
         refused(sealed(*apart(data[:at] + count.to_bytes(8, "little") + data[at + 8 :])))
-    data = whole([picture("L", 3)])
+    data = file_of([picture("L", 3)])
     data = data.replace((3).to_bytes(8, "little") * 2, (2**30).to_bytes(8, "little") * 2)
     refused(sealed(*apart(data)), "takes 1152921504606846976 bytes, and has 9")
 
@@ -217,7 +202,7 @@ def test_what_is_shared_does_not_multiply():
     refused(twice, "the column '0' belongs to two leaves")
     listed = {"kind": "in", "container": "list", "class": "builtins:list", "keys": list(range(9)), "extra": []}
     refused(forged([torch.zeros(9), torch.ones(9)], lambda facts: facts.update(listed, children=[dict(facts)] * 9)))
-    data = bytearray(whole([["x" * (5000 + item % 2) for item in range(n)] for n in (30, 31)]))
+    data = bytearray(file_of([["x" * (5000 + item % 2) for item in range(n)] for n in (30, 31)]))
     begin = data.index(b"".join(n.to_bytes(8, "little") for n in (0, 5000, 10_001)))
     for item in range(62):  # offsets that go back
         data[begin + 8 * item : begin + 8 * item + 8] = (0 if item % 2 == 0 else 61 * 5000).to_bytes(8, "little")

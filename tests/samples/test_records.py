@@ -17,11 +17,11 @@ import torch
 from stocache import RaggedCache, SegmentError
 from stocache.samples.record_decoder import RecordReader
 from stocache.samples.record_encoder import Record, pack_integers, parse_treedef, write_treedef
-from stocache.storage.block import Block, BytesFile, encode
 from tests.support.equality import everywhere, same
 from tests.support.faults import misplace, record
 from tests.support.makers import codec as installed
 from tests.support.samples import Access, Kind, Space, takes_little_memory
+from tests.support.storages import file_of, opened
 
 
 def test_a_metatensor_of_monai_comes_back_as_it_was(tmp_path):
@@ -29,7 +29,7 @@ def test_a_metatensor_of_monai_comes_back_as_it_was(tmp_path):
     np.save(tmp_path / "volume.npy", np.arange(60, dtype=np.float32).reshape(5, 4, 3))
     load = transforms.Compose([transforms.LoadImaged("img"), transforms.EnsureChannelFirstd("img", channel_dim="no_channel")])
     value = load({"img": tmp_path / "volume.npy"})["img"]
-    block = Block(BytesFile(b"".join(encode([value] * 2)[0])), "a block")
+    block = opened(file_of([value] * 2))
     with RaggedCache("1MB", 1) as cache:
         cache.set_slot(0, value)
         for got in (cache.get_slot(0), block.sample(1)):
@@ -64,13 +64,13 @@ def test_lists_of_many_items_without_bytes_come_back_from_records_and_blocks():
             cache.set_slot(idx, sample)
             assert same(cache.get_slot(idx), sample)
     for items, many, few in ((None, 70_000, 30_000), ({"a": None, "b": (), "c": torch.zeros(0, 3)}, 18_000, 40)):
-        block = Block(BytesFile(data := b"".join(encode([[items] * many, [items] * 3])[0])), "a block")
-        assert list(map(len, block.all())) == [many, 3]
+        data = file_of([[items] * many, [items] * 3])
+        assert list(map(len, opened(data).all())) == [many, 3]
         assert b'":room"' in data
-        assert b'":room"' not in b"".join(encode([[items] * few, [items] * 3])[0])
-    data = b"".join(encode([[None] * 60_000, [None] * 3])[0])  # as they were written before there was a column for it
+        assert b'":room"' not in file_of([[items] * few, [items] * 3])
+    data = file_of([[None] * 60_000, [None] * 3])  # as they were written before there was a column for it
     assert len(data) < 1000
-    assert list(map(len, Block(BytesFile(data), "a block").all())) == [60_000, 3]
+    assert list(map(len, opened(data).all())) == [60_000, 3]
 
 
 def test_what_is_parsed_within_the_parsing_of_a_treedef_does_no_harm(monkeypatch):

@@ -22,11 +22,12 @@ from stocache import RaggedCache, SampleError, SegmentError, SharedCache, Storag
 from stocache.samples.kinds import BYTES, ENCODERS, KINDS, Kind
 from stocache.samples.record_decoder import RecordReader
 from stocache.samples.record_encoder import Record, write_treedef
-from stocache.storage.block import Block, BytesFile, encode
+from stocache.storage.block import Block, BytesFile
 from tests.support import samples as some
 from tests.support.containers import Box, Point
 from tests.support.equality import everywhere, identical, same
 from tests.support.makers import codec as installed
+from tests.support.storages import file_of, opened
 
 
 def in_records(values, check=some.alike, **options):
@@ -41,7 +42,7 @@ def in_records(values, check=some.alike, **options):
 
 def in_block(values, check=some.alike, allow_pickle=False):
     """Demand that samples pass a check when they are read from a block, one by one and all together."""
-    block = Block(BytesFile(b"".join(encode(values, 0, allow_pickle)[0])), "a block", allow_pickle)
+    block = opened(file_of(values, allow_pickle), allow_pickle)
     assert block.samples == len(values)
     assert all(check(block.sample(row), value) for row, value in enumerate(values))
     assert all(map(check, block.all(), values))
@@ -168,9 +169,9 @@ def test_whatever_pickles_is_taken_if_allowed(way, value, check):
     ("value", "message"), [(some.Odd(), "partly pickled"), (some.made(some.Odd), "have the default_factory tests.*Odd")]
 )
 def test_nothing_is_unpickled_or_called_unless_that_is_allowed_where_it_is_read(value, message):
-    data = b"".join(encode([0, value], 0, True)[0])
+    data = file_of([0, value], True)
     with pytest.raises(StorageError, match=f"a block: its samples .*{message}"):
-        Block(BytesFile(data), "a block")
+        opened(data)
     Block(BytesFile(data), "a block", decode=False).verify()
     with pytest.raises(SegmentError, match=f"{message}.*, pass allow_pickle=True"):
         RecordReader(write_treedef(Record([value], allow_pickle=True).treedef), allow_pickle=False)

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import datetime
 import functools
-import json
 import os
 
 import numpy as np
@@ -17,20 +16,12 @@ from stocache import RaggedCache
 from stocache.errors import StocacheError
 from stocache.samples.record_encoder import pack_sample
 from stocache.storage import copying
-from stocache.storage.block import Block, BytesFile, File, encode
+from stocache.storage.block import Block, File
 from tests.support.containers import Box
 from tests.support.samples import Kind, made_by_name, samples
-from tests.support.storages import COPIED, MADE, picture
+from tests.support.storages import COPIED, MADE, apart, file_of, opened, picture
 
 N = 25
-
-
-def file_of(values, allow_pickle=False):
-    return b"".join(encode(values, 0, allow_pickle)[0])
-
-
-def opened(data, allow_pickle=False):
-    return Block(BytesFile(data), "a block", allow_pickle)
 
 
 def in_cache(records):
@@ -130,10 +121,7 @@ def test_of_a_damaged_block_sound_samples_only_are_copied(kind):
 def forged(values, change):
     """A block whose checksums are right, after changing its structure, and its columns by name."""
     seal_block = pytest.importorskip("benchmark.fuzz", reason="it makes images").seal_block
-    data = file_of(values)
-    length = int.from_bytes(data[:8], "little")
-    header, columns = json.loads(data[8 : 8 + length]), bytearray(data[8 + length :])
-    facts = json.loads(header["__metadata__"]["stocache"])
+    header, facts, columns = apart(file_of(values))
     view = np.frombuffer(columns, np.uint8)
     views = {name: view[slice(*entry["data_offsets"])] for name, entry in header.items() if name != "__metadata__"}
     change(facts["structure"], views)

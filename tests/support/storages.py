@@ -4,6 +4,7 @@ import collections
 import datetime
 import decimal
 import fractions
+import json
 import pathlib
 from pathlib import Path
 
@@ -12,11 +13,29 @@ import pytest
 import torch
 
 from stocache import DataStorage
+from stocache.storage.block import Block, BytesFile, encode
 from tests.support.containers import Box, Point
 from tests.support.equality import same
 from tests.support.samples import Access, Annotated, Kind, tensordict
 
 N = 50
+
+
+def file_of(values, allow_pickle=False):
+    """The file of a block."""
+    return b"".join(encode(values, 0, allow_pickle)[0])
+
+
+def opened(data, allow_pickle=False):
+    """The block of a file."""
+    return Block(BytesFile(bytes(data)), "a block", allow_pickle)
+
+
+def apart(data):
+    """The header of a block, the facts in it, and the columns."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    return header, json.loads(header["__metadata__"]["stocache"]), bytearray(data[8 + length :])
 
 
 class FilePerSample(DataStorage):
