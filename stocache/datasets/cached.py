@@ -116,7 +116,7 @@ class CachedDataset(Dataset[Any]):
         WorkerError: the child process ended while it loaded a sample.
         LimitError: the limit is not a size, or too small; ``audit`` is not a share, or ``on_change`` is unknown; options
             contradict each other.
-        SampleError: the samples cannot be cached, or (``variable=False``) differ in shape.
+        SampleError: with ``variable=False``, the samples differ in shape, or are not tensors, arrays and numbers.
         CodecError, CacheNameError, MismatchError, SegmentError: as for the caches.
 
     The constructor does not change the dataset: samples are loaded in a child process (NOTE [ A child loads ]). A later sample

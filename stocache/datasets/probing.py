@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from stocache.errors import SampleError, WorkerError
 from stocache.samples.indices import spread
@@ -50,6 +50,7 @@ class Probe:
         example: a sample that the user gave in place of the probe, or None.
         reads: attributes of the dataset that samples are made with.
         loaded_here: whether samples were loaded in this process, because a child could not; None where none was loaded.
+        unfit: the error of the first sample that cannot be kept, where none can; else None.
         finding: what a sample was found to depend on, besides its index: a sentence without its end. None for nothing.
     """
 
@@ -57,6 +58,7 @@ class Probe:
     example: Any = None
     reads: frozenset[str] = frozenset()
     loaded_here: bool | None = None
+    unfit: Exception | None = None
     finding: str | None = None
 
     @property
@@ -94,14 +96,14 @@ class _LoadedAgain(NamedTuple):
 
 
 def probe_samples(dataset: Any, length: int, count: int, load: Callable[[int], Any] | None = None) -> Probe:
-    """Load ``count`` samples, evenly spread, in a child process. Samples that fail are left out.
+    """Load ``count`` samples, evenly spread, in a child process. Samples that fail, or cannot be kept, are left out.
 
     Args:
         load: called in place of ``dataset.__getitem__``, where cached samples are made in another way.
 
     Raises:
         WorkerError: the child died before it had loaded a sample.
-        Exception: all samples fail. The error of the first, with a message that names the probe.
+        Exception: the dataset raises for all samples. The error of the first, with a message that names the probe.
     """
     indices = spread(length, count)
     if not indices:
@@ -120,23 +122,16 @@ def probe_samples(dataset: Any, length: int, count: int, load: Callable[[int], A
         if not found.probe.samples:
             raise WorkerError(f"probing sample {found.started}: {error} {_ADVICE}.") from None
         logger.warning("probing sample %s: %s", found.started, str(error))
-    if found.errors and not found.probe.samples:
-        idx, problem, raised = found.errors[0]
-        if raised and loads_only_here(partial(load, idx), problem):
-            return _probe_here(dataset, job, problem)
-        found.raise_first()
-    found.probe.loaded_here = False if found.probe.samples else None
-    return found.probe
+    if found.failure is not None and loads_only_here(partial(load, found.failure[0]), found.failure[1]):
+        return _probe_here(dataset, job, found.failure[1])
+    return found.result(here=False)
 
 
 def _probe_here(dataset: Any, job: Callable[[], Iterator[Any]], reason: Exception) -> Probe:
     warn_of_this_process(reason)
     found = _Found(dataset)
     found.take(run_here(job))
-    if found.errors and not found.probe.samples:
-        found.raise_first()
-    found.probe.loaded_here = True
-    return found.probe
+    return found.result(here=True)
 
 
 class _Found:
@@ -145,7 +140,7 @@ class _Found:
     Attributes:
         probe: the result.
         started: the last sample that was begun, or None.
-        errors: by sample; and whether the dataset raised it.
+        errors: by sample; and whether the dataset raised it, or the sample cannot be kept.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -167,12 +162,22 @@ class _Found:
             else:
                 self.errors.append((item.idx, rebuild(item.error), item.raised))
 
-    def raise_first(self) -> NoReturn:
-        """Raise the first error."""
-        idx, problem, raised = self.errors[0]
-        if not raised:
-            raise problem
-        raise with_note(problem, f"probing sample {idx} of {type(self._dataset).__name__}. {_ADVICE}. It raised")
+    @property
+    def failure(self) -> tuple[int, Exception] | None:
+        """The first sample and its error, if the dataset raised one for every sample."""
+        fails = not self.probe.samples and self.errors and all(raised for _, _, raised in self.errors)
+        return self.errors[0][:2] if fails else None
+
+    def result(self, here: bool) -> Probe:
+        """Return the probe. ``here``: whether this process has loaded the samples. Raises the error of the dataset."""
+        if self.failure is not None:
+            idx, problem = self.failure
+            raise with_note(problem, f"probing sample {idx} of {type(self._dataset).__name__}. {_ADVICE}. It raised")
+        probe = self.probe
+        probe.loaded_here = here if here or probe.samples or self.errors else None
+        if not probe.samples:
+            probe.unfit = next((problem for _, problem, raised in self.errors if not raised), None)
+        return probe
 
 
 def _finding(dataset: Any, again: _LoadedAgain) -> str | None:

@@ -25,7 +25,7 @@ from stocache.errors import DatasetError, LimitError, MismatchError, SampleError
 from stocache.ranks import siblings
 from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_len
-from stocache.samples.record_encoder import Record, RecordPacker
+from stocache.samples.record_encoder import RecordPacker
 from stocache.samples.spec import Structure
 from stocache.shm import registry
 from stocache.shm.named import DETAIL, identity_of
@@ -163,7 +163,7 @@ class _Wrapper:
         options = self._options_for(split)
         if probe.finding is not None:  # samples are random, and so others in each rank
             options = dataclasses.replace(options, share_ranks=False)
-        structure = _common_structure(probe, self._variable, options.allow_pickle)
+        structure = _common_structure(probe, self._variable)
         by_ranks = options.name is None and options.share_ranks
         proof = proof_of(self._dataset, probe, split) if by_ranks else None
         if structure is not None:
@@ -262,14 +262,16 @@ def _expected_bytes(probe: Probe, length: int, options: CacheOptions) -> int | N
     return sum(rooms) * length // len(rooms) if rooms else None
 
 
-def _common_structure(probe: Probe, variable: bool | None, allow_pickle: bool) -> Structure | None:
+def _common_structure(probe: Probe, variable: bool | None) -> Structure | None:
     """Return the structure of the samples when they all have the same, with the same dtypes and shapes; else None.
 
     Raises:
-        SampleError: no sample can be cached; or they differ, and ``variable`` is False.
+        SampleError: they differ, or cannot be cached so, and ``variable`` is False.
     """
     samples = probe.named
     if not samples:
+        if probe.unfit is not None and variable is False:
+            raise probe.unfit
         return None
     names = f"probed samples {list(probe.samples)}" if probe.samples else "the example"
     difference = "variable=True"
@@ -285,13 +287,5 @@ def _common_structure(probe: Probe, variable: bool | None, allow_pickle: bool) -
         else:
             logger.info("%s: all are %s", names, structure)
             return structure
-    problems = []
-    for name, sample in samples.items():
-        try:
-            Record(sample, name, allow_pickle)
-        except SampleError as error:
-            problems.append(error)
-    if len(problems) == len(samples):
-        raise problems[0]
     logger.info("%s: kept as samples of varying size (%s)", names, difference)
     return None

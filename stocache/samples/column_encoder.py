@@ -48,6 +48,7 @@ from stocache.samples.kinds import (
     encode_numbers,
     encode_other,
     encode_pickle,
+    encoder_of,
     kind_in,
     kind_of,
 )
@@ -161,7 +162,7 @@ class Columns:
 
     def _kind_of_parts(self, value: Any, depth: int) -> tuple[_Key, Any]:
         cls = type(value)
-        encode = ENCODERS.get(cls)
+        encode = encoder_of(value)
         if encode is not None:
             return _apart(encode(value))
         if cls is list or cls is tuple:

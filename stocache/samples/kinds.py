@@ -302,7 +302,9 @@ def encode_other(value: Any) -> Encoded:
 
 def no_bytes(value: Any) -> Unfit:
     """Return the error of a value that is not of any kind that can be stored."""
-    return Unfit(f"is {a(value)}, which has no bytes of its own", "Turn it into tensors, arrays, numbers, str or bytes")
+    return Unfit(
+        f"is {a(value)}, which has no bytes of its own", "Turn it into tensors, arrays, numbers, str or bytes before the cache"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- tensors
@@ -829,3 +831,9 @@ KINDS: dict[str, type[Any]] = {kind.name: kind for kind in _ALL if kind is not _
 
 ENCODERS: dict[type, Callable[[Any], Encoded]] = {cls: kind.encode for kind in _ALL for cls in kind.types}
 """The functions that encode leaves, by exact type; `encode_other` takes those of other types."""
+
+
+def encoder_of(value: Any) -> Callable[[Any], Encoded] | None:
+    """Return the function that encodes a value; None where it has parts, or is for `encode_other`."""
+    cls = type(value)
+    return None if cls is np.ndarray and value.dtype.hasobject else ENCODERS.get(cls)

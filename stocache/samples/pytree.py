@@ -1,34 +1,44 @@
 """Takes the containers of a sample apart, and puts them together again as they were.
 
 A container is a dict or other mapping (also a TensorDict), list, tuple, namedtuple, dataclass, set, deque, slice or None; a
-subclass of Tensor (MetaTensor, tv_tensors), whose parts are the plain tensor and its attributes; a PIL image, whose parts are
-the state that it pickles; a memmap of numpy, whose part is the array.
+subclass of Tensor (MetaTensor, tv_tensors), whose parts are the plain tensor and its attributes, and likewise one of str, int,
+float, bytes, tuple, list, dict, set or ndarray; an object of another class that is written in Python, whose parts are its
+attributes; a PIL image, whose parts are the state that it pickles, and Exif data; an array of objects, whose parts are its
+items and its shape; a memmap of numpy, whose part is the array.
 
 To add a kind of container, write a row of `_KINDS` and a branch of `flatten_one`.
 """
 
+import contextlib
 import dataclasses
 import json
+import math
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
+from pathlib import PurePath
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from stocache.errors import SampleError
 from stocache.samples.type_lookup import (
     MAX_DIMS,
     Unfit,
     Unresolved,
+    attributes_of_class,
+    check_shape,
     check_size,
     derives,
     is_class,
+    mro,
     name_of,
     static_attribute,
 )
@@ -37,6 +47,7 @@ DEEP = 60
 """The most containers within each other."""
 
 _LEAVES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, complex, str, bytes})
+_ATOMS = frozenset({int, float, bool, complex, str, bytes, type(None), np.bool_})  # which one it is does not matter
 
 
 @dataclass(frozen=True)
@@ -111,31 +122,132 @@ def flatten_one(value: Any) -> tuple[Container, list[Any]] | None:
     if cls in _BY_TYPE:
         return _BY_TYPE[cls](value)
     if isinstance(value, tuple):
-        fields = getattr(value, "_fields", None)
-        if fields is None:
-            return _checked(Container("tuple", cls, tuple(range(len(value)))), list(value), value)
-        return Container("namedtuple", cls, fields), list(value)
+        return _flatten_tuple(value) or _flatten_subclass(value)
     if isinstance(value, Tensor):
         try:
             plain = value.as_subclass(Tensor)
         except Exception:  # its data is elsewhere
             return None
         return Container("tensor", cls, ("data", "attributes")), [plain, dict(vars(value))]
-    if isinstance(value, Mapping):
-        extra = tuple(value.batch_size) if hasattr(value, "batch_size") else ()
-        container = Container("tensordict" if hasattr(value, "batch_size") else "mapping", cls, tuple(value.keys()), extra)
-        return _checked(container, [value[key] for key in container.keys], value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        names += [name for name in getattr(value, "__dict__", ()) if name not in names]
-        return Container("dataclass", cls, tuple(names)), [getattr(value, name) for name in names]
+    if isinstance(value, Mapping) and (mapping := _flatten_mapping(value)) is not None:
+        return mapping
     if _is_image(cls):
         try:
-            state = value.__getstate__()
+            return _flatten_image(value)
         except Exception:  # its file is cut, or was closed before it was read
             return None
-        return Container("image", cls, tuple(range(len(state)))), state
-    return None
+    return _flatten_object(value) if _base_of(cls) is object else _flatten_subclass(value)
+
+
+def _flatten_tuple(value: Any) -> tuple[Container, list[Any]] | None:
+    cls = type(value)
+    if not _is_namedtuple(cls):
+        return _checked(Container("tuple", cls, tuple(range(len(value)))), list(value), value)
+    return None if _attributes_of(value) else (Container("namedtuple", cls, value._fields), list(value))
+
+
+def _flatten_mapping(value: Any) -> tuple[Container, list[Any]] | None:
+    sized = static_attribute(type(value), "batch_size") is not None
+    try:
+        extra = tuple(value.batch_size) if sized else ()
+        container = Container("tensordict" if sized else "mapping", type(value), tuple(value.keys()), extra)
+        return _checked(container, [value[key] for key in container.keys], value)
+    except Exception:  # whatever the class raises
+        return None
+
+
+def _flatten_image(image: Any) -> tuple[Container, list[Any]] | None:
+    """Return the state of an image; and its Exif data, where that is not in ``image.info`` but in its file, as of a TIFF."""
+    info, mode, size, *rest = image.__getstate__()
+    state = [info, mode, tuple(size), *rest]  # of a subclass of tuple where a library has replaced Image.size
+    container = Container("image", type(image), tuple(range(len(state))))
+    if "exif" in info or not (exif := image.getexif()):
+        return container, state
+    if exif.keys() & _IFDS:  # what is behind these is in the file
+        return None
+    return dataclasses.replace(container, keys=(*container.keys, "exif")), [*state, dict(exif)]
+
+
+_IFDS = {0x8769, 0x8825, 0xA005, 0x014A}  # tags of Exif that are places of further tags
+
+
+def _flatten_object(value: Any) -> tuple[Container, list[Any]] | None:
+    """Return the attributes of an object; None where two of them are one, or it has only its identity."""
+    cls, attributes = type(value), _attributes_of(value)
+    if dataclasses.is_dataclass(cls):
+        names = [field.name for field in dataclasses.fields(cls) if field.name in attributes]
+        names += [name for name in attributes if name not in names]
+        return Container("dataclass", cls, tuple(names)), [attributes[name] for name in names]
+    if not attributes or not _is_object(cls) or not _are_apart(value):
+        return None
+    return Container("object", cls, tuple(attributes)), list(attributes.values())
+
+
+def _flatten_subclass(value: Any) -> tuple[Container, list[Any]] | None:
+    """Return the value without its class, and the attributes that the class does not give it; None where it has others."""
+    cls, base = type(value), _base_of(type(value))
+    if base not in _SUBCLASSED or static_attribute(cls, "__del__") is not None:
+        return None
+    try:
+        plain = _SUBCLASSED[base].plain(value)
+        again = _SUBCLASSED[base].make(cls, plain)
+        own, given = _attributes_of(value), _attributes_of(again)
+        same = type(again) is cls and given.keys() <= own.keys() and (base is not np.ndarray or again.dtype == value.dtype)
+        own = {name: attribute for name, attribute in own.items() if not (name in given and _is_given(attribute, given[name]))}
+        for name in own:
+            _check_attribute(cls, cls.__name__, name)
+    except Exception:  # whatever the class raises for an array; or the attribute is a property
+        return None
+    return (Container("subclass", cls, ("data", "attributes")), [plain, own]) if same and _are_apart(value) else None
+
+
+def _flatten_objects(value: Any) -> tuple[Container, list[Any]] | None:
+    """Return the items and the shape of an array of objects; None where it has them in another order than that of C."""
+    if value.dtype.kind != "O" or not value.flags.c_contiguous:
+        return None
+    return Container("objects", np.ndarray, ("items", "shape")), [value.reshape(-1).tolist(), value.shape]
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    """Return what an object holds, in its slots as well, without asking its class."""
+    attributes = dict(vars(value)) if type(value).__dictoffset__ else {}
+    for base in filter(_is_in_python, mro(type(value))):
+        for name, slot in attributes_of_class(base).items():
+            if type(slot) is MemberDescriptorType:
+                with contextlib.suppress(AttributeError):  # it is not set
+                    attributes.setdefault(name, slot.__get__(value))
+    return attributes
+
+
+def _is_given(attribute: Any, given: Any) -> bool:
+    return attribute is given or (type(attribute) is type(given) is dict and not attribute and not given)
+
+
+def _are_apart(value: Any) -> bool:
+    """Whether no part of an object is there twice, nor the object in itself: the copies would change apart from each other."""
+    seen, waiting = set[int](), [value]
+    while waiting:
+        part = waiting.pop()
+        is_own = _base_of(type(part)) is object and not isinstance(part, _FIXED)
+        if is_own or isinstance(part, _CHANGING):
+            if id(part) in seen:
+                return False
+            seen.add(id(part))
+        if isinstance(part, dict):
+            waiting += dict.values(part)
+        elif isinstance(part, list | tuple) and not set(map(type, inner := _items_of(part))) <= _ATOMS:
+            waiting += inner
+        if is_own or isinstance(part, dict | list | tuple):
+            waiting += _attributes_of(part).values()
+    return True
+
+
+def _items_of(values: Any) -> list[Any]:
+    return list((list if isinstance(values, list) else tuple).__iter__(values))
+
+
+_FIXED = Enum, PurePath, Fraction
+_CHANGING = Tensor, np.ndarray, list, dict, set, deque, bytearray
 
 
 def _flatten_set(value: Any) -> tuple[Container, list[Any]]:
@@ -159,6 +271,7 @@ _BY_TYPE: dict[type, Callable[[Any], tuple[Container, list[Any]] | None]] = {
     deque: lambda value: (Container("deque", deque, ("items", "maxlen")), [list(value), value.maxlen]),
     slice: lambda value: (Container("slice", slice, ("start", "stop", "step")), [value.start, value.stop, value.step]),
     defaultdict: _flatten_defaultdict,
+    np.ndarray: _flatten_objects,
     np.memmap: lambda value: (Container("memmap", np.memmap, ("data",)), [np.asarray(value)]),  # now in memory
 }
 
@@ -254,14 +367,100 @@ def _unflatten_tensor(container: Container) -> Callable[[list[Any]], Any]:
     return join
 
 
+def _unflatten_subclass(container: Container) -> Callable[[list[Any]], Any]:
+    base = _base_of(container.cls)
+
+    def join(parts: list[Any]) -> Any:
+        plain, attributes = parts
+        if type(plain) is not base or type(attributes) is not dict:
+            raise ValueError(f"a {container.cls.__name__} is made of a {base.__name__} and a dict of its attributes")
+        value = _SUBCLASSED[base].make(container.cls, plain)
+        for name, attribute in attributes.items():
+            _check_attribute(container.cls, container.cls.__name__, name)
+            object.__setattr__(value, name, attribute)
+        return value
+
+    return join
+
+
+def _unflatten_objects(container: Container) -> Callable[[list[Any]], Any]:
+    def join(parts: list[Any]) -> Any:
+        items, shape = parts
+        if type(items) is not list or math.prod(check_shape(shape)) != len(items):
+            raise ValueError(f"an array of shape {shape!r:.50} is not made of {len(items)} items")
+        array = np.empty(shape, object)
+        array.reshape(-1)[:] = items
+        return array
+
+    return join
+
+
 def _unflatten_image(container: Container) -> Callable[[list[Any]], Any]:
+    has_exif = container.keys[-1] == "exif"
+
     def join(parts: list[Any]) -> Any:
         check_image(parts)
         image = container.cls.__new__(container.cls)
-        image.__setstate__(parts)
+        image.__setstate__(parts[: len(parts) - has_exif])
+        if has_exif:
+            image.getexif().update(parts[-1])
         return image
 
     return join
+
+
+class _Base(NamedTuple):
+    """How values of the subclasses of a type become values of the type itself, and come back."""
+
+    plain: Callable[[Any], Any]
+    make: Callable[[Any, Any], Any]
+
+
+def _filled(base: Any) -> Callable[[Any, Any], Any]:
+    def make(cls: Any, plain: Any) -> Any:
+        value = base.__new__(cls)
+        base.__init__(value, plain)
+        return value
+
+    return make
+
+
+def _immutable(base: Any) -> _Base:
+    return _Base(lambda value: base.__getnewargs__(value)[0], base.__new__)
+
+
+def _mutable(base: Any) -> _Base:
+    return _Base(lambda value: base(base.__iter__(value)), _filled(base))
+
+
+_SUBCLASSED: dict[Any, _Base] = {
+    **{base: _immutable(base) for base in (str, int, float, bytes, tuple)},
+    **{base: _mutable(base) for base in (list, set)},
+    dict: _Base(dict.copy, _filled(dict)),
+    np.ndarray: _Base(lambda value: np.ndarray.view(value, np.ndarray), lambda cls, plain: np.ndarray.view(plain, cls)),
+}
+
+
+def _is_in_python(cls: type) -> bool:
+    """Whether a class, without its bases, is written in Python."""
+    return _flags(cls) & _OF_C == _ON_HEAP and type(attributes_of_class(cls).get("__new__")) is not _BUILTIN
+
+
+_flags: Callable[[Any], int] = vars(type)["__flags__"].__get__
+_ON_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_OF_C = _ON_HEAP | 1 << 8 | 1 << 7  # and those of types that are immutable, or not made by calling them
+
+
+def _base_of(cls: type) -> Any:
+    """Return the first base of a class, or itself, that is not written in Python."""
+    return next(base for base in mro(cls) if not _is_in_python(base))
+
+
+def _is_object(cls: type) -> bool:
+    """Whether the objects of a class are their attributes: no base is written in C, and none has its own way to make them."""
+    own = ("__new__", "__reduce__", "__reduce_ex__", "__del__")
+    plain = all(static_attribute(cls, name) is static_attribute(object, name) for name in own)
+    return plain and _base_of(cls) is object and not (derives(cls, Dataset) or derives(cls, torch.nn.Module))
 
 
 def _is_mapping(cls: type) -> bool:
@@ -302,7 +501,10 @@ _KINDS: dict[str, _ContainerKind] = {
         lambda cls: _is_mapping(cls) and static_attribute(cls, "batch_size") is not None, _unflatten_tensordict
     ),
     "dataclass": _ContainerKind(lambda cls: type(static_attribute(cls, "__dataclass_fields__")) is dict, _unflatten_dataclass),
+    "object": _ContainerKind(_is_object, _unflatten_dataclass),
     "tensor": _ContainerKind(lambda cls: derives(cls, Tensor), _unflatten_tensor, 2),
+    "subclass": _ContainerKind(lambda cls: _base_of(cls) in _SUBCLASSED and _base_of(cls) is not cls, _unflatten_subclass, 2),
+    "objects": _ContainerKind(lambda cls: cls is np.ndarray, _unflatten_objects, 2),
     "image": _ContainerKind(_is_image, _unflatten_image),
     "set": _ContainerKind(lambda cls: cls in (set, frozenset), lambda container: lambda parts: container.cls(*parts), 1),
     "deque": _ContainerKind(lambda cls: cls is deque, lambda container: lambda parts: deque(*parts), 2),
@@ -312,7 +514,19 @@ _KINDS: dict[str, _ContainerKind] = {
 }
 
 
-_OF_ANY_VALUES = {"dict", "list", "none", "namedtuple", "dataclass", "tensor", "set", "slice", "defaultdict", "memmap"}
+_OF_ANY_VALUES = {
+    "dict",
+    "list",
+    "none",
+    "namedtuple",
+    "dataclass",
+    "object",
+    "tensor",
+    "set",
+    "slice",
+    "defaultdict",
+    "memmap",
+}
 
 
 def check_class(kind: str, cls: Any, name: str, keys: tuple[Any, ...], extra: Any) -> None:
@@ -325,11 +539,12 @@ def check_class(kind: str, cls: Any, name: str, keys: tuple[Any, ...], extra: An
         raise Unresolved(f"its samples are made of {name:.300}, which is not of kind {kind}.")
     if kind == "namedtuple" and (fields := static_attribute(cls, "_fields")) != keys:
         raise Unresolved(f"its samples are made of {name} with the fields {list(keys)}, and now it has {list(fields)}.")
-    if kind in ("list", "tuple", "image") and keys != tuple(range(len(keys))):
+    positions = keys[:-1] if kind == "image" and keys[-1:] == ("exif",) else keys
+    if kind in ("list", "tuple", "image") and positions != tuple(range(len(positions))):
         raise Unresolved(f"its samples are made of {name} with keys that are not positions.")
-    if its.parts not in (None, len(keys)) or (kind == "image" and len(keys) < 5):
+    if its.parts not in (None, len(keys)) or (kind == "image" and len(positions) < 5):
         raise Unresolved(f"its samples are made of {name} with {len(keys)} parts.")
-    if kind == "dataclass":
+    if kind in ("dataclass", "object"):
         for key in keys:
             _check_attribute(cls, name, key)
     if type(extra) not in (tuple, list) or (extra and kind not in ("tensordict", "defaultdict")):
@@ -413,13 +628,13 @@ def _path(error: Unfit) -> str:
         attributes, owner = owner, None
         if attributes is not None:
             text += _attribute(attributes, key)
-        elif container.kind == "tensor":
+        elif container.kind in ("tensor", "subclass"):
             owner = container.cls if key == "attributes" else None
-        elif container.kind in ("dataclass", "namedtuple", "slice") or key == "maxlen":
+        elif container.kind in ("dataclass", "object", "namedtuple", "slice") or key == "maxlen":
             text += _attribute(container.cls, key)
         elif container.kind == "image":
             text += ".info" if key == 0 else ""
-        elif container.kind not in ("set", "deque"):
+        elif container.kind not in ("set", "deque", "objects"):
             text += f"[{_shown(key)}]"
     return text if len(text) <= 300 else f"{text[:120]}…{text[-120:]}"
 

@@ -38,7 +38,6 @@ from stocache.errors import SampleError
 from stocache.samples.codecs import Codec
 from stocache.samples.containers import describe, keys_to_literals, too_deep
 from stocache.samples.kinds import (
-    ENCODERS,
     NUMBERS,
     Differs,
     Encoded,
@@ -47,6 +46,7 @@ from stocache.samples.kinds import (
     encode_numbers,
     encode_other,
     encode_pickle,
+    encoder_of,
     kind_of,
     sequence_class,
 )
@@ -100,7 +100,7 @@ class Record(Leaves):
 
     def _take_parts(self, value: Any, depth: int) -> TreeDef:
         cls = type(value)
-        encode = ENCODERS.get(cls)
+        encode = encoder_of(value)
         if encode is not None:
             return self._take_leaf(encode(value))
         if (cls is list or cls is tuple) and value:
@@ -239,7 +239,7 @@ def _write_container(treedef: TreeDef, allow_pickle: bool) -> Write:
             write(part, leaves)
 
     def write_other(value: Any, leaves: Leaves) -> None:
-        parted = flatten_one(value) if type(value) not in ENCODERS else None
+        parted = flatten_one(value) if encoder_of(value) is None else None
         if parted is None or parted[0].kind != kind or len(parted[1]) != len(writes):
             raise Differs
         container, parts = parted

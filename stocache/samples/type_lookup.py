@@ -12,7 +12,9 @@ NOTE [ Names in data ]
     tuple        a subclass of tuple, made by ``tuple.__new__``, or by its own where that is written in C (torch.Size)
     namedtuple   a subclass of tuple with these ``_fields``, made by ``tuple.__new__``
     dataclass    made by ``object.__new__``, its attributes set without properties
+    object       of a class in Python without ``__new__``, ``__reduce__`` or ``__del__``, made as a dataclass
     tensor       a subclass of Tensor, made by ``as_subclass``
+    subclass     of str, int, float, bytes, tuple, list, dict or set, made by ``__new__`` of that type; of ndarray, by ``view``
     mapping      a subclass of dict or Mapping: the one kind whose constructor is called, with one dict
     tensordict   the same, with a ``batch_size``, which is passed as well
     image        a subclass of PIL's Image, given pixels of the size that its mode and shape take
@@ -39,8 +41,8 @@ from numpy.lib.format import descr_to_dtype
 from stocache.errors import SampleError, SegmentError, StocacheError
 
 _namespace: Callable[[Any], Any] = vars(ModuleType)["__dict__"].__get__  # of a module, past the hooks of its class
-_attributes: Callable[[Any], Any] = vars(type)["__dict__"].__get__  # of a class, past the hooks of its metaclass
-_mro: Callable[[Any], Any] = vars(type)["__mro__"].__get__
+attributes_of_class: Callable[[Any], Any] = vars(type)["__dict__"].__get__  # of a class, past the hooks of its metaclass
+mro: Callable[[Any], Any] = vars(type)["__mro__"].__get__
 _ABSENT = object()
 
 
@@ -94,18 +96,18 @@ def a(value: Any) -> str:
 
 def is_class(value: Any) -> bool:
     """Whether a value is a class; unlike isinstance it never asks the value."""
-    return type in _mro(type(value))
+    return type in mro(type(value))
 
 
 def derives(cls: type, base: type) -> bool:
     """Whether a class has a base in its method resolution order; unlike issubclass it runs no hook."""
-    return base in _mro(cls)
+    return base in mro(cls)
 
 
 def static_attribute(cls: type, name: str) -> Any:
     """Return an attribute as a class or a base of it holds it; None where it is missing. Runs no descriptor."""
-    for base in _mro(cls):
-        found = _attributes(base).get(name, _ABSENT)
+    for base in mro(cls):
+        found = attributes_of_class(base).get(name, _ABSENT)
         if found is not _ABSENT:
             return found
     return None
@@ -123,11 +125,11 @@ def find_class(name: str) -> type | None:
     owner: Any = sys.modules.get(module)
     if owner is None:
         raise Unresolved(f"its samples are made of {name:.300}. Import {module:.300} first, or pass allow_pickle=True.", module)
-    if ModuleType not in _mro(type(owner)):
+    if ModuleType not in mro(type(owner)):
         return None
     found: Any = owner
     for number, part in enumerate(path.split(".")):
-        found = (_attributes(found) if number else _namespace(found)).get(part, _ABSENT)
+        found = (attributes_of_class(found) if number else _namespace(found)).get(part, _ABSENT)
         if not is_class(found):
             return None
     return found  # type: ignore[no-any-return]
@@ -244,7 +246,7 @@ def member_of(cls: Any, name: Any) -> Any:
     """
     if not (is_class(cls) and derives(cls, Enum)):
         raise ValueError(f"{cls!r:.50} is not a class of enum members")
-    members = _attributes(cls).get("_member_map_", {})
+    members = attributes_of_class(cls).get("_member_map_", {})
     if type(name) is str and name in members:
         return members[name]
     try:
@@ -283,7 +285,7 @@ def _combines(cls: type) -> bool:
     return (
         derives(cls, Flag)
         and static_attribute(cls, "_missing_") in (static_attribute(Flag, "_missing_"), static_attribute(IntFlag, "_missing_"))
-        and static_attribute(type(cls), "__call__") is _attributes(EnumMeta)["__call__"]
+        and static_attribute(type(cls), "__call__") is attributes_of_class(EnumMeta)["__call__"]
     )
 
 

@@ -47,14 +47,17 @@ def describe(value: Any, strides: bool = True, _above: tuple[int, ...] = ()) -> 
     if isinstance(value, Tensor):
         return name, *_tensor(value, strides), inner(getattr(value, "__dict__", {}))
     if isinstance(value, np.ndarray | np.generic):
-        data = inner(value.tolist()) if value.dtype.hasobject else _digest(value.tobytes())
-        return name, value.dtype.str, value.shape, value.strides if strides else None, data
+        data = inner(value.tolist()) if value.dtype.hasobject else _digest(np.asarray(value).tobytes())
+        own = inner(getattr(value, "__dict__", {}))  # of a subclass: a mask
+        return name, value.dtype.str, value.shape, value.strides if strides else None, data, own
     if isinstance(value, dict):
         own = getattr(value, "__dict__", {})
         items = tuple((inner(key), "an address" if _is_address(key, part) else inner(part)) for key, part in value.items())
         return name, items, inner(own) if own else None
     if isinstance(value, list | tuple):
         return name, tuple(map(inner, value))
+    if isinstance(value, str | int | float | bytes):  # of a subclass, which may have attributes
+        return name, *map(repr, value.__getnewargs__()), inner(getattr(value, "__dict__", {}))
     if isinstance(value, set | frozenset):
         return name, tuple(sorted(map(inner, value), key=repr))
     if isinstance(value, Mapping):
@@ -85,7 +88,7 @@ def _is_iterator(part: Any) -> bool:
 
 
 def _tensor(value: Tensor, strides: bool) -> tuple[Any, ...]:
-    plain = value.detach().as_subclass(Tensor)
+    plain = value.detach() if type(value) is Tensor else value.detach().as_subclass(Tensor)
     if plain.layout != torch.strided:
         return str(plain.layout), str(plain.dtype), tuple(plain.shape), describe(plain.to_dense(), strides)
     flat = torch.empty(plain.numel(), dtype=plain.dtype, device="cpu")

@@ -2,13 +2,16 @@
 
 import logging
 import random
+import re
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 
+import stocache
 from stocache import CachedDataset, DatasetError, LimitError, RaggedCache, SampleError, SampleIndexError, SharedCache, errors
 from stocache.system.limits import SHM_DIR
 from tests.support.containers import Point
@@ -272,12 +275,51 @@ class Unending:
     ([1], {"variable": False, "admission": "cost"}, LimitError, "Leave variable=False out"),
     ([1], {"cut": "middle"}, LimitError, "cut='middle'"),
     ([1], {"store": "jpeg"}, LimitError, "store='jpeg'"),
-    ([object()], {}, SampleError, "sample 0: value is a object, which has no bytes of its own.*allow_pickle=True"),
-    ([torch.zeros(2, requires_grad=True)], {}, SampleError, "requires a gradient.*Leave that to the transform"),
+    ([print], {"variable": False}, SampleError, "value is a builtin_function_or_method, which has no fixed size"),
+    ([threading.Lock()], {"variable": False}, SampleError, "sample 0: value is a lock, which cannot be pickled"),
 ])  # fmt: skip
 def test_wrong_arguments_say_what_to_do(dataset, options, error, message):
     with pytest.raises(error, match=message):
         CachedDataset(dataset, **{"size_limit_gib": 1} | options)
+
+
+class Made(Dataset):
+    """Makes a sample of a number with a function."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, idx):
+        return self.make(idx)
+
+
+UNFIT = {
+    "pickles": (lambda idx: {"n": idx, "x": print}, 0),
+    "does not pickle": (lambda idx: {"n": idx, "x": threading.Lock()}, 0),
+    "gradient": (lambda idx: {"n": idx, "x": torch.zeros(2, requires_grad=True)}, 0),
+    "sparse": (lambda idx: {"n": idx, "x": torch.eye(2).to_sparse()}, 0),
+    "only the first": (lambda idx: {"n": idx, "x": None if idx else threading.Lock()}, 11),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_samples_that_cannot_be_kept_stay_uncached_and_one_message_says_what_to_do(name, caplog):
+    make, kept = UNFIT[name]
+    names = lambda samples: [(sample["n"], type(sample["x"]).__name__) for sample in samples]
+    with CachedDataset(Made(make), "1MB") as cached:
+        for options in ({}, {"num_workers": 2}, {"num_workers": 2, "worker_method": "thread"}):
+            loader = stocache.DataLoader(cached, 4, collate_fn=names, **options)
+            for _ in range(2):
+                assert [each for batch in loader for each in batch] == names(map(make, range(12)))
+        assert cached.stats().total.filled == kept
+    (message,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert re.search(
+        r"sample 0 does not fit and stays uncached.*(\. Turn .* before the cache, or pass|\. Leave |\. Give |holds NoneType)",
+        message,
+    )
 
 
 def test_the_probe_says_what_it_saw_and_an_example_takes_its_place(caplog):

@@ -23,6 +23,7 @@ from stocache.samples.kinds import BYTES, ENCODERS, KINDS, Kind
 from stocache.samples.record_decoder import RecordReader
 from stocache.samples.record_encoder import Record, write_treedef
 from stocache.storage.block import Block, BytesFile
+from stocache.system.describe import describe
 from tests.support import samples as some
 from tests.support.containers import Box, Point
 from tests.support.equality import everywhere, identical, same
@@ -149,6 +150,15 @@ def test_memmaps_come_back_in_memory_and_of_their_type_and_empty_strings_take_no
 
 
 @way
+@pytest.mark.parametrize("value", some.of_named_parts(), ids=lambda value: type(value).__name__)
+def test_what_is_made_of_named_parts_comes_back_without_a_pickle(way, value):
+    way(
+        [{"a": value}, value, 1],
+        lambda got, wanted: describe(got) == describe(wanted) and some.slots(got) == some.slots(wanted),
+    )
+
+
+@way
 @pytest.mark.parametrize(("value", "check"), some.PICKLED, ids=lambda value: type(value).__name__)
 def test_whatever_pickles_is_taken_if_allowed(way, value, check):
     values = [{"first": torch.ones(n), "list": ["a"] * n + [value, 1], "last": value} for n in range(3)] + [[], 1]
@@ -198,11 +208,14 @@ def test_quantized_tensors_are_pickled_if_allowed_but_not_what_the_transform_has
 @pytest.mark.parametrize(("sample", "message"), [
     ({"a": object()}, r'sample\["a"\] is a object, which has no bytes of its own\. Turn .*, or pass allow_pickle=True\.$'),
     ([some.Odd(), 1], r"sample\[0\] is a Odd, which has no bytes of its own"),
-    (np.array([None]), r"value is a ndarray, which has no bytes of its own"),
+    (np.array([(None,)], dtype=[("a", "O")]), r"value is a ndarray, which has no bytes of its own"),
+    (some.Note(some.SHARED, some.SHARED), r"value is a Note, which has no bytes of its own"),  # one tensor would become two
+    (some.Note(threading.Lock(), 1), r"sample\.text is a lock, which has no bytes of its own"),
+    (some.cyclic(), r"value is a Note, which has no bytes of its own"),
+    *((some.Single(), r"is a Single, which"), (some.Closes(1, 2), r"is a Closes, which")),
     (lambda: 0, "value is a function, which has no bytes of its own"),
     (collections.defaultdict(lambda: 0, a=1), "a defaultdict, which has no bytes of its own"),
     (torch.qint8, "value is a dtype, which has no bytes of its own"),
-    (np.ma.array([1, 2], mask=[0, 1]), "value is a MaskedArray, the cache gives ndarrays back"),
     (torch.zeros(2, requires_grad=True), "value is on cpu and requires a gradient, the cache gives plain CPU tensors back"),
     (torch.zeros(2, device="meta"), "value is on meta"),
     (torch.zeros(2).to_sparse(), "sparse_coo tensor"),

@@ -100,6 +100,88 @@ def containers(inner):
 samples = st.recursive(leaves, containers, max_leaves=10)
 
 
+SHARED = torch.zeros(2)
+
+
+class Note:
+    """A plain object with a slot, as IFDRational of PIL."""
+
+    __slots__ = ("__dict__", "text")
+
+    def __init__(self, text, more):
+        self.text, self.more = text, more
+
+
+def cyclic():
+    note = Note("a", None)
+    note.more = [note]
+    return note
+
+
+class Single(Note):
+    """There is one in a program."""
+
+    def __new__(cls, *args):
+        return _single
+
+    def __init__(self):
+        pass
+
+
+_single = object.__new__(Single)
+_single.more = 1
+
+
+class Closes(Note):
+    def __del__(self):
+        pass
+
+
+class Tagged(str):
+    """As iTXt of PIL."""
+
+    def __new__(cls, text, language):
+        value = super().__new__(cls, text)
+        value.language = language
+        return value
+
+
+def _subclass(base, value, **attributes):
+    name = f"{base.__name__.capitalize()}Of"
+    kind = globals().setdefault(name, type(name, (base,), {"__module__": __name__}))
+    made = kind(value)
+    vars(made).update(attributes)
+    return made
+
+
+class Measured(np.ndarray):
+    def __array_finalize__(self, other):
+        self.unit = getattr(other, "unit", None)
+
+
+def measured():
+    value = np.arange(6.0).reshape(2, 3).T.view(Measured)
+    value.unit = "mm"
+    return value
+
+
+def of_named_parts():
+    """Values of which records and blocks keep the parts."""
+    return [
+        Note("a", {"b": [Note(1, None)]}), Tagged("a", "en"), _subclass(int, 2**70, unit="m"), _subclass(float, 0.1),
+        _subclass(bytes, b"ab"), _subclass(tuple, (1, "a"), name="q"), _subclass(list, [1, "a"], n=[1]),
+        _subclass(dict, {"a": 1, 2: "b"}, n=1), _subclass(set, {1, 2}), measured(),
+        np.ma.array([1, 2], mask=[0, 1]), np.ma.array([1, 2]), np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        np.array([[None, "x"], [datetime.datetime(2026, 1, 1), 2]]), np.array(3, dtype=object),
+        np.empty((0, 2), dtype=object),
+    ]  # fmt: skip
+
+
+def slots(value):
+    """What describe does not tell: the slots of an object that has attributes as well."""
+    return value.text if isinstance(value, Note) else None
+
+
 class Odd:
     """Not of any kind that has bytes of its own."""
 
@@ -116,8 +198,7 @@ class OddZone(datetime.tzinfo):
         return datetime.timedelta(0)
 
 
-# They may hold more than a date or a set
-Day, Days = (type(name, (base,), {"__module__": __name__}) for name, base in (("Day", datetime.date), ("Days", set)))
+Day = type("Day", (datetime.date,), {"__module__": __name__})  # it may hold more than a date
 
 
 Extra = collections.namedtuple("Extra", "image info")
@@ -222,12 +303,10 @@ STRING = getattr(getattr(np, "dtypes", None), "StringDType", lambda: object)()  
 
 PICKLED = [
     *((torch.eye(3).to_sparse(), equal_dense), (torch.nn.Parameter(torch.ones(2), requires_grad=False), equal_dense)),
-    *((np.ma.array([1, 2], mask=[0, 1]), equal_arrays), (np.array([None, "x"]), equal_arrays)),
     (np.array([(1, None)], dtype=[("a", "i4"), ("b", "O")]), equal_arrays),
-    (np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]), equal_arrays),
-    (np.array(["a"], dtype=STRING), equal_arrays),
+    *([(np.array(["a"], dtype=STRING), equal_arrays)] if STRING is not object else []),
     *(({frozenset({1}): 1, np.str_("a"): 2, 3: [4]}, equal_repr), (Exception("x"), equal_repr)),
-    *((value, same) for value in (Odd(), nested(100), Day(2026, 1, 1), Days([1]))),
+    *((value, same) for value in (Odd(), nested(100), Day(2026, 1, 1))),
     (datetime.datetime(2026, 1, 1, tzinfo=OddZone()), lambda a, b: type(a.tzinfo) is type(b.tzinfo)),
     (Locked(), lambda a, b: a == b),
     (made(made_by_name), alike),
