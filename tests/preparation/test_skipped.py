@@ -141,7 +141,7 @@ def kill_after(changes, patched):
 def killed_at_each_change(tmp_path, monkeypatch, source, first, second, every):
     """Demand that it goes on to the same bytes when the second preparation is killed at every n-th change of the folder."""
     whole = prepared(source, tmp_path / "whole", block_size=4)
-    for changes in itertools.count(step=every):
+    for changes in itertools.count(every // 2, every):  # of three, the one at which the order of the last two matters
         folder, killed = tmp_path / str(changes), False
         first(folder)
         with monkeypatch.context() as patched:
