@@ -89,6 +89,9 @@ class ThreadCollate:
         collate_fn, stacking: as for `RingCollate`.
         batched: whether the loader makes batches of samples.
         sample_seed: seeds the generators of the thread for a ``collate_fn`` of the user; None does not.
+
+    Attributes:
+        is_pure: whether it may be called for any batch, by any thread.
     """
 
     def __init__(
@@ -99,8 +102,10 @@ class ThreadCollate:
         pool: Pool,
         sample_seed: SampleSeed | None,
     ) -> None:
-        self._collate_fn, self._stacking, self._batched, self._pool = collate_fn, stacking, batched, pool
-        self._sample_seed = None if is_pure(collate_fn) else sample_seed
+        self._collate_fn, self._batched, self._pool = collate_fn, batched, pool
+        self.is_pure = is_pure(collate_fn)
+        self._stacking = stacking and self.is_pure
+        self._sample_seed = None if self.is_pure else sample_seed
 
     def __call__(self, samples: Any) -> Any:
         """Return the batch of a list of samples, or of a `LazyBatch`."""

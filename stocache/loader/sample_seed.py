@@ -21,12 +21,14 @@ from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias
 
 from torch.utils.data import IterableDataset, Subset, default_collate, default_convert, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map  # documented, for extending default_collate
 
 from stocache.cache.batches import Load
 from stocache.datasets.cached import CachedDataset
 from stocache.errors import DatasetError, LimitError
 from stocache.loader.requests import EpochIndices, set_epoch
 from stocache.system.generators import GENERATORS, SeededSample, read
+from stocache.threads.collating import CollateRng, seed_globally
 from stocache.threads.info import Generators, WorkerRng
 
 _MAX_SEED = 2**64 - 1
@@ -105,8 +107,11 @@ def as_sample_seed(value: Any, dataset: Any) -> SampleSeed | None:
 
 
 def is_pure(collate_fn: Any) -> bool:
-    """Whether a collate function draws no random numbers."""
-    return collate_fn in _PURE
+    """Whether a collate function is one of torch that draws no random numbers, and has not been extended by the user."""
+    torchs = (
+        getattr(function, "__module__", None) == default_collate.__module__ for function in default_collate_fn_map.values()
+    )
+    return collate_fn in _PURE and all(torchs)
 
 
 def seeded(dataset: Any, collate_fn: Any, sample_seed: SampleSeed, lazy: bool) -> tuple[Any, Any]:
@@ -286,6 +291,8 @@ def seed_thread(numbers: tuple[int, ...], hooks: tuple[Callable[[int], object], 
     info: Any = get_worker_info()
     info.rng.own.seed(*numbers[:3])
     info.rng.draws = info.rng.own
+    if isinstance(info.rng, CollateRng):
+        seed_globally(numbers)
     for hook in hooks:
         hook(numbers[-1] & 0xFFFFFFFF)
     generators: Generators = info.rng.own

@@ -3,7 +3,8 @@
 NOTE [ Batches made by threads ]
     The order of the samples is known ahead. A batch becomes tasks as soon as it is known: *runs* of its samples, which take
     some milliseconds each. The threads take the runs in order, whichever batch they belong to. So a slow sample delays only its
-    own batch, while the other threads go on with the next ones. The thread that makes the last sample of a batch collates it.
+    own batch, while the other threads go on with the next ones. The thread that makes the last sample of a batch collates it;
+    with a ``collate_fn`` of the user the loop does (NOTE [ Collating in threads ]).
 
     Of a batch over a cache, only the samples that are not cached are runs. The batch is then gathered into memory that is used
     again. Batches that are wholly cached are gathered in *groups* of some megabytes, because each hand-over of the GIL costs as
@@ -35,10 +36,12 @@ from torch.utils.data._utils import pin_memory as torch_pinning
 from stocache.cache.batches import LazyBatch
 from stocache.datasets.cached import CachedDataset
 from stocache.errors import WorkerError
+from stocache.loader.collate import as_is
 from stocache.loader.requests import BatchRequest, EpochIndices, count_samples, set_epoch
 from stocache.loader.sample_seed import ThreadSeededDataset, is_cache
 from stocache.loader.torch_iterators import DatasetKind, QuickIterator
-from stocache.loader.worker_state import StatefulMap
+from stocache.loader.worker_state import StateBatch, StatefulCollate, StatefulMap
+from stocache.threads.collating import Collator
 from stocache.threads.crew import Crew, RaisedError, Stopped, Worker, first_error, graph_lock, wrap_error
 from stocache.threads.info import Generators
 from stocache.threads.workers import Task, WorkerThreads, stop_all, wait_for
@@ -70,6 +73,7 @@ class Batch:
         done: whether ``data`` or ``error`` is set.
         group: the group with which the batch is gathered, if it is wholly cached.
         maker: the number of the thread that finished it; None for the loop itself.
+        ready: whether its samples are made, in ``data``, and the loop is to collate them.
         ended: whether the iterable dataset of the worker had no more samples.
     """
 
@@ -79,7 +83,7 @@ class Batch:
         self._crew, self.request, self.stream, self.before, self._finished = crew, request, stream, before, finished
         self.data: Any = None
         self.error: ExceptionWrapper | None = None
-        self.done = self.ended = False
+        self.done = self.ended = self.ready = False
         self.group: Group | None = None
         self.maker: int | None = None
         self.index: Any = None
@@ -94,8 +98,23 @@ class Batch:
         self.data, self.error, self.done = data, error, True
         self.before = self.lazy = None
         self.samples = []
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake the loop, if it waits."""
         if self._crew.waiting:
             self._finished.put(None)
+
+    def waits_for_loop(self) -> bool:
+        """Whether the loop is to collate the batch before it."""
+        before = self.before
+        return before is not None and (before.ready or before.waits_for_loop())
+
+
+def _follows(batch: Batch) -> bool:
+    """Whether all batches before it in its stream are done."""
+    before = batch.before
+    return before is None or before.done
 
 
 class Group:
@@ -125,15 +144,14 @@ class _Turn:
         self._crew, self._batch, self.position = crew, batch, 0
 
     def generators(self) -> Generators:
-        self._crew.await_turn(self._is_mine)
+        self._crew.await_turn(self._is_mine, self._batch.waits_for_loop)
         return self._crew.streams[self._batch.stream]
 
     def _is_mine(self) -> bool:
         batch = self._batch
-        before = batch.before
         if any(position < self.position for position, _ in batch.errors):  # a worker process would not make the sample
             raise Stopped
-        return (before is None or before.done) and all(made is not _NOT_MADE for made in batch.samples[: self.position])
+        return _follows(batch) and all(made is not _NOT_MADE for made in batch.samples[: self.position])
 
 
 class ThreadMaker:
@@ -149,6 +167,23 @@ class ThreadMaker:
         self._epoch: dict[int, int] = {}  # that each worker's dataset was told
         self._cost_s = 0.0  # of a sample, as the last runs have shown
         self._fetchers: dict[int, Any] = {}
+        self.collators = self._make_collators()
+
+    def _make_collators(self) -> list[Collator]:
+        """Return one for each stream, and take the user's function out of what workers collate with; none if it is pure."""
+        workers, states = self.crew.workers, self.crew.globals
+        if self.is_bound:
+            for worker, own in zip(workers, states, strict=True):
+                own.generators = worker.rng.own
+        functions = [getattr(worker.collate_fn, "collate", worker.collate_fn) for worker in workers]
+        if functions[0].is_pure or self._way is LazyBatch:
+            return []
+        for worker in workers:
+            if isinstance(worker.collate_fn, StatefulCollate):
+                worker.collate_fn.collate = as_is
+            else:
+                worker.collate_fn = as_is
+        return [Collator(*each) for each in zip(functions, states, [worker.info for worker in workers], strict=True)]
 
     def begin_epoch(self, shared_seed: int | None) -> None:
         """Have the iterators of bound workers begin again."""
@@ -166,16 +201,18 @@ class ThreadMaker:
         row = self._begin_step(number)
         try:
             self._check(worker, batch)
+            if self.collators:  # the next samples may depend on what it notes and draws, and the other way
+                self.crew.await_turn(partial(_follows, batch), batch.waits_for_loop)
             with self.crew.loading():
                 fetcher = self._fetchers.get(number)
                 if fetcher is None:
                     fetcher = self._fetchers[number] = DatasetKind.create_fetcher(
                         self._kind, worker.dataset, self._batched, worker.collate_fn, self._drop_last
                     )
-                data = fetcher.fetch(index := batch.request.answer())
+                batch.index = index = batch.request.answer()
+                data = fetcher.fetch(index)
             row.add_making(count_samples(_indices_of(index)))
-            row.add_collating()
-            batch.finish(self._pinned(data))
+            self._finish(batch, data if self.collators else self._pinned(data), row)
         except StopIteration as error:
             batch.ended = self._kind == DatasetKind.Iterable
             batch.finish(error=None if batch.ended else wrap_error(error, number))
@@ -310,14 +347,39 @@ class ThreadMaker:
                 samples = batch.samples if self._batched else batch.samples[0]
                 with span(COLLATE):
                     data = worker.collate_fn(samples if batch.lazy is None else batch.lazy)
-                data = self._pinned(data)
-                row.add_collating()
+                data = data if self.collators else self._pinned(data)
         except Stopped:
             return
         except BaseException as raised:
             error = wrap_error(raised, worker.number)
         if batch.lazy is not None:
             self.crew.release(batch.lazy)
+        self._finish(batch, data, row, error)
+
+    def _finish(self, batch: Batch, data: Any, row: Row, error: ExceptionWrapper | None = None) -> None:
+        """Finish a batch, or leave it to the loop to collate it."""
+        if error is None and self.collators and not (isinstance(data, StateBatch) and data.dropped):
+            batch.data, batch.ready = data, True
+            batch.wake()
+            return
+        row.add_collating()
+        batch.finish(data, error)
+        self.crew.tell_progress()
+
+    def collate(self, batch: Batch) -> None:
+        """Collate a batch, in the loop, if all batches before it in its stream are done."""
+        if not _follows(batch):
+            return
+        row, data, error = self.record.main, batch.data, None
+        row.begin_step()
+        batch.request.note(batch.index)
+        try:
+            with span(COLLATE), self.crew.turns:
+                made = self.collators[batch.stream](data.batch if isinstance(data, StateBatch) else data)
+            data = self._pinned(data._replace(batch=made) if isinstance(data, StateBatch) else made)
+            row.add_collating()
+        except (Exception, SystemExit) as raised:
+            data, error = None, wrap_error(raised, batch.stream)
         batch.finish(data, error)
         self.crew.tell_progress()
 
@@ -410,6 +472,7 @@ class ThreadIterator(QuickIterator):
             WorkerThreads(size, partial(_begin, crew, first), crew.end, most_others=cores) for first, size in enumerate(pools)
         ]
         crew.stopped = self._threads[0].stopped
+        crew.await_begun(_PATIENCE_S)
         self._reset(loader, first_iter=True)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
@@ -540,6 +603,8 @@ class ThreadIterator(QuickIterator):
         for number, batch in islice(self._batches.items(), 1 if self._in_order else None):
             if not batch.done and batch.group is not None:
                 self._maker.gather(batch.group, None)
+            elif not batch.done and batch.ready:
+                self._maker.collate(batch)
             if batch.done:
                 return number
         return None

@@ -28,7 +28,7 @@ _SHORTEST_S, _LONGEST_S = 0.0001, 0.01  # between two calls of ready
 
 _FUTEX = {"x86_64": "202", "aarch64": "98"}.get(os.uname().machine)
 _PRIVATE = 128  # FUTEX_PRIVATE_FLAG
-_LIMITS_S = 600.0, 5.0, 1.0  # without CPU time: in any wait, in private futexes, and in those without a timeout
+_LIMITS_S = 600.0, 3.0, 1.0  # without CPU time: in any wait, in private futexes, and in those without a timeout
 _IDLE = 0.01  # the share of a processor that a process may use which only asks again and again
 
 

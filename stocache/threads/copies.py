@@ -249,6 +249,11 @@ def holds_generator(dataset: Any) -> bool:
     return _find(dataset, "", lambda value: isinstance(value, (*_GENERATORS, torch.Generator)), set(), 0) is not None
 
 
+def holds_dataset(collate_fn: Any) -> bool:
+    """Whether a collate function refers to a dataset: then it may depend on what that has noted."""
+    return _find(collate_fn, "", lambda value: isinstance(value, Dataset), set(), 0) is not None
+
+
 def _find(value: Any, where: str, wanted: Callable[[Any], bool], seen: set[int], depth: int) -> str | None:
     if id(value) in seen or depth > _DEEPEST:
         return None

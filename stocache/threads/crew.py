@@ -10,7 +10,8 @@ NOTE [ Random numbers in threads ]
 
     With ``sample_seed`` nothing waits: the generators of a thread are seeded for each sample.
 
-    Threads share the global generators with the training step. A sample that draws from these gets other numbers in each run.
+    Threads share the global generators with the training step. For a collate function see NOTE [ Collating in threads ]. A
+    sample that draws from these gets other numbers in each run.
     The first samples are watched for that, while the loop waits for a batch, and a warning tells.
 """
 
@@ -29,7 +30,8 @@ from torch.utils.data._utils.worker import _generate_state  # torch's seed for n
 
 from stocache.errors import ClosedError, WorkerError
 from stocache.system import rng
-from stocache.threads.copies import copy_dataset, find_open_handle, holds_environment, holds_generator
+from stocache.threads.collating import WorkerGlobals
+from stocache.threads.copies import copy_dataset, find_open_handle, holds_dataset, holds_environment, holds_generator
 from stocache.threads.info import Generators, WorkerRng, make_worker_info, set_worker_info
 
 logger = logging.getLogger("stocache")
@@ -71,16 +73,14 @@ class Worker:
         error: what ``worker_init_fn`` raised; None if nothing.
     """
 
-    def __init__(self, number: int, parts: tuple[Any, Any, Any]) -> None:
-        self.number = number
+    def __init__(self, number: int, count: int, base_seed: int, parts: tuple[Any, Any, Any]) -> None:
+        self.number, self._count, self._seed = number, count, base_seed + number
         self.dataset, self.collate_fn, self._init_fn = parts
         self.rng = WorkerRng()
         self.error: ExceptionWrapper | None = None
 
-    def begin(self, count: int, base_seed: int, shared_seed: int | None) -> None:
+    def begin(self, shared_seed: int | None) -> None:
         """Run ``worker_init_fn`` in the thread of this worker."""
-        self._count, self._seed = count, base_seed + self.number
-        seed_generators(self.rng.own, base_seed, self.number)
         try:
             with graph_lock if isinstance(self.dataset, IterDataPipe | MapDataPipe) else nullcontext():
                 if isinstance(self.dataset, IterDataPipe):
@@ -94,7 +94,11 @@ class Worker:
     def use(self, dataset: Any) -> None:
         """Set the dataset of this worker, and tell it in which worker it is."""
         self.dataset = dataset
-        set_worker_info(make_worker_info(self.number, self._count, self._seed, dataset, self.rng))
+        set_worker_info(self.info(self.rng))
+
+    def info(self, rng: WorkerRng) -> Any:
+        """Return the worker info."""
+        return make_worker_info(self.number, self._count, self._seed, self.dataset, rng)
 
     def reseed(self, shared_seed: int | None) -> None:
         """Seed a graph of DataPipes for an epoch, as torch does in a worker process."""
@@ -130,12 +134,16 @@ class Crew:
 
     Attributes:
         workers: one for each thread.
+        globals: the global generators of each worker.
+        begun: whether the worker of each thread has begun.
         streams: the generators of each stream.
         draws: whether a sample has asked for the generators of its stream.
         in_turn: whether one thread at a time may load samples, and call a collate function.
+        turns: taken to load samples, and to collate.
         waiting: whether the loop waits for a batch now: it does not draw random numbers meanwhile.
         stopped: tells whether the iterator is gone.
-        holds_generator: whether the dataset or collate function has a random number generator of its own.
+        holds_generator: whether the dataset or collate function has a random number generator of its own, or the collate
+            function refers to a dataset.
         claiming: the batches that have claimed samples, each a `LazyBatch`.
     """
 
@@ -152,19 +160,22 @@ class Crew:
     ) -> None:
         handle = "an object that a hook of sample_seed sets" if one_at_a_time else find_open_handle(parts[0])
         copies = [parts if one_at_a_time else copy_dataset(parts) for _ in range(count)]
-        self.workers = [Worker(number, own) for number, own in enumerate(copies)]
-        self.holds_generator = holds_generator(parts[:2])
+        self.workers = [Worker(number, count, base_seed, own) for number, own in enumerate(copies)]
+        self.holds_generator = holds_generator(parts[:2]) or holds_dataset(parts[1])
         self.claiming: set[Any] = set()
         self.streams = [Generators() for _ in range(count)]
         for number, stream in enumerate(self.streams):
             seed_generators(stream, base_seed, number)
+        self.globals = [WorkerGlobals(base_seed, number, stream) for number, stream in enumerate(self.streams)]
+        self._has_init, self._beginning = parts[2] is not None, threading.Lock()
+        self.begun = [threading.Event() for _ in range(count)]
         self._base_seed, self._shared_seed = base_seed, shared_seed
         self.draws = self.waiting = False
         self._waits = 0  # that the loop has begun
         self.progressed = threading.Condition()
         self._watches, self._warned = _WATCHED, warned
         self.in_turn = handle is not None
-        self._turns: Any = threading.Lock() if self.in_turn else nullcontext()
+        self.turns: Any = threading.Lock() if self.in_turn else nullcontext()
         if handle is not None:
             self._warn(
                 "worker threads load one sample at a time, because they share %s. A file that is opened when the first sample "
@@ -199,8 +210,21 @@ class Crew:
         self.waiting = True
 
     def begin(self, number: int) -> None:
-        """Begin the worker of a thread."""
-        self.workers[number].begin(len(self.workers), self._base_seed, self._shared_seed)
+        """Begin the worker of a thread. Its ``worker_init_fn`` may seed the global generators, which are its own meanwhile."""
+        worker = self.workers[number]
+        seed_generators(worker.rng.own, self._base_seed, number)
+        if self._has_init:
+            with self._beginning, self.globals[number]:
+                worker.begin(self._shared_seed)
+        else:
+            worker.begin(self._shared_seed)
+        self.begun[number].set()
+
+    def await_begun(self, patience_s: float) -> None:
+        """Wait until all ``worker_init_fn`` have run, or the time is over."""
+        until = time.monotonic() + patience_s
+        for begun in self.begun if self._has_init else ():
+            begun.wait(max(0.0, until - time.monotonic()))
 
     def release(self, lazy: Any) -> None:
         """Give up what a `LazyBatch` has claimed. If the cache was closed, nothing is claimed any more."""
@@ -220,8 +244,12 @@ class Crew:
         rng.draws = rng.own  # not a sample, which refers to this object
         self.release_all()
 
-    def await_turn(self, is_turn: Callable[[], bool]) -> None:
-        """Wait until all samples before one in its stream are made. Raises Stopped. ``is_turn`` may raise it, too."""
+    def await_turn(self, is_turn: Callable[[], bool], waits_for_loop: Callable[[], bool] = lambda: False) -> None:
+        """Wait until all samples before one in its stream are made. Raises Stopped. ``is_turn`` may raise it, too.
+
+        Args:
+            waits_for_loop: whether it waits for the loop, which may take any time.
+        """
         self.draws = True
         until = time.monotonic() + _LONG_S
         with self.progressed:
@@ -229,7 +257,9 @@ class Crew:
                 if self.stopped():
                     raise Stopped
                 self.progressed.wait(_POLL_S)
-                if time.monotonic() > until:
+                if waits_for_loop():
+                    until = time.monotonic() + _LONG_S
+                elif time.monotonic() > until:
                     self._warn(
                         "a sample has waited %d s for its random numbers, which come after those of earlier samples. If the "
                         "dataset holds a lock while it draws, use sample_seed or worker_method='multiprocessing'.",
@@ -245,7 +275,7 @@ class Crew:
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Load samples: one thread at a time, where the dataset demands it. Watch the global generators."""
-        with self._turns:
+        with self.turns:
             if not self._watches:
                 yield
                 return

@@ -10,6 +10,8 @@ NOTE [ Worker info of a thread ]
 import random
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,6 +52,17 @@ def set_worker_info(info: Any) -> None:
         torch_worker._stocache_info_here = _info_here  # type: ignore[attr-defined]
         function.__code__ = _get_worker_info.__code__
     _here.info = info
+
+
+@contextmanager
+def worker_info(info: Any) -> Iterator[None]:
+    """Have `get_worker_info` return ``info`` in this thread, in a ``with`` block."""
+    before = _here.info
+    set_worker_info(info)
+    try:
+        yield
+    finally:
+        _here.info = before
 
 
 class Generators:
