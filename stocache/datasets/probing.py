@@ -114,10 +114,10 @@ def probe_samples(dataset: Any, length: int, count: int, load: Callable[[int], A
     try:
         with contextlib.closing(in_children([job], dataset, _PATIENCE_S)) as items:
             found.take(items)
-    except SlowError:
-        logger.warning("sample %d is not loaded after %.0f s. %s.", found.started, _PATIENCE_S, _ADVICE)
     except ChildError as error:
-        return _probe_here(dataset, job, error)
+        if not isinstance(error, SlowError) or found.started is None:
+            return _probe_here(dataset, job, error)
+        logger.warning("sample %d is not loaded after %.0f s. %s.", found.started, _PATIENCE_S, _ADVICE)
     except WorkerError as error:
         if not found.probe.samples:
             raise WorkerError(f"probing sample {found.started}: {error} {_ADVICE}.") from None
