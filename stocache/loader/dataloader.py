@@ -233,7 +233,7 @@ class DataLoader(ResumableLoader[_T]):
         if epochs is not None and epochs != self._order().epochs(every=True):
             self._leave_resumed_epoch()
         progress = self._next_progress()
-        if self._worker_group is not None and (self._worker_group.dead or self._worker_group.busy):
+        if self._worker_group is not None and (self._worker_group.is_unfit or getattr(self._iterator, "ended", False)):
             self.end_workers()
         if self._unused is not None:
             self._unused.detach()

@@ -612,8 +612,13 @@ class ThreadIterator(QuickIterator):
     def _check(self) -> None:
         if os.getpid() != self._pid:
             raise WorkerError("worker threads do not exist in a forked process. Make another iterator there.")
-        if self._batches and self._threads[0].stopped():
+        if self._batches and self.ended:
             raise WorkerError("the worker threads of this iterator have ended. Make another iterator.")
+
+    @property
+    def ended(self) -> bool:
+        """Whether a thread has ended, so that no more batches can be asked for."""
+        return any(threads.ended for threads in self._threads)
 
     def _shutdown_workers(self) -> None:
         """End the threads. Give up what was claimed for batches that nobody will ask for."""

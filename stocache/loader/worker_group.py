@@ -51,6 +51,11 @@ class WorkerGroup:
     dead: bool = False
     busy: bool = False
 
+    @property
+    def is_unfit(self) -> bool:
+        """Whether an interrupt left it busy, or a worker has died, perhaps between two loops, where nobody has heard of it."""
+        return self.busy or self.dead or self.death() is not None
+
     def death(self, missed: Sequence[int] = ()) -> str | None:
         """Return how a worker died; None if none did.
 

@@ -124,6 +124,11 @@ class WorkerThreads:
         tasks = self._tasks
         return lambda: tasks.stopped
 
+    @property
+    def ended(self) -> bool:
+        """Whether a thread has ended, or was told to; also in a forked child, which does not have them."""
+        return self._tasks.stopped or self.pid != os.getpid() or not all(thread.is_alive() for thread in self._threads)
+
     def stop(self, patience_s: float = 0.0) -> None:
         """Drop all tasks that have not begun, and end the threads. Wait ``patience_s`` for tasks that have begun."""
         self._tasks.stop()
