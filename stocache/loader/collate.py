@@ -66,6 +66,8 @@ class RingCollate:
 
     def _collate(self, samples: Any) -> tuple[Any, Callable[[Any], BatchHandle]]:
         """Return the batch, and a function that packs it."""
+        if default_collate_fn_map[Tensor] is _STACK:  # of this worker process; the user's collate_fn may call default_collate
+            default_collate_fn_map[Tensor] = _stack_anywhere
         lane = self._ring.lane(self._iteration)
         buffer = None if lane is None else lane.take()
         if isinstance(samples, LazyBatch):
@@ -128,12 +130,26 @@ class ThreadCollate:
 def _stack(empty: Empty, batch: list[Tensor], *, collate_fn_map: Any) -> Tensor:
     """Stack tensors as default_collate does in a worker, but into memory from ``empty``."""
     first = batch[0]
-    if type(first) is Tensor and first.layout == torch.strided and first.device.type == "cpu" and not first.is_nested:
+    if _is_plain(first):
         out = empty((len(batch), *first.shape), first.dtype)
         if out is not None:
             return torch.stack(batch, 0, out=out)
-    stacked: Tensor = _STACK(batch, collate_fn_map=collate_fn_map)
+    return _stack_anywhere(batch, collate_fn_map=collate_fn_map)
+
+
+def _stack_anywhere(batch: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
+    """Stack tensors as default_collate does in a worker, in its own memory if there is no shared memory for them."""
+    try:
+        stacked: Tensor = _STACK(batch, collate_fn_map=collate_fn_map)
+    except RuntimeError:
+        if not _is_plain(batch[0]):
+            raise
+        stacked = torch.stack(batch, 0)
     return stacked
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
 
 
 def as_is(samples: Any) -> Any:

@@ -148,7 +148,7 @@ class DataLoader(ResumableLoader[_T]):
         prefetch_factor: as for torch's DataLoader. With ``num_workers=0``, and a cached dataset without a transform, the number
             of batches that a thread of this process gathers in advance; the attribute is None then, as torch's loader needs it.
         snapshot_every_n_steps: with which batches workers send the state of a dataset that has one: with those of every n-th
-            step. A loader that resumes between two of them loads up to n - 1 batches, and drops them.
+            step. A loader that resumes between two of them loads up to n - 1 batches, and drops them. None and 0 are 1.
         worker_method: "multiprocessing" for worker processes; "thread" for threads of this process, which need no start, no
             pickling and no shared memory, and are as fast where making a sample leaves the GIL free (decoding, reading, numpy,
             torch); "auto" measures that, and logs what it chooses. Each thread has its own copy of the dataset object, and
@@ -157,7 +157,7 @@ class DataLoader(ResumableLoader[_T]):
             any number of workers and ranks, any batch size, cached or not, resumed or not. Read the limits of `SampleSeed`.
 
     Raises:
-        ValueError, TypeError: as torch's DataLoader; ``snapshot_every_n_steps`` is not a positive integer.
+        ValueError, TypeError: as torch's DataLoader; ``snapshot_every_n_steps`` is not an integer.
         LimitError: the `LocalityDistributedSampler` was made for another batch size; ``sample_seed`` is not a seed.
         DatasetError: ``sample_seed`` was given for an iterable dataset.
         WorkerError: while iterating: a worker died, or none can start. The message names its process, signal and batch.
@@ -184,9 +184,7 @@ class DataLoader(ResumableLoader[_T]):
         if alone and prefetch_factor is not None and prefetch_factor < 0:
             raise ValueError("prefetch_factor option should be non-negative")
         self._gathered_ahead = prefetch_factor or 0  # without workers
-        self.snapshot_every_n_steps = snapshot_every_n_steps
-        if snapshot_every_n_steps is not None and operator.index(snapshot_every_n_steps) < 1:
-            raise ValueError(f"snapshot_every_n_steps must be at least 1, got {snapshot_every_n_steps}")
+        self.snapshot_every_n_steps = None if snapshot_every_n_steps is None else operator.index(snapshot_every_n_steps)
         planned = self.sampler.batch_size if isinstance(self.sampler, LocalityDistributedSampler) else None
         if planned is not None and self.batch_size not in (planned, None):
             raise LimitError(

@@ -148,7 +148,7 @@ class ResumableLoader(TorchLoader[_T]):
     def _begin_worker_states(self) -> tuple[list[WorkerState | None], int]:
         """Return the states that new workers restore, and whose turn it is."""
         (states, turn), self._restored = self._restored, ([], 0)
-        every = (self.snapshot_every_n_steps or 1) if self._in_order else 1
+        every = max(1, self.snapshot_every_n_steps or 1) if self._in_order else 1
         self._worker_states = WorkerStates(max(1, self.num_workers), every, list(states), turn)
         return states, turn
 

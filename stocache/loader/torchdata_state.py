@@ -74,4 +74,5 @@ def _worker(saved: dict[str, Any], samples: int | None, dataset: Any, loader: An
         raise StateError("the state does not tell how many samples each worker has taken from the iterable dataset.")
     if not isinstance(loader.dataset, IterableDataset) and own is None:
         return None
-    return {"dataset": own, "iterator": iterator, "samples": samples or 0, "ended": fetcher["fetcher_ended"]}
+    ended = fetcher["fetcher_ended"]
+    return {"dataset": own, "iterator": iterator, "samples": samples or int(ended), "ended": ended}

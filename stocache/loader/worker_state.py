@@ -17,6 +17,7 @@ NOTE [ States of workers ]
     Source: the contract of torchdata's StatefulDataLoader.
 """
 
+import copy
 import logging
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +63,7 @@ class WorkerState:
         dataset: the state of its dataset; None if it does not have one, or if the iterator is the dataset.
         iterator: the state of the iterator of its iterable dataset; None if it does not have one.
         samples: number of samples that it took from the iterator in this epoch.
-        ended: whether the iterator has ended.
+        ended: whether the iterator has ended; without ``samples``, that of the epoch before.
     """
 
     dataset: Any = None
@@ -178,12 +179,19 @@ class _CountingIterator:
 
     def __init__(self, dataset: Any, state: WorkerState, fillers: int, batch_size: int, drop_last: bool) -> None:
         restore(dataset, state.dataset)
+        before = copy.deepcopy(state_of(dataset)) if state.ended else None
         self._dataset, self._iterator = dataset, iter(dataset)
         restore(self._iterator, state.iterator)
-        self._samples, self._ended = state.samples, state.ended
-        self._batch_size, self._drop_last = batch_size, drop_last
-        self._fillers, self._room = 0 if state.ended else fillers, batch_size  # room in the batch that is made
         stateful = has_state(dataset) or has_state(self._iterator)
+        if state.ended and stateful:
+            if next(self._iterator, _FILLER) is not _FILLER:  # a generator takes the state when it is asked, as torchdata does
+                restore(dataset, before)  # it has begun the next epoch
+                restore(self._iterator, state.iterator)
+            if not state.samples:
+                self._iterator = iter(dataset)
+        self._samples, self._ended = state.samples, state.ended and bool(state.samples)
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._fillers, self._room = 0 if self._ended else fillers, batch_size  # room in the batch that is made
         self._tells_end = stateful and get_worker_info() is not None
         if state.samples and not state.ended and not stateful:
             logger.warning(
@@ -337,7 +345,7 @@ class WorkerStates:
     def next_epoch(self) -> "WorkerStates":
         """Return the states at the beginning of the next epoch of the same workers: their datasets stay as they are."""
         datasets = [(_saved(state) or {}).get("dataset") for state in self.states]
-        return WorkerStates(self.count, self.every, [None if own is None else WorkerState(own) for own in datasets])
+        return WorkerStates(self.count, self.every, [None if own is None else WorkerState(own, ended=True) for own in datasets])
 
 
 def _saved(state: bytes | WorkerState | None) -> dict[str, Any] | None:

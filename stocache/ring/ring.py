@@ -14,10 +14,13 @@ NOTE [ Who owns a buffer ]
     iteration is over, that is, not among those that the parent lists as live.
 
     The memory is a segment that is mostly untouched. Each buffer has STRIDE bytes of addresses, and takes memory only as its
-    batches need it, each page once. So the sizes of batches need not be known before.
+    batches need it, each page once. So the sizes of batches need not be known before. Where the machine has no
+    shared memory for a batch, its bytes go through the pipe.
 """
 
+import contextlib
 import itertools
+import logging
 import math
 import os
 import pickle
@@ -25,8 +28,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
-from ctypes import memmove
+from collections.abc import Callable, Hashable, Sequence
+from ctypes import memmove, string_at
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,6 +45,8 @@ from stocache.shm.leases import LeaseTracker
 from stocache.shm.segment import Segment
 from stocache.system.limits import GIB, KIB, MIB, format_size
 from stocache.timing.spans import RECEIVE, span
+
+logger = logging.getLogger("stocache")
 
 STRIDE = 2 * GIB  # bytes of addresses of a buffer
 _EXTENT = 2 * MIB  # a buffer takes memory in steps of this size
@@ -57,9 +63,11 @@ _LANE_WORDS = 4  # of a lane: its owner's iteration, pid, and number of the curr
 # Reasons for sending a batch without the ring
 FULL = "no buffer was free: the batches in them are still held"
 NO_LANE = "no lane was free: other iterators over the loader have them"
-NO_MEMORY = "the machine gave no memory"
+NO_MEMORY = "the machine gave no shared memory"
 TOO_LARGE = f"it has more than {format_size(STRIDE)}"
 NOTHING = "it is small, and has no tensors or arrays in host memory"
+
+_said_no_memory = False
 
 _rings: "weakref.WeakValueDictionary[str, Ring]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -227,7 +235,13 @@ class Ring:
         return unpack(pickled, content, places)
 
     def record_fallback(self, reason: str) -> None:
-        """Count a batch that arrived without the ring."""
+        """Count a batch that arrived without the ring. Warn, once, where that is slow."""
+        global _said_no_memory
+        if reason == NO_MEMORY and not _said_no_memory:
+            _said_no_memory = True
+            logger.warning(
+                "there is no shared memory for batches: they go through a pipe, which is slower. In Docker, raise --shm-size."
+            )
         self._fallbacks[reason] += 1
         self.reap()
 
@@ -341,7 +355,12 @@ class RingBuffer:
         lane = self._lane
         packed = None if kind is None else lane.packed.get(kind)
         if packed is None:
-            packed = lane.packer.pack(batch, self._place)
+            try:
+                packed = lane.packer.pack(batch, self._place)
+            except (RuntimeError, OSError):
+                if self.problem is not NO_MEMORY:
+                    raise
+                return fallback(lane.key, NO_MEMORY, batch)
             if kind is not None:
                 lane.packed[kind] = packed
         pieces, places = packed
@@ -410,10 +429,20 @@ def fallback(key: str, reason: str, batch: Any) -> BatchHandle:
     """Return the handle to send if a batch cannot go through the ring ``key``, for that ``reason``.
 
     The batch is pickled here, so that the caller sees errors. A queue pickles in a thread of its own, which would lose the
-    batch, and the parent would wait for ever.
+    batch, and the parent would wait for ever. Where torch has no shared memory for its tensors, their bytes are sent.
     """
-    pieces, _ = pack(batch, lambda address, nbytes: None)
-    return BatchHandle(_receive_fallback, key, reason, b"".join(pieces))
+    if reason is not NO_MEMORY:
+        with contextlib.suppress(RuntimeError, OSError):
+            pieces, _ = pack(batch, lambda address, nbytes: None)
+            return BatchHandle(_receive_fallback, key, reason, b"".join(pieces))
+    memory = bytearray()
+    pieces, places = pack(batch, partial(_append, memory))
+    return BatchHandle(_receive_fallback, key, NO_MEMORY, b"".join(pieces), memory, places)
+
+
+def _append(memory: bytearray, address: int, nbytes: int) -> int:
+    memory.extend(bytes(-len(memory) % _ALIGNMENT) + string_at(address, nbytes))
+    return len(memory) - nbytes
 
 
 def _receive(packing_ns: int, key: str, *content: Any) -> Any:
@@ -425,10 +454,17 @@ def _receive(packing_ns: int, key: str, *content: Any) -> Any:
     return batch
 
 
-def _receive_fallback(packing_ns: int, key: str, reason: str, payload: bytes) -> Any:
+def _receive_fallback(
+    packing_ns: int,
+    key: str,
+    reason: str,
+    payload: bytes,
+    memory: bytes | bytearray = b"",
+    places: Sequence[tuple[int, int]] = (),
+) -> Any:
     began, ring = time.perf_counter_ns(), ring_of(key)
     with span(RECEIVE):
-        batch = unpack(payload, memoryview(b""), [])
+        batch = unpack(payload, memoryview(memory), places)
     ring.record_fallback(reason)
     if ring.on_receive is not None:
         ring.on_receive(packing_ns + time.perf_counter_ns() - began)

@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 import stocache
 from stocache import CachedDataset, WorkerError
-from stocache.ring.ring import FULL, NO_LANE
+from stocache.ring.ring import FULL, NO_LANE, NO_MEMORY
 from stocache.system import limits
 from stocache.timing import record
 from tests.support.containers import Point
@@ -421,6 +421,21 @@ def test_without_shared_memory_it_is_torchs(monkeypatch):
     agree(ours, theirs)
     assert ours.stats().ring == 0
     assert sum(ours.stats().fallbacks.values()) == 14
+
+
+@pytest.mark.parametrize("collate_fn", [None, lambda samples: default_collate(samples), list])
+def test_where_torch_gets_no_shared_memory_either_batches_go_through_the_pipe(collate_fn, monkeypatch, caplog):
+    def refuse(*_):
+        raise RuntimeError("unable to allocate shared memory(shm)")
+
+    no_shared_memory(monkeypatch)
+    monkeypatch.setattr(stocache.ring.ring, "_said_no_memory", False)
+    for name in ("_new_using_fd_cpu", "_share_fd_cpu_"):
+        monkeypatch.setattr(torch.UntypedStorage, name, refuse)
+    ours = stocache.DataLoader(Images(), 8, num_workers=2, collate_fn=collate_fn)
+    agree(ours, torch.utils.data.DataLoader(Images(), 8, collate_fn=collate_fn))
+    assert ours.stats().fallbacks == {NO_MEMORY: ours.stats().batches}
+    assert caplog.text.count("they go through a pipe") == 1
 
 
 @pytest.mark.unaudited

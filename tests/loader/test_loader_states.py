@@ -83,6 +83,22 @@ class Stateful(State, IterableDataset):
         self.epoch += 1
 
 
+class Begins(Stateful):
+    """Takes a state that was loaded when its generator begins, and begins any other epoch at its start."""
+
+    loaded = 0
+
+    def __iter__(self):
+        number, size = shard()
+        self.at, self.loaded = self.loaded, 0
+        while self.at < size:
+            self.at += 1
+            yield torch.tensor([number, self.at])
+
+    def load_state_dict(self, state):
+        self.loaded = state["at"]
+
+
 class Steps(State):
     def __init__(self, number, size, end=int):
         self.number, self.size, self.at, self.end = number, size, 0, end
@@ -135,7 +151,7 @@ def pipe():
 
 DATASETS = {
     "map": Counting, "map in batches": Batched, "plain": Plain, "dataset": Stateful, "iterator": Iterates, "both": Both,
-    "itself": Itself, "pipe": pipe,
+    "itself": Itself, "begins": Begins, "pipe": pipe,
 }  # fmt: skip
 
 
@@ -174,6 +190,7 @@ PERSISTENT = {"persistent_workers": True}
     ("dataset", 2, {"batch_size": 5, "drop_last": True}),
     ("iterator", 1, {"batch_size": 2, "multiprocessing_context": "spawn", **PERSISTENT}),
     ("iterator", 3, {"batch_size": None, "snapshot_every_n_steps": 100}),
+    ("begins", 0, {"batch_size": 4}), ("begins", 2, {"batch_size": 2, **PERSISTENT}),
     ("both", 2, {"batch_size": 2, **PERSISTENT}), ("itself", 2, {"batch_size": 2}), ("pipe", 2, {"batch_size": 2}),
 ])  # fmt: skip
 def test_states_resume_with_all_that_follows(dataset, workers, options):
@@ -393,11 +410,13 @@ def test_states_that_do_not_fit_are_refused_and_an_empty_one_begins_again():
     assert same(list(loader), first)
 
 
-def test_steps_between_snapshots_must_be_a_positive_number():
-    for steps, error, words in ((0, ValueError, "at least 1"), (-1, ValueError, "at least 1"), (1.5, TypeError, "an integer")):
-        with pytest.raises(error, match=words):
-            stocache.DataLoader(range(3), snapshot_every_n_steps=steps)
-    assert len(list(stocache.DataLoader(range(3), snapshot_every_n_steps=None))) == 3
+def test_without_steps_between_snapshots_each_batch_has_one():
+    for steps in (None, 0, -1):
+        first, states = play(make("dataset", 2, snapshot_every_n_steps=steps))
+        assert states[5]["position"]["replay"] == 0
+        assert same(list(make("dataset", 2, states[5])), first[5:])
+    with pytest.raises(TypeError, match="an integer"):
+        stocache.DataLoader(range(3), snapshot_every_n_steps=1.5)
 
 
 def test_a_cached_dataset_passes_on_the_state_of_its_dataset():
