@@ -38,7 +38,7 @@ from stocache.cache.stats import MISSING
 from stocache.datasets.probing import AGAIN, load_again, log_draws_without_effect
 from stocache.errors import DatasetError, LimitError
 from stocache.shm.segment import Segment
-from stocache.system.describe import describe, difference
+from stocache.system.describe import describe, difference, vars_of
 from stocache.system.generators import Kept, in_worker_thread, is_of_library, own_generators, parts_of
 
 logger = logging.getLogger("stocache")
@@ -352,7 +352,7 @@ class _KeptState:
         for _, part in parts_of(dataset, follow=_is_own):
             if isinstance(part, list | deque) and len(part) <= _SHORT:
                 self._lists.append((part, list(part)))
-            attributes = part if type(part) is dict else getattr(part, "__dict__", None) if _is_own(part) else None
+            attributes = part if type(part) is dict else vars_of(part) if _is_own(part) else None
             if isinstance(attributes, dict) and len(attributes) <= _SHORT:
                 plain = {key: value for key, value in attributes.items() if isinstance(value, _PLAIN)}
                 self._dicts.append((attributes, plain))
@@ -383,7 +383,7 @@ def _is_of_library(module: str) -> bool:
 def _is_own(value: Any) -> bool:
     """Whether a value is a plain container, a function, or an object of the user's that threads do not share."""
     kind = type(value)
-    if getattr(value, "__dict__", {}).get("thread_safe") or getattr(kind, "thread_safe", False) is True:
+    if vars_of(value).get("thread_safe") or getattr(kind, "thread_safe", False) is True:
         return False
     return kind.__module__ == "builtins" or kind in (deque, partial) or not _is_of_library(kind.__module__)
 

@@ -34,6 +34,7 @@ from stocache.disk.cache import DiskCache
 from stocache.errors import DatasetError, LimitError
 from stocache.samples.indices import check_index, check_indices, length_of
 from stocache.system.deprecation import old_name, renamed_arguments
+from stocache.system.describe import attribute_of, get_many_of
 from stocache.system.generators import in_worker_thread, undrawn, undrawn_many
 from stocache.system.ranks import is_first_rank
 from stocache.threads.loading import in_children_or_here, run_here
@@ -203,7 +204,7 @@ class CachedDataset(Dataset[Any]):
     @property
     def transform(self) -> Any:
         """The transform of the dataset; where it has none, the one that runs after the cache."""
-        return self.dataset.transform if hasattr(self.dataset, "transform") else self.after_cache
+        return self.dataset.transform if self._has("transform") else self.after_cache
 
     @property
     def is_left(self) -> bool:
@@ -314,6 +315,8 @@ class CachedDataset(Dataset[Any]):
         Raises:
             SampleIndexError: an index is not an integer, or is outside the dataset.
         """
+        if get_many_of(self) is None:  # a subclass has a __getitem__ of its own
+            return list(_load_each(self.__getitem__, indices, before_each or (lambda position: None)))
         try:
             if len(indices) and (indices.min() if isinstance(indices, np.ndarray) else min(indices)) < 0:
                 indices = [self._check_index(idx) for idx in indices]
@@ -449,9 +452,9 @@ class CachedDataset(Dataset[Any]):
             super().__setattr__(name, value)
         elif name in ("dataset", "cache"):
             raise DatasetError(f"{name} of a CachedDataset cannot be replaced: the cache has its samples. Make a new one.")
-        elif name == "after_cache" or (name == "transform" and not hasattr(self.dataset, name)):
+        elif name == "after_cache" or (name == "transform" and not self._has(name)):
             super().__setattr__("after_cache", as_transform(value))
-        elif name != "transform" and (name in vars(self) or hasattr(type(self), name) or not hasattr(self.dataset, name)):
+        elif name != "transform" and (name in vars(self) or hasattr(type(self), name) or not self._has(name)):
             super().__setattr__(name, value)
         elif self._whole is not None:
             self._leave(f"{name} of a part of {type(self.dataset).__name__} was set")
@@ -467,6 +470,10 @@ class CachedDataset(Dataset[Any]):
                 )
             setattr(self.dataset, name, value)
             self._audit.doubt()
+
+    def _has(self, name: str) -> bool:
+        """Whether the dataset has an attribute."""
+        return attribute_of(self.dataset, name, MISSING) is not MISSING
 
     def _leave(self, finding: str) -> None:
         """Have the dataset of a view make all samples itself, unless what is cached is to be kept."""
@@ -712,7 +719,9 @@ def with_lazy_batches(dataset: Any) -> Any:
         subset = copy.copy(dataset)
         subset.dataset = inner
         return subset
-    if not isinstance(dataset, CachedDataset) or type(dataset).__getitems__ is not CachedDataset.__getitems__:
+    if not isinstance(dataset, CachedDataset) or any(
+        getattr(type(dataset), name) is not getattr(CachedDataset, name) for name in ("__getitem__", "__getitems__")
+    ):
         return None
     if dataset.is_transformed or not isinstance(dataset.cache, SharedCache) or dataset._audit.changed:
         return None

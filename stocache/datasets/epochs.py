@@ -25,6 +25,7 @@ from typing import Any
 from stocache.cache.base import SampleCache
 from stocache.cache.stats import CacheStats
 from stocache.errors import ClosedError
+from stocache.system.describe import attribute_of
 from stocache.system.ranks import is_first_rank
 from stocache.timing.flat import flat_numbers
 
@@ -89,7 +90,7 @@ class DatasetStats:
 
 def takes_epoch(value: Any) -> bool:
     """Whether a sampler or dataset has a method ``set_epoch``. Some classes answer any name with None."""
-    return callable(getattr(value, "set_epoch", None))
+    return callable(attribute_of(value, "set_epoch"))
 
 
 class EpochCounter:

@@ -50,6 +50,7 @@ from stocache.cache.stats import MISSING
 from stocache.datasets.stored import StorageDataset
 from stocache.errors import StorageError
 from stocache.samples.column_encoder import Tree, tree_of
+from stocache.system.describe import attribute_of, get_many_of
 
 logger = logging.getLogger("stocache")
 
@@ -76,7 +77,7 @@ class SampleLoader:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset, self.load = dataset, partial(operator.getitem, dataset)
-        self.load_many = getattr(dataset, "__getitems__", None) or partial(map, self.load)
+        self.load_many = get_many_of(dataset) or partial(map, self.load)
 
     def __reduce__(self) -> Any:
         return SampleLoader, (self._dataset,)
@@ -98,7 +99,7 @@ class BlockLoader:
     def __init__(self, dataset: Any, cache: SampleCache, chosen: _Mask | None = None, disk: SampleCache | None = None) -> None:
         self._dataset, self._cache, self._chosen, self._disk = dataset, cache, chosen, disk
         self._bounds: np.ndarray[Any, Any] = dataset.block_bounds
-        self._whole = bool(getattr(getattr(dataset, "storage", None), "reads_whole_blocks", False))
+        self._whole = bool(attribute_of(attribute_of(dataset, "storage"), "reads_whole_blocks", False))
         self._trees: list[Tree] = []  # the structure of blocks whose columns can be copied into slots, when it is known
 
     def __reduce__(self) -> Any:
@@ -327,7 +328,7 @@ def choose_blocks(dataset: Any, cache: SampleCache, samples: Iterable[Any]) -> _
 
 def admission_unit(dataset: Any) -> int | BlockBounds | None:
     """Return the unit of admission for a dataset of blocks: their size, or their bounds. None for any other dataset."""
-    bounds = getattr(dataset, "block_bounds", None)
+    bounds = attribute_of(dataset, "block_bounds")
     if bounds is None:
         return None
     sizes = np.diff(bounds)

@@ -23,7 +23,7 @@ from stocache.samples.record_decoder import unpack_sample
 from stocache.samples.record_encoder import PackedRecord, pack_sample
 from stocache.system.children import ChildError, Description, SlowError, in_children, rebuild, with_note
 from stocache.system.children import describe as describe_error
-from stocache.system.describe import describe, difference
+from stocache.system.describe import describe, difference, vars_of
 from stocache.system.rng import LineOfDraw, RngMonitor
 from stocache.threads.loading import loads_only_here, run_here, warn_of_this_process
 
@@ -209,7 +209,7 @@ def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> I
         if count > 1 and time.monotonic() - began > _BUDGET_S:
             break
         yield _Started(idx)
-        before, monitor = dict(_attributes(dataset)), RngMonitor()
+        before, monitor = dict(vars_of(dataset)), RngMonitor()
         try:
             sample = load(idx)
         except Exception as error:
@@ -227,7 +227,7 @@ def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> I
         del sample
         if count == 1:
             # see NOTE [ What a sample is made of ]
-            new = {name for name, value in _attributes(dataset).items() if before.get(name, before) is not value}
+            new = {name for name, value in vars_of(dataset).items() if before.get(name, before) is not value}
             with _recorded_reads(dataset) as reads:
                 place = load_again(load, idx, first)
             yield _LoadedAgain(idx, None if draws else place, None, frozenset(reads - new))
@@ -259,10 +259,10 @@ def _recorded_reads(dataset: Any) -> Iterator[set[str]]:
     """Give a set that collects the attributes of the dataset that are read in the block."""
     reads: set[str] = set()
     cls: Any = type(dataset)
-    original, own = cls.__getattribute__, getattr(dataset, "__dict__", None)
+    original, own = cls.__getattribute__, vars_of(dataset)
 
     def __getattribute__(self: Any, name: str) -> Any:
-        is_patched = own is not None and original(self, "__dict__") is own  # see NOTE [ Patched datasets ]
+        is_patched = cls.__dictoffset__ and original(self, "__dict__") is own  # see NOTE [ Patched datasets ]
         if not name.startswith("__") and (self is dataset or is_patched):
             reads.add(name)
         return original(self, name)
@@ -280,7 +280,3 @@ def _recorded_reads(dataset: Any) -> Iterator[set[str]]:
             cls.__getattribute__ = original
         else:
             del cls.__getattribute__
-
-
-def _attributes(dataset: Any) -> dict[str, Any]:
-    return getattr(dataset, "__dict__", {})

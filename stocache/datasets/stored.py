@@ -13,6 +13,7 @@ from stocache.samples.indices import check_indices
 from stocache.samples.record_encoder import EncodedRecord
 from stocache.storage.storage import DataStorage, OnDiskBlockDataStorage
 from stocache.system.deprecation import old_name
+from stocache.system.describe import get_many_of
 
 TSample = TypeVar("TSample", covariant=True)
 
@@ -63,6 +64,8 @@ class StorageDataset(Dataset[TSample]):
 
         Else the disk is asked for all of them before the first is read.
         """
+        if get_many_of(self) is None:  # a subclass has a __getitem__ of its own
+            return [self[idx] for idx in indices]
         wanted = [int(self.indices[idx]) for idx in indices]  # global indices
         size = getattr(self.storage, "block_size", None)
         if size is None or len(wanted) < max(2, size // 2) or len({idx // size for idx in wanted}) > 1:

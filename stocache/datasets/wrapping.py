@@ -213,7 +213,7 @@ def check_dataset(dataset: Any) -> int:
         DatasetError: it is not one.
     """
     kind = type(dataset).__name__
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+    if isinstance(dataset, IterableDataset) or not hasattr(type(dataset), "__getitem__"):
         raise DatasetError(
             f"{kind} has no samples by number, which a cache needs. Give a map-style dataset, with __len__ and __getitem__: "
             f"list({kind.lower()}) where it fits in memory; of Hugging Face, load it with streaming=False."

@@ -17,6 +17,7 @@ from stocache.forecast.costs import Costs
 from stocache.forecast.epochs import MakeLoader
 from stocache.forecast.measure import count_cores, measure
 from stocache.forecast.model import Forecast, Setting, cached_share, predict
+from stocache.system.describe import vars_of
 from stocache.system.limits import GIB, MIB
 
 logger = logging.getLogger("stocache")
@@ -171,7 +172,7 @@ def _holds_cache(dataset: Any) -> bool:
     for _ in range(32):
         if isinstance(dataset, CachedDataset):
             return True
-        dataset = vars(dataset).get("dataset") if hasattr(dataset, "__dict__") else None
+        dataset = vars_of(dataset).get("dataset")
         if dataset is None:
             return False
     return False

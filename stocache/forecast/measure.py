@@ -30,6 +30,7 @@ from stocache.forecast.epochs import CACHE_BYTES, Cached, MakeLoader, Run, Skipp
 from stocache.forecast.loads import LoadMany, Loads, time_busy_loads, time_loads
 from stocache.forecast.model import play
 from stocache.system.children import ChildError, StalledError, in_children
+from stocache.system.describe import get_many_of
 from stocache.system.limits import MIB, recommended_limit
 from stocache.threads.loading import run_here
 from stocache.transforms.planning import plan_split
@@ -117,7 +118,7 @@ class _Study:
         self._dataset, self._options, self._length, self._cores = dataset, options, len(dataset), count_cores()
         self._began = time.monotonic()
         largest, smallest = max(options.batch_sizes), min(options.batch_sizes)
-        self._group = min(smallest, self._length) if hasattr(dataset, "__getitems__") else 1
+        self._group = min(smallest, self._length) if get_many_of(dataset) is not None else 1
         self._sizes = (largest, max(1, min(smallest, largest // 4)))
         self._order = _random_order(self._length)
         self._found = _Found()

@@ -31,6 +31,7 @@ from stocache.loader.worker_state import (
 from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.samples.indices import length_of
 from stocache.system import rng
+from stocache.system.describe import attribute_of
 from stocache.system.state import ANYTHING, StateForm
 
 _T = TypeVar("_T")
@@ -305,7 +306,7 @@ class ResumableLoader(TorchLoader[_T]):
     def _identity(self) -> dict[str, Any]:
         """Return the properties that must be equal for a state to be resumed."""
         fingerprints = [
-            getattr(layer, name, None) for layer in layers(self.dataset) for name in ("fingerprint", "_fingerprint")
+            attribute_of(layer, name) for layer in layers(self.dataset) for name in ("fingerprint", "_fingerprint")
         ]  # stocache and Hugging Face use the second name
         batch_size = self.batch_size
         if isinstance(self.sampler, LocalityDistributedSampler):  # other ranks may continue the same batches

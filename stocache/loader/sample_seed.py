@@ -27,6 +27,7 @@ from stocache.cache.batches import Load
 from stocache.datasets.cached import CachedDataset
 from stocache.errors import DatasetError, LimitError
 from stocache.loader.requests import EpochIndices, set_epoch
+from stocache.system.describe import attribute_of
 from stocache.system.generators import GENERATORS, SeededSample, read
 from stocache.threads.collating import CollateRng, seed_globally
 from stocache.threads.info import Generators, WorkerRng
@@ -158,7 +159,7 @@ class SeededDataset:
         inner = dataset
         while type(inner) is Subset:
             inner = inner.dataset
-        together = lazy or (getattr(inner, "__getitems__", None) and not is_cache(inner))
+        together = lazy or (attribute_of(inner, "__getitems__") and not is_cache(inner))
         self._drawn: frozenset[int] | None = frozenset() if together else None  # generators; None: not known yet
         self._left: dict[int, Any] | None = None  # the states in which the last batch left the others
 
@@ -314,7 +315,7 @@ def is_cache(dataset: Any) -> bool:
 
 def _get_batch(dataset: Any, indices: Sequence[Any], before_each: _BeforeEach | None) -> Any:
     """Return samples as torch's DataLoader gets them, or one by one."""
-    get_many = getattr(dataset, "__getitems__", None)
+    get_many = attribute_of(dataset, "__getitems__")
     if before_each is None and get_many:
         return get_many(indices)
     inner: Any = dataset
@@ -323,7 +324,7 @@ def _get_batch(dataset: Any, indices: Sequence[Any], before_each: _BeforeEach | 
         inner, inner_indices = inner.dataset, [inner.indices[idx] for idx in inner_indices]
     if before_each is not None and is_cache(inner):
         return inner.__getitems__(inner_indices, before_each)
-    if before_each is None or not getattr(inner, "__getitems__", None):
+    if before_each is None or not attribute_of(inner, "__getitems__"):
         return _get_each(dataset, indices, before_each)
     batches = _each(lambda idx: inner.__getitems__([idx]), inner_indices, before_each)
     if not all(isinstance(batch, list | tuple) and len(batch) == 1 for batch in batches):

@@ -41,6 +41,7 @@ from stocache.loader.requests import BatchRequest, EpochIndices, count_samples, 
 from stocache.loader.sample_seed import ThreadSeededDataset, is_cache
 from stocache.loader.torch_iterators import DatasetKind, QuickIterator
 from stocache.loader.worker_state import StateBatch, StatefulCollate, StatefulMap
+from stocache.system.describe import attribute_of
 from stocache.threads.collating import Collator
 from stocache.threads.crew import Crew, RaisedError, Stopped, Worker, first_error, graph_lock, wrap_error
 from stocache.threads.info import Generators
@@ -437,7 +438,7 @@ def _way_of(dataset: Any) -> Any:
         dataset = dataset.dataset
     if is_cache(dataset):
         return LazyBatch if dataset.is_lazy else CachedDataset
-    return None if getattr(dataset, "__getitems__", None) else list
+    return None if attribute_of(dataset, "__getitems__") else list
 
 
 class ThreadIterator(QuickIterator):

@@ -29,6 +29,7 @@ from stocache.datasets.cached import CachedDataset
 from stocache.loader.requests import layers
 from stocache.loader.worker_state import has_state
 from stocache.system.children import in_children
+from stocache.system.describe import attribute_of
 from stocache.system.rng import RngMonitor
 from stocache.threads.copies import copy_dataset, find_open_handle, holds_generator
 from stocache.threads.loading import would_stall
@@ -56,7 +57,7 @@ def choose_method(dataset: Any, hooks: bool, trial: "Trial") -> str:
 
 
 def _choose(dataset: Any, hooks: bool, trial: "Trial") -> tuple[str, str]:
-    if getattr(dataset, "thread_safe", None) is False:
+    if attribute_of(dataset, "thread_safe") is False:
         return "multiprocessing", "the dataset has thread_safe = False"
     if isinstance(dataset, IterableDataset) or has_state(dataset) or holds_generator(dataset):
         return "multiprocessing", "the dataset is iterable, or has a state or a generator of its own"

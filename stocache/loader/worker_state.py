@@ -28,13 +28,14 @@ from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_
 
 from stocache.errors import StateError
 from stocache.loader.requests import NoIndices, current_request
+from stocache.system.describe import attribute_of
 
 logger = logging.getLogger(__name__)
 
 
 def has_state(value: Any) -> bool:
     """Whether an object has ``state_dict`` and ``load_state_dict``."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return callable(attribute_of(value, "state_dict")) and callable(attribute_of(value, "load_state_dict"))
 
 
 def state_of(value: Any) -> Any:
@@ -130,7 +131,7 @@ class StatefulMap(Dataset[Any]):
     def __getitems__(self, indices: Any) -> Any:
         if indices is NoIndices:
             return _FILLER
-        batched = getattr(self.dataset, "__getitems__", None)
+        batched = attribute_of(self.dataset, "__getitems__")
         return [self.dataset[index] for index in indices] if batched is None else batched(indices)
 
 

@@ -19,6 +19,7 @@ from stocache.storage.skipped import SkippedSample
 from stocache.storage.writer import PROBE, estimate_block_size
 from stocache.system import rng
 from stocache.system.children import describe
+from stocache.system.describe import attribute_of, get_many_of
 from stocache.system.hashing import BytesLike
 from stocache.threads.loading import in_children_or_here
 
@@ -99,7 +100,7 @@ class DatasetBlocks:
     def _load(self, number: int) -> tuple[list[Any], list[SkippedSample]]:
         """Return the samples of a block, and those that cannot be loaded."""
         indices = self._indices(number).tolist()
-        together = getattr(self.dataset, "__getitems__", None)
+        together = get_many_of(self.dataset)
         if together is not None:
             try:
                 with _seeded(number):
@@ -129,7 +130,7 @@ class DatasetBlocks:
 
     def _name_of(self, idx: int) -> str | None:
         """Return what the dataset calls a sample; None if it does not tell."""
-        name_of = getattr(self.dataset, "describe_sample", None)
+        name_of = attribute_of(self.dataset, "describe_sample")
         with suppress(Exception):
             return str(name_of(idx)) if callable(name_of) else None
         return None

@@ -1,8 +1,10 @@
 """Describe any value by plain tuples that are equal when the values are: types, dtypes, shapes, strides and bytes."""
 
+import contextlib
 import enum
 import functools
 import hashlib
+import inspect
 import io
 import struct
 import types
@@ -12,6 +14,36 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
+
+
+def attribute_of(value: Any, name: str, default: Any = None) -> Any:
+    """Return an attribute of an object of the user's; the default where it is missing, or the object has whatever is asked."""
+    try:
+        found = getattr(value, name, default)
+    except Exception:  # of a __getattr__ that raises another error than AttributeError, or of a property
+        return default
+    if inspect.getattr_static(value, name, default) is default:
+        with contextlib.suppress(Exception):
+            return default if getattr(value, "_any_name", None) is not None else found
+    return found
+
+
+def vars_of(value: Any) -> dict[str, Any]:
+    """Return the attributes that an object holds, besides slots, without asking its ``__getattr__``."""
+    return vars(value) if type(value).__dictoffset__ else {}
+
+
+def get_many_of(dataset: Any) -> Any:
+    """Return the ``__getitems__`` of a dataset; None where it has none, or a subclass has its own ``__getitem__``."""
+    if type(dataset) is Subset and get_many_of(dataset.dataset) is None:
+        return None
+    for cls in type(dataset).__mro__:
+        if "__getitems__" in vars(cls):
+            return dataset.__getitems__
+        if "__getitem__" in vars(cls):
+            return None
+    return None
 
 
 def describe(value: Any, strides: bool = True, _above: tuple[int, ...] = ()) -> Any:
@@ -45,26 +77,26 @@ def describe(value: Any, strides: bool = True, _above: tuple[int, ...] = ()) -> 
     if isinstance(value, functools.partial):
         return name, inner(value.func), inner(value.args), inner(value.keywords)
     if isinstance(value, Tensor):
-        return name, *_tensor(value, strides), inner(getattr(value, "__dict__", {}))
+        return name, *_tensor(value, strides), inner(vars_of(value))
     if isinstance(value, np.ndarray | np.generic):
         data = inner(value.tolist()) if value.dtype.hasobject else _digest(np.asarray(value).tobytes())
-        own = inner(getattr(value, "__dict__", {}))  # of a subclass: a mask
+        own = inner(vars_of(value))  # of a subclass: a mask
         return name, value.dtype.str, value.shape, value.strides if strides else None, data, own
     if isinstance(value, dict):
-        own = getattr(value, "__dict__", {})
+        own = vars_of(value)
         items = tuple((inner(key), "an address" if _is_address(key, part) else inner(part)) for key, part in value.items())
         return name, items, inner(own) if own else None
     if isinstance(value, list | tuple):
         return name, tuple(map(inner, value))
     if isinstance(value, str | int | float | bytes):  # of a subclass, which may have attributes
-        return name, *map(repr, value.__getnewargs__()), inner(getattr(value, "__dict__", {}))
+        return name, *map(repr, value.__getnewargs__()), inner(vars_of(value))
     if isinstance(value, set | frozenset):
         return name, tuple(sorted(map(inner, value), key=repr))
     if isinstance(value, Mapping):
         return name, tuple((inner(key), inner(part)) for key, part in value.items())
     if name.startswith("PIL.") and hasattr(value, "tobytes"):
         return name, value.mode, value.size, _digest(value.tobytes())
-    if hasattr(value, "__dict__"):
+    if cls.__dictoffset__:
         return name, inner(vars(value))
     return name, _state(value, inner)
 

@@ -248,7 +248,7 @@ def parts_of(
             inner = ((f"{name}: {key}", item) for key, item in _bound_values(value))
         elif type(value) is dict:
             inner = ((f"{name}[{key!r:.40}]", item) for key, item in islice(list(value.items()), _MOST_ITEMS))
-        elif isinstance(getattr(value, "__dict__", None), dict):
+        elif type(value).__dictoffset__:
             inner = ((f"{name}.{key}", item) for key, item in list(vars(value).items()))
         waiting.extend((key, item, level + 1) for key, item in inner)
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from stocache.system.describe import attribute_of, vars_of
 from stocache.system.limits import open_memfd
 from stocache.transforms.patching import Site
 from stocache.transforms.pipelines import Pipeline, deterministic
@@ -43,7 +44,7 @@ class Decode:
 
 def open_loader(dataset: Any) -> dict[Site, Pipeline]:
     """Return the loader of a dataset as a pipeline of two steps: read the file, decode it. Empty where there is no loader."""
-    loader = getattr(dataset, "loader", None)
-    if not callable(loader) or "loader" not in getattr(dataset, "__dict__", {}):
+    loader = attribute_of(dataset, "loader")
+    if not callable(loader) or "loader" not in vars_of(dataset):
         return {}
     return {Site((), "loader"): Pipeline(loader, (ReadFile(), Decode(loader)))}

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch.nn import ModuleList
 from torch.utils.data import Dataset
 
+from stocache.system.describe import attribute_of, vars_of
 from stocache.transforms.known import is_known
 
 HIDES_TRANSFORMS = "_hides_transforms"
@@ -50,7 +51,7 @@ def find_sites(dataset: Any) -> dict[Site, Any]:
 def _find_sites(dataset: Any, path: tuple[tuple[str, Any], ...], seen: set[int]) -> Iterator[tuple[Site, Any]]:
     if id(dataset) in seen or len(path) > _MAX_DEPTH:
         return
-    if not hasattr(dataset, "__dict__") or hasattr(type(dataset), HIDES_TRANSFORMS):
+    if not type(dataset).__dictoffset__ or hasattr(type(dataset), HIDES_TRANSFORMS):
         return
     seen.add(id(dataset))
     attributes = dict(vars(dataset))
@@ -75,7 +76,7 @@ def _find_sites(dataset: Any, path: tuple[tuple[str, Any], ...], seen: set[int])
 def _is_dataset(value: Any) -> bool:
     if isinstance(value, Dataset) or callable(value):
         return isinstance(value, Dataset)
-    conventional = bool(_CONVENTIONAL & getattr(value, "__dict__", {}).keys())
+    conventional = bool(_CONVENTIONAL & vars_of(value).keys())
     return hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__") and conventional
 
 
@@ -97,7 +98,7 @@ def find_holder(dataset: Any, site: Site) -> Any:
 
 def find_transform(dataset: Any, site: Site) -> Any:
     """Return the transform that is at a site now, or None."""
-    value = getattr(find_holder(dataset, site), site.name, None)
+    value = attribute_of(find_holder(dataset, site), site.name)
     try:
         return value if site.key is None or value is None else value[site.key]
     except LookupError:

@@ -296,6 +296,7 @@ class Made(Dataset):
         return self.make(idx)
 
 
+ADVICE = r"sample 0 does not fit and stays uncached.*(\. Turn .* before the cache, or pass|\. Leave |\. Give |holds NoneType)"
 UNFIT = {
     "pickles": (lambda idx: {"n": idx, "x": print}, 0),
     "does not pickle": (lambda idx: {"n": idx, "x": threading.Lock()}, 0),

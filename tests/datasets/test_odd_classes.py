@@ -1,0 +1,119 @@
+"""Datasets whose classes answer any name, or pass by a method that they override, are cached as others are."""
+
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset
+
+import stocache
+from stocache import CachedDataset, StorageDataset
+from tests.support.loading import THREADS
+
+N = 24
+LOADERS = {"none": {}, "processes": {"num_workers": 2}, "threads": THREADS | {"num_workers": 2}, "seeded": {"sample_seed": 1}}
+
+
+class Numbers(Dataset):
+    def __init__(self):
+        self.length = N
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, idx):
+        return torch.full((2,), idx)
+
+
+def raising(error):
+    def answer(self, name):
+        raise error(name)
+
+    return answer
+
+
+ANSWERS = {
+    "None": lambda self, name: None,
+    "a function": lambda self, name: lambda *args, **kwargs: 7,
+    "a key error": raising(KeyError),
+    "a type error": raising(TypeError),
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("slots", [False, True])
+def test_a_class_that_answers_any_name(answer, loader, slots):
+    namespace = {"__slots__": ("length",)} if slots else {}
+    methods = {name: vars(Numbers)[name] for name in ("__init__", "__len__", "__getitem__")}
+    dataset = type("Answers", (), methods | namespace | {"__getattr__": ANSWERS[answer]})()
+    with CachedDataset(dataset, "1MB") as cached:
+        batches = stocache.DataLoader(cached, 4, **LOADERS[loader])
+        for epoch in range(2):
+            batches.set_epoch(epoch)
+            assert torch.cat(list(batches))[:, 0].tolist() == list(range(N))
+        batches.load_state_dict(batches.state_dict())
+        assert cached.stats().total.filled == N
+
+
+class Together(Numbers):
+    def __getitems__(self, indices):
+        return [Numbers.__getitem__(self, idx) for idx in indices]
+
+
+class Overridden(Together):
+    def __getitem__(self, idx):
+        return super().__getitem__(idx) + 100
+
+
+class Forwards:
+    """Has the methods of another dataset, as far as it does not have its own."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, idx):
+        return self.dataset[idx] + 100
+
+    def __getattr__(self, name):
+        if name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+class Shifted(CachedDataset):
+    def __getitem__(self, idx):
+        return super().__getitem__(idx) + 100
+
+
+class ShiftedStorage(StorageDataset):
+    def __getitem__(self, idx):
+        return super().__getitem__(idx) + 100
+
+
+class Memory:
+    def __len__(self):
+        return N
+
+    def load_sample(self, idx):
+        return torch.full((2,), idx)
+
+
+OVERRIDDEN = {
+    "dataset": lambda: CachedDataset(Overridden(), "1MB"),
+    "subset of it": lambda: CachedDataset(Subset(Overridden(), range(N)), "1MB"),
+    "forwards": lambda: CachedDataset(Forwards(Together()), "1MB"),
+    "cached": lambda: Shifted(Together(), "1MB"),
+    "subset of cached": lambda: Subset(Shifted(Together(), "1MB"), range(N)),
+    "storage": lambda: ShiftedStorage(Memory()),
+    "cached storage": lambda: CachedDataset(ShiftedStorage(Memory()), "1MB"),
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_a_getitem_above_an_inherited_getitems_is_asked(name, loader):
+    batches = stocache.DataLoader(OVERRIDDEN[name](), 4, **LOADERS[loader])
+    for _ in range(2):
+        assert torch.cat(list(batches))[:, 0].tolist() == list(range(100, 100 + N))
