@@ -38,8 +38,9 @@ from stocache.cache.stats import MISSING
 from stocache.datasets.probing import AGAIN, load_again, log_draws_without_effect
 from stocache.errors import DatasetError, LimitError
 from stocache.shm.segment import Segment
-from stocache.system.describe import describe, difference, vars_of
+from stocache.system.describe import describe, difference
 from stocache.system.generators import Kept, in_worker_thread, is_of_library, own_generators, parts_of
+from stocache.system.objects import vars_of
 
 logger = logging.getLogger("stocache")
 

@@ -34,8 +34,8 @@ from stocache.disk.cache import DiskCache
 from stocache.errors import DatasetError, LimitError
 from stocache.samples.indices import check_index, check_indices, length_of
 from stocache.system.deprecation import old_name, renamed_arguments
-from stocache.system.describe import attribute_of, get_many_of
 from stocache.system.generators import in_worker_thread, undrawn, undrawn_many
+from stocache.system.objects import attribute_of, get_many_of
 from stocache.system.ranks import is_first_rank
 from stocache.threads.loading import in_children_or_here, run_here
 from stocache.transforms import huggingface

@@ -25,7 +25,7 @@ from typing import Any
 from stocache.cache.base import SampleCache
 from stocache.cache.stats import CacheStats
 from stocache.errors import ClosedError
-from stocache.system.describe import attribute_of
+from stocache.system.objects import attribute_of
 from stocache.system.ranks import is_first_rank
 from stocache.timing.flat import flat_numbers
 

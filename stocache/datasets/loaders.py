@@ -50,7 +50,7 @@ from stocache.cache.stats import MISSING
 from stocache.datasets.stored import StorageDataset
 from stocache.errors import StorageError
 from stocache.samples.column_encoder import Tree, tree_of
-from stocache.system.describe import attribute_of, get_many_of
+from stocache.system.objects import attribute_of, get_many_of
 
 logger = logging.getLogger("stocache")
 

@@ -23,7 +23,8 @@ from stocache.samples.record_decoder import unpack_sample
 from stocache.samples.record_encoder import PackedRecord, pack_sample
 from stocache.system.children import ChildError, Description, SlowError, in_children, rebuild, with_note
 from stocache.system.children import describe as describe_error
-from stocache.system.describe import describe, difference, vars_of
+from stocache.system.describe import describe, difference
+from stocache.system.objects import vars_of
 from stocache.system.rng import LineOfDraw, RngMonitor
 from stocache.threads.loading import loads_only_here, run_here, warn_of_this_process
 

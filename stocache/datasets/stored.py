@@ -13,7 +13,7 @@ from stocache.samples.indices import check_indices
 from stocache.samples.record_encoder import EncodedRecord
 from stocache.storage.storage import DataStorage, OnDiskBlockDataStorage
 from stocache.system.deprecation import old_name
-from stocache.system.describe import get_many_of
+from stocache.system.objects import get_many_of
 
 TSample = TypeVar("TSample", covariant=True)
 

@@ -222,12 +222,28 @@ def check_dataset(dataset: Any) -> int:
         length = check_len(len(dataset))
     except (TypeError, NotImplementedError) as error:
         raise DatasetError(f"{kind} has no length, which a cache needs: {error}. Define __len__.") from error
-    if isinstance(dataset, Mapping) and not all(idx in dataset for idx in {0, length - 1} if length):
+    if isinstance(dataset, Mapping) and not _has_keys(dataset, {0, length - 1} if length else set()):
         raise DatasetError(
             f"{kind} is a mapping with the keys {list(dataset)!r:.100}, not with the indices 0 to {length - 1}. Wrap one of "
             f"its values, CachedDataset({kind.lower()}[{next(iter(dataset))!r}]), or list({kind.lower()}.values())."
         )
     return length
+
+
+def _has_keys(dataset: Any, keys: set[int]) -> bool:
+    """Whether a mapping has some keys.
+
+    Raises:
+        DatasetError: it takes no numbers as keys: a TensorDict.
+    """
+    try:
+        return all(key in dataset for key in keys)
+    except Exception:  # whatever its class raises for a number
+        kind = type(dataset).__name__
+        raise DatasetError(
+            f"{kind} is in memory already, and makes batches of its rows by itself. Use it without a cache, or give a Dataset "
+            f"whose __getitem__ returns row idx of it."
+        ) from None
 
 
 def _warn_of_other_samples(disk: DiskCache, samples: Mapping[int, Any]) -> None:

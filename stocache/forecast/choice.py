@@ -17,8 +17,8 @@ from stocache.forecast.costs import Costs
 from stocache.forecast.epochs import MakeLoader
 from stocache.forecast.measure import count_cores, measure
 from stocache.forecast.model import Forecast, Setting, cached_share, predict
-from stocache.system.describe import vars_of
 from stocache.system.limits import GIB, MIB
+from stocache.system.objects import vars_of
 
 logger = logging.getLogger("stocache")
 

@@ -30,8 +30,8 @@ from stocache.forecast.epochs import CACHE_BYTES, Cached, MakeLoader, Run, Skipp
 from stocache.forecast.loads import LoadMany, Loads, time_busy_loads, time_loads
 from stocache.forecast.model import play
 from stocache.system.children import ChildError, StalledError, in_children
-from stocache.system.describe import get_many_of
 from stocache.system.limits import MIB, recommended_limit
+from stocache.system.objects import get_many_of
 from stocache.threads.loading import run_here
 from stocache.transforms.planning import plan_split
 from stocache.transforms.splitting import Split

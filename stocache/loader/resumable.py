@@ -31,7 +31,7 @@ from stocache.loader.worker_state import (
 from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.samples.indices import length_of
 from stocache.system import rng
-from stocache.system.describe import attribute_of
+from stocache.system.objects import attribute_of
 from stocache.system.state import ANYTHING, StateForm
 
 _T = TypeVar("_T")

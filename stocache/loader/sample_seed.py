@@ -27,8 +27,8 @@ from stocache.cache.batches import Load
 from stocache.datasets.cached import CachedDataset
 from stocache.errors import DatasetError, LimitError
 from stocache.loader.requests import EpochIndices, set_epoch
-from stocache.system.describe import attribute_of
 from stocache.system.generators import GENERATORS, SeededSample, read
+from stocache.system.objects import attribute_of
 from stocache.threads.collating import CollateRng, seed_globally
 from stocache.threads.info import Generators, WorkerRng
 

@@ -41,7 +41,7 @@ from stocache.loader.requests import BatchRequest, EpochIndices, count_samples, 
 from stocache.loader.sample_seed import ThreadSeededDataset, is_cache
 from stocache.loader.torch_iterators import DatasetKind, QuickIterator
 from stocache.loader.worker_state import StateBatch, StatefulCollate, StatefulMap
-from stocache.system.describe import attribute_of
+from stocache.system.objects import attribute_of
 from stocache.threads.collating import Collator
 from stocache.threads.crew import Crew, RaisedError, Stopped, Worker, first_error, graph_lock, wrap_error
 from stocache.threads.info import Generators

@@ -29,7 +29,7 @@ from stocache.datasets.cached import CachedDataset
 from stocache.loader.requests import layers
 from stocache.loader.worker_state import has_state
 from stocache.system.children import in_children
-from stocache.system.describe import attribute_of
+from stocache.system.objects import attribute_of
 from stocache.system.rng import RngMonitor
 from stocache.threads.copies import copy_dataset, find_open_handle, holds_generator
 from stocache.threads.loading import would_stall

@@ -28,7 +28,7 @@ from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_
 
 from stocache.errors import StateError
 from stocache.loader.requests import NoIndices, current_request
-from stocache.system.describe import attribute_of
+from stocache.system.objects import attribute_of
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from stocache.storage.skipped import SkippedSample
 from stocache.storage.writer import PROBE, estimate_block_size
 from stocache.system import rng
 from stocache.system.children import describe
-from stocache.system.describe import attribute_of, get_many_of
 from stocache.system.hashing import BytesLike
+from stocache.system.objects import attribute_of, get_many_of
 from stocache.threads.loading import in_children_or_here
 
 _LONGEST_REASON = 500  # characters

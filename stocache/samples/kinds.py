@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from ctypes import memmove
 from enum import Enum
+from io import BytesIO
 from itertools import islice
 from typing import Any, ClassVar, TypeAlias
 
@@ -51,6 +52,7 @@ from stocache.samples.type_lookup import (
     numpy_dtype,
     torch_dtype,
 )
+from stocache.system.objects import is_decoder
 
 Description: TypeAlias = tuple[Any, ...]
 """The name of a kind, and the facts that its constructor takes."""
@@ -297,7 +299,7 @@ def encode_other(value: Any) -> Encoded:
     for base, kind in _BY_BASE.items():
         if isinstance(value, base):
             return kind.encode(value)
-    raise no_bytes(value)
+    raise decoder_error(value) if is_decoder(type(value)) else no_bytes(value)
 
 
 def no_bytes(value: Any) -> Unfit:
@@ -799,6 +801,24 @@ def member_bytes(member: Any) -> tuple[str, bytes]:
     return name_of(type(member)), name.encode()
 
 
+class _LiveError(Unfit):
+    """The error of a decoder."""
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        """Refuse a decoder, whose pickle would hold a pointer."""
+        if is_decoder(type(value)):
+            raise decoder_error(value)
+        return NotImplemented
+
+
+def decoder_error(value: Any) -> Unfit:
+    """Return the error of an object that decodes audio or video."""
+    remedy = "Return what it decodes, or the bytes of the file, and decode these after the cache"
+    return _LiveError(f"is {a(value)}, whose state is not in its attributes", remedy, final=True)
+
+
 class _PickleKind(_BytesKind):
     """Values that are pickled, where that is allowed."""
 
@@ -806,8 +826,12 @@ class _PickleKind(_BytesKind):
 
     @classmethod
     def encode(cls, value: Any) -> Encoded:
+        buffer = BytesIO()
         try:
-            data = pickle.dumps(value, protocol=5)
+            _Pickler(buffer, protocol=5).dump(value)
+            data = buffer.getvalue()
+        except _LiveError:
+            raise
         except Exception as error:  # whatever the class raises
             raise Unfit(f"is {a(value)}, which cannot be pickled: {error}") from error
         return ("pickle",), BYTES, data, (len(data),)

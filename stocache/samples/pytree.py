@@ -33,15 +33,13 @@ from stocache.samples.type_lookup import (
     MAX_DIMS,
     Unfit,
     Unresolved,
-    attributes_of_class,
     check_shape,
     check_size,
     derives,
     is_class,
-    mro,
     name_of,
-    static_attribute,
 )
+from stocache.system.objects import attributes_of_class, base_of, is_decoder, is_in_python, mro, static_attribute, vars_of
 
 DEEP = 60
 """The most containers within each other."""
@@ -136,7 +134,7 @@ def flatten_one(value: Any) -> tuple[Container, list[Any]] | None:
             return _flatten_image(value)
         except Exception:  # its file is cut, or was closed before it was read
             return None
-    return _flatten_object(value) if _base_of(cls) is object else _flatten_subclass(value)
+    return _flatten_object(value) if base_of(cls) is object else _flatten_subclass(value)
 
 
 def _flatten_tuple(value: Any) -> tuple[Container, list[Any]] | None:
@@ -185,7 +183,7 @@ def _flatten_object(value: Any) -> tuple[Container, list[Any]] | None:
 
 def _flatten_subclass(value: Any) -> tuple[Container, list[Any]] | None:
     """Return the value without its class, and the attributes that the class does not give it; None where it has others."""
-    cls, base = type(value), _base_of(type(value))
+    cls, base = type(value), base_of(type(value))
     if base not in _SUBCLASSED or static_attribute(cls, "__del__") is not None:
         return None
     try:
@@ -210,8 +208,8 @@ def _flatten_objects(value: Any) -> tuple[Container, list[Any]] | None:
 
 def _attributes_of(value: Any) -> dict[str, Any]:
     """Return what an object holds, in its slots as well, without asking its class."""
-    attributes = dict(vars(value)) if type(value).__dictoffset__ else {}
-    for base in filter(_is_in_python, mro(type(value))):
+    attributes = dict(vars_of(value))
+    for base in filter(is_in_python, mro(type(value))):
         for name, slot in attributes_of_class(base).items():
             if type(slot) is MemberDescriptorType:
                 with contextlib.suppress(AttributeError):  # it is not set
@@ -228,7 +226,7 @@ def _are_apart(value: Any) -> bool:
     seen, waiting = set[int](), [value]
     while waiting:
         part = waiting.pop()
-        is_own = _base_of(type(part)) is object and not isinstance(part, _FIXED)
+        is_own = base_of(type(part)) is object and not isinstance(part, _FIXED)
         if is_own or isinstance(part, _CHANGING):
             if id(part) in seen:
                 return False
@@ -368,7 +366,7 @@ def _unflatten_tensor(container: Container) -> Callable[[list[Any]], Any]:
 
 
 def _unflatten_subclass(container: Container) -> Callable[[list[Any]], Any]:
-    base = _base_of(container.cls)
+    base = base_of(container.cls)
 
     def join(parts: list[Any]) -> Any:
         plain, attributes = parts
@@ -441,26 +439,11 @@ _SUBCLASSED: dict[Any, _Base] = {
 }
 
 
-def _is_in_python(cls: type) -> bool:
-    """Whether a class, without its bases, is written in Python."""
-    return _flags(cls) & _OF_C == _ON_HEAP and type(attributes_of_class(cls).get("__new__")) is not _BUILTIN
-
-
-_flags: Callable[[Any], int] = vars(type)["__flags__"].__get__
-_ON_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE
-_OF_C = _ON_HEAP | 1 << 8 | 1 << 7  # and those of types that are immutable, or not made by calling them
-
-
-def _base_of(cls: type) -> Any:
-    """Return the first base of a class, or itself, that is not written in Python."""
-    return next(base for base in mro(cls) if not _is_in_python(base))
-
-
 def _is_object(cls: type) -> bool:
     """Whether the objects of a class are their attributes: no base is written in C, and none has its own way to make them."""
     own = ("__new__", "__reduce__", "__reduce_ex__", "__del__")
     plain = all(static_attribute(cls, name) is static_attribute(object, name) for name in own)
-    return plain and _base_of(cls) is object and not (derives(cls, Dataset) or derives(cls, torch.nn.Module))
+    return plain and base_of(cls) is object and not (derives(cls, Dataset) or derives(cls, torch.nn.Module) or is_decoder(cls))
 
 
 def _is_mapping(cls: type) -> bool:
@@ -503,7 +486,7 @@ _KINDS: dict[str, _ContainerKind] = {
     "dataclass": _ContainerKind(lambda cls: type(static_attribute(cls, "__dataclass_fields__")) is dict, _unflatten_dataclass),
     "object": _ContainerKind(_is_object, _unflatten_dataclass),
     "tensor": _ContainerKind(lambda cls: derives(cls, Tensor), _unflatten_tensor, 2),
-    "subclass": _ContainerKind(lambda cls: _base_of(cls) in _SUBCLASSED and _base_of(cls) is not cls, _unflatten_subclass, 2),
+    "subclass": _ContainerKind(lambda cls: base_of(cls) in _SUBCLASSED and base_of(cls) is not cls, _unflatten_subclass, 2),
     "objects": _ContainerKind(lambda cls: cls is np.ndarray, _unflatten_objects, 2),
     "image": _ContainerKind(_is_image, _unflatten_image),
     "set": _ContainerKind(lambda cls: cls in (set, frozenset), lambda container: lambda parts: container.cls(*parts), 1),

@@ -39,10 +39,9 @@ import torch
 from numpy.lib.format import descr_to_dtype
 
 from stocache.errors import SampleError, SegmentError, StocacheError
+from stocache.system.objects import attributes_of_class, mro, static_attribute
 
 _namespace: Callable[[Any], Any] = vars(ModuleType)["__dict__"].__get__  # of a module, past the hooks of its class
-attributes_of_class: Callable[[Any], Any] = vars(type)["__dict__"].__get__  # of a class, past the hooks of its metaclass
-mro: Callable[[Any], Any] = vars(type)["__mro__"].__get__
 _ABSENT = object()
 
 
@@ -102,15 +101,6 @@ def is_class(value: Any) -> bool:
 def derives(cls: type, base: type) -> bool:
     """Whether a class has a base in its method resolution order; unlike issubclass it runs no hook."""
     return base in mro(cls)
-
-
-def static_attribute(cls: type, name: str) -> Any:
-    """Return an attribute as a class or a base of it holds it; None where it is missing. Runs no descriptor."""
-    for base in mro(cls):
-        found = attributes_of_class(base).get(name, _ABSENT)
-        if found is not _ABSENT:
-            return found
-    return None
 
 
 def find_class(name: str) -> type | None:

@@ -1,10 +1,8 @@
 """Describe any value by plain tuples that are equal when the values are: types, dtypes, shapes, strides and bytes."""
 
-import contextlib
 import enum
 import functools
 import hashlib
-import inspect
 import io
 import struct
 import types
@@ -14,43 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
 
-
-def attribute_of(value: Any, name: str, default: Any = None) -> Any:
-    """Return an attribute of an object of the user's; the default where it is missing, or the object has whatever is asked."""
-    try:
-        found = getattr(value, name, default)
-    except Exception:  # of a __getattr__ that raises another error than AttributeError, or of a property
-        return default
-    if inspect.getattr_static(value, name, default) is default:
-        with contextlib.suppress(Exception):
-            return default if getattr(value, "_any_name", None) is not None else found
-    return found
-
-
-def vars_of(value: Any) -> dict[str, Any]:
-    """Return the attributes that an object holds, besides slots, without asking its ``__getattr__``."""
-    return vars(value) if type(value).__dictoffset__ else {}
-
-
-def get_many_of(dataset: Any) -> Any:
-    """Return the ``__getitems__`` of a dataset; None where it has none, or a subclass has its own ``__getitem__``."""
-    if type(dataset) is Subset and get_many_of(dataset.dataset) is None:
-        return None
-    for cls in type(dataset).__mro__:
-        if "__getitems__" in vars(cls):
-            return dataset.__getitems__
-        if "__getitem__" in vars(cls):
-            return None
-    return None
+from stocache.system.objects import is_decoder, vars_of
 
 
 def describe(value: Any, strides: bool = True, _above: tuple[int, ...] = ()) -> Any:
     """Return a description of ``value`` in tuples, str and numbers.
 
     A value of an unknown class is described by its attributes or by its pickled state, an open file by its position. A value
-    without these (a lock, a handle of a library) is described by its class alone. Without ``strides``, strides do not count.
+    without these (a lock, a handle of a library, a decoder) is described by its class alone. Without ``strides``, strides do
+    not count.
     """
     cls = type(value)
     name = f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.").replace("__mp_main__.", "__main__.")
@@ -68,6 +39,9 @@ def describe(value: Any, strides: bool = True, _above: tuple[int, ...] = ()) -> 
         return name, getattr(value, "__qualname__", value.__name__)
     if isinstance(value, io.IOBase):
         return name, "closed" if value.closed else value.tell() if value.seekable() else "open"
+
+    if is_decoder(cls):
+        return name
 
     def inner(part: Any) -> Any:
         return describe(part, strides, (*_above, id(value)))

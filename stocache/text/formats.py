@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from stocache.errors import StreamError
-from stocache.system.function_hash import callable_text
+from stocache.system.hashing import callable_text
 from stocache.system.limits import parse_size
 from stocache.text.engines import engines
 from stocache.text.lines import Lines

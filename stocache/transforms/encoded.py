@@ -4,8 +4,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from stocache.system.describe import attribute_of, vars_of
 from stocache.system.limits import open_memfd
+from stocache.system.objects import attribute_of, vars_of
 from stocache.transforms.patching import Site
 from stocache.transforms.pipelines import Pipeline, deterministic
 

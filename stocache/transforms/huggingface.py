@@ -11,6 +11,7 @@ refused.
 import functools
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -179,10 +180,10 @@ class ReadTransform:
 
     Args:
         dataset: the dataset.
-        encoded: whether images are cached as encoded files.
+        encoded: whether images are cached as encoded files. Audio and video always are: a decoder cannot be cached.
     """
 
-    __slots__ = ("_columns", "_dataset", "_function", "_images", "_remaining", "_source", "before")
+    __slots__ = ("_columns", "_dataset", "_encoded", "_function", "_remaining", "_source", "before")
 
     def __init__(self, dataset: Any, encoded: bool) -> None:
         self._dataset = dataset
@@ -193,19 +194,16 @@ class ReadTransform:
         names = list(dataset.column_names) if form["output_all_columns"] else self._columns
         self._remaining = [name for name in names if name not in self._columns]
         source = dataset.with_format(None, columns=names)
-        image = sys.modules["datasets"].Image
-        self._images = {
-            name: its for name, its in dataset.features.items() if encoded and isinstance(its, image) and its.decode
-        }
-        for name in self._images:
-            source = source.cast_column(name, image(decode=False))
+        self._encoded = _encoded_features(dataset.features, encoded)
+        for name, feature in self._encoded.items():
+            source = source.cast_column(name, type(feature)(decode=False))
         self._source = source
         self.before: dict[Any, tuple[Any, ...]] = {}  # steps of transforms that are attributes
 
     @property
     def rest(self) -> list[str]:
         """The names of the steps that run after the cache."""
-        return ["decode"] * bool(self._images) + [step_name(self._function)] * (self._function is not None)
+        return ["decode"] * bool(self._encoded) + [step_name(self._function)] * (self._function is not None)
 
     def has_changed(self) -> bool:
         """Whether the transform has been set since this was made."""
@@ -221,9 +219,9 @@ class ReadTransform:
         return [self._read(sample) for sample in self._source.__getitems__(indices)]
 
     def _read(self, sample: dict[str, Any]) -> dict[str, Any]:
-        for name in self._images:
+        for name in self._encoded:
             value = sample[name]
-            if value is not None and value["bytes"] is None:
+            if value is not None and value["bytes"] is None and os.path.isfile(value["path"]):
                 with open(value["path"], "rb") as file:
                     sample[name] = value | {"bytes": file.read()}
         return sample
@@ -244,12 +242,20 @@ class ReadTransform:
         return [{name: column[row] for name, column in columns.items()} for row in range(len(samples))]
 
     def _decoded(self, name: str, value: Any) -> Any:
-        feature = self._images.get(name)
+        feature = self._encoded.get(name)
         return value if feature is None or value is None else feature.decode_example(value)
 
 
+def _encoded_features(features: Any, images: bool) -> dict[str, Any]:
+    """Return the features that are cached as encoded files, by the names of their columns."""
+    library = sys.modules["datasets"]
+    names = ["Image"] * images + [name for name in ("Audio", "Video") if hasattr(library, name)]
+    kinds = tuple(getattr(library, name) for name in names)
+    return {name: its for name, its in features.items() if isinstance(its, kinds) and its.decode}
+
+
 def find_read_transform(dataset: Any, encoded: bool) -> ReadTransform | None:
-    """Return the read transform of a Hugging Face dataset with a transform, or with images to cache encoded; else None.
+    """Return the read transform of a Hugging Face dataset with a transform, audio, video, or images to encode; else None.
 
     Raises:
         DatasetError: ``encoded`` is set, but the dataset has no images, or has a format.
@@ -258,7 +264,7 @@ def find_read_transform(dataset: Any, encoded: bool) -> ReadTransform | None:
         return None
     kind = dataset.format["type"]
     found = ReadTransform(dataset, encoded) if kind in (None, "custom") else None
-    if encoded and (found is None or not found._images):
+    if encoded and (found is None or not found._encoded):
         raise DatasetError(
             "store='encoded' is for datasets of Hugging Face with images, and with no format but set_transform. Leave it out."
         )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch.nn import ModuleList
 from torch.utils.data import Dataset
 
-from stocache.system.describe import attribute_of, vars_of
+from stocache.system.objects import attribute_of, vars_of
 from stocache.transforms.known import is_known
 
 HIDES_TRANSFORMS = "_hides_transforms"

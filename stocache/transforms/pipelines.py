@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from stocache.errors import DatasetError
-from stocache.system.function_hash import callable_text
+from stocache.system.hashing import callable_text
 from stocache.transforms.known import MARK, is_deterministic, mark_value
 
 _Transform = TypeVar("_Transform")

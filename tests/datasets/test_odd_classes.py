@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 import stocache
-from stocache import CachedDataset, StorageDataset
+from stocache import CachedDataset, DatasetError, StorageDataset
 from tests.support.loading import THREADS
 
 N = 24
@@ -117,3 +117,29 @@ def test_a_getitem_above_an_inherited_getitems_is_asked(name, loader):
     batches = stocache.DataLoader(OVERRIDDEN[name](), 4, **LOADERS[loader])
     for _ in range(2):
         assert torch.cat(list(batches))[:, 0].tolist() == list(range(100, 100 + N))
+
+
+class Rows(Numbers):
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def __getitem__(self, idx):
+        return self.table[idx]
+
+
+@pytest.mark.parametrize("how", ["clone", "lock_", "share_memory_", "memmap_"])
+def test_rows_of_a_tensordict(how):
+    library = pytest.importorskip("tensordict", reason="comes with the extra test")
+    table = getattr(library.TensorDict({"a": torch.arange(N), "b": {"c": torch.ones(N, 2)}}, [N]), how)()
+    with pytest.raises(DatasetError, match=r"TensorDict is in memory already.*Use it without a cache, or give a Dataset"):
+        CachedDataset(table, "1MB")
+    with CachedDataset(Rows(table), "1MB") as cached:
+        for _ in range(2):
+            for idx in range(N):
+                got, wanted = cached[idx], table[idx]
+                assert type(got) is type(wanted)
+                assert (got == wanted).all()
+                assert (got.is_locked, got.is_shared(), got.is_memmap()) == (
+                    wanted.is_locked, wanted.is_shared(), wanted.is_memmap(),
+                )  # fmt: skip

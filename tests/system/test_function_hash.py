@@ -2,7 +2,7 @@
 
 import functools
 
-from stocache.system.function_hash import callable_text
+from stocache.system.hashing import callable_text
 from stocache.text.formats import CustomFormat
 from stocache.transforms.pipelines import step_text
 

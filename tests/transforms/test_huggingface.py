@@ -1,6 +1,8 @@
 """Datasets of Hugging Face: as they are, as views of chosen rows, and in a format that makes wider numbers than are stored."""
 
 import re
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -180,3 +182,45 @@ def test_nothing_is_said_where_nothing_grows(caplog):
         [{"x": torch.zeros(3, dtype=torch.int64)}],
     ):
         assert warning(dataset, caplog) is None, dataset
+
+
+class VideoDecoder:
+    """Decodes when it is asked, as that of torchcodec: a copy of its attributes would hold a pointer of another process."""
+
+    def __init__(self, source, **options):
+        self.metadata, self.source = types.SimpleNamespace(), source
+        self.pointer = torch.tensor([id(self)])
+
+    def read(self):
+        return self.source if isinstance(self.source, bytes) else open(self.source, "rb").read()
+
+
+@pytest.fixture
+def torchcodec(monkeypatch):
+    decoders = types.SimpleNamespace(VideoDecoder=VideoDecoder, AudioDecoder=VideoDecoder)
+    monkeypatch.setattr(datasets.config, "TORCHCODEC_AVAILABLE", True, raising=False)
+    for name in ("torchcodec.decoders", "datasets.features._torchcodec"):
+        monkeypatch.setitem(sys.modules, name, decoders)
+
+
+def read_all(samples):
+    return [(type(sample["clip"]).__name__, sample["clip"].read(), sample["n"]) for sample in samples]
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("allow_pickle", [False, True])
+@pytest.mark.parametrize("kind", ["Audio", "Video"])
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_audio_and_video_are_cached_as_files_and_decoders_are_not(kind, allow_pickle, split, torchcodec, tmp_path):
+    if not hasattr(datasets, kind):
+        pytest.skip("this version has no such columns")
+    paths = [tmp_path / str(idx) for idx in range(8)]
+    for idx, path in enumerate(paths):
+        path.write_bytes(bytes([idx] * idx))
+    source = datasets.Dataset.from_dict({"clip": list(map(str, paths)), "n": range(8)})
+    source = source.cast_column("clip", getattr(datasets, kind)())
+    with CachedDataset(source, "1MB", allow_pickle=allow_pickle, split=split) as cached:
+        for workers in (0, 2):
+            loader = stocache.DataLoader(cached, 4, collate_fn=read_all, num_workers=workers)
+            assert [each for batch in loader for each in batch] == read_all(source[idx] for idx in range(8))
+        assert cached.stats().total.filled == (8 if split else 0)

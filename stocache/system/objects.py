@@ -1,0 +1,73 @@
+"""Ask objects and classes of the user's without running their code, whatever they answer."""
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import Subset
+
+attributes_of_class: Callable[[Any], Any] = vars(type)["__dict__"].__get__  # past the hooks of its metaclass
+mro: Callable[[Any], Any] = vars(type)["__mro__"].__get__
+_flags: Callable[[Any], int] = vars(type)["__flags__"].__get__
+
+_ON_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_OF_C = _ON_HEAP | 1 << 8 | 1 << 7  # and those of types that are immutable, or not made by calling them
+_BUILTIN = type(len)
+_ABSENT = object()
+
+
+def attribute_of(value: Any, name: str, default: Any = None) -> Any:
+    """Return an attribute of an object of the user's; the default where it is missing, or the object has whatever is asked."""
+    try:
+        found = getattr(value, name, default)
+    except Exception:  # of a __getattr__ that raises another error than AttributeError, or of a property
+        return default
+    if inspect.getattr_static(value, name, default) is default:
+        with contextlib.suppress(Exception):
+            return default if getattr(value, "_any_name", None) is not None else found
+    return found
+
+
+def vars_of(value: Any) -> dict[str, Any]:
+    """Return the attributes that an object holds, besides slots, without asking its ``__getattr__``."""
+    return vars(value) if type(value).__dictoffset__ else {}
+
+
+def get_many_of(dataset: Any) -> Any:
+    """Return the ``__getitems__`` of a dataset; None where it has none, or a subclass has its own ``__getitem__``."""
+    if type(dataset) is Subset and get_many_of(dataset.dataset) is None:
+        return None
+    for names in (vars_of(dataset), *map(vars, type(dataset).__mro__)):
+        if "__getitems__" in names:
+            return dataset.__getitems__
+        if "__getitem__" in names:
+            return None
+    return None
+
+
+def static_attribute(cls: type, name: str) -> Any:
+    """Return an attribute as a class or a base of it holds it; None where it is missing. Runs no descriptor."""
+    for base in mro(cls):
+        found = attributes_of_class(base).get(name, _ABSENT)
+        if found is not _ABSENT:
+            return found
+    return None
+
+
+def is_in_python(cls: type) -> bool:
+    """Whether a class, without its bases, is written in Python."""
+    return _flags(cls) & _OF_C == _ON_HEAP and type(attributes_of_class(cls).get("__new__")) is not _BUILTIN
+
+
+def base_of(cls: type) -> Any:
+    """Return the first base of a class, or itself, that is not written in Python."""
+    return next(base for base in mro(cls) if not is_in_python(base))
+
+
+def is_decoder(cls: type) -> bool:
+    """Whether the objects of a class decode audio or video as they are asked: their state is behind a pointer."""
+    return any(base.__name__ in _DECODERS or base.__module__.split(".")[0] == "torchcodec" for base in mro(cls))
+
+
+_DECODERS = {"AudioDecoder", "VideoDecoder"}
