@@ -31,7 +31,7 @@ from stocache.loader.worker_state import has_state
 from stocache.system.children import in_children
 from stocache.system.objects import attribute_of
 from stocache.system.rng import RngMonitor
-from stocache.threads.copies import copy_dataset, find_open_handle, holds_generator
+from stocache.threads.copies import copy_dataset, find_open_handle, find_running, holds_generator
 from stocache.threads.loading import would_stall
 from stocache.timing.gil import LATE_S, LOOK_S, queued_seconds
 
@@ -63,7 +63,7 @@ def _choose(dataset: Any, hooks: bool, trial: "Trial") -> tuple[str, str]:
         return "multiprocessing", "the dataset is iterable, or has a state or a generator of its own"
     if hooks:
         return "multiprocessing", "sample_seed has hooks, which may set objects that threads share"
-    handle = find_open_handle(dataset)
+    handle = find_open_handle(dataset) or find_running(dataset)
     if handle is not None:
         return "multiprocessing", f"threads would share {handle}"
     cached = next((layer for layer in layers(dataset) if isinstance(layer, CachedDataset)), None)

@@ -3,31 +3,54 @@
 NOTE [ A dataset for each thread ]
     A dataset that opens its file when it is first read keeps the file in an attribute. Threads that shared the dataset would
     share the file, and its position. So each thread gets a copy: of the dataset, of the datasets, plain objects and modules
-    inside it, of their short lists and dicts, of lists of datasets, and of functions that refer to any of these. All else is
-    shared: tensors, arrays, tables, long lists, locks, caches, and sentinels: globals of a module that say how they are pickled
-    or copied. No code of the user runs for that. A dataset with ``thread_safe = True`` is shared as it is.
+    inside it, of their short lists, sets and dicts, of lists of datasets, of files in memory, and of functions and methods
+    that refer to any of these. All else is shared: tensors, arrays, tables, long lists, locks, caches, and sentinels: globals
+    of a module that say how they are pickled or copied. No code of the user runs for that. A dataset with ``thread_safe =
+    True`` is shared as it is.
 
-    A file, database or archive that is open already cannot be copied, nor can an object with ``__del__``: a copy would let go
-    of what the object owns when it dies. Then one sample is made at a time. An environment of LMDB is for all threads, and can
-    be opened only once in a process: the thread that comes second gets a copy of the dataset of the first.
+    A *handle* cannot be copied: an open file; an object of a class that is written in C and refuses to be pickled, which so
+    says that it holds more than values; an object with ``__del__``, because a copy would let go of what the object owns when it
+    dies. Then one sample is made at a time. An environment of LMDB is for all threads, and can be opened only once in a
+    process: the thread that comes second gets a copy of the dataset of the first.
+
+    What runs cannot be shared either: an iterator or a generator is at one place, and each thread would take from it what the
+    others should have. A database of sqlite3 may belong to the thread that opened it. With these, threads are refused.
 """
 
+import builtins
 import copy
 import functools
 import io
+import itertools
 import operator
 import random
 import socket
 import sys
+import threading
+import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import CellType, FunctionType, MemberDescriptorType, MethodType
+from types import (
+    AsyncGeneratorType,
+    BuiltinMethodType,
+    CellType,
+    CoroutineType,
+    FunctionType,
+    GeneratorType,
+    MemberDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    SimpleNamespace,
+)
 from typing import Any, Generic
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
+
+from stocache.system.objects import base_of, is_in_python, mro, static_attribute, vars_of
 
 HOLDS_DATASET = "_holds_dataset"
 """A class attribute of ours, True for objects without ``__dict__`` that hold a dataset."""
@@ -35,25 +58,21 @@ HOLDS_DATASET = "_holds_dataset"
 _SPECIAL = {"__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__", "__getnewargs__", "__getnewargs_ex__"}
 _MOST_ITEMS = 1000  # of a list or dict that is copied
 _DEEPEST = 12
-_SEQUENCES = list, tuple, deque
+_SEQUENCES = list, tuple, deque, set, frozenset
 _MAPPINGS = dict, OrderedDict, defaultdict
 _SUBCLASSED = defaultdict, OrderedDict, dict, list, deque, tuple
 _GENERATORS = random.Random, np.random.Generator, np.random.RandomState
+_FILES_IN_MEMORY = io.BytesIO, io.StringIO
+_BOUND = BuiltinMethodType, MethodWrapperType
 _SHARED_MODULES = frozenset(
-    {"torch", "numpy", "PIL", "pandas", "pyarrow", "datasets", "polars", "scipy", "jax"}
-    | {"threading", "queue", "multiprocessing", "concurrent", "asyncio", "logging"}  # made to be shared
+    {"torch", "numpy", "PIL", "pandas", "datasets", "polars", "scipy", "jax"}
+    | {"threading", "queue", "multiprocessing", "concurrent", "asyncio", "logging", "weakref"}  # made to be shared
 )
-_HANDLES: dict[str, tuple[str, ...]] = {  # by module: the classes of what is open; one thread at a time may use it
-    "h5py": ("File", "Group", "Dataset"),
-    "lmdb": ("Transaction", "Cursor"),  # an Environment is for all threads
-    "sqlite3": ("Connection", "Cursor"),
-    "zipfile": ("ZipFile",),
-    "tarfile": ("TarFile",),
-    "netCDF4": ("Dataset",),
-    "tables": ("File",),
-    "cv2": ("VideoCapture",),
-    "av.container": ("InputContainer",),
+_SHARED_IN_C = _SHARED_MODULES | {"_thread", "_queue", "_contextvars", "_abc", "_asyncio", "_struct"}
+_OF_PYTHON = {kind for module in (builtins, types) for kind in vars(module).values() if isinstance(kind, type)} | {
+    *map(type, ({}.keys(), {}.values(), {}.items(), functools.lru_cache(len)))
 }
+_RUNNING = "builtins", "itertools", "_csv", "posix"  # the modules of iterators
 
 
 def copy_dataset(dataset: Any) -> Any:
@@ -76,14 +95,22 @@ def _copied(value: Any, memo: dict[int, Any], depth: int) -> Any:
     if kind is MethodType:
         return MethodType(value.__func__, _copy(value.__self__, memo, depth + 1))
     if kind is FunctionType:
-        return _copied_function(value, memo, depth) if value.__closure__ else value
+        return _copied_function(value, memo, depth)
     if kind is functools._lru_cache_wrapper:  # what it has kept may be open files
         return functools.lru_cache(**value.cache_parameters())(_copy(value.__wrapped__, memo, depth + 1))
     if kind is partial:
         parts = value.func, value.args, value.keywords
         func, args, keywords = (_copy(part, memo, depth + 1) for part in parts)
         return partial(func, *args, **keywords)
-    if isinstance(value, _GENERATORS):
+    if kind is SimpleNamespace:
+        return SimpleNamespace(**_copied_container(vars(value), memo, depth))
+    if kind in _BOUND:
+        owner = _copy(value.__self__, memo, depth + 1)
+        return value if owner is value.__self__ else getattr(owner, value.__name__)
+    if kind in _REFERENCES:  # of a part to what it is in
+        target = _target_of(value)
+        return _REFERENCES[kind](memo[id(target)][1]) if id(target) in memo and target is not None else value
+    if isinstance(value, _GENERATORS) or (isinstance(value, _FILES_IN_MEMORY) and not value.closed):
         return copy.deepcopy(value)
     if isinstance(value, torch.Generator):
         generator = torch.Generator(value.device)
@@ -131,7 +158,23 @@ def _copied_container(value: Any, memo: dict[int, Any], depth: int) -> Any:
     items = [_copy(item, memo, depth + 1) for item in value]
     if kind is tuple:
         return tuple(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
-    return items if kind is list else deque(items, value.maxlen)
+    return deque(items, value.maxlen) if kind is deque else kind(items)
+
+
+_REFERENCES: dict[Any, Callable[[Any], Any]] = {
+    weakref.ReferenceType: weakref.ref,
+    **dict.fromkeys((weakref.ProxyType, weakref.CallableProxyType), weakref.proxy),
+}
+
+
+def _target_of(reference: Any) -> Any:
+    """Return the object of a weak reference or proxy; None where it is gone."""
+    if type(reference) is weakref.ReferenceType:
+        return reference()
+    try:
+        return reference.__reduce_ex__.__self__
+    except ReferenceError:
+        return None
 
 
 def _container_of(kind: type) -> Any:
@@ -154,16 +197,21 @@ def _fill(copied: Any, value: Any, base: Any, memo: dict[int, Any], depth: int) 
 
 
 def _copied_function(function: FunctionType, memo: dict[int, Any], depth: int) -> FunctionType:
-    """Return a function with copies of the variables that it has from around it, where these have copies."""
+    """Return a function with copies of its defaults, and of variables from around it, where these have copies."""
+    defaults = _copy(function.__defaults__, memo, depth + 1)
+    keywords = {name: _copy(value, memo, depth + 1) for name, value in (function.__kwdefaults__ or {}).items()}
+    changed = any(value is not (function.__kwdefaults__ or {})[name] for name, value in keywords.items())
+    if not function.__closure__ and defaults is function.__defaults__ and not changed:
+        return function
     cells: list[tuple[CellType, CellType]] = []
     for cell in function.__closure__ or ():
         fresh = id(cell) not in memo
         own = memo.setdefault(id(cell), (cell, CellType()))[1]
         cells += [(cell, own)] if fresh else []
     closure = tuple(memo[id(cell)][1] for cell in function.__closure__ or ())
-    copied = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, closure)
+    copied = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure)
     memo[id(function)] = function, copied  # it may refer to itself
-    copied.__kwdefaults__, copied.__qualname__ = function.__kwdefaults__, function.__qualname__
+    copied.__kwdefaults__, copied.__qualname__ = keywords or None, function.__qualname__
     vars(copied).update(vars(function))
     for cell, own in cells:
         try:
@@ -236,11 +284,17 @@ def _safety(value: Any) -> Any:
 
 def holds_environment(dataset: Any) -> bool:
     """Whether a dataset holds an open environment of LMDB, which a process may open only once."""
-    return _find(dataset, "", lambda value: _is_of(value, {"lmdb": ("Environment",)}), set(), 0) is not None
+    return _find(dataset, "", is_environment, set(), 0) is not None
+
+
+def is_environment(value: Any) -> bool:
+    """Whether a value is an environment of LMDB, which is for all threads."""
+    lmdb = sys.modules.get("lmdb")
+    return lmdb is not None and isinstance(value, lmdb.Environment)
 
 
 def find_open_handle(dataset: Any) -> str | None:
-    """Return where a dataset holds a file, database or archive that is open, or an owner with ``__del__``; None: nowhere."""
+    """Return where a dataset holds a handle, see NOTE [ A dataset for each thread ]; None: nowhere."""
     return _find(dataset, type(dataset).__name__, _is_handle, set(), 0)
 
 
@@ -272,7 +326,14 @@ def _parts(value: Any, where: str) -> list[tuple[str, Any]]:
     if kind is MethodType:
         return [(where, value.__self__)]
     if kind is FunctionType:
-        return [(where, cell.cell_contents) for cell in value.__closure__ or () if cell != CellType()]
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        return [(where, item) for item in (*cells, value.__defaults__, value.__kwdefaults__)]
+    if kind in _BOUND:
+        return [(where, value.__self__)]
+    if kind in _REFERENCES:
+        return [(where, _target_of(value))]
+    if kind is SimpleNamespace:
+        return _items(vars(value), dict, where)
     if kind is functools._lru_cache_wrapper:
         return [(where, value.__wrapped__)]
     if kind is partial:
@@ -281,10 +342,19 @@ def _parts(value: Any, where: str) -> list[tuple[str, Any]]:
         return [(where, item) for item in value.__reduce__()[1]]
     if not _is_plain(value) or _safety(value) is True:
         return []
-    attributes = list(vars(value).items()) if kind.__dictoffset__ else []
+    attributes = [*_class_attributes(kind), *vars_of(value).items()]
     parts = [(f"{where}.{name}", item) for name, item in attributes + [(slot.__name__, item) for slot, item in _slots(value)]]
     base = _container_of(kind)
     return parts if base is None or not _is_followed(value) else parts + _items(value, base, where)
+
+
+def _class_attributes(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield what a class of the user's holds for all its objects, besides functions."""
+    for base in mro(kind):
+        if is_in_python(base) and base.__module__.split(".")[0] not in _SHARED_MODULES:
+            for name, item in list(vars(base).items()):
+                if not (name.startswith("__") or isinstance(item, type | FunctionType) or hasattr(type(item), "__get__")):
+                    yield name, item
 
 
 def _items(value: Any, kind: Any, where: str) -> list[tuple[str, Any]]:
@@ -297,14 +367,62 @@ def _is_handle(value: Any) -> bool:
     """Whether a value is an open handle, or an object with ``thread_safe = False`` or ``__del__``."""
     if _is_plain(value) and (_safety(value) is False or (_safety(value) is not True and _lets_go(type(value)))):
         return True
-    if isinstance(value, io.IOBase) and not isinstance(value, io.BytesIO | io.StringIO):
-        return not value.closed
+    if isinstance(value, io.IOBase):
+        return not isinstance(value, _FILES_IN_MEMORY) and not value.closed
     if isinstance(value, socket.socket):
         return value.fileno() != -1
-    return _is_of(value, _HANDLES)
+    return _refuses(value)
 
 
-def _is_of(value: Any, names: dict[str, tuple[str, ...]]) -> bool:
-    """Whether a value is of one of these classes, by module, or of a subclass. Modules that are not imported are left alone."""
-    classes = (vars(sys.modules[module]).get(name) for module in names if module in sys.modules for name in names[module])
-    return issubclass(type(value), tuple(filter(None, classes)))
+def _refuses(value: Any) -> bool:
+    """Whether an object's class is written in C, and the object cannot be pickled: it is more than values."""
+    kind = type(value)
+    base = base_of(kind)
+    modules = {cls.__module__.split(".")[0] for cls in mro(kind)}
+    if base in _OF_PYTHON or modules & _SHARED_IN_C or is_environment(value):
+        return False
+    if any(type(static_attribute(kind, name)) is FunctionType for name in ("__reduce_ex__", "__reduce__", "__getstate__")):
+        return False  # which would run
+    try:
+        value.__reduce_ex__(4)
+    except Exception:  # whatever the class raises
+        return True
+    return False
+
+
+def find_running(dataset: Any) -> str | None:
+    """Return where a dataset holds an iterator, or what belongs to the thread that made it; None: nowhere."""
+    return _find(dataset, type(dataset).__name__, lambda value: _is_running(value) or _is_of_this_thread(value), set(), 0)
+
+
+def _is_running(value: Any) -> bool:
+    """Whether a value is a generator, coroutine or iterator; not one that has ended, nor a counter, which all may use."""
+    kind = type(value)
+    if kind is GeneratorType or kind is AsyncGeneratorType or kind is CoroutineType:
+        return any(getattr(value, name, None) is not None for name in ("gi_frame", "ag_frame", "cr_frame"))
+    return kind.__module__ in _RUNNING and isinstance(value, Iterator) and kind is not itertools.count
+
+
+def _is_of_this_thread(value: Any) -> bool:
+    """Whether a value is a database or cursor of sqlite3 that no other thread may use."""
+    sqlite3 = sys.modules.get("sqlite3")
+    if sqlite3 is not None and isinstance(value, sqlite3.Cursor):
+        value = value.connection
+    if sqlite3 is None or not isinstance(value, sqlite3.Connection):
+        return False
+    try:
+        sqlite3.Connection.cursor(value)
+    except sqlite3.Error:  # it is closed
+        return False
+    refused: list[Exception] = []
+    thread = threading.Thread(target=_use, args=(value, refused))
+    thread.start()
+    thread.join()
+    return bool(refused)
+
+
+def _use(database: Any, refused: list[Exception]) -> None:
+    try:
+        sys.modules["sqlite3"].Connection.cursor(database)
+    except Exception as error:
+        refused.append(error)

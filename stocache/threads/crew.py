@@ -28,10 +28,10 @@ from torch._utils import ExceptionWrapper  # raises the error of a worker in the
 from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
 from torch.utils.data._utils.worker import _generate_state  # torch's seed for numpy in worker processes
 
-from stocache.errors import ClosedError, WorkerError
+from stocache.errors import ClosedError, DatasetError, WorkerError
 from stocache.system import rng
 from stocache.threads.collating import WorkerGlobals
-from stocache.threads.copies import copy_dataset, find_open_handle, holds_dataset, holds_environment, holds_generator
+from stocache.threads.copies import copy_dataset, find_open_handle, find_running, holds_dataset, holds_environment, holds_generator
 from stocache.threads.info import Generators, WorkerRng, make_worker_info, set_worker_info
 
 logger = logging.getLogger("stocache")
@@ -158,7 +158,15 @@ class Crew:
         one_at_a_time: bool,
         warned: set[str],
     ) -> None:
-        handle = "an object that a hook of sample_seed sets" if one_at_a_time else find_open_handle(parts[0])
+        running = find_running(parts[0]) or find_running(parts[1])
+        if running is not None:
+            raise DatasetError(
+                f"worker threads cannot use {running}: it is at one place, or belongs to the thread that made it. Make it when "
+                f"the first sample is read, so that each thread has its own; or use worker_method='multiprocessing'."
+            )
+        handle = find_open_handle(parts[0]) or find_open_handle(parts[1])
+        if one_at_a_time:
+            handle = "an object that a hook of sample_seed sets"
         copies = [parts if one_at_a_time else copy_dataset(parts) for _ in range(count)]
         self.workers = [Worker(number, count, base_seed, own) for number, own in enumerate(copies)]
         self.holds_generator = holds_generator(parts[:2]) or holds_dataset(parts[1])

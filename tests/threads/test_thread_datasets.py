@@ -1,19 +1,30 @@
 """Each worker thread has a dataset of its own: the samples are right whatever the dataset opens, counts and keeps."""
 
+import array
 import collections
+import contextvars
+import datetime
 import functools
 import gc
+import hashlib
+import itertools
 import logging
+import operator
 import queue
+import re
 import shutil
 import socket
 import sqlite3
+import struct
 import tarfile
 import threading
 import time
+import types
+import uuid
+import weakref
 import zipfile
 from collections import OrderedDict, defaultdict, deque
-from io import BytesIO
+from io import BytesIO, StringIO
 
 import numpy as np
 import pytest
@@ -21,6 +32,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 import stocache
+from stocache import DatasetError
 from stocache.threads import crew
 from stocache.threads.copies import copy_dataset, find_open_handle
 from tests.support.loading import THREADS
@@ -153,8 +165,11 @@ def test_what_is_open_already_is_read_by_one_thread_at_a_time(path, caplog):
 
 @pytest.mark.parametrize(("make", "name"), [
     (functools.partial(open, mode="wb"), "BufferedWriter"), (functools.partial(zipfile.ZipFile, mode="w"), "ZipFile"),
-    (functools.partial(tarfile.open, mode="w"), "TarFile"), (sqlite3.connect, "sqlite3.Connection"),
-    (lambda path: socket.socket(), "socket"), (lambda path: pytest.importorskip("h5py").File(path, "w"), "h5py"),
+    (functools.partial(tarfile.open, mode="w"), ".fileobj, a "), (sqlite3.connect, "sqlite3.Connection"),
+    (lambda path: socket.socket(), "socket"), (lambda path: hashlib.sha1(), "_hashlib.HASH"),
+    (lambda path: pytest.importorskip("soundfile").SoundFile(path, "w", 8000, 1, format="WAV"), "SoundFile"),
+    (lambda path: pytest.importorskip("cv2").createCLAHE(), "CLAHE"),
+    (lambda path: pytest.importorskip("pyarrow").OSFile(str(path), "wb"), "pyarrow"),
     (lambda path: pytest.importorskip("lmdb").open(str(path), subdir=False).begin(), "Transaction"),
 ])  # fmt: skip
 def test_handles_are_found_wherever_a_dataset_holds_them(make, name, tmp_path):
@@ -168,6 +183,63 @@ def test_handles_are_found_wherever_a_dataset_holds_them(make, name, tmp_path):
     function = lambda: unset
     assert find_open_handle(Through([function, function, None, BytesIO()])) is None
     unset = None
+
+
+def test_values_of_classes_in_c_are_not_handles():
+    values = [
+        re.compile("a"), struct.Struct("i"), {}.keys(), memoryview(b"a"), types.MappingProxyType({}), datetime.datetime.now(),
+        threading.RLock(), weakref.ref(Reader), torch.Size([1]), np.float32(1), array.array("i", [1]), len, np.add,
+        operator.itemgetter(1), contextvars.ContextVar("x"), queue.SimpleQueue(), Settings(), uuid.uuid4(),
+    ]  # fmt: skip
+    assert [find_open_handle(Through(value)) for value in values] == [None] * len(values)
+
+
+class OnClass:
+    file = None
+
+
+def test_a_handle_that_a_class_holds_for_all_its_objects_is_found(path, monkeypatch):
+    with open(path, "rb") as file:
+        monkeypatch.setattr(OnClass, "file", file)
+        assert "read.file" in find_open_handle(Through(OnClass()))
+
+
+async def coroutine():
+    pass
+
+
+RUNNING = {
+    "generator": lambda: (idx for idx in range(9)),
+    "iterator": lambda: iter([1, 2]),
+    "cycle": lambda: itertools.cycle([1]),
+    "coroutine": coroutine,
+    "database": lambda: sqlite3.connect(":memory:"),
+    "cursor": lambda: sqlite3.connect(":memory:").cursor(),
+}
+
+
+@pytest.mark.parametrize("name", RUNNING)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_threads_are_refused_what_is_at_one_place_or_of_another_thread(name, caplog):
+    dataset = Through(int)
+    dataset.held = [RUNNING[name]()]
+    with pytest.raises(DatasetError, match=r"cannot use Through\.held\[0\], a .* each thread has its own.*multiprocessing"):
+        list(thread_loader(dataset))
+    caplog.set_level(logging.INFO, "stocache")
+    assert numbers_of(stocache.DataLoader(dataset, 4, num_workers=2, worker_method="auto")) == list(range(N))
+    assert "chooses 'multiprocessing': threads would share Through.held[0]" in caplog.text
+
+
+def test_a_database_for_all_threads_is_used_in_turns_and_a_generator_that_ended_is_not_in_the_way(caplog):
+    generator = (idx for idx in range(2))
+    assert list(generator) == [0, 1]
+    dataset = Through(int)
+    dataset.ended, dataset.closed = generator, sqlite3.connect(":memory:")
+    dataset.closed.close()
+    dataset.database = sqlite3.connect(":memory:", check_same_thread=False)
+    assert numbers_of(thread_loader(dataset)) == list(range(N))
+    assert "one sample at a time" in caplog.text
+    dataset.database.close()
 
 
 @needs_lmdb
@@ -244,6 +316,51 @@ def test_a_copy_is_whole():
     assert mine.itself is mine
     assert mine.function() == (mine, mine.read)
     assert (mine.counts(), count) == ((1, mine.read), 0)
+
+
+class Part:
+    """Has attributes."""
+
+
+def in_parts(reader):
+    part = Part()
+    part.reader, part.child = reader, Part()
+    part.child.above, part.child.proxy = weakref.ref(part), weakref.proxy(part)
+    return part
+
+
+HOLDERS = {
+    "namespace": (lambda reader: types.SimpleNamespace(reader=reader), lambda holder: holder.reader),
+    "set": (lambda reader: {reader}, lambda holder: next(iter(holder))),
+    "default": (lambda reader: lambda idx, reader=reader: reader, lambda holder: holder(0)),
+    "keyword default": (lambda reader: lambda idx, *, reader=reader: reader, lambda holder: holder(0)),
+    "method in C": (lambda reader: [reader].__getitem__, lambda holder: holder(0)),
+    "reference": (in_parts, lambda holder: holder.child.above().reader),
+    "proxy": (in_parts, lambda holder: holder.child.proxy.reader),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_lies_in_a_holder_is_copied(name):
+    hold, read = HOLDERS[name]
+    reader = Reader("a")
+    holder = hold(reader)
+    mine = copy_dataset(Through(holder)).read
+    assert read(holder) is reader
+    assert read(mine) is not reader
+    assert read(mine).path == "a"
+
+
+@pytest.mark.parametrize("file", [BytesIO(bytes(range(N))), StringIO("".join(map(chr, range(N))))])
+def test_each_thread_has_its_own_file_in_memory(file):
+    def read(idx):
+        file.seek(idx)
+        time.sleep(0.0002)
+        read = file.read(1)
+        return ord(read)
+
+    assert numbers_of(thread_loader(Through(read))) == list(range(N))
+    assert file.tell() == 0
 
 
 def test_a_function_that_calls_itself_is_copied():
