@@ -19,6 +19,7 @@ NOTE [ A dataset for each thread ]
 
 import builtins
 import copy
+import copyreg
 import functools
 import io
 import itertools
@@ -379,7 +380,7 @@ def _refuses(value: Any) -> bool:
     kind = type(value)
     base = base_of(kind)
     modules = {cls.__module__.split(".")[0] for cls in mro(kind)}
-    if base in _OF_PYTHON or modules & _SHARED_IN_C or is_environment(value):
+    if base in _OF_PYTHON or kind in copyreg.dispatch_table or modules & _SHARED_IN_C or is_environment(value):
         return False
     if any(type(static_attribute(kind, name)) is FunctionType for name in ("__reduce_ex__", "__reduce__", "__getstate__")):
         return False  # which would run
