@@ -31,7 +31,14 @@ from torch.utils.data._utils.worker import _generate_state  # torch's seed for n
 from stocache.errors import ClosedError, DatasetError, WorkerError
 from stocache.system import rng
 from stocache.threads.collating import WorkerGlobals
-from stocache.threads.copies import copy_dataset, find_open_handle, find_running, holds_dataset, holds_environment, holds_generator
+from stocache.threads.copies import (
+    copy_dataset,
+    find_open_handle,
+    find_running,
+    holds_dataset,
+    holds_environment,
+    holds_generator,
+)
 from stocache.threads.info import Generators, WorkerRng, make_worker_info, set_worker_info
 
 logger = logging.getLogger("stocache")

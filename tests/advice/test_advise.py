@@ -172,8 +172,8 @@ def test_auto_takes_as_many_workers_as_make_an_epoch_short(costs, ranks, workers
     arguments = measured(costs)
     options = {"persistent_workers": True, "prefetch_factor": 3, "multiprocessing_context": "fork", "drop_last": True}
     loader = DataLoader(range(64), 8, False, None, None, "auto", **options)
-    assert (loader.num_workers, loader.batch_size, loader.prefetch_factor, loader.drop_last) == (workers, 8, 3, True)
-    assert loader.persistent_workers == bool(workers)
+    assert (loader.num_workers, loader.batch_size, loader.drop_last) == (workers, 8, True)
+    assert (loader.prefetch_factor, loader.persistent_workers) == ((3, True) if workers else (None, False))
     assert (arguments["batch_sizes"], arguments["codecs"], arguments["passes"]) == ((8,), (None,), 1)
     (message,) = messages()
     unknown = r"samples cannot be measured (ValueError: no such file)"

@@ -12,7 +12,7 @@ import stocache
 from stocache import CachedDataset
 from stocache.loader import dataloader
 from tests.support.loading import THREADS
-from tests.support.ranks import Numbers
+from tests.support.images import Images
 
 OPTIONS = [
     {}, {"prefetch_factor": 2}, {"sample_seed": 3}, {"num_workers": 1, "persistent_workers": True},
@@ -27,7 +27,7 @@ def labels(loader):
 
 def used(options):
     """Return a loader that has delivered a batch, and its iterator."""
-    loader = stocache.DataLoader(CachedDataset(Numbers(10), "1MB"), 4, **options)
+    loader = stocache.DataLoader(CachedDataset(Images(10), "1MB"), 4, **options)
     batches = iter(loader)
     next(batches)
     return loader, batches
@@ -63,7 +63,7 @@ def test_a_copy_continues_from_a_state_that_was_loaded_before(copied):
 
 def test_options_that_torch_s_loader_in_place_of_ours_does_not_have_are_said_once(caplog, monkeypatch):
     monkeypatch.setattr(dataloader, "_said_lost", False)
-    dataset = Numbers(10)
+    dataset = Images(10)
     for options, said in (({}, 0), ({"sample_seed": 3}, 1), ({"sample_seed": 3}, 1)):
         loader = stocache.DataLoader(dataset, 4, **options)
         loader = DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
@@ -73,6 +73,6 @@ def test_options_that_torch_s_loader_in_place_of_ours_does_not_have_are_said_onc
 
 
 def test_iterators_of_one_loader_at_a_time_do_not_look_like_loops_without_the_cache(caplog):
-    loader = stocache.DataLoader(CachedDataset(Numbers(10), "1MB"), 4)
+    loader = stocache.DataLoader(CachedDataset(Images(10), "1MB"), 4)
     assert [len(batches) for batches in zip(iter(loader), iter(loader), strict=True)] == [2, 2, 2]
     assert "asked for no sample" not in caplog.text

@@ -17,7 +17,7 @@ from stocache.ring import ring as ring_module
 from stocache.ring.ring import FULL, NO_LANE, NO_MEMORY, NOTHING, TOO_LARGE, Ring, fallback, ring_of
 from stocache.system import limits
 from tests.support.equality import same
-from tests.support.processes import in_child, stopped
+from tests.support.processes import in_child, stopped, wait_until
 from tests.support.rings import free, numbers, states
 
 
@@ -286,11 +286,11 @@ def test_children_that_have_ended_hold_nothing_and_free_nothing(ring):
 @pytest.mark.leaves_descriptors
 def test_what_cannot_be_placed_is_pickled_once(ring):
     """Of a pickle that is thrown away, descriptors would wait to be fetched for ever."""
-    counts = []
-    for _ in range(5):
+    for turn in range(5):
         value = torch.arange(3.0).requires_grad_()
         assert torch.equal(through(ring, value), value)
         del value
         gc.collect()
-        counts.append(descriptors())
-    assert counts[-1] <= counts[1]
+        if turn == 1:
+            before = descriptors()
+    wait_until(lambda: descriptors() <= before)  # torch's thread closes what it has handed over
