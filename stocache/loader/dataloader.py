@@ -343,7 +343,9 @@ class DataLoader(ResumableLoader[_T]):
     def _torch_iterator(self, order: Order, progress: Progress, replaced: dict[str, Any]) -> Any:
         """Return the iterator that torch makes from a copy of this loader with some attributes replaced."""
         changed = object.__new__(type(self))
-        vars(changed).update(vars(self) | replaced | {"_iterator": None})
+        vars(changed).update(vars(self) | {"_iterator": None})
+        for name, value in replaced.items():
+            object.__setattr__(changed, name, value)  # torch's __setattr__ refuses these names, to protect loaders in use
         with order.rng_during_creation(progress), fork_lock():
             iterator = TorchLoader.__iter__(changed)
             if not self.num_workers:

@@ -331,8 +331,6 @@ def _parts(value: Any, where: str) -> list[tuple[str, Any]]:
         return [(where, item) for item in (*cells, value.__defaults__, value.__kwdefaults__)]
     if kind in _BOUND:
         return [(where, value.__self__)]
-    if kind in _REFERENCES:
-        return [(where, _target_of(value))]
     if kind is SimpleNamespace:
         return _items(vars(value), dict, where)
     if kind is functools._lru_cache_wrapper:

@@ -16,7 +16,7 @@ from stocache.system.waiting import wait_until
 from stocache.timing import record
 from tests.support.loading import THREADS
 from tests.support.processes import in_child
-from tests.support.ranks import Numbers
+from tests.support.images import Images
 
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 THREADED = {**THREADS, "persistent_workers": True}
@@ -26,7 +26,7 @@ def labels(batches):
     return [labels.tolist() for _, labels in batches]
 
 
-ALL = labels(torch.utils.data.DataLoader(Numbers(30), 4))
+ALL = labels(torch.utils.data.DataLoader(Images(30), 4))
 
 
 def interrupt_processes(loader):
@@ -47,14 +47,14 @@ def interrupt_threads(loader):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(("options", "interrupt"), [(PERSISTENT, interrupt_processes), (THREADED, interrupt_threads)])
 def test_persistent_workers_that_ended_between_two_loops_are_started_anew(options, interrupt):
-    loader = stocache.DataLoader(CachedDataset(Numbers(30), "1MB"), 4, **options)
+    loader = stocache.DataLoader(CachedDataset(Images(30), "1MB"), 4, **options)
     next(iter(loader))
     interrupt(loader)
     assert labels(loader) == labels(loader) == ALL
 
 
 def test_a_forked_child_starts_its_own_persistent_threads():
-    loader = stocache.DataLoader(Numbers(30), 4, **THREADED)
+    loader = stocache.DataLoader(Images(30), 4, **THREADED)
     assert labels(loader) == ALL
     assert in_child(lambda: labels(loader) == ALL or os._exit(1)) == 0
     assert labels(loader) == ALL
@@ -63,7 +63,7 @@ def test_a_forked_child_starts_its_own_persistent_threads():
 @pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}, {"num_workers": 2}, PERSISTENT, THREADS, THREADED], ids=str)
 def test_each_batch_may_be_asked_for_by_another_thread(options, monkeypatch):
     monkeypatch.setattr(record, "_LOOK_NS", 0)  # note processor times, which each thread has of its own, at each batch
-    loader = stocache.DataLoader(CachedDataset(Numbers(30), "1MB"), 4, **options)
+    loader = stocache.DataLoader(CachedDataset(Images(30), "1MB"), 4, **options)
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
         for _ in range(2):
             batches = first.submit(iter, loader).result()
