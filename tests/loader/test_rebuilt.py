@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 import stocache
 from stocache import CachedDataset
 from stocache.loader import dataloader
-from tests.support.loading import THREADS
 from tests.support.images import Images
+from tests.support.loading import THREADS
 
 OPTIONS = [
     {}, {"prefetch_factor": 2}, {"sample_seed": 3}, {"num_workers": 1, "persistent_workers": True},
