@@ -38,7 +38,7 @@ from stocache.loader.collate import Gatherer, MainCollate, RingCollate, ThreadCo
 from stocache.loader.order import Order, Progress, known_length
 from stocache.loader.requests import RequestContext, layers
 from stocache.loader.resumable import ResumableLoader
-from stocache.loader.sample_seed import SampleSeed, ThreadSeededDataset, as_sample_seed, seeded
+from stocache.loader.sample_seed import SampleSeed, ThreadSeededDataset, as_sample_seed, is_pure, seeded
 from stocache.loader.thread_iterator import ThreadIterator
 from stocache.loader.torch_iterators import MainIterator, ProcessIterator, with_quick_queues
 from stocache.loader.worker_group import WorkerGroup, is_timeout, try_to_start
@@ -268,8 +268,8 @@ class DataLoader(ResumableLoader[_T]):
 
     def _make_iterator(self, progress: Progress) -> "tuple[Any, WorkerGroup]":
         # see NOTE [ How torch's DataLoader is used ]
-        stacking = self.batch_sampler is not None and stacks(self.collate_fn)
         seed, alone = self.sample_seed, not self.num_workers
+        stacking = self.batch_sampler is not None and stacks(self.collate_fn) and (seed is None or is_pure(self.collate_fn))
         gathers = stacking and not (alone and self._pins) and not (seed is not None and seed.hooks)
         lazy = with_lazy_batches(self.dataset) if gathers else None
         method = self.worker_method

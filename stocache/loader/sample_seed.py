@@ -37,6 +37,7 @@ _NUMBERS = struct.Struct("<4Q")  # one for each generator, and one for the hooks
 _ALL = frozenset(range(len(GENERATORS)))  # generators, by number
 _NOTHING = frozenset[int]()
 _PURE = (default_collate, default_convert)  # collate functions that draw no random numbers
+_LIBRARIES = {"torch", "stocache", "monai", "tensordict"}  # their functions for `default_collate_fn_map` draw none
 
 
 _BeforeEach: TypeAlias = Callable[[int], None]
@@ -109,10 +110,8 @@ def as_sample_seed(value: Any, dataset: Any) -> SampleSeed | None:
 
 def is_pure(collate_fn: Any) -> bool:
     """Whether a collate function is one of torch that draws no random numbers, and has not been extended by the user."""
-    torchs = (
-        getattr(function, "__module__", None) == default_collate.__module__ for function in default_collate_fn_map.values()
-    )
-    return collate_fn in _PURE and all(torchs)
+    modules = {str(getattr(function, "__module__", "")).split(".")[0] for function in default_collate_fn_map.values()}
+    return collate_fn in _PURE and modules <= _LIBRARIES
 
 
 def seeded(dataset: Any, collate_fn: Any, sample_seed: SampleSeed, lazy: bool) -> tuple[Any, Any]:

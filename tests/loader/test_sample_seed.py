@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, DistributedSampler, IterableDataset, Subset, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 import stocache
 from stocache import CachedDataset, DatasetError, LimitError, LocalityDistributedSampler, SampleSeed, StateError
@@ -262,6 +263,14 @@ def test_a_collate_function_is_seeded_for_its_batch():
     assert len({(batch - batch[0]).sum().item() for batch in alone}) == N // 4
     assert not same(alone, make(seed=2))
     assert len({number for number in seeds if 0 <= number < 2**32}) == N + N // 4  # of each sample and each batch
+
+
+def test_a_default_collate_that_was_extended_is_seeded_for_its_batch(monkeypatch):
+    monkeypatch.setitem(default_collate_fn_map, bool, lambda batch, *, collate_fn_map: torch.rand(len(batch)))
+    make = lambda **options: list(loader(Made(lambda idx: True), **options))
+    alone = make()
+    assert len({numbers for batch, _ in alone for numbers in batch.tolist()}) == N
+    assert same(alone, make(num_workers=2, multiprocessing_context="fork"))
 
 
 def test_any_index_seeds_its_sample():
