@@ -86,7 +86,7 @@ def _seeded(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(autouse=True)
 def _unaudited(request: pytest.FixtureRequest):
     """Turn the audit off for tests that count the loads of a dataset."""
-    inits = [cls.__init__.__wrapped__ for cls in (CachedDataset, SharedCacher)]
+    inits = [cls.__init__ for cls in (CachedDataset, SharedCacher)]
     before = [init.__kwdefaults__ for init in inits]
     for init, defaults in zip(inits, before, strict=True):
         init.__kwdefaults__ = defaults | {"audit": 0} if request.node.get_closest_marker("unaudited") else defaults

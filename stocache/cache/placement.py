@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from stocache.errors import LimitError
-from stocache.system.deprecation import warn_renamed
 from stocache.system.hashing import checksum
 from stocache.system.ranks import ranks_here
 
@@ -73,12 +72,6 @@ class Placement:
         """Return the placement of this machine in a distributed training, from the environment of torchrun or Slurm."""
         ranks = ranks_here()
         return cls(order, unit, ranks.node, ranks.nodes)
-
-    @classmethod
-    def here(cls, order: Literal["prefix", "scattered"] = "scattered", unit: int | BlockBounds = 1) -> "Placement":
-        """Deprecated: use `from_env`."""
-        warn_renamed("Placement.here", "Placement.from_env")
-        return cls.from_env(order, unit)
 
     def __post_init__(self) -> None:
         if self.order not in ("prefix", "scattered"):

@@ -20,7 +20,6 @@ from stocache.samples.indices import check_indices, check_len
 from stocache.shm.claims import Claims
 from stocache.shm.named import Identity
 from stocache.shm.segment import Segment
-from stocache.system.deprecation import renamed_arguments
 from stocache.system.limits import format_size
 
 logger = logging.getLogger("stocache")
@@ -95,7 +94,6 @@ class RaggedCache(ListCache):
 
     _RELEASED = (*SampleCache._RELEASED, "_records")
 
-    @renamed_arguments(admit="admission")
     def __init__(
         self,
         size_limit_gib: float | str,

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stocache.system.deprecation import old_name
 from stocache.timing.flat import flat_numbers
 
 # The state byte of a sample, as in SlotState; plain ints, for an enum look-up costs as much as the byte itself
@@ -72,8 +71,6 @@ class CacheStats:
         """Return all numbers in one dict, as ``{"cache/hits": 7, "cache/hit_rate": 0.5}``."""
         rates = {"hit_rate": self.hit_rate, "fill_fraction": self.fill_fraction, "filled_bytes": self.filled_bytes}
         return flat_numbers(prefix, self, rates)
-
-    misfits = old_name("misfits", "rejected")
 
     @property
     def hit_bytes(self) -> int:

@@ -33,7 +33,6 @@ from stocache.datasets.wrapping import SampleOptions, check_dataset, wrap
 from stocache.disk.cache import DiskCache
 from stocache.errors import DatasetError, LimitError
 from stocache.samples.indices import check_index, check_indices, length_of
-from stocache.system.deprecation import old_name, renamed_arguments
 from stocache.system.generators import in_worker_thread, undrawn, undrawn_many
 from stocache.system.objects import attribute_of, get_many_of
 from stocache.system.ranks import is_first_rank
@@ -133,7 +132,6 @@ class CachedDataset(Dataset[Any]):
     _hides_transforms = True  # of the wrapped dataset: they are split here
     _initialised = False
 
-    @renamed_arguments(admit="admission")
     def __init__(
         self,
         dataset: Any,
@@ -424,8 +422,6 @@ class CachedDataset(Dataset[Any]):
     def prefetch_blocks(self, blocks: Iterable[int]) -> None:
         """Have the storage read blocks ahead, except those that are cached. A `BlockSampler` calls it."""
         self.dataset.prefetch_blocks(self._loader.uncached(blocks) if isinstance(self._loader, BlockLoader) else blocks)
-
-    expect = old_name("expect", "prefetch_blocks")
 
     # ------------------------------------------------------------------------------------------------ the dataset's attributes
 

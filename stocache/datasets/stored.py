@@ -12,7 +12,6 @@ from stocache.samples.column_encoder import Tree
 from stocache.samples.indices import check_indices
 from stocache.samples.record_encoder import EncodedRecord
 from stocache.storage.storage import DataStorage, OnDiskBlockDataStorage
-from stocache.system.deprecation import old_name
 from stocache.system.objects import get_many_of
 
 TSample = TypeVar("TSample", covariant=True)
@@ -136,8 +135,6 @@ class StorageDataset(Dataset[TSample]):
         prefetch = getattr(self.storage, "prefetch_blocks", None)
         if prefetch is not None:
             prefetch(blocks)
-
-    expect = old_name("expect", "prefetch_blocks")
 
     @cached_property
     def block_bounds(self) -> np.ndarray[Any, np.dtype[np.int64]] | None:

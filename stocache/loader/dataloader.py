@@ -48,7 +48,6 @@ from stocache.ring.ring import Ring
 from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.shm.pool import Pool
 from stocache.system.children import fork_lock
-from stocache.system.deprecation import old_name
 from stocache.system.ranks import ranks_here
 from stocache.timing.flat import flat_numbers
 from stocache.timing.histogram import NOTHING, Distribution
@@ -106,8 +105,6 @@ class LoaderStats:
     ring_occupancy: float | None = None
     epochs: tuple[LoaderEpochStats, ...] = ()
     verdict: Verdict | None = None
-
-    outside = old_name("outside", "fallbacks")
 
     def flat(self, prefix: str = "loader") -> dict[str, float]:
         """Return all numbers in one dict, for W&B, MLflow, TensorBoard or Lightning's ``log_dict``.

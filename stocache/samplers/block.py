@@ -21,7 +21,6 @@ from torch.utils.data import DistributedSampler
 from stocache.errors import LimitError, StateError
 from stocache.samplers.permutation import MAX_LISTED, Indices, Permutation
 from stocache.samples.indices import check_indices
-from stocache.system.deprecation import renamed_arguments
 from stocache.system.ranks import torch_ranks
 from stocache.system.state import StateForm
 
@@ -150,7 +149,6 @@ class BlockSampler(ResumableSampler):
 
     _form = sampler_form("BlockSampler")
 
-    @renamed_arguments(ahead="prefetch")
     def __init__(
         self,
         indices: Sequence[int] | Indices,

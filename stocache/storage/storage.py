@@ -19,7 +19,6 @@ from stocache.storage.manifest import INDEX, INFO, Entry, Index, block_name, ope
 from stocache.storage.remote import Mirror, RemoteStore
 from stocache.storage.skipped import SkippedSample, damaged, read_skipped
 from stocache.storage.writer import BLOCK_BYTES, SampleWriter, check_block_bytes, copy_sample
-from stocache.system.deprecation import old_name
 
 TSample = TypeVar("TSample")
 TInfo = TypeVar("TInfo")
@@ -367,8 +366,6 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
     def prefetch_blocks(self, blocks: Iterable[int]) -> None:
         """Ask the kernel to read blocks ahead. Blocks that cannot be read are skipped. Does nothing for a URL."""
         self._prefetch(blocks, None)
-
-    expect = old_name("expect", "prefetch_blocks")
 
     def prefetch_samples(self, indices: Sequence[int]) -> None:
         """Ask the kernel to read samples ahead: a disk reads many at one time faster than one after the other.

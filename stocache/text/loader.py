@@ -15,13 +15,11 @@ from tqdm import tqdm
 from stocache.cache.options import CacheOptions
 from stocache.cache.stats import CacheStats
 from stocache.errors import CacheNameError, ClosedError, MismatchError, StateError, StreamError
-from stocache.system.deprecation import renamed_arguments
 from stocache.system.hashing import checksum
 from stocache.system.ranks import is_first_rank
 from stocache.system.state import StateForm
 from stocache.text.buffers import RECORD_VERSION, Buffers
 from stocache.text.files import Paths, TextFile, find_files
-from stocache.text.flat import flat_arguments
 from stocache.text.formats import Column, CsvFormat, CustomFormat, TextFormat
 from stocache.text.lines import Lines
 from stocache.text.options import ReadOptions, check_choice, check_integer, check_type, share_of
@@ -132,8 +130,6 @@ class StreamLoader(IterableDataset[Any]):
     Source: the article on a streaming data loader for PyTorch (J. McCaffrey).
     """
 
-    @renamed_arguments(count="count_rows")
-    @flat_arguments
     def __init__(
         self,
         path: Paths,

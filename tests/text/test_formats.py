@@ -2,15 +2,12 @@
 
 import json
 import pickle
-import re
 
 import pytest
 import torch
 
 from stocache import CacheOptions, CsvFormat, CustomFormat, FixedWidthFormat, JsonLinesFormat, ReadOptions, StreamLoader
 from stocache.errors import LimitError, StreamError
-from tests.support.equality import everywhere, identical
-from tests.support.texts import numbers
 
 lengths = lambda lines: torch.tensor([len(line) for line in lines])
 FORMATS = {
@@ -117,36 +114,3 @@ def test_the_identities_of_states_stay(tmp_path):
         (tmp_path / "rows").write_text(text)
         with StreamLoader(tmp_path / "rows", 5, 10, **options) as loader:
             assert loader.state_dict()["identity"] == {"checksum": identity}
-
-
-LONG = {"nan": "keep", "dtype": torch.float64, "max_line_bytes": 8}
-FLAT = [
-    ({"delimiter": ",", "on_error": "skip"}, CsvFormat(",", on_error="skip"), "1,2\nx,y\n", "on_error= is now .*(on_error=…)"),
-    (LONG, CsvFormat("\t", **LONG), "0.1\t\t2\n", "nan= is now format=CsvFormat"),
-    ({"format": "delimited", "delimiter": None}, CsvFormat(None), "1  2\n", r"format='delimited' is now format=CsvFormat\(…"),
-    ({"format": "fixed", "widths": [2, 3]}, FixedWidthFormat([2, 3]), "1 2  \n", "format='fixed' is now"),
-    ({"format": "jsonl"}, JsonLinesFormat(), '{"a": 1, "b": 2}\n', "format='jsonl' is now format=JsonLines"),
-    ({"parse": lengths, "comments": None}, CustomFormat(lengths, comments=None), "# one\n2\n", "parse= is now format=CustomF"),
-]
-
-
-def test_flat_arguments_mean_the_same(tmp_path, numbered):
-    path = tmp_path / "rows"
-    for flat, form, text, message in FLAT:
-        path.write_text(text)
-        with pytest.warns(DeprecationWarning, match="is now format=") as warned:
-            loader = StreamLoader(path, 1, 1, **flat)
-        assert any(re.search(message, str(warning.message)) for warning in warned)
-        assert {warning.filename for warning in warned} == {__file__}
-        with loader, StreamLoader(path, 1, 1, format=form) as wanted:
-            one, other = (each.state_dict()["identity"] for each in (loader, wanted))
-            assert (one == other) == ("delimited" not in flat.values())  # which the states of that time contain
-            assert everywhere(identical, list(loader), list(wanted))
-    flat = {"name": "rows", "fingerprint": "v1", "engine": "numpy", "progress": False}
-    with pytest.warns(DeprecationWarning, match=r"is now (cache=CacheOptions|read=ReadOptions)\(") as warned:
-        loader = StreamLoader(numbered, 5, 5, size_limit_gib=0.01, **flat)
-    assert len(warned) == len(flat)
-    objects = {"cache": CacheOptions(0.01, name="rows", fingerprint="v1"), "read": ReadOptions("numpy")}
-    with loader, StreamLoader(numbered, 5, 5, **objects) as wanted:  # or the caches would not match
-        assert numbers(loader) == numbers(wanted)
-        assert wanted.stats().cache.hits > 0

@@ -26,7 +26,6 @@ from stocache.reading.graph.graph import DataPipe, end_of, is_random, pipes_of, 
 from stocache.reading.graph.pipes import Prefetcher, register
 from stocache.reading.graph.seeds import is_dispatching, is_pure, is_sharding_point
 from stocache.samples.indices import length_of
-from stocache.system.deprecation import renamed_arguments
 from stocache.system.rng import RngMonitor
 
 logger = logging.getLogger("stocache")
@@ -90,7 +89,6 @@ class SharedCacher(IterDataPipe[Any]):
         DiskError: as for `DiskCache`.
     """
 
-    @renamed_arguments(admit="admission")
     def __init__(
         self,
         datapipe: IterDataPipe[Any],
