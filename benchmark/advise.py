@@ -33,7 +33,8 @@ from tqdm import tqdm
 import stocache
 from benchmark.filling import Photos
 from benchmark.support.measuring import machine, settle, undisturbed
-from stocache import Advice, CachedDataset, DataLoader
+from stocache import CachedDataset, DataLoader
+from stocache.advice.advise import Advice
 from stocache.cli.bench import find_jpegs, photo_folder
 from stocache.forecast.model import Setting
 from stocache.system.limits import GIB, MIB

@@ -381,14 +381,3 @@ class SharedCache(SampleCache):
         slot %= self._slots
         self._reserve_raw(slot, slot + 1)
         return slot
-
-
-class SharedCacheDDP(SharedCache):
-    """A `SharedCache` for DDP: one copy for all ranks of this job on this machine; with a ``name``, for other jobs, too.
-
-        cache = SharedCacheDDP(32, len(dataset), (3, 224, 224))
-
-    Every rank makes it with the same arguments, at the same place of the program. The ranks may be started by torchrun,
-    `torch.multiprocessing.spawn` or by hand, and need no process group. A `SharedCache` does the same; this name says so.
-    Source: announced as a plan by the article on stocaching (C. Jones).
-    """

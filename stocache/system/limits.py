@@ -92,15 +92,6 @@ def shm_room() -> int:
     return max(0, shm_free() * 3 // 4 - _SEGMENT_OVERHEAD)
 
 
-def get_shm_size() -> int:
-    """Return the size of /dev/shm in whole GiB, rounded down.
-
-    Change it for now with ``mount -o remount,size=128G /dev/shm``; in Docker with ``--shm-size=128g``.
-    Source: the API of stocaching 0.2 (C. Jones, MIT).
-    """
-    return shm_total() // GIB
-
-
 def _statvfs_bytes(field: Literal["f_blocks", "f_bavail"]) -> int:
     try:
         status = os.statvfs(SHM_DIR)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from stocache import ClosedError, SampleError, SampleIndexError, SlotError, SlotState
+from stocache import ClosedError, SampleError, SampleIndexError, SlotError
+from stocache.cache.base import SlotState
 from stocache.disk.cache import DiskCache
 from tests.support.equality import same
 from tests.support.faults import claimed

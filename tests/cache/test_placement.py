@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stocache import LimitError, Placement, Structure
+from stocache import LimitError, Placement
 from stocache.cache.allocate import CacheLayout
 from stocache.cache.placement import BlockBounds, ordering_of, residency
+from stocache.samples.spec import Structure
 from stocache.system import limits
 from stocache.system.limits import GIB, MIB, Memory
 

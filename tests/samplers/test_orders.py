@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, TensorDataset
 
 import stocache
-from stocache import BlockSampler, LimitError, Permutation, StatefulDistributedSampler, shuffle_quality
+from stocache import BlockSampler, LimitError, StatefulDistributedSampler
 from stocache.errors import SampleIndexError, StateError
+from stocache.samplers.block import shuffle_quality
+from stocache.samplers.permutation import Permutation
 from tests.support.edits import through_json
 
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stocache import SampleError, Structure
+from stocache import SampleError
+from stocache.samples.spec import Structure
 from tests.support.containers import Box, Point
 from tests.support.equality import same
 from tests.support.samples import nested

@@ -1,0 +1,118 @@
+# The names of the package, by what they are for. They are imported on first use, because torch takes seconds to import.
+
+from . import errors as errors
+from . import loader as loader
+
+# Observing
+from .advice.advise import advise as advise
+
+# Caching
+from .cache.options import CacheOptions as CacheOptions
+from .cache.placement import Placement as Placement
+from .cache.ragged import RaggedCache as RaggedCache
+from .cache.shared import SharedCache as SharedCache
+
+# Names of others
+from .compat import SharedCacheDDP as SharedCacheDDP
+from .compat import get_shm_size as get_shm_size
+from .datasets.cached import CachedDataset as CachedDataset
+
+# Preparing
+from .datasets.stored import StorageDataset as StorageDataset
+from .disk.cache import DiskCache as DiskCache
+
+# Errors
+from .errors import (
+    BusyError as BusyError,
+)
+from .errors import (
+    CacheNameError as CacheNameError,
+)
+from .errors import (
+    ClosedError as ClosedError,
+)
+from .errors import (
+    CodecError as CodecError,
+)
+from .errors import (
+    DamagedError as DamagedError,
+)
+from .errors import (
+    DatasetError as DatasetError,
+)
+from .errors import (
+    DiskError as DiskError,
+    GraphError as GraphError,
+)
+from .errors import (
+    LimitError as LimitError,
+)
+from .errors import (
+    MismatchError as MismatchError,
+)
+from .errors import (
+    SampleError as SampleError,
+)
+from .errors import (
+    SampleIndexError as SampleIndexError,
+)
+from .errors import (
+    SegmentError as SegmentError,
+)
+from .errors import (
+    SlotError as SlotError,
+)
+from .errors import (
+    StateError as StateError,
+)
+from .errors import (
+    StocacheError as StocacheError,
+)
+from .errors import (
+    StorageError as StorageError,
+)
+from .errors import (
+    StreamError as StreamError,
+)
+from .errors import (
+    WorkerError as WorkerError,
+)
+
+# Loading
+from .loader.dataloader import DataLoader as DataLoader
+from .loader.sample_seed import SampleSeed as SampleSeed
+from .preparation.prepare import DataPreparer as DataPreparer
+from .preparation.prepare import prepare as prepare
+
+# Samplers
+from .samplers.block import BlockSampler as BlockSampler
+from .samplers.distributed import StatefulDistributedSampler as StatefulDistributedSampler
+from .samplers.locality import LocalityDistributedSampler as LocalityDistributedSampler
+from .storage.storage import (
+    DataStorage as DataStorage,
+)
+from .storage.storage import (
+    InMemoryDataStorage as InMemoryDataStorage,
+)
+from .storage.storage import (
+    OnDiskBlockDataStorage as OnDiskBlockDataStorage,
+)
+from .system.limits import recommended_limit as recommended_limit
+from .text.formats import (
+    CsvFormat as CsvFormat,
+)
+from .text.formats import (
+    CustomFormat as CustomFormat,
+)
+from .text.formats import (
+    FixedWidthFormat as FixedWidthFormat,
+)
+from .text.formats import (
+    JsonLinesFormat as JsonLinesFormat,
+)
+from .text.loader import StreamLoader as StreamLoader
+from .text.options import ReadOptions as ReadOptions
+from .transforms.pipelines import deterministic as deterministic
+from .transforms.pipelines import split_transforms as split_transforms
+
+__version__: str
