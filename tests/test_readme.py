@@ -18,7 +18,8 @@ from stocache.shm import named
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "stocache"
-PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *sorted(PACKAGE.rglob("README.md")))}
+FILES = *ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *sorted(PACKAGE.rglob("*.md"))
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
 BLOCKS = {
     f"{name}, block {number}": block
     for name, text in PAGES.items()
