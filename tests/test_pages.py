@@ -35,8 +35,7 @@ def sources() -> str:
 
 
 @functools.cache
-def names() -> set[str]:
-    """All names in the code, and words of its strings, but for docstrings."""
+def names() -> set[str]:  # also words of strings, but of docstrings
     found, prose = {*dir(builtins), *(path.stem for folder in CODE for path in folder.rglob("*.py"))}, set()
     for node in ast.walk(ast.parse(sources())):
         if isinstance(node, ast.Expr):
