@@ -7,10 +7,10 @@ NOTE [ Claims ]
 
     A word is set with the lock of all claims held: one kernel record lock for any number of samples, held for microseconds. A
     claim of a process that has ended is free, because the kernel has dropped the lock of its row. Only a claim to write
-    excludes other writers. A claim to load keeps others from loading the sample too: who wants to write may take it.
+    excludes other writers. A claim to load keeps others from loading the sample too: a process that wants to write may take it.
 
-    A holder that has written a sample sets the word to 0 without the lock: nobody else may change it. It does so after it has
-    set the state byte of the sample. So a process that finds the word 0 finds the state byte too.
+    A holder that has written a sample sets the word to 0 without the lock: no other process may change it. It does so after it
+    has set the state byte of the sample. So a process that finds the word 0 finds the state byte too.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,8 @@ def with_words(control_bytes: int, dataset_len: int) -> int:
 class Claims:
     """The claims of the samples of a cache.
 
-    Those of one batch are noted in a set, which the caller makes before: so it can give them up after an interrupt, wherever
-    that came.
+    The claims of one batch are added to a set, which the caller makes before. So it can release them after an interrupt at any
+    step.
     """
 
     def __init__(self, segment: Segment, dataset_len: int) -> None:
@@ -48,11 +48,11 @@ class Claims:
         self._writing: set[int] = set()
 
     def to_load(self, indices: _Indices | list[int], taken: set[int]) -> None:
-        """Claim samples to load them; note in ``taken`` those that no other thread or process has claimed."""
+        """Claim samples to load them; add to ``taken`` those that no other thread or process has claimed."""
         self._take(indices, 0, self._loading, taken)
 
     def to_write(self, indices: _Indices | list[int], taken: set[int]) -> None:
-        """Claim samples to write them; note in ``taken`` those that no other thread or process is writing."""
+        """Claim samples to write them; add to ``taken`` those that no other thread or process is writing."""
         self._take(indices, _WRITING, self._writing, taken)
         if WEAKLY_ORDERED:
             order_loads()  # the caller reads the state bytes after the words
@@ -65,7 +65,7 @@ class Claims:
                 self._segment.run_locked(_LOCK, 1, lambda: marks(indices, mark, ours, taken), None)
 
     def _enter_process(self) -> None:
-        """Forget the claims of the parent in a forked child, which has none of its own. Call it with the guard held."""
+        """Forget the claims of the parent in a forked child, which starts without claims. Call it with the guard held."""
         if self._holder != self._segment.holder:
             self._holder = self._segment.holder
             self._loading.clear()
@@ -98,7 +98,7 @@ class Claims:
         self._words[indices] = self._holder | mark
 
     def end_writing(self, taken: set[int]) -> None:
-        """Give up claims to write, after the state bytes were set."""
+        """Release claims to write, after the state bytes were set."""
         with self._segment.guard:  # else another thread could claim a sample between the two, and be forgotten
             if len(taken) > 1:
                 indices = np.fromiter(taken, np.int64, len(taken))
@@ -110,7 +110,7 @@ class Claims:
             self._writing -= taken
 
     def end_loading(self, taken: set[int]) -> None:
-        """Give up claims to load, as far as nobody has taken them to write."""
+        """Release claims to load, except those that a process has taken to write."""
         with self._segment.guard:
             self._loading -= taken
             if any(self._word[idx] == self._holder for idx in taken):
@@ -122,7 +122,7 @@ class Claims:
                 self._word[idx] = 0
 
     def wait_to_load(self, idx: int, taken: set[int], timeout_s: float, over: Callable[[], bool]) -> None:
-        """Wait until this thread has claimed a sample to load, or ``over()`` is true, or the time is over."""
+        """Wait until this thread has claimed a sample to load, or ``over()`` is true, or ``timeout_s`` has passed."""
 
         def ready() -> bool:
             self.to_load([idx], taken)
@@ -132,11 +132,11 @@ class Claims:
             self._segment.wait_for_holder(self._word[idx] & ~_WRITING, ready, timeout_s)
 
     def is_claimed(self, idx: int) -> bool:
-        """Whether a process has claimed a sample, and has not ended since."""
+        """Return whether a process has claimed a sample, and has not ended since."""
         return bool(self._word[idx]) and self._segment.is_held(self._word[idx] & ~_WRITING)
 
     def run_unwritten(self, work: Callable[[], None]) -> bool:
-        """Run ``work`` while nobody can claim a sample. Return False if somebody is writing one."""
+        """Run ``work`` while no process can claim a sample. Return False if a process is writing one."""
         with self._segment.guard:
             self._enter_process()
             return not self._writing and self._segment.run_locked(_LOCK, 1, lambda: self._run_unwritten(work), False)
@@ -148,7 +148,7 @@ class Claims:
         return True
 
     def writer(self) -> int:
-        """Return the holder of a claim to write, of another process; 0 if nobody else writes."""
+        """Return the holder of another process's claim to write; 0 if no other process writes."""
         words = np.unique(self._words[self._words >= _WRITING]).tolist()
         holders = [word & ~_WRITING for word in words]
         return next((holder for holder in holders if holder != self._holder and self._segment.is_held(holder)), 0)

@@ -1,8 +1,11 @@
 """Lay out the file of a segment, and read and write its header.
 
+A *segment* is a file in memory that processes share. Its *owner* is the cache or ring whose data it holds. An *extent* is the
+part of the data that is reserved at a time.
+
     0            header: magic, format version, sizes, checksum; a descriptor in JSON; words that may change
-    4096         counter rows, one for each attached process
-    + 64 KiB     extent states, one byte for each extent of the data
+    ROWS_AT      `ROWS` counter rows of `ROW_WORDS` words, one row for each attached process
+    EXTENTS_AT   extent states, one byte for each extent of the data
     control      bytes of the owner, reserved from the start (a cache keeps one state byte per sample here)
     data         data of the owner, at a multiple of 2 MiB, reserved extent by extent
 
@@ -35,7 +38,7 @@ EXTENTS_AT = ROWS_AT + ROWS * ROW_WORDS * 8
 UNRESERVED, RESERVED, REFUSED = range(3)  # the states of an extent
 
 HUGE_PAGE = 2 * MIB
-_CHUNK = MIB  # read at a time
+_CHUNK = MIB  # bytes that are read at a time
 _ZEROS = bytes(4096)
 
 
@@ -116,7 +119,7 @@ class Layout:
         """Read the layout of a file, and check it against the file.
 
         Raises:
-            SegmentError: the file is not a segment, has another format, is damaged, or was cut. The message goes on after the
+            SegmentError: the file is not a segment, has another format, is damaged or truncated. The message goes on after the
                 path of the file: "is damaged: …".
         """
         header = os.pread(fd, _HEADER.size, 0)
@@ -136,22 +139,22 @@ class Layout:
         return layout
 
     def _check_backed(self, fd: int, reserved_bytes: int) -> None:
-        """Raise SegmentError unless the file has the size and the memory that it needs for so many reserved bytes of data."""
+        """Raise SegmentError unless the file has the size and the memory that it needs with ``reserved_bytes`` of data."""
         status = os.fstat(fd)
         if status.st_size != self.size:
             raise SegmentError(f"is damaged: it has {status.st_size} bytes, its header says {self.size}.")
         backed = self.memory_bytes(reserved_bytes)
-        if status.st_blocks * 512 < backed:  # another process cut the file and stretched it again
+        if status.st_blocks * 512 < backed:  # another process truncated the file and extended it again
             raise SegmentError(
                 f"is damaged: it has {format_size(status.st_blocks * 512)} of memory, expected {format_size(backed)}."
             )
 
     def promised_bytes(self, reserved_bytes: int, limit: int) -> int:
-        """Return the bytes of data that may still be reserved. ``limit``: of those that may be reserved; 0 for all."""
+        """Return the bytes of data that may still be reserved. ``limit``: the most that may be reserved; 0 for all."""
         return max(0, min(limit or self.data_bytes, self.data_bytes) - reserved_bytes)
 
     def memory_bytes(self, reserved_bytes: int) -> int:
-        """Return the memory that the file takes with so many reserved bytes of data."""
+        """Return the memory that the file takes with ``reserved_bytes`` of data."""
         return _round_up(self.control_at + self.control_bytes, mmap.PAGESIZE) + _round_up(reserved_bytes, mmap.PAGESIZE)
 
     def count_reserved(self, fd: int) -> int:
@@ -167,18 +170,18 @@ class Layout:
 
 
 def read_chunks(fd: int, at: int, nbytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yield ``nbytes`` bytes of a file from ``at`` on in pieces, each with its offset from ``at``. Fewer if the file is cut."""
+    """Yield ``nbytes`` bytes of a file from ``at`` on in pieces, each with its offset from ``at``; fewer if the file ends."""
     for begin in range(0, nbytes, _CHUNK):
         yield begin, os.pread(fd, min(_CHUNK, nbytes - begin), at + begin)
 
 
 def persists(fd: int) -> bool:
-    """Whether the file of a segment stays when no process holds it."""
+    """Return whether the file of a segment stays when no process holds it."""
     return os.pread(fd, 1, PERSISTS_AT) != b"\0"
 
 
 def sum_rows(rows: bytes | memoryview) -> list[int]:
-    """Return the sums of the counter rows. Of a file that is being cut, only whole rows count."""
+    """Return the sums of the counter rows. Of a file that is being truncated, only whole rows count."""
     row_bytes = 8 * ROW_WORDS
     data = bytes(rows[: len(rows) // row_bytes * row_bytes])
     used = len(data)

@@ -9,9 +9,9 @@ _T = TypeVar("_T")
 
 
 class LeaseTracker(Generic[_T]):
-    """Leases items. An item is leased as long as an object lives that stands for its memory, and comes back when that has died.
+    """Leases items. An item is leased while the object lives that stands for its memory, and released when that object dies.
 
-    The object may die anywhere, also within the garbage collector. Only a C function notes it there; none of our code runs.
+    The object may die anywhere, also within the garbage collector. There only a C function runs, which notes it.
     Threads may share a tracker: it uses single calls of a deque and a dict, and no lock that a fork could find held.
     """
 
@@ -26,11 +26,11 @@ class LeaseTracker(Generic[_T]):
 
     @property
     def any_released(self) -> bool:
-        """Whether an item has come back since the last call of `released`."""
+        """Whether an item was released since the last call of `released`."""
         return bool(self._dead)
 
     def released(self) -> Iterator[_T]:
-        """Yield the items that have come back since the last call."""
+        """Yield the items that were released since the last call."""
         while True:
             try:
                 ref = self._dead.popleft()

@@ -1,7 +1,7 @@
 """Find or make the segment of a name, which all processes of this user on this machine share.
 
 A new segment is made without a name. Its header and control bytes are written, and only then is it linked under its name: no
-process ever finds half of a segment, and a process that is killed on the way leaves nothing. A segment that exists is attached
+process ever finds half of a segment, and a process that is killed before that leaves nothing. A segment that exists is attached
 to if it was made for the same data. One for other data is replaced if no process holds it, and refused otherwise.
 """
 
@@ -37,7 +37,7 @@ DETAIL = " | before the cache: "
 
 _AT_EMPTY_PATH = 0x1000  # flag of linkat: link the descriptor itself
 
-_LONGEST = 400  # characters of a value of an identity; longer values are cut and compared by their hash
+_LONGEST = 400  # characters of a value of an identity; longer values are truncated and compared by their hash
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Descriptor:
         return descriptor
 
     def _is_sane(self, layout: Layout) -> bool:
-        """Whether all values have the right type, and do not claim more than the file has."""
+        """Return whether all values have the right type, and do not claim more than the file has."""
         samples, capacity, slot = (self.facts.get(name, 0) for name in ("dataset_len", "capacity", "slot_bytes"))
         return (
             type(self.created) in (int, float)
@@ -182,7 +182,7 @@ def find(name: str, uid: int | None = None) -> str:
 
 @contextlib.contextmanager
 def peek(at: int, path: str) -> Iterator[tuple[int, bool]]:
-    """Give a descriptor to read the file at ``path`` without attaching, and whether a process holds the file.
+    """Yield a descriptor to read the file at ``path`` without attaching, and whether a process holds the file.
 
     Raises:
         SegmentError: the file does not exist, or is not of the kind that segments are.
@@ -260,7 +260,7 @@ def _attach(at: int, path: str, wanted: Identity, new: bool = False) -> tuple[Se
         return None
     segment = attached(key)
     if segment is not None:
-        _, descriptor = _read(segment.fd, path)  # raises if the file was cut: reading there would kill this process
+        _, descriptor = _read(segment.fd, path)  # raises if the file was truncated: reading there would kill this process
         _check(path, key, descriptor, wanted)
         return segment, descriptor
     fd = registry.open_file(at, path)
@@ -272,7 +272,7 @@ def _attach(at: int, path: str, wanted: Identity, new: bool = False) -> tuple[Se
         if registry.is_held(fd):
             _check(path, key, descriptor, wanted)
         elif difference := descriptor.differences(wanted):
-            logger.warning("cache %r was left behind for other data: %s. Starting afresh.", os.path.basename(path), difference)
+            logger.warning("cache %r was left behind for other data: %s. It is replaced.", os.path.basename(path), difference)
             os.unlink(os.path.basename(path), dir_fd=at)
             abandon(key, fds)
             return None
@@ -317,7 +317,7 @@ def _users(pids: list[int]) -> str:
 
 
 def _take_over(fd: int, path: str, layout: Layout, descriptor: Descriptor) -> None:
-    """Reset the counters, the warnings given and the refused extents of a segment that no process holds."""
+    """Reset the counters, the given warnings and the refused extents of a segment that no process holds."""
     if str(descriptor.identity.get("fingerprint") or DETAIL).startswith(DETAIL):
         logger.warning(
             "cache %r is from an earlier run, of %s. Without a fingerprint it is unknown whether its data has changed since: "

@@ -29,7 +29,7 @@ NUMPY_DTYPES: dict[torch.dtype, type[np.generic]] = {
 }
 """The dtypes that numpy has too. Tensors over arrays are made without releasing the GIL, for which threads compete."""
 
-_SMALL = 1 << 16  # bytes; smaller memory comes from malloc, which uses it again anyway
+_SMALL = 1 << 16  # bytes; smaller memory comes from malloc, which reuses it anyway
 _SPARE = 16  # the most pieces of memory of one size that wait to be used again
 
 

@@ -8,9 +8,9 @@ NOTE [ Private views ]
     A batch of samples is one lease. Slots may share a page with their neighbours (also the last slot of one column with the
     first of the next). So while the lease lasts, its slots and their neighbours are copied for other batches: a view would show
     what the caller wrote. When the last view of the batch is gone, its written pages are dropped, and the mapping shows the
-    cache again. /proc/self/pagemap tells which pages were written; if it cannot be read, all pages of the batch are dropped.
+    cache again. /proc/self/pagemap shows which pages were written; if it cannot be read, all pages of the batch are dropped.
 
-    Samples that are set never change, so it does not matter when a page is copied. Overwriting a sample or clearing the cache
+    Samples that are set never change, so a page may be copied at any time. Overwriting a sample or clearing the cache
     changes the samples that callers hold, as it does with ``copy=False``.
 """
 
@@ -110,7 +110,7 @@ class PrivateViews:
 
 
 def _written(first: _Pages, stop: _Pages) -> tuple[list[int], list[int]]:
-    """Return the ranges of pages, from ``first`` to ``stop``, that were written; all ranges if that cannot be found out."""
+    """Return the ranges of pages, from ``first`` to ``stop``, that were written; all ranges if the kernel does not show it."""
     counts = 8 * (stop - first)
     ends = np.cumsum(counts)
     entries = np.empty(ends[-1] // 8, np.uint64)

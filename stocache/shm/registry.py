@@ -16,7 +16,7 @@ NOTE [ Interrupts and finalizers ]
     is noted before it is locked, the lock is released before the descriptor is forgotten, and `run_locked` releases twice.
 
     The garbage collector may also run there, and find a segment that is not used any more. Leaving it takes the lock of
-    the directory, which this very thread may hold, or be about to take. So finalizers only register a task (`when_free`). It
+    the directory, which this thread may hold, or be about to take. So finalizers only register a task (`when_free`). It
     runs at once if `attaching` is free; else the thread that holds `attaching` runs it afterwards.
 
 NOTE [ Whose directory ]
@@ -122,7 +122,7 @@ def directories_of(uid: int | None = None) -> Iterator[str]:
 
 
 def _is_private_memory(folder: str, uid: int) -> bool:
-    """Whether only one user may use a folder, and it is a tmpfs."""
+    """Return whether only one user may use a folder, and it is a tmpfs."""
     try:
         status = os.lstat(folder)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != uid or status.st_mode & 0o077:
@@ -221,7 +221,7 @@ class _Lock:
         return None
 
     def release(self) -> None:
-        """Give the lock back. Twice is fine."""
+        """Release the lock. Twice is fine."""
         fd = self._fd
         if fd is None:
             return
@@ -284,7 +284,7 @@ class _Lock:
 
 
 def _leads_to(path: str, fd: int) -> bool:
-    """Whether a path still leads to the file of a descriptor."""
+    """Return whether a path still leads to the file of a descriptor."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(fd))
     except FileNotFoundError:
@@ -361,9 +361,9 @@ def close(fd: int) -> None:
 
 
 def is_held(fd: int) -> bool:
-    """Whether a process holds the file of a descriptor that does not itself hold it.
+    """Return whether a process holds the file of a descriptor that does not itself hold it.
 
-    For another user's file the kernel's list of locks says it: trying the lock could disturb the owner.
+    For another user's file, read the kernel's list of locks: trying the lock could disturb the owner.
     """
     if os.fstat(fd).st_uid != os.geteuid():
         return bool(flock_owners(fd))
@@ -439,7 +439,7 @@ def backing_of(path: str) -> str:
 def deleted_files(pid: int, device: int) -> set[str]:
     """Return the former paths of deleted files on a device that a process has open.
 
-    There are none if the process has ended or belongs to another user.
+    The set is empty if the process has ended or belongs to another user.
     """
     paths = set()
     with contextlib.suppress(OSError):

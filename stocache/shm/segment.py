@@ -64,11 +64,11 @@ _REFUSED_WARNING, REJECTED_WARNING, DISK_WARNING = 1, 2, 4  # bits of the byte o
 _GENERATION, _GENERATIONS = ROW_WORDS - 1, 1 << 20  # a word of a counter row, and how many values of it differ
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: kind, whence, start, length, process
-_WAITED_TO_IDLE = 6.0  # after waits of t seconds for a process, do not wait for it again during so many times t
+_WAITED_TO_IDLE = 6.0  # back-off: after waits of t seconds for a process, do not wait for it again for 6 t
 
-_AT_ONCE = 16 * MIB  # reserved under one lock
-_LOOKED_AT_EVERY = 16 * MIB  # that a process reserves, it looks how much memory is left
-MOST_BUFFERS = 1024  # that one pwritev takes: IOV_MAX of Linux
+_AT_ONCE = 16 * MIB  # bytes that are reserved under one lock
+_LOOKED_AT_EVERY = 16 * MIB  # bytes that a process reserves at most before it looks again how much memory is left
+MOST_BUFFERS = 1024  # the most that one pwritev takes: IOV_MAX of Linux
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named in the mmap module
 
 _Result = TypeVar("_Result")
@@ -86,10 +86,10 @@ class Segment:
 
     Attributes:
         control: bytes of the owner, always reserved.
-        counters: eight 64-bit words that only this process writes; `totals` sums them over all processes, also past ones. The
-            last one is the generation of the row.
+        counters: `ROW_WORDS` words of 64 bits that only this process writes; `totals` sums them over all processes, also past
+            ones. The last one is the generation of the row.
         extents: the state of each extent of the data, a byte of `layout`. Read it only.
-        holder: a number that stands for this process among all that have ever attached. 0 if there are too many of them.
+        holder: a number that identifies this process among all that have ever attached. 0 if too many are attached.
         guard: lock for the threads of this process. Take it before `try_lock` and `reserve`.
         fence: a lock that this process always holds. A thread that holds the guard releases it and takes it again, to order
             stores.
@@ -157,7 +157,7 @@ class Segment:
         else:
             row = os.getpid() % ROWS
         self.counters = self._row(row)
-        self.counters[_GENERATION] += 1  # with the row's lock held, so what the one before claimed is nobody's from here on
+        self.counters[_GENERATION] += 1  # with the row's lock held: this ends the claims of the row's last process
         self.holder = self._holder_in(row) if self._fds and row < ROWS - 1 else 0
 
     def _row(self, row: int) -> memoryview:
@@ -183,7 +183,7 @@ class Segment:
                 continue
             try:
                 layout.allocate(fd)
-                if backing == "memfd":  # SIGBUS kills the reader of a file that was cut; files in /dev/shm cannot be sealed
+                if backing == "memfd":  # SIGBUS kills the reader of a truncated file; files in /dev/shm cannot be sealed
                     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             except OSError as error:
                 os.close(fd)
@@ -270,12 +270,12 @@ class Segment:
             logger.debug("madvise(MADV_POPULATE_WRITE): %s", error)
 
     def has(self, start: int, stop: int) -> bool:
-        """Whether data bytes ``[start, stop)`` exist and are reserved."""
+        """Return whether data bytes ``[start, stop)`` exist and are reserved."""
         first, last = start // self.extent_bytes, -(-stop // self.extent_bytes)
         return stop <= self.data_bytes and self.extents[first:last].tobytes().count(RESERVED) == last - first
 
     def refused(self, start: int, stop: int) -> bool:
-        """Whether the machine has refused memory for some of the data bytes ``[start, stop)``."""
+        """Return whether the machine has refused memory for some of the data bytes ``[start, stop)``."""
         return REFUSED in self.extents[start // self.extent_bytes : -(-stop // self.extent_bytes)].tobytes()
 
     def _reserve_extents(self, wanted: list[int], warn: bool) -> bool:
@@ -303,7 +303,7 @@ class Segment:
         return not problem
 
     def _over_limit(self, nbytes: int) -> str:
-        """Return "", or why so many more bytes may not be reserved."""
+        """Return "", or why ``nbytes`` more may not be reserved."""
         if not self.limit or self.reserved_bytes + nbytes <= self.limit:
             return ""
         return f"its part of size_limit_gib is {format_size(self.limit)}, because the ranks of this job cache different samples"
@@ -419,7 +419,7 @@ class Segment:
                 return work() if self._wait(_OWNER_LOCKS + number, count) else late
             finally:
                 self.unlock(number, count)
-        except BaseException:  # an interrupt may have come before the lock was given back
+        except BaseException:  # an interrupt may have come before the lock was released
             self.unlock(number, count)
             raise
 
@@ -456,7 +456,7 @@ class Segment:
         return claimed
 
     def is_held(self, holder: int) -> bool:
-        """Whether the process of a `holder` is attached: its row is locked, and has the same generation."""
+        """Return whether the process of a `holder` is attached: its row is locked, and has the same generation."""
         if holder == self.holder:
             return True
         row = (holder - 1) % ROWS
@@ -502,7 +502,7 @@ class Segment:
     def _wait_for(self, offset: int, length: int, ready: Callable[[], bool], timeout_s: float) -> int | None:
         """Wait until ``ready()``, and return None. After ``timeout_s`` return the process that has the lock; 0 if not visible.
 
-        After a timeout, the same process is not waited for during `_WAITED_TO_IDLE` times the time that it has been waited for.
+        Back-off: after a timeout, the same process is not waited for during `_WAITED_TO_IDLE` times the time waited for it.
         """
         pid = self._holder_of(offset, length)
         again_at, _ = self._timed_out.get(pid, (0.0, 0.0))
@@ -584,7 +584,7 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _behind(buffers: list[Any], nbytes: int) -> list[Any]:
-    """Return what is left of buffers behind their first ``nbytes``, without empty buffers at its beginning."""
+    """Return the rest of buffers behind their first ``nbytes``, without empty buffers at its beginning."""
     for number, buffer in enumerate(buffers):
         view = PickleBuffer(buffer).raw()  # bytes, whatever the format of the buffer
         if nbytes < len(view):
@@ -620,7 +620,7 @@ def _backings(nbytes: int) -> list[str]:
     """Return where to try to create a segment of ``nbytes``, best first.
 
     /dev/shm comes first if it has the room, because an administrator sees and limits it there. Else a memfd comes first: the
-    size of /dev/shm does not limit it. A memfd also comes first if the kernel gives it huge pages: /dev/shm has none unless it
+    size of /dev/shm does not limit it. A memfd also comes first if the kernel gives it huge pages: /dev/shm has them only if it
     was mounted with huge=.
     """
     huge = limits.memfd_huge_policy() in _HUGE_POLICIES
