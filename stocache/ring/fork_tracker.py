@@ -1,4 +1,4 @@
-"""Tracks which memory forked children may still read, so that it is not reused while they live.
+"""Track which memory forked children may still read, so that it is not reused while they live.
 
 A child that the user forks, for example to log a batch, inherits the batches of its parent, and reads them in the same memory.
 So each fork while batches are held makes a pipe. Only the child and its own children keep the writing end: the pipe ends when
@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 
 class ForkTracker:
-    """The children that may read what this process held when it forked them; ``held`` returns what it holds now."""
+    """The children that may read memory that this process held when it forked them; ``held`` returns what it holds now."""
 
     def __init__(self, held: Callable[[], Iterable[Hashable]]) -> None:
         self._held, self._pid = held, os.getpid()
@@ -24,7 +24,7 @@ class ForkTracker:
         _watch_forks()
 
     def seen(self) -> frozenset[Hashable]:
-        """Return what living children have inherited."""
+        """Return the memory that living children have inherited."""
         self._forget_the_dead()
         return frozenset().union(*(seen for _, seen in list(self._inherited)))
 
@@ -51,7 +51,7 @@ class _Pipe:
         self.reader, self.writer = os.pipe()  # both closed on exec
 
     def ended(self) -> bool:
-        """Whether every process with the writing end has exited."""
+        """Return whether every process with the writing end has exited."""
         poll = select.poll()
         poll.register(self.reader, 0)
         return bool(poll.poll(0))  # POLLHUP is always reported

@@ -1,7 +1,7 @@
-"""Pickles a batch into a short pickle, and places the bytes of its tensors and arrays in memory outside of it.
+"""Pickle a batch into a short pickle, and place the bytes of its tensors and arrays in memory outside of it.
 
-It uses pickle's out-of-band buffers (PEP 574), so anything that pickles can be a batch. What cannot be placed stays in the
-pickle, or is sent as torch sends it. Tensors keep their strides and shared storages, as with plain pickle.
+It uses pickle's out-of-band buffers (PEP 574), so anything that pickles can be a batch. Other objects stay in the
+pickle, or are sent as torch sends them. Tensors keep their strides and shared storages, as with plain pickle.
 The pickle comes in pieces, and large bytes objects are pieces of their own. So they are copied once: to where the pickle goes.
 """
 
@@ -21,7 +21,7 @@ _ANY = pickle.PickleBuffer(bytearray())  # stands for bytes that are already pla
 
 
 def pack(batch: Any, place: PlaceBytes) -> tuple[list[bytes], list[tuple[int, int]]]:
-    """Return what `Packer.pack` returns."""
+    """Pack a batch with a new `Packer`; see `Packer.pack`."""
     return Packer().pack(batch, place)
 
 
@@ -31,7 +31,7 @@ def unpack(payload: bytes | memoryview, memory: memoryview, places: Sequence[tup
 
 
 class _Pieces(list[bytes]):
-    """A file that keeps what is written, without copying it."""
+    """A file that keeps the written pieces, without copying them."""
 
     write = list.append
 
@@ -49,7 +49,7 @@ class Packer(ForkingPickler):
     def pack(self, batch: Any, place: PlaceBytes) -> tuple[list[bytes], list[tuple[int, int]]]:
         """Return the pickle of ``batch``, in pieces, and the offset and size of each placed tensor or array, for `unpack`.
 
-        Pieces may be bytearrays of the batch. Raises what pickling raises.
+        Pieces may be bytearrays of the batch. Errors of pickling pass through.
         """
         self._places = _Places(place)
         try:
@@ -110,12 +110,12 @@ class _Places:
 
 
 def _stays(buffer: pickle.PickleBuffer) -> bool:
-    """Whether a buffer stays in the pickle: all do, except those that are placed."""
+    """Return whether a buffer stays in the pickle: all do, except those that are placed."""
     return buffer is not _ANY
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its bytes in host memory, dtype, shape and strides are all that makes up a tensor."""
+    """Return whether a tensor consists of bytes in host memory, dtype, shape and strides only."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout == torch.strided

@@ -1,4 +1,4 @@
-"""Registers the buffers of a ring as pinned memory with CUDA, so that torch need not copy batches to pin them.
+"""Register the buffers of a ring as pinned memory with CUDA, so that torch need not copy batches to pin them.
 
 NOTE [ Copies in flight ]
     ``batch.to("cuda", non_blocking=True)`` returns before the GPU has read the batch. torch tracks such copies only for memory

@@ -1,14 +1,16 @@
 """A ring of reusable buffers in shared memory, through which worker processes pass batches to their parent.
 
+A *lane* is the set of buffers of one worker. A *slot* is the number of a buffer in the whole ring.
+
 NOTE [ Who owns a buffer ]
-    A worker claims a lane of buffers. A kernel lock marks the lane, and ends with the worker. The worker writes a batch into a
+    A worker takes a lane of buffers. A kernel lock marks the lane, and ends with the worker. The worker writes a batch into a
     FREE buffer, marks it SENT, and sends a few bytes that say where it is. The parent unpickles them, marks the buffer HELD,
     and builds tensors over the same memory. When the last tensor or view is gone, the buffer is FREE again. So in each state
     only one process may change the state, and no lock is needed. If no buffer is free, no process waits: the batch is sent as
     torch sends it. The word of a buffer also counts its batches, so a message about an earlier batch is refused.
 
-    The end of a tensor is only recorded where it happens (`LeaseTracker`). `reap` frees the buffer when the next batch is asked
-    for or arrives.
+    The end of a tensor is only recorded where it happens (`LeaseTracker`). `reap` frees the buffer when the next batch is
+    requested or arrives.
 
     A loop that ends early leaves buffers SENT by workers that have exited. The next worker on the lane frees them once their
     iteration is over, that is, not among those that the parent lists as live.
@@ -182,14 +184,14 @@ class Ring:
     # ------------------------------------------------------------------------------------------------ sending
 
     def lane(self, iteration: int) -> "Lane | None":
-        """Return the lane of this process, claimed at the first call; None if no lane is free."""
+        """Return the lane of this process, taken at the first call; None if no lane is free."""
         if (self._lane is None or not self._lane.mine) and self.works and iteration:
             self._lane = self._claim(iteration)
         return self._lane
 
     def _claim(self, iteration: int) -> "Lane | None":
         segment = self._segment
-        # last come lanes of workers that died in this iteration: their records say at which batch
+        # last come lanes of workers that died in this iteration: their owner words say at which batch
         for number in sorted(range(self.lanes), key=lambda number: self._owners[number * _LANE_WORDS] == iteration):
             owner = self._owners[number * _LANE_WORDS : (number + 1) * _LANE_WORDS]
             first = number * self.depth
@@ -296,7 +298,7 @@ class Lane:
 
     @property
     def mine(self) -> bool:
-        """Whether this process claimed the lane; False in a forked child."""
+        """Whether this process took the lane; False in a forked child."""
         return self._pid == os.getpid()
 
     def record_request(self, number: int) -> None:
