@@ -1,13 +1,13 @@
 """Allocate the memory of a cache: new, or that of other processes with the same name, or of other ranks of this job.
 
 NOTE [ Sharing between ranks ]
-    A rank uses the cache that another rank has made if that has the same arguments and is for the same samples. What is known
-    of the samples is in the *proof*: the class of the dataset, the steps before the cache, some entries of its tables, and a
+    A rank uses the cache that another rank has made if that has the same arguments and is for the same samples. The *proof*
+    describes the samples: the class of the dataset, the steps before the cache, some entries of its tables, and a
     digest of each probed sample. All of it is compared when the cache is made, without a call to other ranks: a rank that
     comes late finds a warm cache, and one that never comes is not waited for.
 
-    Ranks that make different caches at one place of the program have a part of the limit each. What one of them has reserved
-    by then stays, so that all together never take more than the limit.
+    Ranks that make different caches at one place of the program have a part of the limit each. The memory that one of them
+    has reserved by then stays, so that all together never take more than the limit.
 """
 
 import dataclasses
@@ -56,9 +56,10 @@ class CacheLayout:
         identity: must be equal, like the number of samples, before another process may attach to a cache of the same name.
         structure: the structure of each sample; None if samples vary in size.
         placement: which samples get the slots; None if samples vary in size.
-        expected_bytes: what all samples take, if they vary in size and that is known roughly. Of what the machine can spare,
-            "auto" then takes twice that, or half of it if that is more.
-        agrees: whether there is an `Agreement` between ranks: 8 bytes for each sample, which the limit does not count either.
+        expected_bytes: the estimated bytes of all samples, if they vary in size. "auto" then takes twice that at most, or half
+            of the memory that the machine can spare if that is more.
+        agrees: whether there is an `Agreement` between ranks: 8 bytes for each sample and a table of the ranks, which the limit
+            does not count either.
     """
 
     dataset_len: int
@@ -84,7 +85,7 @@ class CacheLayout:
 
     @property
     def unit(self) -> str:
-        """What the capacity counts: "slots" or "bytes"."""
+        """The quantity that the capacity counts: "slots" or "bytes"."""
         return "bytes" if self.structure is None else "slots"
 
     def capacity_within(self, limit: int) -> int:
@@ -113,7 +114,7 @@ class CacheLayout:
         return capacity
 
     def affordable(self, size_limit_gib: float | str, named: bool, most: int | None = None) -> int:
-        """Return the capacity that a limit stands for; or what the machine can give if that is less, with a warning.
+        """Return the capacity that a limit stands for; or that of the memory that the machine gives, if less, with a warning.
 
         ``most``: the bytes that this cache may have of a limit that it shares with others.
 
@@ -180,10 +181,10 @@ _made: Counter[str] = Counter()  # by place of the program: how many caches this
 
 @dataclass(frozen=True)
 class Proof:
-    """What is known of the samples of a cache, to compare it between ranks.
+    """A description of the samples of a cache, to compare it between ranks.
 
     Attributes:
-        facts: texts that must be equal, by what they describe.
+        facts: texts that must be equal, by their subject.
         samples: digests of some samples, by index. Those that both ranks know must be equal, and there must be one.
     """
 
@@ -323,7 +324,7 @@ class _Opener:
         return max(0, min(part, left))
 
     def _total(self) -> int:
-        """Return what all ranks may have together."""
+        """Return the bytes that all ranks may have together."""
         return recommended_limit(False, siblings.promised_bytes()) if self._size == "auto" else parse_size(self._size)
 
     def _agrees(self, sibling: Sibling) -> bool:
@@ -336,7 +337,7 @@ class _Opener:
         wanted = dict(self._identity)
         probed = wanted.pop("probed", None)
         if probed is not None:
-            del wanted["place"]  # the samples tell caches apart
+            del wanted["place"]  # the samples identify the caches
         if descriptor.identity.keys() - {"place", "probed", self._layout.unit} != wanted.keys() - {"place"}:
             return "it is of another kind"
         difference = descriptor.differences(wanted)

@@ -164,8 +164,8 @@ class Arena:
     def clear(self) -> None:
         """Free all room. No process may be reading or writing. The numbers of treedefs go on, so that none is used twice.
 
-        If this process is killed after any of the steps, the arena is sound: first writers read the treedefs again, then there
-        are none to read, then the room is free. The bytes may be zeroed after that.
+        If this process is killed after any of the steps, the arena is sound: first writers read the treedefs again, then the
+        list of treedefs is empty, then the room is free. The bytes may be zeroed after that.
         """
         self._words[_GENERATION] += 1
         self._words[_NEWEST] = 0

@@ -5,7 +5,7 @@ A cache publishes samples; its `SampleStore` has their bytes: `SlotArrays` in a 
 NOTE [ Publishing a slot ]
     Writers of one slot exclude each other by claims (NOTE [ Claims ]). A writer claims all samples of a batch at once, reads
     their state bytes again, copies the samples in, releases the fence lock and takes it again, and only then sets the bytes to
-    SET. Releasing a lock and then taking one keeps the two stores in order on every processor, also on ARM. A writer that is
+    SET. Releasing a lock and then taking one keeps the two stores in order on every CPU, also on ARM. A writer that is
     killed before it sets the bytes leaves empty slots, and its claims end with it; the next process to miss the samples fills
     the slots. A set slot never changes again. So a reader needs no lock: it reads the byte, then the row, in this order
     (NOTE [ Reading in order ]).
@@ -20,7 +20,8 @@ NOTE [ Nested loads ]
     and would wait for the other's. So a thread that loads a sample under a claim does not wait for claims of samples: it loads
     them at once, though another process may be loading them too. The same holds for a sample that its own load asks for. Within
     the load of a sample a thread waits for claims of blocks only, and within the load of a block it does not wait. A cache on a
-    disk, which a cache in memory asks for its misses, may be waited for: who has claimed a sample there waits for no other.
+    disk, which a cache in memory asks for its misses, may be waited for: a thread that has claimed a sample there waits for no
+    other.
 """
 
 import contextlib
@@ -82,7 +83,7 @@ class SampleStore(Protocol):
     """How the samples of a cache are stored and read. The cache takes the locks, and knows which samples are set.
 
     Attributes:
-        gathers_from: batches of at least so many samples are read by `load_many`; smaller ones are faster sample by sample.
+        gathers_from: the size from which batches are read by `load_many`; smaller ones are faster sample by sample.
         unreadable: why `load` returned MISSING in this process, if it did: the module of a sample's class is not imported here.
         may_miss: whether `load` may return MISSING for a sample that was set, because it is damaged. The sample is EMPTY then.
     """
@@ -95,10 +96,10 @@ class SampleStore(Protocol):
         """See the attributes."""
 
     def encode(self, sample: Any, where: str, /) -> Any:
-        """Return what `write` is to write. Raises SampleError, whose message begins with ``where``."""
+        """Return a sample encoded for `write`. Raises SampleError, whose message begins with ``where``."""
 
     def encode_many(self, samples: list[Any]) -> list[Any] | None:
-        """Return what `write_many` is to write; None if a sample does not fit: `encode` says which, and why."""
+        """Return samples encoded for `write_many`; None if a sample does not fit: `encode` says which, and why."""
 
     def write_many(self, indices: list[int], encoded: Sequence[Any], costs_s: Sequence[float | None]) -> list[int | None]:
         """Write encoded samples where `load` finds them. This thread has the claims to write them; the guard is free.
@@ -108,7 +109,7 @@ class SampleStore(Protocol):
         """
 
     def write(self, idx: int, encoded: Any, cost_s: float | None, /) -> int | None:
-        """As `write_many` for one sample, which costs a third of what it costs there."""
+        """Write one sample, as `write_many` does, at a third of its cost."""
 
     def slot(self, idx: int, /) -> int:
         """Return the slot of a sample that is set."""
@@ -120,23 +121,23 @@ class SampleStore(Protocol):
         """Return private copies of samples. All of them are set."""
 
     def refused(self, idx: int) -> bool:
-        """Whether the machine has refused the memory for a sample that is not set."""
+        """Return whether the machine has refused the memory for a sample that is not set."""
 
     def has_room_for(self, states: np.ndarray[Any, np.dtype[np.uint8]]) -> bool:
-        """Whether all samples that are EMPTY will have room, if they are as large as those that are SET."""
+        """Return whether all samples that are EMPTY will have room, if they are as large as those that are SET."""
 
     def has_room(self, encoded: Collection[Any]) -> bool:
-        """Whether all of these encoded samples, none of which is outside the cache, can be written."""
+        """Return whether all of these encoded samples, none of which is outside the cache, can be written."""
 
     def clear(self) -> None:
-        """Drop all samples. Nobody writes, and none is set."""
+        """Drop all samples. No process writes, and no sample is set."""
 
     def amounts(self, filled: int) -> dict[str, int]:
-        """Return ``slots``, ``slot_bytes`` and ``capacity_bytes`` of `CacheStats` for so many cached samples."""
+        """Return ``slots``, ``slot_bytes`` and ``capacity_bytes`` of `CacheStats` for ``filled`` cached samples."""
 
 
 class SampleCache:
-    """What `SharedCache` and `RaggedCache` have in common: all but how samples are stored."""
+    """The base of all caches: everything but how samples are stored."""
 
     _RELEASED: ClassVar[tuple[str, ...]] = (
         "_segment",
@@ -155,7 +156,7 @@ class SampleCache:
 
     _records_loads: ClassVar[bool] = True  # False for a cache behind another one, which does
 
-    _total_bytes: int = 0  # of a cache that is kept ready: what all ranks may have
+    _total_bytes: int = 0  # of a cache that is kept ready: the bytes that all ranks may have
 
     revises: bool = False
     """Whether a sample that was not kept when it was set may be kept when it is set again."""
@@ -252,7 +253,7 @@ class SampleCache:
         return mask if self._agreement is None else mask & self._agreement.allowed(indices)
 
     def _is_doubted(self, idx: int) -> bool:
-        """Whether a sample is set by a rank whose samples this rank has to compare. See NOTE [ Ranks that agree ]."""
+        """Return whether a sample is set by a rank whose samples this rank has to compare. See NOTE [ Ranks that agree ]."""
         return self._agreement is not None and self._states[idx] == SET and not self._agreement.allows(idx)
 
     def _judge(self, idx: int, value: Any) -> None:
@@ -287,7 +288,7 @@ class SampleCache:
         self._set(idx, value, allow_overwrite)
 
     def _set(self, idx: int, value: Any, overwrite: bool = False) -> None:
-        """Encode and publish a sample, and count what became of it. Raises SampleError and SlotError."""
+        """Encode and publish a sample, and count the outcome. Raises SampleError and SlotError."""
         encoded = self._store.encode(value, f"set_slot({idx})")
         self._publish([idx], [encoded], [self._cost_of(idx, overwrite)], overwrite)
         self._judge(idx, value)
@@ -331,7 +332,7 @@ class SampleCache:
         overwrite: bool = False,
         count_races: bool = True,
     ) -> None:
-        """Store samples, each once in ``indices``, and count what became of them. See NOTE [ Publishing a slot ]."""
+        """Store samples, each once in ``indices``, and count the outcomes. See NOTE [ Publishing a slot ]."""
         if len(indices) == 1:
             self._publish_one(indices[0], encoded[0], costs_s[0], overwrite, count_races)
             return
@@ -393,7 +394,7 @@ class SampleCache:
         logger.warning("sample %d stays uncached: %s", idx, str(error))
         return REFUSED
 
-    # ------------------------------------------------------------------------------------------------ loading what misses
+    # ------------------------------------------------------------------------------------------------ loading misses
 
     def get_or_load(
         self, idx: int, load: Callable[[int], Any], *, copy: bool = True, strict: bool = True, timeout_s: float = 10.0
@@ -501,7 +502,7 @@ class SampleCache:
         claimed: Collection[int] = (),
         ahead: Container[int] = (),
     ) -> None:
-        """Put into ``samples``, where it has MISSING, what ``load`` returns; except samples that others are loading. Cache it.
+        """Load and cache the samples that are MISSING in ``samples``, except those that others are loading. Put them there.
 
         ``encode_rows`` is called with rows of the batch and their samples, in place of `SampleStore.encode_many`. ``claimed``
         and ``ahead``: as for `get_or_load_many`.
@@ -590,19 +591,19 @@ class SampleCache:
             yield part, loaded, costs_s
 
     def holds_all(self) -> bool:
-        """Whether all samples that are not outside the cache will have room in it, as far as can be told."""
+        """Return whether all samples that are not outside the cache will have room in it; an estimate if sizes vary."""
         return self._store.has_room_for(self._aux.numpy())
 
     def fillable(self, idx: int) -> bool:
-        """Whether sample ``idx`` is not cached, and can be. A process without a counter row cannot: all are taken."""
+        """Return whether sample ``idx`` is not cached, and can be. A process without its own counter row caches nothing."""
         return self._states[idx] == EMPTY and self._segment.holder > 0 and not self._store.refused(idx)
 
     def holds(self, idx: int) -> bool:
-        """Whether sample ``idx`` is cached."""
+        """Return whether sample ``idx`` is cached."""
         return self._states[idx] == SET
 
     def keeps(self, idx: int) -> bool:
-        """Whether sample ``idx`` is cached, or will be. Where cost decides, only those that are cached are known to stay."""
+        """Return whether sample ``idx`` is cached, or will be. With admission by cost, only cached samples are sure to stay."""
         return self.holds(idx) or (not self.revises and self.fillable(idx))
 
     def peek(self, idx: int) -> Any:
@@ -610,7 +611,7 @@ class SampleCache:
         return self._load(self._slot(idx), True) if self.set_among(np.array([idx]))[0] else MISSING
 
     def claim_to_load(self, indices: list[int], taken: set[int]) -> None:
-        """Claim samples that are not cached; note in ``taken`` those that can be, and that nobody else is loading.
+        """Claim samples that are not cached; add to ``taken`` those that can be, and that nobody else is loading.
 
         Until `end_loading`, other threads and processes wait for them.
         """
@@ -622,7 +623,7 @@ class SampleCache:
                 taken -= cached
 
     def end_loading(self, taken: set[int]) -> None:
-        """Give up the claims that `claim_to_load` noted, and forget them."""
+        """Release the claims that `claim_to_load` added to ``taken``, and empty it."""
         if taken:
             self._claims.end_loading(taken)
             taken.clear()
@@ -672,7 +673,7 @@ class SampleCache:
 
     @contextlib.contextmanager
     def claimed(self, indices: Iterable[int]) -> Iterator[list[int]]:
-        """Claim the samples among ``indices`` that can be cached and are not, and that nobody is loading. Enter with these."""
+        """Claim the samples among ``indices`` that can be cached and are not, and that nobody is loading. Yield these."""
         outer, taken = _loading.samples, set[int]()
         try:
             self.claim_to_load(list(indices), taken)
@@ -696,7 +697,7 @@ class SampleCache:
                 self._segment.release_claim(claim)
 
     def set_if_empty(self, indices: Iterable[int], values: Iterable[Any]) -> None:
-        """Cache samples that were loaded together with one that was missed: all empty ones; or none, if not all have room."""
+        """Cache neighbours of a miss. All or nothing: if they do not all fit, none is cached, now or later."""
         encoded: dict[int, Any] = {}
         for idx, value in zip(indices, values, strict=True):
             if self._states[idx] == EMPTY:
@@ -705,12 +706,12 @@ class SampleCache:
         self._publish_all(list(encoded), list(encoded.values()))
 
     def set_encoded_if_empty(self, encoded: Mapping[int, Any]) -> None:
-        """Cache samples as `set_if_empty` does, given what the store's ``encode`` returns for them, by index."""
+        """Cache samples as `set_if_empty` does, given their encoded form from the store's ``encode``, by index."""
         empty = [idx for idx in encoded if self._states[idx] == EMPTY]
         self._publish_all(empty, [encoded[idx] for idx in empty])
 
     def _publish_all(self, indices: list[int], encoded: list[Any]) -> None:
-        """Cache encoded samples, all of them that are empty; or exclude them all, if not all have room."""
+        """Cache encoded samples that are empty. If they do not all fit, exclude them all."""
         if self._store.has_room(encoded):
             self._publish(indices, encoded, [None] * len(indices), count_races=False)
         else:
@@ -842,14 +843,14 @@ class SampleCache:
         self._segment.limit = 1
 
     def grow_beside(self, shared: Segment) -> None:
-        """Take a part of what the limit leaves beside a segment that ranks share, which grows no more."""
+        """Take a part of the bytes that the limit leaves beside a segment that ranks share, which grows no more."""
         used = shared.reserved_bytes
         shared.limit = used
         self._segment.limit = (self._total_bytes - used) // max(2, shared.ranks)
 
     @property
     def _own(self) -> Any:
-        """The cache of this rank alone; None where there is no agreement with others. See NOTE [ Ranks that agree ]."""
+        """The cache of this rank alone; None where there is no agreement with other ranks. See NOTE [ Ranks that agree ]."""
         return None if self._agreement is None else self._agreement.own
 
     @property

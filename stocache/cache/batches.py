@@ -123,7 +123,7 @@ class LazyBatch:
         self._loaded: dict[int, Any] = {}
 
     def claim_missing(self) -> list[int]:
-        """Claim the samples that are not cached. Return the rows to load: of these, and of those that cannot be cached.
+        """Claim the samples that are not cached. Return the positions in the batch to load: these, and those never cached.
 
         A sample that another thread or process is loading is waited for when the batch is gathered. Then those of the next tier
         are read, too.
@@ -208,7 +208,7 @@ class LazyBatch:
 
     @staticmethod
     def gather_together(batches: "list[LazyBatch]", empty: Empty) -> list[Any] | None:
-        """Return what `gather` returns for each of several batches of one cache, after one gather into the same memory.
+        """Return the result of `gather` for each of several batches of one cache, after one gather into the same memory.
 
         None unless `claim_missing` has found that all are cached.
         """
@@ -236,7 +236,7 @@ class DirectBatch(LazyBatch):
     """A batch whose samples are all loaded, because those that are cached may not be served any more."""
 
     def claim_missing(self) -> list[int]:
-        """Return no rows: the samples are loaded when the batch is read, in the order of the batch."""
+        """Return no positions: the samples are loaded when the batch is read, in the order of the batch."""
         return []
 
     def read(self) -> list[Any]:

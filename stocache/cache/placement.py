@@ -1,14 +1,14 @@
 """Compute which samples are resident, and in which slot: by arithmetic that is the same in every process, without messages.
 
-With a new order in each epoch every sample is read once an epoch, so no policy serves more than never evicting. What remains is
-the choice *which* samples are kept. `Placement` is that choice, `Ordering` applies it to a dataset, and `Residency` to a cache.
+With a new order in each epoch every sample is read once an epoch, so no policy serves more than never evicting. The only choice
+left is *which* samples are kept. `Placement` is that choice, `Ordering` applies it to a dataset, and `Residency` to a cache.
 
 NOTE [ Ordering ]
     A placement orders the samples of a dataset, block by block, and divides the ordering evenly among the nodes. The cache of a
     node keeps the samples at the beginning of its part, as many as it has slots. A cache that is larger than the part begins
-    earlier instead, and ends where the part ends. So the caches of P nodes add up, whatever their sizes. Of two samples of a
-    part, the node is more likely to have the first, and the next node is more likely to have the second as well. All nodes know
-    that, without knowing how large the caches of the others are.
+    earlier instead, and ends where the part ends. So the caches of P nodes overlap only where one is larger than its part. Of
+    two samples of a part, the node is more likely to have the first, and the next node is more likely to have the second as
+    well. All nodes know that, without knowing how large the caches of the others are.
 """
 
 import math
@@ -56,7 +56,7 @@ class Placement:
             evenly over all indices, so that every class and every range of the data has its share.
         unit: samples in a block; or the `BlockBounds` of blocks of varying size. Whole blocks are kept: for data that is read
             by the block.
-        node, nodes: number of this machine, and of all machines. Each machine has its own part, so that the caches add up.
+        node, nodes: number of this machine, and of all machines. Each machine has its own part: their caches are disjoint.
 
     Raises:
         LimitError: the order is unknown, ``unit`` or ``nodes`` is below 1, or ``node`` is outside ``[0, nodes)``.

@@ -78,7 +78,7 @@ class RaggedCache(ListCache):
     one warning.
 
     Args:
-        size_limit_gib: GiB for the cache on this machine; "auto" for what the machine can spare, 0 for no cache.
+        size_limit_gib: GiB for the cache on this machine; "auto" for the memory that the machine can spare, 0 for no cache.
         dataset_len: samples in the whole dataset.
         admission: "all" keeps the first samples until the limit is reached; "cost" those that cost most to load per byte.
         codec: "zstd" or "lz4" to compress samples without loss.
@@ -143,7 +143,7 @@ class RaggedCache(ListCache):
     ) -> "RaggedCache":
         """Return a cache with these options.
 
-        ``proof``: what is known of the samples, to share the cache with other ranks. ``expected_bytes``: of all samples.
+        ``proof``: describes the samples, to share the cache with other ranks. ``expected_bytes``: of all samples.
         """
         cache = cls.__new__(cls)
         cache._open(options, dataset_len, proof, expected_bytes)

@@ -136,11 +136,11 @@ class RecordStore:
         return (self.arena.take(record.room) if number >= 0 else number), number
 
     def _late(self, cost_s: float | None) -> tuple[int, int]:
-        """Return what `_place` returns where another process does not release the arena's lock."""
+        """Return the result of `_place` for an arena whose lock another process does not release."""
         return (NO_MEMORY if self._admission is None or cost_s is None else _NOT_ADMITTED), 0
 
     def _write(self, at: int, buffers: list[Any], nbytes: int) -> None:
-        """Write buffers, which are so many bytes together, where there is room for them."""
+        """Write ``buffers`` (``nbytes`` in total) at offset ``at``."""
         if nbytes < _JOINED * len(buffers):
             self._segment.write(at, b"".join(buffers), nbytes)
         else:
@@ -156,16 +156,16 @@ class RecordStore:
         return REFUSED if at == NO_MEMORY else None
 
     def has_room_for(self, states: np.ndarray[Any, np.dtype[np.uint8]]) -> bool:
-        """Whether all samples that are EMPTY will have room, with a quarter to spare."""
+        """Return whether all samples that are EMPTY will have room, with a quarter to spare."""
         empty, filled = (int(np.count_nonzero(states == state)) for state in (EMPTY, SET))
         return filled > 0 and 1.25 * empty * self.arena.used / filled <= self.arena.capacity - self.arena.used
 
     def has_room(self, encoded: Collection[EncodedRecord]) -> bool:
-        """Whether all of these records fit into the arena."""
+        """Return whether all of these records fit into the arena."""
         return sum(record.room for record in encoded) <= self.arena.capacity - self.arena.used
 
     def refused(self, idx: int) -> bool:
-        """Whether the machine has refused the memory for the next record."""
+        """Return whether the machine has refused the memory for the next record."""
         return self.arena.refused
 
     def load(self, idx: int, copy: bool) -> Any:
@@ -215,7 +215,7 @@ class RecordStore:
             raise SegmentError(f"the cache is damaged: {error}.") from error
 
     def clear(self) -> None:
-        """Free all room. What the samples cost stays known."""
+        """Free all room. The costs of the samples stay known."""
         self.arena.clear()
         if self._admission is not None:
             self._admission.clear()

@@ -56,7 +56,7 @@ class SharedCache(SampleCache):
     has no more to give, samples stay uncached and training goes on.
 
     Args:
-        size_limit_gib: GiB for the cache on this machine; "auto" for what the machine can spare, 0 for no cache.
+        size_limit_gib: GiB for the cache on this machine; "auto" for the memory that the machine can spare, 0 for no cache.
         dataset_len: samples in the whole dataset.
         data_dims: shape of one sample without the batch dimension. For samples of several parts: a dict or tuple of shapes,
             or a `Structure`; `get_slot` then returns a dict or tuple.
@@ -137,7 +137,7 @@ class SharedCache(SampleCache):
     ) -> "SharedCache":
         """Return a cache with these options. ``admission``, ``codec`` and ``allow_pickle`` have no effect.
 
-        ``proof``: what is known of the samples, to share the cache with other ranks.
+        ``proof``: describes the samples, to share the cache with other ranks.
         """
         cache = cls.__new__(cls)
         cache._open(options, dataset_len, data_dims, dtype, placement, proof)
@@ -235,7 +235,7 @@ class SharedCache(SampleCache):
         return self._structure
 
     def has(self, indices: Sequence[int]) -> bool:
-        """Whether all of the samples ``indices`` are cached."""
+        """Return whether all of the samples ``indices`` are cached."""
         return bool((self._aux.numpy()[check_indices(indices, self._dataset_len, "has")] == SET).all())
 
     def samples_of(self, items: list[Any], count: int) -> list[Any]:

@@ -29,7 +29,7 @@ from stocache.shm.segment import Segment
 logger = logging.getLogger("stocache")
 
 _FACTS = operator.attrgetter("dtype", "shape", "device", "layout", "requires_grad")  # of tensors that can be stacked
-_SCATTERED = 2048  # the most bytes of a value that is written through the mapping; a system call costs more (measured)
+_SCATTERED = 2048  # the most bytes of a value that is written through the mapping; pwrite costs more (measured)
 _LARGE = 1 << 16  # bytes of a value, from which a view that is copied on write costs less than a copy
 _ALIGNMENT = 64  # of a column: a cache line, and more than any dtype needs
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -133,7 +133,7 @@ class Column(ABC):
         torch.index_select(source, 0, torch.from_numpy(slots), out=target.view(source.dtype))
 
     def takes(self, values: Sequence[Any]) -> bool:
-        """Whether `stack` may be tried for values: they are plain ones of the leaf's type, dtype and shape."""
+        """Return whether `stack` may be tried for values: they are plain ones of the leaf's type, dtype and shape."""
         return False
 
     def stack(self, values: Sequence[Any], out: Any) -> bool:
@@ -153,7 +153,7 @@ class Column(ABC):
     def erase(self, mask: Tensor, out: Any) -> None:
         """Zero the values of a contiguous batch where ``mask`` (bool, 1-D) is True."""
         if self.nbytes:
-            as_bytes(out)[mask.numpy()] = 0  # not by torch, whose threads a forked child has not
+            as_bytes(out)[mask.numpy()] = 0  # not by torch: a forked child does not have its threads
 
 
 def _as_words(batch: Any, dtype: Any) -> Any:
@@ -303,7 +303,7 @@ def as_bytes(batch: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def make_column(leaf: Leaf, memory: Tensor, slots: int, pool: Pool) -> Column:
-    """Return the column of a leaf in ``memory``, which has room for so many values."""
+    """Return the column of a leaf in ``memory``, which has room for ``slots`` values."""
     if isinstance(leaf, TensorLeaf):
         return _TensorColumn(leaf, memory, slots, pool)
     if isinstance(leaf, ArrayLeaf):
@@ -441,16 +441,16 @@ class SlotArrays:
         return all(self._segment.reserve(at + start * nbytes, at + stop * nbytes) for at, nbytes in self._places)
 
     def refused(self, idx: int) -> bool:
-        """Whether the machine has refused the memory for a sample; see `Segment.refused`."""
+        """Return whether the machine has refused the memory for a sample; see `Segment.refused`."""
         slot = self.slot(idx)
         return any(self._segment.refused(at + slot * nbytes, at + (slot + 1) * nbytes) for at, nbytes in self._places)
 
     def has_room_for(self, states: np.ndarray[Any, np.dtype[np.uint8]]) -> bool:
-        """Whether samples have room: those that are not outside the cache have a slot."""
+        """Return whether samples have room: those that are not outside the cache have a slot."""
         return True
 
     def has_room(self, encoded: Collection[Any]) -> bool:
-        """Whether samples have room: those that are not outside the cache have a slot."""
+        """Return whether samples have room: those that are not outside the cache have a slot."""
         return True
 
     def clear(self) -> None:

@@ -12,7 +12,7 @@ EMPTY, SET, OOB = range(3)
 MISSING: Any = object()
 """Stands for a sample that is not there. (None may be a sample.)"""
 
-# Which word of Segment.counters counts what; each process has a row of such words
+# The words of Segment.counters, of which each process has a row
 HITS, MISSES, FILLS, RACES, REFUSED, REJECTED, DAMAGED, LOAD_NS, READ_NS = range(9)
 
 
@@ -27,7 +27,7 @@ class CacheStats:
         races: sets that came too late, because another process or thread was faster. They changed nothing.
         refused: sets that were dropped, because the machine gave no memory for their slots.
         rejected: loaded samples that did not fit: their structure is not that of the cache.
-        damaged: samples that were lost from the disk: damaged, cut, or not readable. Each is a miss, and is written again.
+        damaged: samples that were lost from the disk: damaged, truncated or unreadable. Each is a miss, and is written again.
         dataset_len: samples in the dataset.
         slots: the most samples that can be cached.
         filled: samples that are cached now.
