@@ -5,7 +5,7 @@ NOTE [ Claims ]
     the number of its counter row, and the generation of that row (see `Segment.holder`). One more bit, `_WRITING`, says that
     the holder is writing the sample.
 
-    A word is set with the lock of all claims held: one kernel record lock for any number of samples, held for microseconds. A
+    A word is set with the lock of all claims held: one kernel file lock for any number of samples, held for microseconds. A
     claim of a process that has ended is free, because the kernel has dropped the lock of its row. Only a claim to write
     excludes other writers. A claim to load keeps others from loading the sample too: a process that wants to write may take it.
 

@@ -7,7 +7,7 @@ NOTE [ Private views ]
 
     A batch of samples is one lease. Slots may share a page with their neighbours (also the last slot of one column with the
     first of the next). So while the lease lasts, its slots and their neighbours are copied for other batches: a view would show
-    what the caller wrote. When the last view of the batch is gone, its written pages are dropped, and the mapping shows the
+    the caller's writes. When the last view of the batch is gone, its written pages are dropped, and the mapping shows the
     cache again. /proc/self/pagemap shows which pages were written; if it cannot be read, all pages of the batch are dropped.
 
     Samples that are set never change, so a page may be copied at any time. Overwriting a sample or clearing the cache

@@ -406,11 +406,11 @@ def enter_child() -> None:
     _momentary.clear()
 
 
-# ---------------------------------------------------------------------------------------------------- who holds what
+# ---------------------------------------------------------------------------------------------------- processes and their files
 
 
 def lock_owners(first: int, count: int) -> dict[FileKey, list[int]]:
-    """Return, for each file, the processes that have record locks at offsets ``[first, first + count)``.
+    """Return, for each file, the processes that have fcntl locks at offsets ``[first, first + count)``.
 
     The source is /proc/locks, which leaves out processes of other containers.
     """

@@ -1,11 +1,11 @@
 """Share a segment of memory between processes: reserve it before it is written, lock parts of it, and count in it.
 
-NOTE [ Kernel record locks ]
-    All locks are fcntl record locks on byte ranges far beyond the end of the file. The kernel drops them when their process
-    ends, however it ends, so a SIGKILL does not leave a lock behind. They belong to the process: `Segment.guard` is for its
-    threads, and a forked child does not own the locks of its parent. Closing *any* descriptor of the file drops all of them. So
-    a process has one `Segment` per file (`_attached`), and all its descriptors of the file live as long as that. The duplicate
-    inside Python's mmap (until 3.13) lives as long as the last view, which may be longer.
+NOTE [ Kernel file locks ]
+    All locks are fcntl locks (POSIX record locks) on byte ranges far beyond the end of the file. The kernel drops them when
+    their process ends, however it ends, so a SIGKILL does not leave a lock behind. They belong to the process: `Segment.guard`
+    is for its threads, and a forked child does not own the locks of its parent. Closing *any* descriptor of the file drops all
+    of them. So a process has one `Segment` per file (`_attached`), and all its descriptors of the file live as long as that.
+    The duplicate inside Python's mmap (until 3.13) lives as long as the last view, which may be longer.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("stocache")
 
-# Record locks need no bytes behind them, so each kind of lock has its own range of offsets.
+# File locks need no bytes behind them, so each kind of lock has its own range of offsets.
 ROW_LOCKS, _EXTENTS_LOCK, _OWNER_LOCKS, _CLAIM_LOCKS = 1 << 40, 1 << 41, 1 << 42, 1 << 43
 
 _REFUSED_WARNING, REJECTED_WARNING, DISK_WARNING = 1, 2, 4  # bits of the byte of given warnings
