@@ -64,7 +64,7 @@ class DiskOptions:
 
     @property
     def identity(self) -> Identity:
-        """What the folder is for. Another fingerprint is another matter: then it is made anew."""
+        """Identifies the content of the folder, but for the fingerprint. If that differs, the folder is emptied."""
         samples = "any size" if self.structure is None else self.structure.identity
         return {
             "dataset_len": self.dataset_len,
@@ -76,7 +76,7 @@ class DiskOptions:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What later runs are to know: which samples have room first, and what samples look like, if that is not too long."""
+        """Facts for later runs: which samples have room first, and an example of a sample if it is not too long."""
         facts = {"memory_slots": self.memory_slots}
         example = None if self.structure is None else pack_example(self.structure.example())
         return facts | {"example": example} if example is None or len(example) <= MOST_TEXT else facts
@@ -100,7 +100,7 @@ class DiskCache(ListCache):
         placement: which samples are kept if not all have room, for samples of one structure. Others are kept in the order in
             which they come.
         memory_slots: how many samples a `SharedCache` with the same placement holds. The others have room here first.
-        fingerprint: a text that identifies the samples. Change it whenever they change: the folder is then made anew.
+        fingerprint: a text that identifies the samples. Change it whenever they change: the folder is then emptied.
         codec, allow_pickle: as in `CacheOptions`, for samples of any size.
 
     Raises:
@@ -224,12 +224,12 @@ class DiskCache(ListCache):
         indices: Sequence[int],
         expected: int | None = None,
     ) -> list[Any]:
-        """Return the samples ``indices``: those that are here, and what ``load`` returns for the others.
+        """Return the samples ``indices``: those that are here, and the results of ``load`` for the others.
 
-        These are written behind the caller, by a thread. Those that are ``kept`` elsewhere by then are written only if all
-        samples have room; ``expected`` says how many there will be, if the dataset's length is only a bound. A sample that
-        another thread or process has claimed is waited for, but only after all claims of this thread were handed to its writer:
-        so no two wait for each other.
+        The loaded samples are written behind the caller, by a thread. Samples that memory also keeps (``kept``) are written
+        only if the disk has room for the whole dataset. ``expected``: the number of samples, where ``dataset_len`` is an upper
+        bound. A sample that another thread or process has claimed is waited for, but only after all claims of this thread were
+        handed to its writer: so no two wait for each other.
         """
         taken, samples = set[int](), dict[int, Any]()
         has_room = self._has_room(expected)
@@ -250,7 +250,7 @@ class DiskCache(ListCache):
         return [samples[idx] for idx in indices]
 
     def _has_room(self, expected: int | None) -> bool:
-        """Whether all samples will have room on the disk. Looking at all states is too slow for each sample."""
+        """Return whether all samples will have room on the disk. Looking at all states is too slow for each sample."""
         now = time.monotonic()
         if now >= self._looks_at:
             self._has_room_for_all, self._looks_at = self._disk.has_room_for(self._aux.numpy(), expected), now + _LOOK_S
@@ -275,12 +275,12 @@ class DiskCache(ListCache):
                 self._writer.put(publish, wanted, idx, b"".join(buffers))
 
     def agrees(self, idx: int, sample: Any) -> bool:
-        """Whether sample ``idx`` is not here, or has the same bytes as ``sample``. Raises SampleError if it does not fit."""
+        """Return whether sample ``idx`` is not here, or has the bytes of ``sample``. Raises SampleError if it does not fit."""
         found = self._disk.read(idx) if self.holds(idx) else None
         return found is None or found == b"".join(self._disk.encode(sample, f"sample {idx}"))
 
     def flush(self) -> None:
-        """Wait until all that `serve` has loaded in this process is written; 60 seconds at most."""
+        """Wait until all samples that `serve` has loaded in this process are written; 60 seconds at most."""
         self._writer.flush()
 
     # ------------------------------------------------------------------------------------------------ life
@@ -290,7 +290,7 @@ class DiskCache(ListCache):
         return dataclasses.replace(super().stats(), reserved_bytes=self._disk.used - BEGIN)
 
     def close(self) -> None:
-        """Write what is to be written, and close the files in this process. They stay on the disk. Twice is fine."""
+        """Write the waiting samples, and close the files in this process. They stay on the disk. Twice is fine."""
         if "_writer" in self.__dict__:
             self.flush()
         self.__dict__.pop("_disk", None)  # with the last thread that uses it, the files are closed
@@ -339,7 +339,7 @@ def _capacity(options: DiskOptions, form: Rows | Records, limit: int) -> int:
 
 
 def _affordable(options: DiskOptions, folder: Folder, limit: int, capacity: int) -> int:
-    """Return the capacity; or what the disk has room for if that is less, with a warning."""
+    """Return the capacity; or the room on the disk if that is less, with a warning."""
     if not folder.writable:
         logger.warning("disk=%r is read-only: its samples are read, and no others are added.", options.disk)
         return capacity
@@ -361,7 +361,7 @@ def _open_control(options: DiskOptions, form: Rows | Records, folder: Folder, ca
         "limit": str(options.limit),
         "fingerprint": folder.key,
     }
-    if folder.alone:  # what killed processes left behind is not newer than the index
+    if folder.alone:  # shared memory that killed processes left behind is not newer than the index
         with contextlib.suppress(OSError):
             named.remove(named.find(name), dead=True)
     descriptor = Descriptor(identity, {"dataset_len": options.dataset_len, "capacity": 0})

@@ -1,11 +1,11 @@
-"""Open the folder of a disk cache: check where it lies and whose it is, what it is for, and who else uses it.
+"""Open the folder of a disk cache: check its file system, its owner, its content, and which other processes use it.
 
 NOTE [ Who uses a folder ]
     Each process that uses a folder has a shared flock on its file ``lock``; forked children share it. The kernel drops it when
-    the last of them ends. Who gets the exclusive flock is alone: it writes its *domain* into the file, loads the index into
-    shared memory, and then takes the shared flock instead. The domain says on which machine that shared memory is. A process
-    of another domain (a second machine on a network file system, another container with a /dev/shm of its own) would not see
-    the room that others take in the files, so it is refused as long as the folder is in use.
+    the last of them ends. A process that gets the exclusive flock is alone: it writes its *domain* into the file, loads the
+    index into shared memory, and then takes the shared flock instead. The domain says on which machine that shared memory is. A
+    process of another domain (a second machine on a network file system, another container with a /dev/shm of its own) would
+    not see the room that others take in the files, so it is refused as long as the folder is in use.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class Folder:
         path: the absolute path.
         key: 16 hexadecimal digits, drawn when the folder was made. Another folder at the same path has another one.
         seed: for the checksums of its samples.
-        facts: what the process that made the folder has noted.
+        facts: noted by the process that made the folder.
         writable: whether samples can be added.
         alone: whether no other process uses the folder; until `share`.
         index, samples: descriptors of the two files.
@@ -134,7 +134,7 @@ class Folder:
         self._fds.append(self._at)
 
     def _check(self, private: bool) -> None:
-        """Raise DiskError unless the folder is this user's alone; warn of where it lies."""
+        """Raise DiskError unless the folder is this user's alone; warn if it is in memory or on a network."""
         status, path = os.fstat(self._at), printable(self.path)
         if status.st_uid != os.geteuid():
             raise DiskError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}. Give a folder of your own.")
@@ -188,7 +188,7 @@ class Folder:
                 f"{printable(self.path)} was made by another machine, and is on a network file system. Give each machine a "
                 f"folder of its own, on a local disk."
             )
-        if not self.alone and self.writable and found != ours:  # who only reads takes no room
+        if not self.alone and self.writable and found != ours:  # a process that only reads takes no room
             raise DiskError(
                 f"{printable(self.path)} is in use by another machine, or by a container with another {limits.SHM_DIR}. Give "
                 f"each of them a folder of its own."
@@ -256,14 +256,14 @@ class Folder:
     def _make(
         self, before: dict[str, Any] | None, identity: dict[str, Any], fingerprint: str | None, facts: dict[str, Any]
     ) -> dict[str, Any]:
-        """Make the files anew: there are none, or they hold samples of another fingerprint. Raises OSError."""
+        """Recreate the files: they are missing, or hold samples of another fingerprint. Raises OSError."""
         if not self.writable:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         if before is not None:
             difference = f"fingerprint {before['fingerprint']!r}, now {fingerprint!r}"
             if not self.alone:
                 raise MismatchError(f"the disk cache {printable(self.path)} is in use for other data: {difference}.")
-            logger.warning("the disk cache %s was left behind for other data: %s. Starting afresh.", self.path, difference)
+            logger.warning("the disk cache %s was left behind for other data: %s. It is emptied.", self.path, difference)
         for name in (MANIFEST, f"{MANIFEST}.new", INDEX, SAMPLES):  # the manifest first: without one, nobody reads the others
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self._at)
@@ -338,7 +338,7 @@ def read_manifest(at: int) -> dict[str, Any]:
 
 
 def _is_sane(manifest: dict[str, Any]) -> bool:
-    """Whether a manifest has all entries that are read, each of the right type."""
+    """Return whether a manifest has all entries that are read, each of the right type."""
     key, created = manifest.get("key"), manifest.get("created", -1)
     identity, facts = manifest.get("identity"), manifest.get("facts")
     return (

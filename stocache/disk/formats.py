@@ -1,4 +1,4 @@
-"""The samples of a disk cache as bytes: rows, where all samples have one structure, or records of any size."""
+"""Turn the samples of a disk cache into bytes: *rows*, if all have one structure, or *records* of any size."""
 
 import base64
 import functools

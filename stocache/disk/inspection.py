@@ -1,4 +1,4 @@
-"""Describe the folder of a disk cache, find what is damaged in it, and remove it. What lies in the folder is not trusted."""
+"""Describe the folder of a disk cache, find its damaged samples, and remove it. The content of the folder is not trusted."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ _Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 
 @dataclass(frozen=True)
 class DiskFolder:
-    """What is known of the folder of a disk cache.
+    """The facts about the folder of a disk cache.
 
     Attributes:
         path: the absolute path.
@@ -38,7 +38,7 @@ class DiskFolder:
         created: seconds since 1970.
         dataset_len: samples in the dataset.
         filled: samples that the index has.
-        samples: structure of a sample.
+        samples: the structure of a sample, as text; "any size" if sizes vary.
         fingerprint: the user's text that identifies the samples.
         disk_bytes: bytes that the files take on the disk.
         free_bytes: bytes that are free on the disk.
@@ -61,7 +61,7 @@ class DiskFolder:
 
 
 class Damage(NamedTuple):
-    """What `find_damage` has found: how many samples there are, and are damaged, and the first of these."""
+    """The result of `find_damage`: how many samples there are, and are damaged, and the first of these."""
 
     dataset_len: int
     filled: int
@@ -70,7 +70,7 @@ class Damage(NamedTuple):
 
 
 def is_disk_cache(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder is that of a disk cache, by the names of its files. It may be damaged."""
+    """Return whether a folder is that of a disk cache, by the names of its files. It may be damaged."""
     with contextlib.suppress(OSError):
         names = set(os.listdir(path))
         return MANIFEST in names or (LOCK in names and names <= FILES)
@@ -106,7 +106,7 @@ def describe(path: str | os.PathLike[str]) -> DiskFolder:
 
 
 def find_damage(path: str | os.PathLike[str], threads: int) -> Damage:
-    """Read all samples of a folder with so many threads, and a progress bar. Nothing is changed.
+    """Read all samples of a folder with a number of ``threads``, and a progress bar. Nothing is changed.
 
     Raises:
         DiskError: it is not the folder of a disk cache, or its manifest is damaged.
@@ -146,7 +146,7 @@ def remove(path: str | os.PathLike[str], force: bool = False) -> None:
     with _directory(path) as at, contextlib.ExitStack() as stack:
         _check_names(at, shown)
         if os.fstat(at).st_uid != os.geteuid() and not force:
-            raise DiskError(f"{shown} belongs to user {os.fstat(at).st_uid}. Nevertheless: stocache rm --force {shown}")
+            raise DiskError(f"{shown} belongs to user {os.fstat(at).st_uid}. To remove it anyway: stocache rm --force {shown}")
         with contextlib.nullcontext() if not force else contextlib.suppress(DiskError):
             key = _read_manifest(at, path)["key"]
         if not force:
@@ -154,14 +154,14 @@ def remove(path: str | os.PathLike[str], force: bool = False) -> None:
             stack.callback(os.close, lock)
             if not try_flock(lock):
                 user = describe_first(flock_owners(lock))
-                raise DiskError(f"{shown} is in use by {user}. Nevertheless: stocache rm --force {shown}")
+                raise DiskError(f"{shown} is in use by {user}. To remove it anyway: stocache rm --force {shown}")
         for name in (MANIFEST, f"{MANIFEST}.new", INDEX, SAMPLES, LOCK):  # without a manifest, nobody reads the others
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=at)
     with contextlib.suppress(OSError):
         os.rmdir(path)
     if key is not None:
-        with contextlib.suppress(OSError):  # what killed processes left in shared memory
+        with contextlib.suppress(OSError):  # shared memory that killed processes left
             named.remove(named.find(f"disk.{key}"), dead=True)
 
 
@@ -216,7 +216,7 @@ def _open(path: str | os.PathLike[str]) -> Iterator[_Files]:
             fds.append(_open_file(at, path, name, os.O_RDONLY))
             stack.callback(os.close, fds[-1])
         if _read_manifest(at, path)["key"] != manifest["key"]:
-            raise DiskError(f"{printable(path)} is being made anew. Look again.")
+            raise DiskError(f"{printable(path)} is being recreated by another process. Try again.")
         yield _Files(path, at, manifest, *fds)
 
 
@@ -241,7 +241,7 @@ def _remedy(shown: str) -> str:
 
 
 def _check_names(at: int, shown: str) -> None:
-    """Raise DiskError if there are files that do not belong to a disk cache, or none that do."""
+    """Raise DiskError if there are files that do not belong to a disk cache, or neither a manifest nor a lock."""
     names, others = set(os.listdir(at)), set[str]()
     for name in names - {"lost+found"}:
         with contextlib.suppress(FileNotFoundError):
@@ -300,12 +300,12 @@ def _damaged(files: _Files, rows: _Numbers) -> list[int]:
 
 
 def _is_sound_now(files: _Files, idx: int) -> bool:
-    """Look again at a sample: it may have been written anew, or the cache may have been cleared."""
+    """Look again at a sample: it may have been written again, or the cache may have been cleared."""
     return all(at == 0 or _is_sound(files, idx, at, nbytes) for at, nbytes in read_entries(files.index_fd, idx, 1).tolist())
 
 
 def _is_sound(files: _Files, idx: int, at: int, nbytes: int) -> bool:
-    """Whether the bytes of a sample pass their checksum. They are read in pieces: a false index may say that they are many."""
+    """Return whether the bytes of a sample pass their checksum. Read them in pieces: a false index may claim a huge size."""
     end = at + SamplesFile.room(nbytes) - CHECKSUM_BYTES
     digest = xxhash.xxh3_64(seed=seed_of(int(files.manifest["key"], 16), idx))
     try:

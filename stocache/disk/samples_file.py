@@ -7,11 +7,11 @@ NOTE [ The files ]
 
     A checksum is the XXH3-64 of the bytes, with the key of the folder plus the index of the sample as its seed. So bytes of
     another sample, of an older folder or of nothing do not pass, whatever the index says. Nothing is ever synchronised with the
-    disk: after a power cut any part of both files may be missing, and what is missing or torn is a miss.
+    disk: after a power cut any part of both files may be missing, and a sample that is missing or torn is a miss.
 
-    Room is taken under a lock, by raising a number in shared memory. The next run, which has no such number any more, begins
-    behind everything that the index speaks of. Rows are written between others, too, where the index speaks of nothing. No two
-    samples have the same room (`_drop_overlapping`), so a damaged one is written where it was.
+    Room is taken under a lock, by raising a number in shared memory. The next run does not have that number. It begins
+    behind all samples in the index. Rows are also written between others, where the index has no sample. No two samples
+    have the same room (`_drop_overlapping`), so a damaged one is written where it was.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from stocache.disk.folder import Folder
 from stocache.shm.segment import MOST_BUFFERS
 
 BEGIN = 4096
-"""The offset of the first sample: 0 means that there is none."""
+"""The offset of the first sample: an offset of 0 means no sample."""
 
 CHECKSUM_BYTES = 8
 ENTRY_BYTES = 16
@@ -38,7 +38,7 @@ _LARGE = 1 << 24  # bytes of a sample whose checksum is looked at before memory 
 CHUNK = 1 << 20
 """Entries of the index that are read at a time."""
 
-_NOT_NOW = {errno.EAGAIN, errno.EOPNOTSUPP}  # some file systems cannot tell what the page cache has
+_NOT_NOW = {errno.EAGAIN, errno.EOPNOTSUPP}  # some file systems cannot report which pages the page cache has
 
 _hash = xxhash.xxh3_64_intdigest
 
@@ -76,7 +76,7 @@ class SamplesFile:
 
         Raises:
             OSError: they cannot be read.
-            MemoryError: there is not so much memory.
+            MemoryError: the machine does not have the memory for them.
         """
         at, nbytes = self.offsets[idx], self.sizes[idx]
         room = self.room(nbytes)
@@ -129,7 +129,7 @@ class SamplesFile:
     def _read_pieces(self, buffers: list[Any], end: memoryview, at: int, seed: int, flags: int) -> tuple[int, int]:
         """Read a large sample and its end. Return how many bytes were there, and the hash of all but the checksum.
 
-        It is read in pieces, and each is hashed while it is in the caches of the processor.
+        It is read in pieces, and each is hashed while it is in the CPU's caches.
         """
         digest, count = xxhash.xxh3_64(seed=seed), 0
         for buffer in buffers:
@@ -146,7 +146,7 @@ class SamplesFile:
         os.posix_fadvise(self._samples, self.offsets[idx], self.room(self.sizes[idx]), os.POSIX_FADV_WILLNEED)
 
     def pack(self, idx: int, buffers: Sequence[Any]) -> tuple[list[Any], int]:
-        """Return what is written for a sample, and its bytes in all."""
+        """Return the buffers to write for a sample, and their bytes in total."""
         digest = xxhash.xxh3_64(seed=seed_of(self._seed, idx))
         nbytes = 0
         for buffer in buffers:
@@ -172,9 +172,9 @@ class SamplesFile:
             at += nbytes
 
     def drop_pages(self, end: int) -> None:
-        """Have the kernel write what lies before ``end`` to the disk soon, and drop the pages that are there already.
+        """Have the kernel write the file up to ``end`` to the disk soon, and drop the pages that are there already.
 
-        So what was written once, and is read an epoch later, does not fill the memory.
+        So samples that were written once, and are read an epoch later, do not fill the memory.
         """
         if end - self._advised >= 2 * _WINDOW:
             os.posix_fadvise(self._samples, self._advised, end - self._advised, os.POSIX_FADV_DONTNEED)
@@ -211,7 +211,7 @@ def may_be_true(at: _Numbers, nbytes: _Numbers, size: int) -> "np.ndarray[Any, n
 
 
 def index_bytes(dataset_len: int) -> int:
-    """Return the bytes that the index of so many samples takes on the disk."""
+    """Return the bytes that the index of ``dataset_len`` samples takes on the disk."""
     return ENTRY_BYTES * dataset_len
 
 
@@ -239,8 +239,8 @@ def load_index(folder: Folder, offsets: _Numbers, sizes: _Numbers, row_bytes: in
     end = _drop_overlapping(offsets, sizes)
     if folder.writable:
         with contextlib.suppress(OSError):
-            os.ftruncate(folder.index, os.fstat(folder.index).st_size // ENTRY_BYTES * ENTRY_BYTES)  # the last one may be cut
-            for idx in np.flatnonzero(there & (offsets == 0)).tolist():  # or they would speak of what is written there later
+            os.ftruncate(folder.index, os.fstat(folder.index).st_size // ENTRY_BYTES * ENTRY_BYTES)  # without a torn last one
+            for idx in np.flatnonzero(there & (offsets == 0)).tolist():  # or they would point to later samples
                 os.pwrite(folder.index, bytes(ENTRY_BYTES), idx * ENTRY_BYTES)
     return end
 

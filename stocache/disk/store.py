@@ -1,4 +1,4 @@
-"""DiskStore: the samples of a DiskCache in its files, and what all processes know of them in shared memory."""
+"""DiskStore: the samples of a DiskCache in its files, and their states and places in shared memory."""
 
 import contextlib
 import logging
@@ -21,7 +21,7 @@ logger = logging.getLogger("stocache")
 _WORDS_BYTES = 64
 USED, FULL = 0, 1
 """Words: where the next sample can be written; whether the disk has refused one."""
-_ENOUGH = 16  # samples, to tell the bytes of the others
+_ENOUGH = 16  # samples from which the bytes of the others are estimated
 _LOCK = 1  # of the owner's locks; 0 is that of the claims
 
 _Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -117,7 +117,7 @@ class DiskStore:
         return self.write_many([idx], [encoded], [cost_s])[0]
 
     def _take(self, indices: list[int], sizes: list[int], rooms: list[int]) -> list[int]:
-        """Take room for samples; 0 where there is none. A sample that was there, of the same size, has its room again."""
+        """Take room for samples; return offsets, 0 for no room. A sample that was there with the same size keeps its room."""
         assert self.file is not None
         places, at = [], self._words[USED]
         for idx, nbytes, room in zip(indices, sizes, rooms, strict=True):
@@ -153,15 +153,15 @@ class DiskStore:
         return None
 
     def refused(self, idx: int) -> bool:
-        """Whether the disk has refused a sample."""
+        """Return whether the disk has refused a sample."""
         return not self._writable or self._words[FULL] != 0
 
     def has_room_for(self, states: "np.ndarray[Any, np.dtype[np.uint8]]", expected: int | None = None) -> bool:
-        """Whether all samples that are EMPTY will have room, with a quarter to spare; or too few are here to tell.
+        """Return whether all samples that are EMPTY will have room, with a quarter to spare; or too few are here to estimate.
 
-        ``expected``: how many samples there will be, if the dataset's length is only a bound.
+        ``expected``: the number of samples, where ``dataset_len`` is an upper bound.
         """
-        if self._form.nbytes is not None:  # it was decided beforehand which have room
+        if self._form.nbytes is not None:  # which ones have room was decided beforehand
             return True
         empty, filled = (int(np.count_nonzero(states == state)) for state in (EMPTY, SET))
         if expected is not None:
@@ -169,7 +169,7 @@ class DiskStore:
         return filled < _ENOUGH or 1.25 * empty * (self.used - BEGIN) / filled <= self._capacity - self.used
 
     def has_room(self, encoded: Collection[Any]) -> bool:
-        """Whether all of these samples fit."""
+        """Return whether all of these samples fit."""
         rooms = sum(SamplesFile.room(sum(memoryview(buffer).nbytes for buffer in buffers)) for buffers in encoded)
         return rooms <= self._capacity - self.used
 
@@ -200,7 +200,7 @@ class DiskStore:
         return None if found is None else found[0][: found[1]].tobytes()
 
     def _read(self, file: SamplesFile, idx: int) -> tuple[Any, int] | None:
-        """Return what `SamplesFile.read` does. What cannot be read is as damage: where it is written anew, it may be well."""
+        """Return the result of `SamplesFile.read`. Treat an error as damage: the sample is written again, which may mend it."""
         with contextlib.suppress(OSError, MemoryError):
             return file.read(idx)
         return None
@@ -258,7 +258,7 @@ class DiskStore:
             self._segment.count(READ_NS, time.perf_counter_ns() - began)
 
     def lose(self, idx: int, at: int) -> None:
-        """Note that a sample is not what was written at ``at``: it is EMPTY from now on."""
+        """Note that a sample that was written at ``at`` is damaged: it is EMPTY from now on."""
         with self._segment.guard:
             if self._states[idx] == SET and self.file is not None and self.file.offsets[idx] == at:
                 self._states[idx] = EMPTY

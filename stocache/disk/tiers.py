@@ -1,4 +1,4 @@
-"""TieredCache: samples of any size in shared memory, and behind it, if asked for, in a folder on a local disk."""
+"""TieredCache: samples of any size in shared memory, and behind it, if the options name one, in a folder on a local disk."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +12,13 @@ from stocache.disk.cache import DiskCache
 class TieredCache:
     """A `RaggedCache`, and a `DiskCache` behind it if the options name a disk.
 
-    A sample that is not in memory comes from the disk, or else from the source. What the source gave is written to the disk
-    behind the caller. Memory keeps what it has room for, of either.
+    A sample that is not in memory comes from the disk, or else from the source. Samples from the source are written to the disk
+    behind the caller. Memory keeps the samples that it has room for, from either.
 
     Args:
         options: of the cache in memory, and of the disk.
         dataset_len: samples in the whole dataset.
-        expected_len: how many samples there will be, where ``dataset_len`` is only a bound.
+        expected_len: the number of samples, where ``dataset_len`` is an upper bound.
 
     Attributes:
         memory: the `RaggedCache`.
@@ -69,9 +69,9 @@ class TieredCache:
         return self.memory.stats(), None if self.disk is None else self.disk.stats()
 
     def close(self) -> None:
-        """Write what is to be written, close the files, and release the memory, in this process. Twice is fine."""
+        """Write the waiting samples, close the files, and release the memory, in this process. Twice is fine."""
         if self.disk is not None:
-            self.disk.close()  # first: what is to be written depends on what the memory holds
+            self.disk.close()  # first: which samples are written depends on those in memory
         self.memory.close()
 
 

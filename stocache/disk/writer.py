@@ -1,9 +1,9 @@
 """Write samples behind the process that loaded them: in a thread, within a bound of memory.
 
 NOTE [ Writing at exit ]
-    A process writes what it has before it ends, a worker of a DataLoader as well. Such a worker closes its shared memory before
-    Python waits for threads; so the threads are daemons, and a finalizer of multiprocessing, which runs before that, waits for
-    them. A disk that hangs is waited for 60 seconds.
+    A process writes its waiting samples before it ends, a worker of a DataLoader as well. Such a worker closes its shared
+    memory before Python waits for threads; so the threads are daemons, and a finalizer of multiprocessing, which runs before
+    that, waits for them. A disk that hangs is waited for 60 seconds.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _TOGETHER = 128  # samples that are written together
 _ENOUGH_BYTES = 4 << 20  # are written at once; fewer wait for others
 _REST_S = 0.002
 _IDLE_S = 0.2  # after which the thread ends
-_LONGEST_S = 60.0  # to wait for a disk that does not take what is written
+_LONGEST_S = 60.0  # to wait for a disk that accepts no writes
 
 _Publish = Callable[[list[int], list[Any], list[None]], None]
 
@@ -57,7 +57,7 @@ class BehindWriter:
     def put(self, publish: _Publish, wanted: Callable[[int], bool], idx: int, data: bytes) -> None:
         """Have ``publish`` called with a sample if it is ``wanted`` then. Wait if too much is waiting already.
 
-        A disk that takes nothing for 60 seconds does without the sample.
+        If the disk accepts no writes for `_LONGEST_S`, the sample is not written.
         """
         self._enter_process()
         with self._changed:
@@ -66,7 +66,7 @@ class BehindWriter:
                 self._add(_Sample(publish, wanted, idx, data))
 
     def then(self, act: Callable[[], None]) -> None:
-        """Have ``act`` called after all that was put before."""
+        """Have ``act`` called after all samples that were put before are written."""
         self._enter_process()
         with self._changed:
             if self._tasks or self._is_writing:
@@ -86,7 +86,7 @@ class BehindWriter:
             self._flushing -= 1
 
     def _enter_process(self) -> None:
-        if self._pid != os.getpid():  # a forked child: what its parent has to write is not for it to write
+        if self._pid != os.getpid():  # a forked child: its parent writes its own samples
             _writers.clear()
             self._begin()
 
@@ -113,10 +113,10 @@ class BehindWriter:
         samples, acts = self._take()
         try:
             _publish(samples)
-        except Exception as error:  # the next ones may go well; a sample that is missing is loaded again
+        except Exception as error:  # the next ones may succeed; a sample that is missing is loaded again
             logger.debug("not written: %s", error)
         for act in acts:
-            with contextlib.suppress(ClosedError):  # while the disk did not take what came before
+            with contextlib.suppress(ClosedError):  # while the disk did not take the samples before
                 act()
         with self._changed:
             self._is_writing = False
@@ -136,7 +136,7 @@ class BehindWriter:
             return True
 
     def _take(self) -> tuple[list[_Sample], list[Callable[[], None]]]:
-        """Take samples to write together, and what is to be called after them."""
+        """Take samples to write together, and the callbacks to call after them."""
         samples, acts = list[_Sample](), list[Callable[[], None]]()
         with self._changed:
             while self._tasks and len(samples) < _TOGETHER:

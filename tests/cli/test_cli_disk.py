@@ -164,7 +164,7 @@ def test_a_folder_that_is_made_anew_at_this_moment_is_not_mixed_up(run, folder, 
 
     monkeypatch.setattr(inspection, "_open_file", make_anew)
     result = run(command, folder)
-    assert (result.exit_code, result.output) == (1, f"{folder} is being made anew. Look again.\n")
+    assert (result.exit_code, result.output) == (1, f"{folder} is being recreated by another process. Try again.\n")
     assert run(command, folder).exit_code == 0
 
 
@@ -316,7 +316,7 @@ def test_rm_spares_a_folder_in_use_and_by_force_leaves_it_to_the_processes_that_
     result = run("rm", live.disk)
     assert result.exit_code == 1
     assert f"{live.disk} is in use by process {os.getpid()} (" in result.output
-    assert result.output.endswith(f"Nevertheless: stocache rm --force {live.disk}\n")
+    assert result.output.endswith(f"To remove it anyway: stocache rm --force {live.disk}\n")
     assert sorted(os.listdir(live.disk)) == ["cache.json", "index", "lock", "samples"]
     assert run("rm", "--force", live.disk).exit_code == 0
     assert not os.path.exists(live.disk)
@@ -353,7 +353,7 @@ def test_rm_removes_several_but_those_of_others_and_says_which_it_could_not(run,
         patched.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
         result = run("rm", folder)
     assert result.exit_code == 1
-    assert f"{folder} belongs to user {folder.stat().st_uid}. Nevertheless: stocache rm --force" in result.output
+    assert f"{folder} belongs to user {folder.stat().st_uid}. To remove it anyway: stocache rm --force" in result.output
     result = run("rm", "--force", tmp_path / "nothing", folder, half, "also-nothing")
     assert (result.exit_code, half.exists(), f"removed {folder}\n" in result.output) == (1, False, True)
     assert "nothing is not the folder of a disk cache: No such file" in result.output

@@ -92,7 +92,7 @@ def test_a_folder_for_other_samples_is_refused(filled):
 def test_another_fingerprint_makes_the_folder_again_and_none_names_an_earlier_run(filled, tmp_path, warnings):
     with open_disk("rows", filled, fingerprint="2") as cache:
         (warning,) = warnings()
-        assert "left behind for other data: fingerprint '1', now '2'. Starting afresh" in warning
+        assert "left behind for other data: fingerprint '1', now '2'. It is emptied" in warning
         assert len(loaded(cache, "rows")) == COUNT
         refused(filled, "is in use for other data: fingerprint '2', now '1'", MismatchError, fingerprint="1")
         assert loaded(cache, "rows") == []

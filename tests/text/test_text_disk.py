@@ -137,7 +137,7 @@ def test_a_text_that_changes_between_epochs_is_read_and_kept_again(numbered, fol
         numbered.write_bytes(rows(0, 900))
         assert numbers(loader) == numbers(loader) == list(range(900))
     assert work.taken()[1] == BUFFERS + 45
-    assert "Starting afresh" in caplog.text
+    assert "It is emptied" in caplog.text
     assert epochs(numbered, 1, cache=on(folder)) == [list(range(900))]
     assert work.taken() == (0, 0)
 
