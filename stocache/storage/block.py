@@ -13,10 +13,10 @@ NOTE [ Blocks ]
     So the checksum of a block covers the header and the checksums of the samples. These cover the rest. Reading one sample
     finds damage in it; there is no need to read the whole block.
 
-    Blocks are read by pread, not through a mapping. Another process may cut the file, and the disk may fail: pread then raises
-    an error, where a mapping ends the process by SIGBUS. From a cold disk a mapping reads what lies around each page, or, with
-    MADV_RANDOM, one page after the other; the parts of a batch of samples are requested together (POSIX_FADV_WILLNEED), which
-    is several times as fast. A warm read takes a microsecond more.
+    Blocks are read by pread, not through a mapping. Another process may truncate the file, and the disk may fail: pread then
+    raises an error, where a mapping ends the process by SIGBUS. From a cold disk a mapping reads what lies around each page,
+    or, with MADV_RANDOM, one page after the other; the parts of a batch of samples are requested together
+    (POSIX_FADV_WILLNEED), which is several times as fast. A warm read takes a microsecond more.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_check
 
 VERSION = 1
 REPAIR = "'stocache check DIR' lists all damage; to repair it: 'stocache prepare SRC DIR --repair'."
-"""What messages about damage end with."""
+"""The end of messages about damage."""
 
 _DTYPES = {  # in the order in which safetensors writes the columns
     **{torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16"},
@@ -130,7 +130,7 @@ class ByteSource(Protocol):
         """Ask for ``nbytes`` from offset ``at``, by default all, to be read ahead."""
 
     def close(self, head: int) -> None:
-        """Close the file until it is read again. Of what it holds in memory, keep the first ``head`` bytes."""
+        """Close the file until it is read again. Of its bytes in memory, keep the first ``head``."""
 
 
 class _Descriptor:
@@ -176,7 +176,7 @@ class File:
         if end <= len(head):
             return (bytearray(head[at:end]), 0) if writable else (head, at)
         if end > self.nbytes:
-            raise ValueError("it is cut")
+            raise ValueError("it is truncated")
         descriptor = self._descriptor or self._opened()
         if not writable and len(data := os.pread(descriptor.fd, nbytes, at)) == nbytes:
             return data, 0
@@ -185,7 +185,7 @@ class File:
         while done < nbytes:  # one call reads at most 2 GiB
             more = os.preadv(descriptor.fd, [memoryview(buffer)[done:]], at + done)
             if not more:
-                raise ValueError("it is cut")
+                raise ValueError("it is truncated")
             done += more
         return buffer, 0
 
@@ -211,7 +211,7 @@ class BytesFile:
         number = bisect_right(self._begins, at) - 1
         data, at = self._pieces[number], at - self._begins[number]
         if at + nbytes > len(data):
-            raise ValueError("it is cut")
+            raise ValueError("it is truncated")
         return (bytearray(data[at : at + nbytes]), 0) if writable else (data, at)
 
     def prefetch(self, at: int = 0, nbytes: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Takes the bytes of many samples out of the columns of a block, for a cache: the samples are not made.
+"""Take the bytes of many samples out of the columns of a block, for a cache: the samples are not made.
 
 NOTE [ Copying rows ]
     A block and a cache hold the same bytes of each leaf. A column has one leaf of all samples (NOTE [ Columns ]). A record has
@@ -8,7 +8,7 @@ NOTE [ Copying rows ]
     Rows are taken thousands at a time: numpy computes their numbers, and no code of Python runs for a single row. So all rows
     of a *group* have the same treedef, and the same kind in each union. Lists of varying length have rows of their own, and are
     not copied, except lists of numbers, which are leaves. A list of fixed length becomes a container. Pickles are not copied,
-    nor what may be read only where names are trusted.
+    nor values that may be read only where names are trusted.
 
     A file may be damaged or forged. So all is checked that is checked when a sample is read (see column_decoder.py): the bounds
     of each value, the checksum of each sample, and that its classes are here and may be used. It remains to see that bytes make
@@ -34,7 +34,7 @@ from stocache.samples.type_lookup import check_dims, check_shape
 
 _AT_ONCE = 4096  # rows: other threads wait for that long
 _CELLS = 1 << 20  # values that are cut at once: a structure may claim many leaves
-_FEW = 2048  # bytes: so many are copied sooner than viewed (measured)
+_FEW = 2048  # bytes, up to which a copy costs less than a view (measured)
 _GROUP = 16  # rows: samples of smaller groups are made in less time (measured)
 
 _Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -131,7 +131,7 @@ class RowGroup:
         self._table, self._leaves, self._any_values = table, list[_Leaf](), True
         self._found: list[tuple[bytes | dict[str, Any], _Integers]] = []  # kinds in unions; leaves, and their rows
         self._treedef = self._take(tree, rows, 0)  # before anything is cut: it may raise
-        self._met: list[Iterable[Any]] = [itertools.repeat(b"", len(rows))]  # what the checksums cover
+        self._met: list[Iterable[Any]] = [itertools.repeat(b"", len(rows))]  # the bytes that the checksums cover
         for kind_or_leaf, rows in self._found:
             if isinstance(kind_or_leaf, bytes):
                 self._met.append(itertools.repeat(kind_or_leaf, len(rows)))
@@ -139,7 +139,7 @@ class RowGroup:
                 self._cut(kind_or_leaf, rows)
 
     def _take(self, tree: Tree, rows: _Integers, depth: int) -> TreeDef:
-        """Find what is in the rows of a node, and return their treedef."""
+        """Find the leaves in the rows of a node, and return their treedef."""
         if tree is None or tree["kind"] in ("list", "tuple"):
             raise NotCopied
         if tree["kind"] == "union":
@@ -186,7 +186,7 @@ class RowGroup:
     def _varying(
         self, tree: dict[str, Any], rows: _Integers, nbytes: int, itemsize: int
     ) -> tuple[_Integers, _Integers, _Integers]:
-        """Return where the values of a leaf begin in its column of so many bytes; their shapes; and their bytes."""
+        """Return where the values of a leaf begin in its column of ``nbytes`` bytes; their shapes; and their bytes."""
         offsets, dims = self._table.offsets(tree["offsets"]), check_dims(tree["dims"])
         first, last = offsets[rows], offsets[rows + 1]
         if itemsize and last.max() > nbytes // itemsize:
@@ -230,7 +230,7 @@ class RowGroup:
                 self.sound[position] = False
 
     def _sound(self, encoded: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-        """Yield the numbers of sound rows, each with what belongs to it."""
+        """Yield the numbers of sound rows, each with its item of ``encoded``."""
         return itertools.compress(zip(self.rows.tolist(), encoded, strict=True), self.sound.tolist())
 
     def buffers(self) -> Iterator[tuple[int, list[Any]]]:
@@ -259,7 +259,7 @@ class RowGroup:
 
 
 def _pack_integers(integers: _Integers, nbytes: _Integers) -> tuple[_Integers, list[bytes]]:
-    """Return what `record_encoder.pack_integers` returns for each row, with zeros up to a multiple of 8 bytes of the record.
+    """Return the result of `record_encoder.pack_integers` for each row, with zeros up to a multiple of 8 bytes of the record.
 
     ``nbytes``: the bytes of the leaves.
     """

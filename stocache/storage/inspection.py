@@ -1,4 +1,4 @@
-"""Describe the samples of a prepared folder, and find what is damaged in it."""
+"""Describe the samples of a prepared folder, and find its damage."""
 
 import os
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def _check_skipped(storage: OnDiskBlockDataStorage[Any, Any]) -> str | None:
 
 
 class _BlockChecks(Dataset[str]):
-    """The damage of each block, "" for none. It is a dataset so that the workers of a DataLoader check in parallel."""
+    """The damage of each block, "" for an intact one. It is a dataset so that the workers of a DataLoader check in parallel."""
 
     def __init__(self, storage: OnDiskBlockDataStorage[Any, Any]) -> None:
         self._storage = storage

@@ -77,7 +77,7 @@ class LocalStore:
         return max(os.stat(folder).st_mtime for folder in folders)
 
     def exists(self, name: str) -> bool:
-        """Whether the file exists."""
+        """Return whether the file exists."""
         return os.path.exists(self._at(name))
 
     def names(self, name: str = "") -> list[str]:

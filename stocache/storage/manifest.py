@@ -5,7 +5,7 @@ NOTE [ Storage folders ]
     info.safetensors                the dataset's info as a block of one sample, if JSON cannot hold it
     index.json                      written last; a folder without it is not prepared
     skipped.json                    the samples that could not be loaded, if any; see NOTE [ Skipped samples ]
-    preparing.json                  until then: what is being prepared, and how
+    preparing.json                  until then: the plan of the preparation
     staging                         until then: the samples in their first order, if they are to be shuffled
 
     Each file is written under a temporary name, synchronised with the disk and renamed. So a file that has its final name is
@@ -130,7 +130,7 @@ def parse_index(text: bytes, path: str) -> Index:
 
 
 def _entry_of(entry: Any) -> Entry:
-    """Return a block's entry. Raises ValueError if a file of this size cannot hold so many samples."""
+    """Return a block's entry. Raises ValueError if a file of this size cannot hold its samples."""
     samples, nbytes, checksum = entry
     if type(checksum) is not str or _LEAST_BYTES * check_size(samples) > check_size(nbytes):
         raise ValueError(f"a block of {nbytes} bytes cannot hold {samples} samples")
@@ -183,7 +183,7 @@ def open_block(
 # ---------------------------------------------------------------------------------------------------- writing
 
 
-OTHER_SAMPLES = "the source gives other samples now. Prepare the folder anew (again=True, --again)."
+OTHER_SAMPLES = "the source gives other samples now. Prepare the folder again (again=True, --again)."
 
 
 class BlockFolderWriter:
@@ -236,7 +236,7 @@ class BlockFolderWriter:
             self.folder.remove(INDEX)
 
     def find_damaged(self) -> list[int]:
-        """Return the numbers of the blocks in the folder, of no matter which index, that are damaged."""
+        """Return the numbers of the damaged blocks in the folder, whether or not they are those of its index."""
         found = []
         for name in self.folder.names(_BLOCKS):
             if match := _BLOCK.fullmatch(name):
@@ -348,7 +348,7 @@ def _preparing(plan: dict[str, Any]) -> bytes:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether ``value`` comes back from JSON unchanged."""
+    """Return whether ``value`` comes back from JSON unchanged."""
     cls = type(value)
     if cls is dict:
         return all(type(key) is str and is_plain(item) for key, item in value.items())

@@ -39,7 +39,7 @@ class RemoteStore:
 
     @contextlib.contextmanager
     def at(self, name: str, done: str) -> Iterator[tuple[Any, str]]:
-        """Enter with the file system and the path of a file in it.
+        """Yield the file system and the path of a file in it.
 
         An error within, other than FileNotFoundError, becomes a StorageError: the file "cannot be ``done``".
         """
@@ -59,7 +59,7 @@ class RemoteStore:
         yield
 
     def exists(self, name: str) -> bool:
-        """Whether the file exists."""
+        """Return whether the file exists."""
         with self.at(name, "looked for") as (fs, path):
             return bool(fs.exists(path))
 
@@ -132,7 +132,7 @@ class RemoteFile:
         end = at + nbytes
         data = self._head[at:end] if end <= len(self._head) else self._cat(at, end)
         if len(data) < nbytes:
-            raise ValueError("it is cut")
+            raise ValueError("it is truncated")
         return (bytearray(data) if writable else data), 0
 
     def prefetch(self, at: int = 0, nbytes: int | None = None) -> None:
@@ -239,7 +239,7 @@ def _touched(path: str) -> bool:
 def _locked(path: str) -> Iterator[int | None]:
     """Open a file and hold its lock, which the kernel releases if this process dies.
 
-    Gives None if another process has the lock, and has not written to the file for `_STANDSTILL_S`.
+    Yields None if another process has the lock, and has not written to the file for `_STANDSTILL_S`.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -253,7 +253,7 @@ def _locked(path: str) -> Iterator[int | None]:
 
 
 def _is(fd: int, path: str) -> bool:
-    """Whether ``path`` still names the file of descriptor ``fd``."""
+    """Return whether ``path`` still names the file of descriptor ``fd``."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:

@@ -35,7 +35,7 @@ _GROWTH = 1.1  # by how much the notes grow before they are saved again: so all 
 
 @dataclass(frozen=True)
 class SkippedSample:
-    """A sample that cannot be loaded: its index in the source, its name or path if the source tells it, and the reason."""
+    """A sample that cannot be loaded: its index in the source, its name or path if the source gives one, and the reason."""
 
     index: int
     name: str | None
@@ -117,6 +117,6 @@ def read_skipped(folder: Folder) -> SkippedSamples:
 def damaged(path: str, how: str) -> DamagedError:
     """Return the error of a folder whose skipped.json is missing or damaged."""
     return DamagedError(
-        f"{path}/{SKIPPED} is {how}. Without it, the folder can be read, but not repaired or continued. Prepare it anew "
+        f"{path}/{SKIPPED} is {how}. Without it, the folder can be read, but not repaired or continued. Prepare it again "
         f"(again=True, --again), or start again if it is not prepared (resume=False, --no-resume)."
     )

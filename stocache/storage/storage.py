@@ -351,7 +351,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
     def value_bytes(self) -> list[float]:
         """Return about how many bytes the values of the samples of each block have. Opens the first block.
 
-        What else the blocks have for each sample (checksums, offsets) is taken to be as much as in the first one.
+        The other bytes for each sample (checksums, offsets) are assumed to be as many as in the first block.
 
         Raises:
             DamagedError: that block is damaged.

@@ -146,7 +146,7 @@ def test_a_damaged_index_or_info_is_written_again_with_the_damaged_blocks(tmp_pa
     assert prepared(Numbers(), tmp_path / "out", repair=True) == before
 
 
-OTHER = r"cannot be repaired: the source gives other samples now\. Prepare the folder anew"
+OTHER = r"cannot be repaired: the source gives other samples now\. Prepare the folder again"
 
 
 @pytest.mark.parametrize("name", [block_name(3), "index.json"])

@@ -224,7 +224,7 @@ def test_long_cells_are_read_the_limit_of_csv_stays_and_a_table_that_was_cut_is_
     assert len(source[0]["a"]) == 200_000
     assert csv.field_size_limit() == limit
     path.write_text("n\n")
-    with pytest.raises(StorageError, match=r"t\.csv cannot be read as a table: it is cut"):
+    with pytest.raises(StorageError, match=r"t\.csv cannot be read as a table: it is truncated"):
         pickle.loads(pickle.dumps(source))[0]
 
 

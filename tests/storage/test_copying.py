@@ -180,7 +180,7 @@ def test_a_block_that_is_cut_while_it_is_open_is_not_copied(tmp_path):
     path.write_bytes(file_of([bytes(200_000)] * 4))
     block = Block(File(str(path)).open(), "a block")
     os.truncate(path, 500_000)
-    with pytest.raises(ValueError, match="it is cut"):
+    with pytest.raises(ValueError, match="it is truncated"):
         block.records(range(4))
 
 

@@ -219,7 +219,7 @@ def test_a_block_that_is_cut_while_it_is_open_is_an_error_and_no_signal(images, 
     images.load_sample(99)
     os.truncate(tmp_path / block_name(0), 500_000)
     assert images.load_sample(3)[1] == 3
-    with pytest.raises(DamagedError, match=r"000000.safetensors is damaged \(it is cut\)"):
+    with pytest.raises(DamagedError, match=r"000000.safetensors is damaged \(it is truncated\)"):
         images.load_sample(99)
 
 
