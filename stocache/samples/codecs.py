@@ -1,4 +1,4 @@
-"""Compresses samples without loss: more of them fit into the same memory, and each read takes longer."""
+"""Compress samples without loss: more of them fit into the same memory, and each read takes longer."""
 
 import importlib
 import threading

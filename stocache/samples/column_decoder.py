@@ -1,4 +1,4 @@
-"""Reads samples back from the columns of a block; see NOTE [ Columns ].
+"""Read samples back from the columns of a block; see NOTE [ Columns ].
 
 A structure is compiled once per block into functions ``read(walk, row)``, one for each node. A block may be damaged or forged:
 then they raise an error. They never run code that it names, nor take more memory than its bytes fill.
@@ -18,7 +18,7 @@ from stocache.samples.type_lookup import check_dims, check_shape
 
 
 class Walk(Protocol):
-    """One walk through the tree: it has the bytes, and notes what it meets."""
+    """One walk through the tree: it has the bytes, and notes those that it meets."""
 
     def take(self, at: int, nbytes: int, writable: bool) -> tuple[Any, int]:
         """Return a buffer that holds ``nbytes`` of the file from ``at``, and where in it they begin; note them.
@@ -71,7 +71,7 @@ def reader(tree: Tree, table: ColumnTable, *, allow_pickle: bool = False, decode
     """Return the function that reads a row of a structure.
 
     Args:
-        allow_pickle: True to load what was pickled, and to import the modules of classes.
+        allow_pickle: True to load pickles, and to import the modules of classes.
         decode: False to make no values and look up no classes: the walk meets the bytes, and that is all. For checksums.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Writes the samples of a block as columns; see NOTE [ Columns ]. column_decoder.py reads them back.
+"""Write the samples of a block as columns; see NOTE [ Columns ]. column_decoder.py reads them back.
 
 NOTE [ Columns ]
-    All samples of a block are taken apart together, from the outside in. What they have in common is written once, in the
-    *structure*, a tree of JSON. What differs goes into columns, one for each leaf of the tree. A column is named by the path
+    All samples of a block are taken apart together, from the outside in. The facts that they share are written once, in the
+    *structure*, a tree of JSON. Their values go into columns, one for each leaf of the tree. A column is named by the path
     to its leaf ("image", "target/boxes").
 
         leaf, all of one shape        NAME            (n, *shape)
@@ -24,7 +24,7 @@ NOTE [ Columns ]
     NOTE [ Items without bytes ] limits the lists of a file by its size. Where they have more such items, one more column,
     ":room", makes the file larger with zeros.
 
-    The checksum of a sample is the XXH3-64 of what a walk through the tree meets: the length of a list, the kind in a union,
+    The checksum of a sample is the XXH3-64 of a walk through the tree: the length of a list, the kind in a union,
     the shape of a leaf of varying shape (int64s, little-endian), and the bytes of every leaf.
 """
 
@@ -74,7 +74,7 @@ class Columns:
     Args:
         samples: of any structures.
         first: the number of the first, for errors.
-        allow_pickle: whether to pickle what has no bytes of its own.
+        allow_pickle: whether to pickle objects that have no bytes of their own.
 
     Raises:
         SampleError: as `record_encoder.Record`.
@@ -127,7 +127,7 @@ class Columns:
                 raise
             while len(self.tensors) > before:
                 self.tensors.popitem()
-            try:  # a part does not pickle; perhaps what it is in does
+            try:  # a part does not pickle; perhaps its container does
                 return self._take(values, path, depth, whole | {cls})
             except Unfit as failure:
                 raise (failure if failure.final else error) from error.__cause__
@@ -150,7 +150,7 @@ class Columns:
         return {"kind": "union", "kinds": self._add(f"{path}:kinds", kinds), "children": children}
 
     def _kind(self, value: Any, depth: int, whole: frozenset[type]) -> tuple[_Key, Any]:
-        """Return what values of one kind have in common, and what differs: bytes and shape of a leaf, parts of all else."""
+        """Return the key of a value's kind, and the value's own part: bytes and shape of a leaf, the parts of all else."""
         if type(value) in whole:
             return _apart(encode_pickle(value))
         try:
@@ -253,7 +253,7 @@ def tree_of(sample: Any) -> Tree:
 
 
 def bytes_of_rows(tree: Tree, columns: Mapping[str, memoryview], count: int) -> list[Iterator[memoryview]] | None:
-    """Return what a walk meets in each of ``count`` rows: iterators for each leaf and for each shape that varies.
+    """Return the bytes that a walk meets in each of ``count`` rows: iterators for each leaf and each shape that varies.
 
     None where rows meet different leaves: the tree has a union or a list of varying length.
 
@@ -279,7 +279,7 @@ def _cut(data: memoryview, nbytes: int, count: int) -> Iterator[memoryview]:
 
 
 def _leaves_of_one_kind(values: Sequence[Any]) -> tuple[_Key, list[Any]] | None:
-    """Return what leaves of one type have in common, and what differs; None for other values. One by one takes longer."""
+    """Return the key of leaves of one type, and their own parts; None for other values. One by one takes longer."""
     types = set(map(type, values))
     encode = ENCODERS.get(types.pop()) if len(types) == 1 else None
     if encode is None:

@@ -50,7 +50,7 @@ def describe(container: Container, parts: Any, allow_pickle: bool) -> tuple[str,
 
 
 def container_of(kind: Any, name: Any, keys: tuple[Any, ...], extra: Any, parts: int, trusted: bool) -> Container:
-    """Return the container of so many parts that stored data describes; ``trusted`` as in `type_lookup.resolve`.
+    """Return the container that stored data describes, of ``parts`` parts; ``trusted`` as in `type_lookup.resolve`.
 
     Raises:
         Unresolved: its class is not here, has changed, or may not be used so.

@@ -1,4 +1,4 @@
-"""Checks what users pass as the length of a dataset, and as indices of samples."""
+"""Check the arguments of users: the length of a dataset, and indices of samples."""
 
 import operator
 from typing import Any

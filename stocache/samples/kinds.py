@@ -1,4 +1,4 @@
-"""Describes the kinds of leaves: each class turns values of one kind into bytes, and reads them from records and columns.
+"""Describe the kinds of leaves: each class turns values of one kind into bytes, and reads them from records and columns.
 
 NOTE [ Kinds of leaves ]
     A leaf is a part of a sample that has no parts. An object of a class below describes leaves that are alike: tensors of one
@@ -120,11 +120,11 @@ class Leaves:
         return leaves, nbytes, integers
 
     def lengths(self) -> tuple[list[int], int, int]:
-        """Return how much there is, for `cut`."""
+        """Return the present lengths, for `cut`."""
         return list(map(len, self.streams)), len(self.integers), self.bare
 
     def cut(self, lengths: tuple[list[int], int, int]) -> None:
-        """Drop what was added since ``lengths``."""
+        """Drop everything that was added since ``lengths``."""
         streams, integers, self.bare = lengths
         for stream, length in zip(self.streams, streams, strict=True):
             del stream[length:]
@@ -211,7 +211,7 @@ class Kind(ABC):
         """Return a value, encoded. Raises Unfit where it would not come back the same."""
 
     def holds(self, value: Any) -> bool:
-        """Whether `encode` is for values of this type. They may be of another kind all the same."""
+        """Return whether `encode` is for values of this type. They may be of another kind all the same."""
         return type(value) in self.types
 
     def writer(self, description: Description) -> Write:
@@ -280,7 +280,7 @@ def kind_in(tree: dict[str, Any]) -> Kind:
 
 
 def description_in(tree: dict[str, Any]) -> Description:
-    """Return what a treedef says of a leaf in the structure of a block. Raises LookupError or TypeError where it is not one."""
+    """Return the description in a treedef of a leaf in a block's structure. Raises LookupError or TypeError for no leaf."""
     name = tree["kind"]
     facts = [
         tree[field] if field != "dims" else len(tree["shape"]) if "shape" in tree else tree["dims"]
@@ -815,7 +815,7 @@ class _Pickler(pickle.Pickler):
 
 def decoder_error(value: Any) -> Unfit:
     """Return the error of an object that decodes audio or video."""
-    remedy = "Return what it decodes, or the bytes of the file, and decode these after the cache"
+    remedy = "Return the decoded data, or the bytes of the file, and decode these after the cache"
     return _LiveError(f"is {a(value)}, whose state is not in its attributes", remedy, final=True)
 
 
@@ -838,7 +838,7 @@ class _PickleKind(_BytesKind):
 
     def from_bytes(self, trusted: bool) -> Callable[[Any], Any]:
         if not trusted:
-            raise Unresolved("its samples are partly pickled. To run what the pickles say, pass allow_pickle=True.")
+            raise Unresolved("its samples are partly pickled. To run the code that the pickles name, pass allow_pickle=True.")
         return pickle.loads
 
 

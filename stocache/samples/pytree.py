@@ -1,4 +1,4 @@
-"""Takes the containers of a sample apart, and puts them together again as they were.
+"""Take the containers of a sample apart, and put them together again as they were.
 
 A container is a dict or other mapping (also a TensorDict), list, tuple, namedtuple, dataclass, set, deque, slice or None; a
 subclass of Tensor (MetaTensor, tv_tensors), whose parts are the plain tensor and its attributes, and likewise one of str, int,
@@ -45,7 +45,7 @@ DEEP = 60
 """The most containers within each other."""
 
 _LEAVES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, complex, str, bytes})
-_ATOMS = frozenset({int, float, bool, complex, str, bytes, type(None), np.bool_})  # which one it is does not matter
+_ATOMS = frozenset({int, float, bool, complex, str, bytes, type(None), np.bool_})  # immutable: a sample may hold one twice
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Container:
 
     @property
     def any_values(self) -> bool:
-        """Whether the types of the parts say if they make the container: their values do not matter."""
+        """Whether the types of the parts decide if they make the container, whatever their values."""
         return self.kind in _OF_ANY_VALUES or self.cls is tuple
 
     @property
@@ -132,7 +132,7 @@ def flatten_one(value: Any) -> tuple[Container, list[Any]] | None:
     if _is_image(cls):
         try:
             return _flatten_image(value)
-        except Exception:  # its file is cut, or was closed before it was read
+        except Exception:  # its file is truncated, or was closed before it was read
             return None
     return _flatten_object(value) if base_of(cls) is object else _flatten_subclass(value)
 
@@ -161,7 +161,7 @@ def _flatten_image(image: Any) -> tuple[Container, list[Any]] | None:
     container = Container("image", type(image), tuple(range(len(state))))
     if "exif" in info or not (exif := image.getexif()):
         return container, state
-    if exif.keys() & _IFDS:  # what is behind these is in the file
+    if exif.keys() & _IFDS:  # their tags are in the file
         return None
     return dataclasses.replace(container, keys=(*container.keys, "exif")), [*state, dict(exif)]
 
@@ -207,7 +207,7 @@ def _flatten_objects(value: Any) -> tuple[Container, list[Any]] | None:
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
-    """Return what an object holds, in its slots as well, without asking its class."""
+    """Return the attributes of an object, in its slots as well, without asking its class."""
     attributes = dict(vars_of(value))
     for base in filter(is_in_python, mro(type(value))):
         for name, slot in attributes_of_class(base).items():
@@ -222,7 +222,7 @@ def _is_given(attribute: Any, given: Any) -> bool:
 
 
 def _are_apart(value: Any) -> bool:
-    """Whether no part of an object is there twice, nor the object in itself: the copies would change apart from each other."""
+    """Return whether an object has no part twice, nor itself as a part: the copies would change apart from each other."""
     seen, waiting = set[int](), [value]
     while waiting:
         part = waiting.pop()
@@ -440,7 +440,7 @@ _SUBCLASSED: dict[Any, _Base] = {
 
 
 def _is_object(cls: type) -> bool:
-    """Whether the objects of a class are their attributes: no base is written in C, and none has its own way to make them."""
+    """Return whether the objects of a class are their attributes: no base is written in C, or makes them in its own way."""
     own = ("__new__", "__reduce__", "__reduce_ex__", "__del__")
     plain = all(static_attribute(cls, name) is static_attribute(object, name) for name in own)
     return plain and base_of(cls) is object and not (derives(cls, Dataset) or derives(cls, torch.nn.Module) or is_decoder(cls))

@@ -1,4 +1,4 @@
-"""Reads records back into samples; see NOTE [ Records ].
+"""Read records back into samples; see NOTE [ Records ].
 
 A record may be damaged or forged. So names in a treedef are only looked up (NOTE [ Names in data ]), sizes are compared with
 the record before anything is allocated, and the length of lists is limited (NOTE [ Items without bytes ]). Most of that is
@@ -139,7 +139,7 @@ def _reading(
 
 
 def _flat(treedef: TreeDef, trusted: bool) -> tuple[list[Step], Callable[[list[Any]], Any]]:
-    """Return the steps that read containers of tensors, numbers and texts, and the function that makes them; none for others.
+    """Return the steps that read containers of tensors, numbers and texts, and the function that makes them; [] for others.
 
     Most samples are such containers, (image, label) and the like. To read them in one loop takes two thirds of the time.
     """

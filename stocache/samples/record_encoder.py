@@ -1,4 +1,4 @@
-"""Writes samples of any size as records: the bytes of each leaf, and a treedef that says how to put them together.
+"""Write samples of any size as records: the bytes of each leaf, and a treedef that says how to put them together.
 
 NOTE [ Records ]
     A record has three parts: a head, the bytes of the leaves, and integers.
@@ -157,7 +157,7 @@ class Record(Leaves):
 class RecordEncoder:
     """Takes samples apart as `Record` does, each structure by functions that are made once for it.
 
-    To find them, it looks at the types of a sample and its parts. What differs from all that it has seen goes to `Record`.
+    To find them, it looks at the types of a sample and its parts. A sample of a new structure goes to `Record`.
     """
 
     def __init__(self, allow_pickle: bool) -> None:
@@ -206,7 +206,7 @@ _KEYS, _ALTERNATIVES = 1024, 4  # the most keys, and structures for each of them
 
 
 def _key(sample: Any) -> Any:
-    """Return what samples of one structure have in common: their type and those of their parts; of lists, that of the first."""
+    """Return the key of samples of one structure: their type and those of their parts; of lists, that of the first."""
     cls = type(sample)
     parts: Any = sample.values() if cls is dict else sample if cls is tuple else sample[:1] if cls is list else ()
     return (cls, *map(type, parts)) if len(parts) <= _PARTS else cls
@@ -321,7 +321,7 @@ class PackedRecord(NamedTuple):
 
 
 def pack_sample(sample: Any, where: str = "sample") -> PackedRecord:
-    """Return a sample as a packed record; what has no bytes of its own is pickled. Raises SampleError as `Record`."""
+    """Return a sample as a packed record; objects without bytes of their own are pickled. Raises SampleError as `Record`."""
     record = Record(sample, where, allow_pickle=True)
     return PackedRecord(write_treedef(record.treedef), *record.pack())
 

@@ -1,4 +1,4 @@
-"""Describes samples of one structure: a tree of containers whose leaves each have a fixed dtype and shape.
+"""Describe samples of one structure: a tree of containers whose leaves each have a fixed dtype and shape.
 
 A cache of such samples has one column of memory per leaf. `Structure` takes a sample apart into the bytes of its leaves, checks
 every value against its leaf, and puts values together again into the same containers.
@@ -565,7 +565,7 @@ def _are_str(keys: Iterable[Any]) -> bool:
 
 
 def _keys_alike(container: Container, wanted: Container) -> bool:
-    """Whether two containers have the same keys, in any order. Keys of other types differ: 1 and True, "a" and a str-Enum."""
+    """Return whether two containers have the same keys, in any order. Types count: 1 is not True, "a" is not a str-Enum."""
     if container.kind in ("list", "tuple"):
         return len(container.keys) == len(wanted.keys)
     own, others = ({key: type(key) for key in keys} for keys in (container.keys, wanted.keys))

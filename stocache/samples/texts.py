@@ -1,4 +1,4 @@
-"""Writes and reads values that have a text or bytes of their own: str, dates, paths, Decimals and more, a row for each type.
+"""Write and read values that have a text or bytes of their own: str, dates, paths, Decimals and more, a row for each type.
 
 A row is for one exact type: a subclass of date or Path may hold more than its text says. Reading a value runs no code that its
 bytes could choose; see NOTE [ Names in data ].

@@ -1,4 +1,4 @@
-"""Looks up the names that stored data contains: classes, enum members, default factories, dtypes.
+"""Look up the names that stored data contains: classes, enum members, default factories, dtypes.
 
 NOTE [ Names in data ]
     Blocks and records name classes and dtypes, and they may be damaged or forged. So a name is looked up, and nothing else: no
@@ -94,12 +94,12 @@ def a(value: Any) -> str:
 
 
 def is_class(value: Any) -> bool:
-    """Whether a value is a class; unlike isinstance it never asks the value."""
+    """Return whether a value is a class; unlike isinstance it never asks the value."""
     return type in mro(type(value))
 
 
 def derives(cls: type, base: type) -> bool:
-    """Whether a class has a base in its method resolution order; unlike issubclass it runs no hook."""
+    """Return whether a class has a base in its method resolution order; unlike issubclass it runs no hook."""
     return base in mro(cls)
 
 
@@ -271,7 +271,7 @@ def member_name(member: Any) -> str | None:
 
 
 def _combines(cls: type) -> bool:
-    """Whether the code of Python's enum module combines the flags of a class."""
+    """Return whether the code of Python's enum module combines the flags of a class."""
     return (
         derives(cls, Flag)
         and static_attribute(cls, "_missing_") in (static_attribute(Flag, "_missing_"), static_attribute(IntFlag, "_missing_"))
