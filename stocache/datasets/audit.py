@@ -7,12 +7,12 @@ NOTE [ The audit ]
     as all this takes at most a share of the time.
 
     A loop over a `stocache.DataLoader` raises a version in memory that all processes share. A process that sees another version
-    than at its last audit, or has served as many samples as its share of the dataset, audits again. A new process has seen
-    none. What may change the dataset of one process (``set_epoch``, an attribute that is set, a method that is looked up) has
-    that process audit again; several samples where an attribute has another value, because one may be equal by chance.
+    than at its last audit, or has served as many samples as its share of the dataset, audits again. A new process has seen no
+    version. What may change the dataset of one process (``set_epoch``, an attribute that is set, a method that is looked up)
+    has that process audit again; several samples where an attribute has another value, because one may be equal by chance.
 
     An audit leaves the dataset as it was: the generators that it holds, and small values in attributes, lists and dicts of the
-    user's own objects, are put back. What objects of libraries keep is theirs: an image that was decoded stays decoded.
+    user's own objects, are put back. Objects of libraries are left as they are: an image that was decoded stays decoded.
 
     If a sample differs, no process serves cached samples of this dataset any more: the dataset makes them itself.
 """
@@ -61,11 +61,11 @@ class Audit:
     Args:
         dataset: makes the samples.
         length: how many samples it has.
-        share: of the time, for comparing more samples than the first of an epoch; 0 compares none at all.
+        share: of the time, for comparing more samples than the first of an epoch; 0 compares no samples.
         on_change: see `CachedDataset`.
         any_sample: whether the dataset can be asked for any sample; else only for those that are wanted.
 
-    It has slots to hide its attributes from libraries that walk through a dataset and seed what they find (MONAI).
+    It has slots to hide its attributes from libraries that walk through a dataset and seed the objects that they find (MONAI).
     """
 
     __slots__ = (
@@ -113,7 +113,7 @@ class Audit:
         self._assemble(*arguments)
         self._attributes = attributes
 
-    # ------------------------------------------------------------------------------------------------ what may have changed
+    # ------------------------------------------------------------------------------------------------ changes of the dataset
 
     @property
     def changed(self) -> bool:
@@ -137,7 +137,7 @@ class Audit:
         """Serve no cached samples from now on, in any process.
 
         Args:
-            finding: what depends on what: a sentence without its end.
+            finding: which sample depends on what: a sentence without its end.
 
         Raises:
             DatasetError: ``on_change`` is "raise".
@@ -148,7 +148,7 @@ class Audit:
             raise DatasetError(f"{finding}. {_REMEDY}")
         self._shared.words[_CHANGED] = 1
         self._shared.words[_VERSION] += 1
-        logger.warning("%s. From now on %s makes each sample anew. %s", finding, type(self._dataset).__name__, _REMEDY)
+        logger.warning("%s. From now on %s makes each sample itself. %s", finding, type(self._dataset).__name__, _REMEDY)
 
     # ------------------------------------------------------------------------------------------------ comparing
 
@@ -164,20 +164,20 @@ class Audit:
             )  # fmt: skip
 
     def is_due(self, count: int) -> bool:
-        """Whether to call `allows` before ``count`` samples are served."""
+        """Return whether to call `allows` before ``count`` samples are served."""
         self._requests += count
         return self._doubted or self._requests > self._next or self._shared.words[_VERSION] != self._seen
 
     def allows(
         self, indices: Sequence[int], cached: Any, served: Callable[[int], Any], fresh: Callable[[int], Any] | None = None
     ) -> bool:
-        """Whether samples of the cache may be served, after comparing some where it is time to.
+        """Return whether samples of the cache may be served, after comparing some where it is time to.
 
         Args:
             indices: of the samples that are wanted.
             cached: the cache, which has the states of the samples.
             served: returns a sample as it would be served; it must be cached.
-            fresh: returns what it must be equal to; None for the sample of the dataset.
+            fresh: returns the value that it must equal; None for the sample of the dataset.
 
         Raises:
             DatasetError: one differs, and ``on_change`` is "raise".
@@ -246,7 +246,7 @@ class Audit:
             if (mine := served(idx)) is MISSING:  # it is of a class that is not imported here
                 return None
             mine = describe(mine, strides=False)
-            drawn = drawn and after != kept.now()  # by what is cached
+            drawn = drawn and after != kept.now()  # by the cached sample
             place = difference(mine, describe(fresh, strides=False))
             if place is None and drawn and not self._checked_draws:
                 self._checked_draws = True
@@ -259,10 +259,10 @@ class Audit:
     def _finding(self, idx: int, place: str, drawn: bool) -> str:
         names = self._set_attributes()
         cause = f": {', '.join(names[:3])} was set meanwhile" if names else ", and random numbers are drawn for it" * drawn
-        return f"sample {idx} of {type(self._dataset).__name__} differs from what was cached{cause} ({place:.300})"
+        return f"sample {idx} of {type(self._dataset).__name__} differs from the cached sample{cause} ({place:.300})"
 
     def _set_attributes(self) -> list[str]:
-        """Return the names of small attributes of the dataset, and of what it holds, that are not as they were."""
+        """Return the names of small attributes of the dataset, and of the objects that it holds, that are not as they were."""
         names = _differing(self._attributes, _small_attributes(self._dataset))
         return [name for name in names if _holder_of(name) not in self._set_by_loads]
 
@@ -311,7 +311,7 @@ class Audit:
             self.change(finding)
 
     def _depends_on_draws(self, idx: int, sample: Any, load: Callable[[int], Any]) -> str | None:
-        """Load a sample several times with other random numbers; return what differs."""
+        """Load a sample several times with other random numbers; return a finding if it differs, else None."""
 
         def counted(idx: int) -> Any:
             self.loads += 1
@@ -342,7 +342,7 @@ class _SharedWords:
 
 
 class _KeptState:
-    """Small values that a dataset, and what it holds, keep in attributes, lists and dicts. A ``with`` block restores them.
+    """Small values in attributes, lists and dicts of a dataset and of the objects in it. A ``with`` block restores them.
 
     Objects that are ``thread_safe`` are left alone, because other threads may change them meanwhile.
     """
@@ -359,7 +359,7 @@ class _KeptState:
                 self._dicts.append((attributes, plain))
 
     def restore(self) -> None:
-        """Put back what has changed."""
+        """Put back the values that have changed."""
         for attributes, before in self._dicts:
             for key, value in before.items():
                 if isinstance(now := attributes.get(key), _PLAIN) and now is not value:
@@ -382,7 +382,7 @@ def _is_of_library(module: str) -> bool:
 
 
 def _is_own(value: Any) -> bool:
-    """Whether a value is a plain container, a function, or an object of the user's that threads do not share."""
+    """Return whether a value is a plain container, a function, or an object of the user's that threads do not share."""
     kind = type(value)
     if vars_of(value).get("thread_safe") or getattr(kind, "thread_safe", False) is True:
         return False
@@ -394,8 +394,8 @@ _SHORT = 1000
 _PLAIN = (*_SMALL, list, tuple, dict, set, deque)
 
 _REMEDY = (
-    "What makes it random goes into transform=, which runs after the cache; what it depends on is set before CachedDataset. "
-    "on_change='keep' serves what is cached."
+    "Put random steps into transform=, which runs after the cache; set everything that samples depend on before CachedDataset. "
+    "on_change='keep' serves the cached samples."
 )
 
 
@@ -414,7 +414,7 @@ def _choose(indices: Sequence[int], cache: Any, count: int, others_too: bool) ->
 
 
 def _small_attributes(dataset: Any) -> dict[str, Any]:
-    """Return numbers and short texts among the attributes of a dataset and of what it holds, by their names."""
+    """Return numbers and short texts among the attributes of a dataset and of the objects in it, by their names."""
     found = {}
     for name, part in parts_of(dataset):
         if isinstance(part, _SMALL) and not (isinstance(part, str | bytes) and len(part) > _LONGEST):

@@ -67,7 +67,7 @@ class CachedDataset(Dataset[Any]):
         dataset: has ``__len__`` and ``__getitem__``: of torch, torchvision, Hugging Face, MONAI, or your own. A sample is any
             tree of tensors, numpy arrays, numbers, str, bytes and None in containers (`RaggedCache` lists them), and comes back
             equal.
-        size_limit_gib: GiB for the cache on this machine; "auto" for what the machine can spare.
+        size_limit_gib: GiB for the cache on this machine; "auto" for the memory that the machine can spare.
         transform: called with each sample after the cache and after the dataset's own transforms; returns the final sample. It
             gets a private copy. Or a mapping from parts of the sample to functions of them: ``{0: augment}``,
             ``{"image": augment}``.
@@ -95,11 +95,11 @@ class CachedDataset(Dataset[Any]):
         disk, disk_limit: a folder on a local disk, and the bytes that it may have, for the samples that do not fit in memory.
             Each sample is read from the dataset once, also by later runs with the same ``fingerprint``. See `DiskCache`.
         audit: the share of the time for loading samples that are cached from the dataset as well, to compare them. The first
-            sample that each process serves in an epoch is compared in any case; with 0 none. See NOTE [ The audit ].
+            sample that each process serves in an epoch is compared in any case; with 0 no sample is. See NOTE [ The audit ].
         on_change: what happens when a sample is found to depend on more than its index: on random numbers that the dataset
             draws, an epoch, an attribute that was set, an edited file. "uncached": from then on the dataset makes each sample
-            itself, as without a cache, with one warning that says what depends on what. "raise": a `DatasetError`. "keep": what
-            is cached is served, without a word.
+            itself, as without a cache, with one warning that names the cause. "raise": a `DatasetError`. "keep": the cached
+            samples are served, without a warning.
         admission, codec, allow_pickle: see `CacheOptions`. "cost" and a codec keep samples in a `RaggedCache`.
 
     Attributes:
@@ -107,7 +107,7 @@ class CachedDataset(Dataset[Any]):
         cache: the `SharedCache` or `RaggedCache`.
         disk_cache: the `DiskCache` behind it, or None.
         after_cache: the ``transform`` argument. It may be set.
-        transform: the transform of the dataset; setting it splits it anew. Where the dataset has none, ``after_cache``.
+        transform: the transform of the dataset; setting it splits it again. Where the dataset has none, ``after_cache``.
 
     Raises:
         DatasetError: the dataset is iterable, has no length, or is a mapping with other keys; ``transform`` is not callable, or
@@ -238,7 +238,7 @@ class CachedDataset(Dataset[Any]):
         return self._tiered(undrawn_many(self._audit.watched_many(self._loader), self._audit.watched(self._loader.load)))
 
     def _tiered(self, load_many: Callable[[list[int]], Iterable[Any]]) -> Callable[[list[int]], Iterable[Any]]:
-        """Return a function that loads from the disk what is there, and the rest with ``load_many``."""
+        """Return a function that loads samples from the disk, and those that are not there with ``load_many``."""
         if self.disk_cache is None:
             return load_many
         serve = partial(self.disk_cache.serve, load_many, self.cache.keeps)
@@ -270,14 +270,14 @@ class CachedDataset(Dataset[Any]):
         if now is not None and now != self._len:
             raise DatasetError(
                 f"{type(self.dataset).__name__} had {self._len} samples when it was wrapped, and has {now} now. Wrap it when "
-                f"it is complete, or wrap it anew."
+                f"it is complete, or wrap it again."
             )
         return self._len
 
     def __getitem__(self, idx: Any) -> Any:
         """Return sample ``idx``, from the cache or the dataset, transformed. A negative ``idx`` counts from the end.
 
-        A list, array, tensor or slice of indices, or the name of a column, returns what it returns of the dataset; made of
+        A list, array, tensor or slice of indices, or the name of a column, returns the same as for the dataset; made from
         cached samples where the dataset makes it of its samples (see indexing.py).
 
         Raises:
@@ -353,7 +353,7 @@ class CachedDataset(Dataset[Any]):
         return self._ask_each(self._source, wanted, before_each)
 
     def _ask_each(self, dataset: Any, keys: Sequence[Any], before_each: Callable[[int], None] | None) -> list[Any]:
-        """Return what a dataset returns for each of some keys, without the cache."""
+        """Return the items of a dataset for some keys, without the cache."""
         loader = SampleLoader(dataset)
         samples = loader.load_many(list(keys)) if before_each is None else _load_each(loader.load, keys, before_each)
         return list(samples if self.after_cache is None else map(self.after_cache, samples))
@@ -365,7 +365,7 @@ class CachedDataset(Dataset[Any]):
         return sample if rest is None or in_worker_thread() else rest.finish(idx, sample)
 
     def _fresh(self, idx: int) -> Any:
-        """Return what `_served` must be equal to. In worker threads it is without transforms, because others draw as well."""
+        """Return the value that `_served` must equal. In worker threads without transforms, because others draw as well."""
         rest = self._split if self._split is not None and self._split.has_rest and in_worker_thread() else None
         return self._source[idx] if rest is None else rest.load(idx)
 
@@ -406,7 +406,7 @@ class CachedDataset(Dataset[Any]):
             return self.dataset[key]
 
     def _with_cache(self, result: Any, indices: list[int] | None) -> Any:
-        """Return what the dataset returns for several indices, or for a name; a part of it over the cache."""
+        """Return a result of the dataset for several indices, or for a name; a part of the dataset over the cache."""
         rows = None if indices is None else np.array(indices, np.int64)
         return follow("__getitem__", result, self, self._view, rows) if is_part(result, self.dataset) else result
 
@@ -426,7 +426,7 @@ class CachedDataset(Dataset[Any]):
     # ------------------------------------------------------------------------------------------------ the dataset's attributes
 
     def __getattr__(self, name: str) -> Any:
-        # Called for attributes that are not here; during unpickling none are, not even the dataset
+        # Called for attributes that are not here; during unpickling all are missing, even the dataset
         owner = self.__dict__.get("dataset", self)
         if name.startswith("__") or owner is self:
             raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}")
@@ -468,11 +468,11 @@ class CachedDataset(Dataset[Any]):
             self._audit.doubt()
 
     def _has(self, name: str) -> bool:
-        """Whether the dataset has an attribute."""
+        """Return whether the dataset has an attribute."""
         return attribute_of(self.dataset, name, MISSING) is not MISSING
 
     def _leave(self, finding: str) -> None:
-        """Have the dataset of a view make all samples itself, unless what is cached is to be kept."""
+        """Have the dataset of a view make all samples itself, unless ``on_change`` is "keep"."""
         audit = Audit(self.dataset, self._len, 0, self._audit.on_change)
         audit.change(finding)
         if audit.changed:
@@ -489,7 +489,7 @@ class CachedDataset(Dataset[Any]):
         self._audit.doubt()
 
     def _follow_transforms(self) -> None:
-        """Split anew when a transform of the dataset has been set or changed.
+        """Split again when a transform of the dataset has been set or changed.
 
         Raises:
             DatasetError: cached samples were made with another beginning, and ``on_change`` is not "uncached".
@@ -530,7 +530,7 @@ class CachedDataset(Dataset[Any]):
         return vars(self)
 
     def _holds_samples(self) -> bool:
-        """Whether samples are cached, or may be at any moment, by other ranks."""
+        """Return whether samples are cached, or may be at any moment, by other ranks."""
         return self.cache.serves_ranks or bool((self.cache.aux_array == SlotState.SET).any())
 
     def _view(self, dataset: Any, rows: np.ndarray[Any, Any]) -> "CachedDataset":
@@ -615,7 +615,7 @@ class CachedDataset(Dataset[Any]):
             yield len(batch)
 
     def _fill_disk(self, disk: DiskCache, batch: list[int]) -> None:
-        """Write to the disk what is not there yet: of the memory, or else of the dataset."""
+        """Write the samples to the disk that are not there yet: from memory, or else from the dataset."""
         disk.flush()
         empty = [idx for idx in batch if disk.aux_array[idx] == SlotState.EMPTY]
         load = partial(self.cache.get_or_load_many, load=self._loader.load_many, strict=False)
@@ -653,7 +653,7 @@ class CachedDataset(Dataset[Any]):
         if not self.cache.closed:
             super().__setattr__("_last_stats", self.stats())
         if self.disk_cache is not None:
-            self.disk_cache.close()  # first: what is to be written depends on what the memory holds
+            self.disk_cache.close()  # first: which samples are written depends on those in memory
         self.cache.close()
         self._audit.close()
 
@@ -673,7 +673,7 @@ def _new(kind: type[_Self]) -> _Self:
 
 
 _SHARED_NAMES = frozenset({"dataset", "transform", "set_epoch", "prefetch_blocks", "expect"})
-"""Names of ours that mean what they mean in a dataset."""
+"""Names of ours with the same meaning as in a dataset."""
 _said_hidden: set[tuple[type, str]] = set()
 
 

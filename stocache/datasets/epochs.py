@@ -1,4 +1,4 @@
-"""Count what a cached dataset did in each epoch.
+"""Count the requests of a cached dataset in each epoch.
 
 NOTE [ Epochs ]
     Samples are requested in worker processes, which do not know epochs. The counters in shared memory know how many samples all
@@ -89,7 +89,7 @@ class DatasetStats:
 
 
 def takes_epoch(value: Any) -> bool:
-    """Whether a sampler or dataset has a method ``set_epoch``. Some classes answer any name with None."""
+    """Return whether a sampler or dataset has a method ``set_epoch``. Some classes answer any name with None."""
     return callable(attribute_of(value, "set_epoch"))
 
 
@@ -131,7 +131,7 @@ class EpochCounter:
         if ended is not None and requests == self._requests[kind] and not self._warned and is_first_rank():
             self._warned = True
             logger.warning(
-                "%s has ended, and the cache was asked for no sample: they come from elsewhere, perhaps from the dataset "
+                "%s has ended, and no sample was requested from the cache: they come from elsewhere, perhaps from the dataset "
                 "within. Give the CachedDataset to the loader.", ended,
             )  # fmt: skip
         self._requests[kind] = requests

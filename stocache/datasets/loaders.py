@@ -6,15 +6,16 @@ NOTE [ Admitting blocks ]
     needs: they are read one by one, as without a cache, and cached. The rest of their blocks is admitted behind the batch, by a
     thread that works when nobody in this process has loaded for a while. So a process that is always loading admits nothing
     else, and loses nothing: each sample is read once in either case. The thread keeps numbers of blocks only, reads one block
-    at a time, and ends when it has no more to do. What it has not admitted when the process ends is read when it is wanted.
+    at a time, and ends when it has no more to do. Blocks that it has not admitted when the process ends are read when they are
+    requested.
 
     A block is not made into samples where its bytes can be copied: the columns are checked, and cut into slots, if the samples
-    have the structure of these, or into records (NOTE [ Copying rows ]). A damaged sample stays empty; it is told when it is
-    wanted. Where a subclass changes what a `StorageDataset` or a storage returns, samples are made; also where records are
-    compressed.
+    have the structure of these, or into records (NOTE [ Copying rows ]). A damaged sample stays empty; the error is raised when
+    it is requested. Where a subclass changes the results of a `StorageDataset` or a storage, samples are made; also where
+    records are compressed.
 
     Which blocks are kept is known beforehand, also where samples vary in size: the index of a storage has the bytes of each
-    block, the first block tells how many of them are not values, and some samples how much more their records have. The blocks
+    block, the first block shows how many of them are not values, and some samples how much more their records have. The blocks
     are evenly spread (NOTE [ Ordering ]), as many as have room by this estimate. If records are larger than that, the samples
     that come last have no room, and a few blocks are kept in part. The samples of all other blocks are marked as outside the
     cache when the first of them is wanted.
@@ -152,7 +153,7 @@ class BlockLoader:
         """Cache those samples of one block that are sound, without making them. Return False where they must be made."""
         try:
             encoded = self._load_encoded(indices)
-        except Exception as error:  # a damaged file may raise anything; it is told when a sample is wanted
+        except Exception as error:  # a damaged file may raise anything; it is raised again when a sample is requested
             logger.debug("samples %d to %d: %s", indices[0], indices[-1], str(error))
             return False
         if encoded is None:
@@ -280,7 +281,7 @@ class BlockAdmitter:
             loader = self._loader()
             if loader is None:
                 return
-            with contextlib.suppress(Exception):  # what is wrong with a sample is told when it is wanted
+            with contextlib.suppress(Exception):  # the error is raised when the sample is requested
                 loader.admit(block)
             del loader
 
@@ -306,13 +307,13 @@ def choose_blocks(dataset: Any, cache: SampleCache, samples: Iterable[Any]) -> _
     blocks ]. None if their sizes in the cache are not known before they are read.
 
     Args:
-        samples: some samples of the dataset. What their records have besides values is taken to be the most that any has.
+        samples: some samples of the dataset. All records are assumed to have as much besides values as the largest of these.
     """
     if not isinstance(cache, RaggedCache) or not issubclass(type(dataset), StorageDataset):
         return None
     try:
         value_bytes = dataset.value_bytes()
-    except (StorageError, OSError):  # it is told when a sample of that block is wanted
+    except (StorageError, OSError):  # the error is raised when a sample of that block is requested
         return None
     overhead, block_bounds = cache.overhead_of(samples), dataset.block_bounds
     if overhead is None or value_bytes is None or block_bounds is None:

@@ -1,4 +1,4 @@
-"""Follow the samples of a cached dataset into what its methods return: parts of the dataset, and loaders over it."""
+"""Follow the samples of a cached dataset into the results of its methods: parts of the dataset, and loaders over it."""
 
 import copy
 import functools
@@ -73,13 +73,13 @@ def follow(name: str, result: Any, cached: Any, view: Callable[[Any, Any], Any],
         _warned.add((type(dataset), name))
         logger.warning(
             "%s.%s() returns a dataset without the cache, because the rows of its samples are not known. Call it before "
-            "CachedDataset, or wrap what it returns.", type(dataset).__name__, name,
+            "CachedDataset, or wrap its result.", type(dataset).__name__, name,
         )  # fmt: skip
     return result
 
 
 def is_part(value: Any, dataset: Any) -> bool:
-    """Whether a value is a dataset of the same class, which may have some of the samples."""
+    """Return whether a value is a dataset of the same class, which may have some of the samples."""
     return type(value) is type(dataset) and value is not dataset and hasattr(value, "__dict__")
 
 
@@ -99,7 +99,7 @@ def rows_of(part: Any, whole: Any) -> "np.ndarray[Any, Any] | None":
 
 
 def are_rows(part: Any, whole: Any, rows: Any) -> bool:
-    """Whether some samples of a part are those of the whole at ``rows``, made from the same random numbers."""
+    """Return whether some samples of a part are those of the whole at ``rows``, made from the same random numbers."""
     if length_of(part) != len(rows):
         return False
     own = [*own_generators(part), *own_generators(whole)]

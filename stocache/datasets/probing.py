@@ -1,4 +1,4 @@
-"""Load a few samples in a child process, to learn what samples look like and what they are made with.
+"""Load a few samples in a child process, to find their structure and the attributes that they are made with.
 
 NOTE [ What a sample is made of ]
     The first sample is loaded twice; one for which random numbers were drawn is loaded several times, because two random flips
@@ -52,7 +52,7 @@ class Probe:
         reads: attributes of the dataset that samples are made with.
         loaded_here: whether samples were loaded in this process, because a child could not; None where none was loaded.
         unfit: the error of the first sample that cannot be kept, where none can; else None.
-        finding: what a sample was found to depend on, besides its index: a sentence without its end. None for nothing.
+        finding: the dependence of a sample on more than its index: a sentence without its end. None if there is no other.
     """
 
     samples: dict[int, Any] = field(default_factory=dict)
@@ -136,7 +136,7 @@ def _probe_here(dataset: Any, job: Callable[[], Iterator[Any]], reason: Exceptio
 
 
 class _Found:
-    """What `_load_all` has found so far.
+    """The results of `_load_all` so far.
 
     Attributes:
         probe: the result.
@@ -150,7 +150,7 @@ class _Found:
         self.errors: list[tuple[int, Exception, bool]] = []
 
     def take(self, items: Iterable[Any]) -> None:
-        """Take what `_load_all` yields."""
+        """Take the items that `_load_all` yields."""
         probe = self.probe
         for item in items:
             if isinstance(item, _Started):
@@ -182,7 +182,7 @@ class _Found:
 
 
 def _finding(dataset: Any, again: _LoadedAgain) -> str | None:
-    """Return what a sample depends on, besides its index; None for nothing."""
+    """Return the dependence of a sample on more than its index, as a sentence; None if there is no other."""
     drawn = "" if again.drawn is None else f"; random numbers were drawn in {again.drawn}"
     if again.place is not None:
         name = type(dataset).__name__
@@ -193,10 +193,10 @@ def _finding(dataset: Any, again: _LoadedAgain) -> str | None:
 
 
 def log_draws_without_effect(dataset: Any, idx: int, drawn: str = "") -> None:
-    """Log that a sample does not depend on the numbers drawn for it, and what that means. ``drawn``: where, as a clause."""
+    """Log that a sample does not depend on the numbers drawn for it, and the consequence. ``drawn``: where, as a clause."""
     logger.info(
-        "sample %d of %s does not depend on random numbers%s. What is cached draws none, so the random numbers that follow are "
-        "others than without the cache.", idx, type(dataset).__name__, drawn,
+        "sample %d of %s does not depend on random numbers%s. Cached samples draw none, so the random numbers that follow "
+        "differ from those without the cache.", idx, type(dataset).__name__, drawn,
     )  # fmt: skip
 
 
@@ -257,7 +257,7 @@ def load_again(load: Callable[[int], Any], idx: int, first: Any, times: int = 1)
 
 @contextlib.contextmanager
 def _recorded_reads(dataset: Any) -> Iterator[set[str]]:
-    """Give a set that collects the attributes of the dataset that are read in the block."""
+    """Yield a set that collects the attributes of the dataset that are read in the block."""
     reads: set[str] = set()
     cls: Any = type(dataset)
     original, own = cls.__getattribute__, vars_of(dataset)

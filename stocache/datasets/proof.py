@@ -1,4 +1,4 @@
-"""Say what is known of the samples of a dataset, so that ranks share a cache only if their samples are the same."""
+"""Describe the samples of a dataset, so that ranks share a cache only if their samples are the same."""
 
 import hashlib
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _PLAIN = (int, float, str, bytes, bool, type(None), np.generic)
 
 
 def proof_of(dataset: Any, probe: Probe, split: Split | None) -> Proof | None:
-    """Return what is known of the samples of a dataset; None where no sample is known."""
+    """Return the description of a dataset's samples; None where no sample is known."""
     samples = probe.samples if probe.example is None else {-1: probe.example}
     if not samples:
         return None
@@ -54,7 +54,7 @@ def _tables(dataset: Any) -> Iterator[Any]:
 
 
 def _is_table(value: Any) -> bool:
-    """Whether a value may be asked for its length: that of a Compose of MONAI seeds its transforms anew."""
+    """Return whether a value may be asked for its length: that of a Compose of MONAI seeds its transforms again."""
     return isinstance(value, np.ndarray | torch.Tensor | list | tuple | range) or hasattr(type(value), "iloc")
 
 
@@ -63,7 +63,7 @@ def _leads_to_datasets(value: Any) -> bool:
 
 
 def _is_plain(values: list[Any]) -> bool:
-    """Whether values are numbers, texts and None, or short tuples and lists of these."""
+    """Return whether values are numbers, texts and None, or short tuples and lists of these."""
     return all(
         isinstance(each, _PLAIN) or (type(each) in (tuple, list) and len(each) < 9 and _is_plain(each)) for each in values
     )

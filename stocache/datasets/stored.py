@@ -80,7 +80,7 @@ class StorageDataset(Dataset[TSample]):
         For each there is a buffer for each tensor, array and number of the structure ``tree``. A damaged sample is left out.
 
         Returns:
-            None where only the samples themselves tell: they vary in size, have another structure, or are not made by this
+            None where the samples must be made: they vary in size, have another structure, or are not made by this
             class and the storage's, but by methods of a subclass.
 
         Raises:
@@ -95,7 +95,7 @@ class StorageDataset(Dataset[TSample]):
     def _load(
         self, indices: Sequence[int], load: Callable[[Any, int, list[int]], dict[int, Any] | None]
     ) -> dict[int, Any] | None:
-        """Return what ``load`` returns for rows of a block, for samples of that block."""
+        """Return the result of ``load`` for rows of a block, for samples of that block."""
         if not self._reads_blocks:
             return None
         size = self.storage.block_size  # type: ignore[attr-defined]
@@ -110,7 +110,7 @@ class StorageDataset(Dataset[TSample]):
         Of a block of which this dataset has a part, the samples count as equally large.
 
         Returns:
-            None as `load_encoded`, but for what their structures are; and where there are no blocks.
+            None as `load_encoded`, but whatever their structures; and where there are no blocks.
 
         Raises:
             DamagedError: a block cannot be read.
@@ -159,5 +159,5 @@ class StorageDataset(Dataset[TSample]):
 
 
 def _has_methods(instance: Any, cls: type, *names: str) -> bool:
-    """Whether methods of an object are those of ``cls``, and not of a subclass or its own."""
+    """Return whether methods of an object are those of ``cls``, and not of a subclass or its own."""
     return all(getattr(getattr(instance, name, None), "__func__", None) is getattr(cls, name) for name in names)

@@ -67,7 +67,7 @@ class Wrapped:
     Attributes:
         probe: the samples that were loaded.
         split: how samples are made in two parts, or None; see NOTE [ Splitting ].
-        plan: called with a dataset to split its transforms anew; the arguments of `plan_split`.
+        plan: called with a dataset to split its transforms again; the arguments of `plan_split`.
         loader: loads the samples that the caches miss.
         disk: the cache behind the memory, or None.
     """
@@ -145,14 +145,14 @@ class _Wrapper:
         return Wrapped(cache, probe, split, self._plan, self._make_loader(cache, split, probe, disk), disk)
 
     def _wanted(self) -> str | None:
-        """Return where the samples of an earlier run were cut; None if there are none."""
+        """Return where the samples of an earlier run were cut; None without an earlier run."""
         wanted = _read_before_text(self._options.name)
         if wanted is None and self._options.disk is not None and (manifest := manifest_of(self._options.disk)) is not None:
             wanted = _before_text(manifest["fingerprint"] or "")
         return wanted
 
     def _options_for(self, split: Split | None) -> CacheOptions:
-        """Return the options, whose fingerprint tells where samples are cut, if later runs or other jobs can see them."""
+        """Return the options, whose fingerprint says where samples are cut, if later runs or other jobs can see them."""
         options, before = self._options, "" if split is None else split.before_text()
         if not before or (options.name is None and options.disk is None):
             return options
@@ -231,7 +231,7 @@ def check_dataset(dataset: Any) -> int:
 
 
 def _has_keys(dataset: Any, keys: set[int]) -> bool:
-    """Whether a mapping has some keys.
+    """Return whether a mapping has some keys.
 
     Raises:
         DatasetError: it takes no numbers as keys: a TensorDict.
@@ -252,7 +252,7 @@ def _warn_of_other_samples(disk: DiskCache, samples: Mapping[int, Any]) -> None:
         if not disk.agrees(idx, sample):
             logger.warning(
                 "sample %d in %s is not that of the dataset: it is of other data, or made with random numbers. The samples "
-                "there are used. Pass fingerprint=…, which tells data apart, or remove them: stocache rm %s",
+                "there are used. Pass fingerprint=…, which identifies the data, or remove them: stocache rm %s",
                 idx, disk.disk, disk.disk,
             )  # fmt: skip
             return
@@ -269,7 +269,7 @@ def _before_text(fingerprint: object) -> str:
 
 
 def _expected_bytes(probe: Probe, length: int, options: CacheOptions) -> int | None:
-    """Return what the samples of a dataset take as records, if they are like the probed ones; None if that is not known."""
+    """Return the bytes of all samples as records, if they are like the probed ones; None if that is not known."""
     packer = RecordPacker(options.allow_pickle, None if options.codec is None else Codec(options.codec))
     rooms = []
     for sample in probe.samples.values():

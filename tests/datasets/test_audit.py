@@ -101,7 +101,7 @@ def test_a_named_cache_of_an_earlier_run_is_compared_before_its_first_sample_is_
         edited.offset = 1
         with CachedDataset(edited, 1, name="audit", fingerprint="v1") as cached:
             assert all(torch.equal(cached[idx], edited.image(idx) + 1) for idx in range(N))
-        assert "sample 0 of Source differs from what was cached" in caplog.text
+        assert "sample 0 of Source differs from the cached sample" in caplog.text
         assert torch.equal(first[5], Source().image(5))  # the other job goes on
 
 
@@ -214,7 +214,7 @@ def test_a_change_is_an_error_or_kept_if_asked_for(caplog):
             if on_change == "keep":
                 assert torch.equal(cached[3], cached.dataset.image(3))
                 continue
-            words = r"sample \d+ of Source differs from what was cached: dataset\.offset was set meanwhile .*transform="
+            words = r"sample \d+ of Source differs from the cached sample: dataset\.offset was set meanwhile .*transform="
             for ask in (lambda: cached[3], lambda: cached.__getitems__([3, 4]), lambda: list(stocache.DataLoader(cached))):
                 with pytest.raises(DatasetError, match=words):
                     ask()

@@ -362,7 +362,7 @@ def test_an_epoch_that_does_not_ask_the_cache_is_warned_of_once(caplog):
                 cached.set_epoch(epoch)
                 list(loader)
                 len(cached)  # which may find that the epoch is complete
-            assert caplog.text.count("the cache was asked for no sample") == (not ask)
+            assert caplog.text.count("no sample was requested from the cache") == (not ask)
 
 
 class Sizes(Dataset):

@@ -441,7 +441,7 @@ def test_a_map_that_has_changed_is_found_before_its_old_results_are_served(on_ch
         assert sorted(map(int, dataloader)) == list(range(COUNT))
         path.write_text("3")
         if on_change == "raise":
-            with pytest.raises(DatasetError, match="differs from what was cached"):
+            with pytest.raises(DatasetError, match="differs from the cached sample"):
                 list(dataloader)
         else:
             expected = [number * (3 if on_change == "uncached" else 1) for number in range(COUNT)]
