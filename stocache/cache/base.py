@@ -701,7 +701,7 @@ class SampleCache:
         encoded: dict[int, Any] = {}
         for idx, value in zip(indices, values, strict=True):
             if self._states[idx] == EMPTY:
-                with contextlib.suppress(SampleError):  # reported when this sample is asked for
+                with contextlib.suppress(SampleError):  # reported when this sample is requested
                     encoded[idx] = self._store.encode(value, f"sample {idx}")
         self._publish_all(list(encoded), list(encoded.values()))
 
@@ -833,8 +833,7 @@ class SampleCache:
 
         if not wait_until(lambda: self._claims.run_unwritten(drop), PATIENCE_S):
             raise BusyError(
-                f"clear: {describe_process(segment.pid_of(self._claims.writer()))} keeps the lock of a slot. Have it go on, or "
-                f"end it."
+                f"clear: {describe_process(segment.pid_of(self._claims.writer()))} holds the lock of a slot. Resume or end it."
             )
 
     def keep_ready(self, size_limit_gib: float | str) -> None:

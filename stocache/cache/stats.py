@@ -22,7 +22,7 @@ class CacheStats:
 
     Attributes:
         hits: samples served from the cache.
-        misses: samples that were asked for and not cached. Each is one read of the source.
+        misses: samples that were requested and not cached. Each is one read of the source.
         fills: slots that were set.
         races: sets that came too late, because another process or thread was faster. They changed nothing.
         refused: sets that were dropped, because the machine gave no memory for their slots.

@@ -217,13 +217,13 @@ def remove(path: str, force: bool = False, dead: bool = False) -> None:
         if at is None:
             raise SegmentError(f"there is no cache {name!r}.")
         if not force and os.fstat(at).st_uid != os.geteuid():
-            raise SegmentError(f"cache {name!r} belongs to user {os.fstat(at).st_uid}. Nevertheless: --force")
+            raise SegmentError(f"cache {name!r} belongs to user {os.fstat(at).st_uid}. To remove it anyway: --force")
         if dead or not force:
             with peek(at, path) as (fd, held):
                 Layout.read(fd)
                 if held:
                     users = _users(holders().get(identify(fd), []))
-                    raise SegmentError(f"cache {name!r} is in use by {users}. Nevertheless: stocache rm --force {name}")
+                    raise SegmentError(f"cache {name!r} is in use by {users}. To remove it anyway: stocache rm --force {name}")
         try:
             os.unlink(name, dir_fd=at)
         except FileNotFoundError:

@@ -279,7 +279,7 @@ class _Lock:
         _timed_out.add(self._path)
         raise BusyError(
             f"{self._path} has been locked by {describe_first(pids)} since "
-            f"{time.strftime('%H:%M:%S', time.localtime(since))}, which should take milliseconds. Have it go on, or end it."
+            f"{time.strftime('%H:%M:%S', time.localtime(since))}, which should take milliseconds. Resume or end it."
         )
 
 

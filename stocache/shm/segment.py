@@ -494,7 +494,7 @@ class Segment:
             self._warned_of.add(pid)
             logger.warning(
                 "%s has kept a lock of the cache in %s for %.0f s, which should take microseconds. Samples that need it stay "
-                "uncached, training goes on. Have that process go on, or end it.",
+                "uncached, training goes on. Resume or end that process.",
                 describe_process(pid), self.path or self.backing, PATIENCE_S,
             )  # fmt: skip
         return pid is None

@@ -145,7 +145,9 @@ def test_rm_dead_removes_leftovers_only(run, four, monkeypatch):
 def test_rm_spares_what_is_in_use_without_force(run, four):
     result = run("rm", "a-live", "b-kept", "e")
     assert result.exit_code == 1
-    assert f"cache 'a-live' is in use by processes {os.getpid()}. Nevertheless: stocache rm --force a-live" in result.output
+    assert (
+        f"cache 'a-live' is in use by processes {os.getpid()}. To remove it anyway: stocache rm --force a-live" in result.output
+    )
     assert "there is no cache 'e'" in result.output
     assert "is a symbolic link" in run("rm", "d-bad").output
     assert names() == ["a-live", "c-dead", "d-bad"]
@@ -188,7 +190,7 @@ def test_the_caches_of_another_user(run):
     for arguments in (["theirs", "--user", "12345"], ["--dead", "--user", "12345"], ["--dead", "--user", "all"]):
         refused = run("rm", *arguments)
         assert refused.exit_code == 1
-        assert "belongs to user 12345. Nevertheless: --force" in refused.output
+        assert "belongs to user 12345. To remove it anyway: --force" in refused.output
     assert run("rm", "--dead", "--user", "12345", "--force").exit_code == 0
     assert not Path(registry.directory_of(12345)).exists()
 

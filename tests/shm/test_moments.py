@@ -326,7 +326,7 @@ def test_clear_says_which_stopped_process_is_writing(waits, monkeypatch):
     with SharedCache(1, N, (4,)) as cache:
         cache.set_slot(0, value(0))
         with stopped(write) as pid:
-            with pytest.raises(BusyError, match=rf"clear: process {pid} \(.*\), which is stopped keeps the lock of a slot"):
+            with pytest.raises(BusyError, match=rf"clear: process {pid} \(.*\), which is stopped holds the lock of a slot"):
                 cache.clear()
             assert torch.equal(cache.get_slot(0), value(0))
         cache.clear()
