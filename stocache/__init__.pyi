@@ -42,6 +42,8 @@ from .errors import (
 )
 from .errors import (
     DiskError as DiskError,
+)
+from .errors import (
     GraphError as GraphError,
 )
 from .errors import (

@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from stocache.errors import CacheNameError, LimitError
 from stocache.samples.codecs import Codec
@@ -62,6 +62,20 @@ class CacheOptions:
     disk: str | os.PathLike[str] | None = None
     disk_limit: float | str | None = None
     share_ranks: bool = True
+
+    @classmethod
+    def of(cls, size: "float | str | CacheOptions", **options: Any) -> "CacheOptions":
+        """Return the options that are given one by one, or together in place of the size.
+
+        Raises:
+            LimitError: both are given.
+        """
+        if not isinstance(size, CacheOptions):
+            return cls(size, **options)
+        given = [name for name, value in options.items() if value != getattr(cls, name)]
+        if given:
+            raise LimitError(f"{given[0]} is one of the CacheOptions that were given. Give it there.")
+        return size
 
     def __post_init__(self) -> None:
         if self.size_limit_gib != "auto":

@@ -67,17 +67,36 @@ class CachedDataset(Dataset[Any]):
         dataset: has ``__len__`` and ``__getitem__``: of torch, torchvision, Hugging Face, MONAI, or your own. A sample is any
             tree of tensors, numpy arrays, numbers, str, bytes and None in containers (`RaggedCache` lists them), and comes back
             equal.
-        size_limit_gib: GiB for the cache on this machine; "auto" for the memory that the machine can spare.
+        size_limit_gib: GiB for the cache on this machine; "auto" for the memory that the machine can spare. Or `CacheOptions`,
+            which holds the options under *Where* and *Sharing*, too.
+
+    What to cache:
         transform: called with each sample after the cache and after the dataset's own transforms; returns the final sample. It
             gets a private copy. Or a mapping from parts of the sample to functions of them: ``{0: augment}``,
             ``{"image": augment}``.
-        name, persist, fingerprint, on_busy: to share the cache with other jobs and later runs; see `CacheOptions`.
-        share_ranks: whether ranks of this job on this machine that cache the same samples use one cache without a name. With
-            False each rank has its own, and its part of the limit.
+        split: False leaves all transforms of the dataset before the cache. Transforms that cannot be split stay there, too.
+        cut: how many of the deterministic steps at the beginning of a transform run before the cache: "latest", all;
+            "smallest", those after which a sample is smallest. None takes the latest cut at which all samples fit, else the
+            smallest, but not one that saves next to nothing.
+        store: "encoded" caches the bytes of image files, and decodes them after the cache: for datasets that call an attribute
+            ``loader`` with a path, such as torchvision's folders, and for datasets of Hugging Face with images.
         placement: which samples are cached when all have one shape and not all fit: "scattered", evenly spread; "prefix", the
             first; or a `Placement`: ``Placement.from_env()`` gives each of several machines its own part. Samples of varying
             size are kept in the order in which they come. For a `StorageDataset` of blocks, whole blocks are cached, also of
             samples of varying size, which are then scattered as well (NOTE [ Admitting blocks ]).
+        audit: the share of the time for loading samples that are cached from the dataset as well, to compare them. The first
+            sample that each process serves in an epoch is compared in any case; with 0 no sample is. See NOTE [ The audit ].
+        on_change: what happens when a sample is found to depend on more than its index: on random numbers that the dataset
+            draws, an epoch, an attribute that was set, an edited file. "uncached": from then on the dataset makes each sample
+            itself, as without a cache, with one warning that names the cause. "raise": a `DatasetError`. "keep": the cached
+            samples are served, without a warning.
+
+    Where: ``admission``, ``codec``, ``allow_pickle``, ``disk`` and ``disk_limit`` are those of `CacheOptions`. Admission by
+    "cost" and a codec keep samples in a `RaggedCache`.
+
+    Sharing: ``name``, ``persist``, ``fingerprint``, ``on_busy`` and ``share_ranks`` are those of `CacheOptions`.
+
+    Speed:
         variable: whether samples vary in size. None finds out. True keeps them in a `RaggedCache` in any case; False in a
             `SharedCache`, which is faster, and needs samples of one structure with the same dtypes and shapes.
         probe: how many samples, evenly spread, to load in a child process to find that out; fewer where it takes long. They are
@@ -86,21 +105,6 @@ class CachedDataset(Dataset[Any]):
             (``worker_init_fn`` makes them ready).
         copy: False returns views of the cache where no transform runs after it: writing to one changes all later epochs.
             With transforms after the cache, samples are copied in any case.
-        split: False leaves all transforms of the dataset before the cache. Transforms that cannot be split stay there, too.
-        cut: how many of the deterministic steps at the beginning of a transform run before the cache: "latest", all;
-            "smallest", those after which a sample is smallest. None takes the latest cut at which all samples fit, else the
-            smallest, but not one that saves next to nothing.
-        store: "encoded" caches the bytes of image files, and decodes them after the cache: for datasets that call an attribute
-            ``loader`` with a path, such as torchvision's folders, and for datasets of Hugging Face with images.
-        disk, disk_limit: a folder on a local disk, and the bytes that it may have, for the samples that do not fit in memory.
-            Each sample is read from the dataset once, also by later runs with the same ``fingerprint``. See `DiskCache`.
-        audit: the share of the time for loading samples that are cached from the dataset as well, to compare them. The first
-            sample that each process serves in an epoch is compared in any case; with 0 no sample is. See NOTE [ The audit ].
-        on_change: what happens when a sample is found to depend on more than its index: on random numbers that the dataset
-            draws, an epoch, an attribute that was set, an edited file. "uncached": from then on the dataset makes each sample
-            itself, as without a cache, with one warning that names the cause. "raise": a `DatasetError`. "keep": the cached
-            samples are served, without a warning.
-        admission, codec, allow_pickle: see `CacheOptions`. "cost" and a codec keep samples in a `RaggedCache`.
 
     Attributes:
         dataset: the wrapped dataset. Its own attributes (``classes``, ``targets``) can be read and set here, too.
@@ -135,7 +139,7 @@ class CachedDataset(Dataset[Any]):
     def __init__(
         self,
         dataset: Any,
-        size_limit_gib: float | str = "auto",
+        size_limit_gib: float | str | CacheOptions = "auto",
         *,
         transform: Callable[[Any], Any] | Mapping[Any, Any] | None = None,
         name: str | None = None,
@@ -162,12 +166,12 @@ class CachedDataset(Dataset[Any]):
         self._len = check_dataset(dataset)
         self.dataset = dataset  # before others that hold it: MONAI walks through the attributes in order, and seeds them
         self.after_cache = as_transform(transform)
-        self._fingerprint, self._copies = fingerprint, copy
+        self._copies = copy
         self._rows: np.ndarray[Any, Any] | None = None  # of a view: its samples
         self._whole: Any = None  # of a view: the dataset that has all samples
         self._collates: dict[type, Collate | None] = {}  # how the dataset puts samples together, by the type of the index
         self._batch_spec: BatchSpec | None = None  # of lazy batches; see with_lazy_batches
-        options = CacheOptions(
+        options = CacheOptions.of(
             size_limit_gib,
             name=name,
             persist=persist,
@@ -180,6 +184,7 @@ class CachedDataset(Dataset[Any]):
             disk_limit=disk_limit,
             share_ranks=share_ranks,
         )
+        self._fingerprint = options.fingerprint
         samples = SampleOptions(
             placement=placement, variable=variable, probe=probe, example=example, split=split, cut=cut, store=store
         )

@@ -12,7 +12,17 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 
 import stocache
-from stocache import CachedDataset, DatasetError, LimitError, RaggedCache, SampleError, SampleIndexError, SharedCache, errors
+from stocache import (
+    CachedDataset,
+    CacheOptions,
+    DatasetError,
+    LimitError,
+    RaggedCache,
+    SampleError,
+    SampleIndexError,
+    SharedCache,
+    errors,
+)
 from stocache.system.limits import SHM_DIR
 from tests.support.containers import Point
 from tests.support.equality import same
@@ -266,6 +276,7 @@ class Unending:
     ({"train": [1], "test": [2]}, {}, DatasetError, r"is a mapping with the keys \['train', 'test'\].*dict\['train'\]"),
     ({1: "a", 2: "b"}, {}, DatasetError, r"keys \[1, 2\], not with the indices 0 to 1.*list\(dict.values\(\)\)"),
     ([1], {"size_limit_gib": "lots"}, LimitError, "size_limit_gib='lots' is not a size"),
+    ([1], {"size_limit_gib": CacheOptions(1), "codec": "lz4"}, LimitError, "codec is one of the CacheOptions that were given"),
     ([1], {"probe": -1}, LimitError, "probe=-1 is not a number of samples"),
     ([1], {"probe": "all"}, LimitError, "probe='all' is not a number of samples"),
     ([1], {"probe": 0, "variable": False}, LimitError, "variable=False needs to know.* Give example=sample"),
@@ -405,3 +416,9 @@ def test_the_second_run_reads_nothing(size):
     (left,) = Path(SHM_DIR).glob("stocache-*/warm")
     left.unlink()
     left.parent.rmdir()
+
+
+def test_options_of_the_cache_may_be_given_together():
+    with CachedDataset(["a", "b"], CacheOptions("1MB", codec="lz4", fingerprint="f")) as dataset:
+        assert (dataset.cache.codec, list(dataset)) == ("lz4", ["a", "b"])
+        assert dataset.stats().total.capacity_bytes <= 10**6
