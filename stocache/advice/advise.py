@@ -85,6 +85,7 @@ def advise(
     time_limit_s: float = 60.0,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     transform: Callable[[Any], Any] | None = None,
+    allow_pickle: bool = False,
     progress: bool = True,
 ) -> Advice:
     """Return which limit of the cache, number of workers and codec to use for a map-style dataset on this machine.
@@ -103,7 +104,7 @@ def advise(
         time_limit_s: seconds after which it ends; 10 to 25 s are usual. Slow samples leave less time, and the report says on
             how many samples it rests.
         collate_fn: as for the DataLoader; None for torch's, or for lists where that does not take the samples.
-        transform: as for `CachedDataset`.
+        transform, allow_pickle: as for `CachedDataset`.
         progress: whether to show a bar on stderr.
 
     Raises:
@@ -135,6 +136,7 @@ def advise(
             time_limit_s=time_limit_s,
             collate_fn=collate_fn,
             transform=transform,
+            allow_pickle=allow_pickle,
             on_progress=show,
         )
         if costs.load_s < _TRIAL_LOAD_S and time.monotonic() - began < time_limit_s - _TRIAL_LEFT_S:
@@ -146,8 +148,8 @@ def advise(
     forecasts = [
         predict(costs, setting, _step_s(step_ms, setting.batch_size, sizes[0])) for setting in candidates(costs, sizes, most)
     ]
-    has_transform = transform is not None
-    settings = tuple(_advised(forecast, has_transform, collate_fn) for forecast in rank(forecasts, _BEST))
+    cached = ", transform=transform" * (transform is not None) + ", allow_pickle=True" * allow_pickle
+    settings = tuple(_advised(forecast, cached, collate_fn) for forecast in rank(forecasts, _BEST))
     return Advice(settings, costs, step_ms, sizes[0], most, type(dataset).__name__)
 
 
@@ -179,15 +181,15 @@ def _step_s(step_ms: float, size: int, first_size: int) -> float:
     return step_ms / 1000 * size / first_size
 
 
-def _advised(forecast: Forecast, has_transform: bool, collate_fn: Any) -> Advised:
+def _advised(forecast: Forecast, cached: str, collate_fn: Any) -> Advised:
+    """Return a setting; ``cached`` has more arguments of `CachedDataset`."""
     setting = forecast.setting
     limit = setting.limit_bytes / GIB
     limit = float(f"{limit:.3g}")
     dataset = "dataset"
     if setting.limit_bytes:
         codec = f", codec={setting.codec!r}" if setting.codec is not None else ""
-        transform = ", transform=transform" if has_transform else ""
-        dataset = f"CachedDataset(dataset, size_limit_gib={limit:g}{codec}{transform})"
+        dataset = f"CachedDataset(dataset, size_limit_gib={limit:g}{codec}{cached})"
     workers = f", num_workers={setting.workers}, persistent_workers=True" if setting.workers else ""
     collate = ", collate_fn=collate_fn" if collate_fn is not None else ""
     code = f"DataLoader({dataset}, batch_size={setting.batch_size}, shuffle=True{workers}{collate})"

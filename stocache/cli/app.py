@@ -6,7 +6,7 @@ Each command imports what it needs: torch takes seconds to import, and info, ls,
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -21,6 +21,17 @@ from stocache.cli.output import echo, print_rows, terminal_width
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 _CORES = min(4, len(os.sched_getaffinity(0)))
+_AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Cache samples that need pickle, too, as CachedDataset(..., allow_pickle=True).")
+]
+_CollateFn = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODULE:FUNCTION",
+        show_default=False,
+        help="The collate_fn of the DataLoader. Default: torch's, or lists where it does not take the samples.",
+    ),
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")]
 
 
@@ -81,6 +92,8 @@ def bench(
         int, typer.Option(min=1, metavar="N", help="Photos: generate N of 512 x 512 if there is no SOURCE.")
     ] = 1000,
     warm_pages: Annotated[bool, typer.Option("--warm-pages", help="Photos: leave the files in the page cache.")] = False,
+    allow_pickle: _AllowPickle = False,
+    collate_fn: _CollateFn = None,
 ) -> None:
     """Measure the effect of a cache on your dataset. Runs a cold and a warm epoch at each cached share."""
     folder = Path(source) if source is not None and (":" not in source or Path(source).is_dir()) else None
@@ -97,12 +110,14 @@ def bench(
     shares = _parse_percentages(fractions)
     options: dict[str, Any] = {"fractions": shares, "workers": workers, "batch_size": batch_size, "repeats": repeats}
     if source is not None and by_function:
-        dataset = _load_dataset(context, source)
+        _refuse(context, ("size", "repeat_folder", "photos", "warm_pages"), "photos. Leave it out for a dataset of yours")
+        dataset, used = _load_source(source, allow_pickle, collate_fn)
         csv_path, png_path = _result_paths(out)
         samples = f"{len(dataset)} sample{'s' * (len(dataset) != 1)} of {source}"
         how = f"{type(dataset).__name__}, files left in the page cache"
-        run = partial(experiment.sweep_dataset, dataset, **options)
+        run = partial(experiment.sweep_dataset, dataset, **options, **used)
     else:
+        _refuse(context, ("allow_pickle", "collate_fn"), "a dataset of yours. Leave it out for photos")
         if folder is not None and not folder.is_dir():
             _fail(f"{folder} is not a folder. Give a folder of JPEGs, or module:function.", 2)
         csv_path, png_path = _result_paths(out)
@@ -154,15 +169,17 @@ def advise(
         ),
     ] = None,
     time_limit_s: Annotated[float, typer.Option(metavar="S", help="Seconds after which it ends.")] = 60.0,
+    allow_pickle: _AllowPickle = False,
+    collate_fn: _CollateFn = None,
 ) -> None:
     """Measure a dataset for a while, and recommend a limit, workers and a codec. Predicts the seconds of an epoch."""
     from stocache.advice.advise import advise as measure_and_rank
     from stocache.cli.dataset import describe_error
     from stocache.errors import DatasetError, LimitError
 
-    dataset = _load_source(source)
+    dataset, used = _load_source(source, allow_pickle, collate_fn)
     try:
-        advice = measure_and_rank(dataset, step_ms=step_ms, batch_size=batch_size or 32, time_limit_s=time_limit_s)
+        advice = measure_and_rank(dataset, step_ms=step_ms, batch_size=batch_size or 32, time_limit_s=time_limit_s, **used)
     except (DatasetError, LimitError) as error:
         _fail(" ".join(str(error).split()), 2)
     except Exception as error:
@@ -173,22 +190,22 @@ def advise(
         echo(text, indent, f"{indent}  ")
 
 
-def _load_dataset(context: typer.Context, source: str) -> Any:
-    """Return the dataset of ``module:function``, without the options for photos."""
-    for name in ("size", "repeat_folder", "photos", "warm_pages"):
+def _refuse(context: typer.Context, names: Iterable[str], reason: str) -> None:
+    """Fail if an option is given that is for something else."""
+    for name in names:
         origin = context.get_parameter_source(name)
         if origin is not None and origin.name == "COMMANDLINE":
-            _fail(f"--{name.replace('_', '-')} is for photos. Leave it out for a dataset of yours.", 2)
-    return _load_source(source)
+            _fail(f"--{name.replace('_', '-')} is for {reason}.", 2)
 
 
-def _load_source(source: str) -> Any:
-    """Return the dataset of ``module:function``."""
-    from stocache.cli.dataset import load_dataset
+def _load_source(source: str, allow_pickle: bool, collate_fn: str | None) -> tuple[Any, dict[str, Any]]:
+    """Return the dataset of ``module:function``, and the options with which it is used."""
+    from stocache.cli.dataset import load_dataset, load_function
     from stocache.errors import DatasetError
 
+    used: dict[str, Any] = {"allow_pickle": True} if allow_pickle else {}
     try:
-        return load_dataset(source)
+        return load_dataset(source), used if collate_fn is None else used | {"collate_fn": load_function(collate_fn)}
     except DatasetError as error:
         _fail(str(error), 2)
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from stocache.cache.shared import SharedCache
-from stocache.cli.dataset import PartlyCached, collate_or_list
+from stocache.cli.dataset import PartlyCached, collate_or_list, collate_values
 from stocache.preparation.images import load_jpeg
 from stocache.threads.loading import would_stall
 
@@ -176,13 +177,15 @@ def sweep_dataset(
     workers: int = 2,
     batch_size: int = 32,
     repeats: int = 1,
+    allow_pickle: bool = False,
+    collate_fn: Callable[[list[Any]], Any] = collate_or_list,
     seed: int = 0,
 ) -> list[EpochTiming]:
     """Run `sweep` on a map-style dataset, in `CachedDataset`. Files stay in the page cache.
 
     The time and the reads of the first epoch include those of `CachedDataset`, which loads some samples to see what they are.
     Batches that torch's ``default_collate`` does not take, such as of samples of varying size, remain lists. There are no
-    workers where forked ones would stall.
+    workers where forked ones would stall. ``allow_pickle`` is that of `CachedDataset`, ``collate_fn`` that of the DataLoader.
     """
     if workers and would_stall(dataset):
         workers = 0
@@ -190,7 +193,7 @@ def sweep_dataset(
     @contextmanager
     def open_dataset(fraction: float) -> Iterator[Opened]:
         start = time.perf_counter()
-        partly = PartlyCached(dataset, fraction)
+        partly = PartlyCached(dataset, fraction, allow_pickle)
         yield Opened(partly, time.perf_counter() - start, partly.count_cached())
         partly.close()
 
@@ -204,7 +207,7 @@ def sweep_dataset(
         repeats=repeats,
         before_epoch=lambda: None,
         seed=seed,
-        collate=collate_or_list,
+        collate=partial(collate_values, collate_fn),
     )
 
 

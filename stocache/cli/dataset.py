@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,19 +20,19 @@ from stocache.datasets.wrapping import check_dataset
 from stocache.errors import DatasetError
 
 
-def load_dataset(where: str) -> Any:
-    """Return the map-style dataset that a function returns, given as "module:function".
+def load_function(where: str) -> Any:
+    """Return a function, given as "module:function".
 
     The module is looked for in the current directory first. It runs, so it is trusted as any program of the user is.
 
     Raises:
-        DatasetError: the module cannot be imported; there is no such function, or it raises an error; or it returns something
-            else, or a dataset without samples.
+        DatasetError: the module cannot be imported, or there is no such function.
     """
     module_name, _, name = where.partition(":")
     if not module_name or not name:
         raise DatasetError(f"{where!r} is not module:function.")
-    sys.path.insert(0, os.getcwd())  # as `python -m` does; worker processes get the same path
+    if sys.path[0] != os.getcwd():
+        sys.path.insert(0, os.getcwd())  # as `python -m` does; worker processes get the same path
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
@@ -40,6 +41,17 @@ def load_dataset(where: str) -> Any:
     if not callable(function):
         problem = f"is not a function but {_describe(function)}" if hasattr(module, name) else "does not exist"
         raise DatasetError(f"function {name!r} of {module.__file__ or module_name} {problem}.")
+    return function
+
+
+def load_dataset(where: str) -> Any:
+    """Return the map-style dataset that a function returns, given as "module:function".
+
+    Raises:
+        DatasetError: as `load_function`; or the function raises an error, or returns something else, or a dataset without
+            samples.
+    """
+    function = load_function(where)
     try:
         dataset = function()
     except (Exception, SystemExit) as error:
@@ -94,11 +106,12 @@ class PartlyCached(Dataset[tuple[Any, int]]):
     dataset, 0 if it came from the cache.
     """
 
-    def __init__(self, dataset: Any, share: float) -> None:
+    def __init__(self, dataset: Any, share: float, allow_pickle: bool = False) -> None:
         length = len(dataset)
         rows = ordering_of(Placement("scattered"), length).samples(np.arange(round(share * length)))
         self.dataset = dataset
-        self._cached = CachedDataset(Subset(dataset, rows.tolist()), audit=0) if len(rows) else None
+        part = Subset(dataset, rows.tolist())
+        self._cached = CachedDataset(part, audit=0, allow_pickle=allow_pickle) if len(rows) else None
         self._places = np.full(length, -1)  # in the cached part
         self._places[rows] = np.arange(len(rows))
 
@@ -122,11 +135,15 @@ class PartlyCached(Dataset[tuple[Any, int]]):
             self._cached.close()
 
 
-def collate_or_list(samples: list[tuple[Any, int]]) -> tuple[Any, Tensor]:
-    """Return a batch of samples, as a list if torch cannot put them together, and which of them were read."""
+def collate_values(collate_fn: Callable[[list[Any]], Any], samples: list[tuple[Any, int]]) -> tuple[Any, Tensor]:
+    """Return a batch of samples, and which of them were read."""
     values, read = zip(*samples, strict=True)
+    return collate_fn(list(values)), torch.tensor(read, device="cpu")
+
+
+def collate_or_list(samples: list[Any]) -> Any:
+    """Return a batch of samples, as a list if torch cannot put them together."""
     try:
-        batch = default_collate(list(values))
+        return default_collate(samples)
     except (TypeError, RuntimeError, ValueError, KeyError):
-        batch = list(values)
-    return batch, torch.tensor(read, device="cpu")
+        return samples

@@ -87,6 +87,7 @@ class Trials:
         collate_fn: the collate function of the user; None for torch's, or for lists where that does not work.
         passes: how often all epochs are run.
         until: of `time.monotonic`: no more epochs begin then.
+        allow_pickle: as for `CachedDataset`.
     """
 
     ways: Sequence[str | None]
@@ -98,6 +99,7 @@ class Trials:
     collate_fn: Callable[[list[Any]], Any] | None
     passes: int
     until: float
+    allow_pickle: bool = False
 
 
 class _Repeated(Dataset[Any]):
@@ -151,9 +153,9 @@ def _prepare(
     length = max(least, min(trials.most, trials.cache_bytes // about))
     limit = 0 if way == UNCACHED else 4 * trials.cache_bytes + 2 * length * about
     if limit:
-        with _cached(samples, length, limit, None, way) as first:
+        with _cached(samples, length, limit, None, way, trials.allow_pickle) as first:
             length = min(length, max(least, _length_for(first, samples)))
-    dataset = _cached(samples, length, limit, finish, way)
+    dataset = _cached(samples, length, limit, finish, way, trials.allow_pickle)
     fill_s = _fill(dataset, samples, range(length)) / length if limit else 0.0
     stats = dataset.cache.stats()
     shared = isinstance(dataset.cache, SharedCache)  # whose capacity is that of all samples, if the limit is more
@@ -164,10 +166,10 @@ def _prepare(
 
 
 def _cached(
-    samples: Sequence[Any], length: int, limit: int, finish: Callable[[Any], Any] | None, way: str | None
+    samples: Sequence[Any], length: int, limit: int, finish: Callable[[Any], Any] | None, way: str | None, allow_pickle: bool
 ) -> CachedDataset:
-    codec: Any = None if way == UNCACHED else way
-    return CachedDataset(_Repeated(samples, length), f"{limit}B", transform=finish, codec=codec, split=False, audit=0)
+    options: Any = {"codec": None if way == UNCACHED else way, "split": False, "audit": 0, "allow_pickle": allow_pickle}
+    return CachedDataset(_Repeated(samples, length), f"{limit}B", transform=finish, **options)
 
 
 def _length_for(dataset: CachedDataset, samples: Sequence[Any]) -> int:

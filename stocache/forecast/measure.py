@@ -73,6 +73,7 @@ def measure(
     codecs: Sequence[str | None] = (None, "lz4", "zstd"),
     collate_fn: Callable[[list[Any]], Any] | None = None,
     transform: Callable[[Any], Any] | None = None,
+    allow_pickle: bool = False,
     passes: int = 2,
     on_progress: Callable[[float, str], None] = lambda seconds, what: None,
 ) -> Costs:
@@ -85,6 +86,7 @@ def measure(
         codecs: the ways to cache that are of interest; those whose package is not installed are left out.
         collate_fn: makes the batches; None for torch's function, or for lists where that does not take the samples.
         transform: called with each sample after the cache, as `CachedDataset` does.
+        allow_pickle: as for `CachedDataset`.
         passes: how often epochs are run; in the second pass they are less likely to meet what disturbs the first.
         on_progress: called with the seconds so far and with what is measured now.
 
@@ -95,7 +97,9 @@ def measure(
 
     The dataset, and the random generators of this process, stay as they are: all of it happens in child processes.
     """
-    options = _Options(tuple(batch_sizes), make_loader, time_limit_s, tuple(codecs), collate_fn, transform, passes, on_progress)
+    options = _Options(
+        tuple(batch_sizes), make_loader, time_limit_s, tuple(codecs), collate_fn, transform, allow_pickle, passes, on_progress
+    )
     return _Study(dataset, options).run()
 
 
@@ -109,6 +113,7 @@ class _Options:
     codecs: tuple[str | None, ...]
     collate_fn: Callable[[list[Any]], Any] | None
     transform: Callable[[Any], Any] | None
+    allow_pickle: bool
     passes: int
     on_progress: Callable[[float, str], None]
 
@@ -258,6 +263,7 @@ class _Study:
             cache_bytes=min(CACHE_BYTES, recommended_limit() // 16),
             make_loader=self._options.make_loader,
             collate_fn=self._options.collate_fn,
+            allow_pickle=self._options.allow_pickle,
             passes=self._options.passes,
             until=began + min(left_s * _EPOCHS_SHARE, left_s - _BUSY_S - 3 * self._group * load_s),
         )

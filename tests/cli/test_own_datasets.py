@@ -2,6 +2,7 @@
 
 import csv
 import sys
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -48,6 +49,15 @@ numbers, one, empty, broken = lambda: Numbers(40), lambda: Numbers(1), lambda: N
 nothing, a_path, cached = lambda: None, lambda: "photos/train", lambda: CachedDataset([1, 2], 1)
 endless, bad_length = Endless, BadLength
 tensors = [torch.zeros(2, 4)]
+sparse = lambda: [torch.eye(3).to_sparse() * number for number in range(40)]
+
+def stack(samples):
+    with open("batches", "a") as file:
+        file.write(f"{len(samples)} ")
+    return torch.stack(samples)
+
+def refuse(samples):
+    raise ValueError("of no use")
 """
 
 
@@ -80,6 +90,32 @@ def test_advise_measures_as_it_is_told_and_prints_what_it_finds(run, monkeypatch
         (40, {"step_ms": 40, "batch_size": [7, 8], "time_limit_s": 9}),
         (1, {"step_ms": 0, "batch_size": 32, "time_limit_s": 60}),
     ]
+
+
+@pytest.mark.leaves_descriptors
+def test_samples_are_pickled_and_batched_as_the_loader_of_the_user_does_it(run, monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(advise, "advise", lambda dataset, **options: given.append(options) or "")
+    own = ("--allow-pickle", "--collate-fn", "own_data:stack")
+    assert run("advise", "own_data:sparse", *own).exit_code == 0
+    assert given == [{"step_ms": 0, "batch_size": 32, "time_limit_s": 60, "allow_pickle": True, "collate_fn": ANY}]
+    assert given[0]["collate_fn"].__name__ == "stack"
+    pytest.importorskip("matplotlib", reason="needs the extra bench")
+    options = ("--workers", 0, "--batch-size", 7, "--fractions", "100")
+    rows = {}
+    for more in ((), own):
+        assert run("bench", "own_data:sparse", *options, *more).exit_code == 0
+        with (tmp_path / "stocache-bench.csv").open() as file:
+            rows[more] = [float(row["warm_hit_rate"]) for row in csv.DictReader(file)]
+    assert rows == {(): [0.0], own: [1.0]}
+    assert (tmp_path / "batches").read_text() == "7 7 7 7 7 5 " * 2
+    result = run("bench", "own_data:numbers", *options, "--collate-fn", "own_data:refuse")
+    assert (result.exit_code, "ValueError: of no use (own_data.py, line " in result.stderr) == (2, True)
+    result = run("advise", "own_data:numbers", "--collate-fn", "own_data:padd")
+    assert (result.exit_code, result.stderr.endswith("own_data.py does not exist.\n")) == (2, True)
+    result = run("bench", "--allow-pickle")
+    told = "--allow-pickle is for a dataset of yours. Leave it out for photos.\n"
+    assert (result.exit_code, result.stderr) == (2, told)
 
 
 def test_what_cannot_be_advised_is_said_in_one_line(run, monkeypatch):
