@@ -7,6 +7,7 @@ NOTE [ Deaths of workers ]
 """
 
 import contextlib
+import os
 import re
 import signal
 import sys
@@ -15,6 +16,7 @@ import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -186,6 +188,21 @@ _proven: set[str] = set()  # start methods that started a process, although the 
 _PATIENCE_S = 60.0  # wait for such a process
 
 
+def preload() -> None:
+    """Let multiprocessing's fork server import the modules of workers, once for all; else each worker does it, for seconds.
+
+    The modules of the user stay first. It has no effect if the server runs already, and it is not done where the server might
+    find other modules than this process: it looks in the current directory first.
+    """
+    if os.path.realpath(sys.path[0]) == os.getcwd():
+        modules = [name for name in _SERVER._preload_modules if name not in _PRELOADED]
+        _SERVER.set_forkserver_preload([*modules, *_PRELOADED])
+
+
+_SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
+_PRELOADED = ("stocache.loader.dataloader", "stocache.ring.in_server")
+
+
 def try_to_start(context: Any) -> None:
     """Raise, before torch makes an iterator, what it would raise if no process can start; WorkerError without a guard.
 
@@ -195,6 +212,8 @@ def try_to_start(context: Any) -> None:
     """
     context.Lock()
     method = context.get_start_method()
+    if method == "forkserver":
+        preload()
     if method == "fork" or method in _proven or not (hint := _guard_hint()):
         return
     process = context.Process(daemon=True)  # without a target it does nothing
