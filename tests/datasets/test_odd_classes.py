@@ -1,5 +1,7 @@
 """Datasets whose classes answer any name, or pass by a method that they override, are cached as others are."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils.data import Dataset, Subset
@@ -7,6 +9,7 @@ from torch.utils.data import Dataset, Subset
 import stocache
 from stocache import CachedDataset, DatasetError, StorageDataset
 from tests.support.loading import THREADS
+from tests.support.pairs import pairs
 
 N = 24
 LOADERS = {"none": {}, "processes": {"num_workers": 2}, "threads": THREADS | {"num_workers": 2}, "seeded": {"sample_seed": 1}}
@@ -38,9 +41,7 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize("answer", ANSWERS)
-@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize(("answer", "loader", "slots"), [*pairs([*ANSWERS], [*LOADERS], [False, True])])
 def test_a_class_that_answers_any_name(answer, loader, slots):
     namespace = {"__slots__": ("length",)} if slots else {}
     methods = {name: vars(Numbers)[name] for name in ("__init__", "__len__", "__getitem__")}
@@ -111,8 +112,7 @@ OVERRIDDEN = {
 }
 
 
-@pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize("name", OVERRIDDEN)
+@pytest.mark.parametrize(("name", "loader"), [*zip([*OVERRIDDEN] * 2, itertools.cycle(LOADERS), strict=False)])
 def test_a_getitem_above_an_inherited_getitems_is_asked(name, loader):
     batches = stocache.DataLoader(OVERRIDDEN[name](), 4, **LOADERS[loader])
     for _ in range(2):

@@ -23,8 +23,9 @@ from stocache.disk import writer
 from stocache.disk.formats import Records, Rows
 from stocache.disk.samples_file import BEGIN, SamplesFile, index_bytes
 from stocache.samples.spec import Structure
-from tests.support.disks import COUNT, Samples, after_power_cut, contents, flip, loaded, open_disk, put, row, sample
+from tests.support.disks import COUNT, KINDS, Samples, after_power_cut, contents, flip, loaded, open_disk, put, row, sample
 from tests.support.equality import same
+from tests.support.pairs import pairs
 from tests.support.processes import in_child, wait_until
 
 
@@ -39,7 +40,7 @@ def enter(folder, idx, at, nbytes):
         file.write(at.to_bytes(8, "little") + nbytes.to_bytes(8, "little"))
 
 
-@pytest.mark.parametrize(("flips", "rounds"), [(1, 16), (10, 4)])
+@pytest.mark.parametrize(("flips", "rounds"), [(1, 8), (10, 2)])
 def test_flipped_bits_are_misses_or_harmless(kind, filled, flips, rounds):
     rng = random.Random(26)
     files = contents(filled)
@@ -72,7 +73,7 @@ def test_batches_have_no_row_that_is_damaged(filled):
         assert loaded(cache, "rows") == [5]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_after_a_power_cut_what_is_not_there_is_loaded_and_written_again(kind, seed, tmp_path):
     rng = random.Random(seed)
     count, limit = 150, "1GB"
@@ -108,7 +109,7 @@ WILD = [0, 1, 8, BEGIN - 8, BEGIN, BEGIN + 1, 1 << 20, 1 << 31, 1 << 40, (1 << 6
 
 def test_an_index_with_wild_numbers_is_a_miss_and_takes_no_memory(kind, filled):
     for number, at in enumerate(WILD):
-        for nbytes in (WILD[number - 1], WILD[-number], 8):
+        for nbytes in (WILD[number - 1], 8):
             enter(filled, 7, at, nbytes)
             with open_disk(kind, filled) as cache:
                 assert loaded(cache, kind, [7]) == [7]
@@ -308,9 +309,12 @@ def fill_and_die(kind, folder, opened, name, act):
         loaded(cache, kind)
 
 
-@pytest.mark.parametrize("way", ["shared", "alone"])
-@pytest.mark.parametrize(("name", "act"), [("samples", die), ("samples", lambda *call: die(half(*call))), ("index", die)])
-def test_a_kill_at_any_write_leaves_no_wrong_sample(tmp_path, kind, way, name, act):
+KILLS = {"before": ("samples", die), "within": ("samples", lambda *call: die(half(*call))), "index": ("index", die)}
+
+
+@pytest.mark.parametrize(("kind", "way", "kill"), [*pairs(KINDS, ["shared", "alone"], [*KILLS])], indirect=["kind"])
+def test_a_kill_at_any_write_leaves_no_wrong_sample(tmp_path, kind, way, kill):
+    name, act = KILLS[kill]
     with open_disk(kind, tmp_path) if way == "shared" else contextlib.nullcontext() as shared:
         assert in_child(fill_and_die, kind, tmp_path, shared, name, act) == signal.SIGKILL
         if shared:

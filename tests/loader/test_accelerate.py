@@ -117,6 +117,5 @@ def check_in_rank(rank, folder, cases):
 
 @pytest.mark.slow
 def test_two_ranks_resume(tmp_path):
-    split = {"split_batches": True}
-    cases = [("skipping", WORKERS, {"batch_size": 2}), ("skipping", {}, split), ("registered", WORKERS, {"batch_size": 2})]
-    run_ranks(check_in_rank, tmp_path, [*cases, ("skipping", {}, split | {"dispatch_batches": True})])
+    cases = [("skipping", WORKERS, {"batch_size": 2}), ("registered", WORKERS, {"batch_size": 2})]
+    run_ranks(check_in_rank, tmp_path, [*cases, ("skipping", {}, {"split_batches": True, "dispatch_batches": True})])

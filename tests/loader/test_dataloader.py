@@ -91,9 +91,12 @@ WORKERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("workers", WORKERS, ids=str)  # the first varies fastest
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: re.sub(r" object at \w+", "", str(options)))
-@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("options", "workers"),
+    [*zip(OPTIONS * 2, itertools.cycle(WORKERS), strict=False)],
+    ids=lambda options: re.sub(r" object at \w+", "", str(options)),
+)
+@pytest.mark.sampled(2)
 def test_batches_order_and_random_numbers_are_those_of_torch(options, workers):
     agree(*both(Named() if "worker_method" in workers else Augmented(), **options, **workers))
 

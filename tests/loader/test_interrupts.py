@@ -12,6 +12,7 @@ import stocache
 from stocache import CachedDataset, WorkerError
 from tests.support.images import Images
 from tests.support.processes import in_child
+from tests.support.ranks import slow
 
 PACKAGE = os.path.dirname(stocache.__file__)
 N, BATCH = 24, 3
@@ -60,9 +61,10 @@ def interrupted(loader, error, after):
     return got, iterator, interrupt.raised
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Stop])
-@pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize(("method", "step"), [("thread", 149), pytest.param("multiprocessing", 331, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("method", "step", "cached", "error"), [
+    ("thread", 149, False, Stop), ("thread", 149, True, KeyboardInterrupt), slow("multiprocessing", 331, True, Stop),
+    slow("multiprocessing", 331, False, KeyboardInterrupt),
+])  # fmt: skip
 def test_after_an_interrupt_the_next_epoch_is_whole_and_no_batch_is_lost_in_between(method, step, cached, error):
     assert in_child(lambda: interrupt_epochs(method, step, cached, error)) == 0  # what was being opened may stay open
 

@@ -185,7 +185,7 @@ PERSISTENT = {"persistent_workers": True}
     ("map", 3, {"batch_size": 2, "snapshot_every_n_steps": 4, **PERSISTENT}),
     ("map", 2, {"batch_size": None, "shuffle": True}),
     ("map in batches", 2, {"batch_size": 3, "shuffle": True, **PERSISTENT}),
-    ("plain", 3, {"batch_size": None, **PERSISTENT}), ("dataset", 3, {"batch_size": 2, "snapshot_every_n_steps": 2}),
+    ("plain", 3, {"batch_size": None, **PERSISTENT}),
     ("dataset", 3, {"batch_size": 1, "snapshot_every_n_steps": 5, **PERSISTENT}),
     ("dataset", 2, {"batch_size": 5, "drop_last": True}),
     ("iterator", 1, {"batch_size": 2, "multiprocessing_context": "spawn", **PERSISTENT}),

@@ -21,6 +21,7 @@ from tests.support import preparing
 from tests.support.equality import same
 from tests.support.pairs import pairs
 from tests.support.preparing import BLOCK, Faulty, FaultyTogether, Images, N, content, damage, labels, listed, loaded, written
+from tests.support.ranks import slow
 
 SOME = [3, 5, 60, 95, 99]
 BROKEN = {"first": [0], "last": [99], "some": SOME, "a whole block": range(14, 21), "the end": range(80, 100)}
@@ -155,11 +156,7 @@ def killed_at_each_change(tmp_path, monkeypatch, source, first, second, every):
             return changes
 
 
-EACH = pytest.param(1, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("every", [3, EACH])
-@pytest.mark.parametrize("last", [13, pytest.param(5, marks=pytest.mark.slow)])  # at the end, too, or not
+@pytest.mark.parametrize(("last", "every"), [(13, 3), slow(13, 1), slow(5, 1)])  # at the end, too, or not
 def test_killed_before_any_change_of_the_folder_it_goes_on_to_the_same_bytes(tmp_path, monkeypatch, caplog, last, every):
     source = Faulty([2, 3, last], length=14)
     prepare = lambda folder: prepare_quietly(source, folder, block_size=4).close()
@@ -168,7 +165,7 @@ def test_killed_before_any_change_of_the_folder_it_goes_on_to_the_same_bytes(tmp
     assert "starting again" not in caplog.text
 
 
-@pytest.mark.parametrize("every", [3, EACH])
+@pytest.mark.parametrize("every", [3, slow(1)])
 def test_killed_while_another_preparation_takes_the_folder_the_first_one_goes_on(tmp_path, monkeypatch, caplog, every):
     source = Faulty([2, 3, 13], length=14)
 

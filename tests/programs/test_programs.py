@@ -53,7 +53,6 @@ def test_the_one_line_changes_nothing(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "rows"), [
-    ("detection", [SPAWNED]),
     ("hugging_face", [{"store": "encoded"}, FORKED, {"of": "texts", **FORKED}]),
     ("lazy_files", [{"kind": kind} for kind in ("h5py", "zip", "memmap rows", "sqlite")]),
     ("lazy_files", [{"splits": True, "start_method": "spawn"}]),

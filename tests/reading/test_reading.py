@@ -284,14 +284,17 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("function", "error", "message"), [
-    (graphs.fails, HomemadeError, "(?s)Caught HomemadeError in {}.\nOriginal Traceback.*in fails.*HomemadeError: thirteen"),
-    (graphs.fails_locally, WorkerError, "(?s)in {}.*LocalError: here.*Traceback"),
-    (graphs.unpicklable, TypeError, "(?s)Caught TypeError in (DataLoader )?{}.*cannot pickle '_thread.lock' object"),
-    (graphs.dies, WorkerError, r"was killed by signal 9 \(SIGKILL\)"),
-])  # fmt: skip
-def test_a_failure_is_raised_with_its_traceback(place, function, error, message):
+FAILURES = {
+    graphs.fails: (HomemadeError, "(?s)Caught HomemadeError in {}.\nOriginal Traceback.*in fails.*HomemadeError: thirteen"),
+    graphs.fails_locally: (WorkerError, "(?s)in {}.*LocalError: here.*Traceback"),
+    graphs.unpicklable: (TypeError, "(?s)Caught TypeError in (DataLoader )?{}.*cannot pickle '_thread.lock' object"),
+    graphs.dies: (WorkerError, r"was killed by signal 9 \(SIGKILL\)"),
+}
+
+
+@pytest.mark.parametrize(("place", "function"), [*zip([*PLACES] * 2, [*FAILURES] * 2, strict=False)])
+def test_a_failure_is_raised_with_its_traceback(place, function):
+    error, message = FAILURES[function]
     graph = PLACES[place](function)
     message = message.format("dispatching process" if place == "dispatcher" else "worker process [01]")
     with loader(graph, 2) as dataloader:
