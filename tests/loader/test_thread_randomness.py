@@ -1,12 +1,15 @@
-"""Samples that draw from the thread's generators, and states, are those of worker processes, bit for bit."""
+"""Samples that draw from the thread's generators, collate functions and states are those of worker processes, bit for bit."""
 
+import functools
 import itertools
 import random
 import threading
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 import stocache
 from stocache import CachedDataset, SampleSeed
@@ -82,19 +85,6 @@ def loaders(make, **options):
         yield stocache.DataLoader(make(), worker_method=method, generator=torch.Generator().manual_seed(3), **options)
 
 
-OPTIONS = [
-    {}, {"shuffle": True, "persistent_workers": True}, {"batch_size": None}, {"prefetch_factor": 4, "num_workers": 3},
-    {"collate_fn": collate},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("make", "options"), [*zip([Draws, DrawsTogether, Counts, Own] * 2, OPTIONS * 2, strict=False)])
-def test_epochs_and_those_that_are_broken_off_are_those_of_processes(make, options):
-    threads, processes = loaders(make, **options)
-    for count in (2, 1, N):
-        assert same(*(list(itertools.islice(loader, count)) for loader in (threads, processes)))
-
-
 def test_samples_that_draw_before_a_cache_do_not_hang():
     with CachedDataset(Draws(), 1, example=torch.zeros(3), on_change="keep") as dataset:
         for idx in range(0, N, 2):
@@ -130,6 +120,126 @@ def test_states_resume_with_threads_what_processes_began_and_the_other_way(make,
     for state, loader in zip(states, loaders(make, **options), strict=True):
         loader.load_state_dict(state)
         assert same([*loader, *loader], expected)
+
+
+class Numbers(Draws):
+    def __getitem__(self, idx):
+        return torch.tensor([float(idx)])
+
+
+class Counted(Numbers):
+    """Its collate function tells how many samples were made before."""
+
+    made = 0
+
+    def __getitem__(self, idx):
+        self.made += 1
+        return super().__getitem__(idx)
+
+    def collate(self, samples):
+        return torch.stack(samples) + torch.rand(1), self.made
+
+
+class StatefulCounted(State, Counted):
+    pass
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        info = get_worker_info()
+        return iter(torch.arange(info.id, N, info.num_workers, dtype=torch.float32))
+
+
+def draw(samples):
+    random.shuffle(samples)
+    return torch.stack(samples) + torch.rand(1), np.random.normal(), torch.initial_seed(), get_worker_info().id
+
+
+def mix(alpha, samples):
+    return np.random.beta(alpha, alpha) * torch.stack(samples)[torch.randperm(len(samples))]
+
+
+def sometimes(samples):
+    return torch.stack(samples) + (torch.rand(1) if samples[0] % 3 == 0 else 0)
+
+
+class Lazy:
+    """Makes its generator at the first call, and counts."""
+
+    generator, calls = None, 0
+
+    def __call__(self, samples):
+        self.calls += 1
+        self.generator = self.generator or torch.Generator().manual_seed(get_worker_info().seed)
+        return torch.stack(samples) + torch.rand(1, generator=self.generator), self.calls
+
+
+def seed_all(worker):
+    random.seed(torch.initial_seed() % 2**32)
+    np.random.seed(torch.initial_seed() % 2**32)
+
+
+COLLATES = [
+    (Numbers, draw, {}), (Draws, draw, {"worker_init_fn": seed_all}), (Numbers, functools.partial(mix, 0.4), {}),
+    (Numbers, sometimes, {"num_workers": 3, "prefetch_factor": 4}), (Numbers, Lazy(), {"persistent_workers": True}),
+    (Counted, "collate", {"prefetch_factor": 1}), (StatefulCounted, "collate", {"persistent_workers": True}),
+    (Numbers, lambda sample: sample + torch.rand(1), {"batch_size": None}), (Numbers, draw, {"sample_seed": 5}),
+    (Draws, collate, {}), (DrawsTogether, None, {"shuffle": True, "persistent_workers": True}), (Stream, draw, {}),
+    (Counts, None, {"batch_size": None}), (Own, None, {"prefetch_factor": 4, "num_workers": 3}),
+]  # fmt: skip
+
+
+def epochs(make, collate, options, method):
+    """The batches of three epochs, the first of which is broken off, each with draws of the training step."""
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(3)
+    dataset = make()
+    collate = getattr(dataset, collate) if isinstance(collate, str) else collate
+    options = {"batch_size": 4, "num_workers": 2, "collate_fn": collate} | options
+    loader = stocache.DataLoader(dataset, worker_method=method, **options)
+    return [
+        (batch, torch.rand(1), random.random(), np.random.random())
+        for count in (2, N, N)
+        for batch in itertools.islice(loader, count)
+    ]
+
+
+@pytest.mark.parametrize(("make", "collate", "options"), COLLATES)
+def test_batches_and_the_numbers_of_the_training_step_are_those_of_processes(make, collate, options):
+    first, second = (epochs(make, collate, options, "thread") for _ in range(2))
+    assert same(first, second)
+    assert same(first, epochs(make, collate, options, "multiprocessing"))
+
+
+class Marked(float):
+    pass
+
+
+class MarkedNumbers(Numbers):
+    def __getitem__(self, idx):
+        return Marked(idx)
+
+
+def test_default_collate_that_was_extended_counts_as_a_function_of_the_user(monkeypatch):
+    def stack(samples, *, collate_fn_map):
+        return torch.tensor(samples) + torch.rand(1)
+
+    monkeypatch.setitem(default_collate_fn_map, Marked, stack)
+    batches = [epochs(MarkedNumbers, default_collate, {}, method) for method in ("thread", "multiprocessing")]
+    assert same(*batches)
+
+
+def test_an_error_of_a_collate_function_takes_the_place_of_its_batch():
+    def fail(samples):
+        if samples[0] == 4:
+            raise ValueError("not this one")
+        return torch.stack(samples)
+
+    iterator = iter(stocache.DataLoader(Numbers(), 4, num_workers=2, collate_fn=fail, worker_method="thread"))
+    assert next(iterator)[0] == 0
+    with pytest.raises(ValueError, match="not this one"):
+        next(iterator)
+    assert [int(batch[0]) for batch in iterator] == [8, 12, 16, 20, 24, 28]
 
 
 class Global(Draws):
