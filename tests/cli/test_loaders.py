@@ -2,16 +2,11 @@
 
 import json
 import os
-from pathlib import Path
-
-import pytest
 
 from stocache import CachedDataset, DataLoader, SharedCacheDDP
 from stocache.cli import doctor, listing
-from stocache.shm import registry
 from stocache.timing import record
 from stocache.timing.record import LOAD_NS, ROW_WORDS, SAMPLES, WAIT_NS, Record
-from tests.support.processes import in_child
 from tests.support.records import SQUARES, forge, leave_loader_behind
 
 
@@ -123,18 +118,3 @@ def test_records_are_read_up_to_a_bound_and_with_care(clean, monkeypatch):
 
     monkeypatch.setattr(os, "pread", cut_first)
     assert "is damaged: it was cut." in listing.find_loaders()[0].problem
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_the_loaders_of_another_user(run):
-    leave_loader_behind("theirs", 2, uid=12345)
-    assert listing.find_loaders() == []
-    (found,) = listing.find_loaders(-1)
-    assert (found.user, found.state, found.rank, found.counted.sum(WAIT_NS)) == ("12345", "dead", 2, 5)
-
-    def look():
-        assert listing.find_loaders(12345) == []  # `find` tells that the directory cannot be read
-
-    assert in_child(look, uid=12346) == 0
-    assert run("rm", "--dead", "--user", "12345", "--force").exit_code == 0
-    assert not Path(registry.directory_of(12345)).exists()

@@ -4,7 +4,6 @@ import logging
 import random
 import re
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from stocache import (
     SharedCache,
     errors,
 )
-from stocache.system.limits import SHM_DIR
 from tests.support.containers import Point
 from tests.support.equality import same
 from tests.support.images import Counted
@@ -386,33 +384,6 @@ def test_stats_and_the_log_have_an_entry_for_each_epoch(caplog):
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("epoch")]
     assert len(lines) == 3
     assert lines[1].startswith("epoch 2: 48 samples requested, 50.0 % from the cache, 24 read from the dataset, 0 newly cached")
-
-
-def test_epochs_of_which_the_last_batch_is_dropped_are_told_apart():
-    with CachedDataset(Source(n=200), 1) as cached:
-        cached.warm(progress=False)
-        for _ in range(3):
-            everything(cached, 32, shuffle=True, drop_last=True)
-        for epoch in range(2):
-            cached.set_epoch(epoch)
-            [cached[idx] for idx in range(10)]
-        assert [epoch.hits for epoch in cached.stats().epochs] == [192, 192, 192, 10, 10]
-
-
-@SIZES
-def test_the_second_run_reads_nothing(size):
-    for run in range(2):
-        source = Source(size)
-        with CachedDataset(source, 1, name="warm", persist=True, fingerprint="v1") as cached:
-            everything(cached)
-            assert (source.reads > 0).sum() == (N if run == 0 else 8)  # it always probes
-            assert cached.stats().total.hits == (8 if run == 0 else N + 8)
-    with CachedDataset(Source(size), 1, name="warm", fingerprint="v1"):
-        with pytest.raises(errors.MismatchError, match="fingerprint 'v1', now 'v2'"):
-            CachedDataset(Source(size), 1, name="warm", fingerprint="v2")
-    (left,) = Path(SHM_DIR).glob("stocache-*/warm")
-    left.unlink()
-    left.parent.rmdir()
 
 
 def test_options_of_the_cache_may_be_given_together():

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch.utils.data import Dataset, DistributedSampler, Subset
 
-import stocache
 from stocache import CachedDataset, LocalityDistributedSampler, Placement, RaggedCache, SharedCache, SharedCacheDDP
 from stocache.cache import allocate
 from stocache.errors import BusyError
@@ -520,8 +519,3 @@ def test_without_a_directory_for_the_lock_or_a_list_of_locks_each_rank_has_its_p
     found, logged = run(without, what)
     assert found == [(20, 0)] * RANKS
     assert all("The cache is not shared: this process has its own part of the limit" in text for text in logged)
-
-
-def test_options_are_checked():
-    with pytest.raises(stocache.errors.LimitError, match="cache holds 0 slots"):
-        SharedCache("60B", N, (2,), share_ranks=False)

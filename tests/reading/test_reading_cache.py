@@ -213,17 +213,6 @@ def test_all_start_methods_share_the_caches(method, tmp_path):
         assert count.taken() == calls
 
 
-def test_shared_cache_of_a_graph_takes_a_disk(tmp_path):
-    count = Counting()
-    for calls in (COUNT, 0):
-        pipe = source().map(count).map(tensor)
-        pipe = pipe.shared_cache(int, 0, dataset_len=COUNT, disk=tmp_path, disk_limit="4MB", fingerprint="1")
-        assert elements(pipe) == elements(pipe) == elements(map(tensor, range(COUNT)))
-        assert count.taken() == calls
-        pipe.cache.close()
-        pipe.disk_cache.close()
-
-
 def test_another_fingerprint_or_length_empties_the_folder(tmp_path, caplog):
     count = Counting()
     for number, (fingerprint, length) in enumerate([("1", COUNT), ("2", COUNT), ("2", COUNT), ("3", 2 * COUNT)]):

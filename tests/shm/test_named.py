@@ -306,16 +306,6 @@ def test_a_directory_that_others_may_enter_is_refused():
     path().parent.unlink()
 
 
-def test_without_shm_nothing_is_cached_and_training_goes_on(monkeypatch, caplog):
-    with make(0) as cache:
-        assert (len(cache), path().exists()) == (0, False)
-    monkeypatch.setattr(limits, "shm_free", lambda: 0)
-    with make() as cache:
-        fill(cache)
-        assert (len(cache), cache.stats().misses) == (0, N)
-    assert "no shared memory: /dev/shm cannot be written;" in caplog.text
-
-
 def test_a_cell_that_runs_again_with_other_data_is_refused_until_nothing_refers_to_the_earlier_cache():
     cache = make(fingerprint="v1")
     with pytest.raises(MismatchError, match=r"is in use by this process for other data: .* or close\(\) the earlier one\."):
