@@ -44,9 +44,6 @@ def stop_at_80(dataset, idx):
         raise MemoryError("no room for photo 80")
 
 
-# ---------------------------------------------------------------------------------------------------- what is left
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("broken", "seed", "make"), [*pairs([*BROKEN], [None, 3], [Faulty, FaultyTogether])])
 def test_the_last_samples_take_the_places_of_broken_ones_whatever_the_workers(tmp_path, broken, seed, make):
@@ -112,9 +109,6 @@ def test_only_blocks_with_other_samples_change(length, size, data):
         some = data.draw(subsets)
         assert blocks.numbers_of(some) == {now.index(idx) // size for idx in some if idx in now}
         before = now
-
-
-# ---------------------------------------------------------------------------------------------------- interruptions
 
 
 class _KilledError(BaseException):
@@ -221,9 +215,6 @@ def test_a_sample_that_fails_only_when_its_block_is_written_again_is_left_out_to
         assert find_damage(storage, 0) == []
 
 
-# ---------------------------------------------------------------------------------------------------- once more
-
-
 @pytest.fixture
 def unfinished(tmp_path, monkeypatch):
     """A folder that lacks only its index, and the samples that cannot be loaded."""
@@ -280,9 +271,6 @@ def test_a_sample_of_a_complete_block_that_is_gone_stops_a_preparation_that_goes
     assert written(tmp_path) == kept
 
 
-# ---------------------------------------------------------------------------------------------------- repairing
-
-
 @pytest.mark.parametrize(("seed", "on_error", "index"), [*pairs([None, 3], ["stop", "skip"], ["whole", "damaged"])])
 def test_a_folder_that_lacks_samples_is_repaired_without_loading_them(tmp_path, seed, on_error, index):
     log, folder = tmp_path / "log", tmp_path / "out"
@@ -328,9 +316,6 @@ def test_an_unfinished_folder_with_a_damaged_list_starts_again_on_demand(unfinis
         prepare_quietly(Faulty(SOME), unfinished)
     with prepare_quietly(Faulty(SOME), unfinished, resume=False) as storage:
         assert labels(storage) == dense(N, SOME)
-
-
-# ---------------------------------------------------------------------------------------------------- other errors
 
 
 @pytest.mark.parametrize("size", [None, BLOCK])

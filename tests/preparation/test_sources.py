@@ -143,9 +143,6 @@ def test_samples_of_an_array_are_the_callers_and_pickles_do_not_hold_it(tmp_path
     assert len(pickle.dumps(source)) < 1000
 
 
-# ---------------------------------------------------------------------------------------------------- images
-
-
 def test_size_decodes_images_and_names_those_that_cannot_be(tmp_path):
     image = library("PIL.Image")
     pixels, file = np.random.randint(0, 256, (8, 8, 4), dtype=np.uint8), io.BytesIO()
@@ -186,8 +183,6 @@ def test_a_file_that_is_empty_or_gone_and_a_folder_that_cannot_be_listed_are_nam
     with pytest.raises(StorageError, match=r"photos cannot be read as a folder of images: .*No such file.*/gone"):
         open_source(path)
 
-
-# ---------------------------------------------------------------------------------------------------- tables
 
 _CELLS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=6)
 
@@ -243,9 +238,6 @@ def test_blank_cells_are_str_or_nan_and_a_warning_says_so(tmp_path, caplog, nan)
         prepare_quietly(open_source(tmp_path / "t.csv", nan=not nan), tmp_path / "out")
 
 
-# ---------------------------------------------------------------------------------------------------- other formats
-
-
 def test_row_groups_are_read_once_in_order_and_once_for_many(tmp_path, monkeypatch):
     path, samples, _ = parquet(tmp_path)
     file = library("pyarrow.parquet").ParquetFile
@@ -298,9 +290,6 @@ def test_images_of_a_saved_dataset_stay_encoded_and_of_several_datasets_one_must
     source = open_source(tmp_path / "saved" / "train")
     assert source[0]["image"]["bytes"] == (tmp_path / "a.png").read_bytes()
     assert source.info["features"]["image"]["decode"] is False
-
-
-# ---------------------------------------------------------------------------------------------------- what is no source
 
 
 def array(value):

@@ -97,9 +97,6 @@ def read_all(dataset, offset=0, seed=0):
     return sum(int((dataset[idx] != idx + offset).any()) for idx in order)
 
 
-# ---------------------------------------------------------------------------------------------------- the same samples
-
-
 def cached(rank, meet, log, varying, options):
     dataset = CachedDataset(Photos(log, varying=varying), "10MB", audit=0, **options)
     meet()
@@ -220,9 +217,6 @@ def test_admission_codecs_splits_and_samplers_work_on_the_shared_copy(options, s
     assert all(sum(requests) >= 2 * in_an_epoch for _, _, requests, _ in found)
 
 
-# ---------------------------------------------------------------------------------------------------- other samples
-
-
 def other(rank, meet, what):
     offset = 1000 * rank if what == "samples" else 0
     photos = Photos(offset=offset, length=N + rank * (what == "length"))
@@ -339,9 +333,6 @@ def changed_in_one(rank, meet):
     return wrong
 
 
-# ---------------------------------------------------------------------------------------------------- limits
-
-
 def apart(rank, meet):
     dataset = CachedDataset(Photos(), f"{RANKS * (N + 20 * 3 * 8 * 8 * 2)}B", share_ranks=False)
     meet()
@@ -402,9 +393,6 @@ def test_what_holds_in_each_rank(claim):
     assert run(target)[0] == [expected] * RANKS
 
 
-# ---------------------------------------------------------------------------------------------------- ends and restarts
-
-
 def holder(rank, queue, log):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", WORLD_SIZE="2")
     dataset = CachedDataset(Photos(log), "1MB", audit=0)
@@ -458,9 +446,6 @@ def test_a_rank_that_comes_late_finds_a_warm_cache(tmp_path):
     found, _ = run(late, str(tmp_path / "reads"))
     assert len(set(found)) == 1
     assert len((tmp_path / "reads").read_text().split()) <= N + 9 * RANKS
-
-
-# ---------------------------------------------------------------------------------------------------- bad input
 
 
 def of_other_version(rank, meet):
