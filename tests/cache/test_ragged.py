@@ -246,6 +246,7 @@ def test_of_log_normal_sizes_the_smallest_are_kept_and_what_is_not_worth_it_is_r
     costs = [1.0 if idx < 5 else 1e-3 for idx in range(n)]
     first = [admission.decide(idx, costs[idx], 1000) for idx in range(n)]
     assert set(first[:31]) == {LATER}
+    assert NEVER not in first  # until it is asked again
     second = [admission.decide(idx, costs[idx], 1000) for idx in range(n)]
     assert second[:5] == [YES] * 5
     assert (first + second).count(YES) == 10
