@@ -1,1 +1,1 @@
-"""The machine and its processes: memory limits, ranks, child processes, random generators, hashes, waiting for locks."""
+"""The machine and its processes: memory limits, ranks, child processes, random generators, hashes, states, locks."""

@@ -108,7 +108,7 @@ def in_children(
             if waited_s > _SLOW_S and not said:
                 said = True
                 pids = ", ".join(str(child.pid) for child in running.values())
-                logger.warning("waiting for a sample for %.0f s now, which the child process %s loads.", waited_s, pids)
+                logger.warning("waited %.0f s for a sample so far, which the child process %s loads.", waited_s, pids)
     finally:
         for child in children:
             child.end()
@@ -124,8 +124,8 @@ def has_stalled(dataset: Any) -> bool:
 
 
 def _stall(pid: int, dataset: Any) -> StalledError:
-    """Note that a child was stalled, and warn: forked workers of a DataLoader would be, too."""
-    with contextlib.suppress(TypeError):  # of some classes there are no weak references
+    """Record that a child was stalled, and warn: forked workers of a DataLoader would stall too."""
+    with contextlib.suppress(TypeError):  # objects of some classes have no weak references
         _stalled[id(dataset)] = weakref.ref(dataset)
     reason = (
         f"a forked child process that loads samples of {type(dataset).__name__} waits for a lock or a thread which it does not "
@@ -133,9 +133,9 @@ def _stall(pid: int, dataset: Any) -> StalledError:
         f"OpenMP, an executor)"
     )
     logger.warning(
-        "%s. What is needed before your loop is loaded in this process, with a copy of the dataset. Forked workers of a "
-        "DataLoader stop in the same way: use num_workers=0, worker_method='thread' or multiprocessing_context='spawn', or use "
-        "the pool only after the fork.",
+        "%s. Samples that are needed before your loop are loaded in this process, from a copy of the dataset. Forked "
+        "workers of a DataLoader stall in the same way: use num_workers=0, worker_method='thread' or "
+        "multiprocessing_context='spawn', or use the pool only after the fork.",
         reason,
     )  # fmt: skip
     return StalledError(f"{reason} (process {pid})")

@@ -2,14 +2,14 @@
 
 NOTE [ Reading generators ]
     ``random.getstate`` takes 13 us, and ``np.random.get_state`` 60 us, because they make objects of 625 numbers. Both
-    generators are Mersenne Twisters, and here their memory is copied instead, in 0.1 us. numpy's C interface tells the
-    address of its own. That of Python's generator lies behind the header of the object. It is used only if it is found to be
-    there in another generator, made to find out. Else ``random.getstate`` is called.
+    generators are Mersenne Twisters, and here their memory is copied instead, in 0.1 us. numpy's C interface gives the
+    address of its generator. The memory of Python's generator lies behind the header of the object. It is read there only if a
+    test with a second generator has confirmed this layout. Else ``random.getstate`` is called.
 
     A generator can hold one more number: normal numbers are made in pairs, and the second is kept for the next call. Python has
-    it as an attribute. numpy tells it in ``get_state`` only. But a number is kept only by a call that draws, which changes the
-    memory. So when memory was seen once with no number kept, it need not be asked again. (Unless ``np.random.set_state`` goes
-    back to just before a kept number was used. Then that number may be lost.)
+    it as an attribute. numpy shows it only in ``get_state``. But a number is kept only by a call that draws, which changes the
+    memory. So ``get_state`` is not called again for memory that was seen without a kept number. (Exception: if
+    ``np.random.set_state`` goes back to just before a kept number was used, that number may be lost.)
 """
 
 import contextlib
@@ -97,7 +97,7 @@ class NumpyGenerator:
     """The generator behind the functions of ``np.random``."""
 
     def __init__(self) -> None:
-        self._without_kept = b""  # memory at which no number of a pair was kept
+        self._without_kept = b""  # memory that was seen without a kept number
 
     def memory(self) -> Any:
         """Return the memory of the generator, without the kept number; None if it is not a Mersenne Twister."""
@@ -225,7 +225,7 @@ def is_of_library(path: str) -> bool:
 def parts_of(
     value: Any, name: str = "dataset", follow: Callable[[Any], bool] = lambda value: True
 ) -> Iterator[tuple[str, Any]]:
-    """Yield what an object holds in attributes, lists, tuples and dicts, to some depth, with names such as ``dataset.size``.
+    """Yield the values in an object's attributes, lists, tuples and dicts, to some depth, with names such as ``dataset.size``.
 
     Args:
         follow: whether to look into a value.
@@ -254,7 +254,7 @@ def parts_of(
 
 
 def _bound_values(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a function holds: the object of a method, arguments of a partial, variables of the function around it."""
+    """Yield the values that a function holds: a method's object, a partial's arguments, variables of the enclosing function."""
     if isinstance(function, MethodType):
         yield "self", function.__self__
     elif isinstance(function, partial):

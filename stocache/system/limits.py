@@ -1,7 +1,7 @@
 """Find out how much memory this machine can give to a cache: /dev/shm, memory, cgroup limits. Parse and format sizes.
 
-All amounts are bytes unless the name says GiB. Every amount is read anew at each call: containers are resized, and other jobs
-come and go.
+All amounts are bytes unless the name says GiB. Every amount is read again at each call: containers are resized, and other jobs
+start and end.
 """
 
 import errno
@@ -34,7 +34,7 @@ EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 # Linux 6.3 and later complains in its log unless a memfd says whether it may be executed. Older kernels refuse the flag.
 _MFD_NOEXEC_SEAL = 0x8
 
-_SEGMENT_OVERHEAD = 80 * KIB  # header, counters and page rounding of a segment
+_SEGMENT_OVERHEAD = 136 * KIB  # header, counter rows and extent states of a segment, see `stocache.shm.layout`
 
 _UNITS = {"": GIB, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -123,7 +123,7 @@ def has_memfd() -> bool:
 def memfd_huge_policy() -> str:
     """Return the kernel's huge-page policy for memfd: always, within_size, advise, never, deny or force.
 
-    The policy of /dev/shm is another one: its mount option ``huge=``, by default never.
+    /dev/shm has its own policy: the mount option ``huge=``, by default never.
     Source: Documentation/admin-guide/mm/transhuge.rst of Linux; both measured.
     """
     try:

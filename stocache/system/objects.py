@@ -1,4 +1,4 @@
-"""Ask objects and classes of the user's without running their code, whatever they answer."""
+"""Read attributes of the user's objects and classes, also where their own code would raise or answer to any name."""
 
 import contextlib
 import inspect
@@ -18,7 +18,7 @@ _ABSENT = object()
 
 
 def attribute_of(value: Any, name: str, default: Any = None) -> Any:
-    """Return an attribute of an object of the user's; the default where it is missing, or the object has whatever is asked."""
+    """Return an attribute of a user's object; the default where it is missing, or the object answers to any name."""
     try:
         found = getattr(value, name, default)
     except Exception:  # of a __getattr__ that raises another error than AttributeError, or of a property
@@ -47,7 +47,7 @@ def get_many_of(dataset: Any) -> Any:
 
 
 def static_attribute(cls: type, name: str) -> Any:
-    """Return an attribute as a class or a base of it holds it; None where it is missing. Runs no descriptor."""
+    """Return an attribute of a class or of its bases, without running descriptors; None where it is missing."""
     for base in mro(cls):
         found = attributes_of_class(base).get(name, _ABSENT)
         if found is not _ABSENT:
@@ -66,7 +66,7 @@ def base_of(cls: type) -> Any:
 
 
 def is_decoder(cls: type) -> bool:
-    """Whether the objects of a class decode audio or video as they are asked: their state is behind a pointer."""
+    """Whether the objects of a class decode audio or video on demand: their state is behind a pointer."""
     return any(base.__name__ in _DECODERS or base.__module__.split(".")[0] == "torchcodec" for base in mro(cls))
 
 

@@ -22,8 +22,8 @@ class StateForm:
 
     ``what``: the class that it belongs to.
     ``version``: the version of this form.
-    ``identity``: what must be equal where the state is loaded, such as the number of samples.
-    ``position``: where the order of samples was left.
+    ``identity``: values that must be equal in the object that loads the state, such as the number of samples.
+    ``position``: the place in the order of samples at which the state was taken.
     ``parts``: states of random generators, samplers, datasets and workers.
 
     Attributes:
@@ -32,7 +32,7 @@ class StateForm:
         position: the types that each field of ``position`` may have. An int must be at least 0, and less than ``limit``.
         parts: the types that each field of ``parts`` may have.
         optional: fields of ``identity`` that need not be equal where one of the two is None.
-        mismatch: what to say where ``name``, a field of ``identity``, is ``saved`` in the state and not ``own``.
+        mismatch: the error message where ``name``, a field of ``identity``, is ``saved`` in the state and not ``own``.
         limit: of ints in ``position`` and ``parts``.
     """
 

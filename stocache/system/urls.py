@@ -1,4 +1,4 @@
-"""Tell URLs from paths, and open the fsspec file system of a URL (extra ``remote``)."""
+"""Recognise URLs, and open the fsspec file system of a URL (extra ``remote``)."""
 
 from typing import Any
 
@@ -21,5 +21,5 @@ def file_system(url: str, options: dict[str, Any], problem: type[StocacheError])
 
         fs, path = fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError) as error:
-        raise problem(f"{url} cannot be opened: {error}. pip install 'stocache[remote]', and what it names.") from None
+        raise problem(f"{url} cannot be opened: {error}. pip install 'stocache[remote]', and the package it names.") from None
     return fs, path

@@ -4,7 +4,7 @@ NOTE [ Stalled processes ]
     A fork copies the memory of a process, and only one of its threads. A lock that another thread held stays locked in the
     child, and the tasks of a pool wait for threads that do not exist there. /proc shows it: all threads of the child wait in
     a futex that is private to the process, so nobody can wake them. Without a timeout they wait for ever. With one, they may
-    also ask again and again for what never comes, so such a wait counts as a stall only after some seconds. Threads that
+    also poll for an event that never comes, so such a wait counts as a stall only after some seconds. Threads that
     sleep, or wait for a file, a pipe, a socket or another process, are in other system calls. A lock between processes is in
     a futex that is not private.
 """
@@ -29,7 +29,7 @@ _SHORTEST_S, _LONGEST_S = 0.0001, 0.01  # between two calls of ready
 _FUTEX = {"x86_64": "202", "aarch64": "98"}.get(os.uname().machine)
 _PRIVATE = 128  # FUTEX_PRIVATE_FLAG
 _LIMITS_S = 600.0, 3.0, 1.0  # without CPU time: in any wait, in private futexes, and in those without a timeout
-_IDLE = 0.01  # the share of a processor that a process may use which only asks again and again
+_IDLE = 0.01  # the share of a CPU that a process which only polls may use
 
 
 def wait_until(ready: Callable[[], bool], timeout_s: float) -> bool:
@@ -73,14 +73,14 @@ def cpu_seconds(pids: Iterable[int | None]) -> float:
 
 
 class StallWatch:
-    """Looks at times whether a process, or one of its children, can still go on; see NOTE [ Stalled processes ]."""
+    """Checks whether a process and its children can still go on; see NOTE [ Stalled processes ]."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._cpu_s, self._looked = pid, -1.0, 0.0
         self._since = [0.0] * len(_LIMITS_S)  # for how long each of the limits applies
 
     def is_stalled(self) -> bool:
-        """Look at the process. Return whether it is stalled, as far as all looks show."""
+        """Check the process. Return whether it is stalled, as far as all checks so far show."""
         now, pids = time.monotonic(), list(_tree(self._pid))
         cpu_s, wait = cpu_seconds(pids), max(map(_wait_of, pids))
         if self._cpu_s < 0 or abs(cpu_s - self._cpu_s) > _IDLE * (now - self._looked):
@@ -100,7 +100,7 @@ def _tree(pid: int) -> Iterator[int]:
 
 
 def _wait_of(pid: int) -> int:
-    """Return in what all threads of a process wait, as a position in `_LIMITS_S`."""
+    """Return the kind of wait that all threads of a process are in, as an index into `_LIMITS_S`."""
     waits = []
     for path in Path(f"/proc/{pid}/task").glob("*/syscall"):
         with suppress(OSError):  # the thread has ended, or may not be looked at

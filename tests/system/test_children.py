@@ -183,7 +183,7 @@ def test_a_dataset_that_hangs_is_done_without_after_a_while(caplog, monkeypatch)
     monkeypatch.setattr(children, "_SLOW_S", 0.01)
     with CachedDataset(Numbers(lambda idx: time.sleep(600)), 0.01) as cached:
         assert isinstance(cached.cache, RaggedCache)
-    assert caplog.text.count("waiting for a sample for 0 s now, which the child process") == 1
+    assert caplog.text.count("waited 0 s for a sample so far, which the child process") == 1
     assert "sample 0 is not loaded after" in caplog.text
 
 

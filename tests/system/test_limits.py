@@ -89,6 +89,6 @@ def test_auto_leaves_head_room_and_is_bounded_by_shm_where_memfd_is_forbidden(mo
         assert limits.recommended_limit() == expected
     monkeypatch.setattr(limits, "memory", lambda: Memory(100 * GIB, 100 * GIB))
     monkeypatch.setattr(limits, "shm_free", lambda: 64 * MIB)
-    assert limits.recommended_limit(named=True) == 48 * MIB - 80 * 1024
+    assert limits.recommended_limit(named=True) == 48 * MIB - 136 * 1024
     monkeypatch.setattr(limits, "has_memfd", lambda: False)
-    assert limits.recommended_limit() == 48 * MIB - 80 * 1024
+    assert limits.recommended_limit() == 48 * MIB - 136 * 1024
