@@ -1,1 +1,1 @@
-"""One copy for all ranks of a job: find the job, what its ranks have made, and whether their samples are the same."""
+"""One copy for all ranks of a job: find the job and the segments of its ranks, and compare the samples of the ranks."""

@@ -2,7 +2,7 @@
 
 NOTE [ Ranks that agree ]
     Nothing is known of the samples that a program gives to a `SharedCache` or a `RaggedCache` itself. So a rank does not serve
-    what another rank has stored until it has made some of these samples too, and found them equal: until then they are misses.
+    samples of another rank until it has made some of them itself, and found them equal: until then they are misses.
     If one differs, the rank keeps its own samples in a cache of its own, and serves nothing of that other rank.
 
     A word for each sample has one bit for each rank that has stored or made it. A table has, for each pair of ranks, digests of
@@ -42,7 +42,7 @@ class OwnCache(Protocol):
         """Return a sample, if it is cached."""
 
     def grow_beside(self, shared: Segment) -> None:
-        """Take what the limit leaves beside a segment."""
+        """Grow to the part of the limit that a shared segment leaves."""
 
 
 def control_bytes(before: int, dataset_len: int) -> int:
@@ -73,11 +73,11 @@ class Agreement:
 
     @property
     def row(self) -> Any:
-        """For each rank, digests of the samples that were equal; zeros behind them."""
+        """For each rank, digests of the samples that were equal, then zeros."""
         return self._table[self._rank]
 
     def note(self, indices: Any) -> None:
-        """Note that this rank is about to store samples. Call it with the claims to write them."""
+        """Record that this rank is about to store samples. The caller holds the claims to write them."""
         self._words[indices] = self._own_bit
 
     def allows(self, idx: int) -> bool:

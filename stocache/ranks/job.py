@@ -3,13 +3,13 @@
 NOTE [ The launcher ]
     Ranks of a job have a process in common that started them: the agent of torchrun, the launcher of accelerate or DeepSpeed,
     a step of Slurm, ``mpirun``, the raylet of Ray, the process that called `torch.multiprocessing.spawn`. Its number and its
-    start time tell the job from all others, also from one that had the same port before. Scripts may lie between it and a rank.
+    start time identify the job, also where an earlier job had the same port. Scripts may lie between it and a rank.
 
-    Launchers tell a rank its number in the environment. So the launcher is the nearest process above a rank that was started
+    Launchers set a rank's number in its environment. So the launcher is the nearest process above a rank that was started
     without it. Where the rank has set the variables itself, it was started by multiprocessing, or it is the first rank of
     Lightning, which starts the others: then it is the launcher.
 
-    Of a shell, of Slurm, MPI or Ray one process may start several jobs. There the port of the job counts, too.
+    One process of a shell, Slurm, MPI or Ray may start several jobs. There the port of the job is a part of the key.
 
     A process that knows of no other ranks counts as a launcher: Lightning's first rank may make its caches before it starts
     the others. Workers of a loader that make caches themselves share them as ranks do.
@@ -29,11 +29,11 @@ _PROC = Path("/proc")
 _OF_TORCH = ("LOCAL_RANK", "RANK")
 _OF_MPI = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
 _OF_SLURM = ("SLURM_STEP_NUM_TASKS",)  # set by srun, not by sbatch
-_OF_RAY = ("RAY_RAYLET_PID",)  # also in tasks that are no ranks
+_OF_RAY = ("RAY_RAYLET_PID",)  # also in tasks that are not ranks
 _RANKS = (_OF_TORCH, _OF_MPI, _OF_SLURM, _OF_RAY)
-"""Variables that a launcher sets for each rank. What torchrun sets counts first: Slurm may have started torchrun."""
+"""Variables that a launcher sets for each rank. Those of torchrun come first: Slurm may have started torchrun."""
 _RANKS_HERE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
-_STARTS_ONE_JOB = "python"  # how the names of programs begin that do
+_STARTS_ONE_JOB = "python"  # programs with such a name start one job each
 
 
 class Job(NamedTuple):
@@ -42,7 +42,7 @@ class Job(NamedTuple):
     Attributes:
         key: equal in all ranks of the job on this machine, and in no other job.
         launched: whether this process was started as a rank.
-        ranks: how many ranks of the job this machine has, as far as the launcher tells it; at least 1.
+        ranks: how many ranks of the job this machine has, as far as the launcher says; at least 1.
         alone: whether the other ranks of this machine cannot be seen from here: they run in other containers.
     """
 
@@ -74,7 +74,7 @@ def _is_rank() -> bool:
 
 
 def _ranks_here() -> int:
-    """Return how many ranks this machine has; 0 where nothing says it."""
+    """Return how many ranks this machine has; 0 if that is unknown."""
     here = next(filter(None, map(_number, _RANKS_HERE)), 0)
     world = (torch_ranks() or (0, 0))[1] or _number("WORLD_SIZE") or _number("SLURM_STEP_NUM_TASKS")
     return here or -(-world // max(1, _number("GROUP_WORLD_SIZE") or _number("SLURM_STEP_NUM_NODES")))
@@ -110,7 +110,7 @@ def _environment(pid: int) -> set[str]:
 
 
 def _started(pid: int) -> str:
-    """Return when a process was started, in ticks since the machine was."""
+    """Return when a process was started, in clock ticks since the machine started."""
     fields = status_of(pid)
     return fields[19] if fields else ""
 

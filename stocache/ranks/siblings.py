@@ -1,8 +1,8 @@
-"""Find the segments of this job's ranks, which have no name and end with the last process that holds them.
+"""Find the siblings of this process: segments of this job's ranks, without a name, which end with their last process.
 
 NOTE [ Found without a name ]
     Each process locks its counter row in each segment that it is attached to. The kernel lists these locks, with the process
-    and the file. A descriptor of that process leads to the file. So ranks find what other ranks have made, and no kill leaves
+    and the file. A descriptor of that process leads to the file. So ranks find the segments of other ranks, and no kill leaves
     anything in /dev/shm. The lock of the directory of named segments makes finding and making exclude each other.
 """
 
@@ -38,7 +38,7 @@ def join(
     new: Callable[[list[Sibling]], Segment],
     most: int | None,
 ) -> tuple[Segment, Descriptor | None]:
-    """Return a segment that a rank of this job has made and that agrees; else a new one.
+    """Return a segment that a rank of this job has made and that ``agrees`` accepts; else a new one.
 
     Args:
         job: the key of the job.
@@ -79,7 +79,7 @@ def join(
 
 @contextlib.contextmanager
 def siblings(job: str | None = None) -> Iterator[list[Sibling]]:
-    """Give the segments of other processes of this user, of one job or of all, the oldest first.
+    """Yield the segments of other processes of this user, of one job or of all, the oldest first.
 
     They are closed at the end, except those that were removed from the list. Call it with `registry.attaching` held: to close
     a file to which another thread attaches would drop the locks of this process.
@@ -115,7 +115,7 @@ def promised_bytes() -> int:
 
 
 def limit_growth(sibling: Sibling, limit: int) -> int:
-    """Let a segment reserve ``limit`` bytes at most, or what it has reserved already. Return which of both."""
+    """Limit a segment to ``limit`` bytes, or to its reserved bytes if these are more. Return its limit."""
     limit = max(limit, sibling.layout.count_reserved(sibling.fd))
     os.pwrite(sibling.fd, LIMIT.pack(max(1, limit)), LIMIT_AT)
     return limit
@@ -150,7 +150,7 @@ def _attach(sibling: Sibling, rank: int) -> Segment:
 
 
 def _number(fd: int, most: int | None) -> int:
-    """Return the next number for a rank in a segment; 0 if there is none left. Call it with the lock of the directory held."""
+    """Return the next number for a rank in a segment; 0 if all are taken. The caller holds the lock of the directory."""
     number = min(os.pread(fd, 1, RANKS_AT)[0] + 1, 255)
     if most is not None and number > most:
         return 0
