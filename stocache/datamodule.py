@@ -219,7 +219,7 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
         return _FORM.make({}, {}, {"split": self._digests()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that training continues with the same split, if both were made.
+        """Check that training continues with the split of the checkpoint, if this module and the checkpoint have one.
 
         Raises:
             StateError: it is not a state of a DataModule, or the parts have other samples than those of the checkpoint.
@@ -248,10 +248,10 @@ class CacheMonitor(Callback):
     ``cache/wait_p50_s``, ``_p95_s``, ``_p99_s``, ``_max_s``: how long it waited for each batch;
     ``cache/load_p50_s`` and so on: how long it took to load each sample that was not cached.
 
-    Says in one line what made the trainer wait, where it waited.
+    If the trainer waited, logs one line with the reason.
 
     Attributes:
-        verdict: what it has said of the last epoch; None if the trainer hardly waited.
+        verdict: the reason that it has logged for the last epoch; None if the trainer hardly waited.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,7 @@
-"""All exceptions of stocache. Each of them is also the built-in exception that a caller would catch.
+"""The exceptions of stocache that a caller catches. Each is also a built-in exception, named in parentheses.
+
+Errors defined in other modules are subclasses of these, or stay inside the package. Only the reading services
+raise `GraphError`, and `stocache` does not export it.
 
 StocacheError
 ├── LimitError        (ValueError)                  a size limit is not a size, or is too small for one slot
