@@ -305,7 +305,7 @@ def read(kind: str, folder: Path, count: int, start_method: str, num_workers: in
 
 
 class _Batches:
-    """A batch sampler whose batches are made anew for each epoch."""
+    """A batch sampler whose batches are new in each epoch."""
 
     def __init__(self, make: Callable[[], Iterator[list[int]]]) -> None:
         self.make = make

@@ -42,7 +42,7 @@ OPTIONS: dict[str, Any] = {"shuffle": True, "num_workers": WORKERS, "persistent_
 
 
 class Images(Dataset[Any]):
-    """Random images, or pairs of an image and a label, made anew each time."""
+    """Random images, or pairs of an image and a label, created again at each access."""
 
     def __init__(self, samples: int, dims: tuple[int, ...], labels: bool) -> None:
         self.samples, self.dims, self.labels = samples, dims, labels
@@ -230,7 +230,7 @@ def costs(rounds: int) -> None:
 
 
 class Volumes(Dataset[Any]):
-    """Samples of 200 MB, made anew each time."""
+    """Samples of 200 MB, created again at each access."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples

@@ -200,7 +200,7 @@ def reads(source: Source, folder: Path, block_bytes: int, rounds: int, seconds: 
     tables: dict[str, dict[str, tuple[Store, Callable[[int], Iterable[Any]]]]] = {
         "Random reads per second": {store.name: (store, make) for store, make in at_random.items()},
         ALONE: {store.name: (store, lambda workers, make=make: one_by_one(make(workers))) for store, make in at_random.items()},
-        "Samples per second, shuffled within windows of so many blocks": {
+        "Samples per second, shuffled, by window in blocks": {
             f"{store.name}: {store.window}": (store, store.windowed) for store in [stores[0], unmixed, *stores[1:]]
         },
         "MB per second, sequentially": {f"{store.name}{store.by}": (store, store.sequential) for store in stores},
