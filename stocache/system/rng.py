@@ -135,7 +135,7 @@ def preserve_rng_state() -> Iterator[None]:
 
 
 class RngMonitor:
-    """Notices whether the global generators have been drawn from since it was made. A look costs a few us."""
+    """Notices whether the global generators have been drawn from since it was made. A check costs a few us."""
 
     def __init__(self) -> None:
         self._before = fingerprint()
