@@ -142,7 +142,7 @@ def bench(
     typer.echo(experiment.format_table(rows, terminal_width()))
     echo(
         "reads: samples that did not come from the cache. 1st epoch: how much longer the cold epoch took than without a cache; "
-        "with fewer than --repeats 9 it varies too much to tell."
+        "with fewer than --repeats 9 it varies too much to be of use."
     )
     if len(rows) > 2:
         echo(f"Warm seconds over cached share: R² of a straight line {experiment.linearity(rows):.4f}.")
@@ -158,7 +158,7 @@ def advise(
         typer.Argument(metavar="MODULE:FUNCTION", show_default=False, help="A function that returns a map-style dataset."),
     ],
     step_ms: Annotated[
-        float, typer.Option(metavar="MS", help="Milliseconds of a training step, which leaves the processors free.")
+        float, typer.Option(metavar="MS", help="Milliseconds of a training step, which is assumed to use no CPU time.")
     ] = 0.0,
     batch_size: Annotated[
         list[int] | None,
@@ -349,8 +349,8 @@ def prepare(
         int | None, typer.Option(min=1, metavar="N", help="Decode images to uint8 3 x N x N. Default: keep the files.")
     ] = None,
     no_resume: Annotated[bool, typer.Option("--no-resume", help="Start again if it was interrupted.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="Prepare a prepared folder anew.")] = False,
-    repair: Annotated[bool, typer.Option("--repair", help="Write the damaged blocks of a prepared folder anew.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Prepare a prepared folder again.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Write the damaged blocks of a prepared folder again.")] = False,
     on_error: Annotated[
         _OnError,
         typer.Option(
@@ -588,7 +588,7 @@ def rm(
     ] = None,
     dead: Annotated[
         bool,
-        typer.Option("--dead", help="Remove what killed processes left: caches, if not persistent, and records of loaders."),
+        typer.Option("--dead", help="Remove leftovers of killed processes: caches, if not persistent, and records of loaders."),
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Also remove caches in use, damaged, or of another user.")] = False,
     user: _User = None,
@@ -673,7 +673,7 @@ def metrics(
     ] = False,
     user: _User = None,
 ) -> None:
-    """Print what named caches and their loaders count, for Prometheus. Or serve it over HTTP."""
+    """Print the counts of named caches and their loaders, for Prometheus. Or serve them over HTTP."""
     if dashboard:
         if listen is not None or allow_remote or user is not None:
             _fail("--dashboard goes alone: it prints a file that is the same for all.", 2)

@@ -183,7 +183,7 @@ def sweep_dataset(
 ) -> list[EpochTiming]:
     """Run `sweep` on a map-style dataset, in `CachedDataset`. Files stay in the page cache.
 
-    The time and the reads of the first epoch include those of `CachedDataset`, which loads some samples to see what they are.
+    The time and the reads of the first epoch include those of `CachedDataset`, which loads some to find their structure.
     Batches that torch's ``default_collate`` does not take, such as of samples of varying size, remain lists. There are no
     workers where forked ones would stall. ``allow_pickle`` is that of `CachedDataset`, ``collate_fn`` that of the DataLoader.
     """
@@ -213,7 +213,7 @@ def sweep_dataset(
 
 @dataclass(frozen=True)
 class Opened:
-    """A dataset with a new cache, whose samples come with 1 if they were read, 0 if not; and what it took to make it.
+    """A dataset with a new cache, whose samples come with 1 if they were read, 0 if not; and the time and reads of making it.
 
     Attributes:
         seconds: time that is part of the first epoch.

@@ -80,7 +80,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
 
 
 def describe_error(error: BaseException) -> str:
-    """Return, in one line, the type and text of an error, and where it was raised; or what a DataLoader worker said."""
+    """Return, in one line, the type and text of an error, and where it was raised; or the error of a DataLoader worker."""
     text = " ".join(str(error).split())
     if "Original Traceback" in text:
         lines = str(error).strip().splitlines()

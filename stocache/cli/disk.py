@@ -71,7 +71,7 @@ def _use(folder: DiskFolder) -> tuple[NamedCache | None, list[listing.Holder]]:
 
 
 def check(path: str, workers: int) -> None:
-    """Read all samples of a disk cache, and print what is damaged. Raises DiskError; Exit if there is damage."""
+    """Read all samples of a disk cache, and print the damaged ones. Raises DiskError; Exit if there is damage."""
     damage = inspection.find_damage(path, workers)
     there = f"{damage.filled} of {damage.dataset_len} samples are there"
     if not damage.damaged:
@@ -79,5 +79,5 @@ def check(path: str, workers: int) -> None:
         return
     numbers = ", ".join(map(str, damage.first)) + ", …" * (damage.damaged > len(damage.first))
     typer.echo(f"{there}: {damage.filled - damage.damaged} sound, {damage.damaged} damaged: {numbers}")
-    echo("A damaged sample is loaded again by itself, when it is asked for. Nothing has to be done.", err=True)
+    echo("A damaged sample is loaded again when it is requested. You need not do anything.", err=True)
     raise typer.Exit(1)

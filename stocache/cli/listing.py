@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # it needs numpy, which ls, stat and rm do not
     from stocache.timing.record import Counted
 
 _LOADER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.loader-[0-9]+-[0-9]+")  # the names that `record.make_named` gives
-_MOST_BYTES = 256 * MIB  # of the records of one user that are read at a time; a loader with 32 workers has 1.2 MiB
-_MOST_CHARACTERS = 400  # of the name of a cache that the record of a loader tells
+_MOST_BYTES = 256 * MIB  # of the records of one user that are read at a time; a loader with 32 workers has 1.1 MiB
+_MOST_CHARACTERS = 400  # of the name of a cache in the record of a loader
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class NamedCache:
 
     Attributes:
         name: of the cache; the folder of a disk cache.
-        memory_bytes: memory that the file takes now: what is reserved for samples, their states, and counters.
+        memory_bytes: memory that the file takes now: reserved extents of samples, their states, and counters.
         max_memory_bytes: memory that it takes once all its samples have memory.
         alive: whether a process uses it. If none does, it is a leftover, unless ``persistent``.
         holders: the processes that use it, as far as this process can see them.
@@ -55,7 +55,7 @@ class NamedCache:
         samples: shape and dtype of a sample, or its structure.
         stats: its statistics since its oldest holder attached; None if it cannot be read, and ``problem`` says why.
         folder: the folder of a disk cache; "" if the samples are in memory.
-        limit_bytes: what the folder of a disk cache may take.
+        limit_bytes: the limit of the folder of a disk cache.
     """
 
     name: str
@@ -118,7 +118,7 @@ class NamedLoader:
         pid: of the loader's process.
         alive: whether that process or a worker of it runs. If none does, it was killed, and the record is a leftover.
         created: seconds since 1970.
-        counted: what the loader has recorded; None if it was not asked for, or cannot be read, and ``problem`` says why.
+        counted: the recorded counts; None if they were not requested, or cannot be read, and ``problem`` says why.
     """
 
     name: str
@@ -161,7 +161,7 @@ def find(uid: int | None = None) -> list[NamedCache]:
 def find_loaders(uid: int | None = None, count: bool = True) -> list[NamedLoader]:
     """Return the loaders over named caches of the user ``uid``, as `find` takes it.
 
-    ``count=False`` does not read what they have recorded. Directories that cannot be read are told by `find` alone.
+    ``count=False`` does not read their records. Only `find` reports directories that cannot be read.
     """
     found = []
     for each in _uids(uid):
@@ -251,7 +251,7 @@ def _read(at: int, path: str, shown: str, user: str, pids: _Pids) -> NamedFile |
 
 
 def _loader_of(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a loader that its descriptor tells.
+    """Return the attributes of a loader that its descriptor holds.
 
     Raises:
         SegmentError: it has values that no loader writes.
@@ -263,7 +263,7 @@ def _loader_of(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count(loader: NamedLoader) -> NamedLoader | None:
-    """Read what a loader has recorded; None if it has ended since it was found.
+    """Return a loader with its recorded counts; None if it has ended since it was found.
 
     The directory is locked for one record at a time: a forged record may be large.
     """

@@ -1,4 +1,4 @@
-"""Export what named caches and loaders count as metrics, in the text formats of OpenMetrics and Prometheus.
+"""Export the counts of named caches and loaders as metrics, in the text formats of OpenMetrics and Prometheus.
 
 Nothing is kept between two scrapes: each reads shared memory. It needs prometheus-client, the extra ``metrics``, but not torch.
 """
@@ -41,12 +41,12 @@ _LAST = np.arange(np.searchsorted(BOUNDS_S, _SHORTEST_S), np.searchsorted(BOUNDS
 BUCKET_BOUNDS = tuple(str(float(f"{bound:.6g}")) for bound in BOUNDS_S[_LAST])
 """The label ``le`` of the buckets, except the last. Rounded: the last digits of a power differ from machine to machine."""
 
-_MOST_PROBLEMS = 20  # that are told in words
+_MOST_PROBLEMS = 20  # that are described
 
 _Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily
 
 
-# ---------------------------------------------------------------------------------------------------- what is exported
+# ---------------------------------------------------------------------------------------------------- metrics
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _Of:
 
     Attributes:
         name: without the prefix and ``_total``.
-        value: returns the value from what `NamedCache.stats`, `NamedLoader.counted` or the object itself tell.
+        value: returns the value from `NamedCache.stats`, `NamedLoader.counted`, or the object itself.
     """
 
     family: type[_Family]
@@ -110,13 +110,13 @@ _OF_LOADER = (  # of the NamedLoader
     _Of(_GAUGE, "created_timestamp_seconds", "When the loader began to record, in seconds since 1970.",
         lambda loader: loader.created, "seconds"),
 )  # fmt: skip
-_OF_COUNTED: tuple[_Of, ...] = (  # of what it has counted
+_OF_COUNTED: tuple[_Of, ...] = (  # of its counts
     _Of(_COUNTER, "batches", "Batches that were made. Some of them wait to be used.", lambda counted: counted.batches),
     _Of(_COUNTER, "samples", "Samples of the batches that were made.", _sum(SAMPLES)),
     _Of(_COUNTER, "make_seconds", "Time in which samples were made, without loading: reads of the cache, transforms.",
         _seconds(MAKE_NS), "seconds"),
-    _Of(_COUNTER, "cpu_seconds", "Processor time of the threads that make batches.", _seconds(CPU_NS), "seconds"),
-    _Of(_COUNTER, "queued_seconds", "Time in which these threads could run, but the processors were busy.",
+    _Of(_COUNTER, "cpu_seconds", "CPU time of the threads that make batches.", _seconds(CPU_NS), "seconds"),
+    _Of(_COUNTER, "queued_seconds", "Time in which these threads could run, but the CPUs were busy.",
         _seconds(QUEUED_NS), "seconds"),
     _Of(_COUNTER, "gil_looks", "How often a waiting loop looked whether another thread holds the GIL.", _sum(LOOKS)),
     _Of(_COUNTER, "gil_held", "How often another thread held it.", _sum(HELD)),

@@ -62,9 +62,9 @@ class Server(ThreadingMixIn, WSGIServer):
     """Answers each request in a thread.
 
     NOTE [ Slow clients ]
-        A client that sends or reads nothing for 10 s is cut off, and every connection after 60 s. A client that connects while
-        32 are connected is served; the connection that has lasted longest is cut off. So clients that do not read cannot keep
-        others from reading, and take a bounded number of threads.
+        A client that sends or reads nothing for `_PATIENCE_S` is cut off, and every connection after `_LONGEST_S`. A client
+        that connects while `_MOST` are connected is served, and the oldest connection is cut off. So clients that do not
+        read cannot keep others from reading, and take a bounded number of threads.
 
     Raises:
         OSError: the address is in use, or is not one of this machine.
@@ -139,7 +139,7 @@ class Server(ThreadingMixIn, WSGIServer):
             request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Do not print a traceback of what a client did."""
+        """Do not print a traceback of a client's error."""
         logger.debug("a scrape failed", exc_info=True)
 
 

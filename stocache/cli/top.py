@@ -89,7 +89,7 @@ def _sizes(caches: list[NamedCache]) -> list[_Column]:
 def _fit(columns: list[_Column], width: int, spare: Sequence[str], title: str | None = None) -> Table:
     """Return a table that is at most ``width`` wide if possible.
 
-    Columns that may become narrower share what the others leave, in order; ``spare`` names those to leave out, the first first.
+    Columns that may become narrower share the width that the others leave. ``spare`` names those to leave out, in this order.
     """
     for heading in ["", *spare]:
         columns = [column for column in columns if column.heading != heading or not heading]

@@ -263,7 +263,7 @@ def test_check_reads_all_samples_and_changes_nothing(run, folder, workers):
     changed = files_of(folder)
     result = run("check", folder, "--workers", workers)
     assert (result.exit_code, result.stdout) == (1, "12 of 20 samples are there: 9 sound, 3 damaged: 2, 7, 11\n")
-    assert "is loaded again by itself" in result.stderr
+    assert "is loaded again when it is requested" in result.stderr
     assert files_of(folder) == changed
     with open_cache(folder) as cache:
         assert [idx for idx in range(FILLED) if cache.get_slot(idx) is None] == [2, 7, 11]
