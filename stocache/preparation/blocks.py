@@ -27,17 +27,17 @@ _LONGEST_REASON = 500  # characters
 
 
 Result: TypeAlias = Entry | list[SkippedSample]
-"""What becomes of a block: its entry in the index; or the samples that cannot be loaded, and it is not written."""
+"""The result for a block: its entry in the index; or, where it is not written, the samples that cannot be loaded."""
 
 
 class DatasetBlocks:
-    """The blocks of a dataset. Pickles, so that child processes and clusters load and write them.
+    """The blocks of a dataset. It can be pickled, so that child processes and clusters load and write them.
 
     Args:
         dataset: a map-style dataset.
         plan: how it is prepared.
         writer: writes the blocks.
-        skip: where a sample cannot be loaded, tell which one; without it, the error is raised.
+        skip: report the samples that cannot be loaded; without it, the error is raised.
         known: samples that cannot be loaded, by index. They are not loaded to estimate the size of blocks.
 
     Raises:
@@ -74,20 +74,20 @@ class DatasetBlocks:
         return set((np.flatnonzero(np.isin(self._order, list(samples))) // self.block_size).tolist())
 
     def write(self, number: int) -> tuple[int, Result]:
-        """Write a block, and return its number and what becomes of it."""
+        """Write a block, and return its number and its result."""
         return self.save(*self._encode(number))
 
     def write_all(self, numbers: Sequence[int]) -> Iterator[tuple[int, Result]]:
-        """Write blocks, and yield what `write` returns. A thread writes a block while the next one is loaded."""
+        """Write blocks, and yield the results of `write`. A thread writes a block while the next one is loaded."""
         return in_threads(self.save, map(self._encode, numbers), 1)
 
     def encode_all(self, numbers: Iterable[int]) -> Iterator[tuple[int, list[bytes], Result]]:
-        """Yield arguments of `save` for blocks: their numbers, their files in pieces, and what becomes of them."""
+        """Yield arguments of `save` for blocks: their numbers, their files in pieces, and their results."""
         for number, pieces, result in map(self._encode, numbers):
             yield number, list(map(bytes, pieces)), result
 
     def save(self, number: int, pieces: Sequence[BytesLike], result: Result) -> tuple[int, Result]:
-        """Write a block that was encoded, unless samples of it cannot be loaded; return its number and what becomes of it."""
+        """Write a block that was encoded, unless samples of it cannot be loaded; return its number and its result."""
         return self._writer.write_encoded(number, pieces, result) if isinstance(result, Entry) else (number, result)
 
     def _encode(self, number: int) -> tuple[int, list[BytesLike], Result]:
@@ -129,7 +129,7 @@ class DatasetBlocks:
         return loaded, failures
 
     def _name_of(self, idx: int) -> str | None:
-        """Return what the dataset calls a sample; None if it does not tell."""
+        """Return the dataset's name of a sample; None if it gives no name."""
         name_of = attribute_of(self.dataset, "describe_sample")
         with suppress(Exception):
             return str(name_of(idx)) if callable(name_of) else None
@@ -154,7 +154,7 @@ class DatasetBlocks:
 def in_threads(
     write: Callable[..., tuple[int, Any]], calls: Iterable[tuple[Any, ...]], count: int
 ) -> Generator[tuple[int, Any], None, None]:
-    """Call ``write`` in so many threads, and yield its results in order. A few more calls are taken while threads write."""
+    """Call ``write`` in ``count`` threads, and yield its results in order. Up to ``count`` results wait to be yielded."""
     pending: deque[Future[tuple[int, Any]]] = deque()
     with ThreadPoolExecutor(count) as pool:
         for call in calls:

@@ -72,8 +72,8 @@ def prepare(
         folder: a path or a URL that fsspec can write to, new or empty. A URL cannot be locked: run one preparation at a time
             there.
         num_workers: for a dataset, child processes that load and write blocks; with 0, one does, but at a URL this process
-            writes. For a `DataPreparer`, whose samples come in order, threads that write. With Ray, blocks in work at a time; 0
-            for as many as the cluster can run.
+            writes. For a `DataPreparer`, whose samples come in order, threads that write. With Ray, blocks in flight; 0 for as
+            many as the cluster can run.
         block_size, block_bytes, allow_pickle: as for `OnDiskBlockDataStorage`.
         shuffle_seed: assign samples to blocks at random, with this seed: sample i of the storage is then not sample i of the
             source. The samples of a `DataPreparer` are first prepared in order, which takes twice the room until the end.
@@ -82,9 +82,9 @@ def prepare(
             not compared.
         progress: show a progress bar (not on ranks above 0).
         resume: keep the complete blocks of an interrupted preparation of the same source; False starts again.
-        again: prepare a prepared folder anew.
-        repair: read all blocks of a prepared folder, and write those anew that are damaged.
-        on_error: "skip" leaves samples of a dataset out whose loading raises an Exception, and lists them in skipped.json, see
+        again: prepare a prepared folder again.
+        repair: read all blocks of a prepared folder, and write the damaged ones again.
+        on_error: "skip" leaves out the samples of a dataset that raise an Exception, and lists them in skipped.json, see
             `OnDiskBlockDataStorage.load_skipped`. The last samples in order take their places. Samples that were skipped are
             not loaded again when a preparation continues. With "stop" the error ends the preparation, as do MemoryErrors,
             samples that cannot be stored, workers that die, and a source of which no sample can be loaded any more.
@@ -163,12 +163,12 @@ def prepare(
 
 
 def _files_of(source: Any) -> dict[str, Any] | None:
-    """Return the facts about the files of a source that its samples depend on; None if it does not tell."""
+    """Return the facts about the files that the samples of a source depend on; None if it gives none."""
     describe = getattr(source, "describe_files", None)
     return describe() if callable(describe) else None
 
 
-_CHECKSUMS = "list of files", "contents"  # facts that tell a reader nothing
+_CHECKSUMS = "list of files", "contents"  # facts that a person cannot read
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -270,13 +270,13 @@ class _Preparation:
         if differences := _differences(index.plan, self._plan):
             raise StorageError(
                 f"{self._writer.path} is prepared in another way: {'; '.join(differences)}.\n"
-                f"Prepare it anew (again=True, --again), or give another folder. With a fingerprint, you say yourself when "
+                f"Prepare it again (again=True, --again), or give another folder. With a fingerprint, you say yourself when "
                 f"the data changes."
             )
         if index.skipped and not self._keep_skipped:
             raise StorageError(
                 f"{self._writer.path} lacks {index.skipped} of {self._plan['samples']} samples, which could not be loaded: see "
-                f"{SKIPPED}. Accept that (on_error='skip', --on-error skip), or prepare it anew (again=True, --again)."
+                f"{SKIPPED}. Accept that (on_error='skip', --on-error skip), or prepare it again (again=True, --again)."
             )
         if self._repair:
             if storage.check_info() is not None:
@@ -293,7 +293,7 @@ class _Preparation:
         return True
 
     def _forget_index(self) -> None:
-        """Make a folder whose index is damaged one of an interrupted preparation: the blocks tell what it held."""
+        """Treat a folder with a damaged index as an interrupted preparation: the blocks show its content."""
         self._writer.reopen(self._plan)
         for number in self._writer.find_damaged():
             self._writer.remove_block(number)
@@ -326,7 +326,7 @@ class _Preparation:
                     self._skipped.note(result)
 
     def _start_again(self, source: str) -> None:
-        """Forget the blocks of an interrupted preparation, of which the source gives one otherwise now."""
+        """Forget the blocks of an interrupted preparation: the source gives other samples for one of them now."""
         if self._repair:
             raise StorageError(f"{self._writer.path} cannot be repaired: {OTHER_SAMPLES}")
         logger.warning("%s: the %s gives other samples than last time; starting again", self._writer.path, source)
@@ -347,10 +347,10 @@ class _Preparation:
             self._writer.verify_block(number, self._found[number])
         self._writer.clean_up()
         counts = len(self._damaged), len(self._found)
-        logger.info("%s: %d of %d blocks were damaged, and are written anew", self._writer.path, *counts)
+        logger.info("%s: %d of %d blocks were damaged, and have been written again", self._writer.path, *counts)
 
     def _check_unchanged(self, source: Any) -> None:
-        """Raise StorageError if the source has not the length and the files that it had when the preparation began."""
+        """Raise StorageError if the length or the files of the source have changed since the preparation began."""
         now = {
             "samples": None if self._plan["samples"] is None else len(source),
             "files": None if self._plan["files"] is None else _files_of(source),
@@ -421,7 +421,7 @@ class _Preparation:
         self._skipped.leave_out(samples)
 
     def _write_missing(self, blocks: DatasetBlocks) -> Generator[tuple[int, Result], None, None]:
-        """Write blocks, and yield their numbers and what becomes of them. Leaves those out that have samples that failed."""
+        """Write blocks, and yield their numbers and results. Blocks with samples that failed are left out."""
         missing = sorted(set(range(len(blocks))) - set(self._found) - blocks.numbers_of(self._skipped.failed))
         count = min(self._num_workers or int(not is_url(self._writer.path)), len(missing))
         if self._ray is not None:
@@ -456,7 +456,7 @@ class _Preparation:
         self._finish(preparer, cutter.block_size, preparer.get_dataset_info)
 
     def _find_missing(self, blocks: Iterator[NewBlock], bar: Any) -> Iterator[NewBlock]:
-        """Yield the blocks that are missing. Raises _SourceChangedError: the last one that is there is another one now."""
+        """Yield the missing blocks. Raises _SourceChangedError: the source gives other samples for the last written block."""
         last, number = max(self._found, default=-1), -1
         for number, samples, first in blocks:
             if number not in self._found:

@@ -81,10 +81,10 @@ def _check_listening(address: str) -> None:
 
 
 def written(write: Write, calls: Iterable[tuple[Any, ...]], num_workers: int) -> Generator[tuple[int, Any], None, None]:
-    """Call ``write`` in the cluster, and yield what it returns, in order; see NOTE [ Blocks as tasks ].
+    """Call ``write`` in the cluster, and yield its results in order; see NOTE [ Blocks as tasks ].
 
     Args:
-        write: writes a block, and returns its number and its entry in the index, or what else becomes of it.
+        write: writes a block, and returns its number and its result, see `stocache.preparation.blocks`.
         calls: its arguments for each block; the first is the block's number.
         num_workers: tasks at a time; 0 for as many as the cluster can run.
 

@@ -36,7 +36,7 @@ _ACCEPTED = (
 
 
 class Source(Dataset[Any], ABC):
-    """The samples of a file or folder. Pickles without open files and read data.
+    """The samples of a file or folder. It is pickled without its open files and the data it has read.
 
     Attributes:
         info: facts about all samples, for `prepare`.
@@ -78,11 +78,11 @@ class Source(Dataset[Any], ABC):
         return f"{self._path}, row {idx}"
 
     def options(self) -> dict[str, Any]:
-        """Return what the samples depend on, besides the files."""
+        """Return the settings that the samples depend on, besides the files."""
         return {}
 
     def describe_files(self) -> dict[str, Any]:
-        """Return what tells the files from others: their number, bytes and place, and a checksum of sizes and times of change.
+        """Return facts that identify the files: their number, bytes and place, and a checksum of sizes and times of change.
 
         If it ``hashes``, the checksum is that of the contents, and files that were moved or touched stay the same.
 
@@ -125,7 +125,7 @@ def open_source(path: str | os.PathLike[str], *, size: int | None = None, hashes
         size: decode images to uint8 tensors of shape (3, size, size) (needs Pillow).
         nan: blank cells of a table are NaN where all other cells of their column are numbers; the column is then float. Without
             it such a column is str, and a warning says so.
-        hashes: `prepare` tells the source from others by the contents of its files, and not by sizes and times of change.
+        hashes: `prepare` identifies the source by the contents of its files, not by sizes and times of change.
 
     Raises:
         StorageError: the path is not one of these, holds no samples, or cannot be read; or a library is missing.
@@ -488,7 +488,7 @@ class InOrder(DataPreparer[Any, Any]):
         return self._source.info
 
     def describe_files(self) -> dict[str, Any]:
-        """Return what tells the files of the source from others."""
+        """Return facts that identify the files of the source."""
         return self._source.describe_files()
 
 
