@@ -1,11 +1,11 @@
 """Batches of tensors from text files of any size: `StreamLoader`, its formats and its options.
 
-The way of one row, for a `CsvFormat` and threads:
+The path of one row, with a `CsvFormat` and threads:
 
 1. `OpenFile.read_at` (open_file) reads bytes of a file, and decompresses them.
 2. `Lines.read` (lines) cuts the bytes into chunks of whole lines, until it has the rows of one buffer.
 3. `RowFinder.find` (rows) leaves out the lines of a chunk that are not rows.
-4. `Buffers.fetch` (buffers) publishes where the next buffer begins. It returns the chunks; or the buffer, if it is cached.
+4. `Buffers.fetch` (buffers) publishes where the next buffer begins. It returns the chunks; or the cached buffer.
 5. `RowParser.bulk` (parsers) has an engine (engines) parse a chunk, and makes arrays of features and labels.
 6. `Buffers.parse` (buffers) joins the arrays of a buffer, and puts them into the cache.
 7. `Windows.deliver` (windows) joins the buffers of a window, shuffles the rows and cuts them into batches.

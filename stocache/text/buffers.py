@@ -1,4 +1,4 @@
-"""Reads, parses and caches the rows of text, a buffer at a time.
+"""Read, parse and cache the rows of text, a buffer (``buffer_size`` rows) at a time.
 
 NOTE [ Where a buffer begins ]
     Only a process that has read a buffer knows where the next one begins. So it publishes that position in a table in shared
@@ -32,7 +32,7 @@ from stocache.text.parsers import BadRows, Custom, RowParser, join_trees
 logger = logging.getLogger("stocache")
 
 RECORD_VERSION = 2
-"""Of what is cached of a buffer."""
+"""The version of the form in which a buffer is cached."""
 
 _MAX_ROW_DENSITY = 4  # there is room for buffers of rows this many times shorter than the first; later buffers stay uncached
 _COMPRESSION = 16  # the same for compressed files: this many bytes of text for each stored byte
@@ -41,7 +41,7 @@ _TABLE_ROW = 3 * 8 + 1  # bytes of a row of the table, and of its state
 
 
 Fault = tuple[LineLocation, str]
-"""A bad line, and what is wrong with it."""
+"""A bad line, and the reason."""
 
 
 class RowBuffer(NamedTuple):
@@ -194,7 +194,7 @@ class Buffers:
         return [] if found is MISSING else [LinePosition(*row) for row in found.tolist()]
 
     def resume_at(self, number: int, file: int, offset: int) -> None:
-        """Set where a buffer begins, as a state says.
+        """Set where a buffer begins, as given by a state.
 
         Raises:
             StateError: no line begins there.
@@ -250,10 +250,10 @@ class Buffers:
         return chunks or None
 
     def _is_stale(self, number: int, begin: LinePosition, buffer: Any) -> bool:
-        """Whether the rows of a cached buffer are others than its text gives now. Then the cache is not used any more.
+        """Whether the rows of a cached buffer differ from those that its text gives now. Then the cache is not used any more.
 
-        The function of a `CustomFormat` may have changed, or draw random numbers. So each time that the buffers are gone
-        through, the first one that is cached is parsed as well.
+        The function of a `CustomFormat` may have changed, or draw random numbers. So in each pass over the buffers,
+        the first cached one is parsed as well.
         """
         again, self._last = number <= self._last, number
         if not again or not isinstance(self.parser, Custom) or not self.parser.audit:
@@ -263,8 +263,8 @@ class Buffers:
         if place is not None:
             self._stale = True
             logger.warning(
-                "buffer %d differs from what was cached (%.200s): the parse of CustomFormat draws random numbers, or has "
-                "changed. From now on rows are parsed anew. What is random goes into transform=.", number, place,
+                "buffer %d differs from the cached one (%.200s): the parse of CustomFormat draws random numbers, or has "
+                "changed. The cache is not used from now on. Put random steps into transform=.", number, place,
             )  # fmt: skip
         return place is not None
 
@@ -339,7 +339,7 @@ class Buffers:
     # ------------------------------------------------------------------------------------------------ life
 
     def flush(self) -> None:
-        """Wait until the disk has what this process has parsed, so that the next epoch need not read it; 60 seconds at most."""
+        """Wait until the disk has the buffers that this process has parsed, so that the next epoch finds them; 60 s at most."""
         if self._disk is not None:
             self._disk.flush()
 

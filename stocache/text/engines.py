@@ -1,7 +1,7 @@
-"""Parses rows of text in bulk with pyarrow or numpy: all rows of a chunk at once, or none.
+"""Parse rows of text in bulk with pyarrow or numpy: all rows of a chunk at once, or none.
 
-pyarrow comes first: with threads it was the fastest of pyarrow, pandas, polars and numpy.loadtxt (benchmark/README.md has the
-table), and it reads JSON, too.
+pyarrow comes first: with 2 threads it was the fastest of pyarrow, pandas, polars and numpy.loadtxt
+(`benchmark/notes/stream.md`, section Engines), and it reads JSON, too.
 """
 
 import re

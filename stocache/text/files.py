@@ -1,4 +1,4 @@
-"""Finds text files by path, glob or URL, reads them at any byte, and detects changes."""
+"""Find text files by path, glob or URL, read them at any byte, and detect changes."""
 
 import glob
 import os
@@ -16,7 +16,7 @@ from stocache.text.open_file import CompressedFile, OpenFile
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zstd"}
-_ENDS = 1 << 16  # bytes at either end of a file whose checksum tells whether it has changed
+_ENDS = 1 << 16  # bytes at either end of a file; their checksum detects changes
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class TextFile:
         path: as the user gave it, or as the glob found it; may be a URL.
         size: bytes, as stored.
         stamp: time or version of the last write, as the file system reports it.
-        ends: checksum of its first and last 64 KiB.
+        ends: checksum of its first and last ``_ENDS`` bytes.
         compression: "gzip", "bz2", "zstd", or None.
         options: for the fsspec file system.
     """

@@ -98,7 +98,7 @@ class TextFormat(ABC):
 
     @property
     def identity(self) -> str:
-        """What tells this format from others that parse a row differently.
+        """A text that is equal only for formats that parse rows alike.
 
         A function of a module is identified by its name. A lambda, a function within a function and one of the main script
         are identified by their code and by the values they close over. Another callable is identified by its class.
@@ -110,7 +110,7 @@ class TextFormat(ABC):
 
     @property
     def skip_identity(self) -> str:
-        """What tells which lines are left out. The line limit counts only if longer lines are skipped."""
+        """A text that identifies the lines that are left out. It has a line limit of the user's only if lines are skipped."""
         limited = self.skips and self.line_limit != _line_limit(_LONGEST_LINE)
         return f"{self.on_error} {self.line_limit}" if limited else self.on_error
 
@@ -154,7 +154,7 @@ class ColumnFormat(TextFormat):
         return [*(self.columns or ()), *(self._label_list or ())]
 
     def _target(self, path: str, names: Sequence[str], width: int, describe: Callable[[], str]) -> Target:
-        """Return what becomes of rows of ``width`` fields; ``describe`` returns the first row for an error message."""
+        """Return the target of rows of ``width`` fields; ``describe`` returns the first row for an error message."""
 
         def numbers_of(columns: Sequence[Column] | None) -> tuple[int, ...] | None:
             return None if columns is None else tuple(number_of(column) for column in columns)

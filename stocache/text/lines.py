@@ -1,9 +1,9 @@
-"""Reads the rows of text files in order, a buffer at a time, and divides them among ranks.
+"""Read the rows of text files in order, a buffer at a time, and divide them among ranks.
 
 NOTE [ Rows and lines ]
-    A row is a line that holds data. Not rows are: lines of white space alone, unless it contains the delimiter; lines that
-    begin with the comment marker; a byte order mark; the lines of a header. The files are read as one text, in their order, so
-    a buffer may reach from one file into the next. The last line of a file may lack its newline.
+    A row is a line that holds data. These are not rows: lines of white space alone, unless it contains the delimiter; lines
+    that begin with the comment marker; a byte order mark; the lines of a header. The files are read as one text, in their
+    order, so a buffer may reach from one file into the next. The last line of a file may lack its newline.
 
 NOTE [ Ranks ]
     Rank r of R reads the bytes from r/R to (r+1)/R of all files. Both ends are moved to the next beginning of a line. So every

@@ -1,4 +1,4 @@
-"""`StreamLoader` delivers batches of tensors from text files of any size, and caches parsed rows in shared memory."""
+"""Deliver batches of tensors from text files of any size, and cache parsed rows in shared memory: `StreamLoader`."""
 
 import contextlib
 import copy
@@ -35,7 +35,7 @@ _FORM = StateForm(
     2,
     position={
         "epoch": (int,),
-        "key": (list, NoneType),  # what its order depends on besides the loader's seed; None before the first batch
+        "key": (list, NoneType),  # its order depends on this and the loader's seed; None before the first batch
         "window": (int, NoneType),  # of the last batch
         "batch": (int,),  # batches of that window that were delivered
         "line": (list, NoneType),  # file and offset where that window begins, if known
@@ -108,7 +108,7 @@ class StreamLoader(IterableDataset[Any]):
         cache: `CacheOptions`, in place of ``size_limit_gib``: also a name by which jobs share the cache, a codec, and a disk.
             The ranks of one job share a cache without a name, unless the format is a `CustomFormat`. The folder on the disk is
             for these files (path, size, time, both ends), format, buffer size and number of ranks, and for ``fingerprint``,
-            which a `CustomFormat` needs; where one of them changes, it is made anew.
+            which a `CustomFormat` needs; if one of them changes, the folder is emptied.
         count_rows: True reads the files once when the loader is made, without parsing. The length is then known. Several
             ranks then deliver equally many batches, unless ``drop_last`` is False or lines are skipped.
         rank, world_size: this process, and how many share the rows; by default as torch.distributed or torchrun say.
@@ -123,7 +123,7 @@ class StreamLoader(IterableDataset[Any]):
         LimitError, CacheNameError, MismatchError, SegmentError: as for `RaggedCache`; and, with a disk, DiskError as for
             `DiskCache`.
 
-    A file that has changed when an epoch begins is read anew. In a `torch.utils.data.DataLoader` (``batch_size=None``) each
+    A file that has changed when an epoch begins is read again. In a `torch.utils.data.DataLoader` (``batch_size=None``) each
     worker takes a part of the buffers; the order is then reproducible by torch's seed, or after `set_epoch`. The state of a
     `stocache.DataLoader`, or of torchdata's StatefulDataLoader, holds the state of this dataset in each worker. So it is
     resumed with that loader, and needs as many workers as before.
@@ -206,12 +206,12 @@ class StreamLoader(IterableDataset[Any]):
         is_cached = options.size_limit_gib != 0 or options.disk is not None
         if self._world_size > 1 and is_cached and options.name is None:
             raise CacheNameError(
-                "ranks cannot tell whether their CustomFormats parse alike. To share a cache, pass cache=CacheOptions(…) with "
+                "ranks cannot check whether their CustomFormats parse alike. To share a cache, pass cache=CacheOptions(…) with "
                 "a name, and with a fingerprint that changes with the function."
             )
         if options.disk is not None and options.fingerprint is None:
             raise CacheNameError(
-                "a later run cannot tell whether its CustomFormat parses like the one whose rows are on the disk. Pass "
+                "a later run cannot check whether its CustomFormat parses like the one whose rows are on the disk. Pass "
                 "cache=CacheOptions(…, fingerprint=…), and change the fingerprint with the function."
             )
 
@@ -374,7 +374,7 @@ class StreamLoader(IterableDataset[Any]):
             self._warned_of_rest = True
             logger.warning(
                 "the last %d of %d rows do not fill a buffer of %d and are left out of each epoch; drop_last='batch' leaves "
-                "out only what does not fill a batch, drop_last=False nothing",
+                "out only rows that do not fill a batch, drop_last=False none",
                 total % size, total, size,
             )  # fmt: skip
 
@@ -470,7 +470,7 @@ class StreamLoader(IterableDataset[Any]):
 
 
 def _are_counts(values: list[Any] | None, least: int, most: int) -> bool:
-    """Whether ``values`` is None, or a list of so many integers from 0 to 2^64 - 1."""
+    """Whether ``values`` is None, or a list of ``least`` to ``most`` integers from 0 to 2^64 - 1."""
     if values is None:
         return True
     return least <= len(values) <= most and all(type(value) is int and 0 <= value < 1 << 64 for value in values)

@@ -1,4 +1,4 @@
-"""Reads an open file at any byte, and decompresses gzip, bz2 and zstd in bounded memory."""
+"""Read an open file at any byte, and decompress gzip, bz2 and zstd in bounded memory."""
 
 import bz2
 import gzip

@@ -1,4 +1,4 @@
-"""Parses rows of text to arrays, in bulk with pyarrow if it is installed, else with numpy and json.
+"""Parse rows of text to arrays, in bulk with pyarrow if it is installed, else with numpy and json.
 
 NOTE [ In bulk and row by row ]
     A bulk reader parses all rows of a chunk at once. It refuses all of them if one is bad: it has another number of fields, or

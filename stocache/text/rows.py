@@ -1,4 +1,4 @@
-"""Finds the rows among lines of text: leaves out blank lines and comments."""
+"""Find the rows among lines of text: leave out blank lines and comments."""
 
 from collections.abc import Sequence
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""Makes the batches of an epoch out of windows of buffers, in this thread, in other threads or in worker processes."""
+"""Make the batches of an epoch out of windows of buffers, in this thread, in other threads or in worker processes."""
 
 import contextlib
 import itertools
@@ -25,7 +25,7 @@ _MAX_THREADS = 4  # that parse
 
 Shuffle = Literal[False, True, "buffers"]
 ShuffleKey = tuple[int, ...]
-"""The epoch's number, or torch's seed and the number: what the order depends on besides the loader's seed."""
+"""The epoch's number, or torch's seed and the number. The order depends on this key and the loader's seed."""
 
 Fetched = list[tuple[int, RowBuffer | list[TextChunk]]]
 """The buffers of a window by their numbers, parsed or as text."""
