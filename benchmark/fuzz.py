@@ -40,7 +40,7 @@ import torch
 from PIL import Image
 
 from stocache import OnDiskBlockDataStorage, RaggedCache, StocacheError
-from stocache.samples.record_encoder import HEAD, Record, pack_integers, pack_sample
+from stocache.samples.record_encoder import HEAD, EncodedSample, pack_integers, pack_sample
 from stocache.storage.block import Block, BytesFile, encode
 from stocache.system.hashing import ZEROS, embed_checksum
 
@@ -522,9 +522,9 @@ def read_record(
         return _compared([cache.get_slot(0, allow_empty_slot=False, copy=copies)], [sample])
 
 
-def _record(rng: random.Random) -> tuple[Any, Record, bytes, list[int]]:
+def _record(rng: random.Random) -> tuple[Any, EncodedSample, bytes, list[int]]:
     sample = rng.choice(SAMPLES)
-    record = Record(sample)
+    record = EncodedSample(sample)
     return sample, record, *record.pack()
 
 
@@ -587,7 +587,10 @@ def forged_head(rng: random.Random) -> str:
 def compressed(rng: random.Random) -> str:
     """A compressed record whose payload is damaged, is something else, or expands to gigabytes."""
     sample, record, data, integers = _record(rng)
-    sample, record = (sample, "much that is easy to compress " * 20), Record((sample, "much that is easy to compress " * 20))
+    sample, record = (
+        (sample, "much that is easy to compress " * 20),
+        EncodedSample((sample, "much that is easy to compress " * 20)),
+    )
     data, integers = record.pack()
     name = rng.choice(("zstd", "lz4"))
     packed = compress(name, data)
@@ -716,7 +719,7 @@ def _ready() -> RngMonitor:
             run(-1 - seed, watch)
     for sample in SAMPLES:
         for copies in (True, False):
-            data, integers = (record := Record(sample)).pack()
+            data, integers = (record := EncodedSample(sample)).pack()
             read_record(sample, repr(record.treedef).encode("utf-8", "surrogatepass"), data, integers, copies=copies)
     resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + (1 << 30),) * 2)
     return watch

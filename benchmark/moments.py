@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.signal == "stop":
-        segment.PATIENCE_S = registry.PATIENCE_S = PATIENCE_S
+        segment.PATIENCE_S = registry.DIRECTORY_PATIENCE_S = PATIENCE_S
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
     segment.Segment.create(0, 0)  # the children inherit the fork handlers of the first segment
     happened: Counter[str] = Counter()

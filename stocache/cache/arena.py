@@ -28,7 +28,7 @@ _WORDS = 8
 _LOCK = 1  # of the owner's locks; 0 is that of the claims
 WORDS_BYTES = 8 * _WORDS
 
-NO_ROOM, NO_MEMORY = -1, -2
+NO_ROOM, MEMORY_REFUSED = -1, -2
 """`Arena.append` returns these instead of an offset. NO_ROOM: the arena is full. NO_MEMORY: the machine gives no more memory,
 or another process does not release the lock."""
 
@@ -86,7 +86,7 @@ class Arena:
 
     def append(self, blob: bytes) -> int:
         """Store bytes at a multiple of 8. Return their offset, or NO_ROOM or NO_MEMORY. With the segment's guard held."""
-        at = self.run_locked(lambda: self.take(len(blob)), NO_MEMORY)
+        at = self.run_locked(lambda: self.take(len(blob)), MEMORY_REFUSED)
         if at >= 0:
             self._segment.write(at, blob, len(blob))
         return at
@@ -98,7 +98,7 @@ class Arena:
         if end > self.capacity:
             return NO_ROOM
         if not self._segment.reserve(at, end):
-            return NO_MEMORY
+            return MEMORY_REFUSED
         self._words[_USED] = end
         return at
 

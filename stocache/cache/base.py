@@ -48,7 +48,7 @@ from stocache.shm.claims import Claims
 from stocache.shm.load_order import WEAKLY_ORDERED, order_loads
 from stocache.shm.segment import FREE_THREADED, REJECTED_WARNING, Segment
 from stocache.system.limits import parse_size, recommended_limit
-from stocache.system.waiting import PATIENCE_S, describe_process, wait_until
+from stocache.system.waiting import LOCK_TIMEOUT_S, describe_process, wait_until
 from stocache.timing.record import note_loads
 from stocache.timing.spans import LOAD, in_spans, span
 
@@ -158,7 +158,7 @@ class SampleCache:
 
     _total_bytes: int = 0  # of a cache that is kept ready: the bytes that all ranks may have
 
-    revises: bool = False
+    may_admit_later: bool = False
     """Whether a sample that was not kept when it was set may be kept when it is set again."""
 
     def _share(
@@ -604,7 +604,7 @@ class SampleCache:
 
     def keeps(self, idx: int) -> bool:
         """Return whether sample ``idx`` is cached, or will be. With admission by cost, only cached samples are sure to stay."""
-        return self.holds(idx) or (not self.revises and self.fillable(idx))
+        return self.holds(idx) or (not self.may_admit_later and self.fillable(idx))
 
     def peek(self, idx: int) -> Any:
         """Return a copy of sample ``idx`` if it is set, else MISSING. Do not count it."""
@@ -831,7 +831,7 @@ class SampleCache:
             states[states == SET] = EMPTY
             self._store.clear()
 
-        if not wait_until(lambda: self._claims.run_unwritten(drop), PATIENCE_S):
+        if not wait_until(lambda: self._claims.run_unwritten(drop), LOCK_TIMEOUT_S):
             raise BusyError(
                 f"clear: {describe_process(segment.pid_of(self._claims.writer()))} holds the lock of a slot. Resume or end it."
             )

@@ -157,7 +157,7 @@ class RaggedCache(ListCache):
         own: "RaggedCache | None" = None,
     ) -> None:
         """Set all attributes. Each process computes those that follow from the arguments; they are not pickled."""
-        self._options, self.revises = options, options.admission == "cost"
+        self._options, self.may_admit_later = options, options.admission == "cost"
         store = self._records = RecordStore(segment, dataset_len, options)
         room = format_size(segment.data_bytes)
         before = control_bytes(dataset_len, options)

@@ -10,7 +10,7 @@ import numpy as np
 
 from stocache.cache import admission, arena
 from stocache.cache.admission import NEVER, YES, CostAdmission
-from stocache.cache.arena import NO_MEMORY, NO_ROOM, Arena
+from stocache.cache.arena import MEMORY_REFUSED, NO_ROOM, Arena
 from stocache.cache.options import CacheOptions
 from stocache.cache.stats import EMPTY, FILLS, MISSING, OOB, REFUSED, SET
 from stocache.errors import SampleError, SegmentError
@@ -137,7 +137,7 @@ class RecordStore:
 
     def _late(self, cost_s: float | None) -> tuple[int, int]:
         """Return the result of `_place` for an arena whose lock another process does not release."""
-        return (NO_MEMORY if self._admission is None or cost_s is None else _NOT_ADMITTED), 0
+        return (MEMORY_REFUSED if self._admission is None or cost_s is None else _NOT_ADMITTED), 0
 
     def _write(self, at: int, buffers: list[Any], nbytes: int) -> None:
         """Write ``buffers`` (``nbytes`` in total) at offset ``at``."""
@@ -153,7 +153,7 @@ class RecordStore:
             return FILLS
         if at == NO_ROOM and self._states[idx] == EMPTY:
             self._states[idx] = OOB  # room is never freed
-        return REFUSED if at == NO_MEMORY else None
+        return REFUSED if at == MEMORY_REFUSED else None
 
     def has_room_for(self, states: np.ndarray[Any, np.dtype[np.uint8]]) -> bool:
         """Return whether all samples that are EMPTY will have room, with a quarter to spare."""

@@ -20,8 +20,8 @@ from torch import Tensor
 from stocache.cache.placement import BlockResidency, Residency
 from stocache.cache.stats import EMPTY, FILLS, REFUSED
 from stocache.errors import SampleError
-from stocache.samples.spec import ArrayLeaf, Leaf, NumberLeaf, Order, Structure, TensorLeaf, inverse
-from stocache.shm.layout import RESERVED
+from stocache.samples.spec import ArrayLeaf, DimOrder, Leaf, NumberLeaf, Structure, TensorLeaf, inverse
+from stocache.shm.layout import RESERVED_EXTENT
 from stocache.shm.pool import NUMPY_DTYPES, Pool
 from stocache.shm.private import PrivateViews
 from stocache.shm.segment import Segment
@@ -52,7 +52,7 @@ class Column(ABC):
 
     def __init__(self, leaf: Leaf, memory: Tensor, slots: int, pool: Pool) -> None:
         self.nbytes, self._pool = leaf.nbytes, pool
-        order: Order = getattr(leaf, "order", None)
+        order: DimOrder = getattr(leaf, "order", None)
         self._stored, self._back = getattr(leaf, "shape", ()), None  # a value's shape in memory; its permutation to the leaf's
         if order is not None:
             self._stored = tuple(self._stored[dim] for dim in order)
@@ -413,11 +413,11 @@ class SlotArrays:
                 most = np.arange((nbytes - 2) // size + 2)  # a value of 2 bytes may touch 2 extents
                 touched.append(np.minimum(begin // size + most, (begin + nbytes - 1) // size))
         extents = np.concatenate(touched, 1)
-        missing = states[extents] != RESERVED
+        missing = states[extents] != RESERVED_EXTENT
         if missing.any():
             with self._segment.guard:
                 self._segment.reserve_extents(np.unique(extents[missing]).tolist())
-            missing = states[extents] != RESERVED
+            missing = states[extents] != RESERVED_EXTENT
         safe: np.ndarray[Any, np.dtype[np.bool_]] = ~missing.any(1)
         return safe
 

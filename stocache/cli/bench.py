@@ -277,7 +277,7 @@ def _run_epoch(loader: DataLoader[tuple[Any, int]], fraction: float, phase: str,
 
 
 @dataclass(frozen=True)
-class Row:
+class SweepRow:
     """One fraction of a sweep; times are medians over its repeats.
 
     Attributes:
@@ -300,7 +300,7 @@ class Row:
     first_epoch_overhead: float
 
 
-def summarize(epochs: Sequence[EpochTiming]) -> list[Row]:
+def summarize(epochs: Sequence[EpochTiming]) -> list[SweepRow]:
     """Return one row per fraction, ascending."""
 
     def of(fraction: float, phase: str) -> list[EpochTiming]:
@@ -315,7 +315,7 @@ def summarize(epochs: Sequence[EpochTiming]) -> list[Row]:
         cold_s, warm_s = seconds(fraction, "cold"), seconds(fraction, "warm")
         cold_reads, warm_reads = (max(epoch.reads for epoch in of(fraction, phase)) for phase in ("cold", "warm"))
         rows.append(
-            Row(
+            SweepRow(
                 fraction,
                 cold_s,
                 warm_s,
@@ -330,7 +330,7 @@ def summarize(epochs: Sequence[EpochTiming]) -> list[Row]:
     return rows
 
 
-def linearity(rows: Sequence[Row]) -> float:
+def linearity(rows: Sequence[SweepRow]) -> float:
     """Return R² of a straight line through the seconds of warm epochs over the cached fraction, for 3 rows or more."""
     x, y = np.array([row.fraction for row in rows]), np.array([row.warm_s for row in rows])
     residuals = y - np.polyval(np.polyfit(x, y, 1), x)
@@ -341,7 +341,7 @@ _HEADINGS = ("cached", "cold s", "warm s", "cold /s", "warm /s", "cold reads", "
 _FORMATS = ("{:.0%}", "{:.2f}", "{:.2f}", "{:.0f}", "{:.0f}", "{}", "{}", "{:.1%}", "{:+.1%}")
 
 
-def format_table(rows: Sequence[Row], width: int | None = None) -> str:
+def format_table(rows: Sequence[SweepRow], width: int | None = None) -> str:
     """Return the rows as a Markdown table; as several tables, with some of the columns each, if it is wider than ``width``."""
     lines = [[form.format(value) for form, value in zip(_FORMATS, asdict(row).values(), strict=True)] for row in rows]
     columns = []
@@ -361,15 +361,15 @@ def _join(columns: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in zip(*columns, strict=True)]
 
 
-def write_csv(rows: Sequence[Row], path: Path) -> None:
+def write_csv(rows: Sequence[SweepRow], path: Path) -> None:
     """Write the rows, one line each, with a header."""
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer = csv.DictWriter(file, [field.name for field in fields(SweepRow)])
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
 
 
-def plot(rows: Sequence[Row], path: Path, title: str) -> None:
+def plot(rows: Sequence[SweepRow], path: Path, title: str) -> None:
     """Draw the seconds of both epochs over the cached fraction into a PNG file."""
     from matplotlib.figure import Figure
 

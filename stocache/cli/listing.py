@@ -20,7 +20,7 @@ from stocache.cache import arena
 from stocache.cache.stats import OOB, SET, CacheStats
 from stocache.errors import SegmentError, StocacheError
 from stocache.shm import named, registry
-from stocache.shm.layout import EXTENTS_AT, ROWS_AT, Layout, persists, read_chunks, sum_rows
+from stocache.shm.layout import COUNTERS_AT, EXTENTS_AT, Layout, persists, read_chunks, sum_rows
 from stocache.shm.named import Descriptor
 from stocache.system.limits import MIB, format_size, parse_size
 from stocache.system.waiting import FileKey, identify, printable
@@ -224,7 +224,7 @@ def _read(at: int, path: str, shown: str, user: str, pids: _Pids) -> NamedFile |
         samples, folder, limit = facts["dataset_len"], "", None
         chunks = [(states.count(SET), states.count(OOB)) for _, states in read_chunks(fd, layout.control_at, samples)]
         filled, outside = (sum(counts) for counts in zip((0, 0), *chunks, strict=True))
-        rows = os.pread(fd, EXTENTS_AT - ROWS_AT, ROWS_AT)
+        rows = os.pread(fd, EXTENTS_AT - COUNTERS_AT, COUNTERS_AT)
         if "disk" in identity:
             folder, limit = str(identity["disk"]), parse_size(str(identity.get("limit")), "disk_limit")
             amounts = _amounts_on_disk(fd, layout, samples, filled, limit) | {"slots": samples - outside}
@@ -295,10 +295,10 @@ def _amounts(fd: int, layout: Layout, facts: Mapping[str, Any], filled: int) -> 
 
 
 def _amounts_on_disk(fd: int, layout: Layout, samples: int, filled: int, limit: int) -> dict[str, int]:
-    from stocache.disk.samples_file import BEGIN, index_bytes  # with numpy, which other caches do not need
+    from stocache.disk.samples_file import DATA_OFFSET, index_bytes  # with numpy, which other caches do not need
 
-    used = max(0, int.from_bytes(_words(fd, layout, samples)[:8], sys.byteorder) - BEGIN)
-    capacity = max(0, limit - index_bytes(samples) - BEGIN)
+    used = max(0, int.from_bytes(_words(fd, layout, samples)[:8], sys.byteorder) - DATA_OFFSET)
+    capacity = max(0, limit - index_bytes(samples) - DATA_OFFSET)
     return {"slot_bytes": used // max(1, filled), "capacity_bytes": capacity, "reserved_bytes": used}
 
 

@@ -50,7 +50,7 @@ _Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily
 
 
 @dataclass(frozen=True)
-class _Of:
+class _Metric:
     """A metric of which each cache or loader has one value.
 
     Attributes:
@@ -79,47 +79,47 @@ def _sum(word: int) -> Callable[[Counted], float]:
 _COUNTER, _GAUGE = CounterMetricFamily, GaugeMetricFamily
 
 _OF_CACHE = (  # of the NamedCache
-    _Of(_GAUGE, "alive", "1 if a process uses the cache, else 0.", lambda cache: cache.alive),
-    _Of(_GAUGE, "processes", "Processes that use the cache, as far as they are visible.", lambda cache: len(cache.holders)),
-    _Of(_GAUGE, "memory_bytes", "Memory that the cache takes now, with states and counters.", lambda cache: cache.memory_bytes,
+    _Metric(_GAUGE, "alive", "1 if a process uses the cache, else 0.", lambda cache: cache.alive),
+    _Metric(_GAUGE, "processes", "Processes that use the cache, as far as they are visible.", lambda cache: len(cache.holders)),
+    _Metric(_GAUGE, "memory_bytes", "Memory that the cache takes, with states and counters.", lambda cache: cache.memory_bytes,
         "bytes"),
-    _Of(_GAUGE, "created_timestamp_seconds", "When the cache was created, in seconds since 1970.", lambda cache: cache.created,
+    _Metric(_GAUGE, "created_timestamp_seconds", "When the cache was created, seconds since 1970.", lambda cache: cache.created,
         "seconds"),
 )  # fmt: skip
-_OF_STATS: tuple[_Of, ...] = (  # of its CacheStats
-    _Of(_COUNTER, "hits", "Samples that were served from the cache.", lambda stats: stats.hits),
-    _Of(_COUNTER, "misses", "Samples that were asked for and not cached.", lambda stats: stats.misses),
-    _Of(_COUNTER, "fills", "Samples that were cached.", lambda stats: stats.fills),
-    _Of(_COUNTER, "races", "Samples that another process or thread had cached first.", lambda stats: stats.races),
-    _Of(_COUNTER, "refused", "Samples that were not cached because the machine gave no memory.", lambda stats: stats.refused),
-    _Of(_COUNTER, "rejected", "Samples that were not cached because they did not fit.", lambda stats: stats.rejected),
-    _Of(_COUNTER, "damaged", "Samples that were lost from the disk.", lambda stats: stats.damaged),
-    _Of(_COUNTER, "load_seconds", "Time in which missed samples were loaded, over all processes and threads.",
+_OF_STATS: tuple[_Metric, ...] = (  # of its CacheStats
+    _Metric(_COUNTER, "hits", "Samples that were served from the cache.", lambda stats: stats.hits),
+    _Metric(_COUNTER, "misses", "Samples that were asked for and not cached.", lambda stats: stats.misses),
+    _Metric(_COUNTER, "fills", "Samples that were cached.", lambda stats: stats.fills),
+    _Metric(_COUNTER, "races", "Samples that another process or thread had cached first.", lambda stats: stats.races),
+    _Metric(_COUNTER, "refused", "Samples not cached because the machine gave no memory.", lambda stats: stats.refused),
+    _Metric(_COUNTER, "rejected", "Samples that were not cached because they did not fit.", lambda stats: stats.rejected),
+    _Metric(_COUNTER, "damaged", "Samples that were lost from the disk.", lambda stats: stats.damaged),
+    _Metric(_COUNTER, "load_seconds", "Time in which missed samples were loaded, over all processes and threads.",
         lambda stats: stats.load_s, "seconds"),
-    _Of(_COUNTER, "read_seconds", "Time in which samples were read from the disk, over all processes and threads.",
+    _Metric(_COUNTER, "read_seconds", "Time in which samples were read from the disk, over all processes and threads.",
         lambda stats: stats.read_s, "seconds"),
-    _Of(_GAUGE, "dataset_samples", "Samples of the dataset.", lambda stats: stats.dataset_len),
-    _Of(_GAUGE, "capacity_samples", "The most samples that can be cached.", lambda stats: stats.slots),
-    _Of(_GAUGE, "filled_samples", "Samples that are cached now.", lambda stats: stats.filled),
-    _Of(_GAUGE, "filled_bytes", "Bytes of the samples that are cached now.", lambda stats: stats.filled_bytes, "bytes"),
-    _Of(_GAUGE, "capacity_bytes", "Bytes of samples that the cache can hold.", lambda stats: stats.capacity_bytes, "bytes"),
+    _Metric(_GAUGE, "dataset_samples", "Samples of the dataset.", lambda stats: stats.dataset_len),
+    _Metric(_GAUGE, "capacity_samples", "The most samples that can be cached.", lambda stats: stats.slots),
+    _Metric(_GAUGE, "filled_samples", "Samples that are cached now.", lambda stats: stats.filled),
+    _Metric(_GAUGE, "filled_bytes", "Bytes of the samples that are cached now.", lambda stats: stats.filled_bytes, "bytes"),
+    _Metric(_GAUGE, "capacity_bytes", "Bytes of samples that the cache can hold.", lambda stats: stats.capacity_bytes, "bytes"),
 )  # fmt: skip
 _OF_LOADER = (  # of the NamedLoader
-    _Of(_GAUGE, "alive", "1 if the loader's process or a worker runs, 0 if they were killed.", lambda loader: loader.alive),
-    _Of(_GAUGE, "workers", "Workers of the loader.", lambda loader: loader.counted.workers),
-    _Of(_GAUGE, "created_timestamp_seconds", "When the loader began to record, in seconds since 1970.",
+    _Metric(_GAUGE, "alive", "1 if the loader's process or a worker runs, 0 if they were killed.", lambda loader: loader.alive),
+    _Metric(_GAUGE, "workers", "Workers of the loader.", lambda loader: loader.counted.workers),
+    _Metric(_GAUGE, "created_timestamp_seconds", "When the loader began to record, in seconds since 1970.",
         lambda loader: loader.created, "seconds"),
 )  # fmt: skip
-_OF_COUNTED: tuple[_Of, ...] = (  # of its counts
-    _Of(_COUNTER, "batches", "Batches that were made. Some of them wait to be used.", lambda counted: counted.batches),
-    _Of(_COUNTER, "samples", "Samples of the batches that were made.", _sum(SAMPLES)),
-    _Of(_COUNTER, "make_seconds", "Time in which samples were made, without loading: reads of the cache, transforms.",
+_OF_COUNTED: tuple[_Metric, ...] = (  # of its counts
+    _Metric(_COUNTER, "batches", "Batches that were made. Some of them wait to be used.", lambda counted: counted.batches),
+    _Metric(_COUNTER, "samples", "Samples of the batches that were made.", _sum(SAMPLES)),
+    _Metric(_COUNTER, "make_seconds", "Time in which samples were made, without loading: reads of the cache, transforms.",
         _seconds(MAKE_NS), "seconds"),
-    _Of(_COUNTER, "cpu_seconds", "CPU time of the threads that make batches.", _seconds(CPU_NS), "seconds"),
-    _Of(_COUNTER, "queued_seconds", "Time in which these threads could run, but the CPUs were busy.",
+    _Metric(_COUNTER, "cpu_seconds", "CPU time of the threads that make batches.", _seconds(CPU_NS), "seconds"),
+    _Metric(_COUNTER, "queued_seconds", "Time in which these threads could run, but the CPUs were busy.",
         _seconds(QUEUED_NS), "seconds"),
-    _Of(_COUNTER, "gil_looks", "How often a waiting loop looked whether another thread holds the GIL.", _sum(LOOKS)),
-    _Of(_COUNTER, "gil_held", "How often another thread held it.", _sum(HELD)),
+    _Metric(_COUNTER, "gil_looks", "How often a waiting loop looked whether another thread holds the GIL.", _sum(LOOKS)),
+    _Metric(_COUNTER, "gil_held", "How often another thread held it.", _sum(HELD)),
 )  # fmt: skip
 _HISTOGRAMS = (
     (WAIT_NS, "wait_seconds", "How long the loop waited for each batch."),
@@ -134,10 +134,10 @@ class _Families:
     """The families of one scrape, empty at first."""
 
     users: bool
-    cache: list[tuple[_Of, _Family]] = field(default_factory=list)
-    stats: list[tuple[_Of, _Family]] = field(default_factory=list)
-    loader: list[tuple[_Of, _Family]] = field(default_factory=list)
-    counted: list[tuple[_Of, _Family]] = field(default_factory=list)
+    cache: list[tuple[_Metric, _Family]] = field(default_factory=list)
+    stats: list[tuple[_Metric, _Family]] = field(default_factory=list)
+    loader: list[tuple[_Metric, _Family]] = field(default_factory=list)
+    counted: list[tuple[_Metric, _Family]] = field(default_factory=list)
     histograms: list[tuple[int, HistogramMetricFamily]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -247,7 +247,7 @@ class CachedDataset(Dataset[Any]):
         if self.disk_cache is None:
             return load_many
         serve = partial(self.disk_cache.serve, load_many, self.cache.keeps)
-        if self.cache.revises:  # each is timed by itself
+        if self.cache.may_admit_later:  # each is timed by itself
             return lambda indices: (serve([idx])[0] for idx in indices)
         return serve
 
@@ -576,7 +576,7 @@ class CachedDataset(Dataset[Any]):
         with tqdm(unit="sample", desc="warming the cache", disable=not (progress and is_first_rank())) as bar:
             for _ in range(2):  # with admission by cost, some samples are admitted only at the second request
                 indices = self._unfilled()
-                if bar.n and not self.cache.revises:
+                if bar.n and not self.cache.may_admit_later:
                     break
                 bar.total = bar.n + len(indices)
                 if isinstance(self._loader, BlockLoader):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stocache.errors import SampleError
 from stocache.samples.pytree import flatten_one
-from stocache.samples.record_encoder import Record
+from stocache.samples.record_encoder import EncodedSample
 
 Collate: TypeAlias = Callable[[Sequence[Any]], Any]
 
@@ -54,7 +54,7 @@ def find_collate(result: Any, samples: Sequence[Any]) -> Collate | None:
 def _comparable(value: Any) -> Any:
     """Return the structure and the bytes of a value, to compare; None where it has parts that have no bytes of their own."""
     try:
-        record = Record(value)
+        record = EncodedSample(value)
     except SampleError:
         return None
     return record.treedef, record.pack()

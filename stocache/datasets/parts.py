@@ -66,7 +66,7 @@ def follow(name: str, result: Any, cached: Any, view: Callable[[Any, Any], Any],
         return loader
     if not is_part(result, dataset):
         return result
-    rows = rows if rows is not None and are_rows(result, dataset, rows) else rows_of(result, dataset)
+    rows = rows if rows is not None and are_indices(result, dataset, rows) else indices_of(result, dataset)
     if rows is not None:
         return view(result, rows)
     if (type(dataset), name) not in _warned:
@@ -83,7 +83,7 @@ def is_part(value: Any, dataset: Any) -> bool:
     return type(value) is type(dataset) and value is not dataset and hasattr(value, "__dict__")
 
 
-def rows_of(part: Any, whole: Any) -> "np.ndarray[Any, Any] | None":
+def indices_of(part: Any, whole: Any) -> "np.ndarray[Any, Any] | None":
     """Return the numbers that the samples of a part have in the whole; None where they are not known.
 
     They are found by an attribute that holds indices or names of the samples, and proven with some samples.
@@ -93,12 +93,12 @@ def rows_of(part: Any, whole: Any) -> "np.ndarray[Any, Any] | None":
         return None
     for name, values in getattr(part, "__dict__", {}).items():
         rows = _positions(values, vars(whole).get(name), count, length)
-        if rows is not None and are_rows(part, whole, rows):
+        if rows is not None and are_indices(part, whole, rows):
             return rows
     return None
 
 
-def are_rows(part: Any, whole: Any, rows: Any) -> bool:
+def are_indices(part: Any, whole: Any, rows: Any) -> bool:
     """Return whether some samples of a part are those of the whole at ``rows``, made from the same random numbers."""
     if length_of(part) != len(rows):
         return False

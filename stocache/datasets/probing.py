@@ -21,8 +21,7 @@ from stocache.errors import SampleError, WorkerError
 from stocache.samples.indices import spread
 from stocache.samples.record_decoder import unpack_sample
 from stocache.samples.record_encoder import PackedRecord, pack_sample
-from stocache.system.children import ChildError, Description, SlowError, in_children, rebuild, with_note
-from stocache.system.children import describe as describe_error
+from stocache.system.children import ChildError, PackedError, SlowError, in_children, pack_error, unpack_error, with_prefix
 from stocache.system.describe import describe, difference
 from stocache.system.objects import vars_of
 from stocache.system.rng import LineOfDraw, RngMonitor
@@ -83,7 +82,7 @@ class _Loaded(NamedTuple):
 
     idx: int
     record: PackedRecord | None = None
-    error: Description = (None, "", "")
+    error: PackedError = (None, "", "")
     raised: bool = False
 
 
@@ -111,7 +110,7 @@ def probe_samples(dataset: Any, length: int, count: int, load: Callable[[int], A
         return Probe()
     load = partial(operator.getitem, dataset) if load is None else load
     job = partial(_load_all, dataset, load, indices)
-    found = _Found(dataset)
+    found = _ProbeResults(dataset)
     try:
         with contextlib.closing(in_children([job], dataset, _PATIENCE_S)) as items:
             found.take(items)
@@ -130,12 +129,12 @@ def probe_samples(dataset: Any, length: int, count: int, load: Callable[[int], A
 
 def _probe_here(dataset: Any, job: Callable[[], Iterator[Any]], reason: Exception) -> Probe:
     warn_of_this_process(reason)
-    found = _Found(dataset)
+    found = _ProbeResults(dataset)
     found.take(run_here(job))
     return found.result(here=True)
 
 
-class _Found:
+class _ProbeResults:
     """The results of `_load_all` so far.
 
     Attributes:
@@ -161,7 +160,7 @@ class _Found:
             elif item.record is not None:
                 probe.samples[item.idx] = unpack_sample(item.record)
             else:
-                self.errors.append((item.idx, rebuild(item.error), item.raised))
+                self.errors.append((item.idx, unpack_error(item.error), item.raised))
 
     @property
     def failure(self) -> tuple[int, Exception] | None:
@@ -173,7 +172,7 @@ class _Found:
         """Return the probe. ``here``: whether this process has loaded the samples. Raises the error of the dataset."""
         if self.failure is not None:
             idx, problem = self.failure
-            raise with_note(problem, f"probing sample {idx} of {type(self._dataset).__name__}. {_ADVICE}. It raised")
+            raise with_prefix(problem, f"probing sample {idx} of {type(self._dataset).__name__}. {_ADVICE}. It raised")
         probe = self.probe
         probe.loaded_here = here if here or probe.samples or self.errors else None
         if not probe.samples:
@@ -214,13 +213,13 @@ def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> I
         try:
             sample = load(idx)
         except Exception as error:
-            yield _Loaded(idx, error=describe_error(error), raised=True)
+            yield _Loaded(idx, error=pack_error(error), raised=True)
             continue
         draws = monitor.changed()
         try:
             record = pack_sample(sample, f"sample {idx}")
         except SampleError as error:
-            yield _Loaded(idx, error=describe_error(error))
+            yield _Loaded(idx, error=pack_error(error))
             continue
         yield _Loaded(idx, record)
         count += 1

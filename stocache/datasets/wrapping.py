@@ -28,7 +28,7 @@ from stocache.samples.indices import check_len
 from stocache.samples.record_encoder import RecordPacker
 from stocache.samples.spec import Structure
 from stocache.shm import registry
-from stocache.shm.named import DETAIL, identity_of
+from stocache.shm.named import FINGERPRINT_STEPS_SEPARATOR, identity_of
 from stocache.system.limits import parse_size, recommended_limit
 from stocache.transforms import huggingface
 from stocache.transforms.planning import plan_split, warn_of_random_steps
@@ -156,7 +156,7 @@ class _Wrapper:
         options, before = self._options, "" if split is None else split.before_text()
         if not before or (options.name is None and options.disk is None):
             return options
-        return dataclasses.replace(options, fingerprint=f"{options.fingerprint or ''}{DETAIL}{before}")
+        return dataclasses.replace(options, fingerprint=f"{options.fingerprint or ''}{FINGERPRINT_STEPS_SEPARATOR}{before}")
 
     def _make_cache(self, split: Split | None) -> tuple[Probe, SharedCache | RaggedCache]:
         probe = self._look(split) if self._caches else Probe()
@@ -265,7 +265,7 @@ def _read_before_text(name: str | None) -> str | None:
 
 
 def _before_text(fingerprint: object) -> str:
-    return str(fingerprint).partition(DETAIL)[2]
+    return str(fingerprint).partition(FINGERPRINT_STEPS_SEPARATOR)[2]
 
 
 def _expected_bytes(probe: Probe, length: int, options: CacheOptions) -> int | None:

@@ -11,7 +11,7 @@ from functools import partial
 from stocache.cache.base import SampleCache
 from stocache.cache.shared import SharedCache
 from stocache.diagnosis.verdict import CacheFacts, EpochFacts, Verdict, judge
-from stocache.ring.ring import FULL, Ring
+from stocache.ring.ring import NO_BUFFER, Ring
 from stocache.system import limits
 from stocache.system.ranks import is_first_rank
 from stocache.timing.histogram import NOTHING, Distribution
@@ -108,7 +108,7 @@ class RunningEpoch:
 
     def count_outside(self) -> int:
         """Return how many batches have found the ring full so far."""
-        return 0 if self.ring is None else self.ring.fallbacks[FULL]
+        return 0 if self.ring is None else self.ring.fallbacks[NO_BUFFER]
 
     def count_fills(self) -> int:
         """Return how many samples were cached so far; 0 if the cache is closed."""

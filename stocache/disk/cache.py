@@ -21,7 +21,7 @@ from stocache.cache.shared import SharedCache
 from stocache.cache.stats import EMPTY, HITS, MISSING, OOB, SET, CacheStats
 from stocache.disk.folder import MOST_TEXT, Folder, manifest_of
 from stocache.disk.formats import Records, Rows, pack_example, unpack_example
-from stocache.disk.samples_file import BEGIN, SamplesFile, free_rows, index_bytes, load_index
+from stocache.disk.samples_file import DATA_OFFSET, SamplesFile, free_rows, index_bytes, load_index
 from stocache.disk.store import USED, Control, DiskStore, control_bytes
 from stocache.disk.writer import BehindWriter
 from stocache.errors import DiskError, LimitError, SegmentError
@@ -187,7 +187,7 @@ class DiskCache(ListCache):
         self._writer = BehindWriter()
         self._behind = threading.local()
         self._has_room_for_all, self._looks_at = True, 0.0
-        samples, room = "samples of any size", max(0, capacity - BEGIN)
+        samples, room = "samples of any size", max(0, capacity - DATA_OFFSET)
         room_text = format_size(room)
         if form.nbytes is not None:
             samples = str(options.structure)
@@ -287,7 +287,7 @@ class DiskCache(ListCache):
 
     def stats(self) -> CacheStats:
         """Return the current counts and sizes, summed over all processes. ``reserved_bytes`` are those taken on the disk."""
-        return dataclasses.replace(super().stats(), reserved_bytes=self._disk.used - BEGIN)
+        return dataclasses.replace(super().stats(), reserved_bytes=self._disk.used - DATA_OFFSET)
 
     def close(self) -> None:
         """Write the waiting samples, and close the files in this process. They stay on the disk. Twice is fine."""
@@ -329,7 +329,7 @@ def known_example(disk: str | os.PathLike[str], dataset_len: int, fingerprint: s
 def _capacity(options: DiskOptions, form: Rows | Records, limit: int) -> int:
     """Return the bytes that the file of samples may have. Raises LimitError where that is less than one sample."""
     capacity = max(0, limit - index_bytes(options.dataset_len))
-    least = BEGIN + SamplesFile.room(form.nbytes or 0)
+    least = DATA_OFFSET + SamplesFile.room(form.nbytes or 0)
     if options.dataset_len and capacity < least:
         raise LimitError(
             f"disk_limit={options.limit!r} leaves {capacity} bytes after the index, which takes 16 for each sample; one sample "
@@ -391,7 +391,7 @@ def _initialise(options: DiskOptions, row_bytes: int | None, folder: Folder, cap
     if not folder.writable:
         states[states == EMPTY] = OOB
     elif row_bytes is not None and count:
-        slots = min(count, (capacity - BEGIN) // SamplesFile.room(row_bytes))
+        slots = min(count, (capacity - DATA_OFFSET) // SamplesFile.room(row_bytes))
         chosen = _resident(options, int(folder.facts["memory_slots"]), slots)
         states[(states == EMPTY) & ~chosen] = OOB
     if row_bytes is not None:

@@ -31,8 +31,8 @@ from stocache.system.waiting import describe_first, flock_owners, printable, try
 
 logger = logging.getLogger("stocache")
 
-MANIFEST, LOCK, INDEX, SAMPLES = "cache.json", "lock", "index", "samples"
-FILES = frozenset({MANIFEST, LOCK, INDEX, SAMPLES, f"{MANIFEST}.new", "lost+found"})
+MANIFEST_FILE, LOCK_FILE, INDEX_FILE, SAMPLES_FILE = "cache.json", "lock", "index", "samples"
+FILES = frozenset({MANIFEST_FILE, LOCK_FILE, INDEX_FILE, SAMPLES_FILE, f"{MANIFEST_FILE}.new", "lost+found"})
 _MARK, _VERSION = b'"checksum": "', 1
 _LONGEST_S = 60.0  # to wait for a process that loads the index
 _MOST = 1 << 20  # bytes of a manifest
@@ -103,14 +103,14 @@ class Folder:
         self._open_directory()
         self._check(private)
         self._take_lock()
-        manifest = self._read_manifest() if self._has(MANIFEST) else None
+        manifest = self._read_manifest() if self._has(MANIFEST_FILE) else None
         changed = manifest is not None and manifest["fingerprint"] != fingerprint
         if manifest is not None:  # other data may be more or fewer samples
             fixed = {key: value for key, value in identity.items() if not changed or key != "dataset_len"}
             self._check_identity(manifest, fixed)
         if manifest is None or changed:
             manifest = self._make(manifest, identity, fingerprint, facts)
-        elif fingerprint is None and self.alone and self._has(INDEX) and os.stat(INDEX, dir_fd=self._at).st_blocks:
+        elif fingerprint is None and self.alone and self._has(INDEX_FILE) and os.stat(INDEX_FILE, dir_fd=self._at).st_blocks:
             logger.warning(
                 "the disk cache %s is from an earlier run, of %s. Without a fingerprint it is unknown whether its data has "
                 "changed since: pass fingerprint=…, or remove it: stocache rm %s",
@@ -122,7 +122,7 @@ class Folder:
     def _set(self, key: str) -> None:
         self.key, self.seed = key, int(key, 16)
         mode = os.O_RDWR | os.O_CREAT if self.writable else os.O_RDONLY  # without one of them, all samples are misses
-        self.index, self.samples = (self._open_file(name, mode) for name in (INDEX, SAMPLES))
+        self.index, self.samples = (self._open_file(name, mode) for name in (INDEX_FILE, SAMPLES_FILE))
 
     # ------------------------------------------------------------------------------------------------ the checks
 
@@ -176,7 +176,7 @@ class Folder:
                 return True
             if not _try_shared_flock(lock):
                 return False
-            if self.writable and not (self._has(MANIFEST) and os.fstat(lock).st_size):
+            if self.writable and not (self._has(MANIFEST_FILE) and os.fstat(lock).st_size):
                 fcntl.flock(lock, fcntl.LOCK_UN)  # the process that was alone has ended before it was done
                 return False
             return True
@@ -216,13 +216,13 @@ class Folder:
     def _open_lock(self) -> int:
         self.writable = True
         try:
-            return self._open_file(LOCK, os.O_RDWR | os.O_CREAT)
+            return self._open_file(LOCK_FILE, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             if error.errno not in _READ_ONLY:
                 raise
             self.writable = False
             try:
-                return self._open_file(LOCK, os.O_RDONLY)
+                return self._open_file(LOCK_FILE, os.O_RDONLY)
             except FileNotFoundError:
                 raise error from None
 
@@ -247,11 +247,13 @@ class Folder:
     def _read_manifest(self) -> dict[str, Any]:
         path = printable(self.path)
         try:
-            if not stat.S_ISREG(os.stat(MANIFEST, dir_fd=self._at, follow_symlinks=False).st_mode):
+            if not stat.S_ISREG(os.stat(MANIFEST_FILE, dir_fd=self._at, follow_symlinks=False).st_mode):
                 raise ValueError("it is not a file")
             return read_manifest(self._at)
         except ValueError as error:
-            raise DiskError(f"{path}/{MANIFEST} is damaged: {error}. Remove the cache: stocache rm --force {path}") from None
+            raise DiskError(
+                f"{path}/{MANIFEST_FILE} is damaged: {error}. Remove the cache: stocache rm --force {path}"
+            ) from None
 
     def _make(
         self, before: dict[str, Any] | None, identity: dict[str, Any], fingerprint: str | None, facts: dict[str, Any]
@@ -264,10 +266,15 @@ class Folder:
             if not self.alone:
                 raise MismatchError(f"the disk cache {printable(self.path)} is in use for other data: {difference}.")
             logger.warning("the disk cache %s was left behind for other data: %s. It is emptied.", self.path, difference)
-        for name in (MANIFEST, f"{MANIFEST}.new", INDEX, SAMPLES):  # the manifest first: without one, nobody reads the others
+        for name in (
+            MANIFEST_FILE,
+            f"{MANIFEST_FILE}.new",
+            INDEX_FILE,
+            SAMPLES_FILE,
+        ):  # the manifest first: without one, nobody reads the others
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self._at)
-        for name in (INDEX, SAMPLES):
+        for name in (INDEX_FILE, SAMPLES_FILE):
             os.close(os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._at))
         manifest = {
             "format": "stocache disk cache",
@@ -279,14 +286,14 @@ class Folder:
             "facts": facts,
         }
         text = embed_checksum(json.dumps(manifest | {"checksum": ZEROS}, indent=1).encode(), _MARK)
-        draft = os.open(f"{MANIFEST}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._at)
+        draft = os.open(f"{MANIFEST_FILE}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._at)
         try:
             if os.write(draft, text) != len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(draft)
         finally:
             os.close(draft)
-        os.rename(f"{MANIFEST}.new", MANIFEST, src_dir_fd=self._at, dst_dir_fd=self._at)
+        os.rename(f"{MANIFEST_FILE}.new", MANIFEST_FILE, src_dir_fd=self._at, dst_dir_fd=self._at)
         os.fsync(self._at)
         return manifest
 
@@ -314,7 +321,7 @@ def read_manifest(at: int) -> dict[str, Any]:
         ValueError: it is damaged, or of another version.
         OSError: it cannot be read.
     """
-    fd = os.open(MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
+    fd = os.open(MANIFEST_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
     try:
         text = os.read(fd, _MOST)
     finally:

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from tqdm import tqdm
 
-from stocache.disk.folder import FILES, INDEX, LOCK, MANIFEST, SAMPLES, filesystem_of, read_manifest
+from stocache.disk.folder import FILES, INDEX_FILE, LOCK_FILE, MANIFEST_FILE, SAMPLES_FILE, filesystem_of, read_manifest
 from stocache.disk.samples_file import CHECKSUM_BYTES, CHUNK, ENTRY_BYTES, SamplesFile, may_be_true, read_entries, seed_of
 from stocache.errors import DiskError
 from stocache.shm import named
@@ -73,7 +73,7 @@ def is_disk_cache(path: str | os.PathLike[str]) -> bool:
     """Return whether a folder is that of a disk cache, by the names of its files. It may be damaged."""
     with contextlib.suppress(OSError):
         names = set(os.listdir(path))
-        return MANIFEST in names or (LOCK in names and names <= FILES)
+        return MANIFEST_FILE in names or (LOCK_FILE in names and names <= FILES)
     return False
 
 
@@ -150,12 +150,18 @@ def remove(path: str | os.PathLike[str], force: bool = False) -> None:
         with contextlib.nullcontext() if not force else contextlib.suppress(DiskError):
             key = _read_manifest(at, path)["key"]
         if not force:
-            lock = _open_file(at, path, LOCK, os.O_RDWR)
+            lock = _open_file(at, path, LOCK_FILE, os.O_RDWR)
             stack.callback(os.close, lock)
             if not try_flock(lock):
                 user = describe_first(flock_owners(lock))
                 raise DiskError(f"{shown} is in use by {user}. To remove it anyway: stocache rm --force {shown}")
-        for name in (MANIFEST, f"{MANIFEST}.new", INDEX, SAMPLES, LOCK):  # without a manifest, nobody reads the others
+        for name in (
+            MANIFEST_FILE,
+            f"{MANIFEST_FILE}.new",
+            INDEX_FILE,
+            SAMPLES_FILE,
+            LOCK_FILE,
+        ):  # without a manifest, nobody reads the others
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=at)
     with contextlib.suppress(OSError):
@@ -179,7 +185,7 @@ def place_of(path: str | os.PathLike[str]) -> tuple[str, int]:
         disk, taken = os.fstatvfs(at), 0
         if folder == path:
             with contextlib.suppress(FileNotFoundError):
-                taken = os.stat(SAMPLES, dir_fd=at, follow_symlinks=False).st_blocks * 512
+                taken = os.stat(SAMPLES_FILE, dir_fd=at, follow_symlinks=False).st_blocks * 512
         return filesystem_of(at), disk.f_bavail * disk.f_frsize + taken
 
 
@@ -212,7 +218,7 @@ def _open(path: str | os.PathLike[str]) -> Iterator[_Files]:
     with _directory(path) as at, contextlib.ExitStack() as stack:
         manifest = _read_manifest(at, path)
         fds = []
-        for name in (INDEX, SAMPLES):
+        for name in (INDEX_FILE, SAMPLES_FILE):
             fds.append(_open_file(at, path, name, os.O_RDONLY))
             stack.callback(os.close, fds[-1])
         if _read_manifest(at, path)["key"] != manifest["key"]:
@@ -249,8 +255,8 @@ def _check_names(at: int, shown: str) -> None:
                 others.add(name)
     if others:
         raise DiskError(f"{shown} is not the folder of a disk cache: it holds {printable(min(others))!r}.")
-    if not names & {MANIFEST, LOCK}:
-        raise DiskError(f"{shown} is not the folder of a disk cache: it holds no {MANIFEST}.")
+    if not names & {MANIFEST_FILE, LOCK_FILE}:
+        raise DiskError(f"{shown} is not the folder of a disk cache: it holds no {MANIFEST_FILE}.")
 
 
 def _read_manifest(at: int, path: str) -> dict[str, Any]:
@@ -270,13 +276,13 @@ def _read_manifest(at: int, path: str) -> dict[str, Any]:
         problem = f"is damaged: {printable(str(error))}. {_remedy(shown)}"
     else:
         return manifest
-    raise DiskError(f"{shown}/{MANIFEST} {problem}")
+    raise DiskError(f"{shown}/{MANIFEST_FILE} {problem}")
 
 
 def _users(at: int) -> list[int]:
     """Return the processes that have a flock of the folder. Nothing is locked: that could disturb one that opens it."""
     with contextlib.suppress(OSError):
-        lock = os.open(LOCK, _READ, dir_fd=at)
+        lock = os.open(LOCK_FILE, _READ, dir_fd=at)
         try:
             return flock_owners(lock)
         finally:

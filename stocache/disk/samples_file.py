@@ -26,7 +26,7 @@ import xxhash
 from stocache.disk.folder import Folder
 from stocache.shm.segment import MOST_BUFFERS
 
-BEGIN = 4096
+DATA_OFFSET = 4096
 """The offset of the first sample: an offset of 0 means no sample."""
 
 CHECKSUM_BYTES = 8
@@ -206,7 +206,9 @@ def seed_of(key: int, idx: int) -> int:
 
 def may_be_true(at: _Numbers, nbytes: _Numbers, size: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":
     """Return which entries of an index can be true, for a file of samples of ``size`` bytes. 0 stands for no sample."""
-    true: np.ndarray[Any, np.dtype[np.bool_]] = (at >= BEGIN) & (at <= size) & (nbytes <= size) & (at + _rooms(nbytes) <= size)
+    true: np.ndarray[Any, np.dtype[np.bool_]] = (
+        (at >= DATA_OFFSET) & (at <= size) & (nbytes <= size) & (at + _rooms(nbytes) <= size)
+    )
     return true
 
 
@@ -257,14 +259,14 @@ def _drop_overlapping(offsets: _Numbers, sizes: _Numbers) -> int:
     ends = begins + _rooms(sizes[used])
     wrong = used[:-1][ends[:-1] > begins[1:]]
     offsets[wrong] = sizes[wrong] = 0
-    return -(-max(BEGIN, int(ends[-1]) if len(ends) else 0) // 8) * 8
+    return -(-max(DATA_OFFSET, int(ends[-1]) if len(ends) else 0) // 8) * 8
 
 
 def free_rows(offsets: _Numbers, row_bytes: int, end: int) -> _Numbers:
     """Return where samples of ``row_bytes`` fit between the others: room that was taken before a kill or a power cut."""
     room = SamplesFile.room(row_bytes)
     taken = np.sort(offsets[offsets > 0]).astype(np.int64)
-    begins = np.append(BEGIN, taken + room)
+    begins = np.append(DATA_OFFSET, taken + room)
     counts = (np.append(taken, end) - begins) // room
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     places: _Numbers = (np.repeat(begins, counts) + number * room).astype(np.uint64)

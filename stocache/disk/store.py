@@ -11,7 +11,7 @@ import numpy as np
 from stocache.cache.stats import DAMAGED, EMPTY, FILLS, MISSING, OOB, READ_NS, REFUSED, SET
 from stocache.disk.folder import Folder
 from stocache.disk.formats import Records, Rows
-from stocache.disk.samples_file import BEGIN, SamplesFile
+from stocache.disk.samples_file import DATA_OFFSET, SamplesFile
 from stocache.errors import SegmentError
 from stocache.samples.type_lookup import NotImported
 from stocache.shm.segment import DISK_WARNING, Segment
@@ -166,7 +166,7 @@ class DiskStore:
         empty, filled = (int(np.count_nonzero(states == state)) for state in (EMPTY, SET))
         if expected is not None:
             empty = min(empty, max(0, expected - filled))
-        return filled < _ENOUGH or 1.25 * empty * (self.used - BEGIN) / filled <= self._capacity - self.used
+        return filled < _ENOUGH or 1.25 * empty * (self.used - DATA_OFFSET) / filled <= self._capacity - self.used
 
     def has_room(self, encoded: Collection[Any]) -> bool:
         """Return whether all of these samples fit."""
@@ -279,7 +279,7 @@ class DiskStore:
         """Give all room back to the disk."""
         if self.file is not None:
             self.file.clear()
-        self._words[USED], self._words[FULL] = BEGIN, 0
+        self._words[USED], self._words[FULL] = DATA_OFFSET, 0
         if self._form.nbytes is None:
             np.asarray(self._states).fill(EMPTY)
 
@@ -288,6 +288,6 @@ class DiskStore:
         slots = len(self._states) - int(np.count_nonzero(np.asarray(self._states) == OOB))
         return {
             "slots": slots,
-            "slot_bytes": (self.used - BEGIN) // max(1, filled),
-            "capacity_bytes": max(0, self._capacity - BEGIN),
+            "slot_bytes": (self.used - DATA_OFFSET) // max(1, filled),
+            "capacity_bytes": max(0, self._capacity - DATA_OFFSET),
         }

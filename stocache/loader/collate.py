@@ -17,7 +17,7 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map  # d
 from stocache.cache.batches import Empty, LazyBatch
 from stocache.loader.requests import count_samples, current_answer
 from stocache.loader.sample_seed import SampleSeed, is_pure, seed_thread
-from stocache.ring.ring import FULL, NO_LANE, NO_MEMORY, BatchHandle, Ring, fallback
+from stocache.ring.ring import NO_BUFFER, NO_LANE, NO_MEMORY, BatchHandle, Ring, fallback
 from stocache.shm.pool import Pool
 from stocache.timing.record import HAND_OVER_NS, Record, Row, row_here
 from stocache.timing.spans import COLLATE, span
@@ -76,7 +76,7 @@ class RingCollate:
                 return batch, partial(buffer.publish, kind=len(samples))
             samples = samples.read()
         if buffer is None:
-            reason = FULL if lane is not None else NO_LANE if self._ring.works else NO_MEMORY
+            reason = NO_BUFFER if lane is not None else NO_LANE if self._ring.works else NO_MEMORY
             return self._collate_fn(samples), partial(fallback, self._ring.key, reason)
         if self._stacking:
             into_buffer = default_collate_fn_map | {Tensor: partial(_stack, buffer.empty)}

@@ -32,7 +32,7 @@ from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.samples.indices import length_of
 from stocache.system import rng
 from stocache.system.objects import attribute_of
-from stocache.system.state import ANYTHING, StateForm
+from stocache.system.state import STATE_TYPES, StateForm
 
 _T = TypeVar("_T")
 
@@ -57,7 +57,7 @@ _FORM = StateForm(
         "asked": (dict,),
         "samplers": (list, NoneType),  # at the beginning of the epoch
         "now": (list, NoneType),  # the samplers and their iterator, after the delivered batches
-        "dataset": ANYTHING,
+        "dataset": STATE_TYPES,
         "workers": (list,),
     },
     optional=("fingerprint", "sample_seed"),

@@ -199,7 +199,7 @@ def preload() -> None:
         _SERVER.set_forkserver_preload([*modules, *_PRELOADED])
 
 
-_SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
+_SERVER: Any = forkserver._forkserver
 _PRELOADED = ("stocache.loader.dataloader", "stocache.ring.in_server")
 
 

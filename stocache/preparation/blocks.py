@@ -18,7 +18,7 @@ from stocache.storage.manifest import BlockFolderWriter, Entry
 from stocache.storage.skipped import SkippedSample
 from stocache.storage.writer import PROBE, estimate_block_size
 from stocache.system import rng
-from stocache.system.children import describe
+from stocache.system.children import pack_error
 from stocache.system.hashing import BytesLike
 from stocache.system.objects import attribute_of, get_many_of
 from stocache.threads.loading import in_children_or_here
@@ -125,7 +125,9 @@ class DatasetBlocks:
             except Exception as error:
                 if not self._skip or isinstance(error, MemoryError):
                     raise
-                failures.append(SkippedSample(idx, self._name_of(idx), " ".join(describe(error)[1].split())[:_LONGEST_REASON]))
+                failures.append(
+                    SkippedSample(idx, self._name_of(idx), " ".join(pack_error(error)[1].split())[:_LONGEST_REASON])
+                )
         return loaded, failures
 
     def _name_of(self, idx: int) -> str | None:

@@ -21,7 +21,7 @@ from stocache.reading.graph.graph import Adapt, DataPipe, end_of, replace_dp, tr
 from stocache.reading.graph.pipes import DEFAULT_TIMEOUT_S, FullSync, Prefetcher
 from stocache.reading.graph.replay import trace
 from stocache.reading.graph.seeds import SeedGenerator, dist_share_seed, set_graph_random_seed
-from stocache.reading.graph.sharding import Counted, apply_sharding, dispatched_end, replicable_end, share
+from stocache.reading.graph.sharding import CountedPipe, apply_sharding, dispatched_end, replicable_end, share
 from stocache.reading.interfaces import ReadingServiceInterface
 from stocache.reading.run.divide import Length, Seeding, is_full_sync, max_buffered, without_prefetching
 from stocache.reading.run.engine import GraphPlan, WorkerStream
@@ -104,7 +104,7 @@ class RunningService(StatefulService):
         self._seeding = Seeding(datapipe)
         dispatched = dispatched_end(part)
         if dispatched is not None:
-            part = end_of(replace_dp(traverse_dps(part), dispatched, Counted(dispatched)))
+            part = end_of(replace_dp(traverse_dps(part), dispatched, CountedPipe(dispatched)))
         self._seeding.divide(part)
         buffered, length = max_buffered(datapipe, whole), Length(datapipe, part, 1)
         replica = Replica(share(part, 1, 0), WorkerInfo(1, 0), init_fn, reset_fn, alone=False)

@@ -21,8 +21,8 @@ _ANY = pickle.PickleBuffer(bytearray())  # stands for bytes that are already pla
 
 
 def pack(batch: Any, place: PlaceBytes) -> tuple[list[bytes], list[tuple[int, int]]]:
-    """Pack a batch with a new `Packer`; see `Packer.pack`."""
-    return Packer().pack(batch, place)
+    """Pack a batch with a new `RingPickler`; see `Packer.pack`."""
+    return RingPickler().pack(batch, place)
 
 
 def unpack(payload: bytes | memoryview, memory: memoryview, places: Sequence[tuple[int, int]]) -> Any:
@@ -36,7 +36,7 @@ class _Pieces(list[bytes]):
     write = list.append
 
 
-class Packer(ForkingPickler):
+class RingPickler(ForkingPickler):
     """multiprocessing's pickler with torch's reductions; it places plain tensors and arrays outside of the pickle.
 
     It packs any number of batches: to make a pickler takes as long as to pickle 32 short strings.

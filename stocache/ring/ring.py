@@ -41,7 +41,7 @@ from torch import Tensor
 
 from stocache.errors import WorkerError
 from stocache.ring.fork_tracker import ForkTracker
-from stocache.ring.pickling import Packer, pack, unpack
+from stocache.ring.pickling import RingPickler, pack, unpack
 from stocache.ring.pinned import Pinned
 from stocache.shm.leases import LeaseTracker
 from stocache.shm.segment import Segment
@@ -63,11 +63,11 @@ _LIVE = 8  # most iterations over one loader at the same time
 _LANE_WORDS = 4  # of a lane: its owner's iteration, pid, and number of the current batch plus 1; and its count of small batches
 
 # Reasons for sending a batch without the ring
-FULL = "no buffer was free: the batches in them are still held"
+NO_BUFFER = "no buffer was free: the batches in them are still held"
 NO_LANE = "no lane was free: other iterators over the loader have them"
 NO_MEMORY = "the machine gave no shared memory"
 TOO_LARGE = f"it has more than {format_size(STRIDE)}"
-NOTHING = "it is small, and has no tensors or arrays in host memory"
+TOO_SMALL = "it is small, and has no tensors or arrays in host memory"
 
 _said_no_memory = False
 
@@ -92,7 +92,7 @@ class Ring:
         words = _LIVE + lanes * (_LANE_WORDS + depth)
         segment = Segment.create(words * 8, lanes * depth * STRIDE, _EXTENT)
         self._assemble(f"{os.getpid()}-{next(_numbers)}", lanes, depth, segment)
-        self.received, self._fallbacks = 0, dict.fromkeys((FULL, NO_LANE, NO_MEMORY, TOO_LARGE, NOTHING), 0)
+        self.received, self._fallbacks = 0, dict.fromkeys((NO_BUFFER, NO_LANE, NO_MEMORY, TOO_LARGE, TOO_SMALL), 0)
         self._pid = os.getpid()
         self._iterations = itertools.count(1)
         self._leases: LeaseTracker[int] = LeaseTracker()  # the slots of held batches
@@ -141,7 +141,7 @@ class Ring:
     def fallbacks(self) -> dict[str, int]:
         """The number of batches that were sent without the ring, by reason."""
         small = sum(self._owners[at + 3] for at in range(0, len(self._owners), _LANE_WORDS))
-        return self._fallbacks | {NOTHING: self._fallbacks[NOTHING] + small}
+        return self._fallbacks | {TOO_SMALL: self._fallbacks[TOO_SMALL] + small}
 
     @property
     def nbytes(self) -> int:
@@ -292,7 +292,7 @@ class Lane:
         for at, word in enumerate(words):
             if word & 3 == _SENT:  # by a worker that has exited, for an iteration that is over
                 words[at] = word & ~3 | _FREE
-        self.packer = Packer()
+        self.packer = RingPickler()
         self.packed: dict[Hashable, tuple[list[bytes], list[tuple[int, int]]]] = {}
         self._ready = [0] * len(words)  # bytes from the start of a buffer that are reserved and mapped here
 
@@ -337,7 +337,7 @@ class RingBuffer:
         self._lane, self._at, self._slot = lane, at, slot
         self._address = lane.address + slot * STRIDE
         self._used = 0
-        self.problem = NOTHING
+        self.problem = TOO_SMALL
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Return an uninitialised tensor in the buffer; None if it has no room."""
@@ -368,7 +368,7 @@ class RingBuffer:
         pieces, places = packed
         payload = self._write(pieces) or b"".join(pieces)
         if not places and isinstance(payload, bytes):  # send this very payload: it may hold descriptors to be fetched
-            if self.problem is NOTHING:
+            if self.problem is TOO_SMALL:
                 lane.record_small()
                 return BatchHandle(pickle.loads, payload)
             return BatchHandle(_receive_fallback, lane.key, self.problem, payload)

@@ -58,7 +58,7 @@ from stocache.samples.type_lookup import Unfit, import_class
 Tree: TypeAlias = dict[str, Any] | None
 _Key: TypeAlias = tuple[Any, ...]
 
-CHECKS, INFO, ROOM = RESERVED = ":checks", ":info", ":room"
+CHECKS, INFO_COLUMN, ROOM = RESERVED_COLUMNS = ":checks", ":info", ":room"
 """Names of columns that are not of samples."""
 
 _FIELDS = 16  # the most items of a list that get a column each
@@ -236,7 +236,7 @@ class Columns:
 
     def _add(self, name: str, column: Any) -> str:
         """Add a column, and return its name, changed where another has it."""
-        while name in self.tensors or name in RESERVED:
+        while name in self.tensors or name in RESERVED_COLUMNS:
             name += "'"
         self.tensors[name] = column if isinstance(column, Tensor) else torch.from_numpy(column.astype(np.int64, copy=False))
         return name

@@ -30,12 +30,12 @@ from torch import Tensor
 from stocache.errors import SegmentError
 from stocache.samples.spec import (
     NUMBER_CODECS,
-    Order,
+    DimOrder,
     array_bytes,
-    array_order_of,
+    array_dim_order_of,
     check_exact,
+    dim_order_of,
     inverse,
-    order_of,
     tensor_bytes,
 )
 from stocache.samples.texts import TEXT_NAMES, TEXTS
@@ -72,7 +72,7 @@ BYTES = 3  # the stream of values that need no alignment
 BARE_NODES = 1 << 16
 """See NOTE [ Items without bytes ]."""
 
-DAMAGED = "the cache is damaged: a sample reaches beyond its record."
+DAMAGED_RECORD = "the cache is damaged: a sample reaches beyond its record."
 
 _KNOWN = {  # to safetensors, in all its versions
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -157,7 +157,7 @@ class Cursor:
         count = next(self.integers)
         self.bare -= count * bare
         if self.bare < 0:
-            raise SegmentError(DAMAGED)
+            raise SegmentError(DAMAGED_RECORD)
         return count
 
     def take(self, stream: int, nbytes: int) -> int:
@@ -165,7 +165,7 @@ class Cursor:
         at = self.at[stream]
         after = self.at[stream] = at + nbytes
         if after > self.end:
-            raise SegmentError(DAMAGED)
+            raise SegmentError(DAMAGED_RECORD)
         return at
 
 
@@ -333,7 +333,7 @@ class _TensorKind(Kind):
     @classmethod
     def encode(cls, value: Any) -> Encoded:
         check_exact(value, Tensor)
-        order = order_of(value)
+        order = dim_order_of(value)
         if order is not None:
             value = value.permute(order)
         data = tensor_bytes(value)
@@ -375,7 +375,7 @@ class _TensorKind(Kind):
         def read(cursor: Cursor) -> Tensor:
             shape = list(islice(cursor.integers, dims))
             if len(shape) != dims:
-                raise SegmentError(DAMAGED)
+                raise SegmentError(DAMAGED_RECORD)
             count = math.prod(shape)
             at = cursor.take(stream, count * size)
             if not count:
@@ -405,7 +405,7 @@ class _TensorKind(Kind):
         return make
 
 
-def _given(order: Order) -> tuple[Order, ...]:
+def _given(order: DimOrder) -> tuple[DimOrder, ...]:
     return () if order is None else (order,)
 
 
@@ -450,7 +450,7 @@ class _ArrayKind(Kind):
             raise no_bytes(value)
         if cls is _ArrayKind:
             check_exact(value, np.ndarray)
-        key, order = _dtype_to_key(value.dtype), array_order_of(value)
+        key, order = _dtype_to_key(value.dtype), array_dim_order_of(value)
         if order is not None:
             value = value.transpose(order)
         return (cls.name, key, value.ndim, *_given(order)), _array_stream(value.dtype), array_bytes(value), value.shape
@@ -473,7 +473,7 @@ class _ArrayKind(Kind):
         def read(cursor: Cursor) -> Any:
             shape = list(islice(cursor.integers, dims))
             if len(shape) != dims:
-                raise SegmentError(DAMAGED)
+                raise SegmentError(DAMAGED_RECORD)
             nbytes = math.prod(shape) * dtype.itemsize
             at = cursor.take(stream, nbytes)
             value: Any = np.ndarray(shape, dtype, cursor.memory, at) if nbytes else _empty_array(shape, dtype)

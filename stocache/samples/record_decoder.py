@@ -16,7 +16,7 @@ from stocache.samples.containers import container_of, keys_from_literals
 from stocache.samples.kinds import (
     ALIGNMENTS,
     BARE_NODES,
-    DAMAGED,
+    DAMAGED_RECORD,
     Cursor,
     Read,
     Size,
@@ -69,7 +69,7 @@ class RecordReader:
         try:
             return self._size if isinstance(self._size, int) else self._size(own)
         except (StopIteration, LookupError):
-            raise SegmentError(DAMAGED) from None
+            raise SegmentError(DAMAGED_RECORD) from None
 
 
 def unpack_sample(record: PackedRecord) -> Any:
@@ -100,23 +100,23 @@ def _reading(
                 own = iter(integers[len(inner) :])
                 sample = read(Cursor(memory, address, at, end, own, copy, BARE_NODES + nbytes + len(integers)))
                 if next(own, None) is not None:
-                    raise SegmentError(DAMAGED)
+                    raise SegmentError(DAMAGED_RECORD)
                 return sample
             values, used = [], len(inner)
             if len(integers) != planned:
-                raise SegmentError(DAMAGED)
+                raise SegmentError(DAMAGED_RECORD)
             for stream, dims, size, new, make in plan:
                 here = at[stream]
                 if size is None:  # made of any number of bytes
                     after = here + integers[used]
                     used += 1
                     if after > end:
-                        raise SegmentError(DAMAGED)
+                        raise SegmentError(DAMAGED_RECORD)
                     value = make(memory[here:after])
                 elif new is None:
                     after = here + size
                     if after > end:
-                        raise SegmentError(DAMAGED)
+                        raise SegmentError(DAMAGED_RECORD)
                     (value,) = make(memory, here)
                 else:
                     shape = integers[used : used + dims]
@@ -124,7 +124,7 @@ def _reading(
                     nbytes = size[shape]
                     after = here + nbytes
                     if after > end:
-                        raise SegmentError(DAMAGED)
+                        raise SegmentError(DAMAGED_RECORD)
                     value = new(*shape) if dims else new(())
                     memmove(value.data_ptr(), address + here, nbytes)
                 at[stream] = after

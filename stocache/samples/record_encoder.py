@@ -61,7 +61,7 @@ _WIDTHS = "BHIQ"  # of 1, 2, 4 and 8 bytes
 # ---------------------------------------------------------------------------------------------------- writing
 
 
-class Record(Leaves):
+class EncodedSample(Leaves):
     """A sample in parts.
 
     Attributes:
@@ -155,9 +155,9 @@ class Record(Leaves):
 
 
 class RecordEncoder:
-    """Takes samples apart as `Record` does, each structure by functions that are made once for it.
+    """Takes samples apart as `EncodedSample` does, each structure by functions that are made once for it.
 
-    To find them, it looks at the types of a sample and its parts. A sample of a new structure goes to `Record`.
+    To find them, it looks at the types of a sample and its parts. A sample of a new structure goes to `EncodedSample`.
     """
 
     def __init__(self, allow_pickle: bool) -> None:
@@ -165,7 +165,7 @@ class RecordEncoder:
         self._writers: dict[Any, tuple[tuple[Write, bytes], ...]] = {}
 
     def encode(self, sample: Any, where: str) -> tuple[bytes, Leaves]:
-        """Return the text of a sample's treedef, and its leaves. Raises SampleError as `Record`."""
+        """Return the text of a sample's treedef, and its leaves. Raises SampleError as `EncodedSample`."""
         key = _key(sample)
         known = self._writers.get(key, ())
         for write, text in known:
@@ -175,7 +175,7 @@ class RecordEncoder:
             except (Differs, Unfit):
                 continue
             return text, leaves
-        record = Record(sample, where, self._allow_pickle)
+        record = EncodedSample(sample, where, self._allow_pickle)
         text = write_treedef(record.treedef)
         if len(known) < _ALTERNATIVES and (known or len(self._writers) < _KEYS):
             self._writers[key] = *known, (_compile(record.treedef, self._allow_pickle), text)
@@ -321,8 +321,8 @@ class PackedRecord(NamedTuple):
 
 
 def pack_sample(sample: Any, where: str = "sample") -> PackedRecord:
-    """Return a sample as a packed record; objects without bytes of their own are pickled. Raises SampleError as `Record`."""
-    record = Record(sample, where, allow_pickle=True)
+    """Return a sample as a packed record; objects without own bytes are pickled. Raises SampleError as `EncodedSample`."""
+    record = EncodedSample(sample, where, allow_pickle=True)
     return PackedRecord(write_treedef(record.treedef), *record.pack())
 
 

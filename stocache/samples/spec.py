@@ -29,7 +29,7 @@ from stocache.errors import SampleError
 from stocache.samples.pytree import Container, class_text, flatten_one, key_text, sample_error
 from stocache.samples.type_lookup import Unfit, a
 
-Order: TypeAlias = tuple[int, ...] | None
+DimOrder: TypeAlias = tuple[int, ...] | None
 """See NOTE [ Orders ]."""
 
 # ---------------------------------------------------------------------------------------------------- leaves
@@ -40,7 +40,7 @@ class _Dense:
 
     dtype: Any
     shape: tuple[int, ...]
-    order: Order
+    order: DimOrder
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +71,7 @@ class TensorLeaf(_Dense):
     dtype: torch.dtype
     shape: tuple[int, ...]
     exact: bool = False
-    order: Order = None
+    order: DimOrder = None
 
     def encode(self, value: Any) -> Any:
         """Return the bytes of ``value``, a buffer; of any strides, on any device, with or without gradient.
@@ -130,7 +130,7 @@ class ArrayLeaf(_Dense):
     shape: tuple[int, ...]
     scalar: bool = False
     exact: bool = False
-    order: Order = None
+    order: DimOrder = None
 
     def encode(self, value: Any) -> Any:
         """Return the bytes of ``value``, a buffer; of any strides.
@@ -237,11 +237,11 @@ def _leaf(value: Any, exact: bool = False) -> Leaf:
     if isinstance(value, Tensor):
         if value.is_nested or value.is_quantized:
             check_dense(value)  # raises: a nested one has no shape, a quantized one has a scale besides
-        leaf = TensorLeaf(value.dtype, tuple(value.shape), exact, order_of(value))
+        leaf = TensorLeaf(value.dtype, tuple(value.shape), exact, dim_order_of(value))
     elif isinstance(value, np.ndarray | np.generic):
         if value.dtype.hasobject:
             raise Unfit("is a numpy array of Python objects, which has no fixed size", "Give numbers, or a list")
-        leaf = ArrayLeaf(value.dtype, value.shape, isinstance(value, np.generic), exact, array_order_of(value))
+        leaf = ArrayLeaf(value.dtype, value.shape, isinstance(value, np.generic), exact, array_dim_order_of(value))
     elif type(value) in (int, float, bool, complex):
         leaf = NumberLeaf(type(value))
     else:
@@ -254,7 +254,7 @@ def _leaf(value: Any, exact: bool = False) -> Leaf:
     return leaf
 
 
-def order_of(value: Tensor) -> Order:
+def dim_order_of(value: Tensor) -> DimOrder:
     """Return the order of a tensor, None for the order of C; see NOTE [ Orders ]."""
     if value.layout != torch.strided or value.is_contiguous():
         return None
@@ -262,7 +262,7 @@ def order_of(value: Tensor) -> Order:
     return order if value.permute(order).is_contiguous() else None
 
 
-def array_order_of(value: Any) -> Order:
+def array_dim_order_of(value: Any) -> DimOrder:
     """Return the order of a numpy array, None for the order of C; see NOTE [ Orders ]."""
     if value.flags.c_contiguous:
         return None

@@ -4,7 +4,7 @@ A *segment* is a file in memory that processes share. Its *owner* is the cache o
 part of the data that is reserved at a time.
 
     0            header: magic, format version, sizes, checksum; a descriptor in JSON; words that may change
-    ROWS_AT      `ROWS` counter rows of `ROW_WORDS` words, one row for each attached process
+    ROWS_AT      `COUNTER_ROWS` counter rows of `COUNTER_WORDS` words, one row for each attached process
     EXTENTS_AT   extent states, one byte for each extent of the data
     control      bytes of the owner, reserved from the start (a cache keeps one state byte per sample here)
     data         data of the owner, at a multiple of 2 MiB, reserved extent by extent
@@ -32,10 +32,10 @@ PERSISTS_AT = 4094  # set if the file stays when no process holds it
 WARNED_AT = 4095  # bits: the warnings that a process has given
 DESCRIPTOR_MAX = LIMIT_AT - _HEADER.size
 
-ROWS_AT, ROWS, ROW_WORDS = 4096, 1024, 16
-EXTENTS_AT = ROWS_AT + ROWS * ROW_WORDS * 8
+COUNTERS_AT, COUNTER_ROWS, COUNTER_WORDS = 4096, 1024, 16
+EXTENTS_AT = COUNTERS_AT + COUNTER_ROWS * COUNTER_WORDS * 8
 
-UNRESERVED, RESERVED, REFUSED = range(3)  # the states of an extent
+UNRESERVED_EXTENT, RESERVED_EXTENT, REFUSED_EXTENT = range(3)  # the states of an extent
 
 HUGE_PAGE = 2 * MIB
 _CHUNK = MIB  # bytes that are read at a time
@@ -98,9 +98,9 @@ class Layout:
 
     def _reserved_bytes(self, states: bytes, first: int) -> int:
         """Return `reserved_bytes` of some of the extents, which begin with number ``first``."""
-        count = states.count(RESERVED)
+        count = states.count(RESERVED_EXTENT)
         last = self.extent_count - 1
-        if first + len(states) > last and states[last - first : last - first + 1] == bytes([RESERVED]):
+        if first + len(states) > last and states[last - first : last - first + 1] == bytes([RESERVED_EXTENT]):
             return (count - 1) * self.extent_bytes + self.span(last)[1]
         return count * self.extent_bytes
 
@@ -182,13 +182,13 @@ def persists(fd: int) -> bool:
 
 def sum_rows(rows: bytes | memoryview) -> list[int]:
     """Return the sums of the counter rows. Of a file that is being truncated, only whole rows count."""
-    row_bytes = 8 * ROW_WORDS
+    row_bytes = 8 * COUNTER_WORDS
     data = bytes(rows[: len(rows) // row_bytes * row_bytes])
     used = len(data)
     while used and data.endswith(_ZEROS, 0, used):  # most rows are zero
         used -= len(_ZEROS)
     words = memoryview(data)[: _round_up(len(data[:used].rstrip(b"\0")), row_bytes)].cast("Q")
-    return [sum(words[number::ROW_WORDS]) for number in range(ROW_WORDS)]
+    return [sum(words[number::COUNTER_WORDS]) for number in range(COUNTER_WORDS)]
 
 
 def _round_up(n: int, step: int) -> int:

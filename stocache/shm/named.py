@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from stocache.errors import MismatchError, SegmentError
 from stocache.shm import registry
-from stocache.shm.layout import EXTENTS_AT, REFUSED, ROWS, ROWS_AT, UNRESERVED, WARNED_AT, Layout
+from stocache.shm.layout import COUNTER_ROWS, COUNTERS_AT, EXTENTS_AT, REFUSED_EXTENT, UNRESERVED_EXTENT, WARNED_AT, Layout
 from stocache.shm.segment import ROW_LOCKS, Segment, abandon, attached
 from stocache.system import limits
 from stocache.system.waiting import FileKey, identify
@@ -32,7 +32,7 @@ Identity: TypeAlias = Mapping[str, str | int | None]
 NewSegment: TypeAlias = tuple[Layout, Callable[[memoryview], None]]
 """The layout of a new segment, and a function that initialises its control bytes, which are zero, before others see them."""
 
-DETAIL = " | before the cache: "
+FINGERPRINT_STEPS_SEPARATOR = " | before the cache: "
 """Stands in a fingerprint between the user's own and a description of the steps before the cache."""
 
 _AT_EMPTY_PATH = 0x1000  # flag of linkat: link the descriptor itself
@@ -238,7 +238,7 @@ def remove(path: str, force: bool = False, dead: bool = False) -> None:
 
 def holders() -> dict[FileKey, list[int]]:
     """Return the processes attached to each segment, as far as they are visible from here."""
-    return registry.lock_owners(ROW_LOCKS, ROWS)
+    return registry.lock_owners(ROW_LOCKS, COUNTER_ROWS)
 
 
 def deleted_in_use(device: int) -> dict[str, list[int]]:
@@ -318,15 +318,15 @@ def _users(pids: list[int]) -> str:
 
 def _take_over(fd: int, path: str, layout: Layout, descriptor: Descriptor) -> None:
     """Reset the counters, the given warnings and the refused extents of a segment that no process holds."""
-    if str(descriptor.identity.get("fingerprint") or DETAIL).startswith(DETAIL):
+    if str(descriptor.identity.get("fingerprint") or FINGERPRINT_STEPS_SEPARATOR).startswith(FINGERPRINT_STEPS_SEPARATOR):
         logger.warning(
             "cache %r is from an earlier run, of %s. Without a fingerprint it is unknown whether its data has changed since: "
             "pass fingerprint=…, or remove it: stocache rm %s",
             os.path.basename(path), time.strftime("%Y-%m-%d %H:%M", time.localtime(descriptor.created)), os.path.basename(path),
         )  # fmt: skip
     states = os.pread(fd, layout.extent_count, EXTENTS_AT)
-    os.pwrite(fd, states.replace(bytes([REFUSED]), bytes([UNRESERVED])), EXTENTS_AT)
-    os.pwrite(fd, bytes(EXTENTS_AT - ROWS_AT), ROWS_AT)
+    os.pwrite(fd, states.replace(bytes([REFUSED_EXTENT]), bytes([UNRESERVED_EXTENT])), EXTENTS_AT)
+    os.pwrite(fd, bytes(EXTENTS_AT - COUNTERS_AT), COUNTERS_AT)
     os.pwrite(fd, b"\0", WARNED_AT)
 
 

@@ -65,7 +65,7 @@ _USERS = re.compile(rf"{_PREFIX}(0|[1-9][0-9]{{0,9}})")
 _MOUNTS = "/proc/self/mountinfo"
 _RUNTIME_DIR = "/run/user/{}"
 
-PATIENCE_S = 10.0
+DIRECTORY_PATIENCE_S = 10.0
 """Seconds to wait for the lock of a directory."""
 
 _LONGEST_S = 60.0  # while other processes take the lock in turn, or its holder is running
@@ -157,7 +157,7 @@ def run_locked(path: str, work: Callable[[int | None], _Result], create: bool = 
         BusyError: another process holds the lock.
         OSError: it cannot be made.
     """
-    return run_attaching(lambda: _run_locked(path, work, create, PATIENCE_S))
+    return run_attaching(lambda: _run_locked(path, work, create, DIRECTORY_PATIENCE_S))
 
 
 def run_attaching(work: Callable[[], _Result]) -> _Result:

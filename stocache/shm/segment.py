@@ -31,25 +31,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from stocache.errors import SegmentError
 from stocache.shm import registry
 from stocache.shm.layout import (
+    COUNTER_ROWS,
+    COUNTER_WORDS,
+    COUNTERS_AT,
     EXTENTS_AT,
     HUGE_PAGE,
     LIMIT,
     LIMIT_AT,
     PERSISTS_AT,
     RANKS_AT,
-    REFUSED,
-    RESERVED,
-    ROW_WORDS,
-    ROWS,
-    ROWS_AT,
-    UNRESERVED,
+    REFUSED_EXTENT,
+    RESERVED_EXTENT,
+    UNRESERVED_EXTENT,
     WARNED_AT,
     Layout,
     sum_rows,
 )
 from stocache.system import limits
 from stocache.system.limits import MIB, format_size
-from stocache.system.waiting import PATIENCE_S, FileKey, describe_process, identify, wait_until
+from stocache.system.waiting import LOCK_TIMEOUT_S, FileKey, describe_process, identify, wait_until
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +61,7 @@ ROW_LOCKS, _EXTENTS_LOCK, _OWNER_LOCKS, _CLAIM_LOCKS = 1 << 40, 1 << 41, 1 << 42
 
 _REFUSED_WARNING, REJECTED_WARNING, DISK_WARNING = 1, 2, 4  # bits of the byte of given warnings
 
-_GENERATION, _GENERATIONS = ROW_WORDS - 1, 1 << 20  # a word of a counter row, and how many values of it differ
+_GENERATION, _GENERATIONS = COUNTER_WORDS - 1, 1 << 20  # a word of a counter row, and how many values of it differ
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: kind, whence, start, length, process
 _WAITED_TO_IDLE = 6.0  # back-off: after waits of t seconds for a process, do not wait for it again for 6 t
@@ -86,8 +86,8 @@ class Segment:
 
     Attributes:
         control: bytes of the owner, always reserved.
-        counters: `ROW_WORDS` words of 64 bits that only this process writes; `totals` sums them over all processes, also past
-            ones. The last one is the generation of the row.
+        counters: `COUNTER_WORDS` words of 64 bits that only this process writes; `totals` sums them over all processes, also
+            past ones. The last one is the generation of the row.
         extents: the state of each extent of the data, a byte of `layout`. Read it only.
         holder: a number that identifies this process among all that have ever attached. 0 if too many are attached.
         guard: lock for the threads of this process. Take it before `try_lock` and `reserve`.
@@ -153,19 +153,19 @@ class Segment:
         # A process reuses the counter row of one that has exited, and keeps adding to it. The last row is shared by all
         # processes that find the others taken; races may lose some of its counts.
         if self._fds:
-            row = next((row for row in range(ROWS - 1) if self._lock(ROW_LOCKS + row)), ROWS - 1)
+            row = next((row for row in range(COUNTER_ROWS - 1) if self._lock(ROW_LOCKS + row)), COUNTER_ROWS - 1)
         else:
-            row = os.getpid() % ROWS
+            row = os.getpid() % COUNTER_ROWS
         self.counters = self._row(row)
         self.counters[_GENERATION] += 1  # with the row's lock held: this ends the claims of the row's last process
-        self.holder = self._holder_in(row) if self._fds and row < ROWS - 1 else 0
+        self.holder = self._holder_in(row) if self._fds and row < COUNTER_ROWS - 1 else 0
 
     def _row(self, row: int) -> memoryview:
-        at = ROWS_AT + row * ROW_WORDS * 8
-        return self._bytes[at : at + ROW_WORDS * 8].cast("Q")
+        at = COUNTERS_AT + row * COUNTER_WORDS * 8
+        return self._bytes[at : at + COUNTER_WORDS * 8].cast("Q")
 
     def _holder_in(self, row: int) -> int:
-        return self._row(row)[_GENERATION] % _GENERATIONS * ROWS + row + 1
+        return self._row(row)[_GENERATION] % _GENERATIONS * COUNTER_ROWS + row + 1
 
     @classmethod
     def create(cls, control_bytes: int, data_bytes: int, extent_bytes: int | None = None, descriptor: bytes = b"") -> "Segment":
@@ -258,7 +258,7 @@ class Segment:
         The lock is held for `_AT_ONCE` bytes at a time.
         """
         states, count = self.extents, max(1, _AT_ONCE // self.extent_bytes)
-        wanted = [extent for extent in extents if states[extent] != RESERVED]
+        wanted = [extent for extent in extents if states[extent] != RESERVED_EXTENT]
         return all(self._reserve_extents(wanted[at : at + count], warn) for at in range(0, len(wanted), count))
 
     def populate(self, start: int, stop: int) -> None:
@@ -272,21 +272,21 @@ class Segment:
     def has(self, start: int, stop: int) -> bool:
         """Return whether data bytes ``[start, stop)`` exist and are reserved."""
         first, last = start // self.extent_bytes, -(-stop // self.extent_bytes)
-        return stop <= self.data_bytes and self.extents[first:last].tobytes().count(RESERVED) == last - first
+        return stop <= self.data_bytes and self.extents[first:last].tobytes().count(RESERVED_EXTENT) == last - first
 
     def refused(self, start: int, stop: int) -> bool:
         """Return whether the machine has refused memory for some of the data bytes ``[start, stop)``."""
-        return REFUSED in self.extents[start // self.extent_bytes : -(-stop // self.extent_bytes)].tobytes()
+        return REFUSED_EXTENT in self.extents[start // self.extent_bytes : -(-stop // self.extent_bytes)].tobytes()
 
     def _reserve_extents(self, wanted: list[int], warn: bool) -> bool:
         states = self.extents
         try:
             if not self._wait(_EXTENTS_LOCK):  # one for all extents: together they must not take more than the spare memory
                 return False
-            for first, stop in _runs([extent for extent in wanted if states[extent] == UNRESERVED]):
+            for first, stop in _runs([extent for extent in wanted if states[extent] == UNRESERVED_EXTENT]):
                 if not self._reserve_run(first, stop, warn):
                     return False
-            return all(states[extent] == RESERVED for extent in wanted)
+            return all(states[extent] == RESERVED_EXTENT for extent in wanted)
         finally:
             fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, _EXTENTS_LOCK)
 
@@ -297,7 +297,7 @@ class Segment:
         if problem and stop - first > 1:
             middle = (first + stop) // 2
             return self._reserve_run(first, middle, warn) and self._reserve_run(middle, stop, warn)
-        self.extents[first:stop] = bytes([REFUSED if problem else RESERVED]) * (stop - first)
+        self.extents[first:stop] = bytes([REFUSED_EXTENT if problem else RESERVED_EXTENT]) * (stop - first)
         if problem and warn:
             self._warn_refused(problem)
         return not problem
@@ -354,12 +354,12 @@ class Segment:
     def clear(self) -> None:
         """Zero all reserved data, and allow refused extents to be reserved again. Call it only while no process writes."""
         zeros = memoryview(bytes(MIB))
-        for run in re.finditer(b"%c+" % RESERVED, self.extents):
+        for run in re.finditer(b"%c+" % RESERVED_EXTENT, self.extents):
             at, (last_at, last_bytes) = self.layout.span(run.start())[0], self.layout.span(run.end() - 1)
             for start in range(at, last_at + last_bytes, MIB):
                 stop = min(start + MIB, last_at + last_bytes)
                 self._bytes[start:stop] = zeros[: stop - start]
-        self.extents[:] = self.extents.tobytes().replace(bytes([REFUSED]), bytes([UNRESERVED]))
+        self.extents[:] = self.extents.tobytes().replace(bytes([REFUSED_EXTENT]), bytes([UNRESERVED_EXTENT]))
 
     @property
     def reserved_bytes(self) -> int:
@@ -411,8 +411,8 @@ class Segment:
     def run_locked(self, number: int, count: int, work: Callable[[], _Result], late: _Result) -> _Result:
         """Return ``work()``, run with the owner's lock ``number`` and the ``count - 1`` after it held.
 
-        Return ``late``, with a warning, if another process holds one of them for `PATIENCE_S`. Call it with `guard` held; it is
-        not reentrant.
+        Return ``late``, with a warning, if another process holds one of them for `LOCK_TIMEOUT_S`. Call it with `guard` held;
+        it is not reentrant.
         """
         try:
             try:
@@ -459,18 +459,18 @@ class Segment:
         """Return whether the process of a `holder` is attached: its row is locked, and has the same generation."""
         if holder == self.holder:
             return True
-        row = (holder - 1) % ROWS
+        row = (holder - 1) % COUNTER_ROWS
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, ROW_LOCKS + row, 1, 0)
         locked = _FLOCK.unpack(fcntl.fcntl(self._fds[0], fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK
         return locked and self._holder_in(row) == holder
 
     def wait_for_holder(self, holder: int, ready: Callable[[], bool], timeout_s: float) -> int | None:
         """Wait for the process of a `holder`: as `_wait_for`."""
-        return self._wait_for(ROW_LOCKS + (holder - 1) % ROWS, 1, ready, timeout_s)
+        return self._wait_for(ROW_LOCKS + (holder - 1) % COUNTER_ROWS, 1, ready, timeout_s)
 
     def pid_of(self, holder: int) -> int:
         """Return the process of a `holder`; 0 if it is not visible from here, or has ended."""
-        return self._holder_of(ROW_LOCKS + (holder - 1) % ROWS)
+        return self._holder_of(ROW_LOCKS + (holder - 1) % COUNTER_ROWS)
 
     def order_stores(self) -> None:
         """Perform all stores before this call before all stores after it. Call it with `guard` held."""
@@ -489,13 +489,13 @@ class Segment:
         """Take a lock that is usually held for microseconds; False, with a warning, if another process does not release it."""
         if self._lock(offset, length):
             return True
-        pid = self._wait_for(offset, length, lambda: self._lock(offset, length), PATIENCE_S)
+        pid = self._wait_for(offset, length, lambda: self._lock(offset, length), LOCK_TIMEOUT_S)
         if pid is not None and pid not in self._warned_of:
             self._warned_of.add(pid)
             logger.warning(
                 "%s has kept a lock of the cache in %s for %.0f s, which should take microseconds. Samples that need it stay "
                 "uncached, training goes on. Resume or end that process.",
-                describe_process(pid), self.path or self.backing, PATIENCE_S,
+                describe_process(pid), self.path or self.backing, LOCK_TIMEOUT_S,
             )  # fmt: skip
         return pid is None
 
@@ -533,7 +533,7 @@ class Segment:
 
     def totals(self) -> list[int]:
         """Return the sums of the `counters` of all processes, also of those that have exited."""
-        return sum_rows(self._bytes[ROWS_AT:EXTENTS_AT])
+        return sum_rows(self._bytes[COUNTERS_AT:EXTENTS_AT])
 
     # ------------------------------------------------------------------------------------------------ crossing processes
 

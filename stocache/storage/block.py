@@ -37,14 +37,14 @@ from torch import Tensor
 
 from stocache.errors import DamagedError, StorageError
 from stocache.samples.column_decoder import Read, reader, value_columns
-from stocache.samples.column_encoder import CHECKS, INFO, Columns, Tree, bytes_of_rows
+from stocache.samples.column_encoder import CHECKS, INFO_COLUMN, Columns, Tree, bytes_of_rows
 from stocache.samples.kinds import BARE_NODES
 from stocache.samples.record_encoder import EncodedRecord
 from stocache.samples.type_lookup import Unresolved, check_size
 from stocache.storage.copying import NotCopied, RowGroup, RowTable, row_groups
 from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum
 
-VERSION = 1
+BLOCK_VERSION = 1
 REPAIR = "'stocache check DIR' lists all damage; to repair it: 'stocache prepare SRC DIR --repair'."
 """The end of messages about damage."""
 
@@ -75,8 +75,8 @@ def encode(
     columns = Columns(samples, first, allow_pickle)
     columns.tensors[CHECKS] = torch.zeros(len(samples), dtype=torch.int64, device="cpu")
     if info:
-        columns.tensors[INFO] = torch.frombuffer(bytearray(info), dtype=torch.uint8)
-    facts = {"checksum": ZEROS, "version": VERSION, "samples": len(samples), "structure": columns.tree}
+        columns.tensors[INFO_COLUMN] = torch.frombuffer(bytearray(info), dtype=torch.uint8)
+    facts = {"checksum": ZEROS, "version": BLOCK_VERSION, "samples": len(samples), "structure": columns.tree}
     order = list(_DTYPES)
     tensors = dict(sorted(columns.tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])))
     head = _header(tensors, json.dumps(facts))
@@ -324,9 +324,9 @@ class Block:
             facts = json.loads(text)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError("its header is not one of a block") from error
-        if facts["version"] != VERSION:
+        if facts["version"] != BLOCK_VERSION:
             raise StorageError(
-                f"it has version {facts['version']!r:.20}; this stocache reads version {VERSION}. Update stocache."
+                f"it has version {facts['version']!r:.20}; this stocache reads version {BLOCK_VERSION}. Update stocache."
             )
         self._spans: dict[str, tuple[int, int]] = {}
         end = 0
@@ -368,7 +368,7 @@ class Block:
     @property
     def info(self) -> bytes:
         """The bytes that were kept beside the samples."""
-        return self._bytes(*self.span(INFO))
+        return self._bytes(*self.span(INFO_COLUMN))
 
     def close(self) -> None:
         """Close the file until a sample is read again. Columns that were read with its header stay in memory."""

@@ -43,7 +43,7 @@ from stocache.storage.skipped import SKIPPED
 from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum
 from stocache.system.limits import EXHAUSTED
 
-FORMAT, VERSION = "stocache blocks", 1
+FORMAT, INDEX_VERSION = "stocache blocks", 1
 INDEX, _PREPARING, INFO, _BLOCKS, STAGING = "index.json", "preparing.json", "info.safetensors", "blocks", "staging"
 _MARK = b'"checksum": "'
 _OURS = re.compile(r"(index\.json|skipped\.json|preparing\.json|info\.safetensors|blocks|staging)(\.\d+\.tmp)?")
@@ -111,8 +111,10 @@ def parse_index(text: bytes, path: str) -> Index:
         raise StorageError(f"{path} is not an index of stocache. Give a folder that was prepared.") from None
     try:
         version = facts.pop("version")
-        if version != VERSION:
-            raise StorageError(f"{path} has version {version!r:.20}; this stocache reads version {VERSION}. Update stocache.")
+        if version != INDEX_VERSION:
+            raise StorageError(
+                f"{path} has version {version!r:.20}; this stocache reads version {INDEX_VERSION}. Update stocache."
+            )
         found, wanted = read_checksum(text, _MARK)
         if found != wanted:
             raise ValueError(f"checksum {found}, its content gives {wanted}")
@@ -312,7 +314,7 @@ class BlockFolderWriter:
             OSError: the disk is full, or fails.
         """
         self._check_blocks(len(entries))
-        facts: dict[str, Any] = {"checksum": ZEROS, "format": FORMAT, "version": VERSION}
+        facts: dict[str, Any] = {"checksum": ZEROS, "format": FORMAT, "version": INDEX_VERSION}
         facts |= {"samples": sum(entry.samples for entry in entries), "block_size": block_size, "blocks": entries, "plan": plan}
         facts["structure"] = None
         if entries:
@@ -344,7 +346,7 @@ class BlockFolderWriter:
 
 def _preparing(plan: dict[str, Any]) -> bytes:
     """Return the content of preparing.json."""
-    return json.dumps({"format": FORMAT, "version": VERSION, "plan": plan}, indent=1).encode()
+    return json.dumps({"format": FORMAT, "version": INDEX_VERSION, "plan": plan}, indent=1).encode()
 
 
 def is_plain(value: Any) -> bool:

@@ -183,7 +183,7 @@ class _Child:
         except (EOFError, OSError):
             raise self._death() from None
         if kind == "error":
-            raise rebuild(content)
+            raise unpack_error(content)
         return (content,) if kind == "item" else None
 
     def check(self) -> None:
@@ -234,7 +234,7 @@ def _run(job: Callable[[], Iterator[Any]], pipe: Connection, parent: int, datase
             for item in job():
                 pipe.send_bytes(pickle.dumps(("item", item), 5))
         except Exception as error:
-            pipe.send_bytes(pickle.dumps(("error", describe(error))))
+            pipe.send_bytes(pickle.dumps(("error", pack_error(error))))
         else:
             pipe.send_bytes(pickle.dumps(("end", None)))
         code = 0
@@ -289,7 +289,7 @@ def _reopen_files() -> None:
 # ---------------------------------------------------------------------------------------------------- errors
 
 
-Description: TypeAlias = tuple[bytes | None, str, str]
+PackedError: TypeAlias = tuple[bytes | None, str, str]
 """The pickle of an exception (None if it does not pickle), its type and message, and its traceback."""
 
 
@@ -300,8 +300,8 @@ class _ChildTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def describe(error: Exception) -> Description:
-    """Return a description from which `rebuild` makes the exception in another process."""
+def pack_error(error: Exception) -> PackedError:
+    """Return a description from which `unpack_error` makes the exception in another process."""
     trace = "".join(traceback.format_exception(error))
     pickled: bytes | None
     try:
@@ -320,7 +320,7 @@ def _text(error: Exception) -> str:
         return f"(its message raises {type(other).__name__})"
 
 
-def rebuild(description: Description) -> Exception:
+def unpack_error(description: PackedError) -> Exception:
     """Return the exception with its original traceback as its cause; a `DatasetError` if it does not pickle."""
     pickled, message, trace = description
     error: Exception = DatasetError(f"{message} (which does not pickle)") if pickled is None else pickle.loads(pickled)
@@ -328,7 +328,7 @@ def rebuild(description: Description) -> Exception:
     return error
 
 
-def with_note(error: Exception, note: str) -> Exception:
+def with_prefix(error: Exception, note: str) -> Exception:
     """Return an error of the same type whose message begins with ``note``; a `DatasetError` if its class forbids that."""
     message = f"{note}: {type(error).__name__}: {_text(error)}"
     try:

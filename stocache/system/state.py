@@ -91,7 +91,7 @@ class StateForm:
         return dict(values)
 
 
-ANYTHING = (dict, list, tuple, str, bytes, int, float, bool, NoneType)
+STATE_TYPES = (dict, list, tuple, str, bytes, int, float, bool, NoneType)
 """The types of a part that is checked by the object it belongs to."""
 
 

@@ -20,7 +20,7 @@ import psutil
 
 FileKey = tuple[int, int]  # device and inode: they identify a file whatever its name
 
-PATIENCE_S = 5.0
+LOCK_TIMEOUT_S = 5.0
 """Seconds to wait for a lock that another process usually holds for microseconds."""
 
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)

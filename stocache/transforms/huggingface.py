@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from stocache.errors import DatasetError
-from stocache.samples.record_encoder import Record
+from stocache.samples.record_encoder import EncodedSample
 from stocache.transforms.pipelines import step_name
 
 logger = logging.getLogger("stocache")
@@ -118,7 +118,7 @@ def warn_of_widening(dataset: Any, sample: Any) -> None:
         gain = 0 if stored is None else sum(value.nbytes - math.prod(value.shape) * stored.itemsize for value in arrays)
         if stored is not None and gain > 0:
             wide[name], saved = stored.name, saved + gain
-    nbytes = Record(sample, allow_pickle=True).parts()[1] if wide else 0
+    nbytes = EncodedSample(sample, allow_pickle=True).parts()[1] if wide else 0
     if saved <= _WORTH * nbytes:
         return
     what = ", ".join(f"{name} ({dtype})" for name, dtype in wide.items())

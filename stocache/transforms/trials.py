@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from stocache.errors import SampleError
-from stocache.samples.record_encoder import PackedRecord, Record, pack_sample
+from stocache.samples.record_encoder import EncodedSample, PackedRecord, pack_sample
 from stocache.system.describe import describe
 from stocache.system.generators import GENERATORS, Kept, own_generators, parts_of
 from stocache.system.rng import RngMonitor
@@ -194,7 +194,7 @@ def load_parts(leaf: Any, plan: CutPlan, examples: Sequence[Example], allow_pick
         try:
             recorder, sample = bound.record(leaf_idx, plan.program)
             part = recorder.separate(sample)
-            Record(part, allow_pickle=allow_pickle)
+            EncodedSample(part, allow_pickle=allow_pickle)
         except (Deviation, NeedsValue, SampleError) as error:
             raise CannotSplit(str(error)) from None
         yield LoadedPart(idx, pack_sample(part), describe(part, strides=False), before.drawn())
@@ -278,7 +278,7 @@ class _Meter:
 
 def _encoded_size(value: Any, allow_pickle: bool) -> int | None:
     try:
-        data, integers = Record(value, allow_pickle=allow_pickle).pack()
+        data, integers = EncodedSample(value, allow_pickle=allow_pickle).pack()
     except SampleError:
         return None
     return len(data) + 4 * len(integers) + 16

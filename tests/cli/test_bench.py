@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from stocache.cli import app, bench
-from stocache.cli.bench import EpochTiming, Row
+from stocache.cli.bench import EpochTiming, SweepRow
 
 image = pytest.importorskip("PIL.Image", reason="needs the extra bench")
-ROWS = [Row(0.0, 2.0, 2.0, 5.0, 5.0, 10, 10, 0.0, 0.0), Row(1.0, 2.2, 0.5, 4.5, 20.0, 10, 0, 1.0, 0.1)]
+ROWS = [SweepRow(0.0, 2.0, 2.0, 5.0, 5.0, 10, 10, 0.0, 0.0), SweepRow(1.0, 2.2, 0.5, 4.5, 20.0, 10, 0, 1.0, 0.1)]
 
 
 @pytest.fixture
@@ -105,11 +105,11 @@ def test_summarize_takes_medians_and_compares_with_no_cache():
     epochs = [EpochTiming(0, "cold", s, 10, 10) for s in (1.0, 2.0, 9.0)] + [EpochTiming(0, "warm", 2.0, 10, 10)]
     epochs += [EpochTiming(1, "cold", 2.2, 10, 10), EpochTiming(1, "warm", 0.5, 10, 0)]
     first, last = bench.summarize(epochs)
-    assert first == Row(0, 2.0, 2.0, 5.0, 5.0, 10, 10, 0.0, 0.0)
+    assert first == SweepRow(0, 2.0, 2.0, 5.0, 5.0, 10, 10, 0.0, 0.0)
     assert (last.warm_per_s, last.warm_reads, last.warm_hit_rate) == (20.0, 0, 1.0)
     assert last.first_epoch_overhead == pytest.approx(0.1)
     for seconds, linearity in (([3, 2, 1], 1), ([3, 3, 1], 0.75)):  # a line and a bend
-        rows = [Row(number / 2, 1, warm_s, 1, 1, 1, 1, 0, 0) for number, warm_s in enumerate(seconds)]
+        rows = [SweepRow(number / 2, 1, warm_s, 1, 1, 1, 1, 0, 0) for number, warm_s in enumerate(seconds)]
         assert bench.linearity(rows) == pytest.approx(linearity)
 
 

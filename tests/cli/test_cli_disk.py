@@ -13,7 +13,7 @@ import torch
 from stocache import DiskCache, prepare
 from stocache.cli import doctor, listing
 from stocache.disk import inspection
-from stocache.disk.samples_file import BEGIN, SamplesFile
+from stocache.disk.samples_file import DATA_OFFSET, SamplesFile
 from stocache.samples.spec import Structure
 from stocache.shm import registry
 from stocache.system.hashing import ZEROS, embed_checksum
@@ -131,7 +131,7 @@ def test_stat_shows_who_uses_a_folder_and_what_they_found(run, live):
     facts = json.loads(run("stat", live.disk, "--json").stdout)
     assert (facts["dataset_len"], facts["filled"], facts["in_use"], facts["limit_bytes"]) == (N, FILLED, True, 10**6)
     assert (facts["stats"]["hits"], [holder["pid"] for holder in facts["holders"]]) == (FILLED, [os.getpid()])
-    flip(Path(live.disk, "samples"), BEGIN + 3)
+    flip(Path(live.disk, "samples"), DATA_OFFSET + 3)
     assert live.get_slot(0) is None
     assert rows(run("stat", live.disk))["damaged"] == "1 found by reading"
     texts = Path(live.disk).with_name("texts")
@@ -259,7 +259,7 @@ def test_check_reads_all_samples_and_changes_nothing(run, folder, workers):
     result = run("check", folder, "--workers", workers)
     assert (result.exit_code, result.stdout) == (0, "12 of 20 samples are there, no damage\n")
     assert "12/12" in result.stderr
-    flip(folder / "samples", *(BEGIN + idx * ROOM + 5 for idx in (2, 7)), BEGIN + 11 * ROOM + ROOM - 1)
+    flip(folder / "samples", *(DATA_OFFSET + idx * ROOM + 5 for idx in (2, 7)), DATA_OFFSET + 11 * ROOM + ROOM - 1)
     changed = files_of(folder)
     result = run("check", folder, "--workers", workers)
     assert (result.exit_code, result.stdout) == (1, "12 of 20 samples are there: 9 sound, 3 damaged: 2, 7, 11\n")
@@ -274,14 +274,14 @@ def test_check_reads_all_samples_and_changes_nothing(run, folder, workers):
 
 
 def test_check_counts_what_a_cut_file_and_a_false_index_have_lost(run, folder):
-    os.truncate(folder / "samples", BEGIN + 10 * ROOM + 3)
+    os.truncate(folder / "samples", DATA_OFFSET + 10 * ROOM + 3)
     assert "10 sound, 2 damaged: 10, 11\n" in run("check", folder).stdout
     index = bytearray((folder / "index").read_bytes())
     index[8:16] = (1 << 63).to_bytes(8, "little")  # bytes of the first sample
     index[16:32] = b"\xff" * 16
     (folder / "index").write_bytes(index)
     assert "8 sound, 4 damaged: 0, 1, 10, 11\n" in run("check", folder).stdout
-    (folder / "samples").write_bytes(bytes(BEGIN))
+    (folder / "samples").write_bytes(bytes(DATA_OFFSET))
     assert run("check", folder).stdout.endswith(": 0 sound, 12 damaged: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, …\n")
 
 
@@ -298,7 +298,7 @@ def test_a_sample_that_is_written_anew_while_it_is_checked_is_looked_at_again(fo
     monkeypatch.undo()
     monkeypatch.setattr(inspection, "_PIECE", 7)  # smaller than a sample
     assert inspection.find_damage(folder, 0).damaged == 0
-    flip(folder / "samples", BEGIN + 3 * ROOM + 14)
+    flip(folder / "samples", DATA_OFFSET + 3 * ROOM + 14)
     assert inspection.find_damage(folder, 0).damaged == 1
 
 

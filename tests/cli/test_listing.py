@@ -78,7 +78,7 @@ def test_find_returns_all_there_is_to_say(four):
     assert (dead.stats.filled, dead.holders) == (3, [])
     assert "is a symbolic link" in bad.problem
     status = os.stat(live.path)  # looking does not touch the locks of this process
-    assert os.getpid() in registry.lock_owners(ROW_LOCKS, layout.ROWS)[status.st_dev, status.st_ino]
+    assert os.getpid() in registry.lock_owners(ROW_LOCKS, layout.COUNTER_ROWS)[status.st_dev, status.st_ino]
     fill(four)
     assert four.stats().filled == N
 

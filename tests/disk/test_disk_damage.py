@@ -21,7 +21,7 @@ import xxhash
 from stocache import CachedDataset, DiskCache
 from stocache.disk import writer
 from stocache.disk.formats import Records, Rows
-from stocache.disk.samples_file import BEGIN, SamplesFile, index_bytes
+from stocache.disk.samples_file import DATA_OFFSET, SamplesFile, index_bytes
 from stocache.samples.spec import Structure
 from tests.support.disks import COUNT, KINDS, Samples, after_power_cut, contents, flip, loaded, open_disk, put, row, sample
 from tests.support.equality import same
@@ -78,7 +78,7 @@ def test_after_a_power_cut_what_is_not_there_is_loaded_and_written_again(kind, s
     rng = random.Random(seed)
     count, limit = 150, "1GB"
     if kind == "rows":  # no more room than the samples need
-        limit = f"{index_bytes(count) + BEGIN + count * SamplesFile.room(Rows(Structure.of(row(0))).nbytes)}B"
+        limit = f"{index_bytes(count) + DATA_OFFSET + count * SamplesFile.room(Rows(Structure.of(row(0))).nbytes)}B"
     for _ in range(3):
         before = contents(tmp_path) if (tmp_path / "index").exists() else {}
         with open_disk(kind, tmp_path, count, limit) as cache:
@@ -104,7 +104,21 @@ def test_files_of_zeros_or_of_another_folder_hold_nothing(kind, filled, tmp_path
             assert loaded(cache, kind) == list(range(COUNT))
 
 
-WILD = [0, 1, 8, BEGIN - 8, BEGIN, BEGIN + 1, 1 << 20, 1 << 31, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 8, (1 << 64) - 1]
+WILD = [
+    0,
+    1,
+    8,
+    DATA_OFFSET - 8,
+    DATA_OFFSET,
+    DATA_OFFSET + 1,
+    1 << 20,
+    1 << 31,
+    1 << 40,
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 8,
+    (1 << 64) - 1,
+]
 
 
 def test_an_index_with_wild_numbers_is_a_miss_and_takes_no_memory(kind, filled):

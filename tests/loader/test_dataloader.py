@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 import stocache
 from stocache import CachedDataset, WorkerError
-from stocache.ring.ring import FULL, NO_LANE, NO_MEMORY
+from stocache.ring.ring import NO_BUFFER, NO_LANE, NO_MEMORY
 from stocache.system import limits
 from stocache.timing import record
 from tests.support.containers import Point
@@ -354,8 +354,8 @@ def test_all_batches_may_be_kept_or_views_of_some(workers):
         kept = [list(loader) for _ in range(2)]
         assert all(same(batches, in_batches(8, 300)) for batches in kept)
         stats = loader.stats()
-        assert set(stats.fallbacks) == ({FULL} if processes else set())
-        assert stats.ring + stats.fallbacks.get(FULL, 0) == (76 if processes else 0)
+        assert set(stats.fallbacks) == ({NO_BUFFER} if processes else set())
+        assert stats.ring + stats.fallbacks.get(NO_BUFFER, 0) == (76 if processes else 0)
         kept = []
         for images, labels in loader:
             views = images[1], images.numpy()[1], images.view(len(images), -1)[1]

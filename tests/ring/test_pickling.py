@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from stocache.ring.pickling import Packer, pack, unpack
+from stocache.ring.pickling import RingPickler, pack, unpack
 from stocache.system.describe import describe, difference
 from tests.support.equality import identical, same
 from tests.support.samples import DTYPES
@@ -177,7 +177,7 @@ def test_what_came_keeps_the_memory_and_nothing_else_does():
 
 
 def test_a_packer_that_failed_packs_the_next_batch_and_keeps_nothing_of_either(memory):
-    packer = Packer()
+    packer = RingPickler()
     for _ in range(2):
         kept = np.arange(3)
         gone = weakref.ref(kept)

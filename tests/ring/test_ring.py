@@ -14,7 +14,7 @@ import torch
 
 from stocache import WorkerError
 from stocache.ring import ring as ring_module
-from stocache.ring.ring import FULL, NO_LANE, NO_MEMORY, NOTHING, TOO_LARGE, Ring, fallback, ring_of
+from stocache.ring.ring import NO_BUFFER, NO_LANE, NO_MEMORY, TOO_LARGE, TOO_SMALL, Ring, fallback, ring_of
 from stocache.system import limits
 from tests.support.equality import same
 from tests.support.processes import in_child, stopped, wait_until
@@ -93,8 +93,8 @@ def test_a_buffer_is_free_when_the_last_view_of_it_is_gone(ring, keep):
 def test_all_that_is_held_stays_and_a_full_ring_waits_for_nothing(ring):
     held = [through(ring, numbers(start)) for start in range(3)]
     assert ring.lane(1).take() is None
-    assert pickle.loads(pickle.dumps(fallback(ring.key, FULL, "torch's way"))) == "torch's way"
-    assert ring.fallbacks[FULL] == 1
+    assert pickle.loads(pickle.dumps(fallback(ring.key, NO_BUFFER, "torch's way"))) == "torch's way"
+    assert ring.fallbacks[NO_BUFFER] == 1
     assert all(same(batch, numbers(start)) for start, batch in enumerate(held))
     del held[1]
     first = through(ring, numbers(9))
@@ -111,7 +111,7 @@ def test_a_buffer_that_was_not_published_stays_free(ring):
         ring.lane(1).take().publish([torch.zeros(3), lambda: None])
     batch = {"names": ["a", "b"], "empty": torch.empty(0)}  # without bytes
     assert same(through(ring, batch), batch)
-    assert ring.fallbacks[NOTHING] == 1
+    assert ring.fallbacks[TOO_SMALL] == 1
     assert free(ring) == 6
 
 
@@ -172,7 +172,7 @@ def test_what_does_not_unpickle_frees_its_buffer_and_what_does_not_pickle_is_an_
             through(ring, [bytes(nbytes), np.arange(10), Unbuilt()])
         assert free(ring) == 6
     with pytest.raises(TypeError, match="cannot pickle"):  # and not in the thread of a queue, which would lose it
-        fallback("key", FULL, threading.Lock())
+        fallback("key", NO_BUFFER, threading.Lock())
 
 
 def from_child(action, then=os.getpid):

@@ -10,12 +10,12 @@ import torch
 
 from stocache import SampleError
 from stocache.samples import kinds, record_encoder
-from stocache.samples.record_encoder import Record, RecordEncoder, write_treedef
+from stocache.samples.record_encoder import EncodedSample, RecordEncoder, write_treedef
 from tests.support.samples import PICKLED, Annotated, Extra, Kind, Slotted, Space, boxes, made
 
 
 def generic(sample, allow_pickle=False):
-    record = Record(sample, "sample", allow_pickle)
+    record = EncodedSample(sample, "sample", allow_pickle)
     return write_treedef(record.treedef), *record.pack()
 
 

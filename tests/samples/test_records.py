@@ -16,7 +16,7 @@ import torch
 
 from stocache import RaggedCache, SegmentError
 from stocache.samples.record_decoder import RecordReader
-from stocache.samples.record_encoder import Record, pack_integers, parse_treedef, write_treedef
+from stocache.samples.record_encoder import EncodedSample, pack_integers, parse_treedef, write_treedef
 from tests.support.equality import everywhere, same
 from tests.support.faults import misplace, record
 from tests.support.makers import codec as installed
@@ -51,9 +51,9 @@ def coco(count):
 def test_samples_that_differ_in_sizes_members_and_values_only_have_one_treedef():
     paths = [pathlib.Path("a"), pathlib.Path("b/c")]
     for kind in ([*Kind, Kind.MASK], [Access(n) for n in range(9)], paths, [coco(n) for n in range(9)]):
-        assert len({write_treedef(Record(value).treedef) for value in kind}) == 1
-        assert len({write_treedef(Record({"x": [value], Space.RAS: 1}).treedef) for value in kind}) == 1
-    treedef = Record(coco(3)).treedef
+        assert len({write_treedef(EncodedSample(value).treedef) for value in kind}) == 1
+        assert len({write_treedef(EncodedSample({"x": [value], Space.RAS: 1}).treedef) for value in kind}) == 1
+    treedef = EncodedSample(coco(3)).treedef
     assert ast.literal_eval(write_treedef(treedef).decode()) == treedef
 
 
@@ -151,7 +151,7 @@ def test_a_treedef_that_cannot_be_read_says_why_and_imports_nothing(text, messag
 def forged(sample, text=None, integers=None, data=None, codec=None, packed=None):
     """Read a record that says something else than the sample's."""
     read = pytest.importorskip("benchmark.fuzz", reason="needs the extra bench").read_record
-    its = Record(sample)
+    its = EncodedSample(sample)
     own, sizes = its.pack()
     text = repr(its.treedef).encode() if text is None else text
     given = sizes if integers is None else integers
@@ -168,13 +168,13 @@ def test_forged_counts_shapes_and_lengths_are_errors():
         refused(items, "the cache is damaged", integers=[count])
     value = torch.zeros(1, 1, 1, dtype=torch.uint8)
     for sample in (value, (value, 1), value.numpy(), [value, "x"]):
-        its = Record(sample)
+        its = EncodedSample(sample)
         integers = its.pack()[1]
         lengths = integers[: len(integers) - len(its.integers)]
         for sizes in ([2**40], [2**62, 2**62, 0], [2**63, 0, 0], [0, 2**63, 2**63], [], [1], [1, 1, 1, 1]):
             refused(sample, "the cache is damaged", integers=[*lengths, *sizes])
     for sample, length in itertools.product(("abc", b"abc", ("abc", 1), {"name": {"first": "abc"}}), (4, 2**40, 2**63)):
-        integers = [*Record(sample).pack()[1][:-1], length]
+        integers = [*EncodedSample(sample).pack()[1][:-1], length]
         refused(sample, "the cache is damaged: a sample reaches beyond its record", integers=integers)
 
 
@@ -182,7 +182,7 @@ def test_forged_counts_shapes_and_lengths_are_errors():
 def test_a_compressed_record_is_not_larger_than_its_leaves(codec):
     compress = pytest.importorskip("benchmark.fuzz", reason="needs the extra bench").compress
     sample = "much that is easy to compress " * 20
-    data, integers = Record(sample).pack()
+    data, integers = EncodedSample(sample).pack()
     packed = pack_integers(integers)[1] | 4
     assert forged(sample, data=compress(installed(codec), data), codec=codec, packed=packed) == "equal"
     huge = (b"\xff\xff\xff\x7f" if codec == "lz4" else b"\x28\xb5\x2f\xfd\xe0" + (2**50).to_bytes(8, "little")) + bytes(20)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from stocache import RaggedCache, SampleError, SegmentError, SharedCache, StorageError
 from stocache.samples.kinds import BYTES, ENCODERS, KINDS, Kind
 from stocache.samples.record_decoder import RecordReader
-from stocache.samples.record_encoder import Record, write_treedef
+from stocache.samples.record_encoder import EncodedSample, write_treedef
 from stocache.storage.block import Block, BytesFile
 from stocache.system.describe import describe
 from tests.support import samples as some
@@ -77,7 +77,7 @@ def test_every_sample_comes_back_equal_compressed(codec, sample):
 @given(some.samples)
 def test_its_own_bytes_are_all_a_sample_costs_but_for_64(sample):
     """And what a kind of sample costs once, and one or two bytes for each length and shape."""
-    data, integers = Record(sample).pack()
+    data, integers = EncodedSample(sample).pack()
     with RaggedCache("4MB", 2) as cache:
         filled = [cache.set_slot(idx, sample) or cache.stats().filled_bytes for idx in range(2)]
     own = filled[1] - filled[0] + 9
@@ -184,7 +184,7 @@ def test_nothing_is_unpickled_or_called_unless_that_is_allowed_where_it_is_read(
         opened(data)
     Block(BytesFile(data), "a block", decode=False).verify()
     with pytest.raises(SegmentError, match=f"{message}.*, pass allow_pickle=True"):
-        RecordReader(write_treedef(Record([value], allow_pickle=True).treedef), allow_pickle=False)
+        RecordReader(write_treedef(EncodedSample([value], allow_pickle=True).treedef), allow_pickle=False)
 
 
 @way

@@ -344,7 +344,7 @@ def test_a_stopped_process_with_the_lock_of_the_directory_is_named(waits, caplog
             make(on_busy="raise")
         with make() as cache:  # without a second wait
             assert (cache.get_or_load(1, value)[0], len(cache)) == (2, 0)
-        assert waits == [registry.PATIENCE_S, 0]
+        assert waits == [registry.DIRECTORY_PATIENCE_S, 0]
         assert f"cache '{NAME}' holds nothing" in caplog.text
     with make() as cache:
         assert len(cache) == N
@@ -386,7 +386,7 @@ def test_a_process_that_is_at_work_is_waited_for_longer(monkeypatch):
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         list(map(os.close, (ready, begun, end, go_on)))
-    assert waits[:3] == [registry.PATIENCE_S] * 3
+    assert waits[:3] == [registry.DIRECTORY_PATIENCE_S] * 3
     assert not waiting.is_at_work(pid)  # it has ended
     assert waiting.describe_process(pid) == f"process {pid}"
     assert waiting.describe_process(0) == waiting.describe_process(None) == "a process of another container"

@@ -119,7 +119,7 @@ print(Path({str(path())!r}).exists())
 
 def has_lock():
     status = path().stat()
-    return os.getpid() in registry.lock_owners(ROW_LOCKS, layout.ROWS)[status.st_dev, status.st_ino]
+    return os.getpid() in registry.lock_owners(ROW_LOCKS, layout.COUNTER_ROWS)[status.st_dev, status.st_ino]
 
 
 def test_views_hold_neither_the_name_nor_the_locks():

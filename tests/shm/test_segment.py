@@ -11,7 +11,7 @@ import torch
 from stocache import SegmentError, SharedCache
 from stocache.shm import layout
 from stocache.shm import segment as segment_module
-from stocache.shm.layout import ROWS
+from stocache.shm.layout import COUNTER_ROWS
 from stocache.shm.segment import Segment
 from stocache.system import limits
 from stocache.system.limits import GIB, MIB, Memory
@@ -130,8 +130,8 @@ def test_each_process_counts_in_a_row_of_its_own_and_takes_over_that_of_an_ended
         assert in_child(count) == 0
     assert segment.totals()[:7] == [31, 0, 0, 0, 0, 0, 3]
     assert segment.counters[0] == 1
-    rows = np.frombuffer(os.pread(segment.fd, layout.EXTENTS_AT - layout.ROWS_AT, layout.ROWS_AT), np.int64)
-    assert rows.reshape(-1, layout.ROW_WORDS).any(axis=1).sum() == 2
+    rows = np.frombuffer(os.pread(segment.fd, layout.EXTENTS_AT - layout.COUNTERS_AT, layout.COUNTERS_AT), np.int64)
+    assert rows.reshape(-1, layout.COUNTER_WORDS).any(axis=1).sum() == 2
 
 
 def test_attaching_to_what_is_gone_or_of_another_format_is_a_clear_error(segment):
@@ -249,4 +249,4 @@ def test_a_process_without_a_row_reads_and_does_not_fill(cache):
     cache.set_slot(0, torch.zeros(4, dtype=torch.uint8))
     assert in_child(use) == 0
     assert cache._segment.holder < 2**31
-    assert (cache._segment.holder - 1) % ROWS < ROWS - 1
+    assert (cache._segment.holder - 1) % COUNTER_ROWS < COUNTER_ROWS - 1

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from stocache.samples.spec import array_order_of, order_of
+from stocache.samples.spec import array_dim_order_of, dim_order_of
 
 
 def everywhere(check, a, b):
@@ -47,7 +47,7 @@ def identical(a, b):
 
 def strides(value):
     """The strides that count, of what is dense; None where they do not count, or are those of C."""
-    order = array_order_of(value) if isinstance(value, np.ndarray) else order_of(value)
+    order = array_dim_order_of(value) if isinstance(value, np.ndarray) else dim_order_of(value)
     return order and [dim for dim in order if value.shape[dim] > 1]
 
 

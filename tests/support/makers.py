@@ -12,7 +12,7 @@ import torch
 from stocache import Placement, RaggedCache, SharedCache, SharedCacheDDP
 from stocache.cache import arena
 from stocache.disk.cache import DiskCache
-from stocache.disk.samples_file import BEGIN, index_bytes
+from stocache.disk.samples_file import DATA_OFFSET, index_bytes
 from stocache.samples.spec import Structure
 from stocache.system import limits
 from tests.support.processes import in_child
@@ -118,7 +118,7 @@ def disk(record_bytes=None, folder=None, **options):
         options["structure"], room = Structure.from_dims(DIMS, torch.uint8), 60 + 4 + 8
     else:
         room = record_bytes
-    limit = f"{index_bytes(N) + BEGIN + SLOTS * room}B"
+    limit = f"{index_bytes(N) + DATA_OFFSET + SLOTS * room}B"
     cache = DiskCache(folder, limit, N, **options) if folder else disk_in(lambda path: DiskCache(path, limit, N, **options))
     if record_bytes is not None:
         cache.aux_array[SLOTS:] = 2  # as after looking for room in vain

@@ -9,10 +9,10 @@ import torch
 
 from stocache.errors import StateError
 from stocache.system import rng
-from stocache.system.state import ANYTHING, StateForm
+from stocache.system.state import STATE_TYPES, StateForm
 from tests.support.edits import changed, leaves, through_json
 
-FORM = StateForm("Thing", 3, {"batches": (int,), "epoch": (int, type(None))}, {"own": ANYTHING}, optional=("fingerprint",))
+FORM = StateForm("Thing", 3, {"batches": (int,), "epoch": (int, type(None))}, {"own": STATE_TYPES}, optional=("fingerprint",))
 
 
 def draws(generator):

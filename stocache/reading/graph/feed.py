@@ -38,7 +38,7 @@ class ParcelRef(NamedTuple):
     block: tuple[int, int] | bytes
 
 
-class Packer:
+class ParcelWriter:
     """Packs elements into memory that is used again. A parcel is valid until the next call of `clear`."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from stocache.reading.graph.feed import Feed
 from stocache.reading.graph.graph import DataPipe, pipes_of, relink, remove_dp, traverse_dps
 from stocache.reading.graph.pipes import FullSync, PinMemory, Prefetcher, ShardingRoundRobinDispatcher
 from stocache.reading.graph.seeds import is_pure
-from stocache.reading.graph.sharding import Counted, Shard
+from stocache.reading.graph.sharding import CountedPipe, Shard
 
 
 class Skip(IterDataPipe[Any]):
@@ -58,7 +58,7 @@ def fast_forward(datapipe: DataPipe, count: int) -> DataPipe:
     """Make the next iteration of a graph begin after its first ``count`` elements, and return the graph."""
     path = trace(datapipe, count)
     for (pipe, _), (_, below) in pairwise(path):
-        if isinstance(pipe, Shard | Counted | Numbered):
+        if isinstance(pipe, Shard | CountedPipe | Numbered):
             pipe.skipped = below
     source, dropped = path[-1]
     if isinstance(source, Feed):  # it gets only the remaining elements
@@ -74,7 +74,7 @@ def fast_forward(datapipe: DataPipe, count: int) -> DataPipe:
 def rewind(datapipe: DataPipe) -> DataPipe:
     """Undo `fast_forward`, and return the graph."""
     for pipe in pipes_of(datapipe):
-        if isinstance(pipe, Shard | Counted | Numbered | Feed):
+        if isinstance(pipe, Shard | CountedPipe | Numbered | Feed):
             pipe.skipped = 0
         elif isinstance(pipe, Skip):
             if pipe is datapipe:
@@ -89,7 +89,7 @@ def _step(pipe: Any, count: int) -> tuple[Any, int] | None:
     kind = type(pipe)
     if kind in (Mapper, Collator):
         return (pipe.datapipe, count) if is_pure(pipe.fn) else None
-    if kind in (SharedCacher, Numbered, Counted, FullSync):
+    if kind in (SharedCacher, Numbered, CountedPipe, FullSync):
         return pipe.datapipe, count
     if kind in (Prefetcher, PinMemory, ShardingRoundRobinDispatcher):
         return pipe.source_datapipe, count

@@ -65,7 +65,7 @@ class Shard(ShardingFilterIterDataPipe):
                 yield element
 
 
-class Counted(IterDataPipe[Any]):
+class CountedPipe(IterDataPipe[Any]):
     """Counts the elements that would be dispatched if there were workers.
 
     Attributes:

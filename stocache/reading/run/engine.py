@@ -29,7 +29,7 @@ from stocache.reading.graph.feed import Parcel, parcel_ref
 from stocache.reading.graph.graph import DataPipe
 from stocache.reading.run.replica import Elements, InitFn, ReplicaEpoch, ResetFn
 from stocache.reading.run.stream import GraphPosition, Stream
-from stocache.reading.run.workers import GO_ON, IDLE, Dispatcher, Request, Worker
+from stocache.reading.run.workers import GO_ON, IDLE, Dispatcher, Request, WorkerPart
 
 _IN_FLIGHT = 2  # unanswered requests to each worker
 
@@ -61,7 +61,7 @@ class WorkerStream(Stream):
             self._dispatcher = DataLoader(dispatcher, sampler=rounds, num_workers=1, generator=torch.Generator(), **options)
             ring = self._dispatcher.ring
         self._ring = ring
-        worker = Worker(plan.end, plan.num_workers, plan.init_fn, plan.reset_fn, ring)
+        worker = WorkerPart(plan.end, plan.num_workers, plan.init_fn, plan.reset_fn, ring)
         requests = _Requests(self._next_request)
         self._loader = DataLoader(
             worker, sampler=requests, num_workers=plan.num_workers, generator=torch.Generator(), **options

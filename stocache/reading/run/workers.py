@@ -8,7 +8,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset
 
 from stocache.errors import WorkerError
-from stocache.reading.graph.feed import Feed, Packer, ParcelRef, unpack_parcel
+from stocache.reading.graph.feed import Feed, ParcelRef, ParcelWriter, unpack_parcel
 from stocache.reading.graph.graph import DataPipe, pipes_of
 from stocache.reading.graph.sharding import share
 from stocache.reading.run.replica import Elements, FedReplica, InitFn, Replica, ResetFn, WorkerInfo
@@ -52,7 +52,7 @@ class Request(NamedTuple):
     closed: bool
 
 
-class Worker(Dataset[Any]):
+class WorkerPart(Dataset[Any]):
     """The workers' part of a graph, as a map-style dataset whose indices are requests."""
 
     def __init__(
@@ -97,7 +97,7 @@ class Dispatcher(Dataset[Any]):
     def __init__(self, end: DataPipe, num_workers: int, limit: int, reset_fn: ResetFn | None) -> None:
         self._end, self._num_workers, self._limit, self._reset_fn = end, num_workers, limit, reset_fn
         self._replica: Replica | None = None
-        self._packer = Packer()
+        self._packer = ParcelWriter()
 
     def __getitem__(self, epoch: bytes) -> tuple[list[tuple[Any, ...] | None], bool, bool] | ExceptionWrapper:
         try:
