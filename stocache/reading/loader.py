@@ -1,4 +1,4 @@
-"""DataLoader2 iterates a graph of DataPipes through a reading service."""
+"""Iterate a graph of DataPipes through a reading service: `DataLoader2`."""
 
 import contextlib
 import copy
@@ -309,7 +309,7 @@ class DataLoader2:
 
         Raises:
             StateError: it is not a state of a DataLoader2 with this graph, it is damaged, this loader has begun to iterate, or
-                neither has a graph. The next iterator raises it if the state does not fit the reading service.
+                neither of them has a graph. The next iterator raises it if the state does not fit the reading service.
         """
         if self._initialized:
             raise StateError("the DataLoader2 has begun to iterate. Load the state into a new one.")

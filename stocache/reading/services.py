@@ -323,8 +323,8 @@ class CachingReadingService(ReadingServiceInterface):
             its number.
         dataset_len: number of elements; by default the length of the pipe before the chain.
         options: ``name`` (one cache for all ranks and jobs of this machine), ``persist``, ``fingerprint``, ``admission``,
-            ``codec``, ``allow_pickle``, ``disk`` and ``disk_limit``, as for `CacheOptions`. What does not fit in memory is kept
-            on the disk, also for later runs with the same fingerprint.
+            ``codec``, ``allow_pickle``, ``disk`` and ``disk_limit``, as for `CacheOptions`. Results that do not fit in memory
+            are kept on the disk, also for later runs with the same fingerprint.
 
     Attributes:
         cache: the `RaggedCache`; None before the first epoch, or if nothing can be cached, with a warning.
@@ -355,7 +355,7 @@ class CachingReadingService(ReadingServiceInterface):
         return iter_reset_fn
 
     def finalize(self) -> None:
-        """Wait until the disk has what this process has loaded; 60 seconds at most. Workers wait for what they have loaded."""
+        """Wait until the disk has the results of this process; 60 seconds at most. Workers wait for their own results."""
         if self.disk_cache is not None:
             with contextlib.suppress(ClosedError):
                 self.disk_cache.flush()

@@ -1,4 +1,4 @@
-"""The states of reading services. They are JSON, except the checkpoints of services that are not stocache's, which are text."""
+"""Make and read the states of reading services: JSON, or text for the checkpoints of services that are not stocache's."""
 
 import base64
 import json

@@ -1,1 +1,1 @@
-"""Walks, changes, seeds, shards, caches and replays a graph of DataPipes."""
+"""Walk, change, seed, shard, cache and replay a graph of DataPipes."""

@@ -1,4 +1,4 @@
-"""A shared cache inside a graph. It keeps the results of maps, under the numbers that elements have at their source.
+"""Put a shared cache into a graph. It keeps the results of maps, under the numbers that elements have at their source.
 
 NOTE [ The key travels along ]
     Shuffling and sharding bring an element to another worker in each epoch, so a cache in one process would often miss. Here
@@ -75,7 +75,8 @@ class SharedCacher(IterDataPipe[Any]):
         dataset_len: number of keys; by default the length of ``datapipe``.
         audit, on_change: as for `CachedDataset`: the maps run for some cached elements as well, to compare the results.
         options: ``name``, ``persist``, ``fingerprint``, ``admission``, ``codec``, ``allow_pickle``, ``disk``, ``disk_limit``:
-            see `CacheOptions`. What does not fit in memory is kept on the disk, also for later runs with the same fingerprint.
+            see `CacheOptions`. Results that do not fit in memory are kept on the disk, also for later runs with the same
+            fingerprint.
 
     Attributes:
         cache: the `RaggedCache`.

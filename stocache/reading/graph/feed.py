@@ -1,7 +1,7 @@
-"""Parcels of elements from the dispatching process to the workers. The main process sends them on without unpickling them.
+"""Send parcels (pickled elements) from the dispatching process to the workers. The main process does not unpickle them.
 
-The main process gets a round of parcels, one for each worker, through the ring of the dispatching process. It tells each worker
-where its parcel lies in that memory. The worker copies the parcel, and the buffer is free when all workers have.
+The main process gets a round of parcels, one for each worker, through the ring of the dispatching process. It sends each worker
+the offset of its parcel in that memory. The worker copies the parcel. The buffer is free after all workers have copied theirs.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ _SCRATCH_BYTES = 1 << 16
 
 
 class Parcel(NamedTuple):
-    """Elements in transit: their number, their pickle, and the bytes of their tensors, if any, in ``block`` at ``places``."""
+    """Elements in transit: their number, their pickle, and their tensors' bytes, if any, at offsets ``places`` in ``block``."""
 
     size: int
     payload: bytes
@@ -39,7 +39,7 @@ class ParcelRef(NamedTuple):
 
 
 class ParcelWriter:
-    """Packs elements into memory that is used again. A parcel is valid until the next call of `clear`."""
+    """Packs elements into a reused buffer. A parcel is valid until the next call of `clear`."""
 
     def __init__(self) -> None:
         self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)

@@ -1,4 +1,4 @@
-"""Walks, changes and copies graphs of DataPipes.
+"""Walk, change and copy graphs of DataPipes.
 
 NOTE [ How the graph is walked ]
     The sources of a pipe are the pipes among its attributes, also inside lists, tuples, dicts and the like. The walk reads
@@ -24,7 +24,7 @@ from stocache.errors import GraphError
 DataPipe: TypeAlias = IterDataPipe[Any] | MapDataPipe[Any]
 DataPipeGraph: TypeAlias = "dict[int, tuple[DataPipe, DataPipeGraph]]"
 Adapt: TypeAlias = Callable[[DataPipe], DataPipe]
-"""A function that gets a graph, and returns it changed, or another one."""
+"""A function that takes a graph, and returns it, changed or replaced."""
 
 _PIPES = (IterDataPipe, MapDataPipe)
 _DATA = (torch.Tensor, np.ndarray, SampleCache)
@@ -152,7 +152,7 @@ def relink(holder: DataPipe, old: DataPipe, new: DataPipe) -> None:
 
 
 def _relinked(value: Any, old: DataPipe, new: DataPipe) -> Any:
-    """Return a value with ``new`` for ``old``. Lists, dicts and sets are changed in place; tuples are made anew."""
+    """Return a value with ``new`` for ``old``. Lists, dicts and sets are changed in place; tuples are rebuilt."""
     if value is old:
         return new
     if not isinstance(value, _CONTAINERS) or not any(pipe is old for pipe in _pipes_in([value])):

@@ -1,4 +1,4 @@
-"""DataPipes that reading services need and torch lacks, under torchdata's names if these are free.
+"""Define DataPipes that reading services need and torch lacks, under torchdata's names if these are free.
 
 They are registered when `stocache.reading` is imported. If torchdata (up to 0.9) is installed, it is imported first, because it
 could not be imported later; then its pipes have the names. The reading services accept both.
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterDataPipe, MapDataPipe
-from torch.utils.data._utils.pin_memory import pin_memory as _pin  # what torch's DataLoader pins with
+from torch.utils.data._utils.pin_memory import pin_memory as _pin  # the function of torch's DataLoader
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from stocache.errors import GraphError, WorkerError
@@ -281,7 +281,7 @@ ShardingRoundRobinDispatcher = ShardingRoundRobinDispatcherIterDataPipe
 class FullSync(_Threaded):
     """End each epoch on all ranks after the same number of elements, that of the shortest rank (functional name: ``fullsync``).
 
-    A rank goes on only when every rank has told the others that it has its next element. A thread does this while the last
+    A rank goes on only after every rank has reported that it has its next element. A thread does this while the last
     element is in use. A rank that leaves its loop early ends the epoch of the others; they do not wait for it.
     `DistributedReadingService` puts this pipe at the end of a graph.
 

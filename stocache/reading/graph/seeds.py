@@ -1,4 +1,4 @@
-"""Seeds for the random pipes, ranks and workers of a graph.
+"""Draw seeds for the random pipes, ranks and workers of a graph.
 
 A seed is a pure function of the generator's own seed, the purpose, and the number of seeds drawn before. It comes from numpy's
 SeedSequence. So seeds depend neither on the number of workers nor on which process draws first.

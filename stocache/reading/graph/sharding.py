@@ -1,4 +1,4 @@
-"""Divides the elements of a graph among ranks and workers, and the graph among processes.
+"""Divide the elements of a graph among ranks and workers, and the graph among processes.
 
 NOTE [ Shares ]
     A ``sharding_filter`` passes on every n-th element. The ranks divide the elements first, and the workers of a rank divide

@@ -1,1 +1,1 @@
-"""Runs a graph of DataPipes: in this process, in worker processes, and in a dispatching process."""
+"""Run a graph of DataPipes: in this process, in worker processes, and in a dispatching process."""

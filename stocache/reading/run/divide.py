@@ -1,4 +1,4 @@
-"""Seeds, lengths and buffers of the parts into which a graph is divided."""
+"""Find the seeds, lengths and buffers of the parts into which a graph is divided."""
 
 from typing import Any
 

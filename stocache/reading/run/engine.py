@@ -1,10 +1,10 @@
-"""Runs a graph in worker processes, and its part that cannot be replicated in one dispatching process before them.
+"""Run a graph in worker processes, and its part that cannot be replicated in one dispatching process before them.
 
 NOTE [ One engine ]
     The processes belong to a `stocache.DataLoader`, which is torch's. It sends requests to the workers in turn, gets the
     answers in that order, and notices when a worker dies. A request says how many elements the worker may make, a number that
-    follows from the prefetch counts. The answer holds the elements made, up to that number or for 20 ms. The main process
-    merges the answers by the keys of the elements, so the order does not depend on the speed of the workers.
+    follows from the prefetch counts. The answer holds the elements made, up to that number or for ``_SLICE_S``. The main
+    process merges the answers by the keys of the elements, so the order does not depend on the speed of the workers.
 
     The dispatching process is the one worker of a second such loader. Its answers are parcels for the workers. The main process
     sends a parcel along with a request when a worker needs more elements. Elements are dispatched in turn. If one worker uses

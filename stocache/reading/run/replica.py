@@ -1,4 +1,4 @@
-"""Runs one replica of a graph in a process: seeds it for each epoch, resumes it, and takes elements from it.
+"""Run one replica of a graph in a process: seed it for each epoch, resume it, and take elements from it.
 
 NOTE [ Keys ]
     Each element has a key. The elements of all workers are delivered in the order of (key, worker). If the graph has one shard,
@@ -181,7 +181,7 @@ class Replica:
         return (self.count if self.clock is None else self.clock.taken) - 1
 
     def take(self, limit: int) -> Elements:
-        """Return the next elements: at most ``limit``, and those made in 20 ms, or one if that takes longer."""
+        """Return the next elements: at most ``limit``, made in `_SLICE_S` seconds, or one if it takes longer."""
         self._begin_slice(limit)
         self._work()
         return self._result()

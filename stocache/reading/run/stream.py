@@ -1,4 +1,4 @@
-"""The main process's view of the worker part of a graph, and its position."""
+"""Give the main process the elements of the workers' part of a graph, and its position."""
 
 import contextlib
 from collections import deque
@@ -67,7 +67,7 @@ class GraphPosition:
         raise self._error(workers, reason)
 
     def again(self, workers: int) -> list[Resume]:
-        """Return the same, for workers that make all elements again.
+        """Return where each worker continues, if all elements must be made again.
 
         Raises:
             StateError: the state has another number of workers.

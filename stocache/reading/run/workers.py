@@ -1,4 +1,4 @@
-"""Datasets that run in worker processes. Their indices are requests, for elements or for parcels of elements."""
+"""Define datasets that run in worker processes. Their indices are requests, for elements or for parcels of elements."""
 
 import pickle
 import traceback
