@@ -1,1 +1,1 @@
-"""How long the steps of loading take: recorded in shared memory, summed up by percentile, and shown in traces."""
+"""How long the steps of loading take: recorded in shared memory, summed up as percentiles, and shown in traces."""

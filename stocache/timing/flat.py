@@ -8,8 +8,8 @@ from typing import Any
 def flat_numbers(prefix: str, *parts: Any) -> dict[str, float]:
     """Return the numbers in dataclasses and mappings, by name: ``{"cache/hits": 7, "loader/wait_p95_s": 0.1}``.
 
-    Parts of parts have the names of both, joined by "_". What is not a number, or is None, is left out. A prefix that ends in
-    "_" is joined as it is.
+    A number in a nested part has the names of both, joined by "_". Values that are not numbers are left out. A prefix that ends
+    in "_" is joined as it is.
     """
     joint = "" if prefix.endswith("_") else "/"
     return {f"{prefix}{joint}{name}": number for part in parts for name, number in _numbers(part)}

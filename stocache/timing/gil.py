@@ -1,4 +1,7 @@
-"""Find out how often other threads hold the GIL, while a thread waits for them anyway."""
+"""Find out how often other threads hold the GIL, while a thread waits for them anyway.
+
+A *look* is one sample of that: a sleep of a moment, and whether the thread got the GIL back in time.
+"""
 
 import contextlib
 import os
@@ -7,20 +10,20 @@ import time
 from collections.abc import Callable
 
 LOOK_S, LATE_S = 0.0007, 0.00025
-"""To sleep before a look; to wake up so much later means that the GIL was held."""
+"""Seconds that a look sleeps; and the delay of its end from which the GIL counts as held."""
 
 _EACH_S, _SOON_S = 0.02, 0.001  # between looks; between the first ones, so that a short epoch has some
 _FIRST = 16
 
 
 class GilWatch:
-    """Looks at the GIL now and then, where its thread waits.
+    """Looks at the GIL now and then, while its thread waits.
 
-    A thread that sleeps for a moment has to take the GIL to go on. If it goes on late, another thread held the GIL. The time in
-    which it waits for a processor does not count: other programs may use that.
+    A thread that sleeps for a moment has to take the GIL to go on. If it goes on late, another thread held the GIL. Time spent
+    waiting for a CPU does not count, because other programs may use the CPU.
 
     Args:
-        tell: called after each look with whether the GIL was held.
+        tell: called after each look: with True if the GIL was held.
     """
 
     def __init__(self, tell: Callable[[bool], None]) -> None:
@@ -31,7 +34,7 @@ class GilWatch:
         self._first = _FIRST
 
     def wait(self, wait: Callable[[float], bool], timeout_s: float) -> bool:
-        """Return ``wait(timeout_s)``, which waits for something and tells whether it came."""
+        """Return the result of ``wait(timeout_s)``: whether the event came in time. Look at the GIL if a look is due."""
         began = time.perf_counter()
         if began < self._next_look or timeout_s <= LOOK_S:
             return wait(timeout_s)
@@ -39,7 +42,7 @@ class GilWatch:
         came = wait(LOOK_S)
         took_s = time.perf_counter() - began - (queued_seconds() - queued_s)
         late = took_s > LOOK_S + LATE_S
-        if late or not came:  # what comes before the look is over tells nothing, unless it cannot be taken at once
+        if late or not came:  # else the event came before the end of the look, which shows nothing
             self._tell(late)
             self._next_look = time.perf_counter() + (_SOON_S if self._first > 0 else _EACH_S)
             self._first -= 1
@@ -47,9 +50,9 @@ class GilWatch:
 
 
 def queued_seconds(thread: int | None = None) -> float:
-    """Return the seconds for which a thread, by default this one, could run, but processors were busy with others.
+    """Return the seconds for which a thread, by default this one, could run but waited for a CPU.
 
-    0 if Linux does not tell.
+    0 if Linux does not report it. Source: the second number of schedstat, see sched-stats in the documentation of Linux.
     """
     path = f"/proc/self/task/{threading.get_native_id() if thread is None else thread}/schedstat"
     with contextlib.suppress(OSError, LookupError, ValueError):

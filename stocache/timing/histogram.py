@@ -2,7 +2,7 @@
 
 The time from a power of 2 nanoseconds to the next is divided into 32 buckets of one width. So a percentile, which is the middle
 of its bucket, is exact within 1.6 %. The bucket follows from the digits of an integer, as in an HDR histogram, in 0.3 µs. A
-logarithm takes 2 µs between two batches of some 100 KB: its code is not in the caches of the processor any more.
+logarithm takes 2 µs between two batches of some 100 KB: its code has left the CPU caches by then.
 """
 
 import math
@@ -12,19 +12,19 @@ from typing import Any
 
 import numpy as np
 
-_DIGITS = 5  # of a duration after the first one, in binary, that tell its bucket
+_DIGITS = 5  # binary digits of a duration, after the first one, that select its bucket
 PER_DOUBLING = 1 << _DIGITS
 """The number of buckets from a duration to one that is twice as long."""
 
 _FIRST_POWER, _LAST_POWER = 8, 42
-_SHORTEST_NS, _LONGEST_NS = 1 << _FIRST_POWER, 1 << _LAST_POWER  # 256 ns, 73 min: what is beyond is in the outermost buckets
+_SHORTEST_NS, _LONGEST_NS = 1 << _FIRST_POWER, 1 << _LAST_POWER  # 256 ns, 73 min; others are in the outermost buckets
 _BEFORE = (_FIRST_POWER - _DIGITS + 1) << _DIGITS
 
 BUCKETS = (_LAST_POWER - _FIRST_POWER) << _DIGITS
 """The number of buckets."""
 
 Counts = np.ndarray[Any, np.dtype[np.int64]]
-"""How many durations each bucket has; of shape (BUCKETS,)."""
+"""The number of durations in each bucket; of shape (BUCKETS,)."""
 
 _POWERS, _PARTS = np.divmod(np.arange(BUCKETS), PER_DOUBLING)
 _LOWER_S = _SHORTEST_NS / 1e9 * 2.0**_POWERS * (1 + _PARTS / PER_DOUBLING)
@@ -44,7 +44,7 @@ def bucket_of(duration_ns: int) -> int:
 
 
 def count_all(counts: Counts, durations_ns: Sequence[float]) -> None:
-    """Count durations, in nanoseconds. At 0.1 µs each where there are many."""
+    """Count durations, in nanoseconds. It takes 0.1 µs for each where there are many."""
     clipped = np.clip(np.asarray(durations_ns, np.float64), _SHORTEST_NS, _LONGEST_NS - 1)
     fractions, powers = np.frexp(clipped)  # fractions from 0.5 on
     buckets = (powers - _FIRST_POWER - 1) * PER_DOUBLING + (fractions * 2 * PER_DOUBLING).astype(np.int64) - PER_DOUBLING
@@ -58,7 +58,7 @@ class Distribution:
     Attributes:
         count: how often it was measured.
         mean_s: the mean, exact.
-        p50_s, p95_s, p99_s: so many percent took at most so long.
+        p50_s, p95_s, p99_s: the 50th, 95th and 99th percentiles.
         max_s: the longest.
     """
 
@@ -81,4 +81,4 @@ class Distribution:
 
 
 NOTHING = Distribution()
-"""The distribution of what was never measured."""
+"""The distribution of a quantity that was never measured."""

@@ -1,16 +1,16 @@
 """Record how long the steps of loading take, in shared memory: a row for each worker of a loader, one for its main process.
 
 NOTE [ Who writes a row ]
-    Row 0 is that of the main process, the others are those of workers. A worker process claims its row by a kernel lock, which
-    ends with it, so the next worker adds to the same row. Worker threads have the rows of their numbers. Each word has one
-    writer, and needs no lock: workers write what they do, and the main process writes, in the row of the worker that made a
-    batch, how long it waited for that batch and what handing it over took. In its own process, most of that is noted in a list
-    first, and written some times a second: a batch of 3 MB leaves little in the caches of the processor, so each access to
-    memory costs.
+    A *row* is an array of ``ROW_WORDS`` words: sums, and the buckets of histograms. Row 0 belongs to the main process, the
+    others to workers. A worker process claims its row by a kernel lock, which ends with the process, so the next worker adds to
+    the same row. A worker thread takes the row of its number, if that is free. Each word has one writer, and needs no lock.
+    Workers write the times of their own work. The main process writes how long it waited for a batch, in the row of the worker
+    that made it; and how long packing and unpacking took, in its own row. It keeps these durations in a list first, and writes
+    them some times a second: a batch of 3 MB evicts most of the CPU caches, so each access to memory costs.
 
-    A loader over a named cache records in a file beside the cache, under a name of its own, which ends with the loader. So
-    other processes can read it (`read_named`). It has 34 KiB for each row, and two rows for each worker: two iterators over
-    a loader may overlap.
+    The record of a loader over a named cache is a file beside the cache. It has a name of its own, and is removed with the
+    loader. So other processes can read it (`read_named`). It has 34 KiB for each row, and two rows for each worker: two
+    iterators over a loader may overlap.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ WAIT_NS, LOAD_NS, COLLATE_NS, HAND_OVER_NS = range(4)  # those that have a histo
 MAKE_NS = 4  # to make the samples of batches, without loading: to read cached ones, transforms; without a cache all of it
 SAMPLES = 5  # of made batches
 WORKER, PID = 6, 7  # the worker's number plus 1, and its process
-CPU_NS, QUEUED_NS, SEEN_BUSY_NS = 8, 9, 10  # of the thread: with a processor, waiting for one, and busy in all, when looked
+CPU_NS, QUEUED_NS, SEEN_BUSY_NS = 8, 9, 10  # of the thread, when looked: on a CPU, waiting for one, and busy in all
 LOOKS, HELD = 11, 12  # how often the main process looked at the GIL while it waited, and found it held
 _WORDS = 16
 
@@ -54,21 +54,21 @@ _MOST_WORKERS, _MOST_COUNTED = 4096, 1 << 40
 _PATIENCE_S = 0.1  # for a thread that writes, which may be this one: a finalizer may read
 _MANY = 8  # durations, from which numpy is faster
 _LATER = 256  # durations that are written together
-_LOOK_NS = 50_000_000  # a thread looks so often at its processor time
+_LOOK_NS = 50_000_000  # between two looks of a thread at its CPU time
 
 SUFFIX = ".loader-"
 """Stands in the name of a file between the name of the cache and a number."""
 
 
 class Row:
-    """What one thread records, in words of shared memory; see NOTE [ Who writes a row ].
+    """The times that one thread records, in words of shared memory; see NOTE [ Who writes a row ].
 
     A worker process calls `begin_step` and `add_batch` for each batch. Other threads call `begin_step`, `add_making` and
     `add_collating`, in this order: each of them adds the time since the one before. Times are without those that went into
     `add_loads` meanwhile.
 
     Attributes:
-        loaded_ns: what `add_loads` has added so far.
+        loaded_ns: nanoseconds that `add_loads` has added so far.
     """
 
     def __init__(self, words: "memoryview[int]") -> None:
@@ -77,7 +77,7 @@ class Row:
         self.loaded_ns = 0
         self._look_again_ns, self._before = 0, (0, 0)
         self._now = self._loads = self._samples = 0  # when this step began, `loaded_ns` then, and the samples of the batch
-        # What this process has not written yet, by quantity; see `add_later`. Plain numbers: the garbage collector would follow
+        # Durations that are not written yet, by quantity; see `add_later`. Plain numbers: the garbage collector would follow
         # pairs, and run more often
         self._later: list[deque[int]] = [deque() for _ in HISTOGRAMS]
         self._writing = threading.Lock()
@@ -108,14 +108,17 @@ class Row:
             count_all(self.counts[quantity], durations_ns)
 
     def add_later(self, quantity: int, duration_ns: int) -> None:
-        """Do the same at a tenth of the cost, in the process that reads the record: `write` does it for many at once."""
+        """Keep a duration for `write`, in the process that reads the record: a tenth of the cost of `add`."""
         later = self._later[quantity]
         later.append(duration_ns)
         if len(later) >= _LATER:
             self.write()
 
     def write(self, wait_s: float = 0.0) -> None:
-        """Write what `add_later` has noted. Any thread may call it. ``wait_s``: to wait for another thread that is writing."""
+        """Write the durations that `add_later` has kept. Any thread may call it.
+
+        ``wait_s``: to wait for another thread that is writing.
+        """
         if (wait_s or any(self._later)) and self._writing.acquire(timeout=wait_s):
             try:
                 for quantity, later in enumerate(self._later):
@@ -124,13 +127,13 @@ class Row:
                 self._writing.release()
 
     def add_loads(self, costs_s: Sequence[float]) -> None:
-        """Add what it took to load samples that were not in memory."""
+        """Add the seconds that loading took, for each sample that was not in memory."""
         costs_ns = [int(1e9 * cost_s) for cost_s in costs_s]
         self.loaded_ns += sum(costs_ns)
         self._add_all(LOAD_NS, costs_ns)
 
     def begin_step(self, now_ns: int = 0, samples: int = 0) -> None:
-        """Begin a batch of so many samples, or a part of one, now or at an earlier time."""
+        """Begin a batch of ``samples`` samples, or a part of one, now or at an earlier time."""
         self._now, self._loads, self._samples = now_ns or _clock_ns(), self.loaded_ns, samples
 
     def add_batch(self, made_ns: int, loaded_ns: int, collated_ns: int) -> None:
@@ -138,7 +141,7 @@ class Row:
 
         Args:
             made_ns, loaded_ns: when its samples were made, and `loaded_ns` then.
-            collated_ns: when they were put together.
+            collated_ns: when they were collated.
         """
         words, making_ns = self._words, made_ns - self._now - loaded_ns + self._loads
         collating_ns = collated_ns - made_ns - self.loaded_ns + loaded_ns
@@ -160,13 +163,13 @@ class Row:
         return max(0, took_ns)
 
     def add_making(self, samples: int) -> None:
-        """Add the samples of a batch, or some of them, and what it took to make them."""
+        """Add the samples of a batch, or some of them, and the time that making them took."""
         words = self._words
         words[SAMPLES] += samples
         words[MAKE_NS] += self._step()
 
     def add_collating(self) -> None:
-        """Add a batch, and what it took to put it together."""
+        """Add a batch, and the time that collating it took."""
         self.add_later(COLLATE_NS, self._step())
         if self._now > self._look_again_ns:
             self._look(self._now)
@@ -192,7 +195,7 @@ class Row:
 
 
 def _thread_times() -> tuple[int, int]:
-    """Return the nanoseconds for which this thread has had a processor, and has waited for one."""
+    """Return the nanoseconds for which this thread was on a CPU, and for which it waited for one."""
     return time.thread_time_ns(), int(1e9 * queued_seconds())
 
 
@@ -205,7 +208,7 @@ os.register_at_fork(after_in_child=lambda: record_here(None))  # the row belongs
 
 
 def record_here(row: Row | None) -> Row | None:
-    """Let this thread record the loads of caches in ``row``; not at all if None. Return the row before."""
+    """Have this thread record the loads of caches in ``row``; None ends that. Return the row that it had before."""
     before, _here.row = _here.row, row
     return before
 
@@ -216,7 +219,7 @@ def row_here() -> Row | None:
 
 
 def note_loads(costs_s: Sequence[float]) -> None:
-    """Record what it took to load samples that were not in memory, if this thread records."""
+    """Record the seconds that loading took, for each sample that was not in memory, if this thread has a row."""
     if _here.row is not None:
         _here.row.add_loads(costs_s)
 
@@ -225,7 +228,7 @@ class Record:
     """The rows of one loader. The main process makes it, and pickles it to its worker processes.
 
     Args:
-        workers: their number.
+        workers: number of workers.
         shared: whether workers may be processes.
         cache_name: the name of the cache, under which other processes find the record; None for a cache without a name.
         rank: of this process, for those that find it.
@@ -277,7 +280,7 @@ class Record:
         return row
 
     def claim(self, worker: int) -> Row | None:
-        """Return the row of this process, worker ``worker``, claimed at the first call; None if there is none for it."""
+        """Return the row of this process, worker ``worker``, claimed at the first call; None if no row is free."""
         if self._claimed[0] != os.getpid():
             self._claimed = os.getpid(), self._claim(worker)
         return self._claimed[1]
@@ -290,7 +293,7 @@ class Record:
             with segment.guard:
                 claimed = segment.try_lock(number)
             if claimed:
-                row = self._new_row(number)  # after a fork, the old one has noted what the parent will write
+                row = self._new_row(number)  # after a fork, the old one keeps durations that the parent will write
                 row.begin(worker)
                 return row
         return None
@@ -311,8 +314,8 @@ class Record:
         return thread is not None and os.path.exists(f"/proc/self/task/{thread}")
 
     def write(self, wait_s: float = 0.0) -> None:
-        """Write what this process has not written yet; other processes see it then."""
-        if self.mine:  # a forked child has a copy of what its parent will write
+        """Write the durations that this process has kept; then other processes see them."""
+        if self.mine:  # a forked child has a copy of those that its parent will write
             for row in list(self._rows.values()):
                 row.write(wait_s)
 
@@ -354,7 +357,7 @@ class Counted:
         return sum(self.rows[:, word].tolist())
 
     def of_workers(self, word: int) -> int:
-        """Return the sum of a word over the rows of workers; where there are none, that of the main process."""
+        """Return the sum of a word over the rows of workers; without workers, that of the main process."""
         return sum(self.rows[1 if self.workers else 0 :, word].tolist())
 
     @property

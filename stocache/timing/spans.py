@@ -20,12 +20,12 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def span(name: str) -> AbstractContextManager[Any]:
-    """Return a context that names what runs in it in a trace, if a profiler is on."""
+    """Return a context whose code has a name in a trace, if a profiler is on."""
     return profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING
 
 
 def in_spans(name: str, values: Iterable[Any]) -> Iterable[Any]:
-    """Return what yields the same values, each made within `span`. A list was made at once, and stays as it is."""
+    """Return an iterable of the same values, each made within `span`. A list is complete already, and is returned as it is."""
     return _in_spans(name, values) if profiler._is_profiler_enabled and not isinstance(values, list) else values
 
 
