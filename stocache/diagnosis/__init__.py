@@ -1,1 +1,1 @@
-"""Why training waits: the figures of each epoch of a loader, and one line that says what to change."""
+"""Why training waits: the figures of each epoch of a loader, and one line with the change to make."""

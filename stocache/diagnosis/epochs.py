@@ -20,14 +20,14 @@ from stocache.timing.record import COLLATE_NS, HAND_OVER_NS, LOAD_NS, SAMPLES, W
 logger = logging.getLogger("stocache")
 
 _KEPT = 1000  # epochs
-_EVERY = 8  # batches, the ring is looked at
-_WRITE_NS = 250_000_000  # so often, what was noted is written for `stocache metrics`
+_EVERY = 8  # batches between two readings of the ring's occupancy
+_WRITE_NS = 250_000_000  # between two writes of the record, for `stocache metrics`
 _OVERHEAD = 32  # bytes of a cache for each sample of the dataset, at most
 
 
 @dataclass(frozen=True)
 class LoaderEpochStats:
-    """What one epoch of a loader took. It is of this process and its workers: the shares of several ranks add up.
+    """The figures of one epoch of a loader, for this process and its workers. Add the counts of several ranks.
 
     Attributes:
         number: of the epoch since the loader was made, from 0.
@@ -42,9 +42,9 @@ class LoaderEpochStats:
         collate: how long collating or gathering each batch took, without loading.
         hand_over: how long it took to pack each batch in a worker process, and to unpack it here.
         ring_occupancy: the mean share of the ring's buffers that held a batch; None if the workers are not processes.
-        outside: batches that went around the ring, because all of its buffers were held.
+        outside: batches that were sent without the ring, because all of its buffers were held.
         complete: whether it is over: all batches were delivered, or the loop has left it.
-        verdict: what made the trainer wait; None if it hardly waited, or the epoch is not over.
+        verdict: why the trainer waited; None if it hardly waited, or the epoch is not over.
     """
 
     number: int
@@ -77,14 +77,14 @@ class LoaderEpochStats:
 
 @dataclass
 class RunningEpoch:
-    """An epoch that runs, and what it runs on. It does not hold the loader, which may be gone while its batches come.
+    """A running epoch, and the parts of the loader that it uses. It holds no loader: the iterator may outlive the loader.
 
     Attributes:
-        cache: of the dataset, if it has one; ``disk``: whether a disk is behind that.
+        cache: of the dataset, if it has one; ``disk``: whether there is a disk cache as well.
         ring: of worker processes, from the first iteration on.
         threads: whether the workers are threads.
         expected: the number of batches; None if that is not known.
-        has_left: returns whether the cache is not served any more.
+        has_left: returns whether the dataset has stopped using its cache.
     """
 
     number: int
@@ -190,7 +190,7 @@ class RunningEpoch:
 
 
 class EpochLog:
-    """Keeps the figures of the epochs of one loader, the last 1000."""
+    """Keeps the figures of the last ``_KEPT`` epochs of one loader."""
 
     def __init__(self) -> None:
         self._done: deque[LoaderEpochStats] = deque(maxlen=_KEPT)
@@ -200,7 +200,7 @@ class EpochLog:
     def begin(
         self, record: Record, cache: SampleCache | None, disk: bool, workers: int, persistent: bool, ring: Ring | None
     ) -> RunningEpoch:
-        """Begin an epoch. One that was left early ends."""
+        """Begin an epoch, and end one that was left early."""
         if self._running is not None:
             self.end(self._running, self._running.last_ns)
         self._running = RunningEpoch(self._count, record, cache, disk, workers, persistent, ring)

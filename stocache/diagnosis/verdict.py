@@ -1,12 +1,12 @@
-"""Say in one line what made the trainer wait, and what would remove it.
+"""Say in one line why the trainer waited, and which change would remove the wait.
 
 NOTE [ The verdict ]
-    The trainer waits if the workers need longer for a batch than the trainer for its step. What the workers did in an epoch is
-    recorded in parts: loading samples that were not cached, making the rest (reading cached ones, transforms), collating,
-    handing over. The largest part is the limit, unless the cause lies elsewhere: workers that are only starting, a ring whose
-    buffers are all held, a GIL that one thread at a time can have. What a change would bring follows from the parts: W workers
-    that need c seconds each for a batch deliver one every c / W seconds; the trainer waits for what that is longer than its
-    step.
+    The trainer waits if the workers need longer for a batch than the trainer for its step. The time of the workers in an epoch
+    is recorded in parts: loading samples that were not cached, making the rest (reading cached ones, transforms), collating,
+    handing over. The largest part is the *limit*, unless the cause lies elsewhere: workers that are starting, a ring whose
+    buffers are all held, a GIL that the threads wait for. The effect of a change follows from the parts: W workers that need c
+    seconds each for a batch deliver one every c / W seconds. If that is longer than the step, the trainer waits for the
+    difference.
 """
 
 import math
@@ -31,25 +31,25 @@ from stocache.timing.record import (
 
 Limit = Literal["source", "cold cache", "transform", "collate", "workers", "ring", "GIL", "hand-over", "start", "stalls"]
 
-_SILENT = 0.05  # of its time the trainer may wait
-_SHORTEST_S = 0.01  # of waiting that is worth a word
-_OUTSIDE = 0.2  # of the batches that go around the ring, from which the ring is full
-_HELD = 0.5  # of the looks that find the GIL held
+_SILENT = 0.05  # share of its time; no verdict if the trainer waits less
+_SHORTEST_S = 0.01  # of waiting; no verdict if it is less
+_OUTSIDE = 0.2  # share of batches sent without the ring, from which the ring is the limit
+_HELD = 0.5  # share of looks that find the GIL held, from which the GIL is the limit
 _LOOKS = 3  # at the GIL that are enough
-_ONE, _ALL = (0.7, 1.5), 0.9  # the processors of threads that share a GIL; the share of its time for which a thread wants one
-_FASTER = 1.2  # times as fast, from which a change is worth a word
-_SLOW = 5.0  # times the median is what a slow sample takes
-_IDLE = 0.6  # of the workers' time: they are busy for less than that
+_ONE, _ALL = (0.7, 1.5), 0.9  # CPUs that threads waiting for the GIL use in all; share of its time a thread wants a CPU
+_FASTER = 1.2  # times as fast, from which a change is mentioned
+_SLOW = 5.0  # times the median, from which a sample is slow
+_IDLE = 0.6  # share of their time; workers that are busy for less are idle
 
 _LEFT = (
-    "the dataset makes each sample, because samples depend on more than their index (see the warning); move what is random to "
+    "the dataset makes each sample, because samples depend on more than their index (see the warning); move random steps to "
     "transform=, or set on_change='keep'"
 )
 
 
 @dataclass(frozen=True)
 class CacheFacts:
-    """What is known of the cache after an epoch.
+    """The state of the cache after an epoch.
 
     Attributes:
         fills: samples that were cached in the epoch, by all processes.
@@ -58,7 +58,7 @@ class CacheFacts:
         sample_bytes: of one sample in the cache; 0 if none is cached.
         overhead_bytes: of the cache, besides samples.
         room_bytes: the largest cache that the machine can give, this one included.
-        disk: whether a disk is behind it.
+        disk: whether there is a disk cache as well.
     """
 
     fills: int
@@ -72,23 +72,23 @@ class CacheFacts:
 
 @dataclass(frozen=True)
 class EpochFacts:
-    """What is known of an epoch of a loader.
+    """The measurements of an epoch of a loader.
 
     Attributes:
-        counted: what was recorded in it.
+        counted: the counts of the record in it.
         seconds, waited_s: its duration, and the part of it in which the trainer waited.
         first_wait_s: how long it waited for the first batch.
         batches: delivered.
         samples, misses: made, and those of them that were not in memory.
-        workers: their number.
+        workers: number of workers.
         threads: whether they are threads.
         starts_workers: whether processes were started for this epoch.
         persistent: whether they serve the next epochs, too.
-        outside: batches that went around the ring because all of its buffers were held.
+        outside: batches that were sent without the ring, because all of its buffers were held.
         buffers: of the ring, for each worker.
-        cores: processors for this process.
-        cache: returns facts of the cache; None if the dataset has none.
-        left: whether the cache is not served any more.
+        cores: CPUs that this process may use.
+        cache: returns the state of the cache; None if the dataset has no open cache.
+        left: whether the dataset has stopped using its cache.
     """
 
     counted: Counted
@@ -111,12 +111,12 @@ class EpochFacts:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What made the trainer wait.
+    """The reason why the trainer waited.
 
     Attributes:
         limit: the part that was the limit.
         share: the share of the time for which the trainer waited.
-        text: all of it in one line, with what would remove it.
+        text: the reason in one line, with the change that would remove it.
     """
 
     limit: Limit
@@ -128,7 +128,7 @@ class Verdict:
 
 
 def judge(facts: EpochFacts) -> Verdict | None:
-    """Return what made the trainer wait; None if it hardly waited. See NOTE [ The verdict ]."""
+    """Return why the trainer waited; None if it hardly waited. See NOTE [ The verdict ]."""
     share = facts.waited_s / facts.seconds if facts.seconds > 0 else 0.0
     if share < _SILENT or facts.waited_s < _SHORTEST_S or not facts.batches:
         return None
@@ -150,12 +150,12 @@ class _Parts:
         self.work_s = self.load_s + self.make_s + self.collate_s + self.hand_over_s
         self.step_s = max(0.0, facts.seconds - facts.waited_s) / facts.batches
         seen = counted.of_workers(SEEN_BUSY_NS)
-        # the share of its time for which a worker has a processor, and for which it has or wants one
+        # the share of its time for which a worker is on a CPU, and for which it is on one or waits for one
         self.on_processor = counted.of_workers(CPU_NS) / seen if seen > 0 else 1.0
         self.wants_processor = min(1.0, self.on_processor + counted.of_workers(QUEUED_NS) / seen) if seen > 0 else 1.0
 
     def find(self) -> tuple[Limit, str]:
-        """Return the limit, and what to say of it."""
+        """Return the limit, and the text about it."""
         facts = self.facts
         parts = {"load": self.load_s, "make": self.make_s, "collate": self.collate_s, "hand over": self.hand_over_s}
         largest = max(parts, key=lambda name: parts[name])
@@ -175,7 +175,7 @@ class _Parts:
             return self._more_workers()
         if largest == "make":
             what = f"transforming {facts.samples} cached samples, {_seconds(self.make_s / max(1, facts.samples))} each,"
-            remedy = self._try_workers() if more else "do what is the same in each epoch before the cache, or make it cheaper"
+            remedy = self._try_workers() if more else "move deterministic steps before the cache, or make them cheaper"
             return "transform", f"{what} is the limit; {remedy}"
         if largest == "collate":
             each = _seconds(self.collate_s / facts.batches)
@@ -185,10 +185,10 @@ class _Parts:
         remedy = "larger batches, or worker_method='thread', cost less"
         return "hand-over", f"handing over {facts.batches} batches of {each} each is the limit; {remedy}"
 
-    # ------------------------------------------------------------------------------------------------ what would be
+    # ------------------------------------------------------------------------------------------------ the effect of a change
 
     def _wait_s(self, work_s: float, workers: int) -> float:
-        """Return how long the trainer would wait for each batch with so much work in an epoch, and so many workers."""
+        """Return the predicted wait for each batch, in seconds, with ``work_s`` of work in an epoch."""
         each_s = work_s / self.facts.batches
         return max(0.0, each_s / workers - self.step_s) if workers else each_s
 
@@ -197,7 +197,7 @@ class _Parts:
         return wait_s / max(1e-9, wait_s + self.step_s)
 
     def _brings(self, work_s: float, workers: int) -> str:
-        """Return what so much work and so many workers would bring."""
+        """Return the expected effect of this amount of work and number of workers."""
         facts, share = self.facts, self._share_with(work_s, workers)
         faster = facts.seconds / max(1e-9, facts.batches * (self._wait_s(work_s, workers) + self.step_s))
         if share < _SILENT:
@@ -208,11 +208,11 @@ class _Parts:
 
     @property
     def _most_workers(self) -> int:
-        """The most workers that the processors can keep busy."""
+        """The number of workers that keep all CPUs busy."""
         return max(1, int(self.facts.cores / max(0.05, self.wants_processor)))
 
     def _needed_workers(self) -> int:
-        """Return how many workers would keep up with the trainer, as far as the processors allow."""
+        """Return how many workers would keep up with the trainer, as far as there are CPUs for them."""
         if not self.step_s:
             return self._most_workers
         return min(self._most_workers, math.ceil(1.05 * self.work_s / self.facts.batches / self.step_s))
@@ -222,7 +222,7 @@ class _Parts:
         return f"num_workers={needed} {self._brings(self.work_s, needed)}"
 
     def _shares_gil(self) -> bool:
-        """Whether worker threads wait for each other's GIL: it is held when looked at, and all have one processor together."""
+        """Whether worker threads wait for the GIL: most looks find it held; or all threads together use about one CPU."""
         facts = self.facts
         looks, held = facts.counted.sum(LOOKS), facts.counted.sum(HELD)
         is_held = held >= _HELD * looks
@@ -241,7 +241,7 @@ class _Parts:
         idle = self.work_s < _IDLE * self.workers * facts.seconds
         return facts.workers > 1 and idle and load.count > 0 and load.p99_s > _SLOW * load.p50_s
 
-    # ------------------------------------------------------------------------------------------------ what is said
+    # ------------------------------------------------------------------------------------------------ the texts
 
     def _load(self) -> tuple[Limit, str]:
         facts = self.facts
@@ -268,7 +268,7 @@ class _Parts:
         found = facts.misses / max(1, facts.samples)
         left_s = rest_s + self.load_s * min(1.0, missing / found if found else 1.0)
         brings = self._brings(left_s, facts.workers)
-        remedy = f"all samples need {format_size(needed)}; size_limit_gib={_gib(cache.room_bytes)}, all that there is, {brings}"
+        remedy = f"all samples need {format_size(needed)}; size_limit_gib={_gib(cache.room_bytes)}, all that fits, {brings}"
         return "source", f"{each} is the limit; {remedy}{'' if cache.disk else '; disk= keeps the rest on a local disk'}"
 
     def _uncached(self) -> tuple[Limit, str]:
@@ -300,7 +300,7 @@ class _Parts:
     def _gil(self) -> tuple[Limit, str]:
         facts = self.facts
         looks, held = facts.counted.sum(LOOKS), facts.counted.sum(HELD)
-        how = f"hold the GIL {held / looks:.0%} of the time" if looks >= _LOOKS else "wait for each other's GIL"
+        how = f"hold the GIL {held / looks:.0%} of the time" if looks >= _LOOKS else "wait for the GIL"
         what = f"worker threads {how}, so one works at a time"
         return "GIL", f"{what}; worker_method='multiprocessing' would let {facts.workers} work at once"
 
@@ -321,7 +321,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _gib(nbytes: float) -> str:
-    """Return a number of GiB that is enough for so many bytes, with few digits."""
+    """Return ``nbytes`` in GiB, rounded up to two significant digits."""
     gib = nbytes / GIB
     step = 10.0 ** (math.floor(math.log10(gib)) - 1) if gib > 0 else 1.0
     return f"{math.ceil(round(gib / step, 6)) * step:.10g}"
