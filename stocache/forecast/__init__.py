@@ -1,1 +1,1 @@
-"""What a dataset costs to load, and a model that predicts the seconds of an epoch from that."""
+"""The costs of loading a dataset, and a model that predicts the seconds of an epoch from them."""

@@ -31,14 +31,14 @@ _FALLBACK = 8
 
 
 def worker_counts(costs: Costs) -> list[int]:
-    """Return the numbers of workers that are worth a forecast. torch warns of more than there are processors."""
+    """Return the numbers of workers that are worth a forecast. torch warns of more than there are CPUs."""
     most = 0 if costs.stalls else min(costs.cores, _MOST_WORKERS)
     powers = itertools.takewhile(lambda number: number < most, (2**power for power in itertools.count()))
     return list(dict.fromkeys((0, *powers, most)))
 
 
 def limits_gib(costs: Costs, codec: str | None, most_bytes: int) -> list[float]:
-    """Return the values of ``size_limit_gib`` that are worth a forecast, besides 0. At most one holds all samples, the last."""
+    """Return the values of ``size_limit_gib`` that are worth a forecast, besides 0. Only the last may hold all samples."""
     if codec not in costs.ways:
         return []
     needed = costs.ways[codec].nbytes(costs.samples) * _ROOM + MIB
@@ -51,13 +51,13 @@ def limits_gib(costs: Costs, codec: str | None, most_bytes: int) -> list[float]:
 
 
 def round_up(gib: float) -> float:
-    """Return at least that many GiB, with three digits."""
+    """Return ``gib`` rounded up to three significant digits."""
     unit = 10.0 ** (math.floor(math.log10(gib)) - 2) if gib > 0 else 1.0
     return float(f"{math.ceil(gib / unit - 1e-9) * unit:.3g}")
 
 
 def round_down(gib: float) -> float:
-    """Return at most that many GiB, with three digits."""
+    """Return ``gib`` rounded down to three significant digits."""
     unit = 10.0 ** (math.floor(math.log10(gib)) - 2) if gib > 0 else 1.0
     return float(f"{math.floor(gib / unit + 1e-9) * unit:.3g}")
 
@@ -115,9 +115,9 @@ def choose_workers(
 ) -> int:
     """Return the number of workers for a loader, for ``num_workers="auto"``, and log why.
 
-    The fewest with which an epoch is predicted to be as fast as it can be, if the training step took no time; not more than
-    there are processors. The cost of samples and batches is measured for up to 10 s. An iterable dataset gets 0 workers,
-    because each would yield all samples. What cannot be measured gets as many as there are processors, at most 8.
+    It is the smallest number with which an epoch is predicted to be as fast as it can be if the training step takes no time;
+    never more than there are CPUs. The costs of samples and batches are measured for up to 10 s. An iterable dataset gets 0
+    workers, because each would yield all samples. A dataset that cannot be measured gets one for each CPU, at most 8.
     """
     workers, reason = _choose(dataset, batch_size, collate_fn, make_loader)
     logger.info("num_workers='auto' chooses %d: %s", workers, reason)
@@ -135,7 +135,7 @@ def _choose(
     cached = dataset if isinstance(dataset, CachedDataset) else None
     source = dataset if cached is None else cached.dataset
     if _holds_cache(source):
-        return fallback, "the dataset is a part of a CachedDataset, which is not measured"
+        return fallback, "the dataset wraps a CachedDataset, which is not measured"
     codec: str | None = None
     if cached is not None and isinstance(cached.cache, RaggedCache):
         codec = cached.cache.codec
@@ -152,12 +152,12 @@ def _choose(
             transform=None if cached is None else cached.after_cache,
             passes=1,
         )
-    except Exception as error:  # of a sample: the user hears of it when it is wanted
+    except Exception as error:  # of a sample: it is raised again when the sample is requested
         return fallback, f"samples cannot be measured ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     limit = 0 if cached is None else cached.cache.stats().capacity_bytes
     codec = codec if codec in costs.ways else None
     forecasts = [predict(costs, Setting(limit, workers, codec, batch_size)) for workers in worker_counts(costs)]
-    share = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)  # ranks of torchrun share the processors
+    share = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)  # ranks of torchrun share the CPUs
     if share > 1:
         forecasts = [each for each in forecasts if each.setting.workers <= max(1, cores // share)]
     best = rank(forecasts, 1)[0]
@@ -181,6 +181,6 @@ def _holds_cache(dataset: Any) -> bool:
 def check_length(dataset: Any) -> None:
     """Raise DatasetError if a dataset has no samples, or is a `CachedDataset`."""
     if _holds_cache(dataset):
-        raise DatasetError("the dataset is, or is a part of, a CachedDataset. Give the dataset in it.")
+        raise DatasetError("the dataset is, or wraps, a CachedDataset. Pass the dataset inside it.")
     if not len(dataset):
         raise DatasetError(f"{type(dataset).__name__} has length 0. There is nothing to measure.")

@@ -1,21 +1,25 @@
-"""The measured parts of an epoch: what samples and batches cost on this machine."""
+"""The measured parts of an epoch: the costs of samples and batches on this machine.
+
+A *load* makes one sample from the dataset. A *way* is the path of samples into batches: from the cache, with a codec or without
+one; or from the dataset (`UNCACHED`).
+"""
 
 import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 UNCACHED = "uncached"
-"""The way of a sample that is loaded and not cached: all that a batch costs besides loading."""
+"""The way of samples that are not cached. Its costs are those of batches without the loads."""
 
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """What batches cost with a number of workers: a part for each sample, and a part for each batch.
+    """The costs of batches with a number of workers: a part for each sample, and a part for each batch.
 
     Attributes:
-        sample_s, batch_s: seconds of processor time in the worker; without workers, in the main process.
-        main_sample_s, main_batch_s: seconds of processor time in the main process; 0 without workers.
-        start_s, start_sample_s: seconds that an epoch takes beyond the model, with workers that are kept.
+        sample_s, batch_s: CPU seconds of the worker; without workers, of the main process.
+        main_sample_s, main_batch_s: CPU seconds of the main process; 0 without workers.
+        start_s, start_sample_s: seconds that an epoch takes beyond the model, with persistent workers.
         wake_s: seconds for which a worker waits for each batch.
 
     A batch of n samples costs ``batch_s + n * sample_s``. ``batch_s`` may be negative: samples of large batches cost more.
@@ -31,19 +35,19 @@ class BatchCosts:
     wake_s: float = 0.0
 
     def start_of(self, batch_size: int) -> float:
-        """Return the seconds that an epoch of batches of that size takes beyond the model."""
+        """Return the seconds that an epoch takes beyond the model, with this batch size."""
         return self.start_s + batch_size * self.start_sample_s
 
 
 @dataclass(frozen=True)
 class WayCosts:
-    """What it costs to get samples into batches in one way: from the cache, with a codec or without; or from the dataset.
+    """The costs of one way.
 
     Attributes:
-        by_workers: the costs by the number of workers; 0 for none.
+        by_workers: the costs of batches, by the number of workers.
         sample_bytes: bytes of a sample in the cache.
-        extra_bytes: bytes that the cache takes besides for each sample of the dataset.
-        fill_s: seconds of processor time to put one sample into the cache.
+        extra_bytes: further bytes of the cache for each sample of the dataset.
+        fill_s: CPU seconds to put one sample into the cache.
     """
 
     by_workers: Mapping[int, BatchCosts]
@@ -52,11 +56,11 @@ class WayCosts:
     fill_s: float = 0.0
 
     def at(self, workers: int) -> BatchCosts:
-        """Return the costs for a number of workers: between those that were measured; beyond them, those of the most."""
+        """Return the costs for a number of workers: interpolated between measured ones; beyond them, those of the nearest."""
         return _between(self.by_workers, workers)
 
     def nbytes(self, samples: int) -> float:
-        """Return the bytes of a cache for that many samples."""
+        """Return the bytes of a cache for ``samples`` samples."""
         return samples * (self.sample_bytes + self.extra_bytes)
 
 
@@ -75,25 +79,25 @@ def _between(by_workers: Mapping[int, BatchCosts], workers: int) -> BatchCosts:
 
 @dataclass(frozen=True)
 class Costs:
-    """All that was measured of a dataset on a machine.
+    """The measured costs of a dataset on a machine.
 
     Attributes:
         samples: samples of the dataset.
-        cores: processors that this process may use.
+        cores: CPUs that this process may use.
         loads_s: seconds of each load that was timed: of a sample that was loaded before, with one process at work.
-        cpu_share: the share of that time for which the process had a processor; for the rest it waited.
-        busy_ratio: processor time of a load while all processors load, to that of a load alone.
-        cold_ratio: time of the first load of a sample to that of a later one.
+        cpu_share: the share of that time for which the process was on a CPU; for the rest it waited.
+        busy_ratio: CPU time of a load while all CPUs load, divided by that of a load alone.
+        cold_ratio: time of the first load of a sample, divided by that of a later one.
         batch_sizes: the smallest and the largest that were measured.
         ways: the costs of batches: `UNCACHED`, and by codec, of which None is the cache without a codec.
         batch_bytes: bytes of one sample in a batch.
         worker_start_s: seconds to start one worker.
         thread_speed_up: samples that two threads make in the time of one; None if it was not measured.
         gil_share: the share of its time for which a thread that loads holds the GIL.
-        timed: samples that were loaded to find this out.
+        timed: number of loads that were timed.
         has_transform: whether transforms of the dataset run after the cache. They are part of each way.
         took_s: seconds that measuring took.
-        missing: what could not be measured, a sentence each.
+        missing: the measurements that failed, and why; a sentence each.
         stalls: whether forked workers would stall.
     """
 
@@ -121,6 +125,6 @@ class Costs:
         return sum(self.loads_s) / len(self.loads_s)
 
     def contention(self, workers: int) -> float:
-        """Return the processor time of a load while that many workers load, to that of a load alone."""
+        """Return the CPU time of a load while ``workers`` workers load, divided by that of a load alone."""
         others = max(1, self.cores - 1)
         return 1 + (self.busy_ratio - 1) * min(max(workers, 1) - 1, others) / others

@@ -24,15 +24,15 @@ from stocache.system.waiting import cpu_seconds
 MakeLoader = Callable[..., Any]
 """Makes a DataLoader from a dataset and the arguments of torch's DataLoader."""
 
-CACHE_BYTES = 160 * MIB  # of a cache to measure: more than the caches of a processor hold
+CACHE_BYTES = 160 * MIB  # of a cache to measure: more than the CPU caches hold
 _FILL_S = 0.8  # to fill one
 _ROUND_S, _ROUNDS = 0.1, 3  # at least, for the epochs of one setting
-_WARM_UP, _WARM_UP_S = 2, 0.2  # epochs that are not timed, at least; and for so long at most, more of them with more workers
-_CHUNK = 32  # samples that are filled at once
+_WARM_UP, _WARM_UP_S = 2, 0.2  # epochs that are not timed; and seconds, up to which there are 3 more for each worker
+_CHUNK = 32  # samples that are put into a cache together
 
 
 class Cached(NamedTuple):
-    """The samples of a way in memory, as they were put there. ``way`` is a codec, or None, or `UNCACHED`."""
+    """The samples of one way in memory, and the costs of filling. ``way`` is a codec, None or `UNCACHED`."""
 
     way: str | None
     samples: int
@@ -43,12 +43,12 @@ class Cached(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Epochs of one setting: medians of their seconds, and mean processor seconds of an epoch.
+    """Epochs of one setting: the median of their seconds, and the mean CPU seconds of an epoch.
 
     Attributes:
-        begin_s: seconds from asking for the first epoch to its first batch.
-        main_s: processor seconds of the main process in an epoch.
-        workers_s: processor seconds of all workers in an epoch.
+        begin_s: seconds from the start of the first epoch to its first batch.
+        main_s: CPU seconds of the main process in an epoch.
+        workers_s: CPU seconds of all workers in an epoch.
     """
 
     way: str | None
@@ -75,18 +75,18 @@ class Skipped(NamedTuple):
 
 @dataclass(frozen=True)
 class Trials:
-    """Which epochs to run.
+    """The epochs to run.
 
     Attributes:
         ways: codecs, None for the cache without one, and `UNCACHED`.
         workers: numbers of workers, the most important first.
         batch_sizes: two sizes, or one.
-        most: samples of an epoch.
+        most: the largest number of samples of an epoch.
         cache_bytes: of each cache.
         make_loader: makes the loader.
         collate_fn: the collate function of the user; None for torch's, or for lists where that does not work.
         passes: how often all epochs are run.
-        until: of `time.monotonic`: no more epochs begin then.
+        until: the time, of `time.monotonic`, from which no more epochs begin.
         allow_pickle: as for `CachedDataset`.
     """
 
@@ -103,7 +103,7 @@ class Trials:
 
 
 class _Repeated(Dataset[Any]):
-    """Some samples, as often as it takes."""
+    """A dataset that repeats some samples up to ``length``."""
 
     def __init__(self, samples: Sequence[Any], length: int) -> None:
         self._samples, self._length = samples, length
@@ -116,11 +116,11 @@ class _Repeated(Dataset[Any]):
 
 
 def run_epochs(samples: Sequence[Any], finish: Callable[[Any], Any] | None, trials: Trials) -> Iterator[Cached | Run | Skipped]:
-    """Yield what epochs over ``samples`` cost. ``finish`` is called with each sample after the cache.
+    """Yield the costs of epochs over ``samples``. ``finish`` is called with each sample after the cache.
 
-    All epochs are run, and then all again: another program that is busy for a moment spoils one of the two at most.
+    In each pass all epochs are run once: another program that is busy for a moment disturbs an epoch in one pass only.
     """
-    torch_worker._worker_info = None  # a child plays the main process: in a worker, torch stacks into shared memory
+    torch_worker._worker_info = None  # this child stands for the main process: in a worker, torch stacks into shared memory
     with ExitStack() as stack:
         datasets: list[tuple[str | None, CachedDataset, Callable[[list[Any]], Any]]] = []
         for way in trials.ways:
@@ -148,7 +148,7 @@ def run_epochs(samples: Sequence[Any], finish: Callable[[Any], Any] | None, tria
 def _prepare(
     way: str | None, samples: Sequence[Any], finish: Callable[[Any], Any] | None, trials: Trials
 ) -> tuple[CachedDataset, Cached, Callable[[list[Any]], Any]]:
-    """Return a dataset for a way, with its cache filled, what that cost, and the collate function."""
+    """Return a dataset for a way, with its cache filled, the costs of filling it, and the collate function."""
     about, least = max(1, nbytes_of(samples[0])), 2 * max(trials.batch_sizes)
     length = max(least, min(trials.most, trials.cache_bytes // about))
     limit = 0 if way == UNCACHED else 4 * trials.cache_bytes + 2 * length * about
@@ -173,14 +173,14 @@ def _cached(
 
 
 def _length_for(dataset: CachedDataset, samples: Sequence[Any]) -> int:
-    """Return how many samples can be put into a cache in the time for that."""
+    """Return how many samples can be put into a cache in `_FILL_S`."""
     count = min(16, len(dataset))
     took_s = _fill(dataset, samples, range(count)) / max(1, count)
     return int(_FILL_S / max(took_s, 1e-9))
 
 
 def _fill(dataset: CachedDataset, samples: Sequence[Any], indices: range) -> float:
-    """Put samples into the cache. Return the processor seconds."""
+    """Put samples into the cache. Return the CPU seconds."""
     cpu_s, count = time.process_time(), len(samples)
     for start in range(0, len(indices), _CHUNK):
         some = list(indices[start : start + _CHUNK])
@@ -239,7 +239,7 @@ def _end(loader: Any, workers: int) -> None:
 
 
 def nbytes_of(value: Any) -> int:
-    """Return about how many bytes the values in a sample or a batch take."""
+    """Return the approximate number of bytes of the values in a sample or a batch."""
     leaves = torch.utils._pytree.tree_leaves(value)
     return sum(leaf.nbytes if isinstance(leaf, Tensor) or hasattr(leaf, "nbytes") else _plain_bytes(leaf) for leaf in leaves)
 

@@ -13,13 +13,13 @@ LoadMany = Callable[[list[int]], Iterable[Any]]
 
 
 class Loads(NamedTuple):
-    """Some loads.
+    """The times of some loads.
 
     Attributes:
         indices: the samples.
         first_s: the seconds of each, when it was loaded first; empty if that was not timed.
         again_s: the seconds of each, when it was loaded again; empty if there was no time for that.
-        cpu_s: processor seconds of all of ``again_s``; without them, of ``first_s``.
+        cpu_s: CPU seconds of all of ``again_s``; without them, of ``first_s``.
     """
 
     indices: tuple[int, ...]
@@ -31,13 +31,13 @@ class Loads(NamedTuple):
 def time_loads(
     load_many: LoadMany, indices: Sequence[int], group: int, budget_s: float, keep: Callable[[Any], None]
 ) -> Iterator[Loads]:
-    """Load samples, and again, for ``budget_s``; at least one. Yield the loads of some samples together.
+    """Load each sample twice, for ``budget_s``; at least one sample once. Yield the loads of some samples together.
 
     Args:
         group: samples for each call of ``load_many``.
         keep: called with each sample.
 
-    A sample is loaded again after up to 31 others, as in an epoch, where it is not in the caches of the processor.
+    A sample is loaded again after up to 31 others, as in an epoch, where it is not in the CPU caches.
     """
     began, most, left, longest_s = time.perf_counter(), 1, iter(indices), 0.0
     while part := tuple(islice(left, most * group)):
@@ -60,7 +60,7 @@ def time_loads(
 
 
 def time_busy_loads(load_many: LoadMany, parts: Sequence[Sequence[int]], group: int, budget_s: float) -> Iterator[Loads]:
-    """Load samples that other processes load parts of at the same time, for ``budget_s``. Yield one item for each part.
+    """Load ``parts`` for ``budget_s``, while other processes load other samples. Yield one item for each part.
 
     The first loads are not timed: a process that was forked copies what it writes to.
     """
@@ -94,7 +94,7 @@ def _forget(sample: Any) -> None:
 
 
 def _time(load_many: LoadMany, indices: Sequence[int]) -> tuple[tuple[float, ...], list[Any]]:
-    """Return the seconds of each load, and the samples. What one call loads together takes the same time each."""
+    """Return the seconds of each load, and the samples. The time of a call is divided evenly among its samples."""
     began = time.perf_counter()
     samples = list(load_many(list(indices)))
     each_s = (time.perf_counter() - began) / len(indices)

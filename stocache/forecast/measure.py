@@ -1,11 +1,11 @@
-"""Measure what samples and batches of a dataset cost here, in child processes, within a limited time.
+"""Measure the costs of samples and batches of a dataset on this machine, in child processes, within a time limit.
 
-NOTE [ What is measured ]
-    Samples are loaded by one process, each twice: the second time files are in the page cache. Then as many processes as there
-    are processors load the same samples and more, because shared caches and memory make all of them slower. Samples that were
-    loaded fill small caches, one without a codec and one for each codec. The real loader runs a few short epochs over these,
-    and over samples that are not cached. The processor time of the workers and of the main process is read from Linux, so what
-    other programs take does not count. Two batch sizes tell what a sample costs and what a batch costs.
+NOTE [ Measurements ]
+    One process loads samples, each twice: the second time, their files are in the page cache. Then one process for each CPU, at
+    most `_MOST_WORKERS`, loads the same samples and more, because shared CPU caches and memory make all of them slower. Samples
+    that were loaded fill small caches, one without a codec and one for each codec. The real loader runs a few short epochs over
+    these, and over samples that are not cached. The CPU time of the workers and of the main process is read from Linux, so the
+    time of other programs does not count. From two batch sizes follow the cost of a sample and the cost of a batch.
 
     The epochs of a setting are not measured but predicted from these (model.py).
 """
@@ -40,7 +40,7 @@ logger = logging.getLogger("stocache")
 
 _ALONE_S, _BUSY_S = 1.5, 2.0  # for loads, where they are fast
 _FIRST_SHARE, _ALONE_SHARE, _EPOCHS_SHARE = 0.5, 0.35, 0.8  # of the time that is left, at most
-_SPLIT_LOADS = 80  # loads that it takes to find out where to split transforms
+_SPLIT_LOADS = 80  # loads for finding out where to split transforms
 _KEPT, _KEPT_BYTES = 256, 96 * MIB  # samples that are kept to fill caches
 _MOST_ORDERED = 200_000  # indices
 _MOST = 8192  # samples of a short epoch
@@ -50,7 +50,7 @@ _SPARE_S = 1.0  # to end all processes
 
 @dataclass
 class _Found:
-    """What the children have sent."""
+    """The items that the children have sent."""
 
     loads: list[Loads] = field(default_factory=list)
     busy: list[Loads] = field(default_factory=list)
@@ -60,7 +60,7 @@ class _Found:
 
 
 def count_cores() -> int:
-    """Return the processors that this process may use."""
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -77,25 +77,26 @@ def measure(
     passes: int = 2,
     on_progress: Callable[[float, str], None] = lambda seconds, what: None,
 ) -> Costs:
-    """Return what samples and batches of a map-style dataset cost; see NOTE [ What is measured ].
+    """Return the costs of samples and batches of a map-style dataset; see NOTE [ Measurements ].
 
     Args:
-        batch_sizes: of the settings that are to be predicted.
+        batch_sizes: those of the settings to predict.
         make_loader: makes a DataLoader from the arguments of torch's.
         time_limit_s: seconds after which it ends. The fewer samples it could load by then, the less exact are the costs.
         codecs: the ways to cache that are of interest; those whose package is not installed are left out.
         collate_fn: makes the batches; None for torch's function, or for lists where that does not take the samples.
         transform: called with each sample after the cache, as `CachedDataset` does.
         allow_pickle: as for `CachedDataset`.
-        passes: how often epochs are run; in the second pass they are less likely to meet what disturbs the first.
-        on_progress: called with the seconds so far and with what is measured now.
+        passes: how often epochs are run; a disturbance of one pass is unlikely to be in the others, too.
+        on_progress: called with the seconds so far, and the name of the measurement that begins.
 
     Raises:
         DatasetError: no sample was loaded in time.
         WorkerError: a child process died.
         Exception: the error of the first sample that cannot be loaded.
 
-    The dataset, and the random generators of this process, stay as they are: all of it happens in child processes.
+    The dataset, and the random generators of this process, stay as they are: child processes load the samples; or if these
+    would stall, this process does, with copies (NOTE [ Loading in this process ]).
     """
     options = _Options(
         tuple(batch_sizes), make_loader, time_limit_s, tuple(codecs), collate_fn, transform, allow_pickle, passes, on_progress
@@ -142,7 +143,7 @@ class _Study:
         first = self._load_first()
         self._plan_split(first.first_s[0])
         self._measure_here(first.first_s[0])
-        self._report("loading samples with all processors")
+        self._report("loading samples with all CPUs")
         self._measure_busy()
         costs = self._assemble(first)
         self._report("done")
@@ -213,7 +214,7 @@ class _Study:
         budget_s = min(_BUSY_S + 2 * self._group * mean_s, self._left_s * 0.9)
         if processes < 2 or not alone or budget_s < 2 * self._group * mean_s:
             if processes > 1:
-                found.missing.append("loads with all processors were not timed; they are taken to cost as much as alone")
+                found.missing.append("loads with all CPUs were not timed; they are assumed to cost as much as alone")
             return
         rest = self._order[len(alone) :]
         jobs = [
@@ -224,7 +225,7 @@ class _Study:
             with contextlib.closing(in_children(jobs, self._dataset, max(0.5, self._left_s))) as items:
                 found.busy += items
         except (ChildError, WorkerError) as error:
-            found.missing.append(f"loads with all processors were not timed: {error}")
+            found.missing.append(f"loads with all CPUs were not timed: {error}")
 
     # ------------------------------------------------------------------------------------------------ in a child
 
@@ -306,7 +307,7 @@ class _Study:
         )
 
     def _with_busy(self, alone_s: list[float], alone_cpu_s: float) -> tuple[list[float], float]:
-        """Return the seconds of all loads as they would be alone, and how much more processor time a load takes when busy."""
+        """Return the seconds of all loads as they would be alone, and the `Costs.busy_ratio`."""
         known = set(self._order[: len(alone_s)])
         same = [loads for loads in self._found.busy if loads.indices and loads.indices[0] in known]
         others = [loads for loads in self._found.busy if loads.indices and loads.indices[0] not in known]
@@ -329,7 +330,7 @@ class _Study:
                 ways[way] = WayCosts(by_workers, cached.sample_bytes, cached.extra_bytes, cached.fill_s)
         if UNCACHED not in ways:
             ways[UNCACHED] = WayCosts({0: BatchCosts(0, 0), 1: BatchCosts(0, 0)})
-            found.missing.append("batches could not be timed; they are taken to cost nothing")
+            found.missing.append("batches could not be timed; they are assumed to cost nothing")
         return ways
 
 
@@ -338,7 +339,7 @@ def _quiet() -> Iterator[None]:
     """Log errors only, and warn of nothing."""
     level = logger.level
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than processors, which is wanted
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than CPUs, which is wanted
         logger.setLevel(logging.ERROR)
         try:
             yield
@@ -364,7 +365,7 @@ def _mean_s(loads: Sequence[Loads]) -> float:
 
 
 def _alone(by_workers: Mapping[int, BatchCosts]) -> BatchCosts:
-    """Return about what batches cost without workers, if only those with workers were measured."""
+    """Return approximate costs of batches without workers, if only those with workers were measured."""
     costs = by_workers[min(by_workers)]
     return BatchCosts(costs.sample_s, costs.batch_s)
 
@@ -381,7 +382,7 @@ def fit_costs(runs: Sequence[Run], cores: int) -> dict[tuple[str | None, int], B
             with_workers[key] = own
         else:
             costs[key] = BatchCosts(*main)
-    # what a batch takes beyond the model is alike for all ways, and too small to be told from one of them
+    # the time of a batch beyond the model is alike for all ways, and too small to be measured with one of them
     slopes = [(key[1], _slope(own, costs[key], cores)) for key, own in with_workers.items() if len(own) > 1]
     for key, own in with_workers.items():
         alike = [slope for workers, slope in slopes if workers == key[1]]
@@ -420,7 +421,7 @@ def _slope(runs: Sequence[Run], costs: BatchCosts, cores: int) -> float:
 def _line(runs: Sequence[Run], seconds: Sequence[float]) -> tuple[float, float]:
     """Return the seconds of a sample and of a batch; all of them of the sample, if one batch size was measured.
 
-    Those of a batch may be negative: samples of large batches cost more, because they do not stay in the processor's caches.
+    Those of a batch may be negative: samples of large batches cost more, because they do not stay in the CPU caches.
     """
     each_s = {run.batch_size: took_s / run.batches for run, took_s in zip(runs, seconds, strict=True)}
     small, large = min(each_s), max(each_s)

@@ -1,15 +1,15 @@
-"""Predict the seconds of an epoch for a setting, from measured costs. Nothing is read, timed or drawn here.
+"""Predict the seconds of an epoch for a setting, from measured costs. The result depends on the arguments only.
 
 NOTE [ An epoch as events ]
-    An epoch is played batch by batch. Worker w makes the batches w, w + W, w + 2 W, ... of W workers, as torch's DataLoader
+    An epoch is simulated batch by batch. Worker w makes the batches w, w + W, w + 2 W, ... of W workers, as torch's DataLoader
     gives them out, and has at most ``prefetch_factor`` of them that the main process has not taken. Batches come in order: the
-    main process takes a batch, hands out the next one, and then does its step. What runs at the same time shares the processors
-    evenly. A worker that waits for a disk or a server needs a processor only for a part of its time. The step is thought to be
-    one of a GPU, which leaves the processors free.
+    main process takes a batch, hands out the next one, and then does its step. Processes that run at the same time share the
+    CPUs evenly. A worker that waits for a disk or a server needs a CPU only for a part of its time. The training step is
+    assumed to run on a GPU and use no CPU time.
 
-    Of a long epoch only the first batches are played; it goes on at the rate of the second half of them. A short one is played
-    several times, and the mean counts. The loads of a batch are drawn from the measured ones, always the same for the same
-    costs, and their sum is that of as many mean loads.
+    Of a long epoch only the first batches are simulated; it goes on at the rate of the second half of them. A short one is
+    simulated several times, and the mean is taken. The loads of batches are drawn from the measured ones with a fixed seed, and
+    rescaled to their mean.
 """
 
 import math
@@ -27,7 +27,7 @@ _Counts: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 _Seconds: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
 _PLAYED = 160  # batches, and at least four of each worker
-_EPOCHS = 8  # that are played at most, if they are short: which worker gets the slow batches matters then
+_EPOCHS = 8  # that are simulated at most, if they are short: which worker gets the slow batches matters then
 _TINY_S = 1e-12
 
 
@@ -36,7 +36,7 @@ class Setting:
     """One way to load a dataset.
 
     Attributes:
-        limit_bytes: of the cache; 0 without.
+        limit_bytes: of the cache; 0 without one.
         workers: of the DataLoader.
         codec: of the cache.
         batch_size: samples in a batch.
@@ -52,7 +52,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a setting is predicted to do.
+    """The predicted epochs of a setting.
 
     Attributes:
         setting: the setting.
@@ -60,7 +60,7 @@ class Forecast:
         epoch_s: seconds of a later epoch.
         first_epoch_s: seconds of the first epoch, which starts the workers and fills the cache.
         wait_share: the share of a later epoch for which the training loop waits for batches.
-        memory_bytes: memory of the cache and of the batches on their way.
+        memory_bytes: memory of the cache and of the batches in flight.
     """
 
     setting: Setting
@@ -72,7 +72,7 @@ class Forecast:
 
 
 def cached_share(costs: Costs, limit_bytes: int, codec: str | None) -> float:
-    """Return the share of the samples that a cache of that size holds."""
+    """Return the share of the samples that a cache of ``limit_bytes`` holds."""
     if codec not in costs.ways:
         return 0.0
     way = costs.ways[codec]
@@ -83,7 +83,7 @@ def cached_share(costs: Costs, limit_bytes: int, codec: str | None) -> float:
 
 
 def predict(costs: Costs, setting: Setting, step_s: float = 0.0) -> Forecast:
-    """Return what a setting is predicted to do, with a training step of ``step_s`` seconds for each batch."""
+    """Return the forecast of a setting, with a training step of ``step_s`` seconds for each batch."""
     share = cached_share(costs, setting.limit_bytes, setting.codec) if setting.limit_bytes else 0.0
     epoch_s, waited_s = _epoch(costs, setting, share, step_s, cold=False)
     first_s, _ = _epoch(costs, setting, share, step_s, cold=True)
@@ -165,7 +165,7 @@ def _spread(drawn: _Counts, sizes: _Counts, share: float) -> _Counts:
 
 
 def _draw(rng: np.random.Generator, loads_s: Sequence[float], counts: _Counts) -> _Seconds:
-    """Return the seconds of so many loads each, drawn from the measured ones, with the mean of these."""
+    """Return for each batch the sum of ``counts[i]`` load times, drawn from the measured ones and rescaled to their mean."""
     total = int(counts.sum())
     known: _Seconds = np.asarray(loads_s, np.float64)
     if not total:
@@ -188,12 +188,12 @@ def play(
     cores: int,
     prefetch_factor: int = PREFETCH,
 ) -> list[float]:
-    """Return when the main process has done with each batch; see NOTE [ An epoch as events ].
+    """Return the time at which the main process has finished each batch; see NOTE [ An epoch as events ].
 
     Args:
-        cpu_s, wait_s: for each batch, the seconds for which its worker needs a processor, and those for which it waits.
-        main_s: for each batch, the seconds for which the main process needs a processor to take it.
-        step_s: seconds of the step after each batch, which needs no processor.
+        cpu_s, wait_s: for each batch, the CPU seconds of its worker, and the seconds for which it waits.
+        main_s: for each batch, the CPU seconds of the main process to take it.
+        step_s: seconds of the step after each batch, which uses no CPU time.
     """
     cpu, wait, main = (list(map(float, each)) for each in (cpu_s, wait_s, main_s))
     count, now, ends = len(cpu), 0.0, list[float]()

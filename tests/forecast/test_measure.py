@@ -1,4 +1,4 @@
-"""What is measured of loads, and the costs that are fitted to runs; the clock, the children and the runs are made up."""
+"""The measured loads, and the costs that are fitted to runs; the clock, the children and the runs are made up."""
 
 import itertools
 import logging
@@ -19,7 +19,7 @@ from stocache.system.children import ChildError
 
 
 class Clock:
-    """Stands for the module `time`: it goes on while a sample is loaded, and for half of that a processor is used."""
+    """Stands for the module `time`: it goes on while a sample is loaded, and for half of that a CPU is used."""
 
     now = 0.0
     perf_counter = monotonic = lambda self: self.now
@@ -89,7 +89,7 @@ def run_of(way, workers, size, epoch_s, main_s, workers_s):
 
 
 def measured(monkeypatch, dataset, time_limit_s, runs=()):
-    """Measure in this process, with 2 processors, and with made-up epochs."""
+    """Measure in this process, with 2 CPUs, and with made-up epochs."""
 
     def in_children(jobs, dataset, patience_s=None):
         level = logging.getLogger("stocache").level
@@ -105,7 +105,7 @@ def measured(monkeypatch, dataset, time_limit_s, runs=()):
         yield from runs
 
     def progress(seconds, what):
-        if "all processors" in what:
+        if "all CPUs" in what:
             dataset.cost_s *= 1.5
             dataset.seen.update(range(len(dataset)))
 
@@ -120,7 +120,7 @@ def test_costs_hold_what_the_children_have_measured(clock, monkeypatch):
     runs = [run_of(way, workers, 8, 1.0, 0.04, 0.4) for way in (None, UNCACHED) for workers in (0, 2)]
     costs = measured(monkeypatch, Slow(clock, 70, 0.01), 60, runs)
     assert (costs.samples, costs.cores, costs.batch_sizes, costs.batch_bytes) == (70, 2, (2, 8), 64.0)
-    assert costs.loads_s == pytest.approx((0.01,) * costs.timed)  # also of those that were loaded with all processors only
+    assert costs.loads_s == pytest.approx((0.01,) * costs.timed)  # also of those that were loaded with all CPUs only
     assert 1.5 / 0.03 < costs.timed <= 70
     assert (costs.cpu_share, costs.busy_ratio, costs.worker_start_s) == pytest.approx((0.5, 1.5, 0.2))
     assert costs.cold_ratio == pytest.approx(2, rel=0.05)
@@ -139,8 +139,8 @@ def test_slow_samples_leave_time_for_few_and_none_in_time_is_an_error(clock, mon
     assert [text.partition(":")[0] for text in costs.missing] == [
         "samples are too slow to find out whether transforms can run after the cache",
         "codec='zstd' is left out",
-        "loads with all processors were not timed; they are taken to cost as much as alone",
-        "batches could not be timed; they are taken to cost nothing",
+        "loads with all CPUs were not timed; they are assumed to cost as much as alone",
+        "batches could not be timed; they are assumed to cost nothing",
     ]
     assert predict(costs, Setting(0, 0, None, 8)).epoch_s == pytest.approx(1000)
 

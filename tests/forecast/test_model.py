@@ -30,10 +30,10 @@ def seconds(costs, step_s=0.0, limit=0, workers=0, batch=10):
 @pytest.mark.parametrize(("cpu_s", "wait_s", "main_s", "step_s", "workers", "cores", "ends"), [
     ([1] * 5, 0, 0, 0, 1, 4, [1, 2, 3, 4, 5]),  # one batch after another
     ([1] * 6, 0, 0, 0, 2, 2, [1, 1, 2, 2, 3, 3]),
-    ([1] * 8, 0, 0, 0, 4, 2, [2, 2, 2, 2, 4, 4, 4, 4]),  # more workers than processors are not faster
-    ([0] * 8, 1, 0, 0, 4, 1, [1, 1, 1, 1, 2, 2, 2, 2]),  # what waits needs no processor
+    ([1] * 8, 0, 0, 0, 4, 2, [2, 2, 2, 2, 4, 4, 4, 4]),  # more workers than CPUs are not faster
+    ([0] * 8, 1, 0, 0, 4, 1, [1, 1, 1, 1, 2, 2, 2, 2]),  # what waits needs no CPU
     ([1] * 5, 0, 0, 3, 1, 2, [4, 7, 10, 13, 16]),  # a long step hides the batches
-    ([1] * 3, 0, 1, 0, 1, 1, [3, 5, 6]),  # the main process needs a processor, too
+    ([1] * 3, 0, 1, 0, 1, 1, [3, 5, 6]),  # the main process needs a CPU, too
     ([10, 1, 1, 1], 0, 0, 0, 2, 2, [10, 10, 11, 11]),  # a slow batch delays those behind it
     ([1] * 20, 0, 0, 5, 1, 1, [1 + 5 * number for number in range(1, 21)]),  # a worker stops if no batch is taken
 ])  # fmt: skip
