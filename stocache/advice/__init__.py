@@ -1,1 +1,1 @@
-"""Which settings to use for a dataset on this machine."""
+"""Recommend settings of the cache and the loader for a dataset on this machine."""

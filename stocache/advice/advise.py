@@ -34,7 +34,7 @@ class Advised:
     """One recommended setting.
 
     Attributes:
-        forecast: what it is predicted to do; ``forecast.setting`` is the setting.
+        forecast: its predicted epochs; ``forecast.setting`` is the setting.
         size_limit_gib: for `CachedDataset`; 0 for no cache.
         code: the line of code that uses it.
     """
@@ -50,9 +50,9 @@ class Advice:
 
     Attributes:
         settings: the best settings, the best first; at most five.
-        costs: what was measured.
+        costs: the measured costs.
         step_ms: of the training step that was assumed, for a batch of ``batch_size``.
-        batch_size: the first batch size that was asked about.
+        batch_size: the first of the batch sizes that were passed.
         memory_bytes: the largest cache that the machine can give.
         name: the class of the dataset.
     """
@@ -70,7 +70,7 @@ class Advice:
         return self.settings[0]
 
     def predict(self, setting: Setting) -> Forecast:
-        """Return what any setting is predicted to do."""
+        """Return the forecast of any setting."""
         return predict(self.costs, setting, _step_s(self.step_ms, setting.batch_size, self.batch_size))
 
     def __str__(self) -> str:
@@ -92,15 +92,15 @@ def advise(
 
         print(stocache.advise(dataset, step_ms=40, batch_size=256))
 
-    It measures what samples and batches cost, predicts an epoch for each setting, and ranks the settings by that. Of settings
+    It measures the costs of samples and batches, predicts an epoch for each setting, and ranks the settings by that. Of those
     whose predicted times differ by less than 2 %, the cheaper is the better: without a codec, with fewer workers, with less
-    memory. Settings that the machine has not the memory for are not proposed.
+    memory. Settings that do not fit in memory are not proposed.
 
     Args:
         dataset: as for `CachedDataset`.
-        step_ms: milliseconds of a training step. It is taken to leave the processors free, as one on a GPU does.
-        batch_size: samples in a batch; or several sizes to choose among. ``step_ms`` is that of the first; that of another is
-            in proportion to it.
+        step_ms: milliseconds of a training step. It is assumed to run on a GPU and use no CPU time.
+        batch_size: samples in a batch; or several sizes to choose among. ``step_ms`` belongs to the first; for
+            the others it is scaled in proportion.
         time_limit_s: seconds after which it ends; 10 to 25 s are usual. Slow samples leave less time, and the report says on
             how many samples it rests.
         collate_fn: as for the DataLoader; None for torch's, or for lists where that does not take the samples.
@@ -113,8 +113,8 @@ def advise(
         WorkerError: a process that loaded samples died.
         Exception: the error of a sample that cannot be loaded.
 
-    All samples are loaded in child processes, which end with the call: the dataset object and the random generators of this
-    process stay as they are.
+    Child processes, which end with the call, load the samples; or if these would stall, this process does, with copies. So the
+    dataset object and the random generators of this process stay as they are.
     """
     began = time.monotonic()
     step_ms, sizes = _check_step(step_ms), _check_sizes(batch_size)
@@ -206,10 +206,10 @@ def _describe(advice: Advice) -> list[str]:
     first = f", the first time {costs.cold_ratio:.2f} times as long" if costs.cold_ratio > 1 else ""
     lines = [
         f"{advice.name}: {_samples(costs.samples)}, {format_size(costs.batch_bytes)} each in a batch. Measured for "
-        f"{costs.took_s:.0f} s, on {_samples(costs.timed)}, with {costs.cores} processors.",
+        f"{costs.took_s:.0f} s, on {_samples(costs.timed)}, with {costs.cores} CPUs.",
         f"  load      {_time(costs.load_s)} (median {_time(statistics.median(loads))}, 95 % {_time(cuts[18])}, longest "
-        f"{_time(loads[-1])}), {costs.cpu_share:.0%} of it processor time{first}; with all processors busy "
-        f"{costs.busy_ratio:.2f} times the processor time",
+        f"{_time(loads[-1])}), {costs.cpu_share:.0%} of it CPU time{first}; with all CPUs busy "
+        f"{costs.busy_ratio:.2f} times the CPU time",
     ]
     for way, each in costs.ways.items():
         busy = each.at(costs.cores)
@@ -258,9 +258,9 @@ def _table(settings: Sequence[Advised]) -> list[str]:
 def _notes(advice: Advice) -> list[str]:
     step = f"a step of {advice.step_ms:g} ms for {advice.batch_size} samples" if advice.step_ms else "no training step"
     notes = [
-        f"Predicted, with {step}, which leaves the processors free. epoch: a later one, with workers that are kept. first: the "
+        f"Predicted, with {step}, which uses no CPU time. epoch: a later one, with persistent workers. first: the "
         f"one that fills the cache. waiting: the share of an epoch for which the loop waits. memory: of the cache and of "
-        f"batches on their way."
+        f"batches in flight."
     ]
     if advice.costs.has_transform:
         notes.append("Transforms of the dataset run after the cache, and are part of these times.")

@@ -77,9 +77,9 @@ def state_of_generators():
     return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
 
-@pytest.mark.parametrize("cpu_share", [1.0, 0.05], ids=["processors", "waiting"])
+@pytest.mark.parametrize("cpu_share", [1.0, 0.05], ids=["CPUs", "waiting"])
 def test_the_code_of_each_setting_runs_as_it_was_predicted(cpu_share, measured):
-    """Without a warning of torch, also where more workers than processors would be of use."""
+    """Without a warning of torch, also where more workers than CPUs would be of use."""
     dataset = Images()
     arguments = measured(costs_of(cpu_share=cpu_share))
     advice = advise(dataset, step_ms=5, batch_size=(8, 16), progress=False)
@@ -119,12 +119,12 @@ def test_the_report_says_what_was_measured(measured):
     text = str(advise(Images(), collate_fn=len, transform=tuple, batch_size=8, progress=False))
     assert (arguments["collate_fn"], arguments["transform"]) == (len, tuple)
     for words in (
-        "Images: 64 samples, 776 B each in a batch. Measured for ", f" s, on 7 samples, with {CORES} processors.",
-        "load      1 ms (median 1 ms, 95 % 1 ms, longest 1 ms), 100% of it processor time, the first time 2.00 times as long",
+        "Images: 64 samples, 776 B each in a batch. Measured for ", f" s, on 7 samples, with {CORES} CPUs.",
+        "load      1 ms (median 1 ms, 95 % 1 ms, longest 1 ms), 100% of it CPU time, the first time 2.00 times as long",
         "cache     776 B for each sample, 1 µs to fill, read and batched in 11.2 µs (a worker: 88,889/s)",
         "codec lz4 388 B for each sample (ratio 2.00)", "memory    1.0 MiB for a cache",
         "transform=transform), batch_size=8, shuffle=True", ", collate_fn=collate_fn)",
-        "Predicted, with no training step, which leaves the processors free.",
+        "Predicted, with no training step, which uses no CPU time.",
         "Transforms of the dataset run after the cache",
         "This rests on 7 samples only.", "Codec='zstd' is left out: it is not installed.",
     ):  # fmt: skip
@@ -152,7 +152,7 @@ def test_numbers_that_are_not_possible_and_datasets_that_cannot_be_cached_are_re
     for dataset, message in ((Numbers(), "Numbers has no samples by number"), (Images(0), r"has length 0\. There is nothing")):
         with pytest.raises(DatasetError, match=message):
             advise(dataset)
-    with CachedDataset([1, 2], 1) as cached, pytest.raises(DatasetError, match="Give the dataset in it"):
+    with CachedDataset([1, 2], 1) as cached, pytest.raises(DatasetError, match="Pass the dataset inside it"):
         advise(Subset(cached, [0]))
 
 
