@@ -31,7 +31,7 @@ def sampler_form(what: str, **position: tuple[type, ...]) -> StateForm:
     """Return the form of the states of a `ResumableSampler`; ``position`` are the fields that it adds to the position."""
     mismatch = "load_state_dict: the state is of another order ({name}={saved}; this {what} has {name}={own}). "
     fields = {"epoch": (int,), "done": (int,)} | position
-    return StateForm(what, 2, fields, {}, mismatch=mismatch + "Make the sampler as it was.")
+    return StateForm(what, 2, fields, {}, mismatch=mismatch + "Make the sampler with the same arguments.")
 
 
 class ResumableSampler(DistributedSampler[int]):

@@ -1,4 +1,4 @@
-"""torch's DistributedSampler with a state, which other numbers of ranks can resume."""
+"""torch's DistributedSampler with a state that a job with another number of ranks can resume."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -52,7 +52,8 @@ class LocalityDistributedSampler(ResumableSampler):
             one size on all nodes.
 
     Raises:
-        LimitError: a number is out of range, or numbers contradict each other; ``stratify`` lacks what it needs.
+        LimitError: a number is out of range, or numbers contradict each other; the dataset is a `Subset`; the dataset or
+            ``shuffle`` does not fit ``stratify``.
 
     As with torch's sampler, call `set_epoch` for each epoch, or all have the same order. Above 2^24 samples the order differs
     from torch's, and takes no memory. A state can be resumed with another number of ranks and nodes if the global batch has the
@@ -132,7 +133,7 @@ class LocalityDistributedSampler(ResumableSampler):
             yield planned[max(0, done - begin * self.batch_size) :].tolist()
 
     def _plan(self, epoch: int) -> tuple[EpochShape, Callable[[int, int], Indices], int]:
-        """Return the shape of an epoch, a function that plans steps of it, and how many samples that looks at for each step."""
+        """Return the shape of an epoch, a function that plans steps of it, and how many samples this computes for each step."""
         layout = self._layout_of(epoch)
         world_size = layout.nodes * layout.per_node if layout else self.num_replicas
         samples = len(self.dataset)  # type: ignore[arg-type]
@@ -242,7 +243,7 @@ def _choose_placement(given: Placement | None, placed: Placement | None, num_nod
         return Placement("scattered", nodes=nodes)
     if placement.nodes != nodes:
         raise LimitError(
-            f"the placement is for {placement.nodes} nodes, but there are {nodes}: the caches would not add up. Give "
+            f"the placement is for {placement.nodes} nodes, but there are {nodes}: their caches would overlap. Give "
             f"CachedDataset placement=Placement.from_env()."
         )
     return placement

@@ -5,7 +5,7 @@ NOTE [ Permutations ]
     round function is: it splits the bits of a number into two parts, and each round mixes one part with a hash of the other,
     which can be undone. It permutes the 2^k numbers of k bits. A result of n or more is put through the network again, until it
     is below n, which takes less than two steps on average (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
-    With a good hash, the result cannot be told from a random permutation (Luby and Rackoff, 1988).
+    With a good hash, the result cannot be distinguished from a random permutation (Luby and Rackoff, 1988).
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ MAX_LISTED = 1 << 24
 """Orders of at most this many samples are lists; longer ones are computed."""
 
 _ROUNDS = 8  # even, so that the two parts end where they began
-_CHUNK = 1 << 15  # numbers at a time, which fit the processor's cache
+_CHUNK = 1 << 15  # numbers at a time, which fit the CPU cache
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -45,7 +45,7 @@ class Permutation:
         bits = max(2, (n - 1).bit_length())
         self._low = bits // 2  # bits of the part that is hashed first; the other part has as many, or one more
         self._high = bits - self._low
-        # with lengths, to tell the keys (0, 1), (2^32,) and (0, 1, 0) apart
+        # with lengths, to distinguish the keys (0, 1), (2^32,) and (0, 1, 0)
         entropy = [len(key), *(word for part in key for word in (part.bit_length(), part))]
         words = np.random.SeedSequence(entropy).generate_state(2 * _ROUNDS, np.uint32)
         self._keys = [(int(a), int(b)) for a, b in words.reshape(-1, 2)]
