@@ -1,1 +1,1 @@
-"""Worker threads: what they run, what each of them has, and what `get_worker_info` answers in them."""
+"""Worker threads: their tasks, the dataset and the generators of each, and `get_worker_info` in them."""

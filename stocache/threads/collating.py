@@ -3,8 +3,8 @@
 NOTE [ Collating in threads ]
     A collate function may draw random numbers, count its calls, or make a generator at its first call. A worker process has a
     copy of it, calls it for the batches of this worker in their order, and draws from global generators of its own. So each
-    stream of batches has a `Collator` with a copy of the function, which takes the batches of the stream in order, whichever
-    thread has made their samples.
+    *stream*, the batches that one worker process would make, has a `Collator` with a copy of the function. It takes the batches
+    of the stream in order, whichever thread has made their samples.
 
     Threads share the global generators with the training step, which does not draw while it waits for a batch. So the loop
     itself collates then, with the generators of the worker in the place of its own, and puts these back. Functions of torch

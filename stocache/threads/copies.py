@@ -9,12 +9,12 @@ NOTE [ A dataset for each thread ]
     True`` is shared as it is.
 
     A *handle* cannot be copied: an open file; an object of a class that is written in C and refuses to be pickled, which so
-    says that it holds more than values; an object with ``__del__``, because a copy would let go of what the object owns when it
-    dies. Then one sample is made at a time. An environment of LMDB is for all threads, and can be opened only once in a
+    says that it holds more than values; an object with ``__del__``, because a copy that dies would release the resources of the
+    object. Then one sample is made at a time. An environment of LMDB is for all threads, and can be opened only once in a
     process: the thread that comes second gets a copy of the dataset of the first.
 
-    What runs cannot be shared either: an iterator or a generator is at one place, and each thread would take from it what the
-    others should have. A database of sqlite3 may belong to the thread that opened it. With these, threads are refused.
+    A running iterator or generator cannot be shared either: it has one position, and each thread would take items that belong
+    to the others. A database of sqlite3 may belong to the thread that opened it. Datasets with these are refused.
 """
 
 import builtins
@@ -97,7 +97,7 @@ def _copied(value: Any, memo: dict[int, Any], depth: int) -> Any:
         return MethodType(value.__func__, _copy(value.__self__, memo, depth + 1))
     if kind is FunctionType:
         return _copied_function(value, memo, depth)
-    if kind is functools._lru_cache_wrapper:  # what it has kept may be open files
+    if kind is functools._lru_cache_wrapper:  # its cached results may be open files
         return functools.lru_cache(**value.cache_parameters())(_copy(value.__wrapped__, memo, depth + 1))
     if kind is partial:
         parts = value.func, value.args, value.keywords
@@ -108,7 +108,7 @@ def _copied(value: Any, memo: dict[int, Any], depth: int) -> Any:
     if kind in _BOUND:
         owner = _copy(value.__self__, memo, depth + 1)
         return value if owner is value.__self__ else getattr(owner, value.__name__)
-    if kind in _REFERENCES:  # of a part to what it is in
+    if kind in _REFERENCES:  # from a part to its owner
         target = _target_of(value)
         return _REFERENCES[kind](memo[id(target)][1]) if id(target) in memo and target is not None else value
     if isinstance(value, _GENERATORS) or (isinstance(value, _FILES_IN_MEMORY) and not value.closed):
@@ -271,7 +271,7 @@ def _names(kind: type) -> set[str]:
 
 
 def _lets_go(kind: type) -> bool:
-    """Whether objects of a class let go of something when they die, as a copy would, too. Datapipes of torch own nothing."""
+    """Whether objects of a class release resources when they die, as a copy would, too. DataPipes of torch have none."""
     owners = (base for base in kind.__mro__ if "__del__" in vars(base))
     return any(base.__module__.split(".")[0] not in _SHARED_MODULES for base in owners)
 
@@ -295,7 +295,7 @@ def is_environment(value: Any) -> bool:
 
 
 def find_open_handle(dataset: Any) -> str | None:
-    """Return where a dataset holds a handle, see NOTE [ A dataset for each thread ]; None: nowhere."""
+    """Return where a dataset holds a handle; None if it holds none. See NOTE [ A dataset for each thread ]."""
     return _find(dataset, type(dataset).__name__, _is_handle, set(), 0)
 
 
@@ -305,7 +305,7 @@ def holds_generator(dataset: Any) -> bool:
 
 
 def holds_dataset(collate_fn: Any) -> bool:
-    """Whether a collate function refers to a dataset: then it may depend on what that has noted."""
+    """Whether a collate function refers to a dataset: then it may depend on the attributes of that dataset."""
     return _find(collate_fn, "", lambda value: isinstance(value, Dataset), set(), 0) is not None
 
 
@@ -320,7 +320,7 @@ def _find(value: Any, where: str, wanted: Callable[[Any], bool], seen: set[int],
 
 
 def _parts(value: Any, where: str) -> list[tuple[str, Any]]:
-    """Return what a value holds that copying would follow, each with its place as text."""
+    """Return the parts of a value that copying would follow, each with its place as text."""
     kind = type(value)
     if kind in _SEQUENCES or kind in _MAPPINGS:
         return _items(value, kind, where) if _is_followed(value) else []
@@ -348,7 +348,7 @@ def _parts(value: Any, where: str) -> list[tuple[str, Any]]:
 
 
 def _class_attributes(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield what a class of the user's holds for all its objects, besides functions."""
+    """Yield the attributes of a class of the user, besides functions, types and descriptors."""
     for base in mro(kind):
         if is_in_python(base) and base.__module__.split(".")[0] not in _SHARED_MODULES:
             for name, item in list(vars(base).items()):
@@ -374,7 +374,7 @@ def _is_handle(value: Any) -> bool:
 
 
 def _refuses(value: Any) -> bool:
-    """Whether an object's class is written in C, and the object cannot be pickled: it is more than values."""
+    """Whether an object's class is written in C, and the object cannot be pickled: it holds more than values."""
     kind = type(value)
     base = base_of(kind)
     modules = {cls.__module__.split(".")[0] for cls in mro(kind)}
@@ -390,7 +390,7 @@ def _refuses(value: Any) -> bool:
 
 
 def find_running(dataset: Any) -> str | None:
-    """Return where a dataset holds an iterator, or what belongs to the thread that made it; None: nowhere."""
+    """Return where a dataset holds an iterator, or an object of the thread that made it; None if it holds none."""
     return _find(dataset, type(dataset).__name__, lambda value: _is_running(value) or _is_of_this_thread(value), set(), 0)
 
 

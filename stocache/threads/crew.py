@@ -1,4 +1,4 @@
-"""The worker threads of a DataLoader: what each of them has, and the random numbers that its samples draw.
+"""The worker threads of a DataLoader: the dataset of each, and the random numbers that its samples draw.
 
 NOTE [ Random numbers in threads ]
     A worker process w draws from its global generators, which torch has seeded, for the batches w, w + N, w + 2N, ... A sample
@@ -10,9 +10,9 @@ NOTE [ Random numbers in threads ]
 
     With ``sample_seed`` nothing waits: the generators of a thread are seeded for each sample.
 
-    Threads share the global generators with the training step. For a collate function see NOTE [ Collating in threads ]. A
-    sample that draws from these gets other numbers in each run.
-    The first samples are watched for that, while the loop waits for a batch, and a warning tells.
+    Threads share the global generators with the training step. A sample that draws from these gets other numbers in each run.
+    The first samples are watched for that, while the loop waits for a batch, and a warning is logged. For a collate function
+    see NOTE [ Collating in threads ].
 """
 
 import logging
@@ -44,12 +44,12 @@ from stocache.threads.info import Generators, WorkerRng, make_worker_info, set_w
 logger = logging.getLogger("stocache")
 
 _WATCHED = 8  # runs of samples
-_POLL_S = 0.05  # between looks whether it is a sample's turn
+_POLL_S = 0.05  # between checks whether it is a sample's turn
 _LONG_S = 30.0  # to wait for it, before a warning
 _OPENING_S = 2.0  # for another thread, to open a file that a process opens only once
 
 
-graph_lock = threading.RLock()  # torch walks through a graph of DataPipes with a hook that is one for all
+graph_lock = threading.RLock()  # torch walks through a graph of DataPipes with a global hook
 _held_to_fork: list[bool] = []
 
 
@@ -70,14 +70,14 @@ class Stopped(BaseException):
 
 
 class Worker:
-    """What one thread has.
+    """The dataset, the collate function and the random numbers of one thread.
 
     Attributes:
         number: of the thread.
         dataset: its own; see copies.py.
         collate_fn: its own.
         rng: the ``rng`` of its worker info. Its own generators are seeded as those of a worker process of this number.
-        error: what ``worker_init_fn`` raised; None if nothing.
+        error: the error of ``worker_init_fn``; None without one.
     """
 
     def __init__(self, number: int, count: int, base_seed: int, parts: tuple[Any, Any, Any]) -> None:
@@ -99,7 +99,7 @@ class Worker:
             self.error = wrap_error(error, self.number)
 
     def use(self, dataset: Any) -> None:
-        """Set the dataset of this worker, and tell it in which worker it is."""
+        """Set the dataset of this worker, and the worker info of this thread."""
         self.dataset = dataset
         set_worker_info(self.info(self.rng))
 
@@ -137,7 +137,7 @@ def wrap_error(error: BaseException, number: int) -> ExceptionWrapper:
 
 
 class Crew:
-    """The workers, the streams of random numbers, and what has been found out about the dataset.
+    """The workers, the streams of random numbers, and how the threads share the dataset.
 
     Attributes:
         workers: one for each thread.
@@ -148,7 +148,7 @@ class Crew:
         in_turn: whether one thread at a time may load samples, and call a collate function.
         turns: taken to load samples, and to collate.
         waiting: whether the loop waits for a batch now: it does not draw random numbers meanwhile.
-        stopped: tells whether the iterator is gone.
+        stopped: returns whether the iterator is gone.
         holds_generator: whether the dataset or collate function has a random number generator of its own, or the collate
             function refers to a dataset.
         claiming: the batches that have claimed samples, each a `LazyBatch`.
@@ -168,8 +168,8 @@ class Crew:
         running = find_running(parts[0]) or find_running(parts[1])
         if running is not None:
             raise DatasetError(
-                f"worker threads cannot use {running}: it is at one place, or belongs to the thread that made it. Make it when "
-                f"the first sample is read, so that each thread has its own; or use worker_method='multiprocessing'."
+                f"worker threads cannot use {running}: it has one position, or belongs to the thread that made it. Create it "
+                f"when the first sample is read, so that each thread has its own; or use worker_method='multiprocessing'."
             )
         handle = find_open_handle(parts[0]) or find_open_handle(parts[1])
         if one_at_a_time:
@@ -193,8 +193,8 @@ class Crew:
         self.turns: Any = threading.Lock() if self.in_turn else nullcontext()
         if handle is not None:
             self._warn(
-                "worker threads load one sample at a time, because they share %s. A file that is opened when the first sample "
-                "is read is one for each thread. Or set thread_safe = True on the dataset, or use "
+                "worker threads load one sample at a time, because they share %s. Open files when the first sample is read, so "
+                "that each thread has its own; or set thread_safe = True on the dataset, or use "
                 "worker_method='multiprocessing'.",
                 handle,
             )
@@ -206,7 +206,7 @@ class Crew:
             logger.warning(message, *values)
 
     def shares_opened(self, worker: Worker, error: Exception) -> bool:
-        """Whether a sample is to be loaded again, because its worker has got from another what it could not open."""
+        """Whether to load a sample again, because its worker has got the environment of LMDB that it could not open."""
         is_of_lmdb = type(error).__module__ == "lmdb" and "already open" in str(error)
         if not is_of_lmdb or holds_environment(worker.dataset):
             return False
@@ -236,19 +236,19 @@ class Crew:
         self.begun[number].set()
 
     def await_begun(self, patience_s: float) -> None:
-        """Wait until all ``worker_init_fn`` have run, or the time is over."""
+        """Wait until all ``worker_init_fn`` have run, ``patience_s`` at most."""
         until = time.monotonic() + patience_s
         for begun in self.begun if self._has_init else ():
             begun.wait(max(0.0, until - time.monotonic()))
 
     def release(self, lazy: Any) -> None:
-        """Give up what a `LazyBatch` has claimed. If the cache was closed, nothing is claimed any more."""
+        """Release the claims of a `LazyBatch`. If the cache was closed, it has none."""
         self.claiming.discard(lazy)
         with suppress(ClosedError):
             lazy.release_claims()
 
     def release_all(self) -> None:
-        """Give up what all batches have claimed, because nobody will ask for them."""
+        """Release the claims of all batches, because nobody will request them."""
         while self.claiming:
             with suppress(KeyError):
                 self.release(self.claiming.pop())

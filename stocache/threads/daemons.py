@@ -1,12 +1,15 @@
-"""Daemon threads that have ended before the interpreter does.
+"""End daemon threads before the interpreter ends.
 
 NOTE [ Threads at exit ]
-    A daemon thread does not keep the program from ending. But until Python 3.14, a thread that wants the GIL of an interpreter
-    that is going down is ended inside the call which wants it. If that is C++ code, as torch's, the whole process aborts:
-    "terminate called without an active exception". So all our daemon threads, also those whose owner is gone, are told to stop
-    when the program ends, and waited for. One that goes on with its work, such as a user's slow sample, is interrupted by a
-    SystemExit. If the user's code catches that, a second exception follows, which sleeps while it is made: so the thread does
-    not want the GIL any more. Only one that is stuck in a single call outlives the wait.
+    A daemon thread does not keep the program from ending. But before Python 3.14, a thread that requests the GIL of an
+    interpreter that is shutting down is ended inside that request (see PyEval_RestoreThread in Python's documentation). If the
+    request comes from C++ code, such as torch's, the whole process aborts: "terminate called without an active exception". So
+    when the program ends, the threads of `start_daemon`, also those whose owner is gone, are stopped and joined. A thread that
+    goes on with its work, such as a user's slow sample, is interrupted by a SystemExit. If the user's code catches that, a
+    second exception follows, whose constructor sleeps: so the thread does not request the GIL any more. Only a thread in a
+    single long call outlives the wait.
+
+    The daemon thread of disk/writer.py is not one of these: a finalizer of multiprocessing waits for its writes.
 """
 
 import atexit
@@ -16,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-_TASK_S = 1.0  # at exit, for what a thread is doing
+_TASK_S = 1.0  # at exit, for the current task of a thread
 _INTERRUPTED_S = 4.0  # after it was interrupted
 _ASLEEP_S = 1.0  # for those that go on to fall asleep
 
@@ -24,7 +27,7 @@ _running: dict[threading.Thread, Callable[[], None]] = {}
 
 
 def start_daemon(run: Callable[..., None], arguments: tuple[Any, ...], name: str, stop: Callable[[], None]) -> threading.Thread:
-    """Start a thread. When the program ends, ``stop()`` tells it to end. Raises RuntimeError if it cannot be started."""
+    """Start a thread, which ``stop()`` ends when the program ends. Raises RuntimeError if it cannot be started."""
 
     def run_and_forget() -> None:
         try:
@@ -62,7 +65,7 @@ def _end_all() -> None:
 
 
 class _Asleep(BaseException):
-    """Is never made: the thread in which it is raised sleeps instead."""
+    """An exception whose constructor never returns: the thread in which it is raised sleeps."""
 
     def __init__(self) -> None:
         while True:

@@ -4,7 +4,7 @@ NOTE [ Worker info of a thread ]
     torch keeps the `WorkerInfo` of a worker in a variable of its module, one for the process, and its function
     ``get_worker_info`` returns that. Users import the function before we do. So this module gives the function another body,
     which asks first for the info of the calling thread. default_collate asks too: in a worker it makes batches in shared
-    memory, to send them to another process. A thread sends nothing, so default_collate is told that it is not in a worker.
+    memory, to send them to another process. A thread sends nothing, so for default_collate it is not a worker.
 """
 
 import random
@@ -117,7 +117,7 @@ class Generators:
 
 
 class Draws(Protocol):
-    """Decides which generators the code that runs now may draw from."""
+    """Decides from which generators the running code may draw."""
 
     def generators(self) -> Generators:
         """Return them. May wait until it is the turn of the code."""

@@ -2,9 +2,9 @@
 
 NOTE [ Loading in this process ]
     A child may be unable to load: it cannot use the GPU of its parent, or it is stalled (NOTE [ Stalled processes ]). Then this
-    process runs the job, as plain torch would, but with copies of what a fork would copy: the dataset and the objects in it
-    (NOTE [ A dataset for each thread ]). Files that these open, and what they note, end with the copies. The random generators
-    are put back.
+    process runs the job, as plain torch would, but with copies of the dataset and the objects in it, as a fork would have
+    (NOTE [ A dataset for each thread ]). Files that these open, and attributes that they set, end with the copies. The states
+    of the random generators are put back.
 """
 
 import contextlib
@@ -90,7 +90,7 @@ def loads_only_here(load: Callable[[], Any], error: Exception) -> bool:
 
 def would_stall(dataset: Any) -> bool:
     """Whether a forked process that loads a sample would stall."""
-    with contextlib.suppress(Exception):  # of the sample: the user hears of it when it is wanted
+    with contextlib.suppress(Exception):  # of the sample: it is raised again when the sample is requested
         list(in_children([partial(_call, partial(_load_first, dataset))], dataset, _PATIENCE_S))
     return has_stalled(dataset)
 

@@ -1,8 +1,8 @@
 """Run tasks in threads that wait for them.
 
 NOTE [ Threads that end ]
-    The threads hold the queue of tasks, and not the object that the user holds. When that object goes, its finalizer tells the
-    queue to stop, and each thread ends after its task. The finalizer may run in any thread at any moment, so it takes no lock:
+    The threads hold the queue of tasks, and not the object that the user holds. When that object dies, its finalizer stops the
+    queue, and each thread ends after its task. The finalizer may run in any thread at any moment, so it takes no lock:
     the queue is made of deques and a SimpleQueue, whose ``put`` may interrupt itself. For the end of a program, see daemons.py.
 """
 
@@ -78,7 +78,7 @@ class _Tasks:
 
 
 class WorkerThreads:
-    """Threads that run tasks until this object goes, or is told to stop.
+    """Threads that run tasks until this object dies, or is stopped.
 
     Args:
         count: number of threads.
@@ -120,13 +120,13 @@ class WorkerThreads:
 
     @property
     def stopped(self) -> Callable[[], bool]:
-        """A function that tells whether the threads were told to stop. It does not keep this object alive."""
+        """A function that returns whether the threads were stopped. It does not keep this object alive."""
         tasks = self._tasks
         return lambda: tasks.stopped
 
     @property
     def ended(self) -> bool:
-        """Whether a thread has ended, or was told to; also in a forked child, which does not have them."""
+        """Whether a thread has ended, or was stopped; True in a forked child, which does not have the threads."""
         return self._tasks.stopped or self.pid != os.getpid() or not all(thread.is_alive() for thread in self._threads)
 
     def stop(self, patience_s: float = 0.0) -> None:
