@@ -1,4 +1,7 @@
-"""Find the dataset that makes a sample: through torch's Subset and ConcatDataset, down to the leaves of the tree."""
+"""Find the dataset that makes a sample, through torch's Subset and ConcatDataset.
+
+A *leaf* of the tree is a dataset that makes samples itself. Leaves of one *kind* have the same class and transforms.
+"""
 
 import bisect
 from typing import Any

@@ -1,4 +1,4 @@
-"""What takes the place of an output that does not exist yet, and hands everything that is done with it to a recorder."""
+"""Stand in for an output that does not exist yet, and pass each operation on it to a recorder."""
 
 import copy
 import functools
@@ -161,7 +161,7 @@ _add_operators()
 
 
 def _conversions() -> Iterator[tuple[Any, str]]:
-    """Yield the functions that do not ask their arguments how to be called: by the module, and the name in it."""
+    """Yield the functions without a protocol such as ``__torch_function__``: by the module, and the name in it."""
     yield from ((torch, name) for name in ("as_tensor", "asarray", "from_numpy", "tensor"))
     yield from ((np, name) for name in ("array", "asarray", "ascontiguousarray"))
     if (images := sys.modules.get("PIL.Image")) is not None:
@@ -193,7 +193,7 @@ class RecordedConversions:
                 setattr(module, name, original)
 
     def enter_child(self) -> None:
-        """Begin anew in a forked child, which has none of the threads that may have been in the block."""
+        """Reset the block in a forked child, which does not have the threads that may have been in it."""
         self._put_back()
         self.__init__()  # type: ignore[misc]
 

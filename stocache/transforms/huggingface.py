@@ -100,7 +100,7 @@ def _choose_rows(dataset: Any, name: str, view: Callable[[Any, Any], Any], libra
 
 
 def warn_of_widening(dataset: Any, sample: Any) -> None:
-    """Warn if a Hugging Face dataset has a format that makes its samples much larger than they are stored; say what keeps them.
+    """Warn if a Hugging Face dataset has a format that makes its samples much larger than stored; say how to avoid that.
 
     The formats "torch" and "numpy" make int64 of the integers in arrays and lists, and float32 of float16. With ``dtype=`` they
     make that type of *all* numbers, so labels of 300 become 44; except those of columns that are not in ``columns=``.
@@ -132,7 +132,7 @@ _WORTH = 0.7  # of the bytes of a sample: more than a tokenizer's int32 and int8
 
 
 def _remedy(dataset: Any, kind: str, columns: list[str], wide: dict[str, str]) -> str:
-    """Return what keeps the columns ``wide``, given with their dtypes, as they are stored."""
+    """Return advice that keeps the columns ``wide``, given with their dtypes, as they are stored."""
     library, (dtype, *others) = sys.modules["datasets"], dict.fromkeys(wide.values())
     rest = [dataset.features[name] for name in columns if name not in wide]
     prefix = "torch." if kind == "torch" else "numpy."
@@ -176,7 +176,7 @@ def _arrays(value: Any) -> Iterator[Any]:
 
 
 class ReadTransform:
-    """Makes the samples of a Hugging Face dataset with a transform; has the methods of `splitting.BoundPlan`.
+    """Makes the samples of a Hugging Face dataset with a transform: the counterpart of `splitting.BoundPlan`.
 
     Args:
         dataset: the dataset.

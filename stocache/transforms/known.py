@@ -30,7 +30,7 @@ class Library(NamedTuple):
     Attributes:
         module: the module that defines them, itself or in submodules.
         deterministic, random: names of classes.
-        condition: tells whether an object of a class in ``deterministic`` is deterministic with its options.
+        condition: returns whether an object of a class in ``deterministic`` is deterministic with its options.
     """
 
     module: str

@@ -1,5 +1,7 @@
 """Find the transforms that a dataset holds, and patch a dataset so that it calls others in their place.
 
+A *site* is a place where a dataset holds a transform.
+
 NOTE [ Patched datasets ]
     A patched dataset equals the original in all but some attributes. Its class is a subclass made for it, which defines these
     attributes as properties. All other attributes are in the ``__dict__`` that both share. So an
@@ -161,7 +163,7 @@ class StandIn:
     Args:
         original: the transform.
         run: called in its place.
-        steps: what to give in place of the steps that the transform consists of, by their ids.
+        steps: the replacements of the steps that the transform consists of, by their ids.
     """
 
     __slots__ = ("_original", "_run", "_steps")
@@ -181,7 +183,7 @@ class StandIn:
         return self._replaced(getattr(self._original, name))
 
     def _replaced(self, value: Any) -> Any:
-        """Return a step, or a list of steps, with what takes their place."""
+        """Return the replacement of a step, or a list with those of steps."""
         if isinstance(value, list | tuple | ModuleList) and any(id(step) in self._steps for step in value):
             return [self._steps.get(id(step), step) for step in value]
         return self._steps.get(id(value), value)

@@ -1,9 +1,10 @@
 """Plan where the transforms of a dataset are cut, from measurements and trials before the user's own loop.
 
 NOTE [ Where to cut ]
-    A later cut saves more work, but may need more memory: a float tensor has four times the bytes of its image. If everything
-    fits, the latest cut is taken; else the latest cut at which everything fits, or the one with the smallest samples. But a cut
-    that saves next to nothing is not taken: a path is smaller than its image.
+    A *cut* is the number of steps of a transform that run before the cache. A later cut saves more work, but may need more
+    memory: a float tensor has four times the bytes of its image. The usual choice is the latest cut at which all samples fit,
+    or if there is no such cut, the one with the smallest samples. If another cut saves more than twice as much, that is taken:
+    the path of an image is smaller than the image, but caching it saves next to nothing.
 """
 
 import logging
@@ -62,7 +63,7 @@ _ENCODED = (
 
 
 class _CannotLoad(CannotSplit):
-    """Not one sample can be loaded."""
+    """No sample can be loaded."""
 
 
 def warn_of_random_steps(dataset: Any, reason: str) -> None:
@@ -182,7 +183,7 @@ def choose_option(options: Sequence[Option], cut: Cut, share: Callable[[float], 
 
     Args:
         options: the latest cut first.
-        cut: the wish of the user.
+        cut: the argument of the user.
         share: called with the bytes of a sample; returns the share of the samples that is cached.
     """
     if cut == "latest":
@@ -441,7 +442,7 @@ class _Planner:
         return plan
 
     def _with_program(self, kind: _Kind, plan: CutPlan, rounds: int) -> CutPlan:
-        """Return a plan with what runs after the cache. A transform of another's output has no steps before it."""
+        """Return a plan with the program that runs after the cache. A transform of another's output has no steps before it."""
         steps = _random_steps(kind.pipelines)
         programs: list[Program] = self._in_child(partial(record_programs, kind.leaf, plan, steps, kind.examples, rounds))
         try:
@@ -456,7 +457,7 @@ class _Planner:
         """Load the cached parts of the examples in two processes, in opposite orders; return them by the index of the sample.
 
         Raises:
-            CannotSplit: they differ, or are not what is cached already, or random numbers were drawn.
+            CannotSplit: they differ from each other or from the parts that are cached already, or random numbers were drawn.
         """
         load = partial(load_parts, kind.leaf, plan, allow_pickle=self._allow_pickle)
         jobs: list[Any] = [partial(load, examples=kind.examples), partial(load, examples=kind.examples[::-1])]
@@ -468,7 +469,7 @@ class _Planner:
             if part.drawn:
                 raise CannotSplit("it draws or seeds random numbers outside of its transforms")
             if found.setdefault(part.idx, part.description) != part.description:
-                reason = f"what is loaded of sample {part.idx} depends on the samples that were loaded before it"
+                reason = f"the loaded part of sample {part.idx} depends on the samples that were loaded before it"
                 reason = reason if self._old is None else "other parts of samples would have to be cached"
                 raise CannotSplit(reason)
             if part.record is not None:

@@ -1,14 +1,14 @@
-"""Record what a dataset does with the output of a random transform, and do it again after the cache.
+"""Record the operations of a dataset on the output of a random transform, and run them again after the cache.
 
 NOTE [ Deferred outputs ]
     While the cached part of a sample is loaded, the random steps of its transforms do not run. A `Deferred` takes the place of
-    their output. What the dataset does with it, an index, an attribute, a call, an operator, a function of torch or numpy, is
-    recorded as a step, whose result is `Deferred` again. A sample is so loaded as the values that these steps start from, their
-    inputs, and the parts that are complete. Both are cached. After the cache, the steps run in the order in which they were
+    their output. Each operation on it, an index, an attribute, a call, an operator, a function of torch or numpy, is recorded
+    as a *step*, whose result is `Deferred` again. So a sample is loaded as the values that these steps start from, their
+    *inputs*, and the parts that are complete. Both are cached. After the cache, the steps run in the order in which they were
     recorded, so they draw the same random numbers.
 
     The steps are planned once, as a `Program`, from some samples whose steps were run at once. Each later load must take the
-    same steps. A class, a length, the keys of a dict, a truth and a whole number (of a shape) are answered from the plan, and
+    same steps. A class, a length, the keys of a dict, a truth value and an integer (of a shape) are answered from the plan, and
     checked when the program runs. If one differs, the dataset makes the sample itself, from the same random numbers. If they
     differ among the samples that are planned with, or other values are needed (`NeedsValue`), no plan is possible.
 """
@@ -97,7 +97,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What is done after the cache: see NOTE [ Deferred outputs ].
+    """The steps that run after the cache; see NOTE [ Deferred outputs ].
 
     Attributes:
         steps: in the order in which they run.
@@ -115,7 +115,7 @@ class Program:
 
     @functools.cached_property
     def homes(self) -> dict[Path, int]:
-        """Where inputs are cached in the sample: in the places of what is made of them."""
+        """Where inputs are cached in the sample: in the places of the values that are made of them."""
         homes: dict[Path, int] = {}
         for path, template in self.places:
             number = _origin(template, self.steps)
@@ -129,7 +129,7 @@ class Program:
         return sorted({*range(self.inputs)} - {*self.homes.values()})
 
     def separate(self, sample: Any, inputs: Mapping[int, Any]) -> Any:
-        """Return what is cached: a sample with inputs in their homes; in a tuple with the other inputs, if there are any."""
+        """Return the value to cache: a sample with inputs in their homes; in a tuple with the other inputs, if any."""
         for path in self._paths:
             sample = with_part(sample, path, inputs[self.homes[path]] if path in self.homes else None)
         return (sample, [inputs[number] for number in self._others]) if self._others else sample
@@ -175,7 +175,7 @@ class Program:
         """Return a sample.
 
         Args:
-            cached: what `separate` has returned.
+            cached: the result of `separate`.
             open_rest: returns the callable for the rest of a transform.
 
         Raises:
@@ -300,7 +300,7 @@ class Recorder:
         return Input(number)
 
     def _match(self, planned: Template, found: Template) -> None:
-        """Take the inputs that are planned from what was found."""
+        """Take the planned inputs from the arguments that were found."""
         if isinstance(planned, Input) and isinstance(found, Input | Constant):
             value = self._captured[found.number] if isinstance(found, Input) else found.value
             if self._inputs.setdefault(planned.number, value) is not value:
@@ -329,7 +329,7 @@ class Recorder:
         return Program(tuple(self._steps), self._find_places(sample), len(self._captured))
 
     def separate(self, sample: Any) -> Any:
-        """Return what is cached of a sample that was loaded as planned.
+        """Return the value to cache, for a sample that was loaded as planned.
 
         Raises:
             Deviation: it was not.

@@ -4,12 +4,12 @@ NOTE [ Splitting ]
     A transform draws no random number before its first random step. So the steps before it may run once, before the cache, and
     the other steps each time, after it. The samples stay the same, bit for bit, and so do the random numbers.
 
-    The output of the other steps is deferred: what the dataset does with it is recorded and done again after the cache
+    The output of the other steps is deferred: the operations of the dataset on it are recorded and run again after the cache
     (recording.py). A patched dataset (patching.py) loads the part that is cached. Before that, some samples are made in both
     ways, with several seeds, and are compared (trials.py). If they differ, nothing is split.
 
-    Every later load is checked as well. When the dataset does not do as planned, it makes the sample itself each time, and the
-    sample is not cached.
+    Every later load is checked as well. If a load differs from the plan, the dataset makes that sample itself each time, and
+    the sample is not cached.
 """
 
 import logging
@@ -35,7 +35,7 @@ class CutPlan(NamedTuple):
 
     Attributes:
         cuts: for each transform that is called, how many of its steps run before the cache.
-        program: what runs after the cache.
+        program: the steps that run after the cache.
         encoded: whether files are cached as they are, and decoded after the cache.
         reads: whether the dataset is one of Hugging Face that transforms samples when they are read.
     """
@@ -131,7 +131,7 @@ class BoundPlan:
         """Return how sample ``idx`` is made, and the sample, in which outputs of transforms are deferred.
 
         Args:
-            program: what was planned. None runs the transforms as well, to plan.
+            program: the plan. None runs the transforms as well, to plan.
         """
         recorder = self._local.recorder = Recorder(program, self._open_rest)
         try:
@@ -156,8 +156,8 @@ class BoundPlan:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "sample %d of %s does not call its transforms as the probed samples do (%s). It is made anew each time, and so "
-                "are others like it, without further warning.", idx, type(self.dataset).__name__, str(reason),
+                "sample %d of %s does not call its transforms as the probed samples do (%s). It is not cached, and "
+                "neither are others like it, without further warning.", idx, type(self.dataset).__name__, str(reason),
             )  # fmt: skip
         return UnplannedSample()
 
@@ -217,7 +217,7 @@ class Split:
         tree: the leaves of the dataset; None finds them.
 
     It pickles as the dataset and the plans. It has slots to hide its attributes from libraries that walk through the attributes
-    of a dataset and seed what they find (MONAI).
+    of a dataset and seed the objects that they find (MONAI).
     """
 
     __slots__ = ("_bound", "_dataset", "_plans", "_tree", "has_rest")

@@ -121,7 +121,7 @@ def make_plain(dataset: Any, steps: Sequence[Any], indices: Sequence[int]) -> It
 def finish_parts(
     leaf: Any, plan: CutPlan, steps: Sequence[Any], parts: Mapping[int, tuple[int, Any]], rounds: int
 ) -> Iterator[tuple[int, int, Any]]:
-    """Yield what `make_plain` yields, of samples whose cached parts were loaded elsewhere.
+    """Yield the same as `make_plain`, for samples whose cached parts were loaded elsewhere.
 
     Args:
         parts: by the index of the sample: its index in the leaf, and the part.
@@ -226,7 +226,7 @@ def measure(leaf: Any, examples: Sequence[Example], encoded: bool, allow_pickle:
 
 
 class _MeteredCall(NamedTuple):
-    """A call of a transform, its result, and what was measured."""
+    """A call of a transform, its result, and the measurements."""
 
     site: Site
     args: tuple[Any, ...]
@@ -236,7 +236,7 @@ class _MeteredCall(NamedTuple):
     overhead_s: float
 
     def measured(self, upstream: int | None) -> MeasuredCall:
-        """Return what is known without the values. ``upstream``: see `MeasuredCall`."""
+        """Return the measurements without the values. ``upstream``: see `MeasuredCall`."""
         return MeasuredCall(self.site, (len(self.args), *sorted(self.kwargs)), upstream, **self.reading)
 
 
