@@ -10,8 +10,8 @@ NOTE [ Assigning samples ]
 
     A stratified epoch has no surplus. Each step takes equally many samples from the part of each node, and within each part
     equally many that are cached (give or take one). So no rank has to wait for another that has more to read. This changes the
-    order from a full shuffle: it is random within each stratum, and each sample comes once in an epoch. A rank computes only
-    its own samples, for any number of nodes.
+    order from a full shuffle: it is random within each *stratum* (of one part, the cached samples or the others), and each
+    sample comes once in an epoch. A rank computes only its own samples, for any number of nodes.
 """
 
 from collections.abc import Callable

@@ -31,7 +31,7 @@ class LocalityDistributedSampler(ResumableSampler):
     At each step all ranks together get the samples that torch's DistributedSampler gives them for this seed and epoch, and each
     rank gets equally many. But a sample goes to a rank of the node that it belongs to (`Placement`). So if the cache of each of
     P nodes holds a share c of the dataset, a share of min(1, P c) comes from caches instead of c, less the surplus that a node
-    has at a step: see NOTE [ Assigning samples ] in the source. The ranks of a node share evenly what its cache holds.
+    has at a step: see NOTE [ Assigning samples ] in the source. The ranks of a node share evenly the samples in its cache.
 
     The ranks exchange no messages: every rank plans each global batch by itself, in about 0.1 us for each of its samples.
 
