@@ -62,7 +62,7 @@ def time_loads(
 def time_busy_loads(load_many: LoadMany, parts: Sequence[Sequence[int]], group: int, budget_s: float) -> Iterator[Loads]:
     """Load ``parts`` for ``budget_s``, while other processes load other samples. Yield one item for each part.
 
-    The first loads are not timed: a process that was forked copies what it writes to.
+    The first loads are not timed: a forked process copies the pages that it writes to.
     """
     began = time.perf_counter()
     for idx in parts[0][:_WARM_UP]:

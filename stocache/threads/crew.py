@@ -5,7 +5,7 @@ NOTE [ Random numbers in threads ]
     that draws from ``thread_safe_generator()`` gets the same numbers in a thread. For this, each *stream* of batches has
     generators of its own. Whichever thread makes a sample, the generators of its stream are given out in the order of the
     samples: the first time that a sample asks for them, it waits until all samples before it in the stream are made. The
-    threads take the samples in order, so what it waits for is being made. Once a sample has asked, each thread makes whole
+    threads take the samples in order, so they are making those already. Once a sample has asked, each thread makes whole
     batches, and the streams do not wait for each other.
 
     With ``sample_seed`` nothing waits: the generators of a thread are seeded for each sample.

@@ -66,7 +66,7 @@ def worker_info(info: Any) -> Iterator[None]:
 
 
 class Generators:
-    """Generators of Python, numpy and torch that belong to a worker. Each is seeded when it is first asked for."""
+    """Generators of Python, numpy and torch that belong to a worker. Each is seeded at its first use."""
 
     def __init__(self) -> None:
         self._numbers: tuple[int, ...] = ()
@@ -84,7 +84,7 @@ class Generators:
 
     @property
     def were_asked(self) -> bool:
-        """Whether somebody has asked for a generator since they were seeded."""
+        """Whether a generator was used since they were seeded."""
         return not all(self._due)
 
     def generators(self) -> "Generators":

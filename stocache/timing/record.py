@@ -344,7 +344,7 @@ class Counted:
         self.rows = rows
 
     def since(self, earlier: "Counted | None") -> "Counted":
-        """Return what was counted since an earlier moment."""
+        """Return the counts since an earlier moment."""
         return self if earlier is None else Counted(self.rows - earlier.rows)
 
     @property
