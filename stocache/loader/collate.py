@@ -1,4 +1,4 @@
-"""Makes the batches of a DataLoader: in worker processes into the ring, or in this process into memory of a pool."""
+"""Make the batches of a DataLoader: in worker processes into the ring, or in this process into memory of a pool."""
 
 import os
 import time
@@ -122,7 +122,7 @@ class ThreadCollate:
         return self._collate_fn(samples)
 
     def gather(self, batches: list[LazyBatch]) -> list[Any]:
-        """Return the batches of several that are wholly cached."""
+        """Return the batches of several lazy ones that are wholly cached."""
         together = LazyBatch.gather_together(batches, self._pool.empty) if len(batches) > 1 else None
         return list(map(self, batches)) if together is None else together
 
@@ -225,7 +225,7 @@ class Gatherer:
                 lazy = next(self._lazy_batches)
             except StopIteration:
                 return
-            except Exception as error:  # raised when its batch is asked for
+            except Exception as error:  # raised when its batch is requested
                 failed: Future[Any] = Future()
                 failed.set_exception(error)
                 self._waiting.append((None, failed))
@@ -235,7 +235,7 @@ class Gatherer:
     def _gather_ahead(self, lazy: LazyBatch) -> "Future[tuple[Any, int]]":
         try:
             return self._thread.submit(_gather_cached, lazy, self._pool)
-        except RuntimeError:  # no thread can be started, or the main thread has ended: it is gathered when it is asked for
+        except RuntimeError:  # no thread can be started, or the main thread has ended: it is gathered when it is requested
             nothing: Future[tuple[Any, int]] = Future()
             nothing.set_result((None, 0))
             return nothing

@@ -1,4 +1,4 @@
-"""DataLoader: torch's DataLoader, with batches in shared memory that is used again and again.
+"""DataLoader: torch's DataLoader, with batches in shared memory that is reused.
 
 NOTE [ How torch's DataLoader is used ]
     `DataLoader` is a subclass of torch's, and keeps the arguments that the user gave. torch makes each iterator from a copy of
@@ -64,7 +64,7 @@ _SPARE = 8  # buffers of a worker beyond those it prefetches, for batches that t
 
 
 def _with_arguments_of_torch(function: _F) -> _F:
-    """Give ``function`` the signature of torch's loader and its own arguments. Lightning makes a loader again from it."""
+    """Give ``function`` the signature of torch's loader and its own arguments. Lightning recreates a loader from it."""
     parameters = inspect.signature(function).parameters.values()
     own = [value for value in parameters if value.kind is value.KEYWORD_ONLY and value.name not in _SIGNATURE.parameters]
     function.__signature__ = _SIGNATURE.replace(parameters=[*_SIGNATURE.parameters.values(), *own])  # type: ignore[attr-defined]
@@ -79,9 +79,9 @@ class LoaderStats:
         batches: number of batches delivered.
         waited_s: seconds for which the loop waited for batches.
         ring: batches that arrived through the ring.
-        fallbacks: batches that workers sent without the ring, as torch does, by reason.
+        fallbacks: number of batches that workers sent without the ring, as torch does, by reason.
         ring_bytes: memory that the ring takes now.
-        hit_rate: share of samples that were in memory, of all that this process and its workers asked for; None if the dataset
+        hit_rate: share of samples that were in memory, of all that this process and its workers requested; None if the dataset
             is not a `CachedDataset`, or is closed.
         wait: how long the loop waited for each batch.
         load: how long it took to load each sample that was not in memory.
@@ -89,7 +89,7 @@ class LoaderStats:
         hand_over: how long it took to pack each batch in a worker process, and to unpack it here.
         ring_occupancy: the share of the ring's buffers that hold a batch now; None if the workers are not processes.
         epochs: the figures of each epoch, in order, of the last 1000; the last one may still be running.
-        verdict: what made the trainer wait in the last epoch that has ended; None if it hardly waited.
+        verdict: why the trainer waited in the last epoch that has ended; None if it hardly waited.
     """
 
     batches: int
@@ -138,10 +138,10 @@ class DataLoader(ResumableLoader[_T]):
         dataset, batch_size, shuffle, sampler, batch_sampler, collate_fn, pin_memory, drop_last, timeout,
             worker_init_fn, multiprocessing_context, generator, persistent_workers, in_order: as for torch's DataLoader, which
             has ``in_order`` from torch 2.6 on.
-        num_workers: as for torch's DataLoader; or "auto": child processes measure for up to 10 s what samples and batches
-            cost, and the fewest workers are chosen with which an epoch is predicted to be as fast as it can be. The choice is
-            logged, and is the attribute ``num_workers`` then. An iterable dataset gets 0; what cannot be measured, as many as
-            there are processors, at most 8. With 0, ``persistent_workers`` and ``multiprocessing_context`` have no effect.
+        num_workers: as for torch's DataLoader; or "auto": child processes measure the costs of samples and batches for up to
+            10 s, and the fewest workers are chosen with which an epoch is predicted to be as fast as it can be. The choice is
+            logged, and becomes the attribute ``num_workers``. An iterable dataset gets 0; one that cannot be measured, one for
+            each CPU, at most 8. With 0, ``persistent_workers`` and ``multiprocessing_context`` have no effect.
         prefetch_factor: as for torch's DataLoader. With ``num_workers=0``, and a cached dataset without a transform, the number
             of batches that a thread of this process gathers in advance; the attribute is None then, as torch's loader needs it.
         snapshot_every_n_steps: with which batches workers send the state of a dataset that has one: with those of every n-th
@@ -154,9 +154,9 @@ class DataLoader(ResumableLoader[_T]):
             any number of workers and ranks, any batch size, cached or not, resumed or not. Read the limits of `SampleSeed`.
 
     Raises:
-        ValueError, TypeError: as torch's DataLoader; ``snapshot_every_n_steps`` is not an integer.
+        ValueError, TypeError: as torch's DataLoader; also for ``worker_method`` and ``snapshot_every_n_steps``.
         LimitError: the `LocalityDistributedSampler` was made for another batch size; ``sample_seed`` is not a seed.
-        DatasetError: ``sample_seed`` was given for an iterable dataset.
+        DatasetError: ``sample_seed`` was given for an iterable dataset; while iterating: worker threads cannot use the dataset.
         WorkerError: while iterating: a worker died, or none can start. The message names its process, signal and batch.
     """
 
@@ -191,7 +191,7 @@ class DataLoader(ResumableLoader[_T]):
         if worker_method not in METHODS:
             raise ValueError(f"worker_method must be one of {', '.join(map(repr, METHODS))}, got {worker_method!r:.100}")
         self.worker_method, self._trial = worker_method, Trial(self._start_method == "fork")
-        self._warned: set[str] = set()  # warnings about worker threads that were given
+        self._warned: set[str] = set()  # warnings about worker threads that were logged
         self._epoch: int | None = None
         self._reset_position()
         vars(self).update(_fresh())
@@ -200,7 +200,7 @@ class DataLoader(ResumableLoader[_T]):
         if lost:
             self._unused = weakref.finalize(self, _warn_of_lost, lost, id(dataset), os.getpid())
 
-    # What one object has; a copy makes its own, also in another process
+    # Attributes of one object; a copy makes its own, also in another process
     _uses_threads: bool  # by the newest workers
     _ring: Ring | None
     _pool: Pool  # for batches without workers

@@ -8,8 +8,8 @@ NOTE [ Resuming ]
     state holds the generators at all three. Afterwards the global generators are restored for the user. The generators of the
     loader and its samplers stay where the replay left them, so that the following epochs are the same too.
 
-    A sampler with a state of its own may draw from what nobody can set back. So its state after each batch is kept, too. If the
-    sampler has another state after the replay, it is restored to that one, and goes on from there.
+    A sampler with a state of its own may draw from generators that the loader cannot set. So its state after each batch is
+    kept, too. If the sampler has another state after the replay, the kept one is restored, and the sampler goes on from there.
 """
 
 import contextlib
@@ -120,7 +120,7 @@ class Order:
         progress: the epoch that begins next.
         context: sent to the workers with each batch of indices; None without workers.
         farewells: requests without indices at the end: the workers answer them with their last states.
-        error: what the sampler raised; None if nothing.
+        error: the error of the sampler; None without one.
     """
 
     sampler: Any
@@ -130,7 +130,7 @@ class Order:
     context: RequestContext | None = None
     farewells: int = 0
     error: Exception | None = None
-    _resumed: Iterator[Any] | None = None  # an iterator that has not skipped what was delivered
+    _resumed: Iterator[Any] | None = None  # an iterator that has not skipped the delivered batches
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -140,7 +140,7 @@ class Order:
         if progress.resumed is not None:
             with rng.preserve_rng_state():
                 self.restore(progress.begun, progress.samplers, progress.epochs)
-                progress.epochs = self.epochs()  # of those that the state does not know
+                progress.epochs = self.epochs()  # of those that the state does not have
                 numbered = self._numbered(progress, begin(self.sampler))
             self._resumed = numbered if self.context is None else None
         else:
@@ -206,7 +206,7 @@ class Order:
         if progress.now is None or (skipped == progress.resumed and equal_states(_states_of(tracked), progress.now)):
             return indices
         if len(tracked) != len(progress.now):
-            raise StateError("the samplers of this loader have other states than those of the state.")
+            raise StateError("the samplers of this loader do not have the states that were saved. Use the same samplers.")
         for value, state in zip(tracked, progress.now, strict=True):
             if value is not indices:
                 value.load_state_dict(state)
@@ -270,10 +270,10 @@ class Order:
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether nobody can tell how far ahead the samplers are asked.
+        """Whether indices may be requested further ahead, without a change to any random number.
 
-        They draw all numbers at the beginning, or from a generator that they make for each epoch. A `RandomSampler` draws from
-        a generator that it was given once more at its end. A loop that is left early would find another state there.
+        Such samplers draw all numbers at the beginning, or from a generator that they make for each epoch. A `RandomSampler`
+        draws from the user's generator once more at its end: after a loop that is left early, that would have another state.
         """
         found = samplers_in(self.sampler)
         return all(type(sampler) in _DRAW_FIRST for sampler in found) and not any(
@@ -290,7 +290,7 @@ class Order:
 
 
 def begin(sampler: Any) -> Iterator[Any]:
-    """Return what ``iter(sampler)`` returns, or for shuffled batches an iterator that gives the same at less cost.
+    """Return ``iter(sampler)``, or for shuffled batches an iterator that gives the same at less cost.
 
     torch's samplers pass each index through two iterators: 18 µs for a batch of 256, where this takes 2 (measured).
     """

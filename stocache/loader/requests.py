@@ -1,4 +1,4 @@
-"""What the loader sends to its workers with each batch of indices."""
+"""The requests that the loader sends to its workers, one for each batch of indices."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ from stocache.timing.record import record_here, record_of, row_here
 
 @dataclass
 class RequestContext:
-    """What workers get with each batch of indices.
+    """The values that each request carries besides its indices.
 
     Attributes:
         ring: of worker processes; None if the workers are threads.
@@ -64,7 +64,7 @@ class BatchRequest:
         return _unpickle_request, (*message, *(_pack_indices(self._index) if context.arrays else (self._index,)))
 
     def answer(self) -> Any:
-        """Return what the request unpickles to, for a worker that is a thread; and note that this thread answers it."""
+        """Return the object that the request unpickles to, for a worker thread, and note that this thread answers it."""
         index = _as_array(self._index) if self._context.arrays else self._index
         self.note(answer := index if self._sample_epoch is None else EpochIndices(self._sample_epoch, index))
         return answer
@@ -75,7 +75,7 @@ class BatchRequest:
 
 
 def count_samples(indices: Any) -> int:
-    """Return how many samples are asked for: by a batch of indices, by one index, or by a batch that is dropped."""
+    """Return how many samples are requested: by a batch of indices, by one index, or by a batch that is dropped."""
     return len(indices) if isinstance(indices, list | tuple | np.ndarray) else int(indices is not NoIndices)
 
 

@@ -140,7 +140,7 @@ class ResumableLoader(TorchLoader[_T]):
         return next((epoch for epoch in (saved, *set_by_user) if epoch is not None), self._iterations)
 
     def _leave_resumed_epoch(self) -> None:
-        """Begin anew instead of resuming, because the user has set another epoch since."""
+        """Begin a new epoch instead of resuming, because the user has set another epoch since."""
         if self._loaded is not None:
             with rng.preserve_rng_state():
                 self._order().restore(self._loaded["parts"]["asked"])  # where that epoch left the generators of the loader
@@ -247,7 +247,7 @@ class ResumableLoader(TorchLoader[_T]):
         """Continue where `state_dict` was taken. The next iterator delivers the batches that followed, and loads no others.
 
         A state also loads with another number of workers, if neither the dataset nor an iterator has a state; and with another
-        number of ranks, if the global batch has the same size. An empty dict begins anew. A state of torchdata's
+        number of ranks, if the global batch has the same size. An empty dict starts over. A state of torchdata's
         StatefulDataLoader loads, too.
 
         Raises:
@@ -267,7 +267,7 @@ class ResumableLoader(TorchLoader[_T]):
         count = max(1, self.num_workers)
         if any(states) and len(states) != count:
             raise StateError(
-                f"the state has the states of {len(states)} workers; this loader has {self.num_workers}. Make it with as many."
+                f"the state has the states of {len(states)} workers; this loader has {self.num_workers}. Use as many workers."
             )
         if any(states) and position["turn"] >= count:
             raise StateError(f"the state of a DataLoader is damaged: position has turn={position['turn']}.")
@@ -325,7 +325,7 @@ class ResumableLoader(TorchLoader[_T]):
 
 
 def _check(position: dict[str, Any], parts: dict[str, Any], order: Order) -> None:
-    """Check what the form of the states does not describe.
+    """Check the properties of a state that its form does not describe.
 
     Raises:
         StateError: the state is damaged, or belongs to a loader with other generators.
@@ -349,7 +349,7 @@ def _check(position: dict[str, Any], parts: dict[str, Any], order: Order) -> Non
 
 
 def _description(sampler: Any) -> dict[str, Any]:
-    """Return what tells a sampler of torch from another one. Others check their own states."""
+    """Return the properties that distinguish samplers of torch. Others check their own states."""
     names = {DistributedSampler: ("seed", "shuffle"), RandomSampler: ("replacement",)}.get(type(sampler), ())
     return {"class": type(sampler).__name__} | {name: getattr(sampler, name) for name in names}
 

@@ -2,9 +2,9 @@
 
 NOTE [ Seeding samples ]
     Before a sample is made, the global generators are seeded with numbers that come from (seed, epoch, index). That takes 1 to
-    4 us for each generator, so only those are seeded that samples draw from. Which ones is found out, and never assumed:
+    4 us for each generator, so only those are seeded that samples draw from. These are found out, and never assumed:
 
-    The first batch is made with all generators seeded, and tells from which of them its last sample drew. From then on these
+    The first batch is made with all generators seeded, and shows from which of them its last sample drew. From then on these
     are seeded for each sample, and the others are compared before and after each batch. If one has changed, it is seeded from
     then on, too, and the batch is made again. While no generator is known to be drawn from, batches are made as without
     ``sample_seed``. A dataset that makes samples together (``__getitems__``) begins like that.
@@ -361,7 +361,7 @@ def _each(get: Callable[[Any], Any], indices: Sequence[Any], before_each: _Befor
 
 
 class SeededSamples(NamedTuple):
-    """What a `SeededCollate` gets: the samples, and numbers to seed the generators with."""
+    """The samples of a batch, and numbers to seed the generators with: the argument of a `SeededCollate`."""
 
     numbers: tuple[int, ...]
     samples: Any

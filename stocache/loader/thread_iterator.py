@@ -15,8 +15,8 @@ NOTE [ Batches made by threads ]
     Datasets that have an order or a state of their own (iterable, with ``state_dict``, or with a generator) are *bound*: worker
     w makes the batches w, w + N, w + 2N, ... by itself, as a worker process does.
 
-    ``_BaseDataLoaderIter`` of torch, which is private, draws the seeds, asks the sampler and counts. The tests check what is
-    used of it.
+    ``_BaseDataLoaderIter`` of torch, which is private, draws the seeds, asks the sampler and counts. The tests check the parts
+    of it that are used.
 """
 
 import os
@@ -53,7 +53,7 @@ from stocache.timing.spans import COLLATE, span
 _RUN_S = 0.002  # a run of samples takes about as long
 _FIRST_RUNS = 8  # for each thread, of a batch whose samples' cost is not known
 _PATIENCE_S = 5.0  # for running tasks, when the workers are shut down
-_CHECK_S = 1.0  # the loop looks so often whether threads can still answer
+_CHECK_S = 1.0  # between checks of the loop whether the threads are alive
 
 _GROUP_BYTES = 12 << 20  # of batches that are gathered together
 _MOST_IN_GROUP = 32
@@ -70,7 +70,7 @@ class Batch:
         stream: the number of its random numbers' stream; or of its worker, if the dataset is bound.
         before: the batch before it in its stream, until that is done.
         data: the batch, when it is done.
-        error: what to raise instead.
+        error: the error to raise instead.
         done: whether ``data`` or ``error`` is set.
         group: the group with which the batch is gathered, if it is wholly cached.
         maker: the number of the thread that finished it; None for the loop itself.
@@ -95,7 +95,7 @@ class Batch:
         self.lock = threading.Lock()
 
     def finish(self, data: Any = None, error: ExceptionWrapper | None = None) -> None:
-        """Set what the loop gets."""
+        """Set the result for the loop."""
         self.data, self.error, self.done = data, error, True
         self.before = self.lazy = None
         self.samples = []
@@ -156,7 +156,7 @@ class _Turn:
 
 
 class ThreadMaker:
-    """Makes batches in threads. It is what the tasks hold, and does not hold the iterator."""
+    """Makes batches in threads. The tasks hold this object; it does not hold the iterator."""
 
     def __init__(self, loader: Any, crew: Crew, pin: Any) -> None:
         self.crew, self._pin, self.record = crew, pin, loader.record
@@ -165,13 +165,13 @@ class ThreadMaker:
         iterable = self._kind == DatasetKind.Iterable
         self.is_bound = iterable or isinstance(dataset, StatefulMap) or (loader.sample_seed is None and crew.holds_generator)
         self._way = None if self.is_bound else _way_of(dataset)
-        self._epoch: dict[int, int] = {}  # that each worker's dataset was told
+        self._epoch: dict[int, int] = {}  # that was set in each worker's dataset
         self._cost_s = 0.0  # of a sample, as the last runs have shown
         self._fetchers: dict[int, Any] = {}
         self.collators = self._make_collators()
 
     def _make_collators(self) -> list[Collator]:
-        """Return one for each stream, and take the user's function out of what workers collate with; none if it is pure."""
+        """Return a collator for each stream, and have workers collate nothing; return no collators if the function is pure."""
         workers, states = self.crew.workers, self.crew.globals
         if self.is_bound:
             for worker, own in zip(workers, states, strict=True):
@@ -202,7 +202,7 @@ class ThreadMaker:
         row = self._begin_step(number)
         try:
             self._check(worker, batch)
-            if self.collators:  # the next samples may depend on what it notes and draws, and the other way
+            if self.collators:  # the collate function and the next samples may depend on each other
                 self.crew.await_turn(partial(_follows, batch), batch.waits_for_loop)
             with self.crew.loading():
                 fetcher = self._fetchers.get(number)
@@ -328,7 +328,7 @@ class ThreadMaker:
         self._collate(batch, worker, row)
 
     def _check(self, worker: Worker, batch: Batch) -> None:
-        """Tell the dataset the epoch. Raise what ``worker_init_fn`` raised: the worker cannot make any batch."""
+        """Set the epoch of the dataset. Raise the error of ``worker_init_fn``: such a worker cannot make any batch."""
         if worker.error is not None:
             raise RaisedError(worker.error)
         epoch = batch.request.epoch
@@ -343,7 +343,7 @@ class ThreadMaker:
         try:
             if error is None:
                 batch.request.note(batch.index)
-                if batch.lazy is not None:  # what it still has to load is loaded by this thread, from its own dataset
+                if batch.lazy is not None:  # samples that are still missing are loaded by this thread, from its own dataset
                     batch.lazy.load_as(worker.dataset.__getitems__(batch.index))
                 samples = batch.samples if self._batched else batch.samples[0]
                 with span(COLLATE):
@@ -466,7 +466,8 @@ class ThreadIterator(QuickIterator):
         self._gil_watch = GilWatch(self._maker.record.main.add_look)
         self._is_bound, self._in_turn = self._maker.is_bound, crew.in_turn
         # One thread makes all batches where samples are made one at a time. With more, a sample that waits for its random
-        # numbers could hold what an earlier one needs; and collating, which calls hooks of ``sample_seed``, could meet a sample
+        # numbers could hold a lock that an earlier one needs; and collating, which calls hooks of ``sample_seed``, could meet a
+        # sample
         pools = [1] * count if self._is_bound or self._in_turn else [count]
         cores = len(os.sched_getaffinity(0))  # on which to gather: more threads would only take the GIL from each other
         self._threads = [
@@ -506,7 +507,7 @@ class ThreadIterator(QuickIterator):
         self._maker.crew.release_all()
 
     def _ask(self) -> None:
-        """Have batches made, as many as may be made ahead now."""
+        """Request as many batches as may be made ahead now."""
         most = self._ahead
         if self._group_size > 1 and not self._loading:  # then all that were asked for are cached
             most = max(most, (self._num_workers + 2) * self._group_size)
@@ -622,7 +623,7 @@ class ThreadIterator(QuickIterator):
         return any(threads.ended for threads in self._threads)
 
     def _shutdown_workers(self) -> None:
-        """End the threads. Give up what was claimed for batches that nobody will ask for."""
+        """End the threads, and release the claims of batches that nobody will request."""
         if os.getpid() == self._pid:
             stop_all(self._threads, _PATIENCE_S)
             self._maker.crew.release_all()

@@ -1,9 +1,9 @@
 """torch's iterators and queues, with less time for each batch.
 
 NOTE [ The time of a small batch ]
-    Half of the time that a small batch of text takes is not for the batch. torch tells the profiler about each, even if none is
-    on. Python's queues make a selector for each wait, and have a thread send each message, in the loop and in the workers.
-    Without these our loader is ahead of torch's, whatever its own bookkeeping adds.
+    Half of the time of a small batch of text is overhead. torch reports each batch to the profiler, even if none is on.
+    Python's queues make a selector for each wait, and have a thread send each message, in the loop and in the workers. Without
+    these our loader is faster than torch's, in spite of its own bookkeeping.
 
     A message is sent by the thread that has it, if it can be written at once: POSIX says that a pipe which is ready for writing
     takes PIPE_BUF bytes. After the first message that has to wait, a queue is as slow as Python's. So the order stays.
@@ -28,7 +28,7 @@ DatasetKind: Any = torch_dataloader._DatasetKind
 
 
 class QuickIterator(BaseIterator):  # type: ignore[misc]
-    """An iterator of torch that tells the profiler about its batches only while one is on.
+    """An iterator of torch that reports its batches to the profiler only while one is on.
 
     Attributes:
         last_worker: the number of the worker that made the last batch; None if that is not known.
@@ -54,14 +54,14 @@ class ProcessIterator(QuickIterator, torch_dataloader._MultiProcessingDataLoader
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
-        # The garbage collector may find the queues with the iterator, and close them before the iterator has told its workers
-        # to end. Python's queues have threads that keep them.
+        # The garbage collector may find the queues with the iterator, and close them before the iterator has ended its
+        # workers. Python's queues have threads that keep them.
         key = next(_numbers)
         _kept[key] = [self._worker_result_queue, *self._index_queues]
         weakref.finalize(self, _kept.pop, key, None).atexit = False
 
     def _process_data(self, data: Any, *worker: int) -> Any:
-        self.last_worker = worker[0] if worker else None  # torch tells it from 2.6 on
+        self.last_worker = worker[0] if worker else None  # torch passes it from 2.6 on
         return super()._process_data(data, *worker)  # type: ignore[no-untyped-call]
 
 
@@ -82,7 +82,7 @@ class QuickQueue(_QueueOfPython):  # type: ignore[misc]
         self._poll = partial(_is_ready, self._reader, select.POLLIN)
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Send an object. Raises what pickling it raises, if no thread sends for this queue."""
+        """Send an object. Raises the error of pickling it, if no thread sends for this queue."""
         if self._thread is None and not self._closed:
             message = ForkingPickler.dumps(obj)
             if len(message) <= _MOST and self._send_now(message):
@@ -90,7 +90,7 @@ class QuickQueue(_QueueOfPython):  # type: ignore[misc]
         super().put(obj, block, timeout)
 
     def _send_now(self, message: Any) -> bool:
-        """Send a message, if nobody has to be waited for."""
+        """Send a message if that need not wait; return whether it was sent."""
         if not self._wlock.acquire(True, _LOCK_S):
             return False
         try:

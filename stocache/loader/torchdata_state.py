@@ -1,4 +1,4 @@
-"""Makes a state of a `DataLoader` from one that torchdata's StatefulDataLoader (0.11) saved."""
+"""Make a state of a `DataLoader` from one that torchdata's StatefulDataLoader (0.11) saved."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def _worker(saved: dict[str, Any], samples: int | None, dataset: Any, loader: An
     fetcher = saved["fetcher_state"] or {"dataset_iter_state": None, "fetcher_ended": False}
     iterator, own = fetcher["dataset_iter_state"], saved["dataset_state"]
     if isinstance(loader.dataset, IterableDataset) and samples is None and iterator is None and own is None and dataset is None:
-        raise StateError("the state does not tell how many samples each worker has taken from the iterable dataset.")
+        raise StateError("the state does not say how many samples each worker has taken from the iterable dataset.")
     if not isinstance(loader.dataset, IterableDataset) and own is None:
         return None
     ended = fetcher["fetcher_ended"]

@@ -1,4 +1,4 @@
-"""Explains how a worker process of a DataLoader died, or why none can start.
+"""Explain how a worker process of a DataLoader died, or why none can start.
 
 NOTE [ Deaths of workers ]
     torch raises RuntimeError for a dead worker where it notices it: in `next`, while it starts workers, or, by its SIGCHLD
@@ -55,7 +55,7 @@ class WorkerGroup:
 
     @property
     def is_unfit(self) -> bool:
-        """Whether an interrupt left it busy, or a worker has died, perhaps between two loops, where nobody has heard of it."""
+        """Whether an interrupt left it busy, or a worker has died, perhaps between two loops, without an error so far."""
         return self.busy or self.dead or self.death() is not None
 
     def death(self, missed: Sequence[int] = ()) -> str | None:
@@ -140,8 +140,8 @@ class WorkerGroup:
         return None
 
 
-# torch raises a plain RuntimeError for a dead worker and for a timeout, and a dataset may raise one too. Only the text tells
-# them apart. Tests check both patterns against the installed torch.
+# torch raises a plain RuntimeError for a dead worker and for a timeout, and a dataset may raise one too. Only the text
+# distinguishes them. Tests check both patterns against the installed torch.
 _DEATH = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:exited unexpectedly(?: with exit code (\d+))?|is killed by signal)"
 )
@@ -183,7 +183,7 @@ def _explain_in_handler() -> None:
     signal.signal(signal.SIGCHLD, explain)
 
 
-_EXIT_S = 5.0  # a worker stops serving its descriptors before it has ended; this long it may take
+_EXIT_S = 5.0  # a worker stops serving its descriptors before it has ended: the time between the two
 _proven: set[str] = set()  # start methods that started a process, although the script seems to have no guard
 _PATIENCE_S = 60.0  # wait for such a process
 

@@ -1,9 +1,9 @@
 """Choose between worker processes and worker threads: ``worker_method="auto"``.
 
-Two threads make samples as fast as two processes, and start much faster, if making a sample leaves the GIL free. That is
-measured: while one thread makes samples, another one looks how often the GIL is held for longer than a moment; and some samples
-are made by one thread, and some by two. Both have to speak for threads: the first misjudges samples that hold the GIL often and
-for moments only, and the second is inexact on a busy machine. What threads wait for a processor does not count, because other
+Two threads make samples as fast as two processes, and start much faster, if making a sample leaves the GIL free. Two
+measurements decide that: how often the GIL is held while one thread makes samples (by *looks*, see timing/gil.py), and the
+speed-up of two threads over one. Threads are chosen if both favour them: the first misjudges samples that hold the GIL often
+but briefly, and the second is inexact on a busy machine. The time that threads wait for a CPU does not count, because other
 programs may use it. A child process makes the samples, so that the user's dataset stays as it is.
 
 Threads are chosen in any case where forked processes would stall (NOTE [ Stalled processes ]), and processes where samples draw
@@ -70,7 +70,7 @@ def _choose(dataset: Any, hooks: bool, trial: "Trial") -> tuple[str, str]:
     if cached is not None and not cached.is_transformed and _share_of(cached) >= _CACHED:
         return "thread", f"{_share_of(cached):.0%} of the samples are cached"
     if (os.cpu_count() or 1) < 2:
-        return "thread", "there is one processor"
+        return "thread", "there is one CPU"
     speed_up = trial.speed_up(dataset)
     if speed_up is None:
         return "multiprocessing", "threads could not be tried"
@@ -108,7 +108,7 @@ class Trial:
             self._tried = True
             try:
                 found = list(in_children([partial(_measure, dataset)], dataset, _PATIENCE_S))
-            except Exception as error:  # of a sample: the user hears of it when it is wanted
+            except Exception as error:  # of a sample: it is raised again when the sample is requested
                 logger.debug("threads could not be tried: %s", str(error))
             else:
                 self.draws = _DRAWS in found
@@ -170,7 +170,7 @@ def _time(datasets: Sequence[Any], parts: list[list[int]]) -> float:
         took_s = [threads.submit(load, *arguments) for arguments in zip(datasets, parts, strict=False)]
         for _ in datasets:
             ready.acquire()
-        before_s.update({thread: queued_seconds(thread) for thread in before_s})  # what comes after `began` is left out
+        before_s.update({thread: queued_seconds(thread) for thread in before_s})  # to subtract later waits for a CPU
         began = time.perf_counter()
         begin.set()
         return statistics.mean(took.result() for took in took_s)

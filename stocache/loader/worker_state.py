@@ -52,7 +52,7 @@ def restore(value: Any, state: Any) -> None:
     if state is None:
         return
     if not has_state(value):
-        raise StateError(f"the state has a state of a {type(value).__name__}; this one does not have load_state_dict.")
+        raise StateError(f"the state has a part for a {type(value).__name__}, but this one does not have load_state_dict.")
     value.load_state_dict(state)
 
 
@@ -92,7 +92,7 @@ class WorkerState:
 
 
 class StateBatch(NamedTuple):
-    """A batch, and the state of its worker after it. A tuple, so that torch pins what it holds.
+    """A batch, and the state of its worker after it. A tuple, so that torch pins the batch in it.
 
     Attributes:
         batch: the batch; None if ``dropped``.
@@ -276,7 +276,7 @@ class StatefulInit:
     states: "Sequence[WorkerState | None]"
 
     def __call__(self, number: int) -> None:
-        """Do what the user's function does, and restore the dataset of worker ``number``."""
+        """Run the user's function, and restore the dataset of worker ``number``."""
         info: Any = get_worker_info()
         iterable = isinstance(info.dataset, StatefulIterable)
         object.__setattr__(info, "dataset", info.dataset.dataset)  # torch refuses it otherwise; users expect their own
@@ -292,7 +292,7 @@ class StatefulInit:
 
 @dataclass
 class WorkerStates:
-    """What the process of the loader knows of the states of its workers in one epoch.
+    """The states of the workers in one epoch, as far as the process of the loader has received them.
 
     Attributes:
         count: number of workers.

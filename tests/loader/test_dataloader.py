@@ -485,7 +485,7 @@ def test_an_error_ahead_comes_in_its_turn():
 
 
 def test_another_thread_and_a_forked_child_go_on_with_an_iterator_that_gathers_ahead(monkeypatch):
-    monkeypatch.setattr(record, "_LOOK_NS", 0)  # note processor times, which each thread has of its own, at each batch
+    monkeypatch.setattr(record, "_LOOK_NS", 0)  # note CPU times, which each thread has of its own, at each batch
     with CachedDataset(Images(), 1) as dataset, ThreadPoolExecutor(1) as other:
         dataset.warm(progress=False)
         batches = iter(stocache.DataLoader(dataset, 8, prefetch_factor=3))

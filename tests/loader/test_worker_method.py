@@ -21,7 +21,7 @@ class NeverTried(Trial):
 
 @pytest.fixture
 def rounds(monkeypatch):
-    """Have other rounds take the place of those that children would measure, on a machine of 8 processors."""
+    """Have other rounds take the place of those that children would measure, on a machine of 8 CPUs."""
     monkeypatch.setattr("os.cpu_count", lambda: 8)
 
     def use(*found):
