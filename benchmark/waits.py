@@ -67,13 +67,13 @@ class NoRow:
 
 
 class NoRecord:
-    """A `Record` that records nothing. Its ``read`` returns an empty record."""
+    """A `TimingRecord` that records nothing. Its ``read`` returns an empty record."""
 
     mine = True
 
     def __init__(self, workers: int) -> None:
         self.main = NoRow()
-        self._counted = record.Record(workers, False).read()
+        self._counted = record.TimingRecord(workers, False).read()
 
     def row(self, number: int) -> NoRow:
         """Return the row that records nothing."""

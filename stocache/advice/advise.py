@@ -16,10 +16,10 @@ from stocache.datasets.wrapping import check_dataset
 from stocache.errors import LimitError
 from stocache.forecast.choice import candidates, check_length, rank
 from stocache.forecast.costs import UNCACHED, Costs
-from stocache.forecast.measure import measure
+from stocache.forecast.measure import measure_costs
 from stocache.forecast.model import Forecast, Setting, predict
 from stocache.loader.dataloader import DataLoader
-from stocache.loader.worker_method import Trial
+from stocache.loader.worker_method import GilTrial
 from stocache.system.limits import GIB, format_size, recommended_limit
 from stocache.system.ranks import is_first_rank
 
@@ -129,7 +129,7 @@ def advise(
             bar.set_description_str(what, refresh=False)
             bar.update(max(0.0, seconds - bar.n))
 
-        costs = measure(
+        costs = measure_costs(
             dataset,
             batch_sizes=sizes,
             make_loader=DataLoader,
@@ -141,7 +141,7 @@ def advise(
         )
         if costs.load_s < _TRIAL_LOAD_S and time.monotonic() - began < time_limit_s - _TRIAL_LEFT_S:
             show(time.monotonic() - began, "threads")
-            trial = Trial()
+            trial = GilTrial()
             costs = dataclasses.replace(costs, thread_speed_up=trial.speed_up(dataset), gil_share=trial.held)
     costs = dataclasses.replace(costs, took_s=time.monotonic() - began)
     most = recommended_limit()

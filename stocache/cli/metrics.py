@@ -27,7 +27,7 @@ from stocache.timing.record import (
     LOOKS,
     MAKE_NS,
     QUEUED_NS,
-    SAMPLES,
+    SAMPLES_MADE,
     WAIT_NS,
     Counted,
 )
@@ -112,7 +112,7 @@ _OF_LOADER = (  # of the NamedLoader
 )  # fmt: skip
 _OF_COUNTED: tuple[_Metric, ...] = (  # of its counts
     _Metric(_COUNTER, "batches", "Batches that were made. Some of them wait to be used.", lambda counted: counted.batches),
-    _Metric(_COUNTER, "samples", "Samples of the batches that were made.", _sum(SAMPLES)),
+    _Metric(_COUNTER, "samples", "Samples of the batches that were made.", _sum(SAMPLES_MADE)),
     _Metric(_COUNTER, "make_seconds", "Time in which samples were made, without loading: reads of the cache, transforms.",
         _seconds(MAKE_NS), "seconds"),
     _Metric(_COUNTER, "cpu_seconds", "CPU time of the threads that make batches.", _seconds(CPU_NS), "seconds"),

@@ -14,8 +14,8 @@ from stocache.diagnosis.verdict import CacheFacts, EpochFacts, Verdict, judge
 from stocache.ring.ring import NO_BUFFER, Ring
 from stocache.system import limits
 from stocache.system.ranks import is_first_rank
-from stocache.timing.histogram import NOTHING, Distribution
-from stocache.timing.record import COLLATE_NS, HAND_OVER_NS, LOAD_NS, SAMPLES, WAIT_NS, Record
+from stocache.timing.histogram import EMPTY_DISTRIBUTION, Distribution
+from stocache.timing.record import COLLATE_NS, HAND_OVER_NS, LOAD_NS, SAMPLES_MADE, WAIT_NS, TimingRecord
 
 logger = logging.getLogger("stocache")
 
@@ -54,11 +54,11 @@ class LoaderEpochStats:
     misses: int | None = None
     seconds: float = 0.0
     waited_s: float = 0.0
-    wait: Distribution = NOTHING
+    wait: Distribution = EMPTY_DISTRIBUTION
     wait_by_worker: tuple[Distribution, ...] = ()
-    load: Distribution = NOTHING
-    collate: Distribution = NOTHING
-    hand_over: Distribution = NOTHING
+    load: Distribution = EMPTY_DISTRIBUTION
+    collate: Distribution = EMPTY_DISTRIBUTION
+    hand_over: Distribution = EMPTY_DISTRIBUTION
     ring_occupancy: float | None = None
     outside: int = 0
     complete: bool = False
@@ -88,7 +88,7 @@ class RunningEpoch:
     """
 
     number: int
-    record: Record
+    record: TimingRecord
     cache: SampleCache | None
     disk: bool
     workers: int
@@ -132,7 +132,7 @@ class RunningEpoch:
     def figures(self, until_ns: int = 0) -> tuple[LoaderEpochStats, EpochFacts]:
         """Return the figures of the epoch, until now or an earlier time, and the facts for the verdict."""
         counted = self.record.read().since(self.counted)
-        load, samples = counted.distribution(LOAD_NS), counted.sum(SAMPLES)
+        load, samples = counted.distribution(LOAD_NS), counted.sum(SAMPLES_MADE)
         seconds = ((until_ns or time.perf_counter_ns()) - self.began_ns) / 1e9
         outside = self.count_outside() - self.outside
         stats = LoaderEpochStats(
@@ -198,7 +198,7 @@ class EpochLog:
         self._count = 0
 
     def begin(
-        self, record: Record, cache: SampleCache | None, disk: bool, workers: int, persistent: bool, ring: Ring | None
+        self, record: TimingRecord, cache: SampleCache | None, disk: bool, workers: int, persistent: bool, ring: Ring | None
     ) -> RunningEpoch:
         """Begin an epoch, and end one that was left early."""
         if self._running is not None:

@@ -151,8 +151,8 @@ class _Parts:
         self.step_s = max(0.0, facts.seconds - facts.waited_s) / facts.batches
         seen = counted.of_workers(SEEN_BUSY_NS)
         # the share of its time for which a worker is on a CPU, and for which it is on one or waits for one
-        self.on_processor = counted.of_workers(CPU_NS) / seen if seen > 0 else 1.0
-        self.wants_processor = min(1.0, self.on_processor + counted.of_workers(QUEUED_NS) / seen) if seen > 0 else 1.0
+        self.on_cpu_share = counted.of_workers(CPU_NS) / seen if seen > 0 else 1.0
+        self.wants_cpu_share = min(1.0, self.on_cpu_share + counted.of_workers(QUEUED_NS) / seen) if seen > 0 else 1.0
 
     def find(self) -> tuple[Limit, str]:
         """Return the limit, and the text about it."""
@@ -209,7 +209,7 @@ class _Parts:
     @property
     def _most_workers(self) -> int:
         """The number of workers that keep all CPUs busy."""
-        return max(1, int(self.facts.cores / max(0.05, self.wants_processor)))
+        return max(1, int(self.facts.cores / max(0.05, self.wants_cpu_share)))
 
     def _needed_workers(self) -> int:
         """Return how many workers would keep up with the trainer, as far as there are CPUs for them."""
@@ -232,7 +232,7 @@ class _Parts:
             return is_held
         # Few looks: the loop hardly waited, or hardly got the GIL. Else it would look about once a batch
         hardly_got = facts.waited_s > 2 * LOOK_S * facts.batches and (is_held or facts.batches >= 2 * _LOOKS)
-        have_one = _ONE[0] <= self.on_processor * self.workers <= _ONE[1] and self.wants_processor < _ALL
+        have_one = _ONE[0] <= self.on_cpu_share * self.workers <= _ONE[1] and self.wants_cpu_share < _ALL
         return hardly_got and have_one
 
     def _stalls(self) -> bool:

@@ -15,7 +15,7 @@ from stocache.datasets.cached import CachedDataset
 from stocache.errors import DatasetError
 from stocache.forecast.costs import Costs
 from stocache.forecast.epochs import MakeLoader
-from stocache.forecast.measure import count_cores, measure
+from stocache.forecast.measure import count_cores, measure_costs
 from stocache.forecast.model import Forecast, Setting, cached_share, predict
 from stocache.system.limits import GIB, MIB
 from stocache.system.objects import vars_of
@@ -142,7 +142,7 @@ def _choose(
     try:
         if not len(source):
             return 0, "the dataset has no samples"
-        costs = measure(
+        costs = measure_costs(
             source,
             batch_sizes=(batch_size,),
             make_loader=make_loader,

@@ -31,7 +31,7 @@ _WARM_UP, _WARM_UP_S = 2, 0.2  # epochs that are not timed; and seconds, up to w
 _CHUNK = 32  # samples that are put into a cache together
 
 
-class Cached(NamedTuple):
+class FilledCache(NamedTuple):
     """The samples of one way in memory, and the costs of filling. ``way`` is a codec, None or `UNCACHED`."""
 
     way: str | None
@@ -42,7 +42,7 @@ class Cached(NamedTuple):
     batch_bytes: float
 
 
-class Run(NamedTuple):
+class EpochRun(NamedTuple):
     """Epochs of one setting: the median of their seconds, and the mean CPU seconds of an epoch.
 
     Attributes:
@@ -66,7 +66,7 @@ class Run(NamedTuple):
         return -(-self.samples // self.batch_size)
 
 
-class Skipped(NamedTuple):
+class SkippedWay(NamedTuple):
     """A way that does not work, and why."""
 
     way: str | None
@@ -74,7 +74,7 @@ class Skipped(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Trials:
+class EpochTrials:
     """The epochs to run.
 
     Attributes:
@@ -115,7 +115,9 @@ class _Repeated(Dataset[Any]):
         return self._samples[idx % len(self._samples)]
 
 
-def run_epochs(samples: Sequence[Any], finish: Callable[[Any], Any] | None, trials: Trials) -> Iterator[Cached | Run | Skipped]:
+def run_epochs(
+    samples: Sequence[Any], finish: Callable[[Any], Any] | None, trials: EpochTrials
+) -> Iterator[FilledCache | EpochRun | SkippedWay]:
     """Yield the costs of epochs over ``samples``. ``finish`` is called with each sample after the cache.
 
     In each pass all epochs are run once: another program that is busy for a moment disturbs an epoch in one pass only.
@@ -131,7 +133,7 @@ def run_epochs(samples: Sequence[Any], finish: Callable[[Any], Any] | None, tria
                     Codec(str(way))
                 dataset, cached, collate_fn = _prepare(way, samples, finish, trials)
             except (SampleError, CodecError) as error:
-                yield Skipped(way, str(error))
+                yield SkippedWay(way, str(error))
             else:
                 stack.enter_context(dataset)
                 datasets.append((way, dataset, collate_fn))
@@ -146,8 +148,8 @@ def run_epochs(samples: Sequence[Any], finish: Callable[[Any], Any] | None, tria
 
 
 def _prepare(
-    way: str | None, samples: Sequence[Any], finish: Callable[[Any], Any] | None, trials: Trials
-) -> tuple[CachedDataset, Cached, Callable[[list[Any]], Any]]:
+    way: str | None, samples: Sequence[Any], finish: Callable[[Any], Any] | None, trials: EpochTrials
+) -> tuple[CachedDataset, FilledCache, Callable[[list[Any]], Any]]:
     """Return a dataset for a way, with its cache filled, the costs of filling it, and the collate function."""
     about, least = max(1, nbytes_of(samples[0])), 2 * max(trials.batch_sizes)
     length = max(least, min(trials.most, trials.cache_bytes // about))
@@ -162,7 +164,7 @@ def _prepare(
     extra = 0.0 if not limit else 1.0 if shared else (limit - stats.capacity_bytes) / length
     collate_fn = trials.collate_fn or _collate_for([dataset[0], dataset[min(1, length - 1)]])
     batch_bytes = nbytes_of(collate_fn([dataset[0]]))
-    return dataset, Cached(way, length, float(stats.slot_bytes), extra, fill_s, batch_bytes), collate_fn
+    return dataset, FilledCache(way, length, float(stats.slot_bytes), extra, fill_s, batch_bytes), collate_fn
 
 
 def _cached(
@@ -204,7 +206,7 @@ def _run(
     size: int,
     collate_fn: Callable[[list[Any]], Any],
     make_loader: MakeLoader,
-) -> Run:
+) -> EpochRun:
     loader = make_loader(
         dataset, batch_size=size, shuffle=True, num_workers=workers, persistent_workers=workers > 0, collate_fn=collate_fn
     )
@@ -225,7 +227,7 @@ def _run(
     count = len(seconds)
     main_s, workers_s = (time.process_time() - main_s) / count, (cpu_seconds(pids) - workers_s) / count
     _end(loader, workers)
-    return Run(way, workers, size, len(dataset), statistics.median(seconds), main_s, workers_s, begin_s)
+    return EpochRun(way, workers, size, len(dataset), statistics.median(seconds), main_s, workers_s, begin_s)
 
 
 def _end(loader: Any, workers: int) -> None:

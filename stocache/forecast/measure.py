@@ -26,9 +26,18 @@ import numpy as np
 from stocache.datasets.loaders import SampleLoader
 from stocache.errors import DatasetError, StocacheError, WorkerError
 from stocache.forecast.costs import UNCACHED, BatchCosts, Costs, WayCosts
-from stocache.forecast.epochs import CACHE_BYTES, Cached, MakeLoader, Run, Skipped, Trials, nbytes_of, run_epochs
+from stocache.forecast.epochs import (
+    CACHE_BYTES,
+    EpochRun,
+    EpochTrials,
+    FilledCache,
+    MakeLoader,
+    SkippedWay,
+    nbytes_of,
+    run_epochs,
+)
 from stocache.forecast.loads import LoadMany, Loads, time_busy_loads, time_loads
-from stocache.forecast.model import play
+from stocache.forecast.model import simulate
 from stocache.system.children import ChildError, StalledError, in_children
 from stocache.system.limits import MIB, recommended_limit
 from stocache.system.objects import get_many_of
@@ -49,13 +58,13 @@ _SPARE_S = 1.0  # to end all processes
 
 
 @dataclass
-class _Found:
+class _Received:
     """The items that the children have sent."""
 
     loads: list[Loads] = field(default_factory=list)
     busy: list[Loads] = field(default_factory=list)
-    cached: dict[str | None, Cached] = field(default_factory=dict)
-    runs: list[Run] = field(default_factory=list)
+    cached: dict[str | None, FilledCache] = field(default_factory=dict)
+    runs: list[EpochRun] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
 
@@ -64,7 +73,7 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def measure(
+def measure_costs(
     dataset: Any,
     *,
     batch_sizes: Sequence[int],
@@ -106,7 +115,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Options:
-    """The arguments of `measure`."""
+    """The arguments of `measure_costs`."""
 
     batch_sizes: tuple[int, ...]
     make_loader: MakeLoader
@@ -127,7 +136,7 @@ class _Study:
         self._group = min(smallest, self._length) if get_many_of(dataset) is not None else 1
         self._sizes = (largest, max(1, min(smallest, largest // 4)))
         self._order = _random_order(self._length)
-        self._found = _Found()
+        self._found = _Received()
         self._split: Split | None = None  # if transforms run after the cache
         self._stalls = False  # whether forked children stall, so that this process loads
 
@@ -197,13 +206,13 @@ class _Study:
         found = self._found
         if isinstance(item, Loads):
             found.loads.append(item)
-        elif isinstance(item, Cached):
+        elif isinstance(item, FilledCache):
             found.cached[item.way] = item
             self._report("batches, not cached" if item.way == UNCACHED else f"batches, cached, codec {item.way}")
-        elif isinstance(item, Run):
+        elif isinstance(item, EpochRun):
             found.runs.append(item)
             self._report(f"batches of {item.batch_size} with {item.workers} workers")
-        elif isinstance(item, Skipped):
+        elif isinstance(item, SkippedWay):
             name = "the cache" if item.way is None else f"codec={item.way!r}"
             found.missing.append(f"{name} is left out: {item.reason}")
 
@@ -256,7 +265,7 @@ class _Study:
             finish = rest if finish is None else partial(_both, rest, finish)
         processes = min(self._cores, _MOST_WORKERS)
         workers = (0,) if self._stalls else (processes, 1, 0, min(2 * self._cores, _MOST_WORKERS))
-        trials = Trials(
+        trials = EpochTrials(
             ways=(None, UNCACHED, *(codec for codec in self._options.codecs if codec is not None)),
             workers=tuple(dict.fromkeys(workers)),
             batch_sizes=tuple(dict.fromkeys(self._sizes)),
@@ -370,10 +379,10 @@ def _alone(by_workers: Mapping[int, BatchCosts]) -> BatchCosts:
     return BatchCosts(costs.sample_s, costs.batch_s)
 
 
-def fit_costs(runs: Sequence[Run], cores: int) -> dict[tuple[str | None, int], BatchCosts]:
+def fit_costs(runs: Sequence[EpochRun], cores: int) -> dict[tuple[str | None, int], BatchCosts]:
     """Return the costs that explain runs, by way and number of workers."""
     costs: dict[tuple[str | None, int], BatchCosts] = {}
-    with_workers: dict[tuple[str | None, int], list[Run]] = {}
+    with_workers: dict[tuple[str | None, int], list[EpochRun]] = {}
     for key in dict.fromkeys((run.way, run.workers) for run in runs):
         own = _best_of([run for run in runs if (run.way, run.workers) == key])
         main = _line(own, [run.main_s for run in own])
@@ -394,7 +403,7 @@ def fit_costs(runs: Sequence[Run], cores: int) -> dict[tuple[str | None, int], B
     return costs
 
 
-def _best_of(runs: Sequence[Run]) -> list[Run]:
+def _best_of(runs: Sequence[EpochRun]) -> list[EpochRun]:
     """Return one run for each batch size, with the shorter times of its passes."""
     best = []
     for size in dict.fromkeys(run.batch_size for run in runs):
@@ -404,21 +413,21 @@ def _best_of(runs: Sequence[Run]) -> list[Run]:
     return best
 
 
-def _rest_s(run: Run, costs: BatchCosts, cores: int) -> float:
+def _rest_s(run: EpochRun, costs: BatchCosts, cores: int) -> float:
     """Return the seconds that a run takes beyond the model."""
     cpu_s = [costs.batch_s + costs.sample_s * run.batch_size] * run.batches
     main_s = [costs.main_batch_s + costs.main_sample_s * run.batch_size] * run.batches
-    return run.epoch_s - play(cpu_s, [costs.wake_s] * run.batches, main_s, 0.0, run.workers, cores)[-1]
+    return run.epoch_s - simulate(cpu_s, [costs.wake_s] * run.batches, main_s, 0.0, run.workers, cores)[-1]
 
 
-def _slope(runs: Sequence[Run], costs: BatchCosts, cores: int) -> float:
+def _slope(runs: Sequence[EpochRun], costs: BatchCosts, cores: int) -> float:
     """Return the seconds that one more batch of each worker takes beyond the model."""
     one, other = runs[0], runs[-1]
     more = (other.batches - one.batches) / one.workers
     return (_rest_s(other, costs, cores) - _rest_s(one, costs, cores)) / more if more else 0.0
 
 
-def _line(runs: Sequence[Run], seconds: Sequence[float]) -> tuple[float, float]:
+def _line(runs: Sequence[EpochRun], seconds: Sequence[float]) -> tuple[float, float]:
     """Return the seconds of a sample and of a batch; all of them of the sample, if one batch size was measured.
 
     Those of a batch may be negative: samples of large batches cost more, because they do not stay in the CPU caches.

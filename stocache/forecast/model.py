@@ -137,7 +137,7 @@ def _draw_epoch(
         each_s = cpu_s + wait_s
         busy_s = float(each_s.sum()) * costs.samples / float(sizes.sum())
         return start_s + busy_s + batches * step_s, start_s + busy_s
-    taken_s = play(cpu_s, wait_s, main_s, step_s, workers, costs.cores, setting.prefetch_factor)
+    taken_s = simulate(cpu_s, wait_s, main_s, step_s, workers, costs.cores, setting.prefetch_factor)
     total_s = taken_s[-1]
     if played < batches:
         half = played // 2
@@ -179,7 +179,7 @@ def _draw(rng: np.random.Generator, loads_s: Sequence[float], counts: _Counts) -
     return each
 
 
-def play(
+def simulate(
     cpu_s: Sequence[float] | _Seconds,
     wait_s: Sequence[float] | _Seconds,
     main_s: Sequence[float] | _Seconds,

@@ -19,7 +19,7 @@ from stocache.loader.requests import count_samples, current_answer
 from stocache.loader.sample_seed import SampleSeed, is_pure, seed_thread
 from stocache.ring.ring import NO_BUFFER, NO_LANE, NO_MEMORY, BatchHandle, Ring, fallback
 from stocache.shm.pool import Pool
-from stocache.timing.record import HAND_OVER_NS, Record, Row, row_here
+from stocache.timing.record import HAND_OVER_NS, TimingRecord, TimingRow, row_here
 from stocache.timing.spans import COLLATE, span
 
 _clock_ns = time.perf_counter_ns
@@ -42,7 +42,7 @@ class RingCollate:
     """
 
     def __init__(
-        self, collate_fn: Callable[[list[Any]], Any], stacking: bool, ring: Ring, iteration: int, record: Record
+        self, collate_fn: Callable[[list[Any]], Any], stacking: bool, ring: Ring, iteration: int, record: TimingRecord
     ) -> None:
         self._collate_fn, self._stacking = collate_fn, stacking
         self._ring, self._iteration, self._record = ring, iteration, record
@@ -166,7 +166,7 @@ class MainCollate:
         row: of the main process.
     """
 
-    def __init__(self, collate_fn: Callable[[Any], Any], batched: bool, row: Row) -> None:
+    def __init__(self, collate_fn: Callable[[Any], Any], batched: bool, row: TimingRow) -> None:
         self._collate_fn, self._batched, self._row = collate_fn, batched, row
 
     def __call__(self, samples: Any) -> Any:
@@ -185,7 +185,7 @@ class Gatherer:
     samples are loaded by the thread that asks for the batch, in the same order as without a cache.
     """
 
-    def __init__(self, lazy_batches: Iterator[LazyBatch], pool: Pool, depth: int, row: Row) -> None:
+    def __init__(self, lazy_batches: Iterator[LazyBatch], pool: Pool, depth: int, row: TimingRow) -> None:
         self._lazy_batches, self._pool, self._depth, self._pid = lazy_batches, pool, depth, os.getpid()
         self._row = row  # of the main process
         self._waiting: deque[tuple[LazyBatch | None, Future[Any]]] = deque()

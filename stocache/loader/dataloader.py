@@ -42,7 +42,7 @@ from stocache.loader.sample_seed import SampleSeed, ThreadSeededDataset, as_samp
 from stocache.loader.thread_iterator import ThreadIterator
 from stocache.loader.torch_iterators import MainIterator, ProcessIterator, with_quick_queues
 from stocache.loader.worker_group import WorkerGroup, is_timeout, try_to_start
-from stocache.loader.worker_method import METHODS, Trial, choose_method
+from stocache.loader.worker_method import METHODS, GilTrial, choose_method
 from stocache.loader.worker_state import StateBatch, WorkerStates
 from stocache.ring.ring import Ring
 from stocache.samplers.locality import LocalityDistributedSampler
@@ -50,8 +50,8 @@ from stocache.shm.pool import Pool
 from stocache.system.children import fork_lock
 from stocache.system.ranks import ranks_here
 from stocache.timing.flat import flat_numbers
-from stocache.timing.histogram import NOTHING, Distribution
-from stocache.timing.record import COLLATE_NS, HAND_OVER_NS, LOAD_NS, SAMPLES, WAIT_NS, Record, record_here
+from stocache.timing.histogram import EMPTY_DISTRIBUTION, Distribution
+from stocache.timing.record import COLLATE_NS, HAND_OVER_NS, LOAD_NS, SAMPLES_MADE, WAIT_NS, TimingRecord, record_here
 from stocache.timing.spans import WAIT, span
 
 logger = logging.getLogger("stocache")
@@ -98,10 +98,10 @@ class LoaderStats:
     fallbacks: dict[str, int]
     ring_bytes: int
     hit_rate: float | None
-    wait: Distribution = NOTHING
-    load: Distribution = NOTHING
-    collate: Distribution = NOTHING
-    hand_over: Distribution = NOTHING
+    wait: Distribution = EMPTY_DISTRIBUTION
+    load: Distribution = EMPTY_DISTRIBUTION
+    collate: Distribution = EMPTY_DISTRIBUTION
+    hand_over: Distribution = EMPTY_DISTRIBUTION
     ring_occupancy: float | None = None
     epochs: tuple[LoaderEpochStats, ...] = ()
     verdict: Verdict | None = None
@@ -190,7 +190,7 @@ class DataLoader(ResumableLoader[_T]):
         self.sample_seed = as_sample_seed(sample_seed, dataset)
         if worker_method not in METHODS:
             raise ValueError(f"worker_method must be one of {', '.join(map(repr, METHODS))}, got {worker_method!r:.100}")
-        self.worker_method, self._trial = worker_method, Trial(self._start_method == "fork")
+        self.worker_method, self._trial = worker_method, GilTrial(self._start_method == "fork")
         self._warned: set[str] = set()  # warnings about worker threads that were logged
         self._epoch: int | None = None
         self._reset_position()
@@ -205,7 +205,7 @@ class DataLoader(ResumableLoader[_T]):
     _ring: Ring | None
     _pool: Pool  # for batches without workers
     _totals: "_Totals"
-    _record: Record | None
+    _record: TimingRecord | None
     _log: EpochLog
     _unused: "weakref.finalize[Any, Any] | None"  # until the first iterator; see `_warn_of_lost`
 
@@ -300,7 +300,7 @@ class DataLoader(ResumableLoader[_T]):
         self.record.answer_to(ring.key)
         collate: Any = RingCollate(collate_fn, stacking, ring, iteration, self.record)
         replaced |= self._restored_in_workers(dataset, collate) | {"multiprocessing_context": context}
-        order.farewells = self._farewells
+        order.final_requests = self._final_requests
         group = WorkerGroup(order, ring if iteration else None, self._start_method, persistent=self.persistent_workers)
         try:
             with group.explain_errors():
@@ -320,11 +320,11 @@ class DataLoader(ResumableLoader[_T]):
         order.context = RequestContext(None, 0, arrays=lazy is not None, epoch=self._epoch)
         replaced = {"batch_sampler" if self.batch_sampler is not None else "sampler": order}
         replaced |= self._restored_in_workers(dataset, collate)
-        order.farewells = self._farewells
+        order.final_requests = self._final_requests
         return self._torch_iterator(order, progress, replaced), WorkerGroup(order, persistent=self.persistent_workers)
 
     @property
-    def _farewells(self) -> int:
+    def _final_requests(self) -> int:
         """How many requests without indices end an epoch; see `Order`."""
         needs = self._worker_states.every > 1 and self.persistent_workers and not self._is_iterable and self._keeps_states
         return self.num_workers if needs else 0
@@ -367,13 +367,13 @@ class DataLoader(ResumableLoader[_T]):
         return self._ring
 
     @property
-    def record(self) -> Record:
+    def record(self) -> TimingRecord:
         """Where the loader and its workers record how long the steps of loading take, made at first use."""
         if self._record is None or not self._record.mine:
             cached = self._cached_dataset()
             name = None if cached is None or cached.cache.closed else cached.cache.shared_name
             has_processes = self.num_workers > 0 and self.worker_method != "thread"
-            self._record = Record(self.num_workers, has_processes, name, ranks_here().rank)
+            self._record = TimingRecord(self.num_workers, has_processes, name, ranks_here().rank)
         return self._record
 
     @property
@@ -398,7 +398,7 @@ class DataLoader(ResumableLoader[_T]):
             Distribution() if counted is None else counted.distribution(quantity)
             for quantity in (WAIT_NS, LOAD_NS, COLLATE_NS, HAND_OVER_NS)
         )
-        samples, epochs = 0 if counted is None else counted.sum(SAMPLES), self._log.epochs()
+        samples, epochs = 0 if counted is None else counted.sum(SAMPLES_MADE), self._log.epochs()
         is_open = cached is not None and not cached.cache.closed
         return LoaderStats(
             batches=totals.batches,

@@ -119,7 +119,7 @@ class Order:
         endless: whether the dataset is iterable: its indices are not numbers, and do not end.
         progress: the epoch that begins next.
         context: sent to the workers with each batch of indices; None without workers.
-        farewells: requests without indices at the end: the workers answer them with their last states.
+        final_requests: requests without indices at the end: the workers answer them with their last states.
         error: the error of the sampler; None without one.
     """
 
@@ -128,7 +128,7 @@ class Order:
     endless: bool = False
     progress: Progress = field(default_factory=Progress)
     context: RequestContext | None = None
-    farewells: int = 0
+    final_requests: int = 0
     error: Exception | None = None
     _resumed: Iterator[Any] | None = None  # an iterator that has not skipped the delivered batches
 
@@ -185,7 +185,7 @@ class Order:
                 yield self._request(progress, number, index)
             number += 1
         if self.context is not None:
-            yield from (BatchRequest(self.context, number, NoIndices) for _ in range(self.farewells))
+            yield from (BatchRequest(self.context, number, NoIndices) for _ in range(self.final_requests))
 
     def _noting_errors(self, indices: Iterator[Any]) -> Iterator[Any]:
         try:

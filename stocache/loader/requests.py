@@ -79,13 +79,13 @@ def count_samples(indices: Any) -> int:
     return len(indices) if isinstance(indices, list | tuple | np.ndarray) else int(indices is not NoIndices)
 
 
-class _Here(threading.local):
+class _RequestHere(threading.local):
     request = 0
     answer: Any = None
 
 
 _epoch: int | None = None  # the epoch that was set in this worker process
-_here = _Here()
+_here = _RequestHere()
 
 
 def current_request() -> int:

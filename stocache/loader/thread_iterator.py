@@ -43,11 +43,11 @@ from stocache.loader.torch_iterators import DatasetKind, QuickIterator
 from stocache.loader.worker_state import StateBatch, StatefulCollate, StatefulMap
 from stocache.system.objects import attribute_of
 from stocache.threads.collating import Collator
-from stocache.threads.crew import Crew, RaisedError, Stopped, Worker, first_error, graph_lock, wrap_error
+from stocache.threads.crew import RaisedError, Stopped, ThreadWorker, ThreadWorkers, first_error, graph_lock, wrap_error
 from stocache.threads.info import Generators
 from stocache.threads.workers import Task, WorkerThreads, stop_all, wait_for
 from stocache.timing.gil import GilWatch
-from stocache.timing.record import Row, record_here, row_here
+from stocache.timing.record import TimingRow, record_here, row_here
 from stocache.timing.spans import COLLATE, span
 
 _RUN_S = 0.002  # a run of samples takes about as long
@@ -79,7 +79,7 @@ class Batch:
     """
 
     def __init__(
-        self, crew: Crew, request: BatchRequest, stream: int, before: "Batch | None", finished: "SimpleQueue[None]"
+        self, crew: ThreadWorkers, request: BatchRequest, stream: int, before: "Batch | None", finished: "SimpleQueue[None]"
     ) -> None:
         self._crew, self.request, self.stream, self.before, self._finished = crew, request, stream, before, finished
         self.data: Any = None
@@ -141,7 +141,7 @@ class Group:
 class _Turn:
     """Gives a sample the generators of its stream, in its turn; see NOTE [ Random numbers in threads ]."""
 
-    def __init__(self, crew: Crew, batch: Batch) -> None:
+    def __init__(self, crew: ThreadWorkers, batch: Batch) -> None:
         self._crew, self._batch, self.position = crew, batch, 0
 
     def generators(self) -> Generators:
@@ -158,7 +158,7 @@ class _Turn:
 class ThreadMaker:
     """Makes batches in threads. The tasks hold this object; it does not hold the iterator."""
 
-    def __init__(self, loader: Any, crew: Crew, pin: Any) -> None:
+    def __init__(self, loader: Any, crew: ThreadWorkers, pin: Any) -> None:
         self.crew, self._pin, self.record = crew, pin, loader.record
         self._batched, self._drop_last, self._kind = loader._auto_collation, loader.drop_last, loader._dataset_kind
         dataset = crew.workers[0].dataset
@@ -222,7 +222,7 @@ class ThreadMaker:
         except BaseException as error:
             batch.finish(error=wrap_error(error, number))
 
-    def _begin_step(self, number: int) -> Row:
+    def _begin_step(self, number: int) -> TimingRow:
         """Return the row of this thread, and record from now on."""
         row = row_here()
         if row is None:
@@ -327,7 +327,7 @@ class ThreadMaker:
             batch.errors.append((0, wrap_error(error, number)))
         self._collate(batch, worker, row)
 
-    def _check(self, worker: Worker, batch: Batch) -> None:
+    def _check(self, worker: ThreadWorker, batch: Batch) -> None:
         """Set the epoch of the dataset. Raise the error of ``worker_init_fn``: such a worker cannot make any batch."""
         if worker.error is not None:
             raise RaisedError(worker.error)
@@ -336,7 +336,7 @@ class ThreadMaker:
             self._epoch[worker.number] = epoch
             set_epoch(worker.dataset, epoch)
 
-    def _collate(self, batch: Batch, worker: Worker, row: Row) -> None:
+    def _collate(self, batch: Batch, worker: ThreadWorker, row: TimingRow) -> None:
         error, data = first_error(batch.errors), None
         batch.maker = worker.number
         row.add_making(len(batch.samples))
@@ -357,7 +357,7 @@ class ThreadMaker:
             self.crew.release(batch.lazy)
         self._finish(batch, data, row, error)
 
-    def _finish(self, batch: Batch, data: Any, row: Row, error: ExceptionWrapper | None = None) -> None:
+    def _finish(self, batch: Batch, data: Any, row: TimingRow, error: ExceptionWrapper | None = None) -> None:
         """Finish a batch, or leave it to the loop to collate it."""
         if error is None and self.collators and not (isinstance(data, StateBatch) and data.dropped):
             batch.data, batch.ready = data, True
@@ -460,7 +460,7 @@ class ThreadIterator(QuickIterator):
             init = partial(torch_dataloader._sharding_worker_init_fn, init, self._world_size, self._rank)
         parts = self._dataset, self._collate_fn, init
         hooks = loader.sample_seed is not None and loader.sample_seed.hooks
-        crew = Crew(count, parts, self._base_seed, self._shared_seed, bool(hooks), loader._warned)
+        crew = ThreadWorkers(count, parts, self._base_seed, self._shared_seed, bool(hooks), loader._warned)
         pin = self._pin_memory_device if self._pin_memory else None
         self._maker = ThreadMaker(loader, crew, pin)
         self._gil_watch = GilWatch(self._maker.record.main.add_look)
@@ -630,5 +630,5 @@ class ThreadIterator(QuickIterator):
         self._batches = {}
 
 
-def _begin(crew: Crew, first: int, number: int) -> None:
+def _begin(crew: ThreadWorkers, first: int, number: int) -> None:
     crew.begin(first + number)

@@ -41,13 +41,13 @@ METHODS = "multiprocessing", "thread", "auto"
 
 _CACHED = 0.9  # the share of samples in the cache, from which batches are mostly gathered, which leaves the GIL free
 _SPEED_UP = 1.2  # of two threads over one, from which threads are chosen
-_HELD = 0.5  # the share of looks that find the GIL held, from which processes are chosen
+_MOST_HELD = 0.5  # the share of looks that find the GIL held, from which processes are chosen
 _ROUND_S, _TRIAL_S, _ROUNDS = 0.01, 0.1, 3
 _PATIENCE_S = 30.0  # for one round
 _DRAWS = "samples draw"
 
 
-def choose_method(dataset: Any, hooks: bool, trial: "Trial") -> str:
+def choose_method(dataset: Any, hooks: bool, trial: "GilTrial") -> str:
     """Return "thread" or "multiprocessing" for the workers of a loader, and log why."""
     method, reason = _choose(dataset, hooks, trial)
     if method == "multiprocessing" and trial.stalls(layers(dataset)[-1]):
@@ -56,7 +56,7 @@ def choose_method(dataset: Any, hooks: bool, trial: "Trial") -> str:
     return method
 
 
-def _choose(dataset: Any, hooks: bool, trial: "Trial") -> tuple[str, str]:
+def _choose(dataset: Any, hooks: bool, trial: "GilTrial") -> tuple[str, str]:
     if attribute_of(dataset, "thread_safe") is False:
         return "multiprocessing", "the dataset has thread_safe = False"
     if isinstance(dataset, IterableDataset) or has_state(dataset) or holds_generator(dataset):
@@ -76,7 +76,7 @@ def _choose(dataset: Any, hooks: bool, trial: "Trial") -> tuple[str, str]:
         return "multiprocessing", "threads could not be tried"
     if trial.draws:
         return "multiprocessing", "samples draw from the global random number generators, which threads share"
-    better = speed_up >= _SPEED_UP and trial.held <= _HELD
+    better = speed_up >= _SPEED_UP and trial.held <= _MOST_HELD
     reason = f"one thread holds the GIL for {trial.held:.0%} of its time, two make {speed_up:.2f} times as many samples"
     return "thread" if better else "multiprocessing", reason
 
@@ -86,7 +86,7 @@ def _share_of(dataset: CachedDataset) -> float:
     return float((states == SlotState.SET).mean()) if len(states) else 1.0
 
 
-class Trial:
+class GilTrial:
     """Measures once, for all iterators of a loader, how many samples two threads make in the time of one.
 
     Args:
@@ -147,7 +147,7 @@ def _measure(dataset: Any) -> Iterator[tuple[float, float, int, int] | str]:
         if not count:
             return
         parts = [[order.pop() for _ in range(count)] for _ in range(4)]
-        yield _time(datasets[:1], parts), _time(datasets, parts[1:3]), *_look(datasets[0], parts[3])
+        yield _time(datasets[:1], parts), _time(datasets, parts[1:3]), *_sample_gil(datasets[0], parts[3])
         rounds += 1
 
 
@@ -176,7 +176,7 @@ def _time(datasets: Sequence[Any], parts: list[list[int]]) -> float:
         return statistics.mean(took.result() for took in took_s)
 
 
-def _look(dataset: Any, part: list[int]) -> tuple[int, int]:
+def _sample_gil(dataset: Any, part: list[int]) -> tuple[int, int]:
     """Look at the GIL while a thread loads samples. Return how often it was held, and how often it was looked at."""
     held = looks = 0
     own = threading.get_native_id()

@@ -21,7 +21,7 @@ from stocache.reading.graph.replay import drop, trace
 from stocache.reading.graph.seeds import SeedGenerator, check_seed, epoch_seed, random_seed
 from stocache.reading.interfaces import ReadingServiceInterface
 from stocache.reading.services import RunningService, completed, find_running, keeps_position
-from stocache.reading.states import from_text, initialized, state_of, to_text
+from stocache.reading.states import from_text, initialized, service_state, to_text
 from stocache.system.state import StateForm
 
 _SEED = (int, NoneType)
@@ -283,7 +283,7 @@ class DataLoader2:
             running = find_running(self.reading_service)
             if running is not None:
                 running.delivered, _ = self._used(running)
-            begun = _Begun(self._epoch_seed, self._delivered, state_of(self.reading_service))
+            begun = _Begun(self._epoch_seed, self._delivered, service_state(self.reading_service))
         seed, delivered, service = (None, 0, None) if begun is None else (begun.seed, begun.delivered, begun.service)
         return _FORM.make(
             self._identity(),

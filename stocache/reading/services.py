@@ -27,7 +27,7 @@ from stocache.reading.run.divide import Length, Seeding, is_full_sync, max_buffe
 from stocache.reading.run.engine import GraphPlan, WorkerStream
 from stocache.reading.run.replica import InitFn, Replica, ReplicaEpoch, ResetFn, Resume, WorkerInfo, clock_of
 from stocache.reading.run.stream import GraphPosition, LocalStream, Stream
-from stocache.reading.states import StatefulService, initialized, is_checkpointable, state_of
+from stocache.reading.states import StatefulService, initialized, is_checkpointable, service_state
 from stocache.samples.indices import length_of
 from stocache.system import rng
 from stocache.system.rng import States
@@ -391,7 +391,7 @@ class SequentialReadingService(StatefulService):
 
     def json_state(self) -> dict[str, Any]:
         """Return the states of the services."""
-        return _SEQUENTIAL.make({}, {}, {"services": list(map(state_of, self.reading_services))})
+        return _SEQUENTIAL.make({}, {}, {"services": list(map(service_state, self.reading_services))})
 
     def restore_json(self, datapipe: DataPipe, state: Any) -> DataPipe:
         """Return the graph after each service has changed it, in order."""

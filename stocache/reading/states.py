@@ -47,7 +47,7 @@ def is_checkpointable(service: Any) -> bool:
     return callable(getattr(service, "checkpoint", None)) and callable(getattr(service, "restore", None))
 
 
-def state_of(service: Any) -> dict[str, Any] | str | None:
+def service_state(service: Any) -> dict[str, Any] | str | None:
     """Return the state of a service: text if the service is not stocache's, None if it keeps no position."""
     if _has_json(service):
         return service.json_state()  # type: ignore[no-any-return]

@@ -58,7 +58,7 @@ from stocache.samples.type_lookup import Unfit, import_class
 Tree: TypeAlias = dict[str, Any] | None
 _Key: TypeAlias = tuple[Any, ...]
 
-CHECKS, INFO_COLUMN, ROOM = RESERVED_COLUMNS = ":checks", ":info", ":room"
+CHECKS_COLUMN, INFO_COLUMN, ROOM_COLUMN = RESERVED_COLUMNS = ":checks", ":info", ":room"
 """Names of columns that are not of samples."""
 
 _FIELDS = 16  # the most items of a list that get a column each
@@ -89,7 +89,7 @@ class Columns:
             raise sample_error(error, f"sample {first + error.row}", pickles=not allow_pickle) from error.__cause__
         room = self._nodes(self.tree) - BARE_NODES
         if room > 0 and (room := room - sum(tensor.nbytes for tensor in self.tensors.values())) > 0:
-            self.tensors[ROOM] = torch.zeros(room, dtype=torch.uint8, device="cpu")
+            self.tensors[ROOM_COLUMN] = torch.zeros(room, dtype=torch.uint8, device="cpu")
 
     def _nodes(self, tree: Any) -> int:
         """Return how many nodes all lists of a tree make, as the reader counts them."""

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from stocache.errors import DamagedError, StorageError
 from stocache.samples.column_decoder import Read, reader, value_columns
-from stocache.samples.column_encoder import CHECKS, INFO_COLUMN, Columns, Tree, bytes_of_rows
+from stocache.samples.column_encoder import CHECKS_COLUMN, INFO_COLUMN, Columns, Tree, bytes_of_rows
 from stocache.samples.kinds import BARE_NODES
 from stocache.samples.record_encoder import EncodedRecord
 from stocache.samples.type_lookup import Unresolved, check_size
@@ -73,7 +73,7 @@ def encode(
         SampleError: a sample cannot be stored, or would not come back the same.
     """
     columns = Columns(samples, first, allow_pickle)
-    columns.tensors[CHECKS] = torch.zeros(len(samples), dtype=torch.int64, device="cpu")
+    columns.tensors[CHECKS_COLUMN] = torch.zeros(len(samples), dtype=torch.int64, device="cpu")
     if info:
         columns.tensors[INFO_COLUMN] = torch.frombuffer(bytearray(info), dtype=torch.uint8)
     facts = {"checksum": ZEROS, "version": BLOCK_VERSION, "samples": len(samples), "structure": columns.tree}
@@ -84,9 +84,9 @@ def encode(
     block = Block(BytesFile(head, *pieces.values()), "a new block", decode=False, verify=False)
     rows = bytes_of_rows(columns.tree, pieces, len(samples))
     checks = list(map(_digest, zip(*rows, strict=True))) if rows else [block.check(row) for row in range(len(samples))]
-    pieces[CHECKS] = memoryview(np.array(checks, dtype="<u8").tobytes())
-    head = embed_checksum(head, _MARK, pieces[CHECKS])
-    return [head, *pieces.values()], read_checksum(head, _MARK, pieces[CHECKS])[0]
+    pieces[CHECKS_COLUMN] = memoryview(np.array(checks, dtype="<u8").tobytes())
+    head = embed_checksum(head, _MARK, pieces[CHECKS_COLUMN])
+    return [head, *pieces.values()], read_checksum(head, _MARK, pieces[CHECKS_COLUMN])[0]
 
 
 def _digest(parts: Iterable[BytesLike]) -> int:
@@ -337,7 +337,7 @@ class Block:
             end = last
         if self.begin + end != source.nbytes:
             raise ValueError(f"its columns end at {self.begin + end}, the file has {source.nbytes} bytes")
-        checks = self._column(CHECKS)
+        checks = self._column(CHECKS_COLUMN)
         self._checks = checks.cast("Q")
         if verify:
             self.checksum, wanted = read_checksum(self._bytes(0, self.begin), _MARK, checks)

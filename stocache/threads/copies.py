@@ -73,7 +73,7 @@ _SHARED_IN_C = _SHARED_MODULES | {"_thread", "_queue", "_contextvars", "_abc", "
 _OF_PYTHON = {kind for module in (builtins, types) for kind in vars(module).values() if isinstance(kind, type)} | {
     *map(type, ({}.keys(), {}.values(), {}.items(), functools.lru_cache(len)))
 }
-_RUNNING = "builtins", "itertools", "_csv", "posix"  # the modules of iterators
+_ITERATOR_MODULES = "builtins", "itertools", "_csv", "posix"  # the modules of iterators
 
 
 def copy_dataset(dataset: Any) -> Any:
@@ -122,7 +122,7 @@ def _copied(value: Any, memo: dict[int, Any], depth: int) -> Any:
         return make(*(_copy(argument, memo, depth + 1) for argument in arguments))
     if not _is_plain(value) or _safety(value) is True:
         return value
-    if _lets_go(kind):
+    if _releases_resources(kind):
         return value
     base = _container_of(kind)
     if base is tuple:
@@ -270,7 +270,7 @@ def _names(kind: type) -> set[str]:
     return {name for base in kind.__mro__ if base not in (object, Generic) for name in vars(base)}
 
 
-def _lets_go(kind: type) -> bool:
+def _releases_resources(kind: type) -> bool:
     """Whether objects of a class release resources when they die, as a copy would, too. DataPipes of torch have none."""
     owners = (base for base in kind.__mro__ if "__del__" in vars(base))
     return any(base.__module__.split(".")[0] not in _SHARED_MODULES for base in owners)
@@ -364,7 +364,7 @@ def _items(value: Any, kind: Any, where: str) -> list[tuple[str, Any]]:
 
 def _is_handle(value: Any) -> bool:
     """Whether a value is an open handle, or an object with ``thread_safe = False`` or ``__del__``."""
-    if _is_plain(value) and (_safety(value) is False or (_safety(value) is not True and _lets_go(type(value)))):
+    if _is_plain(value) and (_safety(value) is False or (_safety(value) is not True and _releases_resources(type(value)))):
         return True
     if isinstance(value, io.IOBase):
         return not isinstance(value, _FILES_IN_MEMORY) and not value.closed
@@ -399,7 +399,7 @@ def _is_running(value: Any) -> bool:
     kind = type(value)
     if kind is GeneratorType or kind is AsyncGeneratorType or kind is CoroutineType:
         return any(getattr(value, name, None) is not None for name in ("gi_frame", "ag_frame", "cr_frame"))
-    return kind.__module__ in _RUNNING and isinstance(value, Iterator) and kind is not itertools.count
+    return kind.__module__ in _ITERATOR_MODULES and isinstance(value, Iterator) and kind is not itertools.count
 
 
 def _is_of_this_thread(value: Any) -> bool:

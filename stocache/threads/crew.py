@@ -69,7 +69,7 @@ class Stopped(BaseException):
     """Ends a sample that a thread is making: the iterator is gone, or an earlier sample of its batch has raised."""
 
 
-class Worker:
+class ThreadWorker:
     """The dataset, the collate function and the random numbers of one thread.
 
     Attributes:
@@ -136,7 +136,7 @@ def wrap_error(error: BaseException, number: int) -> ExceptionWrapper:
     return ExceptionWrapper(raised, where=f"in DataLoader worker thread {number}")  # type: ignore[no-untyped-call]
 
 
-class Crew:
+class ThreadWorkers:
     """The workers, the streams of random numbers, and how the threads share the dataset.
 
     Attributes:
@@ -175,7 +175,7 @@ class Crew:
         if one_at_a_time:
             handle = "an object that a hook of sample_seed sets"
         copies = [parts if one_at_a_time else copy_dataset(parts) for _ in range(count)]
-        self.workers = [Worker(number, count, base_seed, own) for number, own in enumerate(copies)]
+        self.workers = [ThreadWorker(number, count, base_seed, own) for number, own in enumerate(copies)]
         self.holds_generator = holds_generator(parts[:2]) or holds_dataset(parts[1])
         self.claiming: set[Any] = set()
         self.streams = [Generators() for _ in range(count)]
@@ -205,7 +205,7 @@ class Crew:
             self._warned.add(message)
             logger.warning(message, *values)
 
-    def shares_opened(self, worker: Worker, error: Exception) -> bool:
+    def shares_opened(self, worker: ThreadWorker, error: Exception) -> bool:
         """Whether to load a sample again, because its worker has got the environment of LMDB that it could not open."""
         is_of_lmdb = type(error).__module__ == "lmdb" and "already open" in str(error)
         if not is_of_lmdb or holds_environment(worker.dataset):

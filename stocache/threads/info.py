@@ -21,11 +21,11 @@ from torch.utils.data._utils import worker as torch_worker  # for get_worker_inf
 _COLLATE = "torch.utils.data._utils.collate"
 
 
-class _Here(threading.local):
+class _InfoHere(threading.local):
     info: Any = None
 
 
-_here = _Here()
+_here = _InfoHere()
 
 
 def _info_here() -> Any:
@@ -88,7 +88,7 @@ class Generators:
         return not all(self._due)
 
     def generators(self) -> "Generators":
-        """Return these generators: they are the `Draws` of a sample that need not wait."""
+        """Return these generators: they are the `GeneratorPolicy` of a sample that need not wait."""
         return self
 
     @property
@@ -116,7 +116,7 @@ class Generators:
         return self._torch
 
 
-class Draws(Protocol):
+class GeneratorPolicy(Protocol):
     """Decides from which generators the running code may draw."""
 
     def generators(self) -> Generators:
@@ -132,7 +132,7 @@ class WorkerRng:
     """
 
     __slots__ = ("draws", "own")
-    draws: Draws
+    draws: GeneratorPolicy
 
     def __init__(self) -> None:
         self.own = Generators()

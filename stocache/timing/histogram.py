@@ -80,5 +80,5 @@ class Distribution:
         return cls(count, total_ns / 1e9 / count, *_MIDDLES_S[found].tolist())
 
 
-NOTHING = Distribution()
+EMPTY_DISTRIBUTION = Distribution()
 """The distribution of a quantity that was never measured."""

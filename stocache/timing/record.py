@@ -1,9 +1,10 @@
 """Record how long the steps of loading take, in shared memory: a row for each worker of a loader, one for its main process.
 
 NOTE [ Who writes a row ]
-    A *row* is an array of ``ROW_WORDS`` words: sums, and the buckets of histograms. Row 0 belongs to the main process, the
-    others to workers. A worker process claims its row by a kernel lock, which ends with the process, so the next worker adds to
-    the same row. A worker thread takes the row of its number, if that is free. Each word has one writer, and needs no lock.
+    A *row* is an array of ``TIMING_ROW_WORDS`` words: sums, and the buckets of histograms. Row 0 belongs to the main
+    process, the others to workers. A worker process claims its row by a kernel lock, which ends with the process, so the
+    next worker adds to the same row. A worker thread takes the row of its number, if that is free. Each word has one
+    writer, and needs no lock.
     Workers write the times of their own work. The main process writes how long it waited for a batch, in the row of the worker
     that made it; and how long packing and unpacking took, in its own row. It keeps these durations in a list first, and writes
     them some times a second: a batch of 3 MB evicts most of the CPU caches, so each access to memory costs.
@@ -39,15 +40,15 @@ _clock_ns = time.perf_counter_ns
 # The words of a row. Sums are of nanoseconds
 WAIT_NS, LOAD_NS, COLLATE_NS, HAND_OVER_NS = range(4)  # those that have a histogram as well
 MAKE_NS = 4  # to make the samples of batches, without loading: to read cached ones, transforms; without a cache all of it
-SAMPLES = 5  # of made batches
+SAMPLES_MADE = 5  # of made batches
 WORKER, PID = 6, 7  # the worker's number plus 1, and its process
 CPU_NS, QUEUED_NS, SEEN_BUSY_NS = 8, 9, 10  # of the thread, when looked: on a CPU, waiting for one, and busy in all
 LOOKS, HELD = 11, 12  # how often the main process looked at the GIL while it waited, and found it held
 _WORDS = 16
 
 HISTOGRAMS = ("wait", "load", "collate", "hand_over")
-ROW_WORDS = _WORDS + len(HISTOGRAMS) * BUCKETS
-_HISTOGRAM_AT = tuple(range(_WORDS, ROW_WORDS, BUCKETS))
+TIMING_ROW_WORDS = _WORDS + len(HISTOGRAMS) * BUCKETS
+_HISTOGRAM_AT = tuple(range(_WORDS, TIMING_ROW_WORDS, BUCKETS))
 _COLLATE_AT = _HISTOGRAM_AT[COLLATE_NS]
 _MOST_WORKERS, _MOST_COUNTED = 4096, 1 << 40
 
@@ -60,7 +61,7 @@ SUFFIX = ".loader-"
 """Stands in the name of a file between the name of the cache and a number."""
 
 
-class Row:
+class TimingRow:
     """The times that one thread records, in words of shared memory; see NOTE [ Who writes a row ].
 
     A worker process calls `begin_step` and `add_batch` for each batch. Other threads call `begin_step`, `add_making` and
@@ -145,7 +146,7 @@ class Row:
         """
         words, making_ns = self._words, made_ns - self._now - loaded_ns + self._loads
         collating_ns = collated_ns - made_ns - self.loaded_ns + loaded_ns
-        words[SAMPLES] += self._samples
+        words[SAMPLES_MADE] += self._samples
         if making_ns > 0:
             words[MAKE_NS] += making_ns
         if collating_ns < 0:
@@ -165,7 +166,7 @@ class Row:
     def add_making(self, samples: int) -> None:
         """Add the samples of a batch, or some of them, and the time that making them took."""
         words = self._words
-        words[SAMPLES] += samples
+        words[SAMPLES_MADE] += samples
         words[MAKE_NS] += self._step()
 
     def add_collating(self) -> None:
@@ -176,7 +177,7 @@ class Row:
 
     def add_gathered(self, samples: int, batches: int, duration_ns: int) -> None:
         """Add whole batches that threads of the main process have gathered together."""
-        self._words[SAMPLES] += samples
+        self._words[SAMPLES_MADE] += samples
         for _ in range(batches):
             self.add_later(COLLATE_NS, duration_ns // batches)
 
@@ -199,21 +200,21 @@ def _thread_times() -> tuple[int, int]:
     return time.thread_time_ns(), int(1e9 * queued_seconds())
 
 
-class _Here(threading.local):
-    row: Row | None = None
+class _RowHere(threading.local):
+    row: TimingRow | None = None
 
 
-_here = _Here()
+_here = _RowHere()
 os.register_at_fork(after_in_child=lambda: record_here(None))  # the row belongs to the parent
 
 
-def record_here(row: Row | None) -> Row | None:
+def record_here(row: TimingRow | None) -> TimingRow | None:
     """Have this thread record the loads of caches in ``row``; None ends that. Return the row that it had before."""
     before, _here.row = _here.row, row
     return before
 
 
-def row_here() -> Row | None:
+def row_here() -> TimingRow | None:
     """Return the row of this thread, if it has one."""
     return _here.row
 
@@ -224,7 +225,7 @@ def note_loads(costs_s: Sequence[float]) -> None:
         _here.row.add_loads(costs_s)
 
 
-class Record:
+class TimingRecord:
     """The rows of one loader. The main process makes it, and pickles it to its worker processes.
 
     Args:
@@ -238,19 +239,19 @@ class Record:
         rows = 1 + 2 * workers
         segment = None if cache_name is None else make_named(cache_name, rows, rank)
         if segment is None and shared:
-            segment = Segment.create(rows * ROW_WORDS * 8, 0)
+            segment = Segment.create(rows * TIMING_ROW_WORDS * 8, 0)
         self._key, self._segment, self._pid = "", segment, os.getpid()
         self._workers = workers
-        self._assemble(memoryview(bytearray(rows * ROW_WORDS * 8)) if segment is None else segment.control)
+        self._assemble(memoryview(bytearray(rows * TIMING_ROW_WORDS * 8)) if segment is None else segment.control)
         self.main = self.row(0)
         self.main.begin(-1)
 
     def _assemble(self, memory: memoryview) -> None:
         self._words = memory.cast("Q")
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, TimingRow] = {}
         if self._key:
             _records[self._key] = self
-        self._claimed: tuple[int, Row | None] = 0, None
+        self._claimed: tuple[int, TimingRow | None] = 0, None
         self._taking, self._takers = threading.Lock(), dict[int, int]()  # threads, by the number of their row
 
     def __getstate__(self) -> dict[str, Any]:
@@ -271,21 +272,21 @@ class Record:
         self._key = key
         _records[key] = self
 
-    def row(self, number: int) -> Row:
+    def row(self, number: int) -> TimingRow:
         """Return a row: 0 for the main process, and 1 + w for worker w."""
         return self._rows.get(number) or self._new_row(number)
 
-    def _new_row(self, number: int) -> Row:
-        row = self._rows[number] = Row(self._words[number * ROW_WORDS : (number + 1) * ROW_WORDS])
+    def _new_row(self, number: int) -> TimingRow:
+        row = self._rows[number] = TimingRow(self._words[number * TIMING_ROW_WORDS : (number + 1) * TIMING_ROW_WORDS])
         return row
 
-    def claim(self, worker: int) -> Row | None:
+    def claim(self, worker: int) -> TimingRow | None:
         """Return the row of this process, worker ``worker``, claimed at the first call; None if no row is free."""
         if self._claimed[0] != os.getpid():
             self._claimed = os.getpid(), self._claim(worker)
         return self._claimed[1]
 
-    def _claim(self, worker: int) -> Row | None:
+    def _claim(self, worker: int) -> TimingRow | None:
         segment = self._segment
         if segment is None or segment.backing == "none" or self.mine:
             return None
@@ -298,7 +299,7 @@ class Record:
                 return row
         return None
 
-    def take(self, worker: int) -> Row:
+    def take(self, worker: int) -> TimingRow:
         """Return a row for this thread, of worker ``worker``, that no other living thread has taken."""
         thread = threading.get_native_id()
         with self._taking:
@@ -322,13 +323,13 @@ class Record:
     def read(self) -> "Counted":
         """Return a copy of all rows."""
         self.write(_PATIENCE_S)
-        return Counted(np.frombuffer(self._words, np.int64).reshape(-1, ROW_WORDS).copy())
+        return Counted(np.frombuffer(self._words, np.int64).reshape(-1, TIMING_ROW_WORDS).copy())
 
 
-_records: "weakref.WeakValueDictionary[str, Record]" = weakref.WeakValueDictionary()
+_records: "weakref.WeakValueDictionary[str, TimingRecord]" = weakref.WeakValueDictionary()
 
 
-def record_of(key: str) -> Record | None:
+def record_of(key: str) -> TimingRecord | None:
     """Return the record that answers to a key; None if this process does not have it."""
     return _records.get(key)
 
@@ -395,7 +396,7 @@ def make_named(cache_name: str, rows: int, rank: int) -> Segment | None:
         identity: named.Identity = {"loader": name, "cache": cache_name, "rank": rank, "pid": os.getpid()}
         facts = {"dataset_len": 0, "capacity": 0, "rows": rows}
         descriptor = named.Descriptor(identity, facts).pack()
-        layout = Layout.for_sizes(rows * ROW_WORDS * 8, 0, descriptor)
+        layout = Layout.for_sizes(rows * TIMING_ROW_WORDS * 8, 0, descriptor)
         joined = named.join(name, identity, False, lambda: (layout, lambda control: None))
     except (StocacheError, OSError) as error:
         logger.debug("the loader is not shown by 'stocache metrics': %s", error)
@@ -418,13 +419,13 @@ def read_named(fd: int, layout: Layout) -> Counted:
     Raises:
         ValueError: it is not a record.
     """
-    row_bytes = ROW_WORDS * 8
+    row_bytes = TIMING_ROW_WORDS * 8
     count = layout.control_bytes // row_bytes
     if not 1 <= count <= 1 + 2 * _MOST_WORKERS or layout.control_bytes % row_bytes:
         raise ValueError("is not the record of a loader.")
     data = os.pread(fd, layout.control_bytes, layout.control_at)
     if len(data) < layout.control_bytes:
         raise ValueError("is damaged: it was cut.")
-    rows = np.frombuffer(data, np.int64).reshape(count, ROW_WORDS).clip(0)
+    rows = np.frombuffer(data, np.int64).reshape(count, TIMING_ROW_WORDS).clip(0)
     np.minimum(rows[:, _WORDS:], _MOST_COUNTED, out=rows[:, _WORDS:])  # so that no sum overflows
     return Counted(rows)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-MARK = "__stocache_deterministic__"
+DETERMINISTIC_ATTRIBUTE = "__stocache_deterministic__"
 """The attribute of functions, classes and objects that `stocache.deterministic` has marked."""
 
 
@@ -202,7 +202,9 @@ def is_known(cls: type) -> bool:
 def is_deterministic(transform: Any) -> bool:
     """Whether a transform is known to be deterministic."""
     cls = type(transform)
-    if MARK in vars(cls) or getattr(transform, "__dict__", {}).get(MARK, mark_value) == mark_value(transform):
+    if DETERMINISTIC_ATTRIBUTE in vars(cls) or getattr(transform, "__dict__", {}).get(
+        DETERMINISTIC_ATTRIBUTE, mark_value
+    ) == mark_value(transform):
         return True
     if isinstance(transform, functools.partial):
         return is_deterministic(transform.func)

@@ -17,7 +17,7 @@ import torch
 
 from stocache.errors import DatasetError
 from stocache.system.hashing import callable_text
-from stocache.transforms.known import MARK, is_deterministic, mark_value
+from stocache.transforms.known import DETERMINISTIC_ATTRIBUTE, is_deterministic, mark_value
 
 _Transform = TypeVar("_Transform")
 
@@ -247,7 +247,7 @@ def deterministic(transform: _Transform) -> _Transform:
     if not callable(transform):
         raise DatasetError(f"{transform!r:.100} is not a transform: it is not callable.")
     try:
-        setattr(transform, MARK, mark_value(transform))
+        setattr(transform, DETERMINISTIC_ATTRIBUTE, mark_value(transform))
     except (AttributeError, TypeError):  # a built-in function, a method, an object with slots
         return deterministic(CallableWrapper(transform))  # type: ignore[return-value]
     return transform

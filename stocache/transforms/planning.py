@@ -35,10 +35,10 @@ from stocache.transforms.trials import (
     MeasuredCall,
     MeasuredSample,
     finish_parts,
-    load_again,
     load_parts,
+    load_with_old_split,
     make_plain,
-    measure,
+    measure_steps,
     record_programs,
 )
 
@@ -329,7 +329,7 @@ class _Planner:
         if not kind.pipelines:
             self._fixed_steps(number, {})
             return kind._replace(options=[Option({}, 0.0, 0.0)])
-        samples = self._in_child(partial(measure, kind.leaf, kind.examples, self._encoded, self._allow_pickle))
+        samples = self._in_child(partial(measure_steps, kind.leaf, kind.examples, self._encoded, self._allow_pickle))
         chains = _find_chains(samples)
         called = {site for chain in chains for site in chain.sites}
         if self._encoded and not any(site.name == "loader" for site in called):
@@ -462,7 +462,7 @@ class _Planner:
         load = partial(load_parts, kind.leaf, plan, allow_pickle=self._allow_pickle)
         jobs: list[Any] = [partial(load, examples=kind.examples), partial(load, examples=kind.examples[::-1])]
         if self._old is not None:
-            jobs.append(partial(load_again, self._old, kind.examples))
+            jobs.append(partial(load_with_old_split, self._old, kind.examples))
         found: dict[int, Any] = {}
         records: dict[int, PackedRecord] = {}
         for part in in_children_or_here(self._dataset, jobs, patience_s=_PATIENCE_S):

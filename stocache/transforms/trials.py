@@ -200,7 +200,7 @@ def load_parts(leaf: Any, plan: CutPlan, examples: Sequence[Example], allow_pick
         yield LoadedPart(idx, pack_sample(part), describe(part, strides=False), before.drawn())
 
 
-def load_again(old: Split, examples: Sequence[Example]) -> Iterator[LoadedPart]:
+def load_with_old_split(old: Split, examples: Sequence[Example]) -> Iterator[LoadedPart]:
     """Load the cached parts of samples with the transforms that were split before."""
     old.restore()
     for idx, _ in examples:
@@ -210,10 +210,10 @@ def load_again(old: Split, examples: Sequence[Example]) -> Iterator[LoadedPart]:
 # ---------------------------------------------------------------------------------------------------- measuring
 
 
-def measure(leaf: Any, examples: Sequence[Example], encoded: bool, allow_pickle: bool) -> Iterator[MeasuredSample]:
+def measure_steps(leaf: Any, examples: Sequence[Example], encoded: bool, allow_pickle: bool) -> Iterator[MeasuredSample]:
     """Load samples, and yield the time and size of each step of their transforms."""
     pipelines, calls = open_pipelines(leaf, encoded), list[_MeteredCall]()
-    meters = {site: _Meter(site, pipeline, calls, allow_pickle) for site, pipeline in pipelines.items()}
+    meters = {site: _MeasuredTransform(site, pipeline, calls, allow_pickle) for site, pipeline in pipelines.items()}
     patched = patch(leaf, {site: StandIn(find_transform(leaf, site), meter) for site, meter in meters.items()})
     for _, leaf_idx in examples:
         calls.clear()
@@ -240,7 +240,7 @@ class _MeteredCall(NamedTuple):
         return MeasuredCall(self.site, (len(self.args), *sorted(self.kwargs)), upstream, **self.reading)
 
 
-class _Meter:
+class _MeasuredTransform:
     """Runs a transform, with its deterministic beginning step by step, and notes times and sizes in ``calls``."""
 
     def __init__(self, site: Site, pipeline: Pipeline, calls: list[_MeteredCall], allow_pickle: bool) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from stocache import CachedDataset, DataLoader, DatasetError, LimitError, WorkerError, advise
 from stocache.forecast import epochs, measure
 from stocache.forecast.costs import UNCACHED, BatchCosts, Costs, WayCosts
-from stocache.forecast.epochs import Cached, Run, Skipped, Trials, run_epochs
+from stocache.forecast.epochs import EpochRun, EpochTrials, FilledCache, SkippedWay, run_epochs
 from stocache.forecast.model import Setting
 
 CORES, PACKS = len(os.sched_getaffinity(0)), find_spec("lz4") is not None
@@ -56,7 +56,7 @@ def costs_of(load_s=0.001, cpu_share=1.0, cores=CORES, batch=CHEAP, packs=PACKS,
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Have other costs take the place of those that would be measured; return the arguments of `measure`."""
+    """Have other costs take the place of those that would be measured; return the arguments of `measure_costs`."""
 
     def use(costs, **arguments):
         def found(dataset, **given):
@@ -213,17 +213,17 @@ def short(monkeypatch):
 @pytest.mark.parametrize("collate_fn", [None, len])
 def test_epochs_are_run_over_samples_of_any_kind(collate_fn, short):
     samples = [(torch.arange(idx + 1), "x" * idx) for idx in range(30)]
-    trials = Trials(("none", None, UNCACHED), (0, 1), (4,), 32, 1 << 16, DataLoader, collate_fn, 1, math.inf)
+    trials = EpochTrials(("none", None, UNCACHED), (0, 1), (4,), 32, 1 << 16, DataLoader, collate_fn, 1, math.inf)
     skipped, cached, uncached, *runs = run_epochs(samples, None, trials)
-    assert skipped == Skipped("none", "codec='none' is unknown. Use 'zstd' or 'lz4', or None.")
-    assert all(isinstance(each, Cached) and each.samples >= 8 for each in (cached, uncached))
+    assert skipped == SkippedWay("none", "codec='none' is unknown. Use 'zstd' or 'lz4', or None.")
+    assert all(isinstance(each, FilledCache) and each.samples >= 8 for each in (cached, uncached))
     assert cached.sample_bytes > uncached.sample_bytes == 0
-    assert all(isinstance(run, Run) and run.epoch_s > 0 and run.begin_s > 0 for run in runs)
+    assert all(isinstance(run, EpochRun) and run.epoch_s > 0 and run.begin_s > 0 for run in runs)
     assert [(run.way, run.workers) for run in runs] == [(None, 0), (UNCACHED, 0), (None, 1), (UNCACHED, 1)]
 
 
 def test_a_real_measurement_leaves_this_process_as_it_was(short, monkeypatch, messages):
-    monkeypatch.setattr("stocache.advice.advise.measure", partial(measure.measure, codecs=(None,), passes=1))
+    monkeypatch.setattr("stocache.advice.advise.measure", partial(measure.measure_costs, codecs=(None,), passes=1))
     dataset, before = Images(), state_of_generators()
     advice = advise(dataset, batch_size=8, progress=False)
     with CachedDataset(dataset, 1) as cached:

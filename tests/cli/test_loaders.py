@@ -6,7 +6,7 @@ import os
 from stocache import CachedDataset, DataLoader, SharedCacheDDP
 from stocache.cli import doctor, listing
 from stocache.timing import record
-from stocache.timing.record import LOAD_NS, ROW_WORDS, SAMPLES, WAIT_NS, Record
+from stocache.timing.record import LOAD_NS, SAMPLES_MADE, TIMING_ROW_WORDS, WAIT_NS, TimingRecord
 from tests.support.records import SQUARES, forge, leave_loader_behind
 
 
@@ -17,8 +17,8 @@ def test_a_loader_over_a_named_cache_is_found_with_its_counts():
         (found,) = listing.find_loaders()
         assert (found.cache, found.rank, found.pid, found.state) == ("squares", 0, os.getpid(), "live")
         assert found.name == f"squares.loader-{os.getpid()}-0"
-        assert found.counted.rows.shape == (5, ROW_WORDS)
-        assert (found.counted.sum(SAMPLES), found.counted.batches) == (24, 6)
+        assert found.counted.rows.shape == (5, TIMING_ROW_WORDS)
+        assert (found.counted.sum(SAMPLES_MADE), found.counted.batches) == (24, 6)
         assert found.counted.distribution(WAIT_NS) == loader.stats().wait
         assert found.counted.distribution(LOAD_NS) == loader.stats().load
         assert [cache.name for cache in listing.find()] == ["squares"]
@@ -37,7 +37,7 @@ def test_a_file_is_a_loader_by_the_name_that_a_record_gets_and_by_what_it_says(c
     assert (bad.name, bad.state) == ("c\\x1b[31m.loader-1-0", "bad")
     assert "its name is not that of one" in bad.problem
     with SharedCacheDDP(1, 4, (2,), name="a" * 100):
-        kept = Record(0, False, "a" * 100, 3)
+        kept = TimingRecord(0, False, "a" * 100, 3)
         (found,) = listing.find_loaders()
         assert found.name == f"{'a' * 60}{record.SUFFIX}{os.getpid()}-0"
         assert (found.cache, found.rank) == ("a" * 100, 3)
@@ -46,7 +46,7 @@ def test_a_file_is_a_loader_by_the_name_that_a_record_gets_and_by_what_it_says(c
 
 def test_rm_dead_removes_the_records_of_killed_processes_only(run, clean):
     leave_loader_behind("c", rank=1)
-    kept = Record(0, False, "d")
+    kept = TimingRecord(0, False, "d")
     dead, live = listing.find_loaders()
     assert (dead.state, dead.rank, dead.counted.sum(WAIT_NS), live.state) == ("dead", 1, 5, "live")
     told = f"left behind by processes that were killed: c.loader-{dead.pid}-0 ("
@@ -64,7 +64,7 @@ def identity(**changes):
 
 
 def test_a_file_that_is_not_a_record_is_a_problem_of_that_file_alone(clean):
-    kept = Record(0, False, "d")
+    kept = TimingRecord(0, False, "d")
     for forged, problem in (
         ({"size": 70000}, "is damaged: it has 70000 bytes"),
         ({"size": 0}, "is not a segment of stocache"),
@@ -84,7 +84,7 @@ def test_a_file_that_is_not_a_record_is_a_problem_of_that_file_alone(clean):
 
 
 def test_a_forged_record_gives_numbers_and_texts_that_can_be_shown(clean):
-    counts = b"\xff" * 7 * 8 + b"\xff\xff\xff\xff\xff\xff\xff\x7f" * (3 * ROW_WORDS - 7)
+    counts = b"\xff" * 7 * 8 + b"\xff\xff\xff\xff\xff\xff\xff\x7f" * (3 * TIMING_ROW_WORDS - 7)
     name = {"loader": "c", "cache": "\x1b[31m\n\ud800" + "x" * 1000, "rank": 0, "pid": 1}
     forge(identity=name, rows=3, control=counts)
     (found,) = listing.find_loaders()
@@ -92,7 +92,7 @@ def test_a_forged_record_gives_numbers_and_texts_that_can_be_shown(clean):
     assert found.cache.startswith("\\x1b[31m\\n\\ud800xxx")
     assert (found.cache.isprintable(), len(found.cache)) == (True, 400)
     assert found.counted.rows.min() >= 0
-    assert found.counted.sum(SAMPLES) == 2 * (2**63 - 1)
+    assert found.counted.sum(SAMPLES_MADE) == 2 * (2**63 - 1)
     assert found.counted.counts(WAIT_NS).min() > 0
 
 
@@ -112,7 +112,7 @@ def test_records_are_read_up_to_a_bound_and_with_care(clean, monkeypatch):
     pread = os.pread
 
     def cut_first(fd, nbytes, at):
-        if nbytes == 5 * ROW_WORDS * 8:
+        if nbytes == 5 * TIMING_ROW_WORDS * 8:
             os.truncate(path, 100000)
         return pread(fd, nbytes, at)
 

@@ -24,7 +24,17 @@ from stocache.cli import listing
 from stocache.shm import registry
 from stocache.system.waiting import wait_until
 from stocache.timing.histogram import BOUNDS_S, BUCKETS, bucket_of
-from stocache.timing.record import COLLATE_NS, CPU_NS, HAND_OVER_NS, LOAD_NS, MAKE_NS, QUEUED_NS, ROW_WORDS, WAIT_NS, Record
+from stocache.timing.record import (
+    COLLATE_NS,
+    CPU_NS,
+    HAND_OVER_NS,
+    LOAD_NS,
+    MAKE_NS,
+    QUEUED_NS,
+    TIMING_ROW_WORDS,
+    WAIT_NS,
+    TimingRecord,
+)
 from tests.support.records import FOLDER, SQUARES, forge, leave_loader_behind
 
 pytest.importorskip("prometheus_client", reason="needs the extra metrics")
@@ -107,7 +117,7 @@ def test_the_metrics_are_what_the_cache_and_the_loader_say(run, workers, least):
 
 
 def test_words_of_a_record_are_counters_and_buckets_exact_sums_of_its_own():
-    kept = Record(2, False, "c")
+    kept = TimingRecord(2, False, "c")
     durations = np.exp(np.random.default_rng(7).uniform(math.log(100), math.log(4e12), 500)).astype(int).tolist()
     for word, share in zip(QUANTITIES.values(), (500, 400, 300, 200), strict=True):
         for number, duration_ns in enumerate(durations[:share]):
@@ -135,7 +145,7 @@ def test_words_of_a_record_are_counters_and_buckets_exact_sums_of_its_own():
 
 
 def test_loaders_of_several_ranks_are_apart_and_the_dead_are_shown_until_they_are_removed(run, clean):
-    kept = [Record(0, False, "c", 0), Record(1, False, "c", 0)]
+    kept = [TimingRecord(0, False, "c", 0), TimingRecord(1, False, "c", 0)]
     for number in range(2):
         kept[number].row(number).add(WAIT_NS, (number + 1) * 10**9)
     leave_loader_behind("c", rank=1)
@@ -159,7 +169,7 @@ def test_caches_that_nobody_uses_on_disk_or_none_at_all_and_of_one_name(run, tmp
     assert (value(samples, "stocache_cache_alive"), value(samples, "stocache_cache_processes")) == (0, 0)
     shutil.rmtree(FOLDER)
     with DiskCache(tmp_path / "kept", "1MB", 24):
-        kept = Record(0, False, os.path.basename(listing.find()[0].path))
+        kept = TimingRecord(0, False, os.path.basename(listing.find()[0].path))
         samples = scrape()
         assert value(samples, "stocache_cache_alive", kind="disk", name=str(tmp_path / "kept")) == 1
         assert value(samples, "stocache_loader_alive", cache=str(tmp_path / "kept")) == 1
@@ -173,7 +183,7 @@ def test_caches_that_nobody_uses_on_disk_or_none_at_all_and_of_one_name(run, tmp
 def test_users_are_a_label_where_several_are_shown(run):
     leave_loader_behind("c", uid=12345)
     with SharedCache(0.001, 4, (2,), name="c"):
-        kept = Record(0, False, "c")
+        kept = TimingRecord(0, False, "c")
         samples = samples_of(run("metrics", "--user", "all").stdout)
         assert value(samples, "stocache_loader_alive", user="12345") == 0
         assert value(samples, "stocache_loader_alive", user="root", cache="c") == 1
@@ -190,7 +200,7 @@ def test_hostile_files_are_reported_and_hide_no_other(clean):
     forge('c\x1b[2J\n"} 1.loader-1-0')
     forge(os.fsdecode(b"c\xff.loader-1-0"), {"loader": "c", "cache": "c", "rank": 0, "pid": 1})
     identity = {"loader": "c", "cache": '\x1b[2J"} 1\n# EOF\\', "rank": 0, "pid": 1}
-    control = (b"\xff" * 8 + b"\xff" * 7 + b"\x7f") * (3 * ROW_WORDS // 2)
+    control = (b"\xff" * 8 + b"\xff" * 7 + b"\x7f") * (3 * TIMING_ROW_WORDS // 2)
     forge("good.loader-1-0", identity, rows=3, control=control)
     for number in range(24):
         forge(f"d.loader-1-{number}", size=0)
@@ -215,7 +225,7 @@ def exported():
     """The labels of every name that a cache, a loader with workers and an unreadable file export."""
     forge("bad", size=0)
     with CachedDataset(SQUARES, 0.001, name="squares"):
-        kept = Record(1, False, "squares")
+        kept = TimingRecord(1, False, "squares")
         samples = scrape()
         del kept
     shutil.rmtree(FOLDER)

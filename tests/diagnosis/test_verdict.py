@@ -20,8 +20,8 @@ def facts(
     load_s=(), make_s=0.0, collate_s=0.0, hand_over_s=0.0, waited_s=4.0, seconds=10.0, cpu=1.0, looks=0, held=0, **others
 ):
     """An epoch of 1000 samples in 50 batches, made by two workers."""
-    rows = np.zeros((5, record.ROW_WORDS), np.int64)
-    row = record.Row(memoryview(rows[1]).cast("B").cast("Q"))
+    rows = np.zeros((5, record.TIMING_ROW_WORDS), np.int64)
+    row = record.TimingRow(memoryview(rows[1]).cast("B").cast("Q"))
     row.add_loads(load_s)
     for word, value_s in ((record.MAKE_NS, make_s), (record.COLLATE_NS, collate_s), (record.HAND_OVER_NS, hand_over_s)):
         rows[1, word] += int(1e9 * value_s)
@@ -92,7 +92,7 @@ def test_nothing_is_said_where_nothing_waits():
 
 def test_an_epoch_of_a_loader_has_the_figures_of_its_record_and_a_verdict(caplog):
     caplog.set_level(logging.INFO, "stocache")
-    log, rows = EpochLog(), record.Record(2, False)
+    log, rows = EpochLog(), record.TimingRecord(2, False)
     rows.row(1).add_loads([9.0])  # before the epoch
     for number, persistent in ((0, True), (1, True), (2, False)):
         epoch = log.begin(rows, None, False, 2, persistent, None)

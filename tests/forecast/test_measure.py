@@ -11,10 +11,10 @@ import torch
 from stocache import DatasetError
 from stocache.forecast import loads, measure
 from stocache.forecast.costs import UNCACHED, Costs, WayCosts
-from stocache.forecast.epochs import Cached, Run, Skipped, nbytes_of
+from stocache.forecast.epochs import EpochRun, FilledCache, SkippedWay, nbytes_of
 from stocache.forecast.loads import time_busy_loads, time_loads
 from stocache.forecast.measure import fit_costs
-from stocache.forecast.model import Setting, play, predict
+from stocache.forecast.model import Setting, predict, simulate
 from stocache.system.children import ChildError
 
 
@@ -85,7 +85,7 @@ MADE = WayCosts({}, sample_bytes=16.0, extra_bytes=1.0, fill_s=0.002)
 
 
 def run_of(way, workers, size, epoch_s, main_s, workers_s):
-    return Run(way, workers, size, 320, epoch_s, main_s, workers_s, 0.2 * workers)
+    return EpochRun(way, workers, size, 320, epoch_s, main_s, workers_s, 0.2 * workers)
 
 
 def measured(monkeypatch, dataset, time_limit_s, runs=()):
@@ -100,8 +100,8 @@ def measured(monkeypatch, dataset, time_limit_s, runs=()):
     def run_epochs(samples, finish, trials):
         assert (trials.batch_sizes, trials.make_loader, trials.passes) == ((8, 2), list, 2)
         for way in (None, UNCACHED):
-            yield Cached(way, 320, MADE.sample_bytes, MADE.extra_bytes, MADE.fill_s, 64.0)
-        yield Skipped("zstd", "it is not installed")
+            yield FilledCache(way, 320, MADE.sample_bytes, MADE.extra_bytes, MADE.fill_s, 64.0)
+        yield SkippedWay("zstd", "it is not installed")
         yield from runs
 
     def progress(seconds, what):
@@ -113,7 +113,7 @@ def measured(monkeypatch, dataset, time_limit_s, runs=()):
     monkeypatch.setattr(measure, "in_children", in_children)
     monkeypatch.setattr(measure, "run_epochs", run_epochs)
     monkeypatch.setattr(measure, "plan_split", lambda *_: None)
-    return measure.measure(dataset, batch_sizes=(8,), make_loader=list, time_limit_s=time_limit_s, on_progress=progress)
+    return measure.measure_costs(dataset, batch_sizes=(8,), make_loader=list, time_limit_s=time_limit_s, on_progress=progress)
 
 
 def test_costs_hold_what_the_children_have_measured(clock, monkeypatch):
@@ -161,7 +161,7 @@ def test_costs_are_those_that_runs_were_made_with(workers):
         if not workers:
             runs.append(run_of(way, 0, size, 9.0, cost_s * batches, 0.0))
             continue
-        epoch_s = start_s + play([cost_s] * batches, [0.0] * batches, [main_s] * batches, 0.0, workers, 4)[-1]
+        epoch_s = start_s + simulate([cost_s] * batches, [0.0] * batches, [main_s] * batches, 0.0, workers, 4)[-1]
         runs.append(run_of(way, workers, size, epoch_s, main_s * batches, cost_s * batches))
         runs.append(runs[-1]._replace(epoch_s=epoch_s * 3, workers_s=1.0))  # a pass that was disturbed
     costs = fit_costs(runs, 4)[None, workers]

@@ -6,7 +6,7 @@ import pytest
 
 from stocache.forecast.choice import candidates, limits_gib, rank, round_down, round_up, worker_counts
 from stocache.forecast.costs import UNCACHED, BatchCosts, Costs, WayCosts
-from stocache.forecast.model import Forecast, Setting, cached_share, play, predict
+from stocache.forecast.model import Forecast, Setting, cached_share, predict, simulate
 from stocache.system.limits import GIB, MIB
 
 FREE = BatchCosts(0.0, 0.0)
@@ -39,7 +39,7 @@ def seconds(costs, step_s=0.0, limit=0, workers=0, batch=10):
 ])  # fmt: skip
 def test_an_epoch_is_played_batch_by_batch(cpu_s, wait_s, main_s, step_s, workers, cores, ends):
     count = len(cpu_s)
-    assert play(cpu_s, [wait_s] * count, [main_s] * count, step_s, workers, cores) == pytest.approx(ends)
+    assert simulate(cpu_s, [wait_s] * count, [main_s] * count, step_s, workers, cores) == pytest.approx(ends)
 
 
 def test_the_seconds_of_an_epoch_are_those_of_its_parts():

@@ -265,7 +265,7 @@ def test_samples_that_draw_from_the_global_generators_are_told_once(caplog):
 @pytest.fixture
 def alone():
     """A crew without threads."""
-    alone = crew.Crew(1, (None, list, None), 3, None, False, set())
+    alone = crew.ThreadWorkers(1, (None, list, None), 3, None, False, set())
     alone.stopped = lambda: False
     return alone
 

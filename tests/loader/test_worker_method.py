@@ -10,11 +10,11 @@ from torch.utils.data import Dataset, IterableDataset
 import stocache
 from stocache import CachedDataset, SampleSeed
 from stocache.loader import worker_method
-from stocache.loader.worker_method import Trial, choose_method
+from stocache.loader.worker_method import GilTrial, choose_method
 from tests.support.images import Images, N
 
 
-class NeverTried(Trial):
+class NeverTried(GilTrial):
     def speed_up(self, dataset):
         raise AssertionError("threads were tried")
 
@@ -26,7 +26,7 @@ def rounds(monkeypatch):
 
     def use(*found):
         monkeypatch.setattr(worker_method, "in_children", lambda *_: iter(found))
-        return Trial()
+        return GilTrial()
 
     return use
 
@@ -103,7 +103,7 @@ class Watched(Dataset):
 
 def test_a_real_trial_leaves_the_dataset_and_the_generators_as_they_were():
     dataset, states = Watched(), (random.getstate(), torch.get_rng_state())
-    trial = Trial()
+    trial = GilTrial()
     assert trial.speed_up(dataset) > 0
     assert 0 <= trial.held <= 1
     assert vars(dataset) == vars(Watched())
@@ -113,5 +113,5 @@ def test_a_real_trial_leaves_the_dataset_and_the_generators_as_they_were():
 
 @pytest.mark.parametrize("dataset", [Watched(breaks=True), Watched(0), Watched(1), Watched(4), Stream()])
 def test_what_cannot_be_tried_is_not_an_error(dataset, capfd):
-    assert Trial().speed_up(dataset) is None
+    assert GilTrial().speed_up(dataset) is None
     assert capfd.readouterr().err == ""

@@ -18,7 +18,7 @@ from stocache.errors import GraphError, WorkerError
 from stocache.reading import SeedGenerator, find_dps, list_dps, remove_dp, replace_dp, set_graph_random_seed, traverse_dps
 from stocache.reading.graph import pipes
 from stocache.reading.graph.graph import clone, pipes_of, sources
-from stocache.reading.graph.seeds import is_pure
+from stocache.reading.graph.seeds import holds_no_generator
 from stocache.reading.graph.sharding import dispatched_end, replicable_end
 from tests.support.graphs import COUNT, WARNINGS, HomemadeError, Stateful, fails, source, square
 from tests.support.processes import in_child
@@ -184,10 +184,10 @@ def test_random_pipes_before_the_shard_have_shared_seeds_and_others_their_own():
 def test_a_function_with_a_generator_in_it_is_not_pure():
     numbers, noisy = random.Random(1), Stateful()
     noisy.numbers = {"inner": [np.random.default_rng(1)]}
-    assert is_pure(square)
-    assert is_pure(partial(max, 3))
+    assert holds_no_generator(square)
+    assert holds_no_generator(partial(max, 3))
     for function in (lambda value: value + numbers.random(), noisy, noisy.__call__, partial(square, torch.Generator())):
-        assert not is_pure(function)
+        assert not holds_no_generator(function)
 
 
 def test_prefetch_delivers_all_in_order_and_raises_what_the_source_does():

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from stocache.shm import layout, registry
-from stocache.timing.record import ROW_WORDS, WAIT_NS, Record
+from stocache.timing.record import TIMING_ROW_WORDS, WAIT_NS, TimingRecord
 from tests.support.processes import in_child
 
 FOLDER = Path(registry.directory_of())
@@ -21,7 +21,7 @@ def leave_loader_behind(cache_name, rank=0, uid=None):
     """Have a killed process leave the record of a loader."""
 
     def act():
-        kept = Record(0, False, cache_name, rank)
+        kept = TimingRecord(0, False, cache_name, rank)
         kept.main.add(WAIT_NS, 5)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -36,7 +36,7 @@ def forge(name="c.loader-1-0", identity=None, facts=None, rows=1, control=None, 
     FOLDER.mkdir(mode=0o700, exist_ok=True)
     path = FOLDER / name
     fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-    plan = layout.Layout.for_sizes(rows * ROW_WORDS * 8 if control is None else len(control), 0, descriptor)
+    plan = layout.Layout.for_sizes(rows * TIMING_ROW_WORDS * 8 if control is None else len(control), 0, descriptor)
     plan.allocate(fd)
     os.pwrite(fd, control or b"", plan.control_at)
     if size is not None:

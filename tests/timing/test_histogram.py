@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stocache.timing.histogram import BOUNDS_S, BUCKETS, NOTHING, Distribution, bucket_of, count_all
+from stocache.timing.histogram import BOUNDS_S, BUCKETS, EMPTY_DISTRIBUTION, Distribution, bucket_of, count_all
 
 rng = np.random.default_rng(0)
 
@@ -33,4 +33,4 @@ def test_bounds_are_those_of_the_buckets_and_the_outermost_hold_what_is_beyond()
     assert [bucket_of(bound) for bound in bounds_ns[:-1]] == list(range(1, BUCKETS))
     assert [bucket_of(duration_ns) for duration_ns in (-5, 0, 256)] == [0] * 3
     assert [bucket_of(duration_ns) for duration_ns in (2**42 - 1, 10**15, 10**30)] == [BUCKETS - 1] * 3
-    assert Distribution.of(np.zeros(BUCKETS, np.int64), 0) == NOTHING == Distribution(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert Distribution.of(np.zeros(BUCKETS, np.int64), 0) == EMPTY_DISTRIBUTION == Distribution(0, 0.0, 0.0, 0.0, 0.0, 0.0)

@@ -12,7 +12,17 @@ from stocache.shm import registry
 from stocache.shm.layout import Layout
 from stocache.timing import record as recording
 from stocache.timing.histogram import BUCKETS
-from stocache.timing.record import COLLATE_NS, LOAD_NS, MAKE_NS, PID, ROW_WORDS, SAMPLES, WAIT_NS, WORKER, Record
+from stocache.timing.record import (
+    COLLATE_NS,
+    LOAD_NS,
+    MAKE_NS,
+    PID,
+    SAMPLES_MADE,
+    TIMING_ROW_WORDS,
+    WAIT_NS,
+    WORKER,
+    TimingRecord,
+)
 from tests.support.processes import in_child, wait_until
 
 batches_of = lambda counted: [counted.distribution(COLLATE_NS, row).count for row in range(len(counted.rows))]
@@ -39,7 +49,7 @@ def work(record, worker, batches, ready):
 @pytest.mark.leaves_descriptors
 def test_a_process_adds_to_a_row_of_its_own_which_a_killed_one_leaves_to_the_next(start_method, workers, expected):
     """``workers``: their numbers and batches, and whether each is killed before the next one begins."""
-    context, record, living = multiprocessing.get_context(start_method), Record(2, True), []
+    context, record, living = multiprocessing.get_context(start_method), TimingRecord(2, True), []
     for worker, batches, ends in workers:
         ready = context.Event()
         process = context.Process(target=work, args=(record, worker, batches, ready), daemon=True)
@@ -53,7 +63,7 @@ def test_a_process_adds_to_a_row_of_its_own_which_a_killed_one_leaves_to_the_nex
     assert batches_of(counted) == expected
     numbers = zip(expected, (0, 1, 2, 1, 2), strict=True)
     assert counted.rows[:, WORKER].tolist() == [number if count else 0 for count, number in numbers]
-    assert counted.sum(SAMPLES) == 5 * sum(expected)
+    assert counted.sum(SAMPLES_MADE) == 5 * sum(expected)
     assert [counted.distribution(LOAD_NS, row).count for row in range(5)] == [3 * count for count in expected]
     assert counted.workers == 2
     for process in living:
@@ -67,14 +77,14 @@ def kill(process):
 
 
 def test_a_forked_worker_does_not_write_what_its_parent_has_noted():
-    record = Record(1, True)
+    record = TimingRecord(1, True)
     record.row(1).add_later(WAIT_NS, 5000)
     assert in_child(lambda: record.claim(0).write()) == 0
     assert record.read().distribution(WAIT_NS).count == 1
 
 
 def test_threads_take_rows_that_no_living_thread_has():
-    record, rows, go = Record(2, False), [], threading.Event()
+    record, rows, go = TimingRecord(2, False), [], threading.Event()
 
     def take(worker):
         rows.append(record.take(worker))
@@ -97,7 +107,7 @@ def test_threads_take_rows_that_no_living_thread_has():
 def test_loads_are_not_part_of_the_step_in_which_they_happen(monkeypatch):
     now = [1]
     monkeypatch.setattr(recording, "_clock_ns", lambda: now[0])
-    record = Record(0, False)
+    record = TimingRecord(0, False)
     row, advance = record.main, lambda ms: now.__setitem__(0, now[0] + ms * 10**6)
     row.begin_step()
     advance(50)
@@ -113,16 +123,16 @@ def test_loads_are_not_part_of_the_step_in_which_they_happen(monkeypatch):
     row.add_collating()
     counted = record.read()
     # in the 7 ms of collating, 40 ms of loads were noted
-    assert [counted.sum(word) for word in (LOAD_NS, MAKE_NS, COLLATE_NS, SAMPLES)] == [60_000_000, 33_000_000, 0, 8]
+    assert [counted.sum(word) for word in (LOAD_NS, MAKE_NS, COLLATE_NS, SAMPLES_MADE)] == [60_000_000, 33_000_000, 0, 8]
     assert counted.distribution(LOAD_NS).count == 11
 
 
 def test_a_named_record_is_read_by_another_process_and_ends_with_its_loader():
     left = []
-    assert in_child(lambda: left.append(Record(1, True, "photos"))) == 0  # which does not remove it
+    assert in_child(lambda: left.append(TimingRecord(1, True, "photos"))) == 0  # which does not remove it
     folder = registry.directory_of()
     assert len(os.listdir(folder)) == 1
-    record = Record(1, True, "photos", 3)
+    record = TimingRecord(1, True, "photos", 3)
     record.main.add(LOAD_NS, 5_000_000)
     (name,) = os.listdir(folder)  # the dead process's is gone
     assert name.startswith(f"photos{recording.SUFFIX}{os.getpid()}-")
@@ -133,8 +143,8 @@ def test_a_named_record_is_read_by_another_process_and_ends_with_its_loader():
 
 
 def test_a_forged_record_is_refused_or_overflows_nothing(tmp_path):
-    row = ROW_WORDS * 8
-    assert ROW_WORDS == 16 + 4 * BUCKETS
+    row = TIMING_ROW_WORDS * 8
+    assert TIMING_ROW_WORDS == 16 + 4 * BUCKETS
     with (tmp_path / "forged").open("w+b") as file:
         for nbytes in (row - 8, 0, row * 10**7):
             with pytest.raises(ValueError, match="is not the record"):
@@ -143,6 +153,6 @@ def test_a_forged_record_is_refused_or_overflows_nothing(tmp_path):
         os.pwrite(file.fileno(), b"\xff\x7f" * (layout.control_bytes // 2), layout.control_at)
         counted = recording.read_named(file.fileno(), layout)
         assert counted.distribution(LOAD_NS).count > 0
-        assert counted.sum(SAMPLES) >= 0
+        assert counted.sum(SAMPLES_MADE) >= 0
         with pytest.raises(ValueError, match="was cut"):
             recording.read_named(file.fileno(), Layout(5 * row, 0, 4096))

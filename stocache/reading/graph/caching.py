@@ -24,7 +24,7 @@ from stocache.disk.tiers import TieredCache
 from stocache.errors import DatasetError
 from stocache.reading.graph.graph import DataPipe, end_of, is_random, pipes_of, relink, remove_dp, sources, traverse_dps
 from stocache.reading.graph.pipes import Prefetcher, register
-from stocache.reading.graph.seeds import is_dispatching, is_pure, is_sharding_point
+from stocache.reading.graph.seeds import holds_no_generator, is_dispatching, is_sharding_point
 from stocache.samples.indices import length_of
 from stocache.system.rng import RngMonitor
 
@@ -286,4 +286,4 @@ def _passes_through(pipe: Any) -> bool:
 
 
 def _is_map(pipe: Any) -> bool:
-    return type(pipe) is Mapper and is_pure(pipe.fn)
+    return type(pipe) is Mapper and holds_no_generator(pipe.fn)

@@ -21,7 +21,7 @@ from stocache.reading.graph.caching import Numbered, SharedCacher
 from stocache.reading.graph.feed import Feed
 from stocache.reading.graph.graph import DataPipe, pipes_of, relink, remove_dp, traverse_dps
 from stocache.reading.graph.pipes import FullSync, PinMemory, Prefetcher, ShardingRoundRobinDispatcher
-from stocache.reading.graph.seeds import is_pure
+from stocache.reading.graph.seeds import holds_no_generator
 from stocache.reading.graph.sharding import CountedPipe, Shard
 
 
@@ -88,7 +88,7 @@ def _step(pipe: Any, count: int) -> tuple[Any, int] | None:
     """Return a pipe's source, and how many of its elements make ``count`` of the pipe's; None if that is unknown."""
     kind = type(pipe)
     if kind in (Mapper, Collator):
-        return (pipe.datapipe, count) if is_pure(pipe.fn) else None
+        return (pipe.datapipe, count) if holds_no_generator(pipe.fn) else None
     if kind in (SharedCacher, Numbered, CountedPipe, FullSync):
         return pipe.datapipe, count
     if kind in (Prefetcher, PinMemory, ShardingRoundRobinDispatcher):

@@ -134,7 +134,7 @@ def dist_share_seed(seed: int, process_group: Any = None) -> int:
     return int(shared.item()) + _LIMIT // 2
 
 
-def is_pure(fn: Any) -> bool:
+def holds_no_generator(fn: Any) -> bool:
     """Whether a function, with all objects it refers to, holds no random number generator."""
     seen: set[int] = set()
     waiting: list[Any] = [fn]

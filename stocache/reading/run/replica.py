@@ -24,7 +24,7 @@ from stocache.reading.graph.caching import SharedCacher
 from stocache.reading.graph.feed import Feed
 from stocache.reading.graph.graph import Adapt, DataPipe, is_random, pipes_of
 from stocache.reading.graph.replay import drop, fast_forward, rewind
-from stocache.reading.graph.seeds import SeedGenerator, is_pure, random_pipes
+from stocache.reading.graph.seeds import SeedGenerator, holds_no_generator, random_pipes
 from stocache.reading.graph.sharding import CountedPipe, Shard
 from stocache.system.rng import RngMonitor
 from stocache.threads.daemons import start_daemon
@@ -299,7 +299,7 @@ def clock_of(datapipe: DataPipe) -> Any:
     """
     # see NOTE [ Keys ]
     pipe: Any = datapipe
-    while type(pipe) in _AT_MOST_ONE and is_pure(getattr(pipe, "filter_fn", None) or getattr(pipe, "fn", None)):
+    while type(pipe) in _AT_MOST_ONE and holds_no_generator(getattr(pipe, "filter_fn", None) or getattr(pipe, "fn", None)):
         pipe = pipe.datapipe
     one_of_its_kind = isinstance(pipe, Feed | CountedPipe) or (isinstance(pipe, Shard) and pipe.sharding_group_filter is None)
     return pipe if one_of_its_kind else None
