@@ -374,6 +374,7 @@ class ThreadMaker:
         row, data, error = self.record.main, batch.data, None
         row.begin_step()
         batch.request.note(batch.index)
+        self.crew.waiting = False  # the function may draw random numbers
         try:
             with span(COLLATE), self.crew.turns:
                 made = self.collators[batch.stream](data.batch if isinstance(data, StateBatch) else data)

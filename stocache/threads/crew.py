@@ -297,8 +297,9 @@ class ThreadWorkers:
             waits = self._waits
             watched = rng.RngMonitor() if self.waiting else None
             yield
+            drawn = watched is not None and watched.changed()
             if watched is not None and self.waiting and self._waits == waits:
-                self._end_watch(watched.changed())
+                self._end_watch(drawn)
 
     def _end_watch(self, drawn: bool) -> None:
         """Note that a run of samples was watched. Warn once that the global generators were drawn from meanwhile."""

@@ -262,6 +262,41 @@ def test_samples_that_draw_from_the_global_generators_are_told_once(caplog):
     assert caplog.text.count("global random number generators") == 1
 
 
+class Beside(Dataset):
+    """Its third sample is loaded from when the loop waits for the first batch until the loop has collated it."""
+
+    thread_safe, iterator = True, None
+    begun, collating = threading.Event(), threading.Event()
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, idx):
+        if idx == 0:
+            assert self.begun.wait(20)
+        elif idx == 1:
+            wait_until(lambda: self.iterator is not None and self.iterator._maker.crew.waiting)
+        else:
+            self.begun.set()
+            assert self.collating.wait(20)
+        return idx
+
+    @classmethod
+    def collate(cls, samples):
+        if samples == [0]:
+            cls.collating.set()
+            wait_until(lambda: cls.iterator._batches[2].ready)
+        return samples
+
+
+def test_the_generators_of_a_collate_function_are_not_taken_for_draws_of_samples(caplog):
+    loader = stocache.DataLoader(Beside(), collate_fn=Beside.collate, num_workers=2, worker_method="thread")
+    iterator = iter(loader)
+    Beside.iterator = iterator._batches
+    assert list(iterator) == [[0], [1], [2]]
+    assert "global random number generators" not in caplog.text
+
+
 @pytest.fixture
 def alone():
     """A crew without threads."""
