@@ -19,7 +19,7 @@ from stocache.system.objects import is_decoder, vars_of
 def describe(value: Any, strides: bool = True, _above: tuple[int, ...] = ()) -> Any:
     """Return a description of ``value`` in tuples, str and numbers.
 
-    A value of an unknown class is described by its attributes or by its pickled state, an open file by its position. A value
+    A value of an unknown class is described by its pickled state, else by its attributes, an open file by its position. A value
     without these (a lock, a handle of a library, a decoder) is described by its class alone. Without ``strides``, strides do
     not count.
     """
@@ -70,9 +70,8 @@ def describe(value: Any, strides: bool = True, _above: tuple[int, ...] = ()) -> 
         return name, tuple((inner(key), inner(part)) for key, part in value.items())
     if name.startswith("PIL.") and hasattr(value, "tobytes"):
         return name, value.mode, value.size, _digest(value.tobytes())
-    if cls.__dictoffset__:
-        return name, inner(vars(value))
-    return name, _state(value, inner)
+    state = _state(value, inner)  # a class in C has more in it than attributes
+    return name, inner(vars_of(value)) if state is None else state
 
 
 def _is_address(key: Any, value: Any) -> bool:

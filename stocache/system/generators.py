@@ -32,6 +32,8 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from stocache.system.objects import vars_of
+
 
 class Generator(Protocol):
     """A global generator."""
@@ -248,8 +250,8 @@ def parts_of(
             inner = ((f"{name}: {key}", item) for key, item in _bound_values(value))
         elif type(value) is dict:
             inner = ((f"{name}[{key!r:.40}]", item) for key, item in islice(list(value.items()), _MOST_ITEMS))
-        elif type(value).__dictoffset__:
-            inner = ((f"{name}.{key}", item) for key, item in list(vars(value).items()))
+        else:
+            inner = ((f"{name}.{key}", item) for key, item in list(vars_of(value).items()))
         waiting.extend((key, item, level + 1) for key, item in inner)
 
 

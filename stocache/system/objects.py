@@ -31,7 +31,10 @@ def attribute_of(value: Any, name: str, default: Any = None) -> Any:
 
 def vars_of(value: Any) -> dict[str, Any]:
     """Return the attributes that an object holds, besides slots, without asking its ``__getattr__``."""
-    return vars(value) if type(value).__dictoffset__ else {}
+    try:
+        return vars(value) if type(value).__dictoffset__ else {}
+    except TypeError:  # a class in C hides them, as SWIG's do
+        return {}
 
 
 def get_many_of(dataset: Any) -> Any:

@@ -279,7 +279,7 @@ def _releases_resources(kind: type) -> bool:
 def _safety(value: Any) -> Any:
     """Return the ``thread_safe`` that an object or its class defines. Its ``__getattr__`` is not asked."""
     kind = type(value)
-    defined = hasattr(kind, "thread_safe") or (kind.__dictoffset__ and "thread_safe" in vars(value))
+    defined = hasattr(kind, "thread_safe") or "thread_safe" in vars_of(value)
     return value.thread_safe if defined else None
 
 
