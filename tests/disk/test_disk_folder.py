@@ -237,6 +237,18 @@ def test_a_program_that_ends_without_closing_has_written_what_it_has_loaded(tmp_
     assert (entries[:, 0] > 0).sum() == 40
 
 
+def test_a_forked_child_writes_what_it_has_loaded(tmp_path):
+    def serve(indices):
+        for idx in indices:
+            cache.serve(lambda missing: [row(each) for each in missing], lambda each: False, [idx])
+
+    with open_disk("rows", tmp_path) as cache:
+        serve(range(10))  # a thread writes them, which the child does not have
+        assert in_child(lambda: (serve(range(10, 20)), cache.flush())) == 0
+    with open_disk("rows", tmp_path) as cache:
+        assert loaded(cache, "rows", range(20)) == []
+
+
 def test_a_process_that_ended_early_is_not_in_the_way(tmp_path):
     """One that was alone has ended before it wrote anything, when another had found the folder locked."""
     at = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT, 0o600)

@@ -222,6 +222,13 @@ def test_claims_end_with_their_process(claims, way):
         assert take(claims.to_write, [*SOME, 30]) == set(SOME)
 
 
+def test_a_process_does_not_end_the_claims_of_another(claims):
+    with stopped(lambda: take(claims.to_write, SOME)):
+        claims.end_writing({3})
+        claims.end_writing(set(SOME))
+        assert take(claims.to_write, SOME) == set()
+
+
 def test_a_forked_child_has_not_the_claims_of_its_parent_and_respects_them(claims):
     def check():
         claims._words[SOME] = words  # as when the parent has claimed them again
