@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.system.objects import is_decoder, vars_of
+from stocache.system.objects import base_of, is_decoder, vars_of
 
 
 def describe(value: Any, strides: bool = True, _above: tuple[int, ...] = ()) -> Any:
     """Return a description of ``value`` in tuples, str and numbers.
 
-    A value of an unknown class is described by its pickled state, else by its attributes, an open file by its position. A value
-    without these (a lock, a handle of a library, a decoder) is described by its class alone. Without ``strides``, strides do
-    not count.
+    A value of an unknown class is described by its attributes; where the class is written in C, by its pickled state; an open
+    file by its position. A value without these (a lock, a handle of a library, a decoder) is described by its class alone.
+    Without ``strides``, strides do not count.
     """
     cls = type(value)
     name = f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.").replace("__mp_main__.", "__main__.")
@@ -70,7 +70,7 @@ def describe(value: Any, strides: bool = True, _above: tuple[int, ...] = ()) -> 
         return name, tuple((inner(key), inner(part)) for key, part in value.items())
     if name.startswith("PIL.") and hasattr(value, "tobytes"):
         return name, value.mode, value.size, _digest(value.tobytes())
-    state = _state(value, inner)  # a class in C has more in it than attributes
+    state = None if base_of(cls) is object and cls.__dictoffset__ else _state(value, inner)  # a class in C holds more
     return name, inner(vars_of(value)) if state is None else state
 
 
