@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stocache.cache.stats import EMPTY, FILLS, HITS, LOAD_NS, MISSES, MISSING, OOB, RACES, REFUSED, REJECTED, SET, CacheStats
@@ -58,7 +59,7 @@ _WRITTEN_S = 0.1  # to wait for another rank that is writing a sample
 _PART_S = 0.02  # samples that were loaded in this time are published together
 
 _Self = TypeVar("_Self", bound="SampleCache")
-_Indices = np.ndarray[Any, np.dtype[np.int64]]
+_Indices = NDArray[np.int64]
 
 
 class _Loading(threading.local):
@@ -123,7 +124,7 @@ class SampleStore(Protocol):
     def refused(self, idx: int) -> bool:
         """Return whether the machine has refused the memory for a sample that is not set."""
 
-    def has_room_for(self, states: np.ndarray[Any, np.dtype[np.uint8]]) -> bool:
+    def has_room_for(self, states: NDArray[np.uint8]) -> bool:
         """Return whether all samples that are EMPTY will have room, if they are as large as those that are SET."""
 
     def has_room(self, encoded: Collection[Any]) -> bool:
@@ -245,9 +246,9 @@ class SampleCache:
                 self._segment.counters[HITS] += 1  # faster, and the GIL keeps other threads from it
         return value
 
-    def set_among(self, indices: _Indices) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+    def set_among(self, indices: _Indices) -> "NDArray[np.bool_]":
         """Return which of the samples ``indices`` are set: these may be read from now on."""
-        mask: np.ndarray[Any, np.dtype[np.bool_]] = self._aux.numpy()[indices] == SET  # at a third of the cost of torch's
+        mask: NDArray[np.bool_] = self._aux.numpy()[indices] == SET  # at a third of the cost of torch's
         if WEAKLY_ORDERED:
             order_loads()
         return mask if self._agreement is None else mask & self._agreement.allowed(indices)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map  # documented, for extending default_collate
@@ -119,7 +120,7 @@ class LazyBatch:
         self._samples: list[Any] | None = None
         self._join = spec.join
         self._claimed: set[int] = set()  # by `claim_missing`
-        self._hits: np.ndarray[Any, np.dtype[np.int64]] | None = None  # if it has found that all are cached
+        self._hits: NDArray[np.int64] | None = None  # if it has found that all are cached
         self._loaded: dict[int, Any] = {}
 
     def claim_missing(self) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stocache.cache import admission, arena
 from stocache.cache.admission import NEVER, YES, CostAdmission
@@ -155,7 +156,7 @@ class RecordStore:
             self._states[idx] = OOB  # room is never freed
         return REFUSED if at == MEMORY_REFUSED else None
 
-    def has_room_for(self, states: np.ndarray[Any, np.dtype[np.uint8]]) -> bool:
+    def has_room_for(self, states: NDArray[np.uint8]) -> bool:
         """Return whether all samples that are EMPTY will have room, with a quarter to spare."""
         empty, filled = (int(np.count_nonzero(states == state)) for state in (EMPTY, SET))
         return filled > 0 and 1.25 * empty * self.arena.used / filled <= self.arena.capacity - self.arena.used
@@ -189,7 +190,7 @@ class RecordStore:
             return read(data, address, 0, len(data), integers, True)
         return read(memory, self._address, at, nbytes, integers, copy)
 
-    def load_many(self, indices: np.ndarray[Any, np.dtype[np.int64]]) -> list[Any]:
+    def load_many(self, indices: NDArray[np.int64]) -> list[Any]:
         """Return private copies of samples."""
         return [self.load(idx, True) for idx in indices.tolist()]
 

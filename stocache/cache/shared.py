@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stocache.cache.allocate import CacheLayout, Proof, open_memory, open_own
@@ -32,12 +33,10 @@ logger = logging.getLogger("stocache")
 class NextTier(Protocol):
     """A cache behind one in memory, such as a `DiskCache`."""
 
-    def has_rows(self, indices: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def has_rows(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which of the samples ``indices`` `fill` can read."""
 
-    def fill(
-        self, indices: np.ndarray[Any, np.dtype[np.int64]], rows: np.ndarray[Any, np.dtype[np.int64]], items: list[Any]
-    ) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def fill(self, indices: NDArray[np.int64], rows: NDArray[np.int64], items: list[Any]) -> NDArray[np.int64]:
         """Read those samples that are there into rows of a contiguous batch. Return the rows that were filled."""
 
 
@@ -206,7 +205,7 @@ class SharedCache(SampleCache):
             self._miss_many(index[~mask])
         return self._structure.unflatten(items), torch.from_numpy(mask)
 
-    def _gather_hits(self, index: np.ndarray[Any, np.dtype[np.int64]], items: list[Any]) -> tuple[Any, int]:
+    def _gather_hits(self, index: NDArray[np.int64], items: list[Any]) -> tuple[Any, int]:
         """Copy the samples that are set into their rows of a contiguous batch. Return which they are, and how many."""
         mask = self.set_among(index)
         hits = int(np.count_nonzero(mask))
@@ -218,12 +217,12 @@ class SharedCache(SampleCache):
         self._segment.count(HITS, hits)
         return mask, hits
 
-    def outside(self, indices: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def outside(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which of the samples ``indices`` have no slot."""
-        outside: np.ndarray[Any, np.dtype[np.bool_]] = self._aux.numpy()[indices] == OOB
+        outside: NDArray[np.bool_] = self._aux.numpy()[indices] == OOB
         return outside
 
-    def gather(self, indices: np.ndarray[Any, np.dtype[np.int64]], items: list[Any]) -> None:
+    def gather(self, indices: NDArray[np.int64], items: list[Any]) -> None:
         """Copy samples that are set into the rows of a contiguous batch, in one thread."""
         with span(GATHER):
             self._columns.gather(indices, items, parallel=False)

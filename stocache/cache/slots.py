@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stocache.cache.placement import BlockResidency, Residency
@@ -34,7 +35,7 @@ _LARGE = 1 << 16  # bytes of a value, from which a view that is copied on write 
 _ALIGNMENT = 64  # of a column: a cache line, and more than any dtype needs
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
-_Indices = np.ndarray[Any, np.dtype[np.int64]]
+_Indices = NDArray[np.int64]
 
 
 class Column(ABC):
@@ -243,12 +244,12 @@ class _ArrayColumn(Column):
             np.stack(values, out=rows)
         return True
 
-    def batch(self, count: int) -> np.ndarray[Any, Any]:
+    def batch(self, count: int) -> NDArray[Any]:
         return np.empty((count, *self._like.shape), self._like.dtype)
 
-    def _pooled(self, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    def _pooled(self, shape: tuple[int, ...]) -> NDArray[Any]:
         memory = self._pool.empty((shape[0] * self.nbytes,), torch.uint8)
-        rows: np.ndarray[Any, Any] = np.ndarray(shape, self._like.dtype, memory.numpy())
+        rows: NDArray[Any] = np.ndarray(shape, self._like.dtype, memory.numpy())
         return rows
 
     def leased(self, memory: Any, offsets: list[int]) -> list[Any]:
@@ -259,7 +260,7 @@ class _ArrayColumn(Column):
         value = self.leased(memory, [at])[0]
         return value[()] if self._scalar else value
 
-    def values(self, batch: np.ndarray[Any, Any]) -> list[Any]:
+    def values(self, batch: NDArray[Any]) -> list[Any]:
         return list(batch) if self._scalar or batch.ndim > 1 else [batch[position, ...] for position in range(len(batch))]
 
 
@@ -296,9 +297,9 @@ class _NumberColumn(Column):
         return batch.tolist()
 
 
-def as_bytes(batch: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def as_bytes(batch: Any) -> NDArray[np.uint8]:
     """Return a contiguous batch of any dtype as an array of bytes of two dimensions over the same memory."""
-    matrix: np.ndarray[Any, np.dtype[np.uint8]] = _as_matrix(batch).view(torch.uint8).numpy()
+    matrix: NDArray[np.uint8] = _as_matrix(batch).view(torch.uint8).numpy()
     return matrix
 
 
@@ -403,7 +404,7 @@ class SlotArrays:
                 self._segment.write_rows(zip((offset + slots * nbytes).tolist(), values, strict=True), nbytes)
         return counters
 
-    def _reserve(self, slots: _Indices) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+    def _reserve(self, slots: _Indices) -> "NDArray[np.bool_]":
         """Reserve the memory of slots. Return for each whether it is safe to touch."""
         states, size = np.frombuffer(self._segment.extents, np.uint8), self._segment.extent_bytes
         touched = [np.empty((len(slots), 0), np.int64)]
@@ -418,7 +419,7 @@ class SlotArrays:
             with self._segment.guard:
                 self._segment.reserve_extents(np.unique(extents[missing]).tolist())
             missing = states[extents] != RESERVED_EXTENT
-        safe: np.ndarray[Any, np.dtype[np.bool_]] = ~missing.any(1)
+        safe: NDArray[np.bool_] = ~missing.any(1)
         return safe
 
     def write(self, idx: int, encoded: list[Any], cost_s: float | None) -> int:
@@ -445,7 +446,7 @@ class SlotArrays:
         slot = self.slot(idx)
         return any(self._segment.refused(at + slot * nbytes, at + (slot + 1) * nbytes) for at, nbytes in self._places)
 
-    def has_room_for(self, states: np.ndarray[Any, np.dtype[np.uint8]]) -> bool:
+    def has_room_for(self, states: NDArray[np.uint8]) -> bool:
         """Return whether samples have room: those that are not outside the cache have a slot."""
         return True
 

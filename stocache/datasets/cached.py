@@ -13,6 +13,7 @@ from types import MethodType
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Dataset, MapDataPipe, Subset
 from tqdm import tqdm
 
@@ -167,7 +168,7 @@ class CachedDataset(Dataset[Any]):
         self.dataset = dataset  # before others that hold it: MONAI walks through the attributes in order, and seeds them
         self.after_cache = as_transform(transform)
         self._copies = copy
-        self._rows: np.ndarray[Any, Any] | None = None  # of a view: its samples
+        self._rows: NDArray[Any] | None = None  # of a view: its samples
         self._whole: Any = None  # of a view: the dataset that has all samples
         self._collates: dict[type, Collate | None] = {}  # how the dataset puts samples together, by the type of the index
         self._batch_spec: BatchSpec | None = None  # of lazy batches; see with_lazy_batches
@@ -538,7 +539,7 @@ class CachedDataset(Dataset[Any]):
         """Return whether samples are cached, or may be at any moment, by other ranks."""
         return self.cache.serves_ranks or bool((self.cache.aux_array == SlotState.SET).any())
 
-    def _view(self, dataset: Any, rows: np.ndarray[Any, Any]) -> "CachedDataset":
+    def _view(self, dataset: Any, rows: NDArray[Any]) -> "CachedDataset":
         """Return a view of some samples of this cached dataset; ``dataset`` has their attributes."""
         return self._replace(
             dataset=dataset,

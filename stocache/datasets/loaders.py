@@ -42,6 +42,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from stocache.cache.base import SampleCache, SlotState
 from stocache.cache.placement import BlockBounds, Placement, residency
@@ -59,7 +60,7 @@ _IDLE_S = 0.05
 _LONGEST_S = 10.0  # to wait for a block that is being read
 
 
-_Mask = np.ndarray[Any, np.dtype[np.bool_]]
+_Mask = NDArray[np.bool_]
 
 
 class SampleLoader:
@@ -99,7 +100,7 @@ class BlockLoader:
 
     def __init__(self, dataset: Any, cache: SampleCache, chosen: _Mask | None = None, disk: SampleCache | None = None) -> None:
         self._dataset, self._cache, self._chosen, self._disk = dataset, cache, chosen, disk
-        self._bounds: np.ndarray[Any, Any] = dataset.block_bounds
+        self._bounds: NDArray[Any] = dataset.block_bounds
         self._whole = bool(attribute_of(attribute_of(dataset, "storage"), "reads_whole_blocks", False))
         self._trees: list[Tree] = []  # the structure of blocks whose columns can be copied into slots, when it is known
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Subset
 from torch.utils.data.dataloader import DataLoader  # torch's, also where a program has put ours in its place
@@ -83,7 +84,7 @@ def is_part(value: Any, dataset: Any) -> bool:
     return type(value) is type(dataset) and value is not dataset and hasattr(value, "__dict__")
 
 
-def indices_of(part: Any, whole: Any) -> "np.ndarray[Any, Any] | None":
+def indices_of(part: Any, whole: Any) -> "NDArray[Any] | None":
     """Return the numbers that the samples of a part have in the whole; None where they are not known.
 
     They are found by an attribute that holds indices or names of the samples, and proven with some samples.
@@ -115,7 +116,7 @@ def are_indices(part: Any, whole: Any, rows: Any) -> bool:
     return True
 
 
-def _positions(values: Any, before: Any, count: int, length: int) -> "np.ndarray[Any, Any] | None":
+def _positions(values: Any, before: Any, count: int, length: int) -> "NDArray[Any] | None":
     """Return where ``values`` are in ``before``; None stands for all numbers."""
     before = range(length) if before is None else before
     kinds = list, tuple, range, np.ndarray, Tensor

@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from stocache.errors import DatasetError
@@ -35,7 +36,7 @@ class StorageDataset(Dataset[TSample]):
     Source: the article on block storage in PyTorch Lightning.
     """
 
-    def __init__(self, storage: DataStorage[TSample, Any], indices: Sequence[int] | np.ndarray[Any, Any] | None = None) -> None:
+    def __init__(self, storage: DataStorage[TSample, Any], indices: Sequence[int] | NDArray[Any] | None = None) -> None:
         self.storage = storage
         length = len(storage) if hasattr(storage, "__len__") else None
         if indices is None:
@@ -104,7 +105,7 @@ class StorageDataset(Dataset[TSample]):
         found = load(self.storage, block, rows)
         return None if found is None else {idx: found[row] for idx, row in zip(indices, rows, strict=True) if row in found}
 
-    def value_bytes(self) -> np.ndarray[Any, np.dtype[np.float64]] | None:
+    def value_bytes(self) -> NDArray[np.float64] | None:
         """Return about how many bytes the values of the samples of each block have, in the order of `block_bounds`.
 
         Of a block of which this dataset has a part, the samples count as equally large.
@@ -120,7 +121,7 @@ class StorageDataset(Dataset[TSample]):
             return None
         blocks = self._blocks[bounds[:-1]]
         sizes = np.array([entry.samples for entry in storage.index.blocks])[blocks]
-        nbytes: np.ndarray[Any, np.dtype[np.float64]] = np.array(storage.value_bytes())[blocks] * np.diff(bounds) / sizes
+        nbytes: NDArray[np.float64] = np.array(storage.value_bytes())[blocks] * np.diff(bounds) / sizes
         return nbytes
 
     @property
@@ -137,7 +138,7 @@ class StorageDataset(Dataset[TSample]):
             prefetch(blocks)
 
     @cached_property
-    def block_bounds(self) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+    def block_bounds(self) -> NDArray[np.int64] | None:
         """The local indices at which the blocks begin, and the end of the last block.
 
         None when the storage has no blocks, or the samples of a block are not next to each other in this dataset.
@@ -151,10 +152,10 @@ class StorageDataset(Dataset[TSample]):
         return np.append(begins, len(blocks))
 
     @property
-    def _blocks(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def _blocks(self) -> NDArray[np.int64]:
         """The block of each sample."""
         storage: Any = self.storage
-        blocks: np.ndarray[Any, np.dtype[np.int64]] = np.asarray(self.indices, dtype=np.int64) // storage.block_size
+        blocks: NDArray[np.int64] = np.asarray(self.indices, dtype=np.int64) // storage.block_size
         return blocks
 
 

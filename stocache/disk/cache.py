@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stocache.cache.options import CacheOptions
@@ -39,7 +40,7 @@ logger = logging.getLogger("stocache")
 
 _LOOK_S = 0.1
 
-_Indices = np.ndarray[Any, np.dtype[np.int64]]
+_Indices = NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +202,7 @@ class DiskCache(ListCache):
 
     # ------------------------------------------------------------------------------------------------ behind a cache in memory
 
-    def has_rows(self, indices: _Indices) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def has_rows(self, indices: _Indices) -> NDArray[np.bool_]:
         """Return which of the samples ``indices`` are here, in a form in which `fill` can read them into batches."""
         return self.set_among(indices) if self._fills_batches else np.zeros(len(indices), bool)
 
@@ -400,7 +401,7 @@ def _initialise(options: DiskOptions, row_bytes: int | None, folder: Folder, cap
         offsets[empty], sizes[empty] = places[: len(empty)], row_bytes
 
 
-def _resident(options: DiskOptions, memory_slots: int, slots: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+def _resident(options: DiskOptions, memory_slots: int, slots: int) -> "NDArray[np.bool_]":
     """Return which samples have room on the disk: first those behind the ones in memory, then these, in the same order."""
     count = options.dataset_len
     indices = torch.arange(count, dtype=torch.int64, device="cpu")
@@ -411,5 +412,5 @@ def _resident(options: DiskOptions, memory_slots: int, slots: int) -> "np.ndarra
     chosen = first(memory_slots + slots) & ~first(memory_slots)
     if memory_slots + slots > count:
         chosen |= first(memory_slots + slots - count)
-    found: np.ndarray[Any, np.dtype[np.bool_]] = chosen.numpy()
+    found: NDArray[np.bool_] = chosen.numpy()
     return found

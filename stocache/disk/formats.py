@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from stocache.cache.slots import as_bytes, make_column
 from stocache.errors import SegmentError
@@ -25,7 +26,7 @@ _MOST = 1 << 26  # bytes of an example
 _MOST_AT_ONCE = 1 << 30  # bytes of a row that is read into a batch; Linux reads at most 2 GiB at once
 _READERS = 1024  # readers of treedefs that a process keeps
 
-_Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_Bytes = NDArray[np.uint8]
 
 
 class SampleFormat(Protocol):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from stocache.disk.folder import FILES, INDEX_FILE, LOCK_FILE, MANIFEST_FILE, SAMPLES_FILE, filesystem_of, read_manifest
@@ -24,7 +25,7 @@ _PIECE = 4 << 20  # bytes that are read at a time
 _NAMED = 10  # damaged samples that are named
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-_Numbers = np.ndarray[Any, np.dtype[np.uint64]]
+_Numbers = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)

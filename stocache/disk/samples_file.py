@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from stocache.disk.folder import Folder
 from stocache.shm.segment import MOST_BUFFERS
@@ -42,8 +43,8 @@ _NOT_NOW = {errno.EAGAIN, errno.EOPNOTSUPP}  # some file systems cannot report w
 
 _hash = xxhash.xxh3_64_intdigest
 
-_Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
-_Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+_Numbers: TypeAlias = NDArray[np.uint64]
+_Indices: TypeAlias = NDArray[np.int64]
 
 
 def _hash_all(parts: Iterable[Any], seed: int) -> int:
@@ -71,7 +72,7 @@ class SamplesFile:
         """Return the bytes that a sample of ``nbytes`` bytes takes in the file."""
         return (nbytes + 7 & ~7) + CHECKSUM_BYTES
 
-    def read(self, idx: int) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], int] | None:
+    def read(self, idx: int) -> tuple[NDArray[np.uint8], int] | None:
         """Return new memory that begins with the bytes of a sample, and how many they are; None where they are damaged.
 
         Raises:
@@ -204,11 +205,9 @@ def seed_of(key: int, idx: int) -> int:
     return key + idx & (1 << 64) - 1
 
 
-def may_be_true(at: _Numbers, nbytes: _Numbers, size: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+def may_be_true(at: _Numbers, nbytes: _Numbers, size: int) -> "NDArray[np.bool_]":
     """Return which entries of an index can be true, for a file of samples of ``size`` bytes. 0 stands for no sample."""
-    true: np.ndarray[Any, np.dtype[np.bool_]] = (
-        (at >= DATA_OFFSET) & (at <= size) & (nbytes <= size) & (at + _rooms(nbytes) <= size)
-    )
+    true: NDArray[np.bool_] = (at >= DATA_OFFSET) & (at <= size) & (nbytes <= size) & (at + _rooms(nbytes) <= size)
     return true
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stocache.cache.stats import DAMAGED, EMPTY, FILLS, MISSING, OOB, READ_NS, REFUSED, SET
 from stocache.disk.folder import Folder
@@ -24,7 +25,7 @@ USED, FULL = 0, 1
 _ENOUGH = 16  # samples from which the bytes of the others are estimated
 _LOCK = 1  # of the owner's locks; 0 is that of the claims
 
-_Indices = np.ndarray[Any, np.dtype[np.int64]]
+_Indices = NDArray[np.int64]
 
 
 class Control(NamedTuple):
@@ -156,7 +157,7 @@ class DiskStore:
         """Return whether the disk has refused a sample."""
         return not self._writable or self._words[FULL] != 0
 
-    def has_room_for(self, states: "np.ndarray[Any, np.dtype[np.uint8]]", expected: int | None = None) -> bool:
+    def has_room_for(self, states: "NDArray[np.uint8]", expected: int | None = None) -> bool:
         """Return whether all samples that are EMPTY will have room, with a quarter to spare; or too few are here to estimate.
 
         ``expected``: the number of samples, where ``dataset_len`` is an upper bound.
@@ -219,7 +220,7 @@ class DiskStore:
                 for idx in indices:
                     self.file.read_ahead(idx)
 
-    def fill(self, indices: _Indices, rows: _Indices, items: list[Any]) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+    def fill(self, indices: _Indices, rows: _Indices, items: list[Any]) -> "NDArray[np.bool_]":
         """Read samples into rows of a contiguous batch. Return which of them are there."""
         nothing = np.zeros(len(indices), bool)
         if self.file is None or not len(indices):

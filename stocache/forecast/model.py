@@ -15,16 +15,17 @@ NOTE [ An epoch as events ]
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stocache.forecast.costs import UNCACHED, BatchCosts, Costs
 
 PREFETCH = 2  # torch's default
 
-_Counts: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
-_Seconds: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+_Counts: TypeAlias = NDArray[np.int64]
+_Seconds: TypeAlias = NDArray[np.float64]
 
 _PLAYED = 160  # batches, and at least four of each worker
 _EPOCHS = 8  # that are simulated at most, if they are short: which worker gets the slow batches matters then

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Subset, get_worker_info
 
 from stocache.datasets.cached import CachedDataset
@@ -145,7 +146,7 @@ def _pack_indices(index: Any) -> tuple[Any, int]:
     return wide[:, :width].tobytes(), width
 
 
-def _unpack_indices(data: bytes, width: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _unpack_indices(data: bytes, width: int) -> NDArray[np.int64]:
     wide = np.zeros((len(data) // width, 8), np.uint8)
     wide[:, :width] = np.frombuffer(data, np.uint8).reshape(-1, width)
     return wide.view(np.int64).ravel()

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from stocache.errors import StorageError
 from stocache.samples.indices import spread
@@ -94,7 +95,7 @@ class DatasetBlocks:
         samples, failures = self._load(number)
         return (number, [], failures) if failures else (number, *self._writer.encode_block(samples, number * self.block_size))
 
-    def _indices(self, number: int) -> np.ndarray[Any, Any]:
+    def _indices(self, number: int) -> NDArray[Any]:
         return self._order[number * self.block_size : (number + 1) * self.block_size]
 
     def _load(self, number: int) -> tuple[list[Any], list[SkippedSample]]:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stocache.ranks.siblings import MOST_RANKS
 from stocache.shm import claims
@@ -26,7 +27,7 @@ logger = logging.getLogger("stocache")
 _ENOUGH = 8  # samples that were equal, and differ from each other
 _DIFFERS = 1  # in place of a digest
 
-_Indices = np.ndarray[Any, np.dtype[np.int64]]
+_Indices = NDArray[np.int64]
 
 
 class OwnCache(Protocol):
@@ -84,9 +85,9 @@ class Agreement:
         """Whether this rank may serve a sample that is set."""
         return bool(self._words[idx] & self._trusted) or bool(self._words[idx] & self._trusted_now())
 
-    def allowed(self, indices: _Indices) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+    def allowed(self, indices: _Indices) -> "NDArray[np.bool_]":
         """Return which of some samples that are set this rank may serve."""
-        mask: np.ndarray[Any, np.dtype[np.bool_]] = (self._words[indices] & self._trusted_now()) != 0
+        mask: NDArray[np.bool_] = (self._words[indices] & self._trusted_now()) != 0
         return mask
 
     def judge(self, idx: int, held: Any, value: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 PlaceBytes: TypeAlias = Callable[[int, int], int | None]
@@ -80,7 +81,7 @@ class RingPickler(ForkingPickler):
             return _rebuild, (_ANY, value.dtype, tuple(value.shape))
         return _rebuild_strided, (_ANY, value.dtype, tuple(value.shape), value.stride(), offset)
 
-    def _array(self, value: np.ndarray[Any, Any]) -> Any:
+    def _array(self, value: NDArray[Any]) -> Any:
         order: Literal["C", "F"] = "C" if value.flags.c_contiguous else "F"
         placeable = value.nbytes and value.flags.forc and value.dtype.isnative and not value.dtype.hasobject
         if placeable and self._places.find(value.ctypes.data, value.nbytes, shared=False):  # pickled arrays do not share memory

@@ -37,6 +37,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stocache.errors import WorkerError
@@ -159,7 +160,7 @@ class Ring:
         offset = tensor.data_ptr() - self._address
         return offset if self.works and 0 <= offset < self.lanes * self.depth * STRIDE else None
 
-    def copied(self, offset: int, nbytes: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    def copied(self, offset: int, nbytes: int) -> "NDArray[np.uint8]":
         """Return a private copy of bytes of the buffers, in any process that has the ring."""
         return np.array(np.frombuffer(self._segment.view(offset, nbytes), np.uint8))
 
@@ -269,7 +270,7 @@ class Ring:
             self._reaping.release()
 
 
-class _Memory(np.ndarray[Any, np.dtype[np.uint8]]):
+class _Memory(NDArray[np.uint8]):
     """The memory of one batch. It owns its buffer: arrays over a mere view would keep its base alive, not the view."""
 
     ring: Ring

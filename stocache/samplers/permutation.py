@@ -11,6 +11,7 @@ NOTE [ Permutations ]
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stocache.errors import LimitError
 
@@ -20,7 +21,7 @@ MAX_LISTED = 1 << 24
 _ROUNDS = 8  # even, so that the two parts end where they began
 _CHUNK = 1 << 15  # numbers at a time, which fit the CPU cache
 
-Indices = np.ndarray[Any, np.dtype[np.int64]]
+Indices = NDArray[np.int64]
 
 
 class Permutation:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stocache.samples.column_encoder import Tree, bare_nodes
 from stocache.samples.containers import container_of, keys_from_json
@@ -91,7 +92,7 @@ def value_columns(tree: Tree) -> Iterator[str]:
             yield tree["column"]
 
 
-def union_rows(kinds: np.ndarray[Any, np.dtype[np.int64]], count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def union_rows(kinds: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     """Return for each value of a union of ``count`` kinds which row of its kind it is.
 
     Raises:

@@ -4,6 +4,7 @@ import operator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stocache.errors import LimitError, SampleIndexError
@@ -52,7 +53,7 @@ def check_index(idx: Any, dataset_len: int, call: str) -> int:
     return index
 
 
-def check_indices(indices: Any, dataset_len: int, call: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+def check_indices(indices: Any, dataset_len: int, call: str) -> NDArray[np.int64]:
     """Return ``indices`` as a contiguous array of integers in ``[0, dataset_len)``; ``call`` names the method in errors.
 
     Raises:

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stocache.errors import SampleError
@@ -285,7 +286,7 @@ def inverse(order: Sequence[int], dims: int) -> tuple[int, ...]:
     return tuple(sorted(range(dims), key=order.__getitem__))
 
 
-def tensor_bytes(value: Tensor) -> np.ndarray[Any, Any]:
+def tensor_bytes(value: Tensor) -> NDArray[Any]:
     """Return the values of a tensor, of any strides and on any device, as one contiguous buffer.
 
     Raises:
@@ -309,7 +310,7 @@ def check_dense(value: Tensor) -> None:
         raise Unfit(f"is a {layout} tensor on {value.device}", "Give a dense tensor with data")
 
 
-def array_bytes(value: Any) -> np.ndarray[Any, Any]:
+def array_bytes(value: Any) -> NDArray[Any]:
     """Return the values of a numpy array or scalar, of any strides, as one buffer."""
     if not value.dtype.itemsize:  # of an empty str numpy makes one character
         return np.empty(0, np.uint8)

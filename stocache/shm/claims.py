@@ -14,9 +14,9 @@ NOTE [ Claims ]
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stocache.shm.load_order import WEAKLY_ORDERED, order_loads
 from stocache.shm.segment import Segment
@@ -24,7 +24,7 @@ from stocache.shm.segment import Segment
 _WRITING = 1 << 31
 _LOCK = 0  # of the owner's locks
 
-_Indices = np.ndarray[Any, np.dtype[np.int64]]
+_Indices = NDArray[np.int64]
 
 
 def with_words(control_bytes: int, dataset_len: int) -> int:

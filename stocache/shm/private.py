@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stocache.shm.leases import LeaseTracker
 
@@ -35,7 +36,7 @@ _PAGEMAP = "/proc/self/pagemap"
 # Bits of an entry of /proc/self/pagemap (Documentation/admin-guide/mm/pagemap.rst): in memory or swapped; a page of a file
 _THERE, _OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
 
-_Pages: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+_Pages: TypeAlias = NDArray[np.int64]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -44,7 +45,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class _Lease(np.ndarray[Any, np.dtype[np.uint8]]):
+class _Lease(NDArray[np.uint8]):
     """The mapping, as one batch sees it. It is not a view of an array: numpy would leave it out of the chain of bases."""
 
 

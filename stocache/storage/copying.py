@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from stocache.samples.column_decoder import ColumnTable, union_rows, value_columns
 from stocache.samples.column_encoder import Tree
@@ -37,7 +38,7 @@ _CELLS = 1 << 20  # values that are cut at once: a structure may claim many leav
 _FEW = 2048  # bytes, up to which a copy costs less than a view (measured)
 _GROUP = 16  # rows: samples of smaller groups are made in less time (measured)
 
-_Integers = np.ndarray[Any, np.dtype[np.int64]]
+_Integers = NDArray[np.int64]
 
 
 class NotCopied(Exception):

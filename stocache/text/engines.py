@@ -8,10 +8,11 @@ import re
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stocache.errors import StreamError
 
-ColumnArrays = list[np.ndarray[Any, Any]]
+ColumnArrays = list[NDArray[Any]]
 
 NULLS = ["", "NA", "N/A", "NaN", "nan", "NULL", "null", "None"]
 """The texts that mean a missing value."""
@@ -86,7 +87,7 @@ def json_by_arrow(data: bytes, kinds: list[tuple[str, str]]) -> ColumnArrays:
     return [_from_arrow(table.column(name), kind) for name, kind in kinds]
 
 
-def _from_arrow(column: Any, kind: str) -> np.ndarray[Any, Any]:
+def _from_arrow(column: Any, kind: str) -> NDArray[Any]:
     if kind == "i8" and column.null_count:
         raise BulkParseError("a value is missing")
     return np.asarray(column.to_numpy())
@@ -105,7 +106,7 @@ def csv_by_numpy(data: bytes, delimiter: str, width: int, kinds: list[tuple[int,
     return [table[:, unique.index(n)] for n, _ in kinds]
 
 
-def to_exact_array(values: list[Any], kind: str) -> np.ndarray[Any, Any]:
+def to_exact_array(values: list[Any], kind: str) -> NDArray[Any]:
     """Return numbers as an array. Raises BulkParseError if a value is of another type."""
     array = np.array(values)
     if array.ndim != 1 or array.dtype.kind not in ("i" if kind == "i8" else "fi"):

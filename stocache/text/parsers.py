@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stocache.errors import StreamError
@@ -79,7 +80,7 @@ class Target:
             return features, _stack(columns[count:], self.label_dtype)[:, 0]
         return features, _stack(columns[count:], self.label_dtype)
 
-    def _check(self, column: np.ndarray[Any, Any], dtype: Any) -> None:
+    def _check(self, column: NDArray[Any], dtype: Any) -> None:
         if column.dtype.kind == "f" and not (self.keep_nan and dtype.kind == "f") and np.isnan(column.min(initial=0)):
             raise BulkParseError("a value is missing")
         if dtype.kind != "f" and len(column):
@@ -93,7 +94,7 @@ def _range(dtype: Any) -> tuple[int, int]:
     return (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, min(np.iinfo(dtype).max, 2**63 - 1))
 
 
-def _stack(columns: ColumnArrays, dtype: Any) -> np.ndarray[Any, Any]:
+def _stack(columns: ColumnArrays, dtype: Any) -> NDArray[Any]:
     stacked = np.empty((len(columns[0]) if columns else 0, len(columns)), dtype)
     with np.errstate(over="ignore"):
         for number, column in enumerate(columns):
@@ -381,7 +382,7 @@ def _checked_arrays(tree: Any, rows: int) -> Any:
         StreamError: it contains something else, or nothing, or another number of rows.
     """
 
-    def array_of(leaf: Any) -> np.ndarray[Any, Any]:
+    def array_of(leaf: Any) -> NDArray[Any]:
         try:
             array = np.ascontiguousarray(leaf.detach().cpu().numpy() if isinstance(leaf, Tensor) else leaf)
             torch.from_numpy(array[:0])

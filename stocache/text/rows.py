@@ -5,10 +5,11 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-_Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-_Bits = np.ndarray[Any, np.dtype[np.bool_]]
-LineNumbers = np.ndarray[Any, np.dtype[np.int64]]
+_Bytes = NDArray[np.uint8]
+_Bits = NDArray[np.bool_]
+LineNumbers = NDArray[np.int64]
 
 _BLANKS = " \t\v\f\r"
 _IS_BLANK = np.isin(np.arange(256), list(_BLANKS.encode()))

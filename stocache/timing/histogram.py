@@ -8,9 +8,9 @@ logarithm takes 2 µs between two batches of some 100 KB: its code has left the 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 _DIGITS = 5  # binary digits of a duration, after the first one, that select its bucket
 PER_DOUBLING = 1 << _DIGITS
@@ -23,7 +23,7 @@ _BEFORE = (_FIRST_POWER - _DIGITS + 1) << _DIGITS
 BUCKETS = (_LAST_POWER - _FIRST_POWER) << _DIGITS
 """The number of buckets."""
 
-Counts = np.ndarray[Any, np.dtype[np.int64]]
+Counts = NDArray[np.int64]
 """The number of durations in each bucket; of shape (BUCKETS,)."""
 
 _POWERS, _PARTS = np.divmod(np.arange(BUCKETS), PER_DOUBLING)

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stocache.errors import StocacheError
 from stocache.shm import named, registry
@@ -341,7 +342,7 @@ class Counted:
         rows: of shape (1 + 2 workers, ROW_WORDS).
     """
 
-    def __init__(self, rows: "np.ndarray[Any, np.dtype[np.int64]]") -> None:
+    def __init__(self, rows: "NDArray[np.int64]") -> None:
         self.rows = rows
 
     def since(self, earlier: "Counted | None") -> "Counted":
