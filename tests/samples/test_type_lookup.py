@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import enum
+import os
 import sys
 import types
 from collections.abc import Mapping
@@ -66,6 +67,8 @@ def test_looking_up_runs_no_hooks_and_imports_nothing():
         type_lookup.resolve("antigravity:fly", False)
     assert caught.value.module == "antigravity"
     assert "antigravity" not in sys.modules
+    assert type_lookup.resolve("os:getcwd", True) is os.getcwd
+    assert type_lookup.resolve("os:getcwd", False) is None  # although another reader trusts it
 
 
 class Virtual:
