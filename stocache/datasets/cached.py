@@ -168,7 +168,7 @@ class CachedDataset(Dataset[Any]):
         self.dataset = dataset  # before others that hold it: MONAI walks through the attributes in order, and seeds them
         self.after_cache = as_transform(transform)
         self._copies = copy
-        self._rows: np.ndarray[Any, Any] | None = None  # of a view: its samples
+        self._rows: Any = None  # of a view: its samples
         self._whole: Any = None  # of a view: the dataset that has all samples
         self._collates: dict[type, Collate | None] = {}  # how the dataset puts samples together, by the type of the index
         self._batch_spec: BatchSpec | None = None  # of lazy batches; see with_lazy_batches
