@@ -7,6 +7,7 @@ from . import loader as loader
 from .advice.advise import advise as advise
 
 # Caching
+from .cache.base import SlotState as SlotState
 from .cache.options import CacheOptions as CacheOptions
 from .cache.placement import Placement as Placement
 from .cache.ragged import RaggedCache as RaggedCache

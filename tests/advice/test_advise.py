@@ -66,7 +66,7 @@ def measured(monkeypatch):
             return costs
 
         for user in ("stocache.advice.advise", "stocache.forecast.choice"):
-            monkeypatch.setattr(f"{user}.measure", found)
+            monkeypatch.setattr(f"{user}.measure_costs", found)
         monkeypatch.setattr("stocache.advice.advise.recommended_limit", lambda: 1 << 20)
         return arguments
 
@@ -134,7 +134,7 @@ def test_the_report_says_what_was_measured(measured):
 @pytest.mark.parametrize(("load_s", "limit_s", "tried"), [(0.001, 60, True), (0.06, 60, False), (0.001, 30, False)])
 def test_threads_are_tried_where_samples_are_fast_and_time_is_left(load_s, limit_s, tried, measured, monkeypatch):
     measured(costs_of(load_s))
-    monkeypatch.setattr("stocache.advice.advise.Trial.speed_up", lambda self, dataset: 1.75)
+    monkeypatch.setattr("stocache.advice.advise.GilTrial.speed_up", lambda self, dataset: 1.75)
     advice = advise(Images(), time_limit_s=limit_s, progress=False)
     assert advice.costs.thread_speed_up == (1.75 if tried else None)
     assert ("two make 1.75 times as many samples as one" in str(advice)) == tried
@@ -223,7 +223,7 @@ def test_epochs_are_run_over_samples_of_any_kind(collate_fn, short):
 
 
 def test_a_real_measurement_leaves_this_process_as_it_was(short, monkeypatch, messages):
-    monkeypatch.setattr("stocache.advice.advise.measure", partial(measure.measure_costs, codecs=(None,), passes=1))
+    monkeypatch.setattr("stocache.advice.advise.measure_costs", partial(measure.measure_costs, codecs=(None,), passes=1))
     dataset, before = Images(), state_of_generators()
     advice = advise(dataset, batch_size=8, progress=False)
     with CachedDataset(dataset, 1) as cached:

@@ -91,7 +91,7 @@ def test_what_is_many_or_pickled_is_encoded_as_records_are(monkeypatch):
 def test_a_second_sample_of_a_structure_is_not_walked_again(first, second, monkeypatch):
     encoder, wanted = RecordEncoder(allow_pickle=False), generic(second)
     check(encoder, first)
-    monkeypatch.setattr(record_encoder, "Record", lambda *arguments: pytest.fail("walked again"))
+    monkeypatch.setattr(record_encoder, "EncodedSample", lambda *arguments: pytest.fail("walked again"))
     assert encoded(encoder, second) == wanted
 
 

@@ -303,7 +303,7 @@ def test_a_sample_stays_uncached_when_a_stopped_process_reserves_memory(waits, m
         with stopped(reserve) as pid:
             for idx in range(1, N):
                 assert torch.equal(cache.get_or_load(idx, value), value(idx))
-            assert (waits, cache.stats().filled) == ([segment.PATIENCE_S], 0)  # once for all
+            assert (waits, cache.stats().filled) == ([segment.LOCK_TIMEOUT_S], 0)  # once for all
             (record,) = caplog.records
             assert f"process {pid} (" in record.message
             assert ", which is stopped has kept a lock of the cache" in record.message

@@ -55,7 +55,7 @@ OTHERS = [
     (lambda: ReadOptions(progress=2), "progress=2 is unknown"),
 ]
 OPTIONS = [  # of a loader
-    ({"format": 3}, "format=3 is not a TextFormat"), ({"format": "parquet"}, "format='parquet' is unknown"),
+    ({"format": 3}, "format=3 is not a TextFormat"), ({"format": "parquet"}, "format='parquet' is not a TextFormat"),
     ({"rank": 2, "world_size": 2}, "rank=2 is out of range for world_size=2"),
     ({"rank": 0, "world_size": 0}, "world_size=0 is not an integer of at least 1"),
     ({"rank": 0}, "world_size=None is not an integer"), ({"num_workers": True}, "num_workers=True is not an integer"),
