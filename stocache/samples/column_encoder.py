@@ -52,7 +52,7 @@ from stocache.samples.kinds import (
     kind_in,
     kind_of,
 )
-from stocache.samples.pytree import DEEP, Container, flatten_one, sample_error
+from stocache.samples.pytree import DEEP, OBJECTS, Container, flatten_one, sample_error
 from stocache.samples.type_lookup import Unfit, import_class
 
 Tree: TypeAlias = dict[str, Any] | None
@@ -188,7 +188,12 @@ class Columns:
         name, *rest = kind
         if name == "in":
             container, cls, keys, extra, _ = rest
-            return self._take_container(container, cls, keys, extra, parts, path, depth)
+            pickles = self._allow_pickle
+            self._allow_pickle = pickles and container not in OBJECTS
+            try:
+                return self._take_container(container, cls, keys, extra, parts, path, depth)
+            finally:
+                self._allow_pickle = pickles
         if name not in ("list", "tuple"):
             leaf = kind_of(kind)
             facts = dict(zip(leaf.fields, rest))  # noqa: B905  some have an order

@@ -169,6 +169,10 @@ def _flatten_image(image: Any) -> tuple[Container, list[Any]] | None:
 _IFDS = {0x8769, 0x8825, 0xA005, 0x014A}  # tags of Exif that are places of further tags
 
 
+OBJECTS = {"object", "subclass", "dataclass"}
+"""Kinds of containers that are pickled whole if a part has to be: the part may refer to them."""
+
+
 def _flatten_object(value: Any) -> tuple[Container, list[Any]] | None:
     """Return the attributes of an object; None where two of them are one, or it has only its identity."""
     cls, attributes = type(value), _attributes_of(value)

@@ -50,7 +50,7 @@ from stocache.samples.kinds import (
     kind_of,
     sequence_class,
 )
-from stocache.samples.pytree import DEEP, Container, flatten_one, sample_error
+from stocache.samples.pytree import DEEP, OBJECTS, Container, flatten_one, sample_error
 from stocache.samples.type_lookup import Unfit
 
 TreeDef: TypeAlias = tuple[Any, ...]
@@ -113,12 +113,16 @@ class EncodedSample(Leaves):
         container, parts = parted
         name, extra = describe(container, parts, self._allow_pickle)
         keys, coded = keys_to_literals(container.keys)
-        children = []
-        for key, part in zip(container.keys, parts, strict=True):
-            try:
-                children.append(self._take(part, depth + 1))
-            except Unfit as error:
-                raise error.within(container, key) from error.__cause__
+        children, pickles = [], self._allow_pickle
+        self._allow_pickle = pickles and container.kind not in OBJECTS
+        try:
+            for key, part in zip(container.keys, parts, strict=True):
+                try:
+                    children.append(self._take(part, depth + 1))
+                except Unfit as error:
+                    raise error.within(container, key) from error.__cause__
+        finally:
+            self._allow_pickle = pickles
         return ("in", container.kind, name, keys, extra, tuple(children), *coded)
 
     def _take_leaf(self, encoded: Encoded) -> TreeDef:

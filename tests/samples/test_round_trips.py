@@ -10,6 +10,7 @@ import pathlib
 import struct
 import threading
 import types
+import weakref
 import zoneinfo
 
 import numpy as np
@@ -185,6 +186,31 @@ def test_nothing_is_unpickled_or_called_unless_that_is_allowed_where_it_is_read(
     Block(BytesFile(data), "a block", decode=False).verify()
     with pytest.raises(SegmentError, match=f"{message}.*, pass allow_pickle=True"):
         RecordReader(write_treedef(EncodedSample([value], allow_pickle=True).treedef), allow_pickle=False)
+
+
+class Part:
+    def __init__(self, owner):
+        self.owner = weakref.ref(owner)
+
+    def __getstate__(self):
+        return self.owner()
+
+    def __setstate__(self, owner):
+        self.owner = weakref.ref(owner)
+
+
+class Owner:
+    def __init__(self):
+        self.data, self.part = torch.ones(3), Part(self)
+
+
+@way
+def test_an_object_is_pickled_whole_because_its_parts_may_refer_to_it(way):
+    way([Owner(), {"owner": Owner()}], allow_pickle=True, check=lambda got, _: (owner := owner_in(got)).part.owner() is owner)
+
+
+def owner_in(sample):
+    return sample["owner"] if isinstance(sample, dict) else sample
 
 
 @way
