@@ -123,7 +123,7 @@ def test_stat_shows_one(run, four):
 
 def test_age_in_the_largest_unit(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 10**9)
-    for seconds, shown in ((1, "1 s"), (59, "59 s"), (120, "2 min"), (7200, "2 h"), (200000, "2 d")):
+    for seconds, shown in ((1, "1 s"), (59, "59 s"), (60, "1 min"), (7200, "2 h"), (200000, "2 d")):
         assert listing.NamedCache("x", "me", "/", created=10**9 - seconds).age == shown
     assert listing.NamedCache("x", "me", "/").age == ""
 

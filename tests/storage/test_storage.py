@@ -273,6 +273,7 @@ def test_what_is_no_index_is_an_error(tmp_path):
 
 
 FORGED = [
+    {"samples": 0, "blocks": [], "block_size": 0},
     {"samples": N + 1}, {"samples": 2**60}, {"samples": float(N)}, {"block_size": 0}, {"block_size": 8}, {"block_size": 7.0},
     {"blocks": 7}, {"blocks": [[7, 100, "0"]]}, {"blocks": [["7", 100, "0"]]}, {"blocks": [[True, 100, "0"]], "samples": 1},
     {"blocks": [[2**60, 2**60, "0"]], "samples": 2**60, "block_size": 2**60},
