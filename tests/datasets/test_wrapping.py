@@ -188,8 +188,9 @@ def test_several_indices_are_served_from_the_cache():
         assert cached[[]]["image"].shape == (0, 2, 3)
         for other in (np.arange(N) > 3, torch.zeros(2, 2, dtype=torch.int64)):
             assert same(cached[other], dataset[other])
-        with pytest.raises(IndexError, match="out of bounds"):
-            cached[[N]]
+        for outside in (N, -N - 1):
+            with pytest.raises(IndexError, match="out of bounds"):
+                cached[[outside]]
     numbers = list(range(N))
     with CachedDataset(numbers, 1) as cached:
         assert cached[::-1] == numbers[::-1]
