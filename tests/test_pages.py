@@ -17,7 +17,7 @@ from stocache.cli.app import app
 ROOT = Path(__file__).parents[1]
 CODE = [ROOT / name for name in ("stocache", "tests", "benchmark")]
 TOP = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "benchmark/README")]
-PAGES = [str(path.relative_to(ROOT)) for path in (*TOP, *ROOT.glob("docs/*.md"), *ROOT.glob("stocache/**/*.md"))]
+PAGES = [str(path.relative_to(ROOT)) for path in (*TOP, ROOT / "docs/design.md", *ROOT.glob("stocache/**/*.md"))]
 
 OTHERS = """
 Array Title YourDataset add_scalar basicConfig create_loader emit_nvtx ignore_data_skip log_dict to_dataloader

@@ -27,9 +27,9 @@ _AllowPickle = Annotated[
 _CollateFn = Annotated[
     str | None,
     typer.Option(
-        metavar="MODULE:FUNCTION",
+        metavar="FUNCTION",
         show_default=False,
-        help="The collate_fn of the DataLoader. Default: torch's, or lists where it does not take the samples.",
+        help="The collate_fn of the DataLoader, as module:function. Default: torch's, or lists if that does not fit.",
     ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")]

@@ -73,10 +73,6 @@ OPTIONS = [  # of a loader
     ({"label_columns": []}, "no column is left for the features, or the labels"),
     ({"format": JsonLinesFormat()}, r"numbered\.tsv: the first row is not a JSON object: '0\\t0\\t0'"),
     ({"format": JsonLinesFormat(), "columns": [0]}, r"columns belongs to format=\. Pass it to JsonLinesFormat"),
-    ({"format": "fixed"}, "widths are for format='fixed', which needs"), ({"widths": [1, 2]}, "widths are for format='fixed'"),
-    ({"format": "jsonl", "parse": len}, "parse and format='jsonl' are two ways to parse"),
-    ({"format": CsvFormat(","), "nan": "keep"}, r"nan belongs to format=\. Pass it to CsvFormat"),
-    ({"read": ReadOptions(), "engine": "numpy"}, r"engine belongs to read=\. Pass it to ReadOptions"),
 ]  # fmt: skip
 
 
