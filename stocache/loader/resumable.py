@@ -236,7 +236,9 @@ class ResumableLoader(TorchLoader[_T]):
         """Return the batches delivered, the states of the workers, and whose turn it is, to resume from."""
         delivered = self._progress.delivered
         if finished:
-            states = self._worker_states.next_epoch() if self._worker_group is not None else WorkerStates(1)
+            states = WorkerStates(1, states=[] if self._iterable is None else [WorkerState(ended=True)])  # without workers
+            if self._worker_group is not None:
+                states = self._worker_states.next_epoch()
             return delivered, states.at(0)[1], 0
         if self._iterable is not None and self._iterable.state is not None:
             state = vars(self._iterable.state) | {"dataset": None}  # it is the dataset of this process

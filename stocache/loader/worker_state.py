@@ -184,10 +184,9 @@ class _CountingIterator:
         self._dataset, self._iterator = dataset, iter(dataset)
         restore(self._iterator, state.iterator)
         stateful = has_state(dataset) or has_state(self._iterator)
-        if state.ended and stateful:
-            if next(self._iterator, _FILLER) is not _FILLER:  # a generator takes the state when it is asked, as torchdata does
+        if state.ended and stateful and not has_state(self._iterator):
+            if next(self._iterator, _FILLER) is not _FILLER:  # a generator takes the state when it is asked, as with torchdata
                 restore(dataset, before)  # it has begun the next epoch
-                restore(self._iterator, state.iterator)
             if not state.samples:
                 self._iterator = iter(dataset)
         self._samples, self._ended = state.samples, state.ended and bool(state.samples)
