@@ -1,17 +1,14 @@
 """Workers that ended between two loops are started anew, and an iterator may pass from thread to thread."""
 
-import contextlib
-import ctypes
 import os
 import signal
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import stocache
-from stocache import CachedDataset, WorkerError
+from stocache import CachedDataset
 from stocache.timing import record
 from tests.support.images import Images
 from tests.support.loading import THREADS
@@ -34,17 +31,12 @@ def interrupt_processes(loader):
         worker.join(30)
 
 
-def interrupt_threads(loader):
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith("stocache worker")]
-    while all(thread.is_alive() for thread in threads):  # one that makes a batch takes the error for one of the dataset
-        for thread in threads:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt))
-        with contextlib.suppress(WorkerError, KeyboardInterrupt):  # an idle thread hears of it when it wakes up
-            list(loader)
+def end_threads(loader):
+    for threads in loader._iterator._threads:
+        threads.stop(30)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize(("options", "interrupt"), [(PERSISTENT, interrupt_processes), (THREADED, interrupt_threads)])
+@pytest.mark.parametrize(("options", "interrupt"), [(PERSISTENT, interrupt_processes), (THREADED, end_threads)])
 def test_persistent_workers_that_ended_between_two_loops_are_started_anew(options, interrupt):
     loader = stocache.DataLoader(CachedDataset(Images(30), "1MB"), 4, **options)
     next(iter(loader))
