@@ -180,9 +180,9 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
             continue
         if isinstance(before, dict) and isinstance(now, dict):
             facts = [fact for fact in now if before.get(fact) != now[fact] and (fact in before or fact not in _CHECKSUMS)]
-            told = [fact for fact in facts if fact not in _CHECKSUMS]
-            found += [f"{fact} of the source: {before.get(fact)}, now {now[fact]}" for fact in told]
-            found += ["the files of the source have changed"] * (len(facts) > len(told) == 0)
+            readable = [fact for fact in facts if fact not in _CHECKSUMS]
+            found += [f"{fact} of the source: {before.get(fact)}, now {now[fact]}" for fact in readable]
+            found += ["the files of the source have changed"] * (len(facts) > len(readable) == 0)
         elif before != now:
             found.append(f"{name.replace('_', ' ')}: {before}, now {now}")
     return found
