@@ -6,6 +6,7 @@ import functools
 import inspect
 import pkgutil
 import re
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,12 @@ def test_what_a_page_names_exists(page):
     codes = [code for code in re.findall(r"`([^`]+)`", text) if "://" not in code]
     words = {word.rstrip(".") for code in codes for word in WORD.findall(code)}
     assert sorted(word for word in words if not exists(word, (ROOT / page).parent)) == []
+
+
+@pytest.mark.parametrize("name", stocache.__all__)
+def test_docstrings_describe_each_argument(name):
+    exported = getattr(stocache, name)
+    if not issubclass(exported if isinstance(exported, type) else object, Enum):
+        text = " ".join(each.__doc__ or "" for each in getattr(exported, "__mro__", [exported]))
+        arguments = inspect.signature(exported).parameters
+        assert [argument for argument in arguments if not re.search(rf"\b{argument}\b", text)] == []

@@ -135,7 +135,7 @@ class DataLoader(ResumableLoader[_T]):
     small and without tensors) is sent as torch sends it.
 
     Args:
-        dataset, batch_size, shuffle, sampler, batch_sampler, collate_fn, pin_memory, drop_last, timeout,
+        dataset, batch_size, shuffle, sampler, batch_sampler, collate_fn, pin_memory, pin_memory_device, drop_last, timeout,
             worker_init_fn, multiprocessing_context, generator, persistent_workers, in_order: as for torch's DataLoader, which
             has ``in_order`` from torch 2.6 on.
         num_workers: as for torch's DataLoader; or "auto": child processes measure the costs of samples and batches for up to

@@ -275,7 +275,11 @@ def recommended_limit(named: bool = False, promised: int = 0) -> int:
     """Return the bytes that ``size_limit_gib="auto"`` stands for.
 
     It leaves memory for the model, the workers and their batches: a fifth of the available memory, at least 2 GiB, at most half
-    of it. /dev/shm may limit a cache further (`shared_memory_room`). ``promised``: bytes that other caches may still take.
+    of it. /dev/shm may limit a cache further (`shared_memory_room`).
+
+    Args:
+        named: whether the cache has a name, so that it has to lie in /dev/shm.
+        promised: bytes that other caches may still take.
     """
     available = max(0, memory().available - promised)
     head_room = max(available // 5, min(2 * GIB, available // 2))
