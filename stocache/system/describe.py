@@ -54,7 +54,7 @@ def describe(value: Any, strides: bool = True, _above: tuple[int, ...] = ()) -> 
         return name, *_tensor(value, strides), inner(vars_of(value))
     if isinstance(value, np.ndarray | np.generic):
         data = inner(value.tolist()) if value.dtype.hasobject else _digest(np.asarray(value).tobytes())
-        own = inner(vars_of(value))  # of a subclass: a mask
+        own = None if isinstance(value, np.memmap) else inner(vars_of(value))  # of a subclass: a mask; not where it lies
         return name, value.dtype.str, value.shape, value.strides if strides else None, data, own
     if isinstance(value, dict):
         own = vars_of(value)

@@ -4,6 +4,7 @@ import asyncio
 import random
 from contextlib import closing
 
+import numpy as np
 import pytest
 from torch.utils.data import Dataset
 
@@ -14,6 +15,11 @@ from stocache.system.describe import describe
 def test_what_a_class_in_c_holds_besides_attributes_is_compared():
     one, same, other = (describe([random.Random(seed)]) for seed in (1, 1, 2))
     assert one == same != other
+
+
+def test_it_does_not_matter_where_an_array_lies(tmp_path):
+    mapped = np.memmap(tmp_path / "rows", np.int64, "w+", shape=(3, 2))
+    assert describe(mapped[1]) == describe(mapped[1].copy()) == describe(np.array(mapped[1]).view(np.memmap))
 
 
 class Handles(Dataset):
