@@ -9,7 +9,6 @@ items and its shape; a memmap of numpy, whose part is the array.
 To add a kind of container, write a row of `_KINDS` and a branch of `flatten_one`.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -39,7 +38,7 @@ from stocache.samples.type_lookup import (
     is_class,
     name_of,
 )
-from stocache.system.objects import attributes_of_class, base_of, is_decoder, is_in_python, mro, static_attribute, vars_of
+from stocache.system.objects import base_of, is_decoder, slots_of, static_attribute, vars_of
 
 DEEP = 60
 """The most containers within each other."""
@@ -213,11 +212,8 @@ def _flatten_objects(value: Any) -> tuple[Container, list[Any]] | None:
 def _attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, in its slots as well, without asking its class."""
     attributes = dict(vars_of(value))
-    for base in filter(is_in_python, mro(type(value))):
-        for name, slot in attributes_of_class(base).items():
-            if type(slot) is MemberDescriptorType:
-                with contextlib.suppress(AttributeError):  # it is not set
-                    attributes.setdefault(name, slot.__get__(value))
+    for slot, item in slots_of(value):
+        attributes.setdefault(slot.__name__, item)
     return attributes
 
 
@@ -357,11 +353,17 @@ def _unflatten_dataclass(container: Container) -> Callable[[list[Any]], Any]:
     return join
 
 
+def _plain_and_attributes(container: Container, parts: list[Any], base: Any, name: str) -> tuple[Any, dict[str, Any]]:
+    """Return the two parts of a subclass of ``base``. Raises ValueError where they are others."""
+    plain, attributes = parts
+    if type(plain) is not base or type(attributes) is not dict:
+        raise ValueError(f"a {container.cls.__name__} is made of a {name} and a dict of its attributes")
+    return plain, attributes
+
+
 def _unflatten_tensor(container: Container) -> Callable[[list[Any]], Any]:
     def join(parts: list[Any]) -> Any:
-        tensor, attributes = parts
-        if type(tensor) is not Tensor or type(attributes) is not dict:
-            raise ValueError(f"a {container.cls.__name__} is made of a tensor and a dict of its attributes")
+        tensor, attributes = _plain_and_attributes(container, parts, Tensor, "tensor")
         value = tensor.as_subclass(container.cls)
         value.__dict__.update(attributes)
         return value
@@ -373,9 +375,7 @@ def _unflatten_subclass(container: Container) -> Callable[[list[Any]], Any]:
     base = base_of(container.cls)
 
     def join(parts: list[Any]) -> Any:
-        plain, attributes = parts
-        if type(plain) is not base or type(attributes) is not dict:
-            raise ValueError(f"a {container.cls.__name__} is made of a {base.__name__} and a dict of its attributes")
+        plain, attributes = _plain_and_attributes(container, parts, base, base.__name__)
         value = _SUBCLASSED[base].make(container.cls, plain)
         for name, attribute in attributes.items():
             _check_attribute(container.cls, container.cls.__name__, name)

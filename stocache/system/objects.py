@@ -2,7 +2,8 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import MemberDescriptorType
 from typing import Any
 
 from torch.utils.data import Subset
@@ -35,6 +36,19 @@ def vars_of(value: Any) -> dict[str, Any]:
         return vars(value) if type(value).__dictoffset__ else {}
     except TypeError:  # a class in C hides them, as SWIG's do
         return {}
+
+
+def slots_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the descriptor and the content of each of an object's slots that is set."""
+    for base in mro(type(value)):
+        attributes = attributes_of_class(base)
+        if "__slots__" in attributes:
+            for slot in list(attributes.values()):
+                if isinstance(slot, MemberDescriptorType):
+                    try:
+                        yield slot, slot.__get__(value)
+                    except AttributeError:  # it is not set
+                        continue
 
 
 def get_many_of(dataset: Any) -> Any:

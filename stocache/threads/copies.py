@@ -40,7 +40,6 @@ from types import (
     CoroutineType,
     FunctionType,
     GeneratorType,
-    MemberDescriptorType,
     MethodType,
     MethodWrapperType,
     SimpleNamespace,
@@ -51,7 +50,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from stocache.system.objects import base_of, is_in_python, mro, static_attribute, vars_of
+from stocache.system.objects import base_of, is_in_python, mro, slots_of, static_attribute, vars_of
 
 HOLDS_DATASET = "_holds_dataset"
 """A class attribute of ours, True for objects without ``__dict__`` that hold a dataset."""
@@ -136,7 +135,7 @@ def _copied(value: Any, memo: dict[int, Any], depth: int) -> Any:
     memo[id(value)] = value, copied  # it may hold itself
     if base not in (None, tuple):
         _fill(copied, value, base, memo, depth)
-    for descriptor, item in _slots(value):
+    for descriptor, item in slots_of(value):
         descriptor.__set__(copied, _copy(item, memo, depth + 1))
     if not kind.__dictoffset__:
         return copied
@@ -253,18 +252,6 @@ def _is_global(value: Any) -> bool:
     return any(item is value for item in vars(module).values()) if module is not None else False
 
 
-def _slots(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the descriptor and the content of each of an object's slots that is set."""
-    for base in type(value).__mro__:
-        if "__slots__" in vars(base):
-            for descriptor in list(vars(base).values()):
-                if isinstance(descriptor, MemberDescriptorType):
-                    try:
-                        yield descriptor, descriptor.__get__(value)
-                    except AttributeError:
-                        continue
-
-
 def _names(kind: type) -> set[str]:
     """Return the names that a class and its bases define, besides object and Generic."""
     return {name for base in kind.__mro__ if base not in (object, Generic) for name in vars(base)}
@@ -342,7 +329,7 @@ def _parts(value: Any, where: str) -> list[tuple[str, Any]]:
     if not _is_plain(value) or _safety(value) is True:
         return []
     attributes = [*_class_attributes(kind), *vars_of(value).items()]
-    parts = [(f"{where}.{name}", item) for name, item in attributes + [(slot.__name__, item) for slot, item in _slots(value)]]
+    parts = [(f"{where}.{name}", item) for name, item in attributes + [(slot.__name__, item) for slot, item in slots_of(value)]]
     base = _container_of(kind)
     return parts if base is None or not _is_followed(value) else parts + _items(value, base, where)
 
