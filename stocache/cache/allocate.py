@@ -28,15 +28,14 @@ from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import column_offsets
 from stocache.cache.stats import OOB
 from stocache.errors import BusyError, LimitError, SegmentError
-from stocache.ranks import agreement, siblings
-from stocache.ranks.job import Job, job_here
-from stocache.ranks.siblings import MOST_RANKS, Sibling
 from stocache.samples.spec import Structure
-from stocache.shm import claims, named, registry
+from stocache.shm import agreement, claims, named, registry, siblings
+from stocache.shm.job import Job, job_here
 from stocache.shm.layout import Layout
 from stocache.shm.named import Descriptor, Identity, NewSegment
 from stocache.shm.registry import ForeignError
 from stocache.shm.segment import Segment
+from stocache.shm.siblings import MOST_RANKS, Sibling
 from stocache.system import limits
 from stocache.system.limits import format_size, parse_size, recommended_limit
 

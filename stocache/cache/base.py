@@ -42,12 +42,12 @@ from torch import Tensor
 
 from stocache.cache.stats import EMPTY, FILLS, HITS, LOAD_NS, MISSES, MISSING, OOB, RACES, REFUSED, REJECTED, SET, CacheStats
 from stocache.errors import BusyError, ClosedError, SampleError, SampleIndexError, SlotError
-from stocache.ranks.agreement import Agreement
-from stocache.ranks.siblings import count_ranks
 from stocache.samples.indices import check_index, check_indices
+from stocache.shm.agreement import Agreement
 from stocache.shm.claims import Claims
 from stocache.shm.load_order import WEAKLY_ORDERED, order_loads
 from stocache.shm.segment import FREE_THREADED, REJECTED_WARNING, Segment
+from stocache.shm.siblings import count_ranks
 from stocache.system.limits import parse_size, recommended_limit
 from stocache.system.waiting import LOCK_TIMEOUT_S, describe_process, wait_until
 from stocache.timing.record import note_loads

@@ -15,8 +15,8 @@ from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.records import RecordStore, control_bytes
 from stocache.cache.stats import MISSING
 from stocache.errors import SampleError
-from stocache.ranks.agreement import Agreement, has_agreement
 from stocache.samples.indices import check_indices, check_len
+from stocache.shm.agreement import Agreement, has_agreement
 from stocache.shm.claims import Claims
 from stocache.shm.named import Identity
 from stocache.shm.segment import Segment

@@ -18,9 +18,9 @@ from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import SlotArrays
 from stocache.cache.stats import HITS, MISSES, MISSING, OOB, SET
 from stocache.errors import SampleError, SampleIndexError, SegmentError
-from stocache.ranks.agreement import Agreement, has_agreement
 from stocache.samples.indices import check_indices, check_len
 from stocache.samples.spec import Structure
+from stocache.shm.agreement import Agreement, has_agreement
 from stocache.shm.claims import Claims
 from stocache.shm.segment import Segment
 from stocache.system.limits import format_size

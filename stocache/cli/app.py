@@ -233,8 +233,7 @@ def _parse_percentages(text: str) -> list[float]:
 @_command()
 def info(as_json: _Json = False) -> None:
     """Show how much memory this machine has for a cache, what "auto" would take, and the caches without a name."""
-    from stocache.ranks import siblings
-    from stocache.shm import registry
+    from stocache.shm import registry, siblings
     from stocache.system import limits
 
     cgroup, memory = limits.cgroup_memory(), limits.memory()

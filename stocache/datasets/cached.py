@@ -33,11 +33,11 @@ from stocache.datasets.stored import StorageDataset
 from stocache.datasets.wrapping import SampleOptions, check_dataset, wrap
 from stocache.disk.cache import DiskCache
 from stocache.errors import DatasetError, LimitError
+from stocache.loader.threads.loading import in_children_or_here, run_here
 from stocache.samples.indices import check_index, check_indices, length_of
 from stocache.system.generators import in_worker_thread, undrawn, undrawn_many
 from stocache.system.objects import attribute_of, get_many_of
 from stocache.system.ranks import is_first_rank
-from stocache.threads.loading import in_children_or_here, run_here
 from stocache.transforms import huggingface
 from stocache.transforms.part_transform import PartTransform, as_transform
 

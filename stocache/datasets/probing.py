@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from stocache.errors import SampleError, WorkerError
+from stocache.loader.threads.loading import loads_only_here, run_here, warn_of_this_process
 from stocache.samples.indices import spread
 from stocache.samples.record_decoder import unpack_sample
 from stocache.samples.record_encoder import PackedRecord, pack_sample
@@ -25,7 +26,6 @@ from stocache.system.children import ChildError, PackedError, SlowError, in_chil
 from stocache.system.describe import describe, difference
 from stocache.system.objects import vars_of
 from stocache.system.rng import LineOfDraw, RngMonitor
-from stocache.threads.loading import loads_only_here, run_here, warn_of_this_process
 
 logger = logging.getLogger("stocache")
 

@@ -22,12 +22,11 @@ from stocache.datasets.proof import proof_of
 from stocache.disk.cache import DiskCache, known_example
 from stocache.disk.folder import manifest_of
 from stocache.errors import DatasetError, LimitError, MismatchError, SampleError
-from stocache.ranks import siblings
 from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_len
 from stocache.samples.record_encoder import RecordPacker
 from stocache.samples.spec import Structure
-from stocache.shm import registry
+from stocache.shm import registry, siblings
 from stocache.shm.named import FINGERPRINT_STEPS_SEPARATOR, identity_of
 from stocache.system.limits import parse_size, recommended_limit
 from stocache.transforms import huggingface

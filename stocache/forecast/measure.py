@@ -38,10 +38,10 @@ from stocache.forecast.epochs import (
 )
 from stocache.forecast.loads import LoadMany, Loads, time_busy_loads, time_loads
 from stocache.forecast.model import simulate
+from stocache.loader.threads.loading import run_here
 from stocache.system.children import ChildError, StalledError, in_children
 from stocache.system.limits import MIB, recommended_limit
 from stocache.system.objects import get_many_of
-from stocache.threads.loading import run_here
 from stocache.transforms.planning import plan_split
 from stocache.transforms.splitting import Split
 

@@ -27,10 +27,10 @@ from stocache.cache.batches import Load
 from stocache.datasets.cached import CachedDataset
 from stocache.errors import DatasetError, LimitError
 from stocache.loader.requests import EpochIndices, set_epoch
+from stocache.loader.threads.collating import CollateRng, seed_globally
+from stocache.loader.threads.info import Generators, WorkerRng
 from stocache.system.generators import GENERATORS, SeededSample, read
 from stocache.system.objects import attribute_of
-from stocache.threads.collating import CollateRng, seed_globally
-from stocache.threads.info import Generators, WorkerRng
 
 _MAX_SEED = 2**64 - 1
 _NUMBERS = struct.Struct("<4Q")  # one for each generator, and one for the hooks

@@ -39,13 +39,13 @@ from stocache.errors import WorkerError
 from stocache.loader.collate import as_is
 from stocache.loader.requests import BatchRequest, EpochIndices, count_samples, set_epoch
 from stocache.loader.sample_seed import ThreadSeededDataset, is_cache
+from stocache.loader.threads.collating import Collator
+from stocache.loader.threads.crew import RaisedError, Stopped, ThreadWorker, ThreadWorkers, first_error, graph_lock, wrap_error
+from stocache.loader.threads.info import Generators
+from stocache.loader.threads.workers import Task, WorkerThreads, stop_all, wait_for
 from stocache.loader.torch_iterators import DatasetKind, QuickIterator
 from stocache.loader.worker_state import StateBatch, StatefulCollate, StatefulMap
 from stocache.system.objects import attribute_of
-from stocache.threads.collating import Collator
-from stocache.threads.crew import RaisedError, Stopped, ThreadWorker, ThreadWorkers, first_error, graph_lock, wrap_error
-from stocache.threads.info import Generators
-from stocache.threads.workers import Task, WorkerThreads, stop_all, wait_for
 from stocache.timing.gil import GilWatch
 from stocache.timing.record import TimingRow, record_here, row_here
 from stocache.timing.spans import COLLATE, span

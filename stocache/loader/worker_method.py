@@ -27,12 +27,12 @@ from torch.utils.data import IterableDataset
 from stocache.cache.base import SlotState
 from stocache.datasets.cached import CachedDataset
 from stocache.loader.requests import layers
+from stocache.loader.threads.copies import copy_dataset, find_open_handle, find_running, holds_generator
+from stocache.loader.threads.loading import would_stall
 from stocache.loader.worker_state import has_state
 from stocache.system.children import in_children
 from stocache.system.objects import attribute_of
 from stocache.system.rng import RngMonitor
-from stocache.threads.copies import copy_dataset, find_open_handle, find_running, holds_generator
-from stocache.threads.loading import would_stall
 from stocache.timing.gil import LATE_S, LOOK_S, queued_seconds
 
 logger = logging.getLogger("stocache")

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from stocache.errors import StorageError
+from stocache.loader.threads.loading import in_children_or_here
 from stocache.samples.indices import spread
 from stocache.storage.manifest import BlockFolderWriter, Entry
 from stocache.storage.skipped import SkippedSample
@@ -22,7 +23,6 @@ from stocache.system import rng
 from stocache.system.children import pack_error
 from stocache.system.hashing import BytesLike
 from stocache.system.objects import attribute_of, get_many_of
-from stocache.threads.loading import in_children_or_here
 
 _LONGEST_REASON = 500  # characters
 

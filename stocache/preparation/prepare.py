@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from stocache.datasets.stored import StorageDataset
 from stocache.errors import DamagedError, DatasetError, LimitError, StorageError
+from stocache.loader.threads.loading import in_children_or_here
 from stocache.preparation.blocks import DatasetBlocks, Result, in_threads
 from stocache.storage.local import folder_at
 from stocache.storage.manifest import OTHER_SAMPLES, STAGING, BlockFolderWriter, Entry
@@ -22,7 +23,6 @@ from stocache.storage.storage import OnDiskBlockDataStorage, TInfo, TSample
 from stocache.storage.writer import BLOCK_BYTES, BlockCutter, NewBlock, check_block_bytes
 from stocache.system.ranks import is_first_rank
 from stocache.system.urls import is_url
-from stocache.threads.loading import in_children_or_here
 
 logger = logging.getLogger("stocache")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stocache.threads.daemons import start_daemon
+from stocache.loader.threads.daemons import start_daemon
 
 logger = logging.getLogger("stocache")
 

@@ -15,12 +15,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from stocache.errors import DatasetError
+from stocache.loader.threads.loading import in_children_or_here
 from stocache.samples.indices import spread
 from stocache.samples.record_decoder import unpack_sample
 from stocache.samples.record_encoder import PackedRecord
 from stocache.system.describe import difference
 from stocache.system.limits import format_size
-from stocache.threads.loading import in_children_or_here
 from stocache.transforms.dataset_tree import DatasetTree, find_leaves
 from stocache.transforms.encoded import open_loader
 from stocache.transforms.huggingface import find_read_transform

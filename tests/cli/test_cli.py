@@ -72,7 +72,7 @@ def holdings():
 
 before = holdings()
 import stocache
-stocache.loader.DataLoader
+stocache.loader
 from stocache import loader, prepare
 from stocache import *
 assert holdings() == before

@@ -13,7 +13,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 import stocache
 from stocache import CachedDataset, SampleSeed
-from stocache.threads import crew
+from stocache.loader.threads import crew
 from tests.support.equality import same
 from tests.support.pairs import pairs
 from tests.support.processes import wait_until

@@ -25,7 +25,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as _pin  # the functio
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from stocache.errors import GraphError, WorkerError
-from stocache.threads.daemons import start_daemon
+from stocache.loader.threads.daemons import start_daemon
 
 DEFAULT_TIMEOUT_S = 30 * 60
 _PINNED_AHEAD = 2

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data.datapipes.iter import Collator, Filter, Mapper
 
 from stocache.errors import GraphError, WorkerError
+from stocache.loader.threads.daemons import start_daemon
 from stocache.reading.graph.caching import SharedCacher
 from stocache.reading.graph.feed import Feed
 from stocache.reading.graph.graph import Adapt, DataPipe, is_random, pipes_of
@@ -27,7 +28,6 @@ from stocache.reading.graph.replay import drop, fast_forward, rewind
 from stocache.reading.graph.seeds import SeedGenerator, holds_no_generator, random_pipes
 from stocache.reading.graph.sharding import CountedPipe, Shard
 from stocache.system.rng import RngMonitor
-from stocache.threads.daemons import start_daemon
 
 _SLICE_S = 0.02  # a worker then sends the elements it has, so that slow elements come one by one
 _AT_MOST_ONE = (Mapper, Collator, Filter, SharedCacher)

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from stocache.ranks import job
-from stocache.ranks.job import job_here
+from stocache.shm import job
+from stocache.shm.job import job_here
 
 SELF = os.getpid()
 RANKED, TORCH = {"RANK", "LOCAL_RANK"}, {"LOCAL_RANK": "1", "RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}

@@ -11,7 +11,7 @@ RUN = """
 import atexit, ctypes, gc, json, os, signal, sys, threading, warnings
 import torch, stocache
 from stocache.reading import DataLoader2
-from stocache.threads import daemons
+from stocache.loader.threads import daemons
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 warnings.simplefilter("ignore")

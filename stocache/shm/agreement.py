@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stocache.ranks.siblings import MOST_RANKS
 from stocache.shm import claims
 from stocache.shm.segment import Segment
+from stocache.shm.siblings import MOST_RANKS
 from stocache.system.describe import describe
 
 logger = logging.getLogger("stocache")

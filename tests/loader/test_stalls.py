@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import stocache
 from stocache import CachedDataset, prepare
+from stocache.loader.threads.loading import in_children_or_here
 from stocache.system import waiting
 from stocache.system.children import StalledError, in_children
 from stocache.system.waiting import StallWatch
-from stocache.threads.loading import in_children_or_here
 from tests.support.processes import wait_until
 
 N = 40

@@ -17,8 +17,7 @@ from torch.utils.data import Dataset, DistributedSampler, Subset
 from stocache import CachedDataset, LocalityDistributedSampler, Placement, RaggedCache, SharedCache, SharedCacheDDP
 from stocache.cache import allocate
 from stocache.errors import BusyError
-from stocache.ranks import job, siblings
-from stocache.shm import layout, registry
+from stocache.shm import job, layout, registry, siblings
 from stocache.system import limits
 from tests.support import lookalikes as vision
 from tests.support.equality import same

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch.utils.data._utils.worker import _generate_state  # torch's seed for numpy in worker processes
 
+from stocache.loader.threads.info import Generators, WorkerRng, worker_info
 from stocache.system.generators import GENERATORS, read
-from stocache.threads.info import Generators, WorkerRng, worker_info
 
 
 class WorkerGlobals:

@@ -29,9 +29,8 @@ from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
 from torch.utils.data._utils.worker import _generate_state  # torch's seed for numpy in worker processes
 
 from stocache.errors import ClosedError, DatasetError, WorkerError
-from stocache.system import rng
-from stocache.threads.collating import WorkerGlobals
-from stocache.threads.copies import (
+from stocache.loader.threads.collating import WorkerGlobals
+from stocache.loader.threads.copies import (
     copy_dataset,
     find_open_handle,
     find_running,
@@ -39,7 +38,8 @@ from stocache.threads.copies import (
     holds_environment,
     holds_generator,
 )
-from stocache.threads.info import Generators, WorkerRng, make_worker_info, set_worker_info
+from stocache.loader.threads.info import Generators, WorkerRng, make_worker_info, set_worker_info
+from stocache.system import rng
 
 logger = logging.getLogger("stocache")
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from stocache.errors import WorkerError
-from stocache.threads.daemons import join_all, start_daemon
+from stocache.loader.threads.daemons import join_all, start_daemon
 
 Task = Callable[[int], None]
 """Called with the number of the thread. It must not raise."""

@@ -18,9 +18,9 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from stocache.errors import WorkerError
+from stocache.loader.threads.copies import copy_dataset
 from stocache.system.children import ChildError, SlowError, StalledError, has_stalled, in_children
 from stocache.system.generators import Kept, global_generators, own_generators
-from stocache.threads.copies import copy_dataset
 
 logger = logging.getLogger("stocache")
 
