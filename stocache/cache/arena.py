@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from stocache.errors import SegmentError
-from stocache.shm.load_order import WEAKLY_ORDERED, order_loads
+from stocache.shm.locks import WEAKLY_ORDERED, fence
 from stocache.shm.segment import Segment
 
 _Result = TypeVar("_Result")
@@ -71,7 +71,7 @@ class Arena:
 
     def run_locked(self, work: Callable[[], _Result], late: _Result) -> _Result:
         """Return ``work()``, run with the arena's lock held; ``late`` if another process does not release the lock."""
-        return self._segment.run_locked(_LOCK, 1, work, late)
+        return self._segment.run_locked(_LOCK, work, late)
 
     @property
     def used(self) -> int:
@@ -82,7 +82,7 @@ class Arena:
     def refused(self) -> bool:
         """Whether the machine has refused the memory for the next record."""
         used = self._words[_USED]
-        return used < self.capacity and self._segment.refused(used, used + 1)
+        return used < self.capacity and self._segment.extents.refused(used, used + 1)
 
     def append(self, blob: bytes) -> int:
         """Store bytes at a multiple of 8. Return their offset, or NO_ROOM or NO_MEMORY. With the segment's guard held."""
@@ -97,7 +97,7 @@ class Arena:
         end = at + (nbytes + 7 & ~7)
         if end > self.capacity:
             return NO_ROOM
-        if not self._segment.reserve(at, end):
+        if not self._segment.extents.reserve(at, end):
             return MEMORY_REFUSED
         self._words[_USED] = end
         return at
@@ -145,7 +145,7 @@ class Arena:
         """
         newest = self._words[_NEWEST]
         if WEAKLY_ORDERED:
-            order_loads()
+            fence()
         while newest:
             before, number, nbytes = _TREEDEF.unpack(self._part(newest - 1, _TREEDEF.size))
             if number in self._texts and self._texts[number] in self._numbers:
@@ -157,7 +157,7 @@ class Arena:
 
     def _part(self, at: int, nbytes: int) -> bytes:
         """Return bytes of the arena at an offset that another process has written, after checking it."""
-        if not self._segment.has(at, at + nbytes):
+        if not self._segment.extents.has(at, at + nbytes):
             raise SegmentError("the cache is damaged: the structure of its samples lies outside of its memory.")
         return bytes(self._segment.view(at, nbytes))
 

@@ -4,7 +4,7 @@ A cache publishes samples; its `SampleStore` has their bytes: `SlotArrays` in a 
 
 NOTE [ Publishing a slot ]
     Writers of one slot exclude each other by claims (NOTE [ Claims ]). A writer claims all samples of a batch at once, reads
-    their state bytes again, copies the samples in, releases the fence lock and takes it again, and only then sets the bytes to
+    their state bytes again, copies the samples in, releases a lock and takes it again, and only then sets the bytes to
     SET. Releasing a lock and then taking one keeps the two stores in order on every CPU, also on ARM. A writer that is
     killed before it sets the bytes leaves empty slots, and its claims end with it; the next process to miss the samples fills
     the slots. A set slot never changes again. So a reader needs no lock: it reads the byte, then the row, in this order
@@ -40,13 +40,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stocache.cache.allocate import CacheLayout, Proof, open_memory, open_own
+from stocache.cache.options import CacheOptions
 from stocache.cache.stats import EMPTY, FILLS, HITS, LOAD_NS, MISSES, MISSING, OOB, RACES, REFUSED, REJECTED, SET, CacheStats
 from stocache.errors import BusyError, ClosedError, SampleError, SampleIndexError, SlotError
 from stocache.samples.indices import check_index, check_indices
-from stocache.shm.agreement import Agreement
-from stocache.shm.claims import Claims
-from stocache.shm.load_order import WEAKLY_ORDERED, order_loads
-from stocache.shm.segment import FREE_THREADED, REJECTED_WARNING, Segment
+from stocache.shm.agreement import Agreement, has_agreement
+from stocache.shm.claims import BLOCKS, Claims
+from stocache.shm.extents import REJECTED_WARNING
+from stocache.shm.locks import WEAKLY_ORDERED, fence
+from stocache.shm.segment import FREE_THREADED, Segment
 from stocache.shm.siblings import count_ranks
 from stocache.system.limits import parse_size, recommended_limit
 from stocache.system.waiting import LOCK_TIMEOUT_S, describe_process, wait_until
@@ -109,9 +112,6 @@ class SampleStore(Protocol):
         ``costs_s``: the seconds that each took to load; None if that is not known.
         """
 
-    def write(self, idx: int, encoded: Any, cost_s: float | None, /) -> int | None:
-        """Write one sample, as `write_many` does, at a third of its cost."""
-
     def slot(self, idx: int, /) -> int:
         """Return the slot of a sample that is set."""
 
@@ -167,25 +167,26 @@ class SampleCache:
         segment: Segment,
         dataset_len: int,
         store: SampleStore,
-        claims: Claims,
         samples: str,
         room: str,
-        agreement: Agreement | None = None,
+        own: "SampleCache | None" = None,
+        control_bytes: int = 0,
     ) -> None:
         """Set the attributes of all caches; again in each process, because they are not pickled.
 
-        ``samples`` and ``room`` describe the samples, and how many of them there is room for, in messages. ``agreement``: with
-        other ranks that share the cache, and may have other samples.
+        ``samples`` and ``room`` describe the samples, and how many of them there is room for, in messages. ``own``: a cache of
+        this rank alone, if it shares this one with other ranks that may have other samples. ``control_bytes``: without those
+        of the agreement with them and of the claims.
         """
         self._segment, self._dataset_len, self._samples, self._room = segment, dataset_len, samples, room
         self._store, self._slot, self._load = store, store.slot, store.load  # a look-up less for each hit
-        self._claims = claims
+        self._claims = Claims(segment, dataset_len)
         self._states = segment.control[:dataset_len]
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")  # which torch.frombuffer refuses
         self._aux = torch.frombuffer(self._states, dtype=torch.uint8) if dataset_len else nothing
         if segment.backing == "none":  # then nothing is shared, and nothing can be cached
             self._aux.numpy().fill(OOB)
-        self._agreement = agreement
+        self._agreement = None if own is None else Agreement(segment, control_bytes, dataset_len, own)
         self._missed: dict[int, tuple[int, float]] = {}  # how often, and since when; see NOTE [ Races and errors ]
 
     # ------------------------------------------------------------------------------------------------ one sample
@@ -235,7 +236,7 @@ class SampleCache:
         except (TypeError, ValueError, RuntimeError):  # not an integer; _index says so
             return MISSING
         if WEAKLY_ORDERED:
-            order_loads()
+            fence()
         if self._agreement is not None and not self._agreement.allows(idx):
             return self._agreement.own.hit(idx, copy)
         value = self._load(self._slot(idx), copy)
@@ -250,7 +251,7 @@ class SampleCache:
         """Return which of the samples ``indices`` are set: these may be read from now on."""
         mask: NDArray[np.bool_] = self._aux.numpy()[indices] == SET  # at a third of the cost of torch's
         if WEAKLY_ORDERED:
-            order_loads()
+            fence()
         return mask if self._agreement is None else mask & self._agreement.allowed(indices)
 
     def _is_doubted(self, idx: int) -> bool:
@@ -334,66 +335,36 @@ class SampleCache:
         count_races: bool = True,
     ) -> None:
         """Store samples, each once in ``indices``, and count the outcomes. See NOTE [ Publishing a slot ]."""
-        if len(indices) == 1:
-            self._publish_one(indices[0], encoded[0], costs_s[0], overwrite, count_races)
-            return
-        segment, states, chosen = self._segment, self._aux.numpy(), np.array(indices, np.int64)
-        count, taken = len(indices), set[int]()
+        segment, states, taken = self._segment, self._states, set[int]()
+        fillable, count = (EMPTY, SET) if overwrite else (EMPTY,), len(indices)
         try:
-            self._claims.to_write(chosen, taken)
-            free = states[chosen] == EMPTY
-            if overwrite:
-                free |= states[chosen] == SET
-            if len(taken) < count or not free.all():
-                kept = [row for row, idx in enumerate(indices) if free[row] and idx in taken]
-                chosen, indices = chosen[kept], chosen[kept].tolist()
+            self._claims.to_write(indices, taken)
+            kept = [row for row, idx in enumerate(indices) if idx in taken and states[idx] in fillable]
+            if len(kept) < count:
+                indices = [indices[row] for row in kept]
                 encoded, costs_s = [encoded[row] for row in kept], [costs_s[row] for row in kept]
-            counters: list[int | None] = []
-            if indices:
-                try:
-                    counters = self._store.write_many(indices, encoded, costs_s)
-                except OSError as error:
-                    counters = [self._unwritten(indices[0], error)] * len(indices)
-            filled = chosen if counters.count(FILLS) == len(chosen) else chosen[[counter == FILLS for counter in counters]]
+            counters = self._write(indices, encoded, costs_s)
+            filled = [idx for idx, counter in zip(indices, counters, strict=True) if counter == FILLS]
             if self._agreement is not None:
                 self._agreement.note(filled)
             with segment.guard:
-                segment.order_stores()
-                states[filled] = SET
-                segment.order_stores()
+                fence()
+                for idx in filled:
+                    states[idx] = SET
+                fence()
                 segment.counters[FILLS] += len(filled)
                 segment.counters[REFUSED] += counters.count(REFUSED)
-                segment.counters[RACES] += (count - len(chosen)) * count_races
+                segment.counters[RACES] += (count - len(kept)) * count_races
         finally:
             self._claims.end_writing(taken)
 
-    def _publish_one(self, idx: int, encoded: Any, cost_s: float | None, overwrite: bool, count_races: bool) -> None:
-        segment, states, taken = self._segment, self._states, set[int]()
-        counter: int | None = RACES if count_races else None
+    def _write(self, indices: list[int], encoded: Sequence[Any], costs_s: Sequence[float | None]) -> list[int | None]:
+        """Write samples as `SampleStore.write_many` does. Reserved memory does not run out; if it does, the job goes on."""
         try:
-            self._claims.to_write([idx], taken)
-            if taken and (states[idx] == EMPTY or (overwrite and states[idx] == SET)):
-                try:
-                    counter = self._store.write(idx, encoded, cost_s)
-                except OSError as error:
-                    counter = self._unwritten(idx, error)
-            if self._agreement is not None and counter == FILLS:
-                self._agreement.note(idx)
-            with segment.guard:
-                if counter == FILLS:
-                    segment.order_stores()
-                    states[idx] = SET
-                    segment.order_stores()
-                if counter is not None:
-                    segment.counters[counter] += 1
-        finally:
-            self._claims.end_writing(taken)
-
-    @staticmethod
-    def _unwritten(idx: int, error: OSError) -> int:
-        """Warn that a sample could not be written: reserved memory does not run out; if it does, the job goes on without it."""
-        logger.warning("sample %d stays uncached: %s", idx, str(error))
-        return REFUSED
+            return self._store.write_many(indices, encoded, costs_s) if indices else []
+        except OSError as error:
+            logger.warning("sample %d stays uncached: %s", indices[0], str(error))
+            return [REFUSED] * len(indices)
 
     # ------------------------------------------------------------------------------------------------ loading misses
 
@@ -687,15 +658,16 @@ class SampleCache:
     @contextlib.contextmanager
     def claim(self, number: int, timeout_s: float = 10.0) -> Iterator[None]:
         """Exclude all threads and processes that claim the same number, say of a block. Wait ``timeout_s`` at most for them."""
-        claim = self._dataset_len + number
-        claimed = self._segment.wait_for_claim(claim, 0.0 if _loading.block else timeout_s, lambda: False)
-        outer, _loading.block = _loading.block, True
+        outer, taken = _loading.block, set[int]()
         try:
+            if self._segment.holder:
+                word = self._dataset_len + number % BLOCKS
+                self._claims.wait_to_load(word, taken, 0.0 if outer else timeout_s, lambda: False)
+            _loading.block = True
             yield
         finally:
             _loading.block = outer
-            if claimed:
-                self._segment.release_claim(claim)
+            self.end_loading(taken)
 
     def set_if_empty(self, indices: Iterable[int], values: Iterable[Any]) -> None:
         """Cache neighbours of a miss. All or nothing: if they do not all fit, none is cached, now or later."""
@@ -791,7 +763,7 @@ class SampleCache:
         self.exclude([idx])
         with segment.guard:
             segment.counters[REJECTED] += 1
-            first = segment.first_to_warn(REJECTED_WARNING)
+            first = segment.extents.first_to_warn(REJECTED_WARNING)
         if first:
             logger.warning(
                 "sample %d does not fit and stays uncached. So will others like it, without a warning: %s", idx, problem
@@ -840,13 +812,13 @@ class SampleCache:
     def keep_ready(self, size_limit_gib: float | str) -> None:
         """Reserve nothing before `grow_beside`: this is the cache of one rank, in case that ranks have different samples."""
         self._total_bytes = recommended_limit() if size_limit_gib == "auto" else parse_size(size_limit_gib)
-        self._segment.limit = 1
+        self._segment.extents.limit = 1
 
     def grow_beside(self, shared: Segment) -> None:
         """Take a part of the bytes that the limit leaves beside a segment that ranks share, which grows no more."""
-        used = shared.reserved_bytes
-        shared.limit = used
-        self._segment.limit = (self._total_bytes - used) // max(2, shared.ranks)
+        used = shared.extents.reserved_bytes
+        shared.extents.limit = used
+        self._segment.extents.limit = (self._total_bytes - used) // max(2, shared.ranks)
 
     @property
     def _own(self) -> Any:
@@ -873,7 +845,7 @@ class SampleCache:
             totals,
             dataset_len=self._dataset_len,
             filled=filled,
-            reserved_bytes=self._segment.reserved_bytes,
+            reserved_bytes=self._segment.extents.reserved_bytes,
             **self._store.amounts(filled),
         )
 
@@ -931,3 +903,29 @@ class SampleCache:
             f"{call}({idx}): the sample lies outside the cache, which has room for {self._room}; the dataset has "
             f"{self._dataset_len} samples. Raise size_limit_gib, or pass allow_oob_idx=True."
         )
+
+
+class MemoryCache(SampleCache):
+    """The base of the caches in shared memory, with or without a name."""
+
+    def _open_memory(self, layout: CacheLayout, options: CacheOptions, proof: Proof | None, parts: tuple[Any, ...]) -> None:
+        """Make this the cache of other processes, or a new one. ``parts``: what it is made of and pickled with."""
+        segment, capacity = open_memory(layout, options, proof)
+        own = None
+        if has_agreement(segment, layout.control_bytes, layout.dataset_len):
+            own = type(self).__new__(type(self))
+            own.__setstate__((parts, *open_own(layout, capacity), None))
+            own.keep_ready(options.size_limit_gib)
+        self.__setstate__((parts, segment, capacity, own))
+        logger.info("%r", self)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._parts, self._segment, self._capacity, self._own
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._parts, _, self._capacity, _ = state
+        self._assemble(*state)
+
+    def _assemble(self, parts: tuple[Any, ...], segment: Segment, capacity: int, own: "SampleCache | None") -> None:
+        """Set all attributes that follow from the arguments: each process computes them again."""
+        raise NotImplementedError

@@ -9,15 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.cache.allocate import CacheLayout, Proof, open_memory, open_own
-from stocache.cache.base import SampleCache
+from stocache.cache.allocate import CacheLayout, Proof
+from stocache.cache.base import MemoryCache, SampleCache
 from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.records import RecordStore, control_bytes
 from stocache.cache.stats import MISSING
 from stocache.errors import SampleError
 from stocache.samples.indices import check_indices, check_len
-from stocache.shm.agreement import Agreement, has_agreement
-from stocache.shm.claims import Claims
 from stocache.shm.named import Identity
 from stocache.shm.segment import Segment
 from stocache.system.limits import format_size
@@ -62,7 +60,7 @@ class ListCache(SampleCache):
         self._set_many(index, lambda: list(starmap(encode, named)), lambda: values, allow_oob_idx, allow_overwrite)
 
 
-class RaggedCache(ListCache):
+class RaggedCache(MemoryCache, ListCache):
     """A cache in shared memory for samples that vary in size: images, detection targets, text, token lists, point clouds.
 
         cache = RaggedCache(size_limit_gib=32, dataset_len=len(dataset))
@@ -128,14 +126,7 @@ class RaggedCache(ListCache):
         names = ("admission", "codec", "allow_pickle")
         identity: Identity = {"samples": "any size"} | {name: getattr(options, name) for name in names}
         layout = CacheLayout(dataset_len, control_bytes(dataset_len, options), identity, expected_bytes=expected_bytes)
-        segment, capacity = open_memory(layout, options, proof)
-        own = None
-        if has_agreement(segment, control_bytes(dataset_len, options), dataset_len):
-            own = RaggedCache.__new__(RaggedCache)
-            own._assemble(dataset_len, options, open_own(layout, capacity)[0])
-            own.keep_ready(options.size_limit_gib)
-        self._assemble(dataset_len, options, segment, own)
-        logger.info("%r", self)
+        self._open_memory(layout, options, proof, (dataset_len, options))
 
     @classmethod
     def from_options(
@@ -149,20 +140,13 @@ class RaggedCache(ListCache):
         cache._open(options, dataset_len, proof, expected_bytes)
         return cache
 
-    def _assemble(
-        self,
-        dataset_len: int,
-        options: CacheOptions,
-        segment: Segment,
-        own: "RaggedCache | None" = None,
-    ) -> None:
-        """Set all attributes. Each process computes those that follow from the arguments; they are not pickled."""
-        self._options, self.may_admit_later = options, options.admission == "cost"
-        store = self._records = RecordStore(segment, dataset_len, options)
-        room = format_size(segment.data_bytes)
-        before = control_bytes(dataset_len, options)
-        agreement = None if own is None else Agreement(segment, before, dataset_len, own)
-        self._share(segment, dataset_len, store, Claims(segment, dataset_len), "samples of any size", room, agreement)
+    def _assemble(self, parts: tuple[Any, ...], segment: Segment, capacity: int, own: SampleCache | None) -> None:
+        dataset_len, options = parts
+        self._options: CacheOptions = options
+        self.may_admit_later = options.admission == "cost"
+        self._records = RecordStore(segment, dataset_len, options)
+        room, before = format_size(segment.data_bytes), control_bytes(dataset_len, options)
+        self._share(segment, dataset_len, self._records, "samples of any size", room, own, before)
 
     @property
     def codec(self) -> str | None:
@@ -180,11 +164,3 @@ class RaggedCache(ListCache):
         None if there are no samples, one does not fit, or records are compressed.
         """
         return self._records.overhead_of(list(samples)) if not self.compresses else None
-
-    # ------------------------------------------------------------------------------------------------ life
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self._dataset_len, self._options, self._segment, self._own
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._assemble(*state)

@@ -104,10 +104,6 @@ class RecordStore:
         self._write(begin, buffers, end - begin)
         return [self._outcome(idx, at) for idx, (at, _) in zip(indices, places, strict=True)]
 
-    def write(self, idx: int, encoded: EncodedRecord, cost_s: float | None) -> int | None:
-        """Append the record of one sample; see `write_many`."""
-        return self.write_many([idx], [encoded], [cost_s])[0]
-
     def _place_all(
         self, indices: list[int], encoded: Sequence[EncodedRecord], costs_s: Sequence[float | None]
     ) -> list[tuple[int, int]]:
@@ -221,7 +217,7 @@ class RecordStore:
         if self._admission is not None:
             self._admission.clear()
         np.asarray(self._states).fill(EMPTY if self._segment.data_bytes else OOB)
-        self._segment.clear()
+        self._segment.extents.clear()
 
     def amounts(self, filled: int) -> dict[str, int]:
         """Return the attributes of `CacheStats` that depend on the arena."""

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stocache.cache.allocate import CacheLayout, Proof, open_memory, open_own
-from stocache.cache.base import SampleCache
+from stocache.cache.allocate import CacheLayout, Proof
+from stocache.cache.base import MemoryCache, SampleCache
 from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import SlotArrays
@@ -20,8 +20,6 @@ from stocache.cache.stats import HITS, MISSES, MISSING, OOB, SET
 from stocache.errors import SampleError, SampleIndexError, SegmentError
 from stocache.samples.indices import check_indices, check_len
 from stocache.samples.spec import Structure
-from stocache.shm.agreement import Agreement, has_agreement
-from stocache.shm.claims import Claims
 from stocache.shm.segment import Segment
 from stocache.system.limits import format_size
 from stocache.timing.record import note_loads
@@ -40,7 +38,7 @@ class NextTier(Protocol):
         """Read those samples that are there into rows of a contiguous batch. Return the rows that were filled."""
 
 
-class SharedCache(SampleCache):
+class SharedCache(MemoryCache):
     """A cache in shared memory for samples of one shape: one copy for all processes of a training job.
 
     Make it in the parent process, keep it in your dataset, and ask it before you load:
@@ -114,15 +112,7 @@ class SharedCache(SampleCache):
         placement = placement if isinstance(placement, Placement) else Placement(placement)
         identity = {"samples": structure.identity, "placement": str(placement)}
         layout = CacheLayout(dataset_len, dataset_len, identity, structure, placement)
-        segment, slots = open_memory(layout, options, proof)
-        own = None
-        if has_agreement(segment, dataset_len, dataset_len):
-            own = SharedCache.__new__(SharedCache)
-            own_segment, own_slots = open_own(layout, slots)
-            own._assemble(structure, placement, dataset_len, own_slots, own_segment)
-            own.keep_ready(options.size_limit_gib)
-        self._assemble(structure, placement, dataset_len, slots, segment, own)
-        logger.info("%r", self)
+        self._open_memory(layout, options, proof, (structure, placement, dataset_len))
 
     @classmethod
     def from_options(
@@ -155,21 +145,14 @@ class SharedCache(SampleCache):
         """
         return cls(size_limit_gib, dataset_len, Structure.of(sample), **options)
 
-    def _assemble(
-        self,
-        structure: Structure,
-        placement: Placement,
-        dataset_len: int,
-        slots: int,
-        segment: Segment,
-        own: "SharedCache | None" = None,
-    ) -> None:
-        """Set all attributes. Each process computes those that follow from the arguments; they are not pickled."""
-        self._structure, self._placement, self._slots = structure, placement, slots
-        self._columns = SlotArrays(structure, segment, residency(placement, dataset_len, slots))
-        room = f"{slots} ({format_size(slots * structure.nbytes)})"
-        agreement = None if own is None else Agreement(segment, dataset_len, dataset_len, own)
-        self._share(segment, dataset_len, self._columns, Claims(segment, dataset_len), str(structure), room, agreement)
+    def _assemble(self, parts: tuple[Any, ...], segment: Segment, capacity: int, own: SampleCache | None) -> None:
+        structure: Structure
+        placement: Placement
+        structure, placement, dataset_len = parts
+        self._structure, self._placement, self._slots = structure, placement, capacity
+        self._columns = SlotArrays(structure, segment, residency(placement, dataset_len, capacity))
+        room = f"{capacity} ({format_size(capacity * structure.nbytes)})"
+        self._share(segment, dataset_len, self._columns, str(structure), room, own, dataset_len)
 
     # ------------------------------------------------------------------------------------------------ many samples
 
@@ -359,12 +342,6 @@ class SharedCache(SampleCache):
     def slot_bytes(self) -> int:
         """Bytes of one sample."""
         return self._structure.nbytes
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self._structure, self._placement, self._dataset_len, self._slots, self._segment, self._own
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._assemble(*state)
 
     def _reserve_raw(self, start: int, stop: int) -> None:
         with self._segment.guard:

@@ -30,10 +30,10 @@ from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_len
 from stocache.samples.spec import Structure
 from stocache.shm import claims, named
-from stocache.shm.claims import Claims
+from stocache.shm.extents import DISK_WARNING
 from stocache.shm.layout import Layout
 from stocache.shm.named import Descriptor, Identity
-from stocache.shm.segment import DISK_WARNING, Segment
+from stocache.shm.segment import Segment
 from stocache.system.limits import format_size, parse_size
 
 logger = logging.getLogger("stocache")
@@ -193,7 +193,7 @@ class DiskCache(ListCache):
         if form.nbytes is not None:
             samples = str(options.structure)
             room_text = f"{min(options.dataset_len, room // SamplesFile.room(form.nbytes))} ({room_text})"
-        self._share(segment, options.dataset_len, store, Claims(segment, options.dataset_len), samples, room_text)
+        self._share(segment, options.dataset_len, store, samples, room_text)
 
     @property
     def disk(self) -> str:
@@ -308,7 +308,7 @@ class DiskCache(ListCache):
                 folder = Folder.reopen(options.disk, key)
             except OSError as error:
                 with segment.guard:
-                    first = segment.first_to_warn(DISK_WARNING)
+                    first = segment.extents.first_to_warn(DISK_WARNING)
                 if first:
                     problem = str(error).rstrip(".")
                     logger.warning("disk=%r is not used in process %d: %s.", options.disk, os.getpid(), problem)

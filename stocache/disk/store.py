@@ -15,7 +15,8 @@ from stocache.disk.formats import Records, Rows
 from stocache.disk.samples_file import DATA_OFFSET, SamplesFile
 from stocache.errors import SegmentError
 from stocache.samples.type_lookup import NotImported
-from stocache.shm.segment import DISK_WARNING, Segment
+from stocache.shm.extents import DISK_WARNING
+from stocache.shm.segment import Segment
 
 logger = logging.getLogger("stocache")
 
@@ -98,7 +99,7 @@ class DiskStore:
         packed = [self.file.pack(idx, buffers) for idx, buffers in zip(indices, encoded, strict=True)]
         sizes = [sum(memoryview(buffer).nbytes for buffer in buffers) for buffers in encoded]
         with self._segment.guard:
-            places = self._segment.run_locked(_LOCK, 1, lambda: self._take(indices, sizes, [room for _, room in packed]), None)
+            places = self._segment.run_locked(_LOCK, lambda: self._take(indices, sizes, [room for _, room in packed]), None)
         if places is None:
             return [REFUSED] * len(indices)
         try:
@@ -112,10 +113,6 @@ class DiskStore:
             self._warn(f"takes no more samples: {error.strerror}. The others come from the dataset.")
             return [REFUSED] * len(indices)
         return [self._outcome(idx, at) for idx, at in zip(indices, places, strict=True)]
-
-    def write(self, idx: int, encoded: Any, cost_s: float | None) -> int | None:
-        """See `SampleStore`."""
-        return self.write_many([idx], [encoded], [cost_s])[0]
 
     def _take(self, indices: list[int], sizes: list[int], rooms: list[int]) -> list[int]:
         """Take room for samples; return offsets, 0 for no room. A sample that was there with the same size keeps its room."""
@@ -270,7 +267,7 @@ class DiskStore:
         if not self._warned:
             self._warned = True
             with self._segment.guard:
-                first = self._segment.first_to_warn(DISK_WARNING)
+                first = self._segment.extents.first_to_warn(DISK_WARNING)
             if first:
                 logger.warning("the disk cache %s %s", self._path, problem)
 

@@ -44,7 +44,7 @@ from stocache.errors import WorkerError
 from stocache.ring.fork_tracker import ForkTracker
 from stocache.ring.pickling import RingPickler, pack, unpack
 from stocache.ring.pinned import Pinned
-from stocache.shm.leases import LeaseTracker
+from stocache.shm.pool import LeaseTracker
 from stocache.shm.segment import Segment
 from stocache.system.limits import GIB, KIB, MIB, format_size
 from stocache.timing.spans import RECEIVE, span
@@ -147,7 +147,7 @@ class Ring:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the buffers take now."""
-        return self._segment.reserved_bytes
+        return self._segment.extents.reserved_bytes
 
     @property
     def occupancy(self) -> float:
@@ -225,7 +225,7 @@ class Ring:
         self.received += 1
         start = slot * STRIDE
         if nbytes > self._mapped[slot]:
-            self._segment.populate(start, start + nbytes)
+            self._segment.extents.populate(start, start + nbytes)
             self._mapped[slot] = nbytes
         memory = _Memory(nbytes, np.uint8, self._segment.view(start, nbytes))
         self._leases.acquire(slot, memory)
@@ -324,9 +324,9 @@ class Lane:
             return True
         start, stop = (self._first + at) * STRIDE, -(-nbytes // _EXTENT) * _EXTENT
         with self.segment.guard:
-            if not self.segment.reserve(start + ready, start + stop, warn=False):
+            if not self.segment.extents.reserve(start + ready, start + stop, warn=False):
                 return False
-        self.segment.populate(start + ready, start + stop)
+        self.segment.extents.populate(start + ready, start + stop)
         self._ready[at] = stop
         return True
 

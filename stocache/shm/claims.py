@@ -9,6 +9,9 @@ NOTE [ Claims ]
     claim of a process that has ended is free, because the kernel has dropped the lock of its row. Only a claim to write
     excludes other writers. A claim to load keeps others from loading the sample too: a process that wants to write may take it.
 
+    Blocks of samples are claimed to load in the same way. `BLOCKS` more words stand for all of them: two blocks with one word
+    exclude each other, too.
+
     A holder that has written a sample sets the word to 0 without the lock: no other process may change it. It does so after it
     has set the state byte of the sample. So a process that finds the word 0 finds the state byte too.
 """
@@ -18,18 +21,21 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from stocache.shm.load_order import WEAKLY_ORDERED, order_loads
+from stocache.shm.locks import WEAKLY_ORDERED, fence
 from stocache.shm.segment import Segment
 
 _WRITING = 1 << 31
 _LOCK = 0  # of the owner's locks
 
+BLOCKS = 1024
+"""The words of blocks, which follow those of the samples."""
+
 _Indices = NDArray[np.int64]
 
 
 def with_words(control_bytes: int, dataset_len: int) -> int:
-    """Return the number of control bytes of a cache with the words, which come last: 4 per sample."""
-    return -(-control_bytes // 8) * 8 + 4 * dataset_len
+    """Return the number of control bytes of a cache with the words, which come last: 4 per sample, and those of blocks."""
+    return -(-control_bytes // 8) * 8 + 4 * (dataset_len + BLOCKS)
 
 
 class Claims:
@@ -41,7 +47,9 @@ class Claims:
 
     def __init__(self, segment: Segment, dataset_len: int) -> None:
         self._segment = segment
-        self._word = segment.control[len(segment.control) - 4 * dataset_len :].cast("I")  # for one sample: faster than numpy
+        self._word = segment.control[len(segment.control) - 4 * (dataset_len + BLOCKS) :].cast(
+            "I"
+        )  # for one sample: faster than numpy
         self._words = np.frombuffer(self._word, np.uint32)
         self._holder = -1
         self._loading: set[int] = set()  # claimed by threads of this process
@@ -55,14 +63,14 @@ class Claims:
         """Claim samples to write them; add to ``taken`` those that no other thread or process is writing."""
         self._take(indices, _WRITING, self._writing, taken)
         if WEAKLY_ORDERED:
-            order_loads()  # the caller reads the state bytes after the words
+            fence()  # the caller reads the state bytes after the words
 
     def _take(self, indices: _Indices | list[int], mark: int, ours: set[int], taken: set[int]) -> None:
         with self._segment.guard:
             self._enter_process()
             if self._holder:
                 marks = self._mark if len(indices) > 1 else self._mark_one
-                self._segment.run_locked(_LOCK, 1, lambda: marks(indices, mark, ours, taken), None)
+                self._segment.run_locked(_LOCK, lambda: marks(indices, mark, ours, taken), None)
 
     def _enter_process(self) -> None:
         """Forget the claims of the parent in a forked child, which starts without claims. Call it with the guard held."""
@@ -114,7 +122,7 @@ class Claims:
         with self._segment.guard:
             self._loading -= taken
             if any(self._word[idx] == self._holder for idx in taken):
-                self._segment.run_locked(_LOCK, 1, lambda: self._drop(taken), None)
+                self._segment.run_locked(_LOCK, lambda: self._drop(taken), None)
 
     def _drop(self, taken: set[int]) -> None:
         for idx in taken:
@@ -139,7 +147,7 @@ class Claims:
         """Run ``work`` while no process can claim a sample. Return False if a process is writing one."""
         with self._segment.guard:
             self._enter_process()
-            return not self._writing and self._segment.run_locked(_LOCK, 1, lambda: self._run_unwritten(work), False)
+            return not self._writing and self._segment.run_locked(_LOCK, lambda: self._run_unwritten(work), False)
 
     def _run_unwritten(self, work: Callable[[], None]) -> bool:
         if self.writer():

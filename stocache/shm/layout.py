@@ -24,7 +24,7 @@ from stocache.errors import SegmentError
 from stocache.system.limits import MIB, format_size
 
 _HEADER = struct.Struct("<8sQQQQII")  # magic, version, control, data and extent bytes; bytes of the descriptor; CRC-32
-_MAGIC, _VERSION = b"stocache", 3
+_MAGIC, _VERSION = b"stocache", 4
 LIMIT = struct.Struct("Q")
 LIMIT_AT = 4080  # a `LIMIT`: how much of the data may be reserved; 0 for all of it
 RANKS_AT = 4093  # how many ranks have attached, of those that share a segment without a name

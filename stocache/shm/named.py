@@ -21,7 +21,8 @@ from typing import Any, TypeAlias
 from stocache.errors import MismatchError, SegmentError
 from stocache.shm import registry
 from stocache.shm.layout import COUNTER_ROWS, COUNTERS_AT, EXTENTS_AT, REFUSED_EXTENT, UNRESERVED_EXTENT, WARNED_AT, Layout
-from stocache.shm.segment import ROW_LOCKS, Segment, abandon, attached
+from stocache.shm.locks import ROW_LOCKS
+from stocache.shm.segment import Segment, abandon, attached
 from stocache.system import limits
 from stocache.system.waiting import FileKey, identify
 

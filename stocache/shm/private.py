@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stocache.shm.leases import LeaseTracker
+from stocache.shm.pool import LeaseTracker
 
 _MAP_NORESERVE = 0x4000
 _FAILED = ctypes.c_void_p(-1).value

@@ -1,27 +1,17 @@
-"""Share a segment of memory between processes: reserve it before it is written, lock parts of it, and count in it.
+"""Share a segment of memory between processes: map it, write it, count in it, and send it to other processes.
 
-NOTE [ Kernel file locks ]
-    All locks are fcntl locks (POSIX record locks) on byte ranges far beyond the end of the file. The kernel drops them when
-    their process ends, however it ends, so a SIGKILL does not leave a lock behind. They belong to the process: `Segment.guard`
-    is for its threads, and a forked child does not own the locks of its parent. Closing *any* descriptor of the file drops all
-    of them. So a process has one `Segment` per file (`_attached`), and all its descriptors of the file live as long as that.
-    The duplicate inside Python's mmap (until 3.13) lives as long as the last view, which may be longer.
+`Extents` reserves its memory before it is touched, and `FileLocks` locks parts of it.
 """
 
-import contextlib
-import errno
 import fcntl
 import functools
 import logging
 import mmap
 import os
-import re
-import struct
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from multiprocessing import util
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
@@ -30,46 +20,30 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from stocache.errors import SegmentError
 from stocache.shm import registry
+from stocache.shm.extents import Extents
 from stocache.shm.layout import (
     COUNTER_ROWS,
     COUNTER_WORDS,
     COUNTERS_AT,
     EXTENTS_AT,
     HUGE_PAGE,
-    LIMIT,
-    LIMIT_AT,
     PERSISTS_AT,
     RANKS_AT,
-    REFUSED_EXTENT,
-    RESERVED_EXTENT,
-    UNRESERVED_EXTENT,
-    WARNED_AT,
     Layout,
     sum_rows,
 )
+from stocache.shm.locks import OWNER_LOCKS, ROW_LOCKS, FileLocks
 from stocache.system import limits
-from stocache.system.limits import MIB, format_size
-from stocache.system.waiting import LOCK_TIMEOUT_S, FileKey, describe_process, identify, wait_until
+from stocache.system.waiting import FileKey, identify
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logging.getLogger("stocache")
 
-# File locks need no bytes behind them, so each kind of lock has its own range of offsets.
-ROW_LOCKS, _EXTENTS_LOCK, _OWNER_LOCKS, _CLAIM_LOCKS = 1 << 40, 1 << 41, 1 << 42, 1 << 43
-
-_REFUSED_WARNING, REJECTED_WARNING, DISK_WARNING = 1, 2, 4  # bits of the byte of given warnings
-
 _GENERATION, _GENERATIONS = COUNTER_WORDS - 1, 1 << 20  # a word of a counter row, and how many values of it differ
 
-_FLOCK = struct.Struct("hhqqi4x")  # struct flock: kind, whence, start, length, process
-_WAITED_TO_IDLE = 6.0  # back-off: after waits of t seconds for a process, do not wait for it again for 6 t
-
-_AT_ONCE = 16 * MIB  # bytes that are reserved under one lock
-_LOOKED_AT_EVERY = 16 * MIB  # bytes that a process reserves at most before it looks again how much memory is left
 MOST_BUFFERS = 1024  # the most that one pwritev takes: IOV_MAX of Linux
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named in the mmap module
 
 _Result = TypeVar("_Result")
 
@@ -88,26 +62,24 @@ class Segment:
         control: bytes of the owner, always reserved.
         counters: `COUNTER_WORDS` words of 64 bits that only this process writes; `totals` sums them over all processes, also
             past ones. The last one is the generation of the row.
-        extents: the state of each extent of the data, a byte of `layout`. Read it only.
+        extents: reserves the data.
+        locks: the locks of the file; see NOTE [ Kernel file locks ].
         holder: a number that identifies this process among all that have ever attached. 0 if too many are attached.
-        guard: lock for the threads of this process. Take it before `try_lock` and `reserve`.
-        fence: a lock that this process always holds. A thread that holds the guard releases it and takes it again, to order
-            stores.
+        guard: lock for the threads of this process. Take it before a lock of the file, and before reserving.
         backing: "/dev/shm", "memfd", or "none" if the machine gives no shared memory; then it has control bytes, but no data.
         rank: a number of this process's rank among those that share a segment without a name; else 0.
     """
 
     control: memoryview
     counters: memoryview
-    extents: memoryview
+    extents: Extents
+    locks: FileLocks
     guard: threading.Lock
-    fence: threading.Lock
     rank: int = 0
 
     def __init__(self, fds: list[int], layout: Layout, backing: str, path: str | None = None) -> None:
         self.layout, self.backing, self.path = layout, backing, path
-        self.data_bytes, self.extent_bytes = layout.data_bytes, layout.extent_bytes
-        self._data_at = layout.data_at
+        self.data_bytes, self._data_at = layout.data_bytes, layout.data_at
         self._fds = fds  # ours from here on, whatever happens: code that closes one removes it from the list
         if self._fds:
             self._key = identify(fds[0])
@@ -118,7 +90,6 @@ class Segment:
         self._mmap = self._map()
         self._huge = self.data_bytes >= HUGE_PAGE and self._ask_for_huge_pages()
         self._bytes = memoryview(self._mmap)
-        self.extents = self._bytes[EXTENTS_AT : layout.control_at]
         self.control = self._bytes[layout.control_at : layout.control_at + layout.control_bytes]
         self._enter_process()
         if self._fds:
@@ -144,16 +115,13 @@ class Segment:
 
     def _enter_process(self) -> None:
         """Take a counter row and fresh locks: when attaching, and again in each forked child."""
-        self.guard, self.fence, self._counting = threading.Lock(), threading.Lock(), threading.Lock()
-        self.fence.acquire()
-        self._claims: set[int] = set()
-        self._known_spare = 0  # bytes of memory that this process may reserve before it looks again how much is left
-        self._timed_out: dict[int, tuple[float, float]] = {}  # by process that held a lock: when to wait again; seconds waited
-        self._warned_of: set[int] = set()  # processes
+        self.guard, self._counting = threading.Lock(), threading.Lock()
+        self.locks = FileLocks(self._fds, self.path or self.backing)
+        self.extents = Extents(self.layout, self._mmap, self._fds, self.locks, self.backing, self._huge)
         # A process reuses the counter row of one that has exited, and keeps adding to it. The last row is shared by all
         # processes that find the others taken; races may lose some of its counts.
         if self._fds:
-            row = next((row for row in range(COUNTER_ROWS - 1) if self._lock(ROW_LOCKS + row)), COUNTER_ROWS - 1)
+            row = next((row for row in range(COUNTER_ROWS - 1) if self.locks.take(ROW_LOCKS + row)), COUNTER_ROWS - 1)
         else:
             row = os.getpid() % COUNTER_ROWS
         self.counters = self._row(row)
@@ -244,151 +212,10 @@ class Segment:
             if done < nbytes:
                 buffers = _behind(buffers, written)
 
-    def reserve(self, start: int, stop: int, warn: bool = True) -> bool:
-        """Make data bytes ``[start, stop)`` safe to touch. False if the machine does not give them, now or before.
-
-        Whole extents are reserved, each once. Call it with `guard` held. ``warn``: log a warning that the cache stops growing.
-        """
-        extents = range(start // self.extent_bytes, -(-stop // self.extent_bytes))
-        return self.has(start, stop) or self.reserve_extents(extents, warn)
-
-    def reserve_extents(self, extents: Sequence[int], warn: bool = True) -> bool:
-        """Reserve those of some extents, in ascending order, that are not; see `reserve`. Stop at the first that is refused.
-
-        The lock is held for `_AT_ONCE` bytes at a time.
-        """
-        states, count = self.extents, max(1, _AT_ONCE // self.extent_bytes)
-        wanted = [extent for extent in extents if states[extent] != RESERVED_EXTENT]
-        return all(self._reserve_extents(wanted[at : at + count], warn) for at in range(0, len(wanted), count))
-
-    def populate(self, start: int, stop: int) -> None:
-        """Map reserved data ``[start, stop)`` into this process now, instead of page by page when it is touched."""
-        at = (self._data_at + start) // mmap.PAGESIZE * mmap.PAGESIZE
-        try:
-            self._mmap.madvise(_MADV_POPULATE_WRITE, at, self._data_at + stop - at)
-        except OSError as error:  # an old kernel: then page by page
-            logger.debug("madvise(MADV_POPULATE_WRITE): %s", error)
-
-    def has(self, start: int, stop: int) -> bool:
-        """Return whether data bytes ``[start, stop)`` exist and are reserved."""
-        first, last = start // self.extent_bytes, -(-stop // self.extent_bytes)
-        return stop <= self.data_bytes and self.extents[first:last].tobytes().count(RESERVED_EXTENT) == last - first
-
-    def refused(self, start: int, stop: int) -> bool:
-        """Return whether the machine has refused memory for some of the data bytes ``[start, stop)``."""
-        return REFUSED_EXTENT in self.extents[start // self.extent_bytes : -(-stop // self.extent_bytes)].tobytes()
-
-    def _reserve_extents(self, wanted: list[int], warn: bool) -> bool:
-        states = self.extents
-        try:
-            if not self._wait(_EXTENTS_LOCK):  # one for all extents: together they must not take more than the spare memory
-                return False
-            for first, stop in _runs([extent for extent in wanted if states[extent] == UNRESERVED_EXTENT]):
-                if not self._reserve_run(first, stop, warn):
-                    return False
-            return all(states[extent] == RESERVED_EXTENT for extent in wanted)
-        finally:
-            fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, _EXTENTS_LOCK)
-
-    def _reserve_run(self, first: int, stop: int, warn: bool) -> bool:
-        """Reserve the extents ``[first, stop)`` together; or, if the machine does not give all of them, the first ones."""
-        at, (last_at, last_bytes) = self.layout.span(first)[0], self.layout.span(stop - 1)
-        problem = self._over_limit(last_at + last_bytes - at) or self._allocate(at, last_at + last_bytes - at)
-        if problem and stop - first > 1:
-            middle = (first + stop) // 2
-            return self._reserve_run(first, middle, warn) and self._reserve_run(middle, stop, warn)
-        self.extents[first:stop] = bytes([REFUSED_EXTENT if problem else RESERVED_EXTENT]) * (stop - first)
-        if problem and warn:
-            self._warn_refused(problem)
-        return not problem
-
-    def _over_limit(self, nbytes: int) -> str:
-        """Return "", or why ``nbytes`` more may not be reserved."""
-        if not self.limit or self.reserved_bytes + nbytes <= self.limit:
-            return ""
-        return f"its part of size_limit_gib is {format_size(self.limit)}, because the ranks of this job cache different samples"
-
-    def _allocate(self, at: int, nbytes: int) -> str:
-        """Reserve memory for a part of the file. Return "", or why it failed."""
-        if self._known_spare < nbytes:
-            memory = limits.memory()
-            if memory.spare < nbytes:
-                left, floor = format_size(memory.available), format_size(memory.floor)
-                return f"{left} of memory are available, of which {floor} stay free"
-            self._known_spare = nbytes + min(memory.spare // 64, _LOOKED_AT_EVERY)
-        self._known_spare -= nbytes
-        if self._huge:
-            # Under the "advise" policy only a fault through the advised mapping brings huge pages; fallocate would fill the
-            # range with small ones. Where this fails (an old kernel, no memory), fallocate does the rest, or reports the error.
-            self.populate(at - self._data_at, at - self._data_at + nbytes)
-        try:
-            os.posix_fallocate(self._fds[0], at, nbytes)
-        except OSError as error:
-            with contextlib.suppress(OSError):  # give back the part that was taken, if the kernel can
-                self._mmap.madvise(mmap.MADV_REMOVE, at, nbytes)
-            return f"{self.backing} gave no more: {os.strerror(error.errno or errno.ENOSPC)}"
-        return ""
-
-    def first_to_warn(self, warning: int) -> bool:
-        """Return whether no process has given this warning yet, and note that it is given. Call it with `guard` held."""
-        try:
-            self._wait(_EXTENTS_LOCK)  # else two processes may warn
-            return self._first_to_warn(warning)
-        finally:
-            fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, _EXTENTS_LOCK)
-
-    def _first_to_warn(self, warning: int) -> bool:
-        given = self._bytes[WARNED_AT]
-        self._bytes[WARNED_AT] = given | warning
-        return not given & warning
-
-    def _warn_refused(self, problem: str) -> None:
-        if not self._first_to_warn(_REFUSED_WARNING):
-            return
-        logger.warning(
-            "cache stops growing at %s of %s: %s. Samples beyond stay uncached, training goes on. "
-            "Lower size_limit_gib, or free memory; in Docker raise --memory or --shm-size.",
-            format_size(self.reserved_bytes), format_size(self.data_bytes), problem,
-        )  # fmt: skip
-
-    def clear(self) -> None:
-        """Zero all reserved data, and allow refused extents to be reserved again. Call it only while no process writes."""
-        zeros = memoryview(bytes(MIB))
-        for run in re.finditer(b"%c+" % RESERVED_EXTENT, self.extents):
-            at, (last_at, last_bytes) = self.layout.span(run.start())[0], self.layout.span(run.end() - 1)
-            for start in range(at, last_at + last_bytes, MIB):
-                stop = min(start + MIB, last_at + last_bytes)
-                self._bytes[start:stop] = zeros[: stop - start]
-        self.extents[:] = self.extents.tobytes().replace(bytes([REFUSED_EXTENT]), bytes([UNRESERVED_EXTENT]))
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes of data that are reserved now."""
-        return self.layout.reserved_bytes(self.extents)
-
-    @property
-    def limit(self) -> int:
-        """Bytes of data that may be reserved; 0 for all of it."""
-        return LIMIT.unpack_from(self._bytes, LIMIT_AT)[0]  # type: ignore[no-any-return]
-
-    @limit.setter
-    def limit(self, nbytes: int) -> None:
-        LIMIT.pack_into(self._bytes, LIMIT_AT, max(1, nbytes))
-
     @property
     def ranks(self) -> int:
         """How many ranks have attached to a segment without a name; 0 if it is not shared by ranks."""
         return self._bytes[RANKS_AT]
-
-    @property
-    def promised_bytes(self) -> int:
-        """Bytes of data that may still be reserved."""
-        return self.layout.promised_bytes(self.reserved_bytes, self.limit)
-
-    @staticmethod
-    def all_attached() -> "list[Segment]":
-        """Return all segments of this process."""
-        return list(_attached.values())
 
     def _ask_for_huge_pages(self) -> bool:
         """Ask for page table entries of 2 MiB instead of 4 KiB: else each process needs 2 MiB of page tables per GiB."""
@@ -398,133 +225,34 @@ class Segment:
             return False
         return self.backing == "memfd" and limits.memfd_huge_policy() in _HUGE_POLICIES
 
-    # ------------------------------------------------------------------------------------------------ locks and counters
-
-    def try_lock(self, number: int) -> bool:
-        """Take the owner's lock ``number`` for this process; False if another process has it. Call it with `guard` held."""
-        try:  # not through _lock: every fill runs this
-            fcntl.lockf(self._fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _OWNER_LOCKS + number)
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
-
-    def run_locked(self, number: int, count: int, work: Callable[[], _Result], late: _Result) -> _Result:
-        """Return ``work()``, run with the owner's lock ``number`` and the ``count - 1`` after it held.
-
-        Return ``late``, with a warning, if another process holds one of them for `LOCK_TIMEOUT_S`. Call it with `guard` held;
-        it is not reentrant.
-        """
-        try:
-            try:
-                return work() if self._wait(_OWNER_LOCKS + number, count) else late
-            finally:
-                self.unlock(number, count)
-        except BaseException:  # an interrupt may have come before the lock was released
-            self.unlock(number, count)
-            raise
-
-    def unlock(self, number: int, count: int = 1) -> None:
-        """Release the owner's lock ``number`` and the ``count - 1`` after it, if this process has them."""
-        fcntl.lockf(self._fds[0], fcntl.LOCK_UN, count, _OWNER_LOCKS + number)
-
-    def try_claim(self, number: int) -> bool:
-        """Claim ``number`` for this thread; False if another thread or process has it. A claim ends with its process."""
-        with self.guard:
-            if number in self._claims or not self._lock(_CLAIM_LOCKS + number):
-                return False
-            self._claims.add(number)
-            return True
-
-    def release_claim(self, number: int) -> None:
-        """Release a claim."""
-        with self.guard:
-            fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, _CLAIM_LOCKS + number)
-            self._claims.remove(number)
-
-    def wait_for_claim(self, number: int, timeout_s: float, over: Callable[[], bool]) -> bool:
-        """Wait until this thread has a claim (True), or ``over()`` is true or the time is over (False)."""
-        if self.try_claim(number):
-            return True
-        claimed = False
-
-        def ready() -> bool:
-            nonlocal claimed
-            claimed = self.try_claim(number)
-            return claimed or over()
-
-        self._wait_for(_CLAIM_LOCKS + number, 1, ready, timeout_s)
-        return claimed
+    # ------------------------------------------------------------------------------------------------ holders and counters
 
     def is_held(self, holder: int) -> bool:
         """Return whether the process of a `holder` is attached: its row is locked, and has the same generation."""
         if holder == self.holder:
             return True
         row = (holder - 1) % COUNTER_ROWS
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, ROW_LOCKS + row, 1, 0)
-        locked = _FLOCK.unpack(fcntl.fcntl(self._fds[0], fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK
-        return locked and self._holder_in(row) == holder
+        return not self.locks.is_free(ROW_LOCKS + row) and self._holder_in(row) == holder
 
     def wait_for_holder(self, holder: int, ready: Callable[[], bool], timeout_s: float) -> int | None:
-        """Wait for the process of a `holder`: as `_wait_for`."""
-        return self._wait_for(ROW_LOCKS + (holder - 1) % COUNTER_ROWS, 1, ready, timeout_s)
+        """Wait for the process of a `holder`: as `FileLocks.wait_for`."""
+        return self.locks.wait_for(ROW_LOCKS + (holder - 1) % COUNTER_ROWS, ready, timeout_s)
 
     def pid_of(self, holder: int) -> int:
         """Return the process of a `holder`; 0 if it is not visible from here, or has ended."""
-        return self._holder_of(ROW_LOCKS + (holder - 1) % COUNTER_ROWS)
+        return self.locks.holder_of(ROW_LOCKS + (holder - 1) % COUNTER_ROWS)
 
-    def order_stores(self) -> None:
-        """Perform all stores before this call before all stores after it. Call it with `guard` held."""
-        self.fence.acquire(blocking=False)  # held already, unless an interrupt came between the next two
-        self.fence.release()
-        self.fence.acquire()
+    def try_lock(self, number: int) -> bool:
+        """Take the owner's lock ``number`` for this process; False if another process has it. Call it with `guard` held."""
+        return self.locks.take(OWNER_LOCKS + number)
 
-    def _lock(self, offset: int, length: int = 1) -> bool:
-        try:
-            fcntl.lockf(self._fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB, length, offset)
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
+    def unlock(self, number: int) -> None:
+        """Release the owner's lock ``number``. Call it with `guard` held."""
+        self.locks.release(OWNER_LOCKS + number)
 
-    def _wait(self, offset: int, length: int = 1) -> bool:
-        """Take a lock that is usually held for microseconds; False, with a warning, if another process does not release it."""
-        if self._lock(offset, length):
-            return True
-        pid = self._wait_for(offset, length, lambda: self._lock(offset, length), LOCK_TIMEOUT_S)
-        if pid is not None and pid not in self._warned_of:
-            self._warned_of.add(pid)
-            logger.warning(
-                "%s has kept a lock of the cache in %s for %.0f s, which should take microseconds. Samples that need it stay "
-                "uncached, training goes on. Resume or end that process.",
-                describe_process(pid), self.path or self.backing, LOCK_TIMEOUT_S,
-            )  # fmt: skip
-        return pid is None
-
-    def _wait_for(self, offset: int, length: int, ready: Callable[[], bool], timeout_s: float) -> int | None:
-        """Wait until ``ready()``, and return None. After ``timeout_s`` return the process that has the lock; 0 if not visible.
-
-        Back-off: after a timeout, the same process is not waited for during `_WAITED_TO_IDLE` times the time waited for it.
-        """
-        pid = self._holder_of(offset, length)
-        again_at, _ = self._timed_out.get(pid, (0.0, 0.0))
-        if time.monotonic() < again_at:
-            return None if ready() else pid
-        if wait_until(ready, timeout_s) or not timeout_s or ready():
-            return None
-        pid = self._holder_of(offset, length)
-        _, waited_s = self._timed_out.get(pid, (0.0, 0.0))
-        waited_s += timeout_s
-        self._timed_out[pid] = time.monotonic() + _WAITED_TO_IDLE * waited_s, waited_s
-        return pid
-
-    def lock_holder(self, number: int, count: int = 1) -> int:
-        """Return the process that has one of the owner's locks; 0 if it is not visible from here, or they are free."""
-        return self._holder_of(_OWNER_LOCKS + number, count)
-
-    def _holder_of(self, offset: int, length: int = 1) -> int:
-        """Return the process that has a lock; 0 if it is not visible from here, or the lock is free."""
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, length, 0)
-        kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(self._fds[0], fcntl.F_GETLK, asked))
-        return 0 if kind == fcntl.F_UNLCK else max(0, pid)
+    def run_locked(self, number: int, work: Callable[[], _Result], late: _Result) -> _Result:
+        """Return ``work()``, run with the owner's lock ``number`` held: as `FileLocks.run`. Call it with `guard` held."""
+        return self.locks.run(OWNER_LOCKS + number, work, late)
 
     def count(self, counter: int, amount: int = 1) -> None:
         """Add to one of the `counters`, from any thread. Those that are always changed with `guard` held need no call."""
@@ -562,6 +290,11 @@ class Segment:
         self._bytes[PERSISTS_AT] = True
 
 
+def all_attached() -> list[Segment]:
+    """Return all segments of this process."""
+    return list(_attached.values())
+
+
 def attached(key: FileKey) -> Segment | None:
     """Return the segment that this process has of a file. Call it with `registry.attaching` held."""
     return _attached.get(key)
@@ -572,15 +305,6 @@ def abandon(key: FileKey, fds: list[int]) -> None:
     _attached.pop(key, None)
     while fds:
         registry.close(fds.pop())
-
-
-def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first number of each run of consecutive ones, and the number after its last."""
-    first = 0
-    for row, number in enumerate(numbers, 1):
-        if row == len(numbers) or numbers[row] != number + 1:
-            yield numbers[first], number + 1
-            first = row
 
 
 def _behind(buffers: list[Any], nbytes: int) -> list[Any]:

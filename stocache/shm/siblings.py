@@ -15,7 +15,7 @@ from stocache.errors import SegmentError
 from stocache.shm import registry
 from stocache.shm.layout import LIMIT, LIMIT_AT, RANKS_AT, Layout
 from stocache.shm.named import Descriptor, holders
-from stocache.shm.segment import Segment, abandon, attached
+from stocache.shm.segment import Segment, abandon, all_attached, attached
 from stocache.system.waiting import FileKey, identify, parent_of
 
 MOST_RANKS = 64
@@ -106,7 +106,7 @@ def count_ranks(key: FileKey) -> int:
 
 def promised_bytes() -> int:
     """Return the memory that the caches of this user on this machine may still take. With `registry.attaching` held."""
-    promised = sum(segment.promised_bytes for segment in Segment.all_attached())
+    promised = sum(segment.extents.promised_bytes for segment in all_attached())
     with siblings() as found:
         for sibling in found:
             (limit,) = LIMIT.unpack(os.pread(sibling.fd, LIMIT.size, LIMIT_AT))

@@ -8,7 +8,7 @@ import torch
 
 from stocache import RaggedCache
 from stocache.cache.stats import FILLS, REFUSED
-from stocache.shm import segment
+from stocache.shm import extents
 from stocache.shm.segment import Segment
 from stocache.system import limits
 from stocache.system.limits import GIB, Memory
@@ -23,7 +23,7 @@ MIXED = [
     {"image": torch.ones(3, 2, 2), "label": 4},
     *(np.full(100_000, 7, np.uint8), "more text", ["much that is easy to compress "] * 40),
 ]
-write_one_by_one = lambda cache, *batch: list(map(cache._store.write, *batch))
+write_one_by_one = lambda cache, *batch: [cache._store.write_many([i], [e], [c])[0] for i, e, c in zip(*batch, strict=True)]
 write_together = lambda cache, *batch: cache._store.write_many(*batch)
 
 
@@ -35,7 +35,7 @@ def outcome(cache, write, values, epochs=1, cost_s=lambda idx: None):
     with cache._segment.guard:
         number = store.arena.run_locked(lambda: store.arena.number_of(encoded[-1].treedef), None)
     control, used = bytes(cache._segment.control), store.arena.used
-    return counters, number, control, bytes(cache._segment.view(0, used)), cache._segment.reserved_bytes
+    return counters, number, control, bytes(cache._segment.view(0, used)), cache._segment.extents.reserved_bytes
 
 
 def compare(make, values, **options):
@@ -69,7 +69,7 @@ def test_what_has_no_room_in_a_batch_is_outside_and_smaller_samples_behind_it_fi
 def test_what_is_refused_memory_in_a_batch_is_counted_and_smaller_samples_behind_it_fit(monkeypatch):
     values = [bytes(1000), bytes(5_000_000), bytes(1000)]
     outcomes = []
-    monkeypatch.setattr(segment, "_LOOKED_AT_EVERY", 0)
+    monkeypatch.setattr(extents, "_LOOKED_AT_EVERY", 0)
     for write in (write_one_by_one, write_together):
         answers = chain([Memory(100 * GIB, 100 * GIB)], repeat(Memory(GIB, 0)))  # memory for one extent
         with RaggedCache("40MB", N) as cache, monkeypatch.context() as patched:
@@ -89,7 +89,7 @@ def test_each_sample_of_a_batch_is_admitted_by_its_own_cost():
 @pytest.mark.parametrize(("options", "counter"), [({}, REFUSED), ({"admission": "cost"}, None)])
 def test_a_batch_is_not_written_where_another_process_keeps_the_lock(options, counter, monkeypatch):
     with RaggedCache("1MB", N, **options) as cache:
-        monkeypatch.setattr(Segment, "run_locked", lambda self, number, count, work, late: late)
+        monkeypatch.setattr(Segment, "run_locked", lambda self, number, work, late: late)
         assert outcome(cache, write_together, ["a", "b"], cost_s=lambda idx: 1.0)[0] == [[counter] * 2]
 
 

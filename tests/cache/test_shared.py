@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stocache import LimitError, SampleError, SampleIndexError, SegmentError, SharedCache
-from stocache.shm import segment as segment_module
+from stocache.shm import extents
 from stocache.system import limits
 from stocache.system.limits import GIB, MIB, Memory
 from tests.support.containers import Box, Point
@@ -211,7 +211,7 @@ def test_indices_of_a_batch_are_integers_of_any_kind():
 def test_batches_go_to_memory_that_fits_and_come_from_it():
     with SharedCache(1, 8, (100_000,)) as cache:
         cache.set_slots([1, 5], torch.ones(2, 100_000, dtype=torch.uint8))
-        assert all(cache._segment.has(idx * 100_000, (idx + 1) * 100_000) for idx in (1, 5))  # all of it is reserved
+        assert all(cache._segment.extents.has(idx * 100_000, (idx + 1) * 100_000) for idx in (1, 5))  # all of it is reserved
     with SharedCache(1, 4, (8,)) as cache:
         with pytest.raises(SampleError, match=r"set_slots: values is torch.uint8\[3, 8\], expected torch.uint8\[2, 8\]"):
             cache.set_slots([0, 1], torch.zeros(3, 8, dtype=torch.uint8))
@@ -257,7 +257,7 @@ def test_caches_of_no_samples_or_no_bytes_hold_nothing_and_those_of_auto_a_small
 
 def test_samples_stay_uncached_when_memory_runs_low_and_training_goes_on(monkeypatch, caplog):
     dims = (MIB,)
-    monkeypatch.setattr(segment_module, "_LOOKED_AT_EVERY", 0)
+    monkeypatch.setattr(extents, "_LOOKED_AT_EVERY", 0)
     with SharedCache(1, 10, dims) as cache:
         cache.set_slots(range(4), torch.zeros(4, *dims, dtype=torch.uint8))
         monkeypatch.setattr(limits, "memory", lambda: Memory(GIB, 64 * MIB))

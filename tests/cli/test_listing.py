@@ -16,7 +16,7 @@ import torch
 from stocache import SharedCacheDDP
 from stocache.cli import doctor, listing, top
 from stocache.shm import layout, named, registry
-from stocache.shm.segment import ROW_LOCKS
+from stocache.shm.locks import ROW_LOCKS
 from stocache.system import limits
 from stocache.system.limits import GIB, MIB, CgroupMemory, Memory
 from tests.support.processes import in_child

@@ -20,9 +20,9 @@ import torch
 from stocache import BusyError, CachedDataset, RaggedCache, SharedCache, SharedCacheDDP, StorageError, prepare
 from stocache.cache import admission, arena, base, records, slots
 from stocache.cache.slots import SlotArrays
-from stocache.shm import claims, layout, named, registry, segment
-from stocache.shm.load_order import order_loads
-from stocache.shm.segment import Segment
+from stocache.shm import claims, layout, locks, named, registry, segment
+from stocache.shm.extents import Extents
+from stocache.shm.locks import fence
 from stocache.storage import local, remote
 from stocache.system import limits, waiting
 from tests.support.faults import claimed
@@ -194,7 +194,7 @@ def is_free(cache):
     """Raise unless this process, which is another, can take every lock of a cache."""
     with cache._segment.guard:
         assert all(cache._segment.try_lock(number) for number in range(N + 1))
-        assert cache._segment._lock(segment._EXTENTS_LOCK)
+        assert cache._segment.locks.take(locks.EXTENTS_LOCK)
 
 
 @by_step
@@ -289,21 +289,21 @@ def test_a_kill_at_any_step_of_clear_leaves_a_cache_that_works(admission, every)
 def waits(monkeypatch):
     """The seconds of each wait for another process. None takes any time."""
     waits = []
-    for module in (segment, registry, base):
+    for module in (locks, registry, base):
         monkeypatch.setattr(module, "wait_until", lambda ready, timeout_s: waits.append(timeout_s) or ready())
     return waits
 
 
 def test_a_sample_stays_uncached_when_a_stopped_process_reserves_memory(waits, monkeypatch, caplog):
     def reserve():
-        monkeypatch.setattr(Segment, "_allocate", lambda *arguments: stop())
+        monkeypatch.setattr(Extents, "_allocate", lambda *arguments: stop())
         cache.set_slot(0, value(0))
 
     with SharedCache(1, N, (4,)) as cache:
         with stopped(reserve) as pid:
             for idx in range(1, N):
                 assert torch.equal(cache.get_or_load(idx, value), value(idx))
-            assert (waits, cache.stats().filled) == ([segment.LOCK_TIMEOUT_S], 0)  # once for all
+            assert (waits, cache.stats().filled) == ([locks.LOCK_TIMEOUT_S], 0)  # once for all
             (record,) = caplog.records
             assert f"process {pid} (" in record.message
             assert ", which is stopped has kept a lock of the cache" in record.message
@@ -320,7 +320,7 @@ def test_a_stopped_process_that_loads_is_waited_for_once_and_not_for_each_sample
 
 def test_clear_says_which_stopped_process_is_writing(waits, monkeypatch):
     def write():
-        monkeypatch.setattr(SlotArrays, "write", lambda *arguments: stop())
+        monkeypatch.setattr(SlotArrays, "write_many", lambda *arguments: stop())
         cache.set_slot(1, value(1))
 
     with SharedCache(1, N, (4,)) as cache:
@@ -492,11 +492,11 @@ def test_caches_work_without_dev_shm(monkeypatch, caplog):
 
 
 def test_readers_order_their_loads_where_the_processor_does_not(monkeypatch):
-    order_loads()
-    assert in_child(order_loads) == 0  # it takes no lock of others
+    fence()
+    assert in_child(fence) == 0  # it takes no lock of others
     ordered = []
     monkeypatch.setattr(base, "WEAKLY_ORDERED", True)
-    monkeypatch.setattr(base, "order_loads", lambda: ordered.append(1))
+    monkeypatch.setattr(base, "fence", lambda: ordered.append(1))
     with SharedCache(1, N, (4,)) as shared, RaggedCache("1MB", N) as ragged:
         for cache in (shared, ragged):
             cache.set_slots([1, 2], torch.stack(values([1, 2])) if cache is shared else ["a", "b"])

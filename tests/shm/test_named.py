@@ -16,7 +16,7 @@ import torch
 from stocache import CacheNameError, LimitError, MismatchError, SegmentError, SharedCache, SharedCacheDDP
 from stocache.cli import listing
 from stocache.shm import layout, registry
-from stocache.shm.segment import ROW_LOCKS
+from stocache.shm.locks import ROW_LOCKS
 from stocache.system import limits
 from tests.support.processes import in_child, run_python, stop, stopped
 
@@ -277,7 +277,7 @@ def replace(make):
     (lambda target: [os.truncate(target, size) for size in (2100736, 2104832)], "is damaged: it has .* of memory, expected"),
     (lambda target: os.truncate(target, 10), "is not a segment of stocache: it begins with b'stocache'"),
     (lambda target: os.truncate(target, 0), "is not a segment of stocache: it begins with b''"),
-    (patch(8, b"\2"), "has format version 2, this stocache reads version 3"), (patch(16, b"\xff"), "has a damaged header"),
+    (patch(8, b"\2"), "has format version 2, this stocache reads version 4"), (patch(16, b"\xff"), "has a damaged header"),
     (patch(40, b"\xff\xff\xff\xff"), "has a damaged header"), (forge(lambda _: b"\xff"), "has a header without a descriptor"),
     (forge(lambda _: b'{"identity": 1, "facts": 2}'), "has a header with another descriptor"),
     (forge(lambda old: old.replace(b'"capacity": 40', b'"capacity": 39')), "sizes do not belong to a capacity of 39"),

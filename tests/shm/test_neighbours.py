@@ -176,7 +176,7 @@ def test_a_file_that_is_changed_before_it_is_opened_is_refused(monkeypatch, repl
 def header(descriptor=b"", control=N, data=HUGE_PAGE, extent=HUGE_PAGE, claimed=None):
     """Return the bytes of a header whose checksum is right."""
     sizes = struct.pack("<QQQI", control, data, extent, len(descriptor) if claimed is None else claimed)
-    packed = lambda checksum: struct.pack("<8sQ", b"stocache", 3) + sizes + struct.pack("<I", checksum)
+    packed = lambda checksum: struct.pack("<8sQ", b"stocache", 4) + sizes + struct.pack("<I", checksum)
     return packed(zlib.crc32(packed(0) + descriptor)) + descriptor
 
 

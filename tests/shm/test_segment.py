@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from stocache import SegmentError, SharedCache
-from stocache.shm import layout
-from stocache.shm import segment as segment_module
+from stocache.shm import extents, layout
 from stocache.shm.layout import COUNTER_ROWS
 from stocache.shm.segment import Segment
 from stocache.system import limits
@@ -40,18 +39,18 @@ def is_free(segment, number):
 
 def reserve(segment, start, stop):
     with segment.guard:
-        return segment.reserve(start, stop)
+        return segment.extents.reserve(start, stop)
 
 
 def test_memory_is_taken_extent_by_extent(segment):
     used = lambda: os.fstat(segment.fd).st_blocks * 512
     before = used()
     assert before < 256 * 1024
-    assert segment.reserved_bytes == 0
+    assert segment.extents.reserved_bytes == 0
     assert reserve(segment, 3 * MIB, 3 * MIB + 1)
-    assert used() - before == segment.reserved_bytes == segment.extent_bytes == 2 * MIB
+    assert used() - before == segment.extents.reserved_bytes == segment.layout.extent_bytes == 2 * MIB
     assert reserve(segment, 0, 5 * MIB)
-    assert used() - before == segment.reserved_bytes == 5 * MIB
+    assert used() - before == segment.extents.reserved_bytes == 5 * MIB
 
 
 @pytest.mark.parametrize("most", [1, 3, 1000, None])
@@ -87,13 +86,13 @@ def test_no_memory_refuses_the_extent_and_gives_back_what_it_got(segment, monkey
     assert not reserve(segment, 0, 10)  # refused is refused, until clear()
     assert len(caplog.records) == 1
     assert "No space left on device. Samples beyond stay uncached, training goes on." in caplog.text
-    segment.clear()
+    segment.extents.clear()
     monkeypatch.setattr(limits, "memory", lambda: Memory(GIB, 65 * MIB))
-    segment._known_spare = 0
+    segment.extents._known_spare = 0
     assert not reserve(segment, 0, 10)  # before the kernel has to refuse
-    assert segment._allocate(0, 2 * MIB) == "65.0 MiB of memory are available, of which 64.0 MiB stay free"
+    assert segment.extents._allocate(0, 2 * MIB) == "65.0 MiB of memory are available, of which 64.0 MiB stay free"
     monkeypatch.undo()
-    segment.clear()
+    segment.extents.clear()
     assert reserve(segment, 0, 10)
 
 
@@ -103,10 +102,10 @@ def test_huge_page_populating_is_only_a_wish(monkeypatch):
     segment = Segment.create(0, 4 * MIB)
     assert (segment.backing, segment._huge) == ("memfd", True)
     assert reserve(segment, 0, 4 * MIB)
-    monkeypatch.setattr(segment_module, "_MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(extents, "_MADV_POPULATE_WRITE", 9999)
     other = Segment.create(0, 4 * MIB)
     assert reserve(other, 0, 4 * MIB)
-    assert segment.reserved_bytes == other.reserved_bytes == 4 * MIB
+    assert segment.extents.reserved_bytes == other.extents.reserved_bytes == 4 * MIB
 
 
 def test_locks_exclude_other_processes_and_go_with_unlock(segment):
@@ -116,8 +115,8 @@ def test_locks_exclude_other_processes_and_go_with_unlock(segment):
     assert is_free(segment, 6)
     segment.unlock(5)
     assert is_free(segment, 5)
-    assert segment.run_locked(0, 10, lambda: (is_free(segment, 9), is_free(segment, 10)), None) == (False, True)
-    assert is_free(segment, 0)
+    assert segment.run_locked(9, lambda: (is_free(segment, 9), is_free(segment, 10)), None) == (False, True)
+    assert is_free(segment, 9)
 
 
 def test_each_process_counts_in_a_row_of_its_own_and_takes_over_that_of_an_ended_one(segment):
@@ -142,7 +141,7 @@ def test_attaching_to_what_is_gone_or_of_another_format_is_a_clear_error(segment
     with pytest.raises(SegmentError, match="The process that pickled it must be alive, on this machine"):
         function((0, 0), "/proc/self/fd/99999", *handle[1:])
     os.pwrite(segment.fd, b"stocache\x63", 0)
-    with nothing_attached(), pytest.raises(SegmentError, match="format version 99, this stocache reads version 3"):
+    with nothing_attached(), pytest.raises(SegmentError, match="format version 99, this stocache reads version 4"):
         function(key, *handle)
 
 
